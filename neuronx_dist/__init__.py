@@ -1,0 +1,68 @@
+"""NeuronX Distributed's training API on any device PyTorch reaches, with SPMD-typed communication.
+
+The names here are what a training script imports; `docs/architecture.md` says where everything lives.
+"""
+
+from typing import Any
+
+from . import comm, parallel_layers, spmd
+from .comm.launch import init_distributed
+from .mesh import Mesh
+from .parallel_layers import parallel_state
+from .parallel_layers.embedding import ParallelEmbedding
+from .parallel_layers.layer_norm import LayerNorm, RMSNorm
+from .parallel_layers.linear import ColumnParallelLinear, RowParallelLinear
+from .parallel_layers.loss_functions import parallel_cross_entropy
+from .parallel_layers.parallel_state import destroy_model_parallel, initialize_model_parallel
+
+__version__ = "0.1.0"
+
+# Loaded when first asked for, so that importing the package stays quick.
+_LAZY = {
+    "Layout": "layout",
+    "NeuronZero1Optimizer": "optimizer",
+    "NxDPPModel": "pipeline",
+    "clip_grad_norm": "parallel_layers.grads",
+    "hf": "",
+    "global_num_items": "parallel_layers.grads",
+    "materialize": "parallel_layers.materialize",
+    "model_parallel_manual_seed": "parallel_layers.random",
+    "move_model_to_device": "parallel_layers.utils",
+    "pad_model": "parallel_layers.pad",
+    "reduce_gradients": "parallel_layers.grads",
+}
+
+__all__ = [
+    "ColumnParallelLinear",
+    "LayerNorm",
+    "Mesh",
+    "ParallelEmbedding",
+    "RMSNorm",
+    "RowParallelLinear",
+    "__version__",
+    "comm",
+    "destroy_model_parallel",
+    "init_distributed",
+    "initialize_model_parallel",
+    "parallel_cross_entropy",
+    "parallel_layers",
+    "parallel_state",
+    "spmd",
+    *_LAZY,
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    if not _LAZY[name]:
+        return import_module(f".{name}", __name__)
+    value = getattr(import_module(f".{_LAZY[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

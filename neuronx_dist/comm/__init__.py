@@ -1,0 +1,74 @@
+"""Plain collectives on one backend: c10d (gloo, NCCL), threads (ranks of one process), shapes (no group at all).
+
+One function per verb (`verbs.py`), one place that knows the mesh and the rank (`context.py`), one point that records every
+call (`recording.py`). Nothing here is differentiable; see `neuronx_dist.spmd`.
+"""
+
+from . import context, threads
+from .base import Communicator, Handle
+from .context import Context, as_rank, communicator, current, is_initialized
+from .errors import CommError, CommTimeout, RemoteRankError
+from .recording import Call, record
+from .verbs import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    barrier,
+    broadcast,
+    broadcast_object,
+    gather_objects,
+    permute,
+    recv,
+    reduce_scatter,
+    send,
+)
+
+__all__ = [
+    "Call",
+    "CommError",
+    "CommTimeout",
+    "Communicator",
+    "Context",
+    "Handle",
+    "RemoteRankError",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "as_rank",
+    "barrier",
+    "broadcast",
+    "broadcast_object",
+    "communicator",
+    "context",
+    "current",
+    "gather_objects",
+    "is_initialized",
+    "new_group",
+    "permute",
+    "rank",
+    "record",
+    "recv",
+    "reduce_scatter",
+    "send",
+    "size",
+    "threads",
+]
+
+
+def size(axis: context.AxisLike) -> int:
+    """Number of ranks along `axis` in the current mesh."""
+    if isinstance(axis, (str, tuple)):
+        return current().mesh.size(axis)
+    return communicator(axis).size
+
+
+def rank(axis: context.AxisLike) -> int:
+    """This rank's index along `axis` in the current mesh."""
+    if isinstance(axis, (str, tuple)):
+        return current().mesh.coordinate(axis, current().rank)
+    return communicator(axis).rank
+
+
+def new_group(groups, label="group"):  # type: ignore[no-untyped-def]
+    """A communicator over explicit rank lists; every rank of the world calls it, in the same order. None if not a member."""
+    return current().new_group(groups, label)

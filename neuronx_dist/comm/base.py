@@ -1,0 +1,164 @@
+"""What a backend is: a factory of communicators, which start collectives on contiguous buffers.
+
+The verbs in `comm/__init__.py` do everything that is the same everywhere (dims, dtypes, `out=`, recording, errors); a backend
+implements the eight primitives below and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, Protocol
+
+import torch
+
+from . import recording
+from .errors import CommError, call_site
+
+__all__ = ["Backend", "Communicator", "Handle", "Works", "Done", "DONE"]
+
+
+class WorkLike(Protocol):
+    def wait(self) -> Any: ...
+
+
+class Done:
+    """Work that is complete when it is started."""
+
+    def wait(self) -> None:
+        return None
+
+
+DONE = Done()
+
+
+class Works:
+    """Several pieces of work awaited as one, then `finish`."""
+
+    def __init__(self, works: Sequence[WorkLike], finish: Callable[[], None] | None = None) -> None:
+        self._works = works
+        self._finish = finish
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+        if self._finish is not None:
+            self._finish()
+
+
+class Communicator:
+    """A group of ranks along an axis, seen from one of them.
+
+    Attributes:
+        axis: what the group is called in records and messages (`"tp"`, `"dp,cp"`).
+        ranks: global ranks of the group, in the order of the axis.
+        rank: this rank's index in the group.
+        size: number of ranks in the group.
+        global_rank: this rank's number in the job.
+    """
+
+    def __init__(self, axis: str, ranks: Sequence[int], global_rank: int) -> None:
+        self.axis = axis
+        self.ranks: tuple[int, ...] = tuple(ranks)
+        self.global_rank = global_rank
+        self.size = len(self.ranks)
+        self.rank = self.ranks.index(global_rank)
+
+    # Buffers are contiguous; `gathered` and `scattered` have a leading dim of `size`. Each starts the work and returns it.
+    def start_all_reduce(self, buffer: torch.Tensor, op: str) -> WorkLike:
+        raise self._unsupported("all_reduce")
+
+    def start_all_gather(self, gathered: torch.Tensor, x: torch.Tensor) -> WorkLike:
+        raise self._unsupported("all_gather")
+
+    def start_reduce_scatter(self, out: torch.Tensor, scattered: torch.Tensor, op: str) -> WorkLike:
+        raise self._unsupported("reduce_scatter")
+
+    def start_all_to_all(self, gathered: torch.Tensor, scattered: torch.Tensor) -> WorkLike:
+        raise self._unsupported("all_to_all")
+
+    def start_permute(self, out: torch.Tensor, x: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> WorkLike:
+        raise self._unsupported("permute")
+
+    def start_broadcast(self, buffer: torch.Tensor, src: int) -> WorkLike:
+        raise self._unsupported("broadcast")
+
+    def start_send(self, x: torch.Tensor, dst: int, tag: int) -> WorkLike:
+        raise self._unsupported("send")
+
+    def start_recv(self, out: torch.Tensor, src: int, tag: int) -> WorkLike:
+        raise self._unsupported("recv")
+
+    def gather_objects(self, obj: Any) -> list[Any]:
+        raise self._unsupported("gather_objects")
+
+    def barrier(self) -> None:
+        self.gather_objects(None)
+
+    def explain(self, verb: str, error: BaseException) -> NoReturn:
+        """Raises `error` again as a CommError that says what was being communicated, and where it was asked for."""
+        if isinstance(error, CommError):
+            raise error
+        raise CommError(f"{self.describe(verb)} failed: {error}") from error
+
+    def describe(self, verb: str) -> str:
+        return f"{verb} over {self.axis} (ranks {list(self.ranks)}, seen from rank {self.global_rank}) at {call_site()}"
+
+    def _unsupported(self, verb: str) -> CommError:
+        return CommError(f"{type(self).__name__} has no {verb}")
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(axis={self.axis!r}, ranks={list(self.ranks)}, rank={self.rank})"
+
+    def __deepcopy__(self, memo: Any) -> Communicator:
+        return self  # a connection is not copied with the module that uses it
+
+
+class Handle:
+    """An asynchronous collective. `wait()` gives its result, and may be called again."""
+
+    __slots__ = ("_communicator", "_finish", "_result", "_verb", "_work")
+
+    def __init__(
+        self, communicator: Communicator, verb: str, work: WorkLike | None, finish: Callable[[], torch.Tensor]
+    ) -> None:
+        self._communicator = communicator
+        self._verb = verb
+        self._work = work
+        self._finish: Callable[[], torch.Tensor] | None = finish
+        self._result: torch.Tensor | None = None
+
+    def wait(self) -> torch.Tensor:
+        """Blocks until the result is there (on CUDA: until the current stream may use it) and returns it.
+
+        Raises:
+            CommError: another rank failed, was lost, or did not take part in time.
+        """
+        if self._result is None:
+            assert self._finish is not None
+            if self._work is not None:
+                try:
+                    self._work.wait()
+                except RuntimeError as error:
+                    self._communicator.explain(self._verb, error)
+            self._result = self._finish()
+            if recording.recorders and self._work is not None:
+                recording.note(self._communicator, "wait:" + self._verb, self._result)
+            self._work = self._finish = None
+        return self._result
+
+
+class Backend:
+    """Makes communicators. One object per rank."""
+
+    name = "none"
+
+    def communicator(self, label: str, groups: Sequence[Sequence[int]], global_rank: int) -> Communicator:
+        """The communicator of the group in `groups` that holds `global_rank`; every rank of that group calls this."""
+        raise CommError(f"backend {self.name} makes no communicators")
+
+    def wrap(self, group: Any, global_rank: int) -> Communicator:
+        """A communicator over a torch ProcessGroup that the user made."""
+        raise TypeError(f"backend {self.name} takes no process groups (got {group!r}); name a mesh axis instead")
+
+    def close(self) -> None:
+        """Destroys what `communicator` made."""

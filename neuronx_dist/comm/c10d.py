@@ -1,0 +1,184 @@
+"""torch.distributed process groups: gloo on CPU, NCCL on CUDA.
+
+gloo's own collectives are used only where they are fast. Its reduce_scatter is a whole all-reduce and a copy of one chunk: here
+it is an all_to_all and a sum in rank order. Its all_gather copies everything twice: here it is point-to-point messages straight
+between the caller's buffers. (`benchmarks/gloo_collectives.py` compares them.)
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from .base import Backend, Communicator, WorkLike, Works
+from .errors import CommError, CommTimeout, RemoteRankError
+from .failure import FailureMonitor
+
+__all__ = ["C10dBackend", "C10dCommunicator"]
+
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+_TAG = 1 << 20  # collectives made of messages use tags of their own, so that they never meet a user's send
+
+
+class C10dCommunicator(Communicator):
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        axis: str,
+        ranks: Sequence[int],
+        global_rank: int,
+        monitor: FailureMonitor | None,
+        reverse: dist.ProcessGroup | None = None,
+    ) -> None:
+        super().__init__(axis, ranks, global_rank)
+        self.group = group
+        self._reverse = reverse or group
+        self._monitor = monitor
+        self._gloo = dist.get_backend(group) == "gloo"
+
+    def start_all_reduce(self, buffer: torch.Tensor, op: str) -> WorkLike:
+        return dist.all_reduce(buffer, _OPS[op], group=self.group, async_op=True)
+
+    def start_all_gather(self, gathered: torch.Tensor, x: torch.Tensor) -> WorkLike:
+        if not self._gloo:
+            return dist.all_gather_into_tensor(gathered.view(-1), x.view(-1), group=self.group, async_op=True)
+        gathered[self.rank].copy_(x)
+        works: list[WorkLike] = []
+        for step in range(1, self.size):  # nearest neighbours first; receives before sends, so that nothing is buffered
+            src, dst = (self.rank - step) % self.size, (self.rank + step) % self.size
+            works.append(dist.irecv(gathered[src], group=self.group, group_src=src, tag=_TAG))  # type: ignore[arg-type]
+            works.append(dist.isend(x, group=self.group, group_dst=dst, tag=_TAG))  # type: ignore[arg-type]
+        return Works(works)
+
+    def start_reduce_scatter(self, out: torch.Tensor, scattered: torch.Tensor, op: str) -> WorkLike:
+        if not self._gloo:
+            return dist.reduce_scatter_tensor(
+                out.view(-1), scattered.view(-1), _OPS[op], group=self.group, async_op=True
+            )
+        received = torch.empty_like(scattered)
+
+        def reduce() -> None:
+            if op == "sum":
+                torch.sum(received, 0, out=out)
+            else:
+                (torch.amax if op == "max" else torch.amin)(received, 0, out=out)
+
+        return Works([self.start_all_to_all(received, scattered)], reduce)
+
+    def start_all_to_all(self, gathered: torch.Tensor, scattered: torch.Tensor) -> WorkLike:
+        return dist.all_to_all_single(gathered, scattered, group=self.group, async_op=True)
+
+    def start_permute(self, out: torch.Tensor, x: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> WorkLike:
+        out.zero_()
+        ops: list[dist.P2POp] = []
+        for src, dst in pairs:
+            if src == dst == self.rank:
+                out.copy_(x)
+            elif src == self.rank:
+                ops.append(dist.P2POp(dist.isend, x, group=self.group, tag=_TAG + 1, group_peer=dst))
+            elif dst == self.rank:
+                ops.append(dist.P2POp(dist.irecv, out, group=self.group, tag=_TAG + 1, group_peer=src))
+        return Works(dist.batch_isend_irecv(ops) if ops else [])
+
+    def start_broadcast(self, buffer: torch.Tensor, src: int) -> WorkLike:
+        return dist.broadcast(buffer, group_src=src, group=self.group, async_op=True)
+
+    def start_send(self, x: torch.Tensor, dst: int, tag: int) -> WorkLike:
+        group = self.group if dst > self.rank else self._reverse
+        return dist.isend(x, group=group, group_dst=dst, tag=tag)  # type: ignore[return-value]
+
+    def start_recv(self, out: torch.Tensor, src: int, tag: int) -> WorkLike:
+        group = self.group if src < self.rank else self._reverse
+        return dist.irecv(out, group=group, group_src=src, tag=tag)  # type: ignore[return-value]
+
+    def gather_objects(self, obj: Any) -> list[Any]:
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, obj, group=self.group)
+        return found
+
+    def explain(self, verb: str, error: BaseException) -> NoReturn:
+        if isinstance(error, CommError):
+            raise error
+        what = self.describe(verb)
+        first = self._monitor.first_failure() if self._monitor is not None else None
+        if first is not None:
+            raise RemoteRankError(
+                f"rank {first.rank} failed first: {first.message} (met in {what})", rank=first.rank
+            ) from None
+        text = str(error)
+        if "imed out" in text or "timeout" in text.lower():
+            raise CommTimeout(
+                f"{what} timed out: some rank of the group did not take part. It is stuck, much slower, or went another way "
+                f"through the program. ({text.splitlines()[0][:200]})"
+            ) from error
+        raise CommError(
+            f"{what} failed: a rank of the group was lost without a message (killed, out of memory, or its host is down). "
+            f"({text.splitlines()[0][:200]})"
+        ) from error
+
+
+class C10dBackend(Backend):
+    """Communicators over torch.distributed groups; needs `init_process_group` to have been called."""
+
+    name = "c10d"
+
+    def __init__(self, timeout: datetime.timedelta | None = None, monitor: FailureMonitor | None = None) -> None:
+        if not dist.is_initialized():
+            raise RuntimeError(
+                "torch.distributed is not initialized: call torch.distributed.init_process_group(backend=...) first"
+            )
+        self.timeout = timeout
+        self.monitor = monitor
+        self._groups: list[dist.ProcessGroup] = []
+        self._by_ranks: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._world = dist.group.WORLD
+
+    def communicator(self, label: str, groups: Sequence[Sequence[int]], global_rank: int) -> Communicator:
+        ranks = tuple(next(group for group in groups if global_rank in group))
+        if len(ranks) == 1:
+            return Communicator(label, ranks, global_rank)
+        group = self._group(ranks)
+        reverse = None
+        if label == "pp" and dist.get_backend(group) != "gloo":
+            # One stream of messages each way: on NCCL, sends of both directions on one communicator can block each other.
+            reverse = self._new_group(ranks)
+        return C10dCommunicator(group, label, ranks, global_rank, self.monitor, reverse)
+
+    def wrap(self, group: Any, global_rank: int) -> Communicator:
+        if not isinstance(group, dist.ProcessGroup):
+            raise TypeError(
+                f"axis must be a mesh axis name, a tuple of names, or a torch.distributed.ProcessGroup that holds this rank; "
+                f"got {group!r}"
+            )
+        return C10dCommunicator(
+            group, group.group_desc or "group", dist.get_process_group_ranks(group), global_rank, self.monitor
+        )
+
+    def single(self, communicator: Communicator) -> dist.ProcessGroup:
+        """A process group for a communicator of one rank, for scripts that hand it to torch.distributed."""
+        return self._group(communicator.ranks)
+
+    def close(self) -> None:
+        for group in self._groups:
+            dist.destroy_process_group(group)
+        self._groups.clear()
+        self._by_ranks.clear()
+
+    def _group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+        """The process group over `ranks`, made once; the world's own where the ranks are the world in order."""
+        if self._world is not None and ranks == tuple(range(dist.get_world_size())) and self.timeout is None:
+            return self._world
+        if ranks not in self._by_ranks:
+            self._by_ranks[ranks] = self._new_group(ranks)
+        return self._by_ranks[ranks]
+
+    def _new_group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+        # Only the members call: the groups of an axis are made side by side, and other ranks need not know of them.
+        group = dist.new_group(list(ranks), timeout=self.timeout, use_local_synchronization=True)
+        assert isinstance(group, dist.ProcessGroup)
+        self._groups.append(group)
+        return group

@@ -1,0 +1,132 @@
+"""Which mesh, which rank, which communicators: a process-wide default, and an override for the current thread.
+
+`initialize_model_parallel` sets the default. `as_rank(mesh, rank)` overrides it, so that one process can play any rank: the
+checker, and ranks as threads. Autograd functions capture their communicator in forward and never come here in backward,
+which may run in another thread.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Union
+
+from ..mesh import Axis, Mesh
+from .base import Backend, Communicator
+
+__all__ = ["AxisLike", "Context", "as_rank", "communicator", "current", "is_initialized", "set_default", "use"]
+
+AxisLike = Union[Axis, Communicator, Any]  # Any: a torch ProcessGroup
+
+
+class Context:
+    """A rank's place in a mesh, and its communicators, made when first asked for and kept."""
+
+    def __init__(self, mesh: Mesh, rank: int, backend: Backend) -> None:
+        mesh.coordinates(rank)  # raises for a rank outside the world
+        self.mesh = mesh
+        self.rank = rank
+        self.backend = backend
+        self.extras: dict[
+            str, Any
+        ] = {}  # what lives as long as the mesh: random streams, groups that a model asked for
+        self._communicators: dict[Hashable, Communicator] = {}
+
+    def communicator(self, axis: AxisLike) -> Communicator:
+        """The communicator along an axis: a name, a tuple of names, or a torch ProcessGroup."""
+        try:
+            return self._communicators[axis]
+        except (KeyError, TypeError):
+            pass
+        if isinstance(axis, Communicator):
+            return axis
+        if isinstance(axis, (str, tuple)):
+            label = axis if isinstance(axis, str) else ",".join(axis)
+            made = self.backend.communicator(label, self.mesh.groups(axis), self.rank)
+        else:
+            made = self.backend.wrap(axis, self.rank)
+        self._communicators[axis] = made
+        return made
+
+    def new_group(self, groups: Sequence[Sequence[int]], label: str) -> Communicator | None:
+        """A communicator over explicit rank lists: every rank of the world calls this, in the same order."""
+        seen = [rank for group in groups for rank in group]
+        if len(set(seen)) != len(seen) or not set(seen) <= set(range(self.mesh.world_size)):
+            raise ValueError(
+                f"new_group {label!r}: {groups} must be disjoint lists of ranks below {self.mesh.world_size}"
+            )
+        if self.rank not in seen:
+            return None
+        return self.backend.communicator(label, groups, self.rank)
+
+
+_default: Context | None = None
+_local = threading.local()
+
+
+def set_default(context: Context | None) -> None:
+    """Sets (or, with None, forgets) the process-wide context."""
+    global _default
+    _default = context
+
+
+def default() -> Context | None:
+    return _default
+
+
+def is_initialized() -> bool:
+    return bool(getattr(_local, "stack", None)) or _default is not None
+
+
+def current() -> Context:
+    """The context of this thread.
+
+    Raises:
+        RuntimeError: there is none; the message says what to call.
+    """
+    stack: list[Context] | None = getattr(_local, "stack", None)
+    if stack:
+        return stack[-1]
+    if _default is None:
+        raise RuntimeError(
+            "model parallel is not initialized: call neuronx_dist.initialize_model_parallel(...) after "
+            "torch.distributed.init_process_group, or work inside `with neuronx_dist.comm.as_rank(mesh, rank):`"
+        )
+    return _default
+
+
+def communicator(axis: AxisLike) -> Communicator:
+    """The current context's communicator along `axis` (a Communicator is returned as it is)."""
+    if isinstance(axis, Communicator):
+        return axis
+    return current().communicator(axis)
+
+
+@contextmanager
+def use(context: Context) -> Iterator[Context]:
+    """Makes `context` current in this thread."""
+    stack: list[Context] | None = getattr(_local, "stack", None)
+    if stack is None:
+        stack = _local.stack = []
+    stack.append(context)
+    try:
+        yield context
+    finally:
+        stack.pop()
+
+
+@contextmanager
+def as_rank(mesh: Mesh, rank: int, backend: Backend | None = None) -> Iterator[Context]:
+    """Plays `rank` of `mesh` in this thread. Without a backend collectives only give tensors of the right shape.
+
+    Example:
+        >>> with as_rank(Mesh(4, tp=2, pp=2), rank=3):
+        ...     layer = ColumnParallelLinear(8, 16, device="meta")
+    """
+    if backend is None:
+        from .shapes import ShapesBackend
+
+        backend = ShapesBackend()
+    with use(Context(mesh, rank, backend)) as context:
+        yield context

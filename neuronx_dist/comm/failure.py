@@ -1,0 +1,129 @@
+"""A rank that fails ends the job on all ranks, and every rank shows the first failure's rank and message.
+
+The first rank with an uncaught exception writes it to the job's store and waits a moment until the others have read it; a
+watching thread on every rank reads the store twice a second. A rank that is in a collective at that time gets the message as a
+`RemoteRankError`; one that is stuck, or computes for long, is ended after a grace period, its message printed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from .errors import RemoteRankError
+
+__all__ = ["Failure", "FailureMonitor"]
+
+_POLL = 0.5  # seconds between looks at the store
+_GRACE = 5.0  # seconds a rank has to end by itself once it knows of a failure
+_ACKNOWLEDGE = 3.0  # seconds the failed rank waits for the others to have read its message
+
+
+class Failure(NamedTuple):
+    rank: int
+    message: str
+
+
+class FailureMonitor:
+    """Tells this rank's uncaught exception to all others, and theirs to this one.
+
+    Args:
+        store: the job's store (each call uses a prefix of its own).
+        rank, world_size: this rank and the number of ranks.
+        number: counts the initialisations in this process, so that an old failure is not read again.
+    """
+
+    def __init__(self, store: Any, rank: int, world_size: int, number: int = 0) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self._store = dist.PrefixStore(f"neuronx_dist/failure/{number}", store)
+        self._stop = threading.Event()
+        self._seen: Failure | None = None
+        self._thread: threading.Thread | None = None
+        self._previous_hook: Any = None
+
+    def start(self) -> None:
+        self._previous_hook = sys.excepthook
+        sys.excepthook = self._excepthook
+        self._thread = threading.Thread(target=self._watch, name="neuronx_dist-failure-monitor", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the watch (at destroy_model_parallel)."""
+        self._stop.set()
+        if sys.excepthook == self._excepthook:
+            sys.excepthook = self._previous_hook
+        if self._thread is not None:
+            self._thread.join(timeout=2 * _POLL)
+
+    def first_failure(self, wait: float = 2.0) -> Failure | None:
+        """The first failure of the job, or None if no rank has told one within `wait` seconds."""
+        deadline = time.monotonic() + wait
+        while True:
+            found = self._read()
+            if found is not None or time.monotonic() >= deadline:
+                return found
+            time.sleep(0.05)
+
+    def report(self, error: BaseException) -> None:
+        """Makes `error` known as the first failure, unless another was, and gives the others a moment to read it."""
+        if not isinstance(error, RemoteRankError):
+            text = json.dumps({"rank": self.rank, "message": f"{type(error).__name__}: {error}"})
+            try:
+                self._store.compare_set("first", "", text)
+            except RuntimeError:
+                return  # the store is gone: there is nobody left to tell
+        self._acknowledge()
+        deadline = time.monotonic() + _ACKNOWLEDGE
+        while time.monotonic() < deadline:
+            try:
+                if self._store.add("acknowledged", 0) >= self.world_size:
+                    return
+            except RuntimeError:
+                return
+            time.sleep(0.05)
+
+    def _excepthook(self, kind: Any, error: BaseException, traceback: Any) -> None:
+        self._previous_hook(kind, error, traceback)
+        sys.stderr.flush()
+        self._stop.set()
+        self.report(error)
+
+    def _read(self) -> Failure | None:
+        if self._seen is None:
+            try:
+                if self._store.check(["first"]):
+                    self._seen = Failure(**json.loads(self._store.get("first")))
+            except RuntimeError:  # the store's host has gone; collectives will say so
+                return None
+        return self._seen
+
+    def _acknowledge(self) -> None:
+        try:
+            self._store.add("acknowledged", 1)
+        except RuntimeError:
+            pass
+
+    def _watch(self) -> None:
+        while not self._stop.wait(_POLL):
+            failure = self._read()
+            if failure is None:
+                continue
+            if failure.rank == self.rank:
+                return
+            self._acknowledge()
+            if self._stop.wait(_GRACE):
+                return
+            print(
+                f"[rank {self.rank}] rank {failure.rank} failed first: {failure.message}\n"
+                f"[rank {self.rank}] this rank did not end by itself within {_GRACE:g} s and is ended now",
+                file=sys.stderr,
+                flush=True,
+            )
+            os._exit(1)

@@ -1,0 +1,88 @@
+"""Joining a job: torch.distributed on the right backend for a device, and this rank's context in a mesh."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..mesh import Axis, Mesh
+from . import context
+from .c10d import C10dBackend
+from .failure import FailureMonitor
+
+__all__ = ["connect", "disconnect", "init_distributed"]
+
+# Made at once, in this order on every rank, so that a wrong network shows here and not in the middle of a step.
+_EAGER_AXES: tuple[Axis, ...] = ("tp", "pp", "dp", "cp", ("dp", "cp"), ("pp", "tp"), "ep", "edp", "world")
+_connections = 0
+
+
+def init_distributed(device: str = "auto", timeout: float | None = None) -> torch.device:
+    """Joins the job that torchrun started, or makes a world of one, and returns this rank's device.
+
+    Args:
+        device: "cpu" (gloo), "cuda" (NCCL; the local rank's GPU), or "auto": cuda where there is one.
+        timeout: seconds before a rendezvous or a collective gives up; None: torch's default.
+
+    Raises:
+        ValueError: a device that this machine has not.
+    """
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device not in ("cpu", "cuda"):
+        raise ValueError(f"device must be auto, cpu or cuda; got {device!r}")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device cuda was asked for, but torch.cuda.is_available() is False; use device cpu")
+    place = torch.device(device)
+    if device == "cuda":
+        place = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(place)
+    if not dist.is_initialized():
+        options: dict[str, Any] = {"timeout": datetime.timedelta(seconds=timeout)} if timeout is not None else {}
+        if "RANK" not in os.environ:
+            options.update(store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group("nccl" if device == "cuda" else "gloo", **options)
+    return place
+
+
+def connect(mesh: Mesh, *, timeout: float | None = None, lazy: bool = False) -> None:
+    """Makes this process a rank of `mesh`: its communicators, and the watch for other ranks' failures.
+
+    Args:
+        timeout: seconds after which a collective gives up on a silent rank; None: that of init_process_group.
+        lazy: make process groups when they are first used.
+    """
+    global _connections
+    rank = dist.get_rank()
+    monitor = None
+    if mesh.world_size > 1:
+        store = dist.distributed_c10d._get_default_store()
+        monitor = FailureMonitor(store, rank, mesh.world_size, _connections)
+        monitor.start()
+    _connections += 1
+    backend = C10dBackend(datetime.timedelta(seconds=timeout) if timeout is not None else None, monitor)
+    made = context.Context(mesh, rank, backend)
+    try:
+        for axis in () if lazy else _EAGER_AXES:
+            made.communicator(axis)
+    except BaseException:
+        if monitor is not None:
+            monitor.stop()
+        raise
+    context.set_default(made)
+
+
+def disconnect() -> None:
+    """Destroys the process groups that `connect` made, ends the watch, and forgets the mesh. Safe to call twice."""
+    made = context.default()
+    context.set_default(None)
+    if made is None:
+        return
+    if isinstance(made.backend, C10dBackend) and made.backend.monitor is not None:
+        made.backend.monitor.stop()
+    if dist.is_initialized():
+        made.backend.close()

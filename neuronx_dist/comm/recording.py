@@ -1,0 +1,74 @@
+"""The one point that every collective passes: `with record() as calls`. Tests count with it, tools read costs from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+if TYPE_CHECKING:
+    from .base import Communicator
+
+__all__ = ["Call", "record"]
+
+
+class Call(NamedTuple):
+    """One collective, or one wait for an asynchronous one (verb `wait:all_reduce`), as a rank issued it."""
+
+    verb: str
+    axis: str
+    op: str | None
+    shape: tuple[int, ...]  # of this rank's input (`recv`: of its result)
+    dtype: torch.dtype  # on the wire
+    bytes: int  # of the larger of input and result, which is what bounds the time
+    group_size: int
+
+
+class _Recorder:
+    def __init__(self, rank: int | None, waits: bool) -> None:
+        self.rank = rank
+        self.waits = waits
+        self.calls: list[Call] = []
+
+
+# Read on every collective: the empty list is the whole cost of not recording.
+recorders: list[_Recorder] = []
+
+
+def note(
+    communicator: Communicator,
+    verb: str,
+    x: torch.Tensor,
+    *,
+    op: str | None = None,
+    dtype: torch.dtype | None = None,
+    scale: int = 1,
+) -> None:
+    """Tells the active recorders of this rank. `scale`: how much larger the larger side is than `x`."""
+    dtype = dtype or x.dtype
+    size = 0 if verb.startswith("wait:") else x.numel() * dtype.itemsize * scale
+    call = Call(verb, communicator.axis, op, tuple(x.shape), dtype, size, communicator.size)
+    for recorder in recorders:
+        if recorder.rank is None or recorder.rank == communicator.global_rank:
+            if recorder.waits or not verb.startswith("wait:"):
+                recorder.calls.append(call)
+
+
+@contextmanager
+def record(*, waits: bool = False, all_ranks: bool = False) -> Iterator[list[Call]]:
+    """Collects the collectives which this rank issues, in order, backward passes in other threads included.
+
+    Args:
+        waits: also record when an asynchronous collective is awaited.
+        all_ranks: record every rank of this process (ranks as threads), not the current one alone.
+    """
+    from .context import current, is_initialized
+
+    recorder = _Recorder(None if all_ranks or not is_initialized() else current().rank, waits)
+    recorders.append(recorder)
+    try:
+        yield recorder.calls
+    finally:
+        recorders.remove(recorder)

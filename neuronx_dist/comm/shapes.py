@@ -1,0 +1,65 @@
+"""No group at all: collectives give tensors of the right shape, as if every rank held what this one holds.
+
+Works on fake and meta tensors, so that whole models run, and are checked, in one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .base import DONE, Backend, Communicator, WorkLike
+
+__all__ = ["ShapesBackend", "ShapesCommunicator"]
+
+
+class ShapesCommunicator(Communicator):
+    def start_all_reduce(self, buffer: torch.Tensor, op: str) -> WorkLike:
+        if op == "sum":
+            buffer.mul_(self.size)
+        return DONE
+
+    def start_all_gather(self, gathered: torch.Tensor, x: torch.Tensor) -> WorkLike:
+        gathered.copy_(x.unsqueeze(0).expand_as(gathered))
+        return DONE
+
+    def start_reduce_scatter(self, out: torch.Tensor, scattered: torch.Tensor, op: str) -> WorkLike:
+        out.copy_(scattered[self.rank])
+        return self.start_all_reduce(out, op)
+
+    def start_all_to_all(self, gathered: torch.Tensor, scattered: torch.Tensor) -> WorkLike:
+        gathered.copy_(scattered[self.rank].unsqueeze(0).expand_as(gathered))
+        return DONE
+
+    def start_permute(self, out: torch.Tensor, x: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> WorkLike:
+        if any(dst == self.rank for _, dst in pairs):
+            out.copy_(x)
+        else:
+            out.zero_()
+        return DONE
+
+    def start_broadcast(self, buffer: torch.Tensor, src: int) -> WorkLike:
+        return DONE
+
+    def start_send(self, x: torch.Tensor, dst: int, tag: int) -> WorkLike:
+        return DONE
+
+    def start_recv(self, out: torch.Tensor, src: int, tag: int) -> WorkLike:
+        out.zero_()
+        return DONE
+
+    def gather_objects(self, obj: Any) -> list[Any]:
+        return [obj] * self.size
+
+
+class ShapesBackend(Backend):
+    name = "shapes"
+
+    def communicator(self, label: str, groups: Sequence[Sequence[int]], global_rank: int) -> Communicator:
+        return ShapesCommunicator(label, next(group for group in groups if global_rank in group), global_rank)
+
+    def wrap(self, group: Any, global_rank: int) -> Communicator:
+        return ShapesCommunicator(group.group_desc or "group", dist.get_process_group_ranks(group), global_rank)

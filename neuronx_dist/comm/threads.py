@@ -1,0 +1,242 @@
+"""N ranks as threads of one process: real values, no processes. For fast tests and notebooks.
+
+Collectives reduce in rank order, so that results are the same on every rank and in every run, and a collective in which the
+ranks disagree (verb, shape, dtype) is an error that shows both sides.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+
+from ..mesh import Mesh
+from .base import DONE, Backend, Communicator, WorkLike
+from .context import Context, use
+from .errors import CommError, CommTimeout, RemoteRankError
+
+__all__ = ["ThreadsBackend", "ThreadsCommunicator", "run"]
+
+
+class _World:
+    """What the ranks share: a table of what each has posted, and the first failure."""
+
+    def __init__(self, timeout: float) -> None:
+        self.timeout = timeout
+        self.changed = threading.Condition()
+        self.posted: dict[Hashable, dict[int, Any]] = {}
+        self.reads: dict[Hashable, int] = {}
+        self.failure: tuple[int, BaseException] | None = None
+
+    def post(self, key: Hashable, index: int, value: Any) -> None:
+        with self.changed:
+            self.posted.setdefault(key, {})[index] = value
+            self.changed.notify_all()
+
+    def collect(self, key: Hashable, indices: Sequence[int], readers: int, what: Callable[[], str]) -> list[Any]:
+        """Waits until all `indices` have posted under `key`; the last of `readers` to read clears the table."""
+        deadline = time.monotonic() + self.timeout
+        with self.changed:
+            while True:
+                slots = self.posted.get(key, {})
+                if all(index in slots for index in indices):
+                    break
+                if self.failure is not None:
+                    rank, error = self.failure
+                    raise RemoteRankError(
+                        f"{what()}: rank {rank} failed first: {type(error).__name__}: {error}", rank=rank
+                    )
+                if (
+                    not self.changed.wait(max(0.0, min(1.0, deadline - time.monotonic())))
+                    and time.monotonic() >= deadline
+                ):
+                    missing = [index for index in indices if index not in slots]
+                    raise CommTimeout(
+                        f"{what()} timed out after {self.timeout:g} s; not there: group indices {missing}"
+                    )
+            values = [slots[index] for index in indices]
+            self.reads[key] = self.reads.get(key, 0) + 1
+            if self.reads[key] == readers:
+                del self.posted[key], self.reads[key]
+            return values
+
+    def fail(self, rank: int, error: BaseException) -> None:
+        with self.changed:
+            if self.failure is None and not isinstance(error, RemoteRankError):
+                self.failure = (rank, error)
+            self.changed.notify_all()
+
+
+class _Pending:
+    def __init__(self, complete: Callable[[], None]) -> None:
+        self._complete = complete
+
+    def wait(self) -> None:
+        self._complete()
+
+
+class ThreadsCommunicator(Communicator):
+    def __init__(self, world: _World, uid: Hashable, axis: str, ranks: Sequence[int], global_rank: int) -> None:
+        super().__init__(axis, ranks, global_rank)
+        self._world = world
+        self._uid = uid
+        self._count = 0
+
+    def _exchange(self, verb: str, value: Any, signature: Any, consume: Callable[[list[Any]], None]) -> WorkLike:
+        """Posts a value now; once awaited, gives everybody's values, in group order, to `consume`."""
+        key = (self._uid, self._count)
+        self._count += 1
+        self._world.post(key, self.rank, (verb, signature, value))
+
+        def complete() -> None:
+            slots = self._world.collect(key, range(self.size), self.size, lambda: self.describe(verb))
+            for index, (other_verb, other_signature, _) in enumerate(slots):
+                if (other_verb, other_signature) != (verb, signature):
+                    raise CommError(
+                        f"{self.describe(verb)}: the ranks disagree: rank {self.global_rank} called {verb} {signature}, "
+                        f"rank {self.ranks[index]} called {other_verb} {other_signature}"
+                    )
+            consume([value for _, _, value in slots])
+
+        return _Pending(complete)
+
+    def start_all_reduce(self, buffer: torch.Tensor, op: str) -> WorkLike:
+        return self._exchange(
+            "all_reduce", buffer.clone(), (op, *_signature(buffer)), lambda values: _copy(buffer, _reduce(values, op))
+        )
+
+    def start_all_gather(self, gathered: torch.Tensor, x: torch.Tensor) -> WorkLike:
+        return self._exchange(
+            "all_gather", x.clone(), _signature(x), lambda values: _copy(gathered, torch.stack(values))
+        )
+
+    def start_reduce_scatter(self, out: torch.Tensor, scattered: torch.Tensor, op: str) -> WorkLike:
+        return self._exchange(
+            "reduce_scatter",
+            scattered.clone(),
+            (op, *_signature(scattered)),
+            lambda values: _copy(out, _reduce([value[self.rank] for value in values], op)),
+        )
+
+    def start_all_to_all(self, gathered: torch.Tensor, scattered: torch.Tensor) -> WorkLike:
+        return self._exchange(
+            "all_to_all",
+            scattered.clone(),
+            _signature(scattered),
+            lambda values: _copy(gathered, torch.stack([value[self.rank] for value in values])),
+        )
+
+    def start_permute(self, out: torch.Tensor, x: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> WorkLike:
+        def take(values: list[torch.Tensor]) -> None:
+            sources = [src for src, dst in pairs if dst == self.rank]
+            with torch.no_grad():
+                out.copy_(values[sources[0]]) if sources else out.zero_()
+
+        return self._exchange("permute", x.clone(), (tuple(pairs), *_signature(x)), take)
+
+    def start_broadcast(self, buffer: torch.Tensor, src: int) -> WorkLike:
+        value = buffer.clone() if self.rank == src else None
+        return self._exchange("broadcast", value, (src, *_signature(buffer)), lambda values: _copy(buffer, values[src]))
+
+    def start_send(self, x: torch.Tensor, dst: int, tag: int) -> WorkLike:
+        self._world.post(self._mail(self.rank, dst, tag), 0, x.clone())
+        return DONE
+
+    def start_recv(self, out: torch.Tensor, src: int, tag: int) -> WorkLike:
+        key = self._mail(src, self.rank, tag)
+
+        def complete() -> None:
+            (value,) = self._world.collect(key, [0], 1, lambda: self.describe("recv"))
+            if _signature(value) != _signature(out):
+                raise CommError(
+                    f"{self.describe('recv')}: rank {self.ranks[src]} sent {_signature(value)}, expected {_signature(out)}"
+                )
+            _copy(out, value)
+
+        return _Pending(complete)
+
+    def _mail(self, src: int, dst: int, tag: int) -> Hashable:
+        """A key for the next message of this sender, receiver and tag: they stay in order, as on a wire."""
+        counters: dict[Hashable, int] = self.__dict__.setdefault("_mail_counters", {})
+        number = counters.get((src, dst, tag), 0)
+        counters[(src, dst, tag)] = number + 1
+        return (self._uid, "mail", src, dst, tag, number)
+
+    def gather_objects(self, obj: Any) -> list[Any]:
+        found: list[Any] = []
+        self._exchange("gather_objects", obj, None, found.extend).wait()
+        return found
+
+
+class ThreadsBackend(Backend):
+    """One rank's end of a shared world."""
+
+    name = "threads"
+
+    def __init__(self, world: _World) -> None:
+        self._world = world
+        self._made: dict[Hashable, int] = {}
+
+    def communicator(self, label: str, groups: Sequence[Sequence[int]], global_rank: int) -> Communicator:
+        ranks = tuple(next(group for group in groups if global_rank in group))
+        number = self._made.get((label, ranks), 0)
+        self._made[label, ranks] = number + 1
+        return ThreadsCommunicator(self._world, (label, ranks, number), label, ranks, global_rank)
+
+
+def run(mesh: Mesh, fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
+    """Runs `fn(*args)` on every rank of `mesh`, each in a thread with its own context; returns the results by rank.
+
+    The default random generator of torch is one for all threads: build models from given state dicts, or under a lock.
+
+    Raises:
+        the first exception of any rank (the others are told, and end), as it was raised.
+    """
+    world = _World(timeout)
+    results: list[Any] = [None] * mesh.world_size
+
+    def rank_main(rank: int) -> None:
+        try:
+            with use(Context(mesh, rank, ThreadsBackend(world))):
+                results[rank] = fn(*args)
+        except BaseException as error:  # noqa: B902 - whatever it was, the other ranks must not wait for this one
+            world.fail(rank, error)
+
+    threads = [
+        threading.Thread(target=rank_main, args=(rank,), name=f"rank{rank}", daemon=True)
+        for rank in range(mesh.world_size)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if world.failure is not None:
+        rank, error = world.failure
+        error.add_note(f"raised on rank {rank} of {mesh}") if hasattr(error, "add_note") else None
+        raise error
+    return results
+
+
+def _signature(x: torch.Tensor) -> tuple[tuple[int, ...], torch.dtype]:
+    return tuple(x.shape), x.dtype
+
+
+def _copy(out: torch.Tensor, value: torch.Tensor) -> None:
+    with torch.no_grad():
+        out.copy_(value)
+
+
+def _reduce(values: Sequence[torch.Tensor], op: str) -> torch.Tensor:
+    with torch.no_grad():
+        total = values[0].clone()
+        for value in values[1:]:
+            if op == "sum":
+                total += value
+            elif op == "max":
+                torch.maximum(total, value, out=total)
+            else:
+                torch.minimum(total, value, out=total)
+        return total

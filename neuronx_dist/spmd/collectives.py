@@ -1,0 +1,471 @@
+"""Typed, differentiable collectives, all of them rows of one table.
+
+A row says: this operation, from this type to that type, is this kernel forward, and backward it is that other row. The operators,
+the errors for pairs that do not exist, the table in the documentation (`table()`) and, later, the checker's rules are all read from
+the same rows.
+
+Every operator takes `axis` (a mesh axis name, a tuple of names, a ProcessGroup or a Communicator) and the types `src` and `dst` that
+its tensor has on that axis. `S(i)` concatenates or splits along dim i; plain `V` stacks or unbinds on dim 0 (`gather_dim`,
+`scatter_dim`). The communicator is taken in forward and kept for backward. Values and gradients: reference spmd_types.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch.overrides import handle_torch_function, has_torch_function_unary
+
+from .. import comm
+from ..comm import Communicator
+from ..comm.context import AxisLike
+from .errors import SpmdTypeError
+from .types import P, Shard, SpmdType, V
+
+__all__ = [
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "convert",
+    "redistribute",
+    "reduce_scatter",
+    "reinterpret",
+    "table",
+]
+
+
+class Call(NamedTuple):
+    """One use of a row: the dims that `src` and `dst` stand for, the dtype to reduce in, whether x's memory may be reused."""
+
+    src_dim: int  # of S(i), else where V stacks
+    dst_dim: int
+    reduce_dtype: torch.dtype | None = None
+    inplace: bool = False
+
+    def reversed(self) -> Call:
+        return Call(self.dst_dim, self.src_dim, self.reduce_dtype)
+
+
+Kernel = Callable[[torch.Tensor, Communicator, Call], torch.Tensor]
+Key = tuple[str, str, str]  # operation, letter of src, letter of dst
+
+
+@dataclass(frozen=True)
+class Row:
+    key: Key
+    kernel: Kernel
+    backward: Key
+    communicates: bool
+    expert: bool = False  # legal, but rarely what is meant: needs expert_mode=True
+    instead: str = ""
+
+
+# Kernels. V stands for S on a dim of its own: stacking is `unsqueeze` before, unbinding `squeeze` after.
+
+
+def _same(x: torch.Tensor, c: Communicator, call: Call) -> torch.Tensor:
+    return x.view_as(x)
+
+
+def _sum(x: torch.Tensor, c: Communicator, call: Call) -> torch.Tensor:
+    return comm.all_reduce(x, c, reduce_dtype=call.reduce_dtype, out=x if call.inplace else None)
+
+
+def _gather(x: torch.Tensor, c: Communicator, call: Call) -> torch.Tensor:
+    return comm.all_gather(x, c, dim=call.src_dim)
+
+
+def _gather_stack(x: torch.Tensor, c: Communicator, call: Call) -> torch.Tensor:
+    return comm.all_gather(x.unsqueeze(call.src_dim), c, dim=call.src_dim)
+
+
+def _scatter_sum(x: torch.Tensor, c: Communicator, call: Call) -> torch.Tensor:
+    return comm.reduce_scatter(x, c, dim=call.dst_dim, reduce_dtype=call.reduce_dtype)
+
+
+def _scatter_sum_unbind(x: torch.Tensor, c: Communicator, call: Call) -> torch.Tensor:
+    _check_stacked(x, c, call.dst_dim)
+    return comm.reduce_scatter(x, c, dim=call.dst_dim, reduce_dtype=call.reduce_dtype).squeeze(call.dst_dim)
+
+
+def _transpose(x: torch.Tensor, c: Communicator, call: Call) -> torch.Tensor:
+    return comm.all_to_all(x, c, split_dim=call.dst_dim, concat_dim=call.src_dim)
+
+
+def _transpose_stack(x: torch.Tensor, c: Communicator, call: Call) -> torch.Tensor:
+    _check_stacked(x, c, call.dst_dim)
+    piece = comm.all_to_all(x, c, split_dim=call.dst_dim, concat_dim=call.dst_dim)
+    return piece if call.src_dim == call.dst_dim else piece.movedim(call.dst_dim, call.src_dim)
+
+
+def _own_piece(x: torch.Tensor, c: Communicator, call: Call) -> torch.Tensor:
+    dim = call.dst_dim
+    if x.shape[dim] % c.size:
+        raise ValueError(
+            f"unable to create {c.size} partitions along dim {dim} of shape {tuple(x.shape)} over {c.axis}: "
+            f"{x.shape[dim]} is not divisible by {c.size}"
+        )
+    size = x.shape[dim] // c.size
+    return x.narrow(dim, c.rank * size, size).clone(memory_format=torch.contiguous_format)
+
+
+def _own_slot(x: torch.Tensor, c: Communicator, call: Call) -> torch.Tensor:
+    _check_stacked(x, c, call.dst_dim)
+    return x.select(call.dst_dim, c.rank).clone(memory_format=torch.contiguous_format)
+
+
+def _zero_padded(x: torch.Tensor, c: Communicator, call: Call) -> torch.Tensor:
+    dim = call.src_dim
+    shape = list(x.shape)
+    shape[dim] *= c.size
+    out = x.new_zeros(shape)
+    out.narrow(dim, c.rank * x.shape[dim], x.shape[dim]).copy_(x)
+    return out
+
+
+def _zero_padded_stack(x: torch.Tensor, c: Communicator, call: Call) -> torch.Tensor:
+    return _zero_padded(x.unsqueeze(call.src_dim), c, call)
+
+
+def _first_rank_only(x: torch.Tensor, c: Communicator, call: Call) -> torch.Tensor:
+    return x.clone() if c.rank == 0 else torch.zeros_like(x)
+
+
+def _rows() -> dict[Key, Row]:
+    rows: list[Row] = []
+
+    def row(
+        operation: str,
+        src: str,
+        dst: str,
+        kernel: Kernel,
+        backward: Key,
+        communicates: bool = False,
+        *,
+        expert: bool = False,
+        instead: str = "",
+    ) -> None:
+        rows.append(Row((operation, src, dst), kernel, backward, communicates, expert, instead))
+
+    gate_v = "reduce_scatter or all_gather are what usually is meant; pass expert_mode=True to do it on purpose"
+    # Conjugate pairs: each is the other's backward.
+    row("all_reduce", "P", "R", _sum, ("all_reduce", "P", "R"), True)
+    row("all_reduce", "P", "I", _sum, ("convert", "I", "R"), True)
+    row("convert", "I", "R", _same, ("all_reduce", "P", "I"))
+    # A V summed over the axis is reinterpret(V, P) and then the reduction.
+    row("all_reduce", "V", "R", _sum, ("all_reduce", "P", "R"), True)
+    row("all_reduce", "V", "I", _sum, ("convert", "I", "R"), True)
+
+    row("all_gather", "S", "R", _gather, ("reduce_scatter", "P", "S"), True)
+    row("reduce_scatter", "P", "S", _scatter_sum, ("all_gather", "S", "R"), True)
+    row("all_gather", "V", "R", _gather_stack, ("reduce_scatter", "P", "V"), True)
+    row("reduce_scatter", "P", "V", _scatter_sum_unbind, ("all_gather", "V", "R"), True)
+    row("reduce_scatter", "V", "S", _scatter_sum, ("all_gather", "S", "R"), True)
+    row("reduce_scatter", "V", "V", _scatter_sum_unbind, ("all_gather", "V", "R"), True)
+
+    row("all_gather", "S", "I", _gather, ("convert", "I", "S"), True)
+    row("convert", "I", "S", _own_piece, ("all_gather", "S", "I"))
+    row("all_gather", "V", "I", _gather_stack, ("convert", "I", "V"), True)
+    row("convert", "I", "V", _own_slot, ("all_gather", "V", "I"))
+
+    row("all_to_all", "S", "S", _transpose, ("all_to_all", "S", "S"), True)
+    row("all_to_all", "V", "V", _transpose_stack, ("all_to_all", "V", "V"), True)
+
+    row("convert", "R", "S", _own_piece, ("convert", "S", "P"))
+    row("convert", "S", "P", _zero_padded, ("convert", "R", "S"), expert=True, instead=gate_v)
+    row("convert", "R", "V", _own_slot, ("convert", "V", "P"))
+    row("convert", "V", "P", _zero_padded_stack, ("convert", "R", "V"), expert=True, instead=gate_v)
+    row("convert", "R", "P", _first_rank_only, ("convert", "R", "P"))
+    row(
+        "convert",
+        "R",
+        "I",
+        _same,
+        ("convert", "I", "P"),
+        expert=True,
+        instead="usually the value should be I from the start",
+    )
+    row(
+        "convert",
+        "I",
+        "P",
+        _first_rank_only,
+        ("convert", "R", "I"),
+        expert=True,
+        instead="convert(I, R) is what usually is meant",
+    )
+
+    row("reinterpret", "V", "P", _same, ("reinterpret", "R", "V"))
+    row(
+        "reinterpret",
+        "R",
+        "V",
+        _same,
+        ("reinterpret", "V", "P"),
+        expert=True,
+        instead="convert(R, S(i)) splits; reinterpret keeps every copy",
+    )
+    row(
+        "reinterpret",
+        "R",
+        "P",
+        _same,
+        ("reinterpret", "R", "P"),
+        expert=True,
+        instead="convert(R, P) keeps the value; reinterpret multiplies its meaning by the size of the axis",
+    )
+    row("reinterpret", "I", "R", _same, ("all_reduce", "P", "I"))
+    row(
+        "reinterpret",
+        "R",
+        "I",
+        _same,
+        ("convert", "I", "P"),
+        expert=True,
+        instead="usually the value should be I from the start",
+    )
+    # I -> R -> V and I -> R -> P: in backward first that step, then the sum of P -> I.
+    row("reinterpret", "I", "V", _same, ("all_reduce", "V", "I"))
+    row("reinterpret", "I", "P", _same, ("all_reduce", "V", "I"))
+    return {r.key: r for r in rows}
+
+
+ROWS = _rows()
+_DEFAULT = Call(0, 0)
+
+
+def table() -> list[tuple[str, str, str, str]]:
+    """The rows as text: `(forward types, forward operator, backward types, backward operator)`."""
+    found = []
+    for (operation, src, dst), row in ROWS.items():
+        back, bsrc, bdst = row.backward
+        found.append((f"{src} -> {dst}", f"{operation}({src}, {dst})", f"{bsrc} -> {bdst}", f"{back}({bsrc}, {bdst})"))
+    return found
+
+
+class _Typed(torch.autograd.Function):
+    """The one autograd function: forward runs a row's kernel, backward the row that it names."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, row: Row, communicator: Communicator, call: Call) -> torch.Tensor:
+        ctx.row, ctx.communicator, ctx.call = row, communicator, call
+        if call.inplace:
+            ctx.mark_dirty(x)
+        return row.kernel(x, communicator, call)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, None, None, None]:
+        # Through `_apply`, so that the backward can be differentiated in its turn.
+        return _apply(ROWS[ctx.row.backward], grad, ctx.communicator, ctx.call.reversed()), None, None, None
+
+
+def _apply(row: Row, x: torch.Tensor, communicator: Communicator, call: Call) -> torch.Tensor:
+    if communicator.size == 1:
+        return _alone(row.key, x, call)
+    if x.requires_grad and torch.is_grad_enabled():
+        return _Typed.apply(x, row, communicator, call)
+    with torch.no_grad():
+        return row.kernel(x, communicator, call)
+
+
+def _alone(key: Key, x: torch.Tensor, call: Call) -> torch.Tensor:
+    """On an axis of one rank all types are one; only V's stacking dim comes and goes."""
+    operation, src, dst = key
+    if operation == "reinterpret" or operation == "all_reduce" or (operation == "all_to_all" and src == "S"):
+        return x
+    if operation == "all_to_all":
+        return x if call.src_dim == call.dst_dim else x.movedim(call.dst_dim, call.src_dim)
+    if src == "V" and operation in ("all_gather", "convert"):
+        return x.unsqueeze(call.src_dim)
+    if dst == "V" and operation in ("reduce_scatter", "convert"):
+        return x.squeeze(call.dst_dim)
+    return x
+
+
+def _operate(
+    function: Callable[..., torch.Tensor],
+    x: torch.Tensor,
+    axis: AxisLike,
+    src: SpmdType,
+    dst: SpmdType,
+    expert_mode: bool = True,
+    reduce_dtype: torch.dtype | None = None,
+    stack_dim: int = 0,
+    inplace: bool = False,
+) -> torch.Tensor:
+    if has_torch_function_unary(x):  # recorders and the checker see the operator, not its inside
+        keywords: dict[str, Any] = {"src": src, "dst": dst}
+        if function is reinterpret or function is convert:
+            keywords["expert_mode"] = expert_mode
+        if reduce_dtype is not None:
+            keywords["reduce_dtype"] = reduce_dtype
+        if inplace:
+            keywords["inplace"] = True
+        if stack_dim:
+            keywords["gather_dim" if function is all_gather else "scatter_dim"] = stack_dim
+        return handle_torch_function(function, (x,), x, axis, **keywords)
+    row = ROWS.get((function.__name__, _letter(src), _letter(dst)))
+    if row is None:
+        raise SpmdTypeError(_advice(function.__name__, src, dst))
+    if row.expert and not expert_mode:
+        raise SpmdTypeError(f"{function.__name__}({src}, {dst}) needs expert_mode=True: {row.instead}")
+    if isinstance(src, Shard) or isinstance(dst, Shard) or stack_dim or inplace or reduce_dtype is not None:
+        src_dim = _positive(src.dim, x, _letter(dst)) if isinstance(src, Shard) else stack_dim
+        dst_dim = _positive(dst.dim, x, _letter(src)) if isinstance(dst, Shard) else stack_dim
+        return _apply(row, x, comm.communicator(axis), Call(src_dim, dst_dim, reduce_dtype, inplace))
+    return _apply(row, x, comm.communicator(axis), _DEFAULT)
+
+
+def all_reduce(
+    x: torch.Tensor,
+    axis: AxisLike,
+    *,
+    src: SpmdType = P,
+    dst: SpmdType,
+    reduce_dtype: torch.dtype | None = None,
+    inplace: bool = False,
+) -> torch.Tensor:
+    """Sum of `x` over the axis: `P -> R` (backward all-reduce) or `P -> I` (backward identity). `src=V` is taken as `P`.
+
+    Args:
+        x: any shape; contiguity is not needed.
+        reduce_dtype: the sum is done in `promote_types(x.dtype, reduce_dtype)`, in backward too.
+        inplace: the result takes the memory of `x`, which is no leaf.
+
+    Raises:
+        SpmdTypeError: the pair of types is not one of these; the message names the operator that is meant.
+    """
+    return _operate(all_reduce, x, axis, src, dst, reduce_dtype=reduce_dtype, inplace=inplace)
+
+
+def all_gather(
+    x: torch.Tensor,
+    axis: AxisLike,
+    *,
+    src: SpmdType = V,
+    dst: SpmdType,
+    gather_dim: int = 0,
+    reduce_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """All ranks' values: `S(i)` concatenates along dim i (`[.., n, ..] -> [.., size*n, ..]`), `V` stacks on a new dim `gather_dim`.
+
+    `-> R`: backward reduce-scatter. `-> I`: backward takes the own piece, without communication.
+    """
+    return _operate(all_gather, x, axis, src, dst, reduce_dtype=reduce_dtype, stack_dim=gather_dim)
+
+
+def reduce_scatter(
+    x: torch.Tensor,
+    axis: AxisLike,
+    *,
+    src: SpmdType = P,
+    dst: SpmdType = V,
+    scatter_dim: int = 0,
+    reduce_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """The own piece of the sum: `S(i)` splits dim i, `V` unbinds dim `scatter_dim`, which has the size of the axis. Backward all-gather."""
+    return _operate(reduce_scatter, x, axis, src, dst, reduce_dtype=reduce_dtype, stack_dim=scatter_dim)
+
+
+def all_to_all(x: torch.Tensor, axis: AxisLike, *, src: SpmdType = V, dst: SpmdType = V) -> torch.Tensor:
+    """`S(i) -> S(j)`: splits dim j, concatenates dim i. `V -> V`: the rank and dim 0 change places. Backward the other way round."""
+    return _operate(all_to_all, x, axis, src, dst)
+
+
+def convert(
+    x: torch.Tensor,
+    axis: AxisLike,
+    *,
+    src: SpmdType,
+    dst: SpmdType,
+    expert_mode: bool = False,
+    reduce_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Another type for the same global value, without communication forward.
+
+    `R|I -> S(i)` takes the own piece, `R -> P` keeps the value on the first rank and zeros elsewhere, `I -> R` is the identity whose
+    backward sums. Pairs that are legal but rarely meant need `expert_mode=True`; the error says what to use instead.
+    """
+    if _letter(src) == _letter(dst) or {_letter(src), _letter(dst)} == {"V", "S"}:
+        if not (isinstance(src, Shard) and isinstance(dst, Shard) and src.dim != dst.dim):
+            return x
+    return _operate(convert, x, axis, src, dst, expert_mode, reduce_dtype)
+
+
+def reinterpret(
+    x: torch.Tensor,
+    axis: AxisLike,
+    *,
+    src: SpmdType,
+    dst: SpmdType,
+    expert_mode: bool = False,
+    reduce_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Another type for the same local data, unchanged; the global meaning may change (`R -> P` multiplies it by the size)."""
+    if src == dst:
+        return x
+    return _operate(reinterpret, x, axis, src, dst, expert_mode, reduce_dtype)
+
+
+def redistribute(x: torch.Tensor, axis: AxisLike, *, src: SpmdType, dst: SpmdType) -> torch.Tensor:
+    """From any type to any other with the global value kept: chooses the collective or the conversion."""
+    a, b = _letter(src), _letter(dst)
+    if src == dst or {a, b} == {"V", "S"}:
+        return x
+    if a == "P":
+        if b in ("R", "I"):
+            return all_reduce(x, axis, src=src, dst=dst)
+        return reduce_scatter(x, axis, src=src, dst=dst)
+    if a in ("V", "S"):
+        if b in ("R", "I"):
+            return all_gather(x, axis, src=src, dst=dst)
+        if b in ("V", "S"):
+            return all_to_all(x, axis, src=src, dst=dst)
+    return convert(x, axis, src=src, dst=dst, expert_mode=True)
+
+
+def _letter(type_: SpmdType) -> str:
+    try:
+        return type_.letter
+    except AttributeError:
+        raise SpmdTypeError(f"{type_!r} is not an SPMD type: use R, I, V, P or S(dim)") from None
+
+
+def _positive(dim: int, x: torch.Tensor, other: str) -> int:
+    if not -x.dim() <= dim < x.dim():
+        raise ValueError(f"S({dim}) is out of range for a tensor of shape {tuple(x.shape)}")
+    return dim % x.dim()
+
+
+def _check_stacked(x: torch.Tensor, c: Communicator, dim: int) -> None:
+    if x.dim() <= dim or x.shape[dim] != c.size:
+        raise ValueError(
+            f"a V result is unbound from dim {dim}, which must have the size of axis {c.axis} ({c.size}); got shape "
+            f"{tuple(x.shape)}. To split a longer dim use S({dim})"
+        )
+
+
+def _advice(operation: str, src: SpmdType, dst: SpmdType) -> str:
+    """What an illegal pair probably means."""
+    a, b = _letter(src), _letter(dst)
+    text = f"{operation}({src}, {dst}) does not exist"
+    legal = ", ".join(f"({s}, {d})" for (name, s, d) in ROWS if name == operation)
+    if operation in ("all_reduce", "reduce_scatter") and a in ("R", "I"):
+        return f"{text}: a {a} value is already the same on all ranks, reducing it again multiplies it by the size of the axis. Drop the reduction, or fix src"
+    if a == "P" and b in ("R", "I"):
+        hint = f"use all_reduce(x, axis, dst={dst})"
+    elif a == "P" and b in ("V", "S"):
+        hint = f"use reduce_scatter(x, axis, dst={dst})"
+    elif a in ("V", "S") and b in ("R", "I"):
+        hint = f"use all_gather(x, axis, src={src}, dst={dst}), or all_reduce if the values are to be summed"
+    elif a in ("V", "S") and b in ("V", "S"):
+        hint = f"use all_to_all(x, axis, src={src}, dst={dst})"
+    elif operation == "reinterpret" and "S" in (a, b):
+        hint = f"use convert(x, axis, src={src}, dst={dst}): reinterpret keeps the data, S says that it is split"
+    elif a in ("V", "S"):
+        hint = f"use convert(x, axis, src={src}, dst={dst})"
+    else:
+        hint = f"use convert(x, axis, src={src}, dst={dst})"
+    return f"{text}: {hint}. {operation} takes {legal}"

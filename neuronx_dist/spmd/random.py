@@ -1,0 +1,120 @@
+"""Named random streams: which random numbers agree across ranks, and which differ.
+
+The *default* stream is torch's own generator: seeded alike on all ranks, it gives replicated activations the same dropout mask on every
+tensor-parallel rank. The *tensor-parallel* stream differs by tp rank, for activations that are sharded. Seeds are NxD's (and Megatron's):
+default `seed`, tensor-parallel `seed + 2718 + tp_rank`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from ..comm import context
+
+__all__ = ["RNGStreams", "TENSOR_PARALLEL", "checkpoint", "manual_seed", "streams"]
+
+TENSOR_PARALLEL = "model-parallel-rng"
+
+State = list[torch.Tensor]  # of the CPU generator and, where CUDA is in use, of the current GPU's
+
+
+def _get_state() -> State:
+    state = [torch.get_rng_state()]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        state.append(torch.cuda.get_rng_state())
+    return state
+
+
+def _set_state(state: State) -> None:
+    torch.set_rng_state(state[0])
+    if len(state) > 1:
+        torch.cuda.set_rng_state(state[1])
+
+
+class RNGStreams:
+    """Random streams by name; `fork(name)` draws from one of them for a while. NxD's `XLARNGStatesTracker`."""
+
+    def __init__(self) -> None:
+        self._states: dict[str, State] = {}
+
+    def reset(self) -> None:
+        self._states.clear()
+
+    def get_states(self) -> dict[str, State]:
+        return dict(self._states)
+
+    def set_states(self, states: dict[str, State]) -> None:
+        self._states = dict(states)
+
+    def add(self, name: str, seed: int) -> None:
+        """Adds a stream.
+
+        Raises:
+            ValueError: there is one of that name.
+        """
+        if name in self._states:
+            raise ValueError(f"random stream {name!r} exists already; reset() forgets all streams")
+        before = _get_state()
+        torch.manual_seed(seed)
+        self._states[name] = _get_state()
+        _set_state(before)
+
+    @contextmanager
+    def fork(self, name: str = TENSOR_PARALLEL) -> Iterator[None]:
+        """Random numbers drawn inside come from stream `name`, which remembers where it stopped; outside nothing moves."""
+        if name not in self._states:
+            raise ValueError(
+                f"no random stream {name!r}: call model_parallel_manual_seed(seed) first; there are {sorted(self._states)}"
+            )
+        before = _get_state()
+        _set_state(self._states[name])
+        try:
+            yield
+        finally:
+            self._states[name] = _get_state()
+            _set_state(before)
+
+
+def streams() -> RNGStreams:
+    """The streams of the current rank."""
+    return context.current().extras.setdefault("random", RNGStreams())
+
+
+def manual_seed(seed: int) -> None:
+    """Seeds the default stream with `seed` and the tensor-parallel one with `seed + 2718 + tp_rank`; forgets all others."""
+    here = context.current()
+    found = streams()
+    found.reset()
+    found.add(TENSOR_PARALLEL, seed + 2718 + here.mesh.coordinate("tp", here.rank))
+    torch.manual_seed(seed)
+
+
+def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Activation checkpointing whose recomputation draws the same random numbers, from the default stream and from all others."""
+    here = streams()
+
+    def contexts() -> tuple[Any, Any]:
+        before: dict[str, State] = {}
+
+        @contextmanager
+        def forward() -> Iterator[None]:
+            before.update(here.get_states())
+            yield
+
+        @contextmanager
+        def recompute() -> Iterator[None]:
+            now = here.get_states()
+            here.set_states(before)
+            try:
+                yield
+            finally:
+                here.set_states(now)
+
+        return forward(), recompute()
+
+    return torch_checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **kwargs)

@@ -1,0 +1,194 @@
+"""How a parameter is laid out: a `ShardSpec`, kept by the module that owns it, and mirrored in NxD's tensor attributes.
+
+`set_spec` is the one place that writes it, `spec_of` the one that reads it back, for parameters which scripts marked themselves too
+(`tensor_model_parallel`, `partition_dim`, `partition_stride`, `num_partitions`, `sequence_parallel_enabled`: the names that
+NeuronX Distributed puts on tensors).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["ShardSpec", "ShardedModule", "named_specs", "restamp", "set_spec", "spec_of"]
+
+_ATTRIBUTE = "_shard_spec"
+_TABLE = "_shard_specs"
+
+
+@dataclass(frozen=True)
+class ShardSpec:
+    """Layout of one parameter over a mesh axis.
+
+    Attributes:
+        axis: the mesh axis it is sharded over; None: every rank holds all of it.
+        dim: the sharded dim.
+        stride: the dim is made of `stride` fused blocks, each sharded by itself (gate and up: 2).
+        num_partitions: number of shards.
+        full_shape: shape of the whole parameter, padding included.
+        unpadded: size of the sharded dim before zeros were added at its end (at the end of each block); None: no padding.
+        sequence_parallel: replicated, but used on a shard of the sequence: its gradients are partial over tp.
+    """
+
+    axis: str | None = None
+    dim: int | None = None
+    stride: int = 1
+    num_partitions: int = 1
+    full_shape: tuple[int, ...] = ()
+    unpadded: int | None = None
+    sequence_parallel: bool = False
+
+    def __post_init__(self) -> None:
+        if self.axis is None:
+            return
+        if self.dim is None or not 0 <= self.dim < len(self.full_shape):
+            raise ValueError(f"ShardSpec: dim {self.dim} is not a dim of shape {self.full_shape}")
+        blocks = self.stride * self.num_partitions
+        if self.full_shape[self.dim] % blocks:
+            raise ValueError(
+                f"ShardSpec: dim {self.dim} of shape {self.full_shape} is not divisible by {self.num_partitions} partitions"
+                + (f" of {self.stride} fused blocks" if self.stride > 1 else "")
+            )
+        if self.unpadded is not None and (self.unpadded > self.full_shape[self.dim] or self.unpadded % self.stride):
+            raise ValueError(
+                f"ShardSpec: unpadded size {self.unpadded} does not fit dim {self.dim} of shape {self.full_shape}"
+            )
+
+    @property
+    def is_sharded(self) -> bool:
+        return self.axis is not None
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        if self.dim is None:
+            return self.full_shape
+        shape = list(self.full_shape)
+        shape[self.dim] //= self.num_partitions
+        return tuple(shape)
+
+    @property
+    def unpadded_shape(self) -> tuple[int, ...]:
+        """Shape of the whole parameter without padding: as it stands in a checkpoint."""
+        if self.dim is None or self.unpadded is None:
+            return self.full_shape
+        shape = list(self.full_shape)
+        shape[self.dim] = self.unpadded
+        return tuple(shape)
+
+    def local_slice(self, full: torch.Tensor, index: int) -> torch.Tensor:
+        """Shard number `index` of a whole parameter `[unpadded_shape]` (zeros where there is padding).
+
+        Raises:
+            ValueError: the tensor has another shape.
+        """
+        if self.dim is None:
+            return full
+        if tuple(full.shape) != self.unpadded_shape:
+            raise ValueError(f"expected the whole parameter of shape {self.unpadded_shape}, got {tuple(full.shape)}")
+        size = self.full_shape[self.dim] // (self.stride * self.num_partitions)
+        held = self.unpadded_shape[self.dim] // self.stride
+        pieces = []
+        for block in full.split(held, self.dim) if self.stride > 1 else (full,):
+            start = min(index * size, held)
+            piece = block.narrow(self.dim, start, min(size, held - start))
+            if piece.shape[self.dim] < size:
+                missing = list(piece.shape)
+                missing[self.dim] = size - piece.shape[self.dim]
+                piece = torch.cat([piece, piece.new_zeros(missing)], self.dim)
+            pieces.append(piece)
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, self.dim)
+
+    def assemble(self, shards: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The whole parameter, without its padding, from all shards in order: the inverse of `local_slice`."""
+        if self.dim is None:
+            return shards[0]
+        held = self.unpadded_shape[self.dim] // self.stride
+        columns = [shard.chunk(self.stride, self.dim) for shard in shards]
+        blocks = [
+            torch.cat([column[block] for column in columns], self.dim).narrow(self.dim, 0, held)
+            for block in range(self.stride)
+        ]
+        return blocks[0] if self.stride == 1 else torch.cat(blocks, self.dim)
+
+
+def set_spec(module: nn.Module, name: str, spec: ShardSpec) -> None:
+    """Records the layout of parameter `name` of `module`: on the module, and as NxD's attributes on the tensor."""
+    param = getattr(module, name)
+    module.__dict__.setdefault(_TABLE, {})[name] = spec
+    if param is not None:
+        _stamp(param, spec)
+
+
+def spec_of(param: torch.Tensor) -> ShardSpec:
+    """The layout of a parameter: ours, else from NxD's attributes, else replicated."""
+    spec = getattr(param, _ATTRIBUTE, None)
+    sequence_parallel = bool(getattr(param, "sequence_parallel_enabled", False))
+    if spec is None:
+        if getattr(param, "tensor_model_parallel", False):
+            dim, count = int(getattr(param, "partition_dim", 0)), int(getattr(param, "num_partitions", 1))
+            if count < 1:  # NxD's default of -1 means: the tensor-parallel size
+                from ..comm import size
+
+                count = size("tp")
+            shape = list(param.shape)
+            shape[dim] *= count
+            return ShardSpec(
+                "tp", dim, int(getattr(param, "partition_stride", 1)), count, tuple(shape), None, sequence_parallel
+            )
+        return ShardSpec(full_shape=tuple(param.shape), sequence_parallel=sequence_parallel)
+    if spec.sequence_parallel != sequence_parallel:  # scripts set this attribute by hand
+        spec = replace(spec, sequence_parallel=sequence_parallel)
+    return spec
+
+
+def named_specs(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, ShardSpec]]:
+    """`(qualified name, parameter, layout)` for every parameter, tied ones once, by what their modules recorded."""
+    restamp(module)
+    for name, param in module.named_parameters():
+        yield name, param, spec_of(param)
+
+
+def restamp(module: nn.Module) -> None:
+    """Writes the attributes again on parameters that have lost them (re-wrapped, moved or copied tensors)."""
+    for child in module.modules():
+        table: dict[str, ShardSpec] | None = child.__dict__.get(_TABLE)
+        if table:
+            for name, spec in table.items():
+                param = child._parameters.get(name)
+                if param is not None and getattr(param, _ATTRIBUTE, None) is None:
+                    _stamp(param, spec)
+
+
+class ShardedModule(nn.Module):
+    """A module whose parameters keep their layout through `.to()`, `deepcopy`, `load_state_dict(assign=True)` and re-wrapping."""
+
+    def _apply(self, fn: Any, recurse: bool = True) -> ShardedModule:
+        super()._apply(fn, recurse)
+        restamp(self)
+        return self
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if isinstance(value, nn.Parameter):
+            spec = self.__dict__.get(_TABLE, {}).get(name)
+            if spec is not None and getattr(value, _ATTRIBUTE, None) is None:
+                _stamp(value, spec)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        restamp(self)
+
+
+def _stamp(param: torch.Tensor, spec: ShardSpec) -> None:
+    setattr(param, _ATTRIBUTE, spec)
+    if spec.is_sharded:
+        param.tensor_model_parallel = True  # type: ignore[attr-defined]
+        param.partition_dim = spec.dim  # type: ignore[attr-defined]
+        param.partition_stride = spec.stride  # type: ignore[attr-defined]
+        param.num_partitions = spec.num_partitions  # type: ignore[attr-defined]
+    if spec.sequence_parallel:
+        param.sequence_parallel_enabled = True  # type: ignore[attr-defined]
