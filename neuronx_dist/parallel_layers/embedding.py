@@ -1,0 +1,165 @@
+"""Embedding tables sharded over the vocabulary, or over the embedding dim.
+
+    vocabulary      W[V/t, H]: each rank looks up the ids it holds and gives zeros for the others: a partial sum, all-reduced
+    embedding dim   W[V, H/t]: every rank looks up its columns: sharded on the last dim, all-gathered
+
+With sequence parallelism the output is sharded along the sequence instead: the partial sum is reduce-scattered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from .. import comm, spmd
+from ..comm.context import AxisLike
+from ..spmd import I, P, S, ShardedModule, ShardSpec, set_spec
+
+__all__ = ["ParallelEmbedding"]
+
+
+class ParallelEmbedding(ShardedModule):
+    """`torch.nn.Embedding`, sharded over tensor-parallel ranks: ids `[batch, seq] -> [batch, seq, hidden]`.
+
+    Args:
+        num_embeddings, embedding_dim: rows and columns of the whole table.
+        padding_idx: this row is zero at first and gets no gradient.
+        max_norm, norm_type: rows are renormalised when looked up (vocabulary sharding only).
+        sparse: sparse weight gradients.
+        init_method: fills the whole table `[V, H]` in place.
+        shard_across_embedding: shard the embedding dim instead of the vocabulary.
+        sequence_parallel_enabled: return this rank's piece of the sequence.
+        sequence_dimension: the output's dim that is sharded: 0 or None gives `[seq/tp, batch, hidden]`, 1 keeps `[batch, seq/tp, hidden]`.
+        collect_output: False returns the partial sum (or, sharded over the embedding dim, this rank's columns) as it is.
+        tensor_model_parallel_group: an axis or a group other than "tp".
+
+    Raises:
+        ValueError: the sharded size does not divide by tp; an option that this sharding cannot honour.
+    """
+
+    weight: nn.Parameter
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+        init_method: Callable[[torch.Tensor], Any] = nn.init.normal_,
+        device: Any = None,
+        dtype: torch.dtype = torch.float32,
+        shard_across_embedding: bool = False,
+        sequence_parallel_enabled: bool = False,
+        tensor_model_parallel_group: Any = None,
+        sequence_dimension: int | None = None,
+        collect_output: bool = True,
+        *,
+        reduce_dtype: torch.dtype | None = torch.float32,
+    ) -> None:
+        super().__init__()
+        self.axis: AxisLike = tensor_model_parallel_group or "tp"
+        size = comm.communicator(self.axis).size
+        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+        if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
+            raise ValueError(
+                f"ParallelEmbedding: padding_idx {padding_idx} is out of range for {num_embeddings} embeddings"
+            )
+        self.padding_idx = padding_idx % num_embeddings if padding_idx is not None else None
+        self.max_norm, self.norm_type, self.sparse = max_norm, norm_type, sparse
+        self.scale_grad_by_freq = scale_grad_by_freq
+        self.shard_across_embedding = shard_across_embedding
+        self.sequence_parallel_enabled = sequence_parallel_enabled
+        self.sequence_dimension = sequence_dimension or 0
+        self.collect_output = collect_output
+        self.reduce_dtype = reduce_dtype
+        self.init_method = init_method
+        if size > 1 and max_norm is not None and shard_across_embedding:
+            raise ValueError(
+                "ParallelEmbedding: max_norm needs whole rows; shard the vocabulary instead of the embedding dim"
+            )
+        if size > 1 and scale_grad_by_freq and not shard_across_embedding:
+            raise ValueError(
+                "ParallelEmbedding: scale_grad_by_freq needs all ids on one rank; use shard_across_embedding=True"
+            )
+        if sequence_parallel_enabled and self.sequence_dimension not in (0, 1):
+            raise ValueError(f"ParallelEmbedding: sequence_dimension must be 0 or 1, got {sequence_dimension}")
+        shard_dim = 1 if shard_across_embedding else 0
+        full = (num_embeddings, embedding_dim)
+        if full[shard_dim] % size:
+            name = "embedding_dim" if shard_across_embedding else "num_embeddings"
+            raise ValueError(
+                f"ParallelEmbedding: {name} {full[shard_dim]} is not divisible by the tensor parallel size {size}; the next size that is: "
+                f"{full[shard_dim] + -full[shard_dim] % size}"
+            )
+        spec = ShardSpec("tp", shard_dim, 1, size, full)
+        place = torch.device(device) if device is not None else torch.get_default_device()
+        self.weight = nn.Parameter(torch.empty(spec.local_shape, dtype=dtype, device=place))
+        set_spec(self, "weight", spec)
+        if place.type != "meta":
+            self._draw()
+
+    @property
+    def first_id(self) -> int:
+        """The first id whose row this rank holds."""
+        return 0 if self.shard_across_embedding else comm.communicator(self.axis).rank * self.weight.shape[0]
+
+    def full_module(self, device: Any = "meta") -> nn.Embedding:
+        """The unsharded table, for initialisers."""
+        full = nn.Embedding(
+            self.num_embeddings, self.embedding_dim, self.padding_idx, device="meta", dtype=self.weight.dtype
+        )
+        return full if torch.device(device).type == "meta" else full.to_empty(device=device)
+
+    @torch.no_grad()
+    def _draw(self) -> None:
+        spec = spmd.spec_of(self.weight)
+        whole = torch.empty(spec.full_shape, dtype=torch.promote_types(self.weight.dtype, torch.float32), device="cpu")
+        self.init_method(whole)
+        if self.padding_idx is not None:
+            whole[self.padding_idx].zero_()
+        self.weight.copy_(spec.local_slice(whole, comm.communicator(self.axis).rank))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """`[batch, seq] -> [batch, seq, hidden]`, or this rank's piece of the sequence."""
+        size = comm.communicator(self.axis).size
+        sequence_dim = self.sequence_dimension if self.sequence_parallel_enabled else None
+        if size == 1 or self.shard_across_embedding:
+            out = F.embedding(
+                ids, self.weight, self.padding_idx, self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse
+            )
+        else:
+            out = self._lookup_own(ids)
+        if sequence_dim == 0:
+            out = out.transpose(0, 1).contiguous()
+        if size == 1 or not self.collect_output:
+            return out
+        if self.shard_across_embedding:
+            if sequence_dim is None:
+                return spmd.all_gather(out, self.axis, src=S(-1), dst=I)
+            return spmd.all_to_all(out, self.axis, src=S(-1), dst=S(sequence_dim))
+        if sequence_dim is None:
+            return spmd.all_reduce(out, self.axis, src=P, dst=I, reduce_dtype=self.reduce_dtype, inplace=True)
+        return spmd.reduce_scatter(out, self.axis, src=P, dst=S(sequence_dim), reduce_dtype=self.reduce_dtype)
+
+    def _lookup_own(self, ids: torch.Tensor) -> torch.Tensor:
+        """Rows of the ids that this rank holds, zeros for the others."""
+        count = self.weight.shape[0]
+        local = ids - self.first_id
+        elsewhere = (local < 0) | (local >= count)
+        if self.max_norm is not None:
+            with torch.no_grad():
+                torch.embedding_renorm_(self.weight, local[~elsewhere], self.max_norm, self.norm_type)
+        padding = self.padding_idx - self.first_id if self.padding_idx is not None else -1
+        local = local.masked_fill(elsewhere, 0)
+        out = F.embedding(local, self.weight, padding if 0 <= padding < count else None, sparse=self.sparse)
+        return out.masked_fill_(elsewhere.unsqueeze(-1), 0.0)
+
+    def extra_repr(self) -> str:
+        return f"{self.num_embeddings}, {self.embedding_dim}, local_weight={list(self.weight.shape)}"

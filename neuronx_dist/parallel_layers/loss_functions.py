@@ -1,0 +1,127 @@
+"""Cross entropy of logits that are sharded over the vocabulary.
+
+logits z[.., V/t];  m = max z (all-reduce);  Z = Σ exp(z - m), y = z[target] - m  (one all-reduce of both)
+loss = log Z - y;   dz = softmax(z) - onehot(target)       no communication
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.overrides import handle_torch_function, has_torch_function_unary
+
+from .. import comm
+from ..comm import Communicator
+from ..comm.context import AxisLike
+
+__all__ = ["parallel_cross_entropy"]
+
+
+class _ParallelCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: torch.Tensor,
+        target: torch.Tensor,
+        communicator: Communicator,
+        smoothing: float,
+        ignore_index: int,
+    ) -> torch.Tensor:
+        local_vocab = logits.shape[-1]
+        vocab = local_vocab * communicator.size
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        highest = comm.all_reduce(logits.amax(-1), communicator, op="max").to(dtype)
+        shifted = (
+            torch.sub(logits, highest.unsqueeze(-1))
+            if logits.dtype == dtype
+            else logits.to(dtype).sub_(highest.unsqueeze(-1))
+        )
+
+        local = target - communicator.rank * local_vocab
+        elsewhere = (local < 0) | (local >= local_vocab)
+        local = local.masked_fill(elsewhere, 0).unsqueeze(-1)
+        predicted = shifted.gather(-1, local).squeeze(-1).masked_fill_(elsewhere, 0.0)
+        sums: list[torch.Tensor] = [predicted]
+        s = smoothing * vocab / (vocab - 1) if smoothing else 0.0
+        if s:
+            sums.append(shifted.sum(-1))
+        softmax = shifted.exp_()
+        sums.append(softmax.sum(-1))
+        stacked = torch.stack(sums)
+        stacked = comm.all_reduce(stacked, communicator, out=stacked)
+        predicted, total = stacked[0], stacked[-1]
+        log_total = total.log()
+        loss = log_total - predicted
+        if s:
+            loss = (1 - s) * loss - s * (stacked[1] / vocab - log_total)
+        ignored = target == ignore_index
+        loss = loss.masked_fill_(ignored, 0.0)
+        softmax.div_(total.unsqueeze(-1))
+
+        ctx.save_for_backward(softmax, local, elsewhere, ignored)
+        ctx.smoothing, ctx.vocab, ctx.dtype = s, vocab, logits.dtype
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        softmax, local, elsewhere, ignored = ctx.saved_tensors
+        grad = grad.masked_fill(ignored, 0.0).unsqueeze(-1)
+        result = softmax * grad
+        result.scatter_add_(-1, local, (grad * (ctx.smoothing - 1)).masked_fill_(elsewhere.unsqueeze(-1), 0.0))
+        if ctx.smoothing:
+            result -= grad * (ctx.smoothing / ctx.vocab)
+        return result.to(ctx.dtype), None, None, None, None
+
+
+def parallel_cross_entropy(
+    parallel_logits: torch.Tensor,
+    labels: torch.Tensor,
+    label_smoothing: float = 0.0,
+    *,
+    ignore_index: int = -100,
+    tensor_model_parallel_group: AxisLike | None = None,
+) -> torch.Tensor:
+    """Cross entropy per token of vocabulary-sharded logits: `[.., vocab/tp]`, labels `[..]` (whole) `-> [..]`, in fp32 or better.
+
+    Args:
+        parallel_logits: this rank's shard; it is left as it is.
+        labels: ids in the whole vocabulary, the same on all ranks; a label equal to `ignore_index` gives loss 0 and no gradient.
+        label_smoothing: NeMo's and Megatron's definition, as NxD documents: with `s = label_smoothing * K / (K - 1)` for a vocabulary of K,
+            `(1 - s) * nll - s * mean(log p)`; `torch.nn.functional.cross_entropy` calls that s its label_smoothing.
+
+    Raises:
+        ValueError: shapes do not match, or smoothing is outside [0, 1].
+        IndexError: a label is outside the vocabulary (checked on CPU, where it costs no synchronisation).
+    """
+    if has_torch_function_unary(parallel_logits):
+        return handle_torch_function(
+            parallel_cross_entropy,
+            (parallel_logits,),
+            parallel_logits,
+            labels,
+            label_smoothing,
+            ignore_index=ignore_index,
+            **(
+                {"tensor_model_parallel_group": tensor_model_parallel_group}
+                if tensor_model_parallel_group is not None
+                else {}
+            ),
+        )
+    if labels.shape != parallel_logits.shape[:-1]:
+        raise ValueError(
+            f"parallel_cross_entropy: labels of shape {tuple(labels.shape)} do not match logits of shape {tuple(parallel_logits.shape)}; "
+            f"expected {tuple(parallel_logits.shape[:-1])}"
+        )
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise ValueError(f"parallel_cross_entropy: label_smoothing must be in [0, 1], got {label_smoothing}")
+    communicator = comm.communicator(tensor_model_parallel_group or "tp")
+    if type(labels) is torch.Tensor and labels.device.type == "cpu":
+        vocab = parallel_logits.shape[-1] * communicator.size
+        wrong = ((labels < 0) | (labels >= vocab)) & (labels != ignore_index)
+        if wrong.any():
+            raise IndexError(
+                f"parallel_cross_entropy: label {labels[wrong][0].item()} is outside the vocabulary of {vocab} and is not "
+                f"ignore_index={ignore_index}"
+            )
+    return _ParallelCrossEntropy.apply(parallel_logits, labels, communicator, label_smoothing, ignore_index)

@@ -1,0 +1,129 @@
+"""NxD's and Megatron's region functions: a line each over the typed collectives.
+
+A *region* is a part of the program where the tensor has a type on the tensor-parallel axis: `copy_to` enters it (I -> R), `reduce_from`
+leaves it (P -> I), `scatter_to` and `gather_from` shard and unshard (I <-> S). Two rows of the spmd quick start's Megatron table are
+not what Megatron does; these follow Megatron: `scatter_to_tensor_model_parallel_region` splits (backward all-gather), and
+`gather_from_tensor_model_parallel_region` gathers (backward split).
+
+`process_group`: a mesh axis name, a ProcessGroup or a Communicator; None: the tensor-parallel axis.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .. import comm, spmd
+from ..spmd import I, P, R, S
+
+
+def copy_to_tensor_model_parallel_region(x: torch.Tensor, process_group: Any = None) -> torch.Tensor:
+    """Identity forward, all-reduce backward."""
+    return spmd.convert(x, process_group or "tp", src=I, dst=R)
+
+
+def reduce_from_tensor_model_parallel_region(x: torch.Tensor, process_group: Any = None) -> torch.Tensor:
+    """All-reduce forward, identity backward."""
+    return spmd.all_reduce(x, process_group or "tp", src=P, dst=I)
+
+
+def scatter_to_tensor_model_parallel_region(x: torch.Tensor, process_group: Any = None) -> torch.Tensor:
+    """Own piece of the last dim forward, all-gather backward."""
+    return spmd.convert(x, process_group or "tp", src=I, dst=S(-1))
+
+
+def gather_from_tensor_model_parallel_region(x: torch.Tensor, process_group: Any = None) -> torch.Tensor:
+    """All-gather of the last dim forward, own piece backward."""
+    return spmd.all_gather(x, process_group or "tp", src=S(-1), dst=I)
+
+
+def scatter_to_sequence_parallel_region(
+    x: torch.Tensor, sequence_dimension: int = 0, process_group: Any = None
+) -> torch.Tensor:
+    """Own piece of the sequence forward, all-gather backward."""
+    return spmd.convert(x, process_group or "tp", src=I, dst=S(sequence_dimension))
+
+
+def gather_from_sequence_parallel_region(
+    x: torch.Tensor,
+    sequence_dimension: int = 0,
+    to_model_parallel: bool = True,
+    process_group: Any = None,
+    tile_cc: bool = False,
+) -> torch.Tensor:
+    """All-gather of the sequence forward; backward reduce-scatter, or the own piece if not `to_model_parallel`.
+
+    `tile_cc` is accepted for compatibility; it tiles a collective for Neuron's compiler.
+    """
+    return spmd.all_gather(x, process_group or "tp", src=S(sequence_dimension), dst=R if to_model_parallel else I)
+
+
+def reduce_scatter_to_sequence_parallel_region(
+    x: torch.Tensor, sequence_dimension: int = 0, process_group: Any = None, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """Reduce-scatter along the sequence forward (in `dtype`), all-gather backward."""
+    return spmd.reduce_scatter(x, process_group or "tp", src=P, dst=S(sequence_dimension), reduce_dtype=dtype)
+
+
+def reduce_scatter_to_tensor_model_parallel_region_with_dim(
+    x: torch.Tensor, partition_dim: int, process_group: Any = None
+) -> torch.Tensor:
+    """Reduce-scatter along a dim forward, all-gather backward."""
+    return spmd.reduce_scatter(x, process_group or "tp", src=P, dst=S(partition_dim))
+
+
+def gather_from_tensor_model_parallel_region_with_dim(
+    x: torch.Tensor, gather_dim: int, process_group: Any = None
+) -> torch.Tensor:
+    """All-gather along a dim forward, own piece backward."""
+    return spmd.all_gather(x, process_group or "tp", src=S(gather_dim), dst=I)
+
+
+def scatter_input_channels_to_tensor_model_parallel_region(x: torch.Tensor) -> torch.Tensor:
+    """Own piece of dim 1 (channels of `[batch, channels, height, width]`) forward, all-gather backward."""
+    return spmd.convert(x, "tp", src=I, dst=S(1))
+
+
+def all_gather_last_dim_from_tensor_parallel_region(x: torch.Tensor, process_group: Any = None) -> torch.Tensor:
+    """All-gather of the last dim forward, reduce-scatter backward."""
+    return spmd.all_gather(x, process_group or "tp", src=S(-1), dst=R)
+
+
+def reduce_scatter_last_dim_to_tensor_parallel_region(x: torch.Tensor, process_group: Any = None) -> torch.Tensor:
+    """Reduce-scatter of the last dim forward, all-gather backward."""
+    return spmd.reduce_scatter(x, process_group or "tp", src=P, dst=S(-1))
+
+
+def reduce_from_context_model_parallel_region(x: torch.Tensor, process_group: Any = None) -> torch.Tensor:
+    """All-reduce over cp forward, identity backward."""
+    return spmd.all_reduce(x, process_group or "cp", src=P, dst=I)
+
+
+def all_to_all(group: Any, x: torch.Tensor) -> torch.Tensor:
+    """Megatron's even all_to_all: piece i of dim 0 goes to rank i of the group; backward the same."""
+    return spmd.all_to_all(x, group, src=S(0), dst=S(0))
+
+
+def enter_expert_parallel_region(x: torch.Tensor, scatter_gather: bool = False) -> torch.Tensor:
+    """`[e, c, h] -> [e/ep, ep, c, h]`: every expert's tokens come to the rank that holds the expert.
+
+    With `scatter_gather` each tensor-parallel rank first takes its piece of the capacity `c`, and it is gathered again afterwards,
+    so that tokens which all tp ranks hold travel once.
+    """
+    if scatter_gather:
+        x = spmd.convert(x, "tp", src=I, dst=S(1))
+    ep = comm.size("ep")
+    experts, capacity, hidden = x.shape
+    x = spmd.all_to_all(x, "ep", src=S(0), dst=S(0)).view(ep, experts // ep, capacity, hidden).transpose(0, 1)
+    return spmd.all_gather(x.contiguous(), "tp", src=S(2), dst=I) if scatter_gather else x.contiguous()
+
+
+def exit_expert_parallel_region(x: torch.Tensor, scatter_gather: bool = False) -> torch.Tensor:
+    """`[e/ep, ep, c, h] -> [e, c, h]`: the tokens go back to the ranks they came from."""
+    if scatter_gather:
+        x = spmd.convert(x, "tp", src=I, dst=S(2))
+    local_experts, ep, capacity, hidden = x.shape
+    x = x.transpose(0, 1).reshape(ep * local_experts, capacity, hidden)
+    x = spmd.all_to_all(x, "ep", src=S(0), dst=S(0))
+    return spmd.all_gather(x, "tp", src=S(1), dst=I) if scatter_gather else x

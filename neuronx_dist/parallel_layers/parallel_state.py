@@ -1,0 +1,358 @@
+"""NxD's `parallel_state`: one mesh, and a getter for everything a training script asks of it, a line each.
+
+The state itself is the current context (`neuronx_dist.comm.context`): what `initialize_model_parallel` sets for the process, or what
+`comm.as_rank` sets for a thread. Names and rank order are those of NeuronX Distributed; sizes that do not divide raise, nothing
+is clamped.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import namedtuple
+from typing import Any
+
+import torch.distributed as dist
+
+from .. import comm
+from ..comm import context
+from ..comm.c10d import C10dBackend, C10dCommunicator
+from ..comm.launch import connect, disconnect
+from ..mesh import Axis, Mesh
+
+ParallelGroups = namedtuple("ParallelGroups", "tp_groups dp_groups pp_groups ep_model_groups ep_data_groups cp_groups")
+
+def initialize_model_parallel(
+    tensor_model_parallel_size: int = 1,
+    pipeline_model_parallel_size: int = 1,
+    context_parallel_size: int = 1,
+    expert_model_parallel_size: int = 1,
+    skip_collective_init: bool = False,
+    lnc_size: int = 1,
+    mesh_only: bool = False,
+    *,
+    timeout: float | None = None,
+) -> ParallelGroups | None:
+    """Lays the ranks out as (pp, dp, cp, tp), tp fastest, and makes their process groups; dp is what is left of the world.
+
+    Args:
+        tensor_model_parallel_size, pipeline_model_parallel_size, context_parallel_size, expert_model_parallel_size: degrees.
+        skip_collective_init: make process groups when first used instead of now.
+        lnc_size: accepted for compatibility (it chooses Neuron's rank orders, which are not used here).
+        mesh_only: return the replica groups as lists of ranks, and set up nothing.
+        timeout: seconds after which a collective gives up on a silent rank; None: what init_process_group was given.
+
+    Raises:
+        RuntimeError: torch.distributed is not initialized, or model parallel already is.
+        ValueError: a size that is not positive, or sizes that do not divide the world.
+    """
+    if not dist.is_initialized():
+        raise RuntimeError(
+            "initialize_model_parallel needs torch.distributed: call torch.distributed.init_process_group(backend='gloo' or 'nccl'), "
+            "or neuronx_dist.init_distributed(), first"
+        )
+    mesh = Mesh(
+        dist.get_world_size(),
+        tp=tensor_model_parallel_size,
+        pp=pipeline_model_parallel_size,
+        cp=context_parallel_size,
+        ep=expert_model_parallel_size,
+    )
+    if mesh_only:
+        return ParallelGroups(*(mesh.groups(axis) for axis in ("tp", "dp", "pp", "ep", "edp", "cp")))
+    if context.default() is not None:
+        raise RuntimeError(
+            f"model parallel is already initialized as {get_mesh()}: call destroy_model_parallel() first"
+        )
+    connect(mesh, timeout=timeout, lazy=skip_collective_init)
+    return None
+
+
+def destroy_model_parallel() -> None:
+    """Destroys the process groups that `initialize_model_parallel` made, and forgets the mesh. Safe to call twice."""
+    disconnect()
+
+
+def model_parallel_is_initialized() -> bool:
+    return context.is_initialized()
+
+
+def get_mesh() -> Mesh:
+    """The current mesh: axis sizes, replica groups, coordinates."""
+    return context.current().mesh
+
+
+def get_rank() -> int:
+    """This rank's number in the job."""
+    return context.current().rank
+
+
+def _group(axis: Axis, as_list: bool) -> Any:
+    return get_mesh().groups(axis) if as_list else process_group(comm.communicator(axis))
+
+
+def process_group(communicator: comm.Communicator) -> Any:
+    """The torch ProcessGroup of a communicator; the communicator itself where the backend has none (ranks as threads, shapes)."""
+    backend = context.current().backend
+    if isinstance(communicator, C10dCommunicator):
+        return communicator.group
+    return backend.single(communicator) if isinstance(backend, C10dBackend) else communicator
+
+
+# Groups: the torch ProcessGroup of this rank, or with as_list=True all replica groups as lists of ranks.
+
+
+def get_tensor_model_parallel_group(as_list: bool = False) -> Any:
+    return _group("tp", as_list)
+
+
+def get_pipeline_model_parallel_group(as_list: bool = False) -> Any:
+    return _group("pp", as_list)
+
+
+def get_data_parallel_group(as_list: bool = False) -> Any:
+    return _group("dp", as_list)
+
+
+def get_context_model_parallel_group(as_list: bool = False) -> Any:
+    return _group("cp", as_list)
+
+
+def get_expert_model_parallel_group(as_list: bool = False) -> Any:
+    return _group("ep", as_list)
+
+
+def get_expert_data_parallel_group(as_list: bool = False) -> Any:
+    return _group("edp", as_list)
+
+
+def get_world_group(as_list: bool = False) -> Any:
+    return _group("world", as_list)
+
+
+def get_tensor_model_parallel_replica_groups() -> list[list[int]]:
+    return get_mesh().groups("tp")
+
+
+def get_pipeline_model_parallel_replica_groups() -> list[list[int]]:
+    return get_mesh().groups("pp")
+
+
+def get_data_parallel_replica_groups() -> list[list[int]]:
+    return get_mesh().groups("dp")
+
+
+def get_context_model_parallel_replica_groups() -> list[list[int]]:
+    return get_mesh().groups("cp")
+
+
+def get_expert_model_parallel_replica_groups() -> list[list[int]]:
+    return get_mesh().groups("ep")
+
+
+def get_expert_data_parallel_replica_groups() -> list[list[int]]:
+    return get_mesh().groups("edp")
+
+
+def get_zero1_sharding_groups() -> list[list[int]]:
+    """Groups over which ZeRO-1 shards: dp and cp merged."""
+    return get_mesh().groups(("dp", "cp"))
+
+
+# Sizes and ranks.
+
+
+def get_tensor_model_parallel_size() -> int:
+    return get_mesh().tp
+
+
+def get_pipeline_model_parallel_size() -> int:
+    return get_mesh().pp
+
+
+def get_data_parallel_size() -> int:
+    return get_mesh().dp
+
+
+def get_context_model_parallel_size() -> int:
+    return get_mesh().cp
+
+
+def get_expert_model_parallel_size() -> int:
+    return get_mesh().ep
+
+
+def get_expert_data_parallel_size() -> int:
+    return get_mesh().edp
+
+
+def get_tensor_model_parallel_rank() -> int:
+    return comm.rank("tp")
+
+
+def get_pipeline_model_parallel_rank() -> int:
+    return comm.rank("pp")
+
+
+def get_data_parallel_rank() -> int:
+    return comm.rank("dp")
+
+
+def get_context_model_parallel_rank() -> int:
+    return comm.rank("cp")
+
+
+def get_expert_model_parallel_rank() -> int:
+    return comm.rank("ep")
+
+
+def get_expert_data_parallel_rank() -> int:
+    return comm.rank("edp")
+
+
+def get_tensor_model_parallel_src_rank() -> int:
+    """Global rank of the first rank of this rank's tensor-parallel group."""
+    return get_mesh().group_of("tp", get_rank())[0]
+
+
+def get_data_parallel_src_rank() -> int:
+    """Global rank of the first rank of this rank's data-parallel group."""
+    return get_mesh().group_of("dp", get_rank())[0]
+
+
+def _neighbour(axis: Axis, step: int) -> int:
+    group = get_mesh().group_of(axis, get_rank())
+    return group[(group.index(get_rank()) + step) % len(group)]
+
+
+def get_pipeline_model_parallel_next_rank() -> int:
+    """Global rank of the next stage; after the last comes the first."""
+    return _neighbour("pp", 1)
+
+
+def get_pipeline_model_parallel_prev_rank() -> int:
+    """Global rank of the stage before; before the first comes the last."""
+    return _neighbour("pp", -1)
+
+
+def get_context_model_parallel_src_tgt_pairs() -> list[tuple[int, int]]:
+    """The ring over cp: `(source, target)` global ranks, of every ring."""
+    return [(group[i], group[(i + 1) % len(group)]) for group in get_mesh().groups("cp") for i in range(len(group))]
+
+
+def get_expert_parallel_rank_from_global_rank(rank: int, expert_parallel_group: Any = None) -> int:
+    """Expert-parallel rank of a global rank (in the current mesh, or in an explicit list of ranks)."""
+    if expert_parallel_group is None:
+        return get_mesh().coordinate("ep", rank)
+    ranks = getattr(expert_parallel_group, "ranks", expert_parallel_group)
+    return list(ranks).index(rank)
+
+
+def get_experts_for_expert_parallel_rank(
+    expert_parallel_rank: int,
+    total_number_of_experts: int,
+    expert_model_parallel_size: int,
+    expert_distribution: list[list[int]] | None = None,
+) -> list[int]:
+    """Numbers of the experts which an expert-parallel rank holds: consecutive ones, unless a distribution is given."""
+    if expert_distribution is not None:
+        return list(expert_distribution[expert_parallel_rank])
+    if total_number_of_experts % expert_model_parallel_size:
+        raise ValueError(
+            f"{total_number_of_experts} experts are not divisible by expert parallel size {expert_model_parallel_size}"
+        )
+    count = total_number_of_experts // expert_model_parallel_size
+    return list(range(expert_parallel_rank * count, (expert_parallel_rank + 1) * count))
+
+
+# Groups that a model asks for.
+
+
+def initialize_token_shuffle_group(token_shuffle_group_size: int = 1) -> None:
+    """Makes groups of consecutive data-parallel ranks, among which tokens are shuffled. Its size divides dp."""
+    if get_mesh().dp % token_shuffle_group_size:
+        raise ValueError(
+            f"token shuffle group size {token_shuffle_group_size} does not divide the data parallel size {get_mesh().dp}"
+        )
+    _subgroups("token_shuffle", "dp", token_shuffle_group_size, sequential=True)
+
+
+def get_token_shuffle_group(as_list: bool = False) -> Any:
+    return _subgroup("token_shuffle", "initialize_token_shuffle_group", as_list)
+
+
+def destroy_token_shuffle_group() -> None:
+    context.current().extras.pop("token_shuffle", None)
+
+
+def initialize_kv_group(kv_shared_group_size: int = 1, sequential_ranks_in_group: bool = False) -> None:
+    """Makes the groups of tensor-parallel ranks that share one key/value head: adjacent ranks, or strided ones (NxD's trn1 order)."""
+    if get_mesh().tp % kv_shared_group_size:
+        raise ValueError(
+            f"kv shared group size {kv_shared_group_size} does not divide the tensor parallel size {get_mesh().tp}"
+        )
+    _subgroups("kv_shared", "tp", kv_shared_group_size, sequential_ranks_in_group)
+
+
+def get_kv_shared_group(as_list: bool = False) -> Any:
+    return _subgroup("kv_shared", "initialize_kv_group", as_list)
+
+
+def destroy_kv_group() -> None:
+    context.current().extras.pop("kv_shared", None)
+
+
+def _subgroups(name: str, axis: str, size: int, sequential: bool) -> None:
+    existing = context.current().extras.get(name)
+    if existing is not None:
+        if existing[0] != (size, sequential):
+            raise ValueError(
+                f"{name} groups are already initialized with size {existing[0][0]}; one size serves all layers"
+            )
+        return
+    groups: list[list[int]] = []
+    for group in get_mesh().groups(axis):
+        count = len(group) // size
+        groups += [group[i * size : (i + 1) * size] if sequential else group[i::count] for i in range(count)]
+    context.current().extras[name] = ((size, sequential), groups, comm.new_group(groups, name))
+
+
+def _subgroup(name: str, builder: str, as_list: bool) -> Any:
+    existing = context.current().extras.get(name)
+    if existing is None:
+        raise RuntimeError(f"{name} group is not initialized: call {builder}(size) first")
+    return existing[1] if as_list else process_group(existing[2])
+
+
+def create_pg_with_ranks(ranks: list[int]) -> Any:
+    """A group over the same pipeline stages (`ranks`: pp indices) of every pipeline: for weights that stages share."""
+    return comm.new_group([[group[i] for i in ranks] for group in get_mesh().groups("pp")], "shared_weight")
+
+
+# Messages and small things.
+
+
+def is_global_rank_zero() -> bool:
+    return get_rank() == 0
+
+
+def get_rank_info_str() -> str:
+    at = get_mesh().coordinates(get_rank())
+    return f"rank_{get_rank()}_pp{at['pp']}_tp{at['tp']}_dp{at['dp']}_cp{at['cp']}"
+
+
+def rmsg(msg: Any) -> str:
+    """`msg` with where it comes from: `[rank_0_pp0_tp0_dp0_cp0] msg`."""
+    return (
+        f"[{get_rank_info_str()}] {msg}" if context.is_initialized() else f"[rank_{os.environ.get('RANK', '?')}] {msg}"
+    )
+
+
+def rmsg_ep(msg: Any) -> str:
+    """As `rmsg`, in the expert view."""
+    at = get_mesh().coordinates(get_rank())
+    return f"[rank_{get_rank()}_pp{at['pp']}_tp{at['tp']}_ep{at['ep']}_edp{at['edp']}] {msg}"
+
+
+def gather_python_object(obj: Any, group: Any) -> list[Any]:
+    """Every rank's object, in the order of the group (an axis name or a process group)."""
+    return comm.gather_objects(obj, group)
