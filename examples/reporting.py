@@ -1,0 +1,145 @@
+"""What a run shows and leaves behind: a progress bar or plain lines, metrics.jsonl, and a loss curve."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+
+class Report:
+    """Progress of a run of `steps` steps. A context manager for every rank; only an `active` one shows or writes.
+
+    Into the folder `out` (made if missing; None: nothing is written) go `metrics.jsonl`, one object a step with step,
+    loss, grad_norm, lr, tokens_per_s and, where there was an evaluation, held_out_loss; and, at the end, `loss.png`.
+    On a terminal there is a progress bar, elsewhere a line every `log_every` steps.
+    """
+
+    def __init__(
+        self,
+        steps: int,
+        tokens_per_step: int,
+        *,
+        out: str | Path | None = None,
+        log_every: int = 10,
+        active: bool = True,
+        title: str = "",
+        terminal: bool | None = None,
+    ) -> None:
+        self.steps, self.tokens_per_step, self.log_every = steps, tokens_per_step, max(1, log_every)
+        self.title, self.active = title, active
+        self.rows: list[dict[str, Any]] = []
+        self.out = Path(out) if out is not None and active else None
+        if self.out:
+            self.out.mkdir(parents=True, exist_ok=True)
+        self._metrics = open(self.out / "metrics.jsonl", "w") if self.out else None
+        self._written = 0
+        show_bar = active and (sys.stdout.isatty() if terminal is None else terminal)
+        self._bar = _bar(steps) if show_bar else None
+        self._start = self._mark = time.perf_counter()
+
+    def __enter__(self) -> Report:
+        if self._bar:
+            self._bar.start()
+        self._start = self._mark = time.perf_counter()
+        return self
+
+    def step(self, step: int, *, loss: float, grad_norm: float, lr: float) -> None:
+        """After a step, counted from 1. The time since the last call of `step` or `held_out` is the step's."""
+        now = time.perf_counter()
+        speed = self.tokens_per_step / max(now - self._mark, 1e-9)
+        row = {"step": step, "loss": loss, "grad_norm": grad_norm, "lr": lr, "tokens_per_s": round(speed, 1)}
+        self.rows.append(row)
+        self._write(upto=len(self.rows) - 1)  # this step's object waits: an evaluation may follow
+        if self._bar:
+            self._bar.update(self._bar.task_ids[0], completed=step, text=self._text(row))
+        elif self.active and (step % self.log_every == 0 or step in (1, self.steps)):
+            left = (now - self._start) / step * (self.steps - step)
+            count = f"{step:>{len(str(self.steps))}}/{self.steps}"
+            print(f"step {count}  {self._text(row)}  {_clock(left)} left", flush=True)
+        self._mark = time.perf_counter()
+
+    def held_out(self, loss: float) -> None:
+        """The held-out loss after the last step; the time that the evaluation took counts for no step."""
+        if self.rows:
+            self.rows[-1]["held_out_loss"] = loss
+        self.say(f"held-out loss {loss:.4f} after step {self.rows[-1]['step'] if self.rows else 0}")
+        self._mark = time.perf_counter()
+
+    def say(self, text: str) -> None:
+        """A line of its own, above the bar."""
+        if self._bar:
+            self._bar.console.print(text, markup=False, highlight=False)
+        elif self.active:
+            print(text, flush=True)
+
+    def mean_loss(self, last: int = 20) -> float:
+        """Mean loss of the last steps."""
+        losses = [row["loss"] for row in self.rows[-last:]]
+        return sum(losses) / len(losses) if losses else float("nan")
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar:
+            self._bar.stop()
+        self._write(upto=len(self.rows))
+        if self._metrics:
+            self._metrics.close()
+        if self.out and self.rows:
+            try:
+                loss_curve(self.rows, self.out / "loss.png", self.title)
+            except ImportError:
+                self.say("no loss curve: matplotlib is not installed (pip install matplotlib)")
+
+    def _text(self, row: dict[str, Any]) -> str:
+        recent = [r["tokens_per_s"] for r in self.rows[-10:]]
+        speed = len(recent) / sum(1 / max(s, 1e-9) for s in recent)
+        return f"loss {row['loss']:.4f}  grad norm {row['grad_norm']:.3f}  {speed:,.0f} tokens/s"
+
+    def _write(self, upto: int) -> None:
+        if self._metrics:
+            self._metrics.writelines(json.dumps(row) + "\n" for row in self.rows[self._written : upto])
+            self._metrics.flush()
+        self._written = upto
+
+
+def loss_curve(rows: Sequence[dict[str, Any]], path: Path, title: str = "") -> None:
+    """Training loss of each step, its mean over 20 steps, and held-out losses, as PNG. Needs matplotlib."""
+    from matplotlib.figure import Figure  # no pyplot: no global state and no screen
+
+    steps, losses = [row["step"] for row in rows], [row["loss"] for row in rows]
+    means = [sum(losses[max(0, i - 19) : i + 1]) / min(i + 1, 20) for i in range(len(losses))]
+    held_out = [(row["step"], row["held_out_loss"]) for row in rows if "held_out_loss" in row]
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
+    axes.plot(steps, losses, color="tab:blue", alpha=0.3, linewidth=1, label="training")
+    axes.plot(steps, means, color="tab:blue", linewidth=2, label="training, mean of 20 steps")
+    if held_out:
+        axes.plot(*zip(*held_out), "o-", color="tab:orange", label="held out")
+    axes.set(xlabel="step", ylabel="loss (nats per token)", title=title)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=120)
+
+
+def _bar(steps: int) -> Any:
+    """A progress bar, or None where rich is not installed."""
+    try:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    except ImportError:
+        return None
+    columns = [TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=None), TextColumn("{task.fields[text]}")]
+    bar = Progress(*columns, TimeRemainingColumn(), expand=True)
+    bar.add_task("", total=steps, text="")
+    return bar
+
+
+def _clock(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

@@ -1,0 +1,361 @@
+"""What a layout is, whether it fits a model, and how it looks. Pure Python: it runs before any process group or tensor.
+
+    layout = Layout(world_size=8, tp=2, pp=2, num_microbatches=4, global_batch=32, seq_len=128)
+    layout.check(config)            # LayoutError with every problem and its repair, or nothing
+    print(layout.picture(config))   # ranks as pp (down) x dp (boxes) x tp (within a box)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from math import prod
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from .mesh import Mesh
+
+__all__ = ["Layout", "LayoutError", "ModelShape", "format_bytes", "format_count", "padded_heads", "stage_layers"]
+
+AnyPath = str | PathLike
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+
+
+class LayoutError(ValueError):
+    """A layout that cannot work; `problems` has one sentence for each reason, with the numbers and what would work."""
+
+    def __init__(self, problems: list[str]) -> None:
+        self.problems = problems
+        head = "this layout cannot work" + (f", for {len(problems)} reasons" if len(problems) > 1 else "")
+        super().__init__("\n  - ".join([head + ":", *problems]))
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The sizes of a causal LM that a layout has to divide. None: the config does not say, and nothing is checked."""
+
+    layers: int | None = None
+    hidden: int | None = None
+    heads: int | None = None
+    kv_heads: int | None = None
+    intermediate: int | None = None
+    vocab: int | None = None
+    max_positions: int | None = None
+
+    @classmethod
+    def of(cls, config: Any) -> ModelShape:
+        """Read a Hugging Face config, or anything with its attribute names (`num_attention_heads`, ...)."""
+        if isinstance(config, cls):
+            return config
+        text = config.get_text_config() if hasattr(config, "get_text_config") else config
+
+        def read(name: str) -> int | None:
+            value = getattr(text, name, None)
+            return value if isinstance(value, int) else None
+
+        heads, hidden = read("num_attention_heads"), read("hidden_size")
+        return cls(
+            layers=read("num_hidden_layers"),
+            hidden=hidden,
+            heads=heads,
+            kv_heads=read("num_key_value_heads") or heads,
+            intermediate=read("intermediate_size"),
+            vocab=read("vocab_size"),
+            max_positions=read("max_position_embeddings"),
+        )
+
+
+def padded_heads(heads: int, kv_heads: int, tp: int) -> tuple[int, int]:
+    """Query and key/value heads after padding for `tp`: key/value heads to a multiple of tp, query groups kept whole.
+
+    9 query heads over 3 key/value heads become 12 over 4 at tp=2.
+    """
+    padded_kv = -(-kv_heads // tp) * tp
+    return padded_kv * (heads // kv_heads), padded_kv
+
+
+def stage_layers(num_layers: int, pp: int) -> list[range]:
+    """Layers of each pipeline stage: `num_layers // pp`, one more for the last `num_layers % pp` (NxD's rule)."""
+    base, extra = divmod(num_layers, pp)
+    ends = [(stage + 1) * base + max(0, stage + 1 - (pp - extra)) for stage in range(pp)]
+    return [range(start, end) for start, end in zip([0, *ends], ends)]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a training job is spread over its ranks. Data parallelism takes what the other degrees leave.
+
+    `global_batch` is in sequences, `seq_len` in tokens. Each data-parallel replica cuts its share of the batch into
+    `num_microbatches`.
+    """
+
+    world_size: int
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+    sequence_parallel: bool = False
+    zero1: bool = False
+    pad_heads: bool = False
+    num_microbatches: int = 1
+    global_batch: int = 1
+    seq_len: int = 1
+    dtype: str = "float32"
+
+    @property
+    def model_parallel(self) -> int:
+        """Ranks that hold one replica of the model."""
+        return self.tp * self.pp * self.cp
+
+    @property
+    def dp(self) -> int:
+        return self.world_size // self.model_parallel
+
+    @property
+    def micro_batch(self) -> int:
+        """Sequences of one microbatch on one rank."""
+        return self.global_batch // (self.dp * self.num_microbatches)
+
+    @property
+    def bubble(self) -> float:
+        """Share of a 1F1B step in which a stage waits, if all stages take equally long."""
+        return (self.pp - 1) / (self.num_microbatches + self.pp - 1)
+
+    def mesh(self) -> Mesh:
+        return Mesh(self.world_size, tp=self.tp, pp=self.pp, cp=self.cp, ep=self.ep)
+
+    def check(self, config: Any = None, *, data: Iterable[AnyPath] = (), out: AnyPath | None = None) -> None:
+        """Refuse a layout that cannot work, before anything is allocated.
+
+        Args:
+            config: of the model, a Hugging Face config or a `ModelShape`. Without it only ranks and batch are checked.
+            data: files or folders that must exist.
+            out: a folder that must not exist yet. Check on every rank before the first collective, and create it after.
+
+        Raises:
+            LayoutError: lists every problem, with the nearest values that would work.
+        """
+        problems = self.problems(config)
+        for path in data:
+            if not Path(path).exists():
+                problems.append(f"data: no file or folder {path} (seen from {Path.cwd()}); give paths that exist")
+        if out is not None and Path(out).exists():
+            free = _free_name(Path(out))
+            problems.append(f"out: {out} exists, and a run does not write over another; use {free}, or move it away")
+        if problems:
+            raise LayoutError(problems)
+
+    def problems(self, config: Any = None) -> list[str]:
+        """What is wrong with this layout for a model of this config; empty if it fits."""
+        sizes = ("world_size", "tp", "pp", "cp", "ep", "num_microbatches", "global_batch", "seq_len")
+        found = [
+            f"{name} must be a positive integer, not {getattr(self, name)!r}"
+            for name in sizes
+            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1
+        ]
+        if self.dtype not in DTYPES:
+            found.append(f"dtype {self.dtype!r} is not known; use one of {', '.join(DTYPES)}")
+        if found:
+            return found  # the rest divides by these
+        model = ModelShape() if config is None else ModelShape.of(config)
+        return [*self._rank_problems(model), *self._model_problems(model), *self._batch_problems(model)]
+
+    def _rank_problems(self, model: ModelShape) -> list[str]:
+        found = []
+        for names in [["tp", "pp", "cp"], ["tp", "pp", "ep"]]:
+            sizes = {name: getattr(self, name) for name in names if name in ("tp", "pp") or getattr(self, name) > 1}
+            degree = prod(sizes.values())
+            if self.world_size % degree == 0 or (names[-1] == "ep" and self.ep == 1):
+                continue
+            named = " × ".join(f"{name} {size}" for name, size in sizes.items())
+            found.append(
+                f"{self.world_size} processes are not divisible by {named} = {degree}: "
+                + _either(
+                    ("start {} processes", _multiples_near(self.world_size, degree)),
+                    ("use tp {}", _near(self.tp, lambda tp: self._tp_fits(model, tp))),
+                    ("use pp {}", _near(self.pp, lambda pp: self._pp_fits(model, pp))),
+                )
+            )
+        return found
+
+    def _model_problems(self, model: ModelShape) -> list[str]:
+        found = []
+        if model.layers is not None:  # attention over a split sequence and expert layers are not part of the model swap
+            for axis, what in (("cp", "context parallelism"), ("ep", "expert parallelism")):
+                if getattr(self, axis) > 1:
+                    found.append(f"{axis} {getattr(self, axis)}: {what} is not available for this model; use {axis} 1")
+        if model.layers is not None and self.pp > model.layers:
+            pp = _near(self.pp, lambda pp: self._pp_fits(model, pp)) or [model.layers]
+            found.append(f"{self.pp} pipeline stages for {model.layers} layers: " + _either(("use pp {}", pp)))
+        use_tp = ("use tp {}", _near(self.tp, lambda tp: self._tp_fits(model, tp)))
+        if model.heads and model.kv_heads:
+            found += self._head_problems(model.heads, model.kv_heads, use_tp)
+        for name in ("intermediate", "vocab"):
+            size = getattr(model, name)
+            if size is not None and size % self.tp:
+                values = ("make it {}", _multiples_near(size, self.tp))
+                found.append(f"{name}_size {size} is not divisible by tp {self.tp}: " + _either(use_tp, values))
+        return found
+
+    def _head_problems(self, heads: int, kv_heads: int, use_tp: tuple[str, list[int]]) -> list[str]:
+        if heads % kv_heads:
+            return [f"{heads} query heads cannot share {kv_heads} key/value heads evenly; correct the model's config"]
+        if self.pad_heads or kv_heads % self.tp == 0:
+            return []
+        padded, padded_kv = padded_heads(heads, kv_heads, self.tp)
+        if heads == kv_heads:
+            what, after = f"{heads} attention heads", f"{padded} heads"
+        else:
+            what = f"{kv_heads} key/value heads (shared by {heads} query heads)"
+            after = f"{padded} query and {padded_kv} key/value heads"
+        split = f"{what} cannot be split over tp {self.tp}: "
+        return [split + _either(use_tp) + f", or pad_heads (--pad-heads), which makes it {after}"]
+
+    def _batch_problems(self, model: ModelShape) -> list[str]:
+        found = []
+        share = self.dp * self.num_microbatches
+        if self.world_size % self.model_parallel == 0 and self.global_batch % share:
+            by = f"dp {self.dp} × {self.num_microbatches} microbatches = {share}"
+            fewer = _near(self.num_microbatches, lambda m: self.global_batch % (self.dp * m) == 0)
+            found.append(
+                f"a global batch of {self.global_batch} is not divisible by {by}: "
+                + _either(
+                    ("use a global batch of {}", _multiples_near(self.global_batch, share)),
+                    ("use {} microbatches", fewer),
+                )
+            )
+        if self.sequence_parallel and self.seq_len % self.tp:
+            lengths = _multiples_near(self.seq_len, self.tp)
+            found.append(
+                f"seq_len {self.seq_len} is not divisible by tp {self.tp}, as sequence parallelism needs: "
+                + _either(("use seq_len {}", lengths))
+            )
+        if model.max_positions is not None and self.seq_len > model.max_positions:
+            most = model.max_positions
+            found.append(f"seq_len {self.seq_len} is longer than the model's {most} positions: use at most {most}")
+        return found
+
+    def _tp_fits(self, model: ModelShape, tp: int) -> bool:
+        """Whether another tp would divide everything that tp has to divide."""
+        sizes = [model.intermediate, model.vocab]
+        if self.world_size % self.pp == 0:
+            sizes.append(self.world_size // self.pp)
+        if not self.pad_heads:
+            sizes.append(model.kv_heads)
+        return all(size is None or size % tp == 0 for size in sizes)
+
+    def _pp_fits(self, model: ModelShape, pp: int) -> bool:
+        return self.world_size % (self.tp * pp) == 0 and (model.layers is None or pp <= model.layers)
+
+    def picture(self, config: Any = None, *, width: int = 100) -> str:
+        """The ranks as text: a row for each pipeline stage, a box for each data-parallel rank, tp ranks joined by `═`.
+
+        What does not fit into `width` columns, and stages beyond 16, are left out in the middle.
+        """
+        mesh, layers = self.mesh(), None if config is None else ModelShape.of(config).layers
+        axes = [axis for axis in ("pp", "dp", "cp", "tp") if axis != "cp" or self.cp > 1]
+        title = f"{self.world_size} rank{'s' * (self.world_size > 1)} = "
+        title += " × ".join(f"{axis} {mesh.size(axis)}" for axis in axes)
+
+        stages, notes = [f"stage {stage}" for stage in range(self.pp)], self._stage_notes(layers)
+        left, right = max(map(len, stages)), max(map(len, notes))
+        box = max(len(self._cell(mesh, 0, 0)), len(f"dp {self.dp - 1}")) + 4
+        replicas = _elide(range(self.dp), max(3, (width - left - right - 4) // (box + 1)))
+
+        def row(head: str, boxes: Callable[[int], str], note: str = "") -> str:
+            drawn = ["…" if replica is None else boxes(replica) for replica in replicas]
+            return " ".join([head.ljust(left), *drawn, "", note]).rstrip()
+
+        lines = [title, "", row("", lambda replica: "┌" + f" dp {replica} ".center(box - 2, "─") + "┐")]
+        for stage in _elide(range(self.pp), 16):
+            if stage is None:
+                lines.append(row("  ⋮", lambda replica: "│" + "⋮".center(box - 2) + "│"))
+            else:
+                cells = [self._cell(mesh, stage, replica).center(box - 2) for replica in range(self.dp)]
+                lines.append(row(stages[stage], [f"│{cell}│" for cell in cells].__getitem__, notes[stage]))
+        lines.append(row("", lambda replica: "└" + "─" * (box - 2) + "┘"))
+        return "\n".join([*lines, *self._legend()])
+
+    def _cell(self, mesh: Mesh, stage: int, replica: int) -> str:
+        """The ranks of one stage of one replica: 4═5, or 4═5 ┊ 6═7 with context parallelism."""
+        digits = len(str(self.world_size - 1))
+        first = (stage * self.dp + replica) * self.cp  # tp groups are listed in rank order
+        groups = [_elide(group, 9) for group in mesh.groups("tp")[first : first + self.cp]]
+        return " ┊ ".join("═".join("…" if r is None else str(r).rjust(digits) for r in group) for group in groups)
+
+    def _stage_notes(self, layers: int | None) -> list[str]:
+        """What each stage holds."""
+        if layers is None:
+            return [""] * self.pp
+        notes = []
+        for stage, held in enumerate(stage_layers(layers, self.pp)):
+            parts = ["embedding"] if stage == 0 else []
+            parts.append(f"layer {held[0]}" if len(held) == 1 else f"layers {held.start}–{held.stop - 1}")
+            notes.append(", ".join(parts + (["norm, head"] if stage == self.pp - 1 else [])))
+        return notes
+
+    def _legend(self) -> list[str]:
+        lines = []
+        if self.tp > 1:
+            sequence = ", and the sequence between layers" if self.sequence_parallel else ""
+            lines.append(f"═  tp: each layer's weights are split{sequence}")
+        if self.dp > 1:
+            state = ", each keeps its part of the optimizer state (ZeRO-1)" if self.zero1 else ""
+            lines.append(f"□  dp: each box sees other sequences, gradients are averaged{state}")
+        if self.pp > 1:
+            lines.append(f"↓  pp: microbatches go down and their gradients up; {self.bubble:.0%} of a step is waiting")
+        pieces = [(self.dp, "replica"), (self.num_microbatches, "microbatch"), (self.micro_batch, "sequence")]
+        plural = {"microbatch": "microbatches"}
+        batch = " × ".join(f"{count} {name if count == 1 else plural.get(name, name + 's')}" for count, name in pieces)
+        return [*lines, f"a step: {batch} of {self.seq_len} tokens = {self.global_batch * self.seq_len:,} tokens"]
+
+
+def format_bytes(count: float) -> str:
+    """1536 -> '1.5 KiB'."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+def format_count(count: float) -> str:
+    """134515008 -> '134.5 M'."""
+    for unit in ("", " K", " M", " B"):
+        if abs(count) < 1000:
+            return f"{count:.0f}" if not unit else f"{count:.1f}{unit}"
+        count /= 1000
+    return f"{count:.1f} T"
+
+
+def _near(value: int, works: Callable[[int], bool]) -> list[int]:
+    """The nearest values below and above `value` that work, as far as there are any up to about 4 times it."""
+    below = next((n for n in range(value - 1, 0, -1) if works(n)), None)
+    above = next((n for n in range(value + 1, 4 * value + 65) if works(n)), None)
+    return [n for n in (below, above) if n is not None]
+
+
+def _multiples_near(value: int, step: int) -> list[int]:
+    below = value // step * step
+    return [n for n in (below, below + step) if n > 0]
+
+
+def _either(*options: tuple[str, list[int]]) -> str:
+    """('use tp {}', [1, 3]), ... -> 'use tp 1 or 3, or ...'; options without a value are left out."""
+    texts = [text.format(" or ".join(map(str, values))) for text, values in options if values]
+    return ", or ".join(texts) if texts else "no value near it works"
+
+
+def _elide(items: Iterable[int], most: int) -> list[int | None]:
+    """At most `most` items, with None in place of the middle ones."""
+    listed = list(items)
+    return [*listed] if len(listed) <= most else [*listed[: most - 2], None, listed[-1]]
+
+
+def _free_name(path: Path) -> Path:
+    """run -> run-2, or the first such name that is free."""
+    path, number = path if path.name else path / "run", 2
+    while path.with_name(f"{path.name}-{number}").exists():
+        number += 1
+    return path.with_name(f"{path.name}-{number}")

@@ -1,0 +1,263 @@
+"""Layouts: what is refused and with which repair, stage shares, and the picture. No torch, no processes."""
+
+import re
+from types import SimpleNamespace
+
+import pytest
+
+from neuronx_dist.layout import (
+    Layout,
+    LayoutError,
+    ModelShape,
+    format_bytes,
+    format_count,
+    padded_heads,
+    stage_layers,
+)
+
+SMOLLM = ModelShape(layers=30, heads=9, kv_heads=3, intermediate=1536, vocab=49152, max_positions=8192)
+PLAIN = ModelShape(layers=8, heads=8, kv_heads=8, intermediate=512, vocab=256, max_positions=2048)
+
+
+def the_problem(layout, config=None, **paths):
+    with pytest.raises(LayoutError) as caught:
+        layout.check(config, **paths)
+    assert len(caught.value.problems) == 1, caught.value
+    return caught.value.problems[0]
+
+
+# (layout, config, what the message must hold: the numbers and the nearest values that work)
+REFUSED = {
+    "world": (
+        dict(world_size=6, tp=4, global_batch=12),
+        PLAIN,
+        ["6 processes", "tp 4 × pp 1 = 4", "start 4 or 8 processes", "use tp 2"],
+    ),
+    "heads": (
+        dict(world_size=2, tp=2),
+        SMOLLM,
+        ["3 key/value heads", "9 query heads", "tp 2", "use tp 1", "12 query and 4 key/value heads"],
+    ),
+    "plain heads": (
+        dict(world_size=2, tp=2),
+        ModelShape(layers=2, heads=5, kv_heads=5),
+        ["5 attention heads", "which makes it 6 heads"],
+    ),
+    "intermediate": (
+        dict(world_size=4, tp=4),
+        ModelShape(heads=4, kv_heads=4, intermediate=1002),
+        ["intermediate_size 1002", "use tp 2", "make it 1000 or 1004"],
+    ),
+    "vocab": (
+        dict(world_size=4, tp=4),
+        ModelShape(heads=4, kv_heads=4, vocab=257),
+        ["vocab_size 257", "use tp 1", "make it 256 or 260"],
+    ),
+    "batch": (
+        dict(world_size=4, tp=2, num_microbatches=4, global_batch=30),
+        PLAIN,
+        ["batch of 30", "dp 2 × 4 microbatches = 8", "24 or 32", "use 3 or 5 microbatches"],
+    ),
+    "small batch": (
+        dict(world_size=2, num_microbatches=4, global_batch=3),
+        PLAIN,
+        ["batch of 3", "use a global batch of 8"],
+    ),
+    "stages": (
+        dict(world_size=16, pp=16),
+        PLAIN,
+        ["16 pipeline stages for 8 layers", "use pp 8"],
+    ),
+    "sequence": (
+        dict(world_size=2, tp=2, sequence_parallel=True, seq_len=127),
+        PLAIN,
+        ["seq_len 127", "tp 2", "use seq_len 126 or 128"],
+    ),
+    "positions": (
+        dict(world_size=1, seq_len=4096),
+        PLAIN,
+        ["seq_len 4096", "2048 positions"],
+    ),
+    "shared heads": (
+        dict(world_size=1),
+        ModelShape(heads=9, kv_heads=4),
+        ["9 query heads", "4 key/value heads", "config"],
+    ),
+    "context": (dict(world_size=2, cp=2), PLAIN, ["cp 2", "use cp 1"]),
+    "experts": (dict(world_size=2, ep=2, global_batch=2), PLAIN, ["ep 2", "use ep 1"]),
+    "not positive": (dict(world_size=4, tp=0), PLAIN, ["tp must be a positive integer, not 0"]),
+    "dtype": (dict(world_size=1, dtype="int8"), PLAIN, ["'int8'", "bfloat16"]),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_with_the_numbers_and_what_would_work(case):
+    options, config, expected = REFUSED[case]
+    message = the_problem(Layout(**options), config)
+    for text in expected:
+        assert text in message
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_the_suggested_values_work(case):
+    """Each value that a message of the form `use NAME value` proposes is accepted in its place."""
+    options, config, _ = REFUSED[case]
+    message = the_problem(Layout(**options), config)
+    if "global_batch" not in options:
+        options = {**options, "global_batch": 240}  # divisible whatever the new degree is
+    fields = {"tp": "tp", "pp": "pp", "seq_len": "seq_len", "a global batch of": "global_batch"}
+    for text, field in fields.items():
+        for values in re.findall(rf"use {text} (\d+(?: or \d+)?)", message):
+            for value in values.split(" or "):
+                Layout(**{**options, field: int(value)}).check(config)
+    for values in re.findall(r"use (\d+(?: or \d+)?) microbatches", message):
+        for value in values.split(" or "):
+            Layout(**{**options, "num_microbatches": int(value)}).check(config)
+    for values in re.findall(r"start (\d+(?: or \d+)?) processes", message):
+        for value in values.split(" or "):
+            Layout(**{**options, "world_size": int(value)}).check(config)
+
+
+def test_all_problems_come_at_once():
+    layout = Layout(world_size=6, tp=4, pp=32, num_microbatches=2, global_batch=3, seq_len=127, sequence_parallel=True)
+    with pytest.raises(LayoutError) as caught:
+        layout.check(SMOLLM, data=["/no/such/folder"], out="/")
+    text = str(caught.value)
+    for part in ("6 processes", "32 pipeline stages", "key/value heads", "seq_len 127", "/no/such/folder", "out: /"):
+        assert part in text
+    assert text.count("\n  - ") == len(caught.value.problems)
+
+
+def test_paths(tmp_path):
+    layout = Layout(world_size=1)
+    missing = tmp_path / "missing"
+    assert str(missing) in the_problem(layout, data=[tmp_path, missing])
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run-2").mkdir()
+    message = the_problem(layout, out=tmp_path / "run")
+    assert str(tmp_path / "run-3") in message
+    layout.check(data=[tmp_path], out=tmp_path / "run-3")
+
+
+@pytest.mark.parametrize(
+    "options, config",
+    [
+        (dict(world_size=1), None),
+        (
+            dict(world_size=4, tp=2, pp=2, num_microbatches=2, global_batch=8, seq_len=128, sequence_parallel=True),
+            PLAIN,
+        ),
+        (dict(world_size=3, tp=3), SMOLLM),
+        (dict(world_size=2, tp=2, pad_heads=True), SMOLLM),
+        (dict(world_size=8, cp=2, ep=2, global_batch=4), None),
+        (dict(world_size=8, pp=8), PLAIN),
+    ],
+)
+def test_accepted(options, config):
+    layout = Layout(**options)
+    layout.check(config)
+    assert layout.mesh().dp == layout.dp
+
+
+@pytest.mark.parametrize(
+    "heads, kv_heads, tp, expected",
+    [
+        (9, 3, 2, (12, 4)),
+        (9, 3, 3, (9, 3)),
+        (9, 3, 4, (12, 4)),
+        (5, 5, 2, (6, 6)),
+        (8, 1, 4, (32, 4)),
+        (32, 8, 4, (32, 8)),
+    ],
+)
+def test_padded_heads(heads, kv_heads, tp, expected):
+    assert padded_heads(heads, kv_heads, tp) == expected
+
+
+@pytest.mark.parametrize(
+    "layers, pp, sizes", [(8, 2, [4, 4]), (19, 4, [4, 5, 5, 5]), (30, 4, [7, 7, 8, 8]), (3, 3, [1, 1, 1]), (5, 1, [5])]
+)
+def test_stage_layers(layers, pp, sizes):
+    stages = stage_layers(layers, pp)
+    assert [len(stage) for stage in stages] == sizes
+    assert [layer for stage in stages for layer in stage] == list(range(layers))
+
+
+def test_a_config_is_read_by_its_names():
+    text = SimpleNamespace(num_hidden_layers=4, num_attention_heads=6, hidden_size=96, vocab_size=300)
+    wrapped = SimpleNamespace(get_text_config=lambda: text)
+    for config in (text, wrapped):
+        shape = ModelShape.of(config)
+        assert (shape.layers, shape.heads, shape.kv_heads, shape.vocab, shape.intermediate) == (4, 6, 6, 300, None)
+
+
+def test_a_hugging_face_config():
+    transformers = pytest.importorskip("transformers")
+    shape = ModelShape.of(
+        transformers.LlamaConfig(hidden_size=576, num_attention_heads=9, num_key_value_heads=3, num_hidden_layers=30)
+    )
+    assert (shape.layers, shape.heads, shape.kv_heads) == (30, 9, 3)
+    assert ModelShape.of(transformers.GPT2Config(n_layer=7)).layers == 7
+
+
+PICTURE = """\
+8 ranks = pp 2 × dp 2 × tp 2
+
+        ┌ dp 0 ┐ ┌ dp 1 ┐
+stage 0 │ 0═1  │ │ 2═3  │  embedding, layers 0–3
+stage 1 │ 4═5  │ │ 6═7  │  layers 4–7, norm, head
+        └──────┘ └──────┘
+═  tp: each layer's weights are split, and the sequence between layers
+□  dp: each box sees other sequences, gradients are averaged, each keeps its part of the optimizer state (ZeRO-1)
+↓  pp: microbatches go down and their gradients up; 20% of a step is waiting
+a step: 2 replicas × 4 microbatches × 4 sequences of 128 tokens = 4,096 tokens"""
+
+
+def test_picture():
+    layout = Layout(
+        world_size=8, tp=2, pp=2, sequence_parallel=True, zero1=True, num_microbatches=4, global_batch=32, seq_len=128
+    )
+    assert layout.picture(PLAIN) == PICTURE
+
+
+@pytest.mark.parametrize("world", [1, 4, 8, 16, 32, 64])
+def test_a_picture_shows_every_rank_where_it_is(world):
+    for tp in (1, 2, 4, 8):
+        for pp in (1, 2, 4):
+            for cp in (1, 2):
+                if world % (tp * pp * cp):
+                    continue
+                layout = Layout(world_size=world, tp=tp, pp=pp, cp=cp, global_batch=64)
+                rows = [row for row in layout.picture(width=10_000).splitlines() if row.startswith("stage")]
+                ranks = [
+                    [[int(rank) for rank in re.findall(r"\d+", box)] for box in row.split("│")[1::2]] for row in rows
+                ]
+                mesh = layout.mesh()
+                for stage, row in enumerate(ranks):
+                    for replica, box in enumerate(row):
+                        for rank in box:
+                            at = mesh.coordinates(rank)
+                            assert (at["pp"], at["dp"]) == (stage, replica)
+                assert sorted(rank for row in ranks for box in row for rank in box) == list(range(world))
+
+
+@pytest.mark.parametrize(
+    "options", [dict(world_size=64), dict(world_size=512, tp=16, pp=8), dict(world_size=64, pp=64)]
+)
+def test_a_large_picture_leaves_out_the_middle(options):
+    lines = Layout(**options).picture(width=100).splitlines()
+    drawn = [line for line in lines if "│" in line]
+    assert len(drawn) <= 16 and all(len(line) <= 100 for line in drawn)
+    assert "…" in drawn[0] or any("⋮" in line for line in drawn)
+    assert str(options["world_size"] - 1) in drawn[-1]
+
+
+def test_formats():
+    assert [format_bytes(n) for n in (0, 1023, 1536, 3 * 2**30)] == ["0 B", "1023 B", "1.5 KiB", "3.0 GiB"]
+    assert [format_count(n) for n in (12, 12_345, 134_515_008, 7e9, 2e12)] == [
+        "12",
+        "12.3 K",
+        "134.5 M",
+        "7.0 B",
+        "2.0 T",
+    ]

@@ -1,0 +1,242 @@
+"""What is shipped, what importing it costs, and that the parts depend on each other in one direction only."""
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "neuronx_dist"
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+
+
+def run(*command, cwd=ROOT, **env):
+    result = subprocess.run(
+        command, cwd=cwd, env={**os.environ, **env}, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert result.returncode == 0, f"{command} failed:\n{result.stdout}\n{result.stderr}"
+    return result.stdout
+
+
+def python(code):
+    return run(sys.executable, "-c", code, PYTHONPATH=str(ROOT))
+
+
+def pyproject():
+    tomllib = pytest.importorskip("tomllib", reason="reading pyproject.toml takes Python 3.11")
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def pins():
+    lines = (ROOT / "requirements-dev.txt").read_text().splitlines()
+    return dict(line.lower().replace("_", "-").split("==") for line in lines if "==" in line and line[0] != "#")
+
+
+# --- importing ---
+
+
+def test_import_pulls_in_nothing_optional():
+    loaded = python("import sys, neuronx_dist; print(*sys.modules)").split()
+    heavy = ("transformers", "torch_xla", "torch.distributed.tensor", "torch.distributed.checkpoint", "safetensors")
+    assert [name for name in loaded if name in heavy or name.startswith(tuple(f"{h}." for h in heavy))] == []
+
+
+def test_import_adds_at_most_0_3_s_to_torch():
+    code = "import torch, time; t = time.perf_counter(); import neuronx_dist; print(time.perf_counter() - t)"
+    python(code)  # writes the byte code
+    assert min(float(python(code)) for _ in range(3)) <= 0.3
+
+
+@pytest.mark.parametrize("module", ["mesh", "layout"])
+def test_what_runs_before_torch_needs_no_torch(module):
+    """`mesh` and `layout` are pure Python: loaded without the package around them, they import no torch."""
+    code = f"""
+import importlib, sys, types
+package = types.ModuleType("neuronx_dist")
+package.__path__ = [{str(PACKAGE)!r}]
+sys.modules["neuronx_dist"] = package
+importlib.import_module("neuronx_dist.{module}")
+print("torch" in sys.modules)
+"""
+    assert python(code).strip() == "False"
+
+
+# --- layers of the package ---
+
+# A part imports the parts of lower levels, and itself; level 4 parts also one another.
+LEVELS = {
+    "mesh": 0,
+    "comm": 1,
+    "spmd": 2,
+    "parallel_layers": 3,
+    "pipeline": 4,
+    "optimizer": 4,
+    "hf": 4,
+    "layout": 4,
+    "memory": 4,
+    "utils": 4,
+}
+
+
+def part_of(path):
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imported_modules(path):
+    """(line, dotted name) of everything that a file imports, at any depth; relative names resolved."""
+    package = ("neuronx_dist", *path.relative_to(PACKAGE).parts[:-1])
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = [*package[: len(package) - node.level + 1]] if node.level else []
+            base += node.module.split(".") if node.module else []
+            yield from ((node.lineno, ".".join([*base, alias.name])) for alias in node.names)
+
+
+def test_imports_point_down():
+    wrong = []
+    for path in SOURCES:
+        part = part_of(path)
+        if part == "__init__":
+            continue
+        assert part in LEVELS, f"{path}: give the new part {part!r} a level"
+        for line, name in imported_modules(path):
+            words = name.split(".")
+            if words[0] != "neuronx_dist" or len(words) < 2:
+                continue
+            level = LEVELS.get(words[1])
+            if words[1] != part and (level is None or level > LEVELS[part] or level == LEVELS[part] < 4):
+                wrong.append(f"{path.relative_to(ROOT)}:{line} imports {name}")
+    assert wrong == []
+
+
+COLLECTIVES = re.compile(
+    r"(i?all_(reduce|gather|to_all)\w*|reduce_scatter\w*|i?(send|recv)(_object_list)?|broadcast\w*|gather(_object)?|reduce"
+    r"|scatter\w*|barrier|monitored_barrier|batch_isend_irecv|P2POp)"
+)
+BACKENDS = {"gloo", "nccl", "xla", "mpi", "ucc"}
+
+
+def test_only_comm_calls_collectives_and_names_backends():
+    wrong = []
+    for path in SOURCES:
+        if part_of(path) == "comm":
+            continue
+        tree = ast.parse(path.read_text())
+        aliases = {"torch.distributed", "torch_xla.core.xla_model"}
+        for node in ast.walk(tree):
+            names = node.names if isinstance(node, (ast.Import, ast.ImportFrom)) else []
+            base = f"{node.module}." if isinstance(node, ast.ImportFrom) and node.module else ""
+            aliases |= {
+                a.asname or a.name
+                for a in names
+                if f"{base}{a.name}" in ("torch.distributed", "torch_xla.core.xla_model")
+            }
+        for node in ast.walk(tree):
+            if (
+                isinstance(node, ast.Attribute)
+                and COLLECTIVES.fullmatch(node.attr)
+                and ast.unparse(node.value) in aliases
+            ):
+                wrong.append(f"{path.relative_to(ROOT)}:{node.lineno} calls {ast.unparse(node)}")
+            if isinstance(node, ast.Constant) and node.value in BACKENDS:
+                wrong.append(f"{path.relative_to(ROOT)}:{node.lineno} names the backend {node.value!r}")
+    assert wrong == []
+
+
+# --- what is shipped ---
+
+
+def test_the_wheel_holds_the_package_and_nothing_else(tmp_path):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path)
+    shutil.copytree(PACKAGE, tmp_path / "neuronx_dist", ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_nothing.py").touch()
+    run(
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        ".",
+        "--no-deps",
+        "--no-build-isolation",
+        "--no-index",
+        "-w",
+        "out",
+        cwd=tmp_path,
+    )
+    (wheel,) = (tmp_path / "out").glob("*.whl")
+    assert wheel.name.startswith("neuronx_dist-0.1.0-py3-none-any")
+    names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    assert names == {str(path.relative_to(ROOT)) for path in SOURCES} | {"neuronx_dist/py.typed"}
+    metadata = zipfile.ZipFile(wheel).read("neuronx_dist-0.1.0.dist-info/METADATA").decode()
+    for line in (
+        "Name: neuronx_dist",
+        "License-Expression: Apache-2.0",
+        "Requires-Python: >=3.10",
+        "Provides-Extra: hf",
+    ):
+        assert line in metadata
+    unconditional = [line for line in metadata.splitlines() if line.startswith("Requires-Dist") and "extra" not in line]
+    assert unconditional == ["Requires-Dist: torch>=2.9"]
+
+
+def test_every_folder_of_the_package_is_a_package():
+    folders = {path.parent for path in SOURCES}
+    assert [folder for folder in folders if not (folder / "__init__.py").exists()] == []
+
+
+def test_setup_py_still_answers():
+    assert run(sys.executable, "setup.py", "--name", "--version").split()[-2:] == ["neuronx_dist", "0.1.0"]
+
+
+def test_one_version_everywhere():
+    version = pyproject()["project"]["version"]
+    changelog = re.search(r"^## \[?(\d[^\] ]*)", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert changelog and changelog[1] == version
+    assert python("import neuronx_dist; print(neuronx_dist.__version__)").strip() == version
+
+
+def test_the_pinned_environment_has_what_the_extras_ask_for():
+    extras = pyproject()["project"]["optional-dependencies"]
+    names = {re.split(r"[<>=!~ ]", requirement)[0].lower() for extra in ("hf", "dev") for requirement in extras[extra]}
+    assert names <= pins().keys()
+    assert extras["xla"] == ["torch==2.9.0", "torch_xla==2.9.0"]
+
+
+# --- the commands ---
+
+
+def test_make_alone_lists_the_targets():
+    if not shutil.which("make"):
+        pytest.skip("make is not installed")
+    listed = re.findall(r"^  make ([a-z-]+) +[a-z]", run("make", "--no-print-directory"), re.M)
+    phony = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.M)
+    assert phony and set(phony[1].split()) <= set(listed)
+
+
+def test_make_train_starts_one_process_for_each_rank():
+    if not shutil.which("make"):
+        pytest.skip("make is not installed")
+    command = run("make", "-n", "train", "TP=4", "PP=1", "ARGS=--steps 3").splitlines()[-1]
+    assert "--nproc-per-node 4 " in command and command.endswith("examples/train_llama.py --tp 4 --pp 1 --steps 3")
+    assert "--nproc-per-node 8 " in run("make", "-n", "train", "TP=2", "PP=2", "NPROC=8").splitlines()[-1]
+
+
+def test_ci_is_one_executable_file():
+    script = ROOT / ".ci" / "run"
+    assert os.access(script, os.X_OK)
+    run("bash", "-n", str(script))
+
+
+def test_the_license_is_the_whole_apache_2_0_text():
+    text = (ROOT / "LICENSE").read_text()
+    assert "Version 2.0, January 2004" in text and "END OF TERMS AND CONDITIONS" in text and len(text) > 11_000
