@@ -1,0 +1,31 @@
+"""Hugging Face models: their layers swapped for parallel ones in place, and their weights in and out of any layout.
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)      # nothing is allocated
+    swap(model, sequence_parallel=True)                       # parallel layers, Hugging Face's names
+    load_pretrained(model, folder)                            # or materialize(model, seed)
+    ...
+    save_pretrained(model, out)                               # a folder for AutoModelForCausalLM.from_pretrained
+
+`import neuronx_dist` does not import this package's dependency, transformers: a model brings it.
+"""
+
+from ..parallel_layers.materialize import gather_full, materialize
+from .loss import causal_lm_loss
+from .plan import UnsupportedModelError, transformer_layer_class
+from .sources import has_weights
+from .swap import swap
+from .weights import full_state_dict, load_pretrained, save_pretrained
+
+__all__ = [
+    "UnsupportedModelError",
+    "causal_lm_loss",
+    "full_state_dict",
+    "gather_full",
+    "has_weights",
+    "load_pretrained",
+    "materialize",
+    "save_pretrained",
+    "swap",
+    "transformer_layer_class",
+]

@@ -1,0 +1,47 @@
+"""The causal language-model loss on vocabulary-parallel logits, with the signature of Hugging Face's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..parallel_layers.loss_functions import parallel_cross_entropy
+
+__all__ = ["causal_lm_loss"]
+
+
+def causal_lm_loss(
+    logits: torch.Tensor,
+    labels: torch.Tensor | None,
+    vocab_size: int,
+    num_items_in_batch: torch.Tensor | float | None = None,
+    ignore_index: int = -100,
+    shift_labels: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """Cross entropy of each token with the next, divided by the number of labels that count.
+
+    Args:
+        logits: this rank's `[batch, seq, vocab/tp]`, any floating dtype; computed in float32 at least.
+        labels: `[batch, seq]`, not shifted; `ignore_index` where nothing is to be predicted. Unused with
+        `shift_labels`.
+        vocab_size: accepted for Hugging Face's signature; the layers know the size of the vocabulary.
+        num_items_in_batch: what the sum is divided by, for a mean over more than this call; None: the valid labels of
+        this call.
+        shift_labels: `[batch, seq]`, shifted already.
+
+    Returns:
+        0-dim loss, equal on all tensor-parallel ranks. Without any valid label it is 0, and so are its gradients.
+    """
+    if shift_labels is None:
+        if labels is None:
+            raise ValueError("causal_lm_loss: pass labels or shift_labels")
+        shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    shift_labels = shift_labels.to(logits.device)
+    losses = parallel_cross_entropy(logits, shift_labels, ignore_index=ignore_index)
+    count: Any = (shift_labels != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch
+    if isinstance(count, torch.Tensor):
+        count = count.to(losses.device)
+    return losses.sum() / (count + (count == 0))  # 0 labels: 0 / 1

@@ -1,0 +1,226 @@
+"""Puts parallel layers into a Hugging Face causal LM, in place, as transformers' own `tp_plan` says.
+
+What a decoder layer costs (b batch, s sequence, h hidden, i intermediate; `*` marks what is sharded over tp):
+
+    x [b,s,h] -> norm -> q,k,v [b,s,h/tp*] -> attention of local heads -> o [b,s,h] (partial) -> all-reduce
+              -> norm -> gate,up [b,s,i/tp*] -> act, product -> down [b,s,h] (partial) -> all-reduce
+
+two all-reduces forward, and two backward: q, k and v share one input gradient, and so do gate and up (`fuse_columns`),
+while their parameters and names in the state dict stay Hugging Face's. The embedding is split by vocabulary, and so is
+the head, whose local logits `[b, s, vocab/tp]` go straight into the vocabulary-parallel cross entropy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import comm, spmd
+from ..layout import padded_heads
+from ..parallel_layers.embedding import ParallelEmbedding
+from ..parallel_layers.linear import ColumnParallelLinear, RowParallelLinear, fuse_columns
+from ..parallel_layers.pad import padded_spec
+from ..spmd import random
+from ..spmd.spec import set_spec, spec_of
+from .loss import causal_lm_loss
+from .plan import ATTENTION, Plan, UnsupportedModelError, read_plan
+from .sequence_parallel import apply_sequence_parallel, check_sequence_parallel, mark_partial_gradients
+
+__all__ = ["swap"]
+
+
+def swap(model: Any, *, sequence_parallel: bool = False, pad_heads: bool = False) -> Any:
+    """Replaces the linear layers, embedding and head of a Hugging Face causal LM by parallel ones. Returns the model.
+
+    Works on a model on the meta device, which then gets its values from `materialize` or `load_pretrained`, and on a
+    real one, whose weights are sliced. Called with labels, the swapped model gives the loss and this rank's logits
+    `[batch, seq, vocab/tp]`; without, the full logits.
+
+    Args:
+        model: any causal LM of transformers whose linear layers its plan covers; the embedding may be tied to the head.
+        sequence_parallel: between attention and MLP, activations are `[batch, seq/tp, hidden]`; so are the
+            `hidden_states` that the model returns when asked to.
+        pad_heads: add zero heads where tp does not divide the heads (see `parallel_layers.pad`); False refuses such a
+            model.
+
+    Raises:
+        UnsupportedModelError: the plan does not cover the model; the layers are named.
+        ValueError: tp does not divide a size; the message has the numbers.
+    """
+    tp = comm.size("tp")
+    if getattr(model, "loss_function", None) is causal_lm_loss:
+        raise ValueError(f"swap: this {type(model).__name__} has been swapped already")
+    plan = read_plan(model)
+    _check_sizes(model, plan, tp, pad_heads)
+    _check_dropout(model, tp, sequence_parallel)
+    if sequence_parallel:
+        check_sequence_parallel(model, plan)
+
+    embedding = model.get_submodule(plan.embedding)
+    parallel: nn.Module = ParallelEmbedding(
+        embedding.num_embeddings,
+        embedding.embedding_dim,
+        embedding.padding_idx,
+        dtype=embedding.weight.dtype,
+        device="meta",
+        collect_output=not sequence_parallel,
+    )
+    _replace(model, plan.embedding, parallel)
+    for name in plan.columns:
+        linear = model.get_submodule(name)
+        out = plan.padded_size(name, linear.out_features, tp)
+        parallel = ColumnParallelLinear(
+            linear.in_features,
+            out,
+            bias=linear.bias is not None,
+            gather_output=False,
+            dtype=linear.weight.dtype,
+            device="meta",
+            input_is_replicated=sequence_parallel,
+        )
+        _replace(model, name, parallel, unpadded=linear.out_features)
+    for name in plan.rows:
+        linear = model.get_submodule(name)
+        size = plan.padded_size(name, linear.in_features, tp)
+        parallel = RowParallelLinear(
+            size,
+            linear.out_features,
+            bias=linear.bias is not None,
+            input_is_parallel=True,
+            dtype=linear.weight.dtype,
+            device="meta",
+            sequence_parallel_enabled=sequence_parallel,
+            sequence_dimension=1,
+        )
+        _replace(model, name, parallel, unpadded=linear.in_features)
+    head = model.get_submodule(plan.head)
+    parallel = ColumnParallelLinear(
+        head.in_features,
+        head.out_features,
+        bias=head.bias is not None,
+        gather_output=False,
+        dtype=head.weight.dtype,
+        device="meta",
+        sequence_parallel_enabled=sequence_parallel,
+        sequence_dimension=1,
+    )
+    _replace(model, plan.head, parallel)
+    if plan.tied:
+        parallel.weight = model.get_submodule(plan.embedding).weight
+
+    for group in plan.fused_groups(model):
+        fuse_columns(group)
+    for name in plan.partial:
+        mark_partial_gradients(model.get_submodule(name))
+    _set_local_head_counts(model, plan, tp)
+    if tp > 1:
+        for region in map(model.get_submodule, plan.regions):
+            if getattr(region, "attention_dropout", 0):
+                region.forward = partial(_with_own_random_numbers, region.forward)
+    if sequence_parallel:
+        apply_sequence_parallel(model, plan)
+    model.loss_function = causal_lm_loss
+    model.register_forward_hook(_full_logits_without_labels)
+    return model
+
+
+def _replace(model: nn.Module, name: str, parallel: nn.Module, unpadded: int | None = None) -> None:
+    """Puts `parallel`, built on meta, in the place of `name`, with this rank's slices of the parameters there."""
+    original = model.get_submodule(name)
+    for parameter, full in original.named_parameters(recurse=False):
+        spec = spec_of(getattr(parallel, parameter))
+        if spec.dim is not None and unpadded is not None and unpadded != spec.full_shape[spec.dim]:
+            # The layer was built with its padded size; the layout remembers the real one.
+            shape = tuple(unpadded if dim == spec.dim else size for dim, size in enumerate(spec.full_shape))
+            spec = padded_spec(replace(spec, full_shape=shape), spec.full_shape[spec.dim])
+        if full.is_meta or spec.axis is None:
+            local = full.detach() if spec.axis is None else full.new_empty(spec.local_shape)
+        else:
+            local = spec.local_slice(full.detach(), comm.rank(spec.axis)).clone(memory_format=torch.contiguous_format)
+        setattr(parallel, parameter, nn.Parameter(local, requires_grad=full.requires_grad))
+        set_spec(parallel, parameter, spec)
+    parallel.train(original.training)
+    parent, _, child = name.rpartition(".")
+    setattr(model.get_submodule(parent), child, parallel)
+
+
+def _set_local_head_counts(model: nn.Module, plan: Plan, tp: int) -> None:
+    """Attention code of some architectures reads a number of heads off its module; Llama's has none, it views by -1."""
+    heads, kv_heads = (count // tp for count in padded_heads(plan.heads, plan.kv_heads, tp))
+    counts = {"num_heads": heads, "num_attention_heads": heads, "num_key_value_heads": kv_heads}
+    for region in map(model.get_submodule, plan.regions):
+        for attribute, count in counts.items():
+            if isinstance(getattr(region, attribute, None), int):
+                setattr(region, attribute, count)
+
+
+def _check_sizes(model: nn.Module, plan: Plan, tp: int, pad_heads: bool) -> None:
+    problems = []
+    if plan.heads % tp or plan.kv_heads % tp:
+        if not pad_heads:
+            divisors = [n for n in range(1, plan.kv_heads + 1) if plan.heads % n == 0 and plan.kv_heads % n == 0]
+            problems.append(
+                f"{plan.heads} attention heads over {plan.kv_heads} key/value heads are not divisible by tp={tp}: pass "
+                f"pad_heads=True, or choose tp from {divisors}"
+            )
+        elif not {name.rpartition(".")[2] for name in plan.columns + plan.rows}.issuperset(ATTENTION):
+            problems.append(f"pad_heads pads {', '.join(ATTENTION)}; this model's attention has other layers")
+    embedding: Any = model.get_submodule(plan.embedding)
+    sizes: dict[str, int] = {"the vocabulary": embedding.num_embeddings}
+    for name in plan.columns + plan.rows:
+        linear: Any = model.get_submodule(name)
+        size = linear.out_features if name in plan.columns else linear.in_features
+        sizes[name.rpartition(".")[2]] = plan.padded_size(name, size, tp)
+    problems += [f"{what} of size {size} is not divisible by tp={tp}" for what, size in sizes.items() if size % tp]
+    if problems:
+        raise ValueError(f"swap: {type(model).__name__}: " + "; ".join(problems))
+
+
+def _check_dropout(model: Any, tp: int, sequence_parallel: bool) -> None:
+    """Refuses dropout that would draw from the wrong stream.
+
+    Attention weights are sharded, so their dropout is to differ over tp; a residual's is to agree, unless the sequence
+    is sharded. Where one module has both, nothing tells the swap which is which.
+    """
+    rates = {
+        name: rate
+        for name, rate in vars(model.config).items()
+        if name.endswith(("dropout", "pdrop")) and isinstance(rate, float) and rate > 0
+    }
+    attention = rates.pop("attention_dropout", 0.0)
+    if tp > 1 and rates and (attention or sequence_parallel):
+        listed = ", ".join(f"{name}={rate}" for name, rate in rates.items())
+        raise UnsupportedModelError(
+            f"swap: {type(model).__name__} with {listed}: such dropout goes neither with sequence_parallel=True nor "
+            f"with attention_dropout ({attention}); set it to 0 in the config"
+        )
+
+
+def _with_own_random_numbers(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Attention dropout of local heads draws from this rank's own stream, not from the one that all tp ranks share."""
+    if not forward.__self__.training:  # type: ignore[attr-defined]
+        return forward(*args, **kwargs)
+    with random.streams().fork():
+        return forward(*args, **kwargs)
+
+
+def _full_logits_without_labels(model: nn.Module, args: Any, output: Any) -> Any:
+    """Forward hook of the whole model. The loss takes local logits; whoever calls without labels wants them all."""
+    loss = output[0] if isinstance(output, tuple) else output.loss
+    if isinstance(output, tuple):
+        if loss.ndim == 0:
+            return output
+        return (_gather_vocabulary(output[0]), *output[1:])
+    if loss is None and output.logits is not None:
+        output.logits = _gather_vocabulary(output.logits)
+    return output
+
+
+def _gather_vocabulary(logits: torch.Tensor) -> torch.Tensor:
+    """`[..., vocab/tp]` -> `[..., vocab]`, equal on all ranks; backward takes this rank's columns of the gradient."""
+    return spmd.all_gather(logits, "tp", src=spmd.S(logits.ndim - 1), dst=spmd.I)

@@ -1,0 +1,235 @@
+"""Whole weights into any layout, and back out: Hugging Face folders and state dicts.
+
+Reading, a rank holds its shard and one more tensor at most, and of a file it reads its slices only. Writing, the tp
+ranks of one data-parallel replica gather one parameter at a time, and tp rank 0 of each pipeline stage writes one
+file: no rank holds more than the weights of its stage. Padding is added and stripped by the layout of each parameter;
+tied weights are read and written once.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections.abc import Iterator, Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import comm
+from ..parallel_layers.materialize import (
+    gather_full,
+    install_parameter,
+    local_modules,
+    materialize_buffers,
+    parameter_names,
+    whole_model,
+)
+from ..spmd.spec import ShardSpec, spec_of
+from .sources import WeightSource, open_source
+
+__all__ = ["full_state_dict", "load_pretrained", "save_pretrained"]
+
+
+def load_pretrained(
+    model: Any,
+    source: str | PathLike[str] | Mapping[str, torch.Tensor],
+    *,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype | None = None,
+) -> Any:
+    """Fills a model, swapped or not, in any layout, from a whole checkpoint, in place. Returns the model.
+
+    Args:
+        model: on meta (then its buffers get their values too) or real; of a pipeline model the local stage is filled.
+        source: a folder with safetensors in Hugging Face's layout, or a state dict with whole tensors.
+        device, dtype: of parameters that are on meta; None keeps the dtype that they were built with. Others keep
+            theirs.
+
+    Raises:
+        ValueError: names that are missing from the source, left over in it, or of another shape: all are listed,
+        nothing is changed.
+        FileNotFoundError: the folder has no safetensors.
+    """
+    weights = open_source(source)
+    aliases = parameter_names(model)
+    _check(whole_model(model), aliases, weights)
+    present = set(weights.names())
+    filled: set[int] = set()
+    for _, module in local_modules(model):
+        for param in module._parameters.values():
+            if param is None or id(param) in filled:
+                continue
+            filled.add(id(param))
+            name = next(alias for alias in aliases[id(param)] if alias in present)
+            local = _read_slice(weights, name, spec_of(param))
+            if param.is_meta:
+                # `copy` also where nothing changes: a view would keep the whole tensor, or share the source's memory.
+                install_parameter(param, local.to(device=device, dtype=dtype or param.dtype, copy=True).contiguous())
+            else:
+                with torch.no_grad():
+                    param.copy_(local)
+    for _, module, key, name in _persistent_buffers(model):
+        buffer = module._buffers[key]
+        assert buffer is not None
+        where = device if buffer.is_meta else buffer.device
+        module._buffers[key] = weights.read(name).to(device=where, dtype=buffer.dtype, copy=True)
+    return materialize_buffers(model, device=device)
+
+
+def save_pretrained(model: Any, folder: str | PathLike[str], tokenizer: Any = None) -> None:
+    """Writes a folder that `AutoModelForCausalLM.from_pretrained` loads; all ranks call it. Values are bit-equal to
+    the parameters.
+
+    One file per pipeline stage (`model-0000k-of-0000n.safetensors` and an index; `model.safetensors` without a
+    pipeline); weight files that an earlier save left in the folder are removed. The folder is to be one file system
+    for all ranks that write.
+    """
+    from safetensors.torch import save_file
+
+    path = Path(folder)
+    stage, stages = comm.rank("pp"), comm.size("pp")
+    in_first_replica = comm.rank("dp") == 0 and comm.rank("cp") == 0
+    writes = in_first_replica and comm.rank("tp") == 0
+    if comm.rank("world") == 0:
+        path.mkdir(parents=True, exist_ok=True)
+        for old in [
+            *path.glob("model-*-of-*.safetensors"),
+            path / "model.safetensors",
+            path / "model.safetensors.index.json",
+        ]:
+            old.unlink(missing_ok=True)
+    comm.barrier("world")
+
+    tensors: dict[str, torch.Tensor] = {}
+    if in_first_replica:
+        for name, full in _full_tensors(model):
+            if writes:
+                tensors[name] = full.to("cpu").contiguous()
+    file = f"model-{stage + 1:05d}-of-{stages:05d}.safetensors" if stages > 1 else "model.safetensors"
+    if writes:
+        save_file(tensors, str(path / file), metadata={"format": "pt"})
+    held = {name: (file, tensor.numel() * tensor.element_size(), tensor.numel()) for name, tensor in tensors.items()}
+    everywhere: dict[str, tuple[str, int, int]] = {}
+    for part in comm.gather_objects(held, "pp"):
+        everywhere.update(part)
+    if comm.rank("world") == 0:
+        if stages > 1:
+            index = {
+                "metadata": {
+                    "total_size": sum(size for _, size, _ in everywhere.values()),
+                    "total_parameters": sum(count for _, _, count in everywhere.values()),
+                },
+                "weight_map": {name: entry[0] for name, entry in everywhere.items()},
+            }
+            (path / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+        _write_configs(whole_model(model), path, tokenizer)
+    comm.barrier("world")
+
+
+def full_state_dict(model: nn.Module, *, gradients: bool = False) -> dict[str, torch.Tensor]:
+    """The whole model's weights on every rank, un-padded, tied ones once; all ranks call it. For tests and small
+    models.
+
+    With `gradients=True` the gradients of the parameters that have one, by the same names and laid out the same.
+    """
+    mine = {name: full.to("cpu", copy=True) for name, full in _full_tensors(model, gradients)}
+    whole: dict[str, torch.Tensor] = {}
+    for part in comm.gather_objects(mine, "pp"):
+        whole.update(part)
+    return whole
+
+
+def _full_tensors(model: nn.Module, gradients: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+    """`(name, whole tensor)` of this stage, gathered over tp, one at a time; a tied weight where its first name is."""
+    aliases = parameter_names(model)
+    for prefix, module in local_modules(model):
+        for key, param in module._parameters.items():
+            name = f"{prefix}.{key}" if prefix else key
+            if param is None or aliases[id(param)][0] != name:
+                continue
+            tensor = param.grad if gradients else param
+            if tensor is not None:
+                yield name, gather_full(tensor, spec_of(param))
+    if not gradients:
+        for buffer, _, _, name in _persistent_buffers(model):
+            yield name, buffer
+
+
+def _persistent_buffers(model: nn.Module) -> Iterator[tuple[torch.Tensor, nn.Module, str, str]]:
+    """`(buffer, its module, its name there, its qualified name)` for the buffers that a state dict holds."""
+    for prefix, module in local_modules(model):
+        for key, buffer in list(module._buffers.items()):
+            if buffer is not None and key not in module._non_persistent_buffers_set:
+                yield buffer, module, key, (f"{prefix}.{key}" if prefix else key)
+
+
+def _read_slice(weights: WeightSource, name: str, spec: ShardSpec) -> torch.Tensor:
+    """This rank's shard of tensor `name`, with zeros for padding."""
+    if spec.axis is None or spec.dim is None:
+        return weights.read(name)
+    index = comm.rank(spec.axis)
+    if spec.stride > 1:  # fused blocks: a rank has a piece of each
+        return spec.local_slice(weights.read(name), index)
+    size, held = spec.local_shape[spec.dim], spec.unpadded_shape[spec.dim]
+    start, stop = min(index * size, held), min((index + 1) * size, held)
+    piece = weights.read(name, spec.dim, start, stop)
+    if stop - start < size:
+        padded = piece.new_zeros(spec.local_shape)
+        padded.narrow(spec.dim, 0, stop - start).copy_(piece)
+        return padded
+    return piece
+
+
+def _check(model: nn.Module, aliases: dict[int, list[str]], weights: WeightSource) -> None:
+    """All that is wrong between a whole model and a source, in one error. Nothing is read but names and shapes."""
+    present = set(weights.names())
+    expected: set[str] = set()
+    missing: list[str] = []
+    misshaped: list[str] = []
+
+    def check_one(names: list[str], shape: tuple[int, ...]) -> None:
+        expected.update(names)
+        found = [name for name in names if name in present]
+        if not found:
+            missing.append(" or ".join(names))
+        misshaped.extend(
+            f"{name} {list(weights.shape(name))}, needs {list(shape)}" for name in found if weights.shape(name) != shape
+        )
+
+    parameters = {id(param): param for param in model.parameters()}
+    for identity, names in aliases.items():
+        check_one(names, spec_of(parameters[identity]).unpadded_shape)
+    for buffer, _, _, name in _persistent_buffers(model):
+        check_one([name], tuple(buffer.shape))
+    ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    # Old Llama checkpoints hold rotary frequencies, which are not weights any more.
+    left_over = sorted(
+        name
+        for name in present - expected
+        if not name.endswith("rotary_emb.inv_freq") and not any(re.search(pattern, name) for pattern in ignored)
+    )
+    problems = [
+        f"{what} ({len(names)}): {', '.join(names)}"
+        for what, names in (("missing", missing), ("unexpected", left_over), ("of another shape", misshaped))
+        if names
+    ]
+    if problems:
+        raise ValueError(
+            f"load_pretrained: {weights.description} does not fit {type(model).__name__}: " + "; ".join(problems)
+        )
+
+
+def _write_configs(model: Any, path: Path, tokenizer: Any) -> None:
+    config = copy.deepcopy(model.config)
+    config.architectures = [type(model).__name__]
+    config.dtype = next(model.parameters()).dtype
+    config.save_pretrained(path)
+    generation_config = getattr(model, "generation_config", None)
+    if generation_config is not None:
+        generation_config.save_pretrained(path)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(path)

@@ -1,0 +1,233 @@
+"""Weights that do not depend on the layout: a model built on the meta device gets its values here, one full parameter
+at a time.
+
+    with torch.device("meta"):
+        model = MyModel()            # parallel layers inside, nothing drawn, nothing allocated
+    materialize(model, seed=0)       # the same weights at any TP x PP x DP
+
+Each parameter is drawn whole, by the initialiser that its module would have had unsharded, from a generator seeded by
+(seed, qualified name); this rank keeps its slice. A parameter with several names (tied embeddings) is drawn once,
+under the first of them in the *whole* model, so that two pipeline stages that hold one weight agree about it.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import inspect
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import comm
+from ..spmd.spec import ShardSpec, restamp, spec_of
+
+__all__ = [
+    "gather_full",
+    "install_parameter",
+    "local_modules",
+    "materialize",
+    "materialize_buffers",
+    "parameter_names",
+    "whole_model",
+]
+
+Initialiser = Callable[[nn.Module], Any]
+
+# torch's initialisers draw from the one global CPU generator, which ranks that are threads of one process share.
+_GENERATOR = threading.Lock()
+
+
+def materialize(
+    model: nn.Module,
+    seed: int,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype | None = None,
+    init_fn: Initialiser | None = None,
+) -> nn.Module:
+    """Gives every parameter and buffer that is still on the meta device its initial value, in place.
+
+    Values are drawn on the CPU in float32, whatever `device` and `dtype`, so that they agree over devices and, up to
+    rounding, over dtypes; no more than one whole parameter is held at a time. Parameters that have values already are
+    left as they are. The caller's random state is untouched.
+
+    Args:
+        model: built on meta; a module, a Hugging Face model, or a pipeline model (its local stage is filled).
+        seed: of the whole model; every rank gives the same.
+        device: where the local shards go.
+        dtype: of floating-point parameters; None keeps the dtype that they were built with. Buffers keep theirs.
+        init_fn: `init_fn(module)` initialises the direct parameters of one module, which is given unsharded
+            (`nn.Linear` for a parallel linear layer). It is asked first, for every module; what it leaves alone is
+            initialised by the `init_method` that a layer was built with, else by the `_init_weights` of the model
+            (the convention of Hugging Face and of many others), else by the module's `reset_parameters()`.
+
+    Raises:
+        ValueError: no initialiser sets a parameter or buffer; the message names it.
+    """
+    names = parameter_names(model)
+    for _, module in local_modules(model):
+        for param in list(module._parameters.values()):
+            if param is None or not param.is_meta:
+                continue
+            spec = spec_of(param)
+            # A tied weight is initialised as its first owner would, even if that one lives in another pipeline stage.
+            qualified = names[id(param)][0]
+            prefix, _, name = qualified.rpartition(".")
+            owner = _stand_in(whole_model(model).get_submodule(prefix))
+            value = torch.empty(spec.unpadded_shape, dtype=torch.float32)
+            full = _draw(owner, name, value, qualified, seed, _initialisers(model, prefix, init_fn))
+            local = _own_slice(full, spec).to(device=device, dtype=dtype or param.dtype, copy=True)
+            install_parameter(param, local.contiguous())
+            del full, value, owner  # before the next one is drawn
+    return materialize_buffers(model, seed, device, init_fn)
+
+
+def materialize_buffers(
+    model: nn.Module, seed: int = 0, device: str | torch.device = "cpu", init_fn: Initialiser | None = None
+) -> nn.Module:
+    """The buffers' part of `materialize`: those on meta (rotary frequencies, ...) get real values from initialisers."""
+    for prefix, module in local_modules(model):
+        for name, buffer in list(module._buffers.items()):
+            if buffer is None or not buffer.is_meta:
+                continue
+            value = torch.empty(buffer.shape, dtype=buffer.dtype)
+            full = _draw(
+                _stand_in(module), name, value, _join(prefix, name), seed, _initialisers(model, prefix, init_fn)
+            )
+            module._buffers[name] = full.to(device)
+    return model
+
+
+def install_parameter(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Gives a meta parameter a value; it stays the same object, so that ties, attributes and optimizers hold."""
+    real = nn.Parameter(value, requires_grad=param.requires_grad)
+    real.__dict__.update(param.__dict__)
+    torch.utils.swap_tensors(param, real)
+
+
+def gather_full(tensor: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
+    """The whole, un-padded tensor from the shards `[spec.local_shape]` of all ranks of its axis, on each of them.
+
+    A collective, not differentiable. For parameters and whatever is laid out like one (gradients, optimizer states).
+    """
+    if spec.axis is None:
+        return tensor.detach()
+    shards = comm.all_gather(tensor.detach().unsqueeze(0), spec.axis, dim=0)
+    return spec.assemble(list(shards))
+
+
+def local_modules(model: nn.Module) -> Iterable[tuple[str, nn.Module]]:
+    """`(name in the whole model, module)` of the modules that this rank holds: of a pipeline model its stage."""
+    local = getattr(model, "local_named_modules", None)
+    return local() if local is not None else model.named_modules()
+
+
+def whole_model(model: nn.Module) -> nn.Module:
+    """The model with all its stages: what a pipeline model was made from, else the model itself."""
+    whole: nn.Module = getattr(model, "original_module", model)
+    return whole
+
+
+def parameter_names(model: nn.Module) -> dict[int, list[str]]:
+    """All names of each parameter in the whole model, by `id`, in order: more than one where weights are tied."""
+    names: dict[int, list[str]] = {}
+    restamp(whole_model(model))
+    for name, param in whole_model(model).named_parameters(remove_duplicate=False):
+        names.setdefault(id(param), []).append(name)
+    return names
+
+
+def _own_slice(full: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
+    return spec.local_slice(full, comm.rank(spec.axis)) if spec.axis is not None else full
+
+
+def _join(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name
+
+
+def _stand_in(module: nn.Module) -> nn.Module:
+    """The module as its initialiser would see it in one process: unsharded, all on meta, and not the module itself."""
+    full_module = getattr(module, "full_module", None)
+    whole: nn.Module = full_module() if full_module is not None else copy.copy(module)
+    # Shapes are those of the unpadded original: fan-in and fan-out must not change with the layout.
+    parameters = {n: _on_meta(p, spec_of(p).unpadded_shape) for n, p in module._parameters.items() if p is not None}
+    whole.__dict__["_parameters"] = {name: parameters.get(name) for name in module._parameters}
+    whole.__dict__["_buffers"] = {n: _on_meta(b, tuple(b.shape)) for n, b in module._buffers.items() if b is not None}
+    whole.__dict__["_modules"] = {name: child and _stand_in(child) for name, child in module._modules.items()}
+    return whole
+
+
+def _on_meta(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    meta = torch.empty(shape, dtype=tensor.dtype, device="meta")
+    return nn.Parameter(meta, requires_grad=False) if isinstance(tensor, nn.Parameter) else meta
+
+
+def _initialisers(model: nn.Module, prefix: str, init_fn: Initialiser | None) -> list[Initialiser]:
+    """What to try on module `prefix`, in order; see `materialize`."""
+    found: list[Initialiser] = [init_fn] if init_fn is not None else []
+    ancestors: list[nn.Module] = [whole_model(model)]
+    for name in prefix.split(".") if prefix else ():
+        ancestors.append(ancestors[-1].get_submodule(name))
+    init_method = getattr(ancestors[-1], "init_method", None)
+    if init_method is not None and init_method is not _default_init_method(ancestors[-1]):
+        found.append(lambda stand_in: init_method(stand_in.weight))
+    for ancestor in reversed(ancestors):
+        convention = getattr(ancestor, "_init_weights", None)
+        if callable(convention):
+            found.append(convention)
+            break
+    found.append(_reset_parameters)
+    return found
+
+
+def _default_init_method(layer: nn.Module) -> Any:
+    parameter = inspect.signature(type(layer).__init__).parameters.get("init_method")
+    return parameter.default if parameter is not None else None
+
+
+def _reset_parameters(module: nn.Module) -> None:
+    reset = getattr(module, "reset_parameters", None)
+    if callable(reset):
+        reset()
+
+
+def _draw(
+    module: nn.Module, name: str, value: torch.Tensor, qualified: str, seed: int, initialisers: list[Initialiser]
+) -> torch.Tensor:
+    """The value that the first initialiser to set `name` of `module` gives it, in the memory of `value`.
+
+    Everything else of the module stays on meta, where initialisers do nothing.
+    """
+    is_parameter = name in module._parameters
+    unset = _unset(value.dtype)
+    with _GENERATOR, torch.random.fork_rng(devices=[]), torch.no_grad():
+        for initialiser in initialisers:
+            value.fill_(unset)
+            table = module.__dict__["_parameters" if is_parameter else "_buffers"]
+            table[name] = nn.Parameter(value, requires_grad=False) if is_parameter else value
+            torch.default_generator.manual_seed(_seed_of(seed, qualified))
+            initialiser(module)
+            drawn: torch.Tensor = getattr(module, name).detach()
+            if not (drawn.isnan() if unset != unset else drawn == unset).any():
+                return drawn
+    tried = ", ".join(getattr(f, "__qualname__", repr(f)).lstrip("_") for f in initialisers)
+    raise ValueError(
+        f"materialize: nothing gives {'parameter' if is_parameter else 'buffer'} {qualified!r} {list(value.shape)} of "
+        f"{type(module).__name__} a value (tried: {tried}). Pass an init_fn(module) that sets it, or give it a value "
+        f"before materialize."
+    )
+
+
+def _unset(dtype: torch.dtype) -> Any:
+    """A value that no initialiser gives: what still has it was not initialised."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    return True if dtype == torch.bool else torch.iinfo(dtype).min
+
+
+def _seed_of(seed: int, name: str) -> int:
+    """63 bits from the seed and the name; a cryptographic hash, since Python's own differs between processes."""
+    return int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:8], "little") >> 1
