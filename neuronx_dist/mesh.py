@@ -5,8 +5,8 @@ The grid is row-major with the last axis fastest. The same ranks are seen in two
     dense view    (pp, dp,  cp, tp)      dp  = world / (tp * pp * cp)
     expert view   (pp, edp, ep, tp)      edp = world / (tp * pp * ep)
 
-so that tp ranks are neighbours and pp ranks are farthest apart, and `edp` spans dp and cp when ep is 1. This is the rank
-order of NeuronX Distributed (`initialize_model_parallel`) and of Megatron.
+so that tp ranks are neighbours and pp ranks are farthest apart, and `edp` spans dp and cp when ep is 1. This is the
+rank order of NeuronX Distributed (`initialize_model_parallel`) and of Megatron.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
-from typing import Union
 
 __all__ = ["Axis", "DENSE_AXES", "EXPERT_AXES", "Mesh"]
 
-Axis = Union[str, tuple[str, ...]]
+Axis = str | tuple[str, ...]
 
 DENSE_AXES = ("pp", "dp", "cp", "tp")
 EXPERT_AXES = ("pp", "edp", "ep", "tp")
@@ -29,8 +28,8 @@ EXPERT_AXES = ("pp", "edp", "ep", "tp")
 class Mesh:
     """A grid of `world_size` ranks; `dp` and `edp` are what the other sizes leave.
 
-    An axis is a name (`"tp"`), a tuple of names of one view (`("dp", "cp")`: merged, the first outermost), `"world"`, or the
-    empty tuple (a group of one).
+    An axis is a name (`"tp"`), a tuple of names of one view (`("dp", "cp")`: merged, the first outermost), `"world"`,
+    or the empty tuple (a group of one).
 
     Raises:
         ValueError: a size is not positive, or the sizes do not divide the world (nothing is clamped).
@@ -92,7 +91,9 @@ class Mesh:
         return index
 
     def groups(self, axis: Axis) -> list[list[int]]:
-        """All replica groups along `axis`: lists of global ranks, in the order of the axis; together they are the world."""
+        """All replica groups along `axis`: lists of global ranks, in the order of the axis; together they are the
+        world.
+        """
         return [list(group) for group in _groups(self, self._atoms(axis))]
 
     def group_of(self, axis: Axis, rank: int) -> tuple[int, ...]:

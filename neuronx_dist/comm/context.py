@@ -1,8 +1,8 @@
 """Which mesh, which rank, which communicators: a process-wide default, and an override for the current thread.
 
-`initialize_model_parallel` sets the default. `as_rank(mesh, rank)` overrides it, so that one process can play any rank: the
-checker, and ranks as threads. Autograd functions capture their communicator in forward and never come here in backward,
-which may run in another thread.
+`initialize_model_parallel` sets the default. `as_rank(mesh, rank)` overrides it, so that one process can play any rank:
+the checker, and ranks as threads. Autograd functions capture their communicator in forward and never come here in
+backward, which may run in another thread.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Union
+from typing import Any
 
 from ..mesh import Axis, Mesh
 from .base import Backend, Communicator
 
 __all__ = ["AxisLike", "Context", "as_rank", "communicator", "current", "is_initialized", "set_default", "use"]
 
-AxisLike = Union[Axis, Communicator, Any]  # Any: a torch ProcessGroup
+AxisLike = Axis | Communicator | Any  # Any: a torch ProcessGroup
 
 
 class Context:

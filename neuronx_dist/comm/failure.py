@@ -1,8 +1,9 @@
 """A rank that fails ends the job on all ranks, and every rank shows the first failure's rank and message.
 
-The first rank with an uncaught exception writes it to the job's store and waits a moment until the others have read it; a
-watching thread on every rank reads the store twice a second. A rank that is in a collective at that time gets the message as a
-`RemoteRankError`; one that is stuck, or computes for long, is ended after a grace period, its message printed.
+The first rank with an uncaught exception writes it to the job's store and waits a moment until the others have read it;
+a watching thread on every rank reads the store twice a second. A rank that is in a collective at that time gets the
+message as a `RemoteRankError`; one that is stuck, or computes for long, is ended after a grace period, its message
+printed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""The one point that every collective passes: `with record() as calls`. Tests count with it, tools read costs from it."""
+"""The one point that every collective passes: `with record() as calls`. Tests count with it, tools read costs from
+it.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """N ranks as threads of one process: real values, no processes. For fast tests and notebooks.
 
-Collectives reduce in rank order, so that results are the same on every rank and in every run, and a collective in which the
-ranks disagree (verb, shape, dtype) is an error that shows both sides.
+Collectives reduce in rank order, so that results are the same on every rank and in every run, and a collective in which
+the ranks disagree (verb, shape, dtype) is an error that shows both sides.
 """
 
 from __future__ import annotations

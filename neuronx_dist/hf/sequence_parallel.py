@@ -89,13 +89,16 @@ def _scatter_embedding(layer: nn.Module, args: Any, kwargs: Any) -> Any:
                 f"sequence parallelism: a sequence of {x.shape[1]} tokens is not divisible by tp={tp}; "
                 f"pad it to {-(-x.shape[1] // tp) * tp}"
             )
-        return spmd.reduce_scatter(x, "tp", src=spmd.P, dst=spmd.S(1))
+        return spmd.reduce_scatter(x, "tp", src=spmd.P, dst=spmd.S(1), reduce_dtype=torch.float32)
 
     return _on_hidden_states(scatter, args, kwargs)
 
 
 def _gather_sequence(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    return _on_hidden_states(lambda x: spmd.all_gather(x, "tp", src=spmd.S(1), dst=spmd.R), args, kwargs)
+    def gather(x: torch.Tensor) -> torch.Tensor:  # the dtype is that of the sum in backward
+        return spmd.all_gather(x, "tp", src=spmd.S(1), dst=spmd.R, reduce_dtype=torch.float32)
+
+    return _on_hidden_states(gather, args, kwargs)
 
 
 def _on_hidden_states(change: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -1,6 +1,6 @@
 """Embedding tables sharded over the vocabulary, or over the embedding dim.
 
-    vocabulary      W[V/t, H]: each rank looks up the ids it holds and gives zeros for the others: a partial sum, all-reduced
+    vocabulary      W[V/t, H]: a rank looks up the ids it holds, zeros for the others: a partial sum, all-reduced
     embedding dim   W[V, H/t]: every rank looks up its columns: sharded on the last dim, all-gathered
 
 With sequence parallelism the output is sharded along the sequence instead: the partial sum is reduce-scattered.
@@ -33,8 +33,10 @@ class ParallelEmbedding(ShardedModule):
         init_method: fills the whole table `[V, H]` in place.
         shard_across_embedding: shard the embedding dim instead of the vocabulary.
         sequence_parallel_enabled: return this rank's piece of the sequence.
-        sequence_dimension: the output's dim that is sharded: 0 or None gives `[seq/tp, batch, hidden]`, 1 keeps `[batch, seq/tp, hidden]`.
-        collect_output: False returns the partial sum (or, sharded over the embedding dim, this rank's columns) as it is.
+        sequence_dimension: the output's dim that is sharded: 0 or None gives `[seq/tp, batch, hidden]`, 1 keeps
+            `[batch, seq/tp, hidden]`.
+        collect_output: False returns the partial sum (or, sharded over the embedding dim, this rank's columns) as it
+            is.
         tensor_model_parallel_group: an axis or a group other than "tp".
 
     Raises:

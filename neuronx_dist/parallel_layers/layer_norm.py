@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import numbers
 from collections.abc import Sequence
-from typing import Any, Union
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,10 +13,13 @@ from ..spmd import ShardedModule, ShardSpec, set_spec
 
 __all__ = ["LayerNorm", "RMSNorm"]
 
-Shape = Union[int, Sequence[int]]
+Shape = int | Sequence[int]
 
 
 class _Norm(ShardedModule):
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
+
     def __init__(
         self,
         normalized_shape: Shape,
@@ -29,17 +31,17 @@ class _Norm(ShardedModule):
         sequence_parallel: bool,
     ) -> None:
         super().__init__()
-        shape = (normalized_shape,) if isinstance(normalized_shape, numbers.Integral) else tuple(normalized_shape)  # type: ignore[arg-type]
-        self.normalized_shape: tuple[int, ...] = shape  # type: ignore[assignment]
+        sizes = [normalized_shape] if isinstance(normalized_shape, int) else normalized_shape
+        self.normalized_shape: tuple[int, ...] = tuple(sizes)
         self.eps = eps
         self.sequence_parallel_enabled = sequence_parallel
-        self.register_parameter(
-            "weight", nn.Parameter(torch.ones(shape, device=device, dtype=dtype)) if affine else None
-        )  # type: ignore[arg-type]
-        self.register_parameter("bias", nn.Parameter(torch.zeros(shape, device=device, dtype=dtype)) if bias else None)  # type: ignore[arg-type]
-        for name in ("weight", "bias"):
-            if getattr(self, name) is not None:
-                set_spec(self, name, ShardSpec(full_shape=self.normalized_shape, sequence_parallel=sequence_parallel))
+        spec = ShardSpec(full_shape=self.normalized_shape, sequence_parallel=sequence_parallel)
+        for name, present in (("weight", affine), ("bias", bias)):
+            value = torch.empty(self.normalized_shape, device=device, dtype=dtype)
+            self.register_parameter(name, nn.Parameter(value) if present else None)
+            if present:
+                set_spec(self, name, spec)
+        self.reset_parameters()
 
     def reset_parameters(self) -> None:
         if self.weight is not None:
@@ -54,7 +56,8 @@ class _Norm(ShardedModule):
 class LayerNorm(_Norm):
     """`torch.nn.LayerNorm` over the last dims: `[.., *normalized_shape]`, same shape out, same dtype out.
 
-    `sequence_parallel_enabled`: the input is a shard of the sequence, so `grads.reduce_gradients` sums the gradients over tp.
+    `sequence_parallel_enabled`: the input is a shard of the sequence, so `grads.reduce_gradients` sums the gradients
+    over tp.
     """
 
     def __init__(

@@ -1,9 +1,10 @@
 """NxD's and Megatron's region functions: a line each over the typed collectives.
 
-A *region* is a part of the program where the tensor has a type on the tensor-parallel axis: `copy_to` enters it (I -> R), `reduce_from`
-leaves it (P -> I), `scatter_to` and `gather_from` shard and unshard (I <-> S). Two rows of the spmd quick start's Megatron table are
-not what Megatron does; these follow Megatron: `scatter_to_tensor_model_parallel_region` splits (backward all-gather), and
-`gather_from_tensor_model_parallel_region` gathers (backward split).
+A *region* is a part of the program where the tensor has a type on the tensor-parallel axis: `copy_to` enters it (I ->
+R), `reduce_from` leaves it (P -> I), `scatter_to` and `gather_from` shard and unshard (I <-> S). Two rows of the spmd
+quick start's Megatron table are not what Megatron does; these follow Megatron:
+`scatter_to_tensor_model_parallel_region` splits (backward all-gather), and `gather_from_tensor_model_parallel_region`
+gathers (backward split).
 
 `process_group`: a mesh axis name, a ProcessGroup or a Communicator; None: the tensor-parallel axis.
 """
@@ -108,8 +109,8 @@ def all_to_all(group: Any, x: torch.Tensor) -> torch.Tensor:
 def enter_expert_parallel_region(x: torch.Tensor, scatter_gather: bool = False) -> torch.Tensor:
     """`[e, c, h] -> [e/ep, ep, c, h]`: every expert's tokens come to the rank that holds the expert.
 
-    With `scatter_gather` each tensor-parallel rank first takes its piece of the capacity `c`, and it is gathered again afterwards,
-    so that tokens which all tp ranks hold travel once.
+    With `scatter_gather` each tensor-parallel rank first takes its piece of the capacity `c`, and it is gathered again
+    afterwards, so that tokens which all tp ranks hold travel once.
     """
     if scatter_gather:
         x = spmd.convert(x, "tp", src=I, dst=S(1))

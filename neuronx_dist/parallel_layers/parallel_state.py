@@ -1,8 +1,8 @@
 """NxD's `parallel_state`: one mesh, and a getter for everything a training script asks of it, a line each.
 
-The state itself is the current context (`neuronx_dist.comm.context`): what `initialize_model_parallel` sets for the process, or what
-`comm.as_rank` sets for a thread. Names and rank order are those of NeuronX Distributed; sizes that do not divide raise, nothing
-is clamped.
+The state itself is the current context (`neuronx_dist.comm.context`): what `initialize_model_parallel` sets for the
+process, or what `comm.as_rank` sets for a thread. Names and rank order are those of NeuronX Distributed; sizes that do
+not divide raise, nothing is clamped.
 """
 
 from __future__ import annotations
@@ -32,10 +32,12 @@ def initialize_model_parallel(
     *,
     timeout: float | None = None,
 ) -> ParallelGroups | None:
-    """Lays the ranks out as (pp, dp, cp, tp), tp fastest, and makes their process groups; dp is what is left of the world.
+    """Lays the ranks out as (pp, dp, cp, tp), tp fastest, and makes their process groups; dp is what is left of the
+    world.
 
     Args:
-        tensor_model_parallel_size, pipeline_model_parallel_size, context_parallel_size, expert_model_parallel_size: degrees.
+        tensor_model_parallel_size, pipeline_model_parallel_size, context_parallel_size, expert_model_parallel_size:
+            degrees.
         skip_collective_init: make process groups when first used instead of now.
         lnc_size: accepted for compatibility (it chooses Neuron's rank orders, which are not used here).
         mesh_only: return the replica groups as lists of ranks, and set up nothing.
@@ -91,7 +93,9 @@ def _group(axis: Axis, as_list: bool) -> Any:
 
 
 def process_group(communicator: comm.Communicator) -> Any:
-    """The torch ProcessGroup of a communicator; the communicator itself where the backend has none (ranks as threads, shapes)."""
+    """The torch ProcessGroup of a communicator; the communicator itself where the backend has none (ranks as threads,
+    shapes).
+    """
     backend = context.current().backend
     if isinstance(communicator, C10dCommunicator):
         return communicator.group
@@ -285,7 +289,9 @@ def destroy_token_shuffle_group() -> None:
 
 
 def initialize_kv_group(kv_shared_group_size: int = 1, sequential_ranks_in_group: bool = False) -> None:
-    """Makes the groups of tensor-parallel ranks that share one key/value head: adjacent ranks, or strided ones (NxD's trn1 order)."""
+    """Makes the groups of tensor-parallel ranks that share one key/value head: adjacent ranks, or strided ones (NxD's
+    trn1 order).
+    """
     if get_mesh().tp % kv_shared_group_size:
         raise ValueError(
             f"kv shared group size {kv_shared_group_size} does not divide the tensor parallel size {get_mesh().tp}"

@@ -135,7 +135,9 @@ def move_all_tensor_to_cpu(data: T) -> T:
 
 
 def move_model_to_device(model: nn.Module, device: Any) -> nn.Module:
-    """Moves a model and keeps what a plain `.to` may lose: tied parameters stay tied, attributes stay on the parameters."""
+    """Moves a model and keeps what a plain `.to` may lose: tied parameters stay tied, attributes stay on the
+    parameters.
+    """
     owners: dict[int, list[tuple[nn.Module, str]]] = {}
     attributes: dict[int, dict[str, Any]] = {}
     for module in model.modules():

@@ -1,7 +1,7 @@
 """SPMD-typed, differentiable collectives.
 
-`R, I, V, P, S(i)` are the types (`types.py`), the operators are rows of one table (`collectives.py`), `spec.py` says how parameters
-are laid out, `random.py` holds the random streams.
+`R, I, V, P, S(i)` are the types (`types.py`), the operators are rows of one table (`collectives.py`), `spec.py` says
+how parameters are laid out, `random.py` holds the random streams.
 """
 
 from .collectives import all_gather, all_reduce, all_to_all, convert, redistribute, reduce_scatter, reinterpret, table

@@ -1,12 +1,13 @@
 """Typed, differentiable collectives, all of them rows of one table.
 
-A row says: this operation, from this type to that type, is this kernel forward, and backward it is that other row. The operators,
-the errors for pairs that do not exist, the table in the documentation (`table()`) and, later, the checker's rules are all read from
-the same rows.
+A row says: this operation, from this type to that type, is this kernel forward, and backward it is that other row. The
+operators, the errors for pairs that do not exist, the table in the documentation (`table()`) and, later, the checker's
+rules are all read from the same rows.
 
-Every operator takes `axis` (a mesh axis name, a tuple of names, a ProcessGroup or a Communicator) and the types `src` and `dst` that
-its tensor has on that axis. `S(i)` concatenates or splits along dim i; plain `V` stacks or unbinds on dim 0 (`gather_dim`,
-`scatter_dim`). The communicator is taken in forward and kept for backward. Values and gradients: reference spmd_types.
+Every operator takes `axis` (a mesh axis name, a tuple of names, a ProcessGroup or a Communicator) and the types `src`
+and `dst` that its tensor has on that axis. `S(i)` concatenates or splits along dim i; plain `V` stacks or unbinds on
+dim 0 (`gather_dim`, `scatter_dim`). The communicator is taken in forward and kept for backward. Values and gradients:
+reference spmd_types.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ __all__ = [
 
 
 class Call(NamedTuple):
-    """One use of a row: the dims that `src` and `dst` stand for, the dtype to reduce in, whether x's memory may be reused."""
+    """One use of a row: the dims that `src` and `dst` stand for, the dtype to reduce in, whether x's memory may be
+    reused.
+    """
 
     src_dim: int  # of S(i), else where V stacks
     dst_dim: int
@@ -327,7 +330,8 @@ def all_reduce(
     reduce_dtype: torch.dtype | None = None,
     inplace: bool = False,
 ) -> torch.Tensor:
-    """Sum of `x` over the axis: `P -> R` (backward all-reduce) or `P -> I` (backward identity). `src=V` is taken as `P`.
+    """Sum of `x` over the axis: `P -> R` (backward all-reduce) or `P -> I` (backward identity). `src=V` is taken as
+    `P`.
 
     Args:
         x: any shape; contiguity is not needed.
@@ -349,7 +353,8 @@ def all_gather(
     gather_dim: int = 0,
     reduce_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """All ranks' values: `S(i)` concatenates along dim i (`[.., n, ..] -> [.., size*n, ..]`), `V` stacks on a new dim `gather_dim`.
+    """All ranks' values: `S(i)` concatenates along dim i (`[.., n, ..] -> [.., size*n, ..]`), `V` stacks on a new dim
+    `gather_dim`.
 
     `-> R`: backward reduce-scatter. `-> I`: backward takes the own piece, without communication.
     """
@@ -365,12 +370,16 @@ def reduce_scatter(
     scatter_dim: int = 0,
     reduce_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """The own piece of the sum: `S(i)` splits dim i, `V` unbinds dim `scatter_dim`, which has the size of the axis. Backward all-gather."""
+    """The own piece of the sum: `S(i)` splits dim i, `V` unbinds dim `scatter_dim`, which has the size of the axis.
+    Backward all-gather.
+    """
     return _operate(reduce_scatter, x, axis, src, dst, reduce_dtype=reduce_dtype, stack_dim=scatter_dim)
 
 
 def all_to_all(x: torch.Tensor, axis: AxisLike, *, src: SpmdType = V, dst: SpmdType = V) -> torch.Tensor:
-    """`S(i) -> S(j)`: splits dim j, concatenates dim i. `V -> V`: the rank and dim 0 change places. Backward the other way round."""
+    """`S(i) -> S(j)`: splits dim j, concatenates dim i. `V -> V`: the rank and dim 0 change places. Backward the other
+    way round.
+    """
     return _operate(all_to_all, x, axis, src, dst)
 
 
@@ -385,8 +394,9 @@ def convert(
 ) -> torch.Tensor:
     """Another type for the same global value, without communication forward.
 
-    `R|I -> S(i)` takes the own piece, `R -> P` keeps the value on the first rank and zeros elsewhere, `I -> R` is the identity whose
-    backward sums. Pairs that are legal but rarely meant need `expert_mode=True`; the error says what to use instead.
+    `R|I -> S(i)` takes the own piece, `R -> P` keeps the value on the first rank and zeros elsewhere, `I -> R` is the
+    identity whose backward sums. Pairs that are legal but rarely meant need `expert_mode=True`; the error says what to
+    use instead.
     """
     if _letter(src) == _letter(dst) or {_letter(src), _letter(dst)} == {"V", "S"}:
         if not (isinstance(src, Shard) and isinstance(dst, Shard) and src.dim != dst.dim):
@@ -403,7 +413,9 @@ def reinterpret(
     expert_mode: bool = False,
     reduce_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Another type for the same local data, unchanged; the global meaning may change (`R -> P` multiplies it by the size)."""
+    """Another type for the same local data, unchanged; the global meaning may change (`R -> P` multiplies it by the
+    size).
+    """
     if src == dst:
         return x
     return _operate(reinterpret, x, axis, src, dst, expert_mode, reduce_dtype)

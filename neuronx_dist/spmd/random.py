@@ -1,8 +1,8 @@
 """Named random streams: which random numbers agree across ranks, and which differ.
 
-The *default* stream is torch's own generator: seeded alike on all ranks, it gives replicated activations the same dropout mask on every
-tensor-parallel rank. The *tensor-parallel* stream differs by tp rank, for activations that are sharded. Seeds are NxD's (and Megatron's):
-default `seed`, tensor-parallel `seed + 2718 + tp_rank`.
+The *default* stream is torch's own generator: seeded alike on all ranks, it gives replicated activations the same
+dropout mask on every tensor-parallel rank. The *tensor-parallel* stream differs by tp rank, for activations that are
+sharded. Seeds are NxD's (and Megatron's): default `seed`, tensor-parallel `seed + 2718 + tp_rank`.
 """
 
 from __future__ import annotations
@@ -66,7 +66,9 @@ class RNGStreams:
 
     @contextmanager
     def fork(self, name: str = TENSOR_PARALLEL) -> Iterator[None]:
-        """Random numbers drawn inside come from stream `name`, which remembers where it stopped; outside nothing moves."""
+        """Random numbers drawn inside come from stream `name`, which remembers where it stopped; outside nothing
+        moves.
+        """
         if name not in self._states:
             raise ValueError(
                 f"no random stream {name!r}: call model_parallel_manual_seed(seed) first; there are {sorted(self._states)}"
@@ -86,7 +88,9 @@ def streams() -> RNGStreams:
 
 
 def manual_seed(seed: int) -> None:
-    """Seeds the default stream with `seed` and the tensor-parallel one with `seed + 2718 + tp_rank`; forgets all others."""
+    """Seeds the default stream with `seed` and the tensor-parallel one with `seed + 2718 + tp_rank`; forgets all
+    others.
+    """
     here = context.current()
     found = streams()
     found.reset()
@@ -95,7 +99,9 @@ def manual_seed(seed: int) -> None:
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Activation checkpointing whose recomputation draws the same random numbers, from the default stream and from all others."""
+    """Activation checkpointing whose recomputation draws the same random numbers, from the default stream and from all
+    others.
+    """
     here = streams()
 
     def contexts() -> tuple[Any, Any]:

@@ -1,8 +1,8 @@
 """How a parameter is laid out: a `ShardSpec`, kept by the module that owns it, and mirrored in NxD's tensor attributes.
 
-`set_spec` is the one place that writes it, `spec_of` the one that reads it back, for parameters which scripts marked themselves too
-(`tensor_model_parallel`, `partition_dim`, `partition_stride`, `num_partitions`, `sequence_parallel_enabled`: the names that
-NeuronX Distributed puts on tensors).
+`set_spec` is the one place that writes it, `spec_of` the one that reads it back, for parameters which scripts marked
+themselves too (`tensor_model_parallel`, `partition_dim`, `partition_stride`, `num_partitions`,
+`sequence_parallel_enabled`: the names that NeuronX Distributed puts on tensors).
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ class ShardSpec:
         stride: the dim is made of `stride` fused blocks, each sharded by itself (gate and up: 2).
         num_partitions: number of shards.
         full_shape: shape of the whole parameter, padding included.
-        unpadded: size of the sharded dim before zeros were added at its end (at the end of each block); None: no padding.
+        unpadded: size of the sharded dim before zeros were added at its end (at the end of each block); None: no
+            padding.
         sequence_parallel: replicated, but used on a shard of the sequence: its gradients are partial over tp.
     """
 
@@ -164,7 +165,9 @@ def restamp(module: nn.Module) -> None:
 
 
 class ShardedModule(nn.Module):
-    """A module whose parameters keep their layout through `.to()`, `deepcopy`, `load_state_dict(assign=True)` and re-wrapping."""
+    """A module whose parameters keep their layout through `.to()`, `deepcopy`, `load_state_dict(assign=True)` and
+    re-wrapping.
+    """
 
     def _apply(self, fn: Any, recurse: bool = True) -> ShardedModule:
         super()._apply(fn, recurse)

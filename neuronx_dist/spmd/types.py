@@ -7,14 +7,13 @@
 | `V` varying | another value on every rank | `V` |
 | `P` partial | the value is the sum over the ranks | `R` |
 
-`S(i)` is `V` whose values are the pieces of one tensor along its dim i: a collective concatenates or splits along that dim,
-where for plain `V` it stacks or unbinds on dim 0. Source: the spmd_types quick start.
+`S(i)` is `V` whose values are the pieces of one tensor along its dim i: a collective concatenates or splits along that
+dim, where for plain `V` it stacks or unbinds on dim 0. Source: the spmd_types quick start.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Union
 
 __all__ = ["I", "P", "R", "S", "Shard", "SpmdType", "V", "dual"]
 
@@ -54,7 +53,7 @@ class Shard:
 
 
 S = Shard
-SpmdType = Union[LocalType, Shard]
+SpmdType = LocalType | Shard
 
 _DUAL = {"R": P, "P": R, "I": I, "V": V}
 

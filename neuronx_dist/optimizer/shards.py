@@ -1,0 +1,92 @@
+"""One parameter's part in ZeRO-1: the rows that a rank owns, in the dtype that the optimizer works in.
+
+    parameter   [rows, ...]                           on every rank of the sharding group, of size `degree`
+    padded      [degree * ceil(rows / degree), ...]   zeros at the end; only ever inside a bucket
+    master      [ceil(rows / degree), ...]            this rank's rows: a parameter of the base optimizer
+
+In a bucket a parameter is a block of columns of `[degree, columns]`, whose row r is what rank r owns: one
+reduce-scatter of the buffer gives a rank its shards, one all-gather of shards gives the buffer.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from ..comm import Communicator
+from ..parallel_layers.gradient import gradient_of
+
+__all__ = ["Shard"]
+
+
+class Shard:
+    """This rank's shard of a parameter.
+
+    Attributes:
+        param: the model's parameter.
+        group: the ranks that share it, `degree` of them.
+        scale: what the sum of their gradients is multiplied by (1/degree gives the mean).
+        grad_dtype: dtype in which its gradient travels.
+        shape, columns: of the shard, and its number of elements.
+        master: the shard that the base optimizer updates. It is the parameter itself if nothing distinguishes them:
+            one rank, one dtype.
+    """
+
+    def __init__(
+        self, param: nn.Parameter, group: Communicator, scale: float, dtype: torch.dtype, grad_dtype: torch.dtype
+    ) -> None:
+        self.param = param
+        self.group = group
+        self.degree = group.size
+        self.scale = scale
+        self.grad_dtype = grad_dtype
+        rows, *rest = param.shape or (1,)  # a 0-dim parameter is one row
+        self.shape = (-(-rows // self.degree), *rest)
+        self.columns = math.prod(self.shape)
+        self.is_param = self.degree == 1 and scale == 1.0 and param.dtype == dtype and not hasattr(param, "main_grad")
+        if self.is_param:
+            self.master = param
+        else:
+            self.master = nn.Parameter(torch.empty(self.shape, dtype=dtype, device=param.device))
+            self.pull()
+
+    @torch.no_grad()
+    def pull(self) -> None:
+        """Sets the master to the parameter's present value."""
+        if not self.is_param:
+            self.master.copy_(self.split(self.param)[self.group.rank].view(self.shape))
+
+    @torch.no_grad()
+    def push(self, block: torch.Tensor) -> None:
+        """Sets the parameter from everybody's shards, `[degree, columns]`."""
+        if self.param.is_contiguous() and self.param.numel() == block.numel():
+            self.param.view(block.shape).copy_(block)
+        else:
+            self.param.copy_(block.reshape(-1)[: self.param.numel()].view(self.param.shape))
+
+    def split(self, full: torch.Tensor) -> torch.Tensor:
+        """`[rows, ...] -> [degree, columns]`, zero-padded; a view where nothing is added."""
+        flat = full.detach().reshape(-1)
+        missing = self.degree * self.columns - flat.numel()
+        return (F.pad(flat, (0, missing)) if missing else flat).view(self.degree, self.columns)
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """The parameter's gradient on this rank."""
+        return gradient_of(self.param)
+
+    def take_own_grad(self) -> None:
+        """Without other ranks: gives the master this rank's gradient, in a copy, which clipping may write."""
+        if not self.is_param:
+            grad = self.grad
+            self.master.grad = None if grad is None else grad.reshape(self.shape).to(self.master.dtype, copy=True)
+            if self.master.grad is not None and self.scale != 1.0:
+                self.master.grad.mul_(self.scale)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of its block in a bucket of gradients."""
+        return self.degree * self.columns * self.grad_dtype.itemsize

@@ -1,0 +1,390 @@
+"""ZeRO-1: any elementwise torch optimizer, its state and fp32 master weights sharded over the data-parallel ranks.
+
+    gradients --reduce-scatter (mean)--> shards --clip--> base optimizer on shards --all-gather--> parameters
+
+Collectives go in flat buckets, started ahead and awaited in order, so that packing one overlaps with the transfer of
+another. After "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (Rajbhandari et al., 2020), stage
+1; names and state-dict keys are those of NeuronX Distributed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import comm
+from ..parallel_layers.buckets import cap_in_bytes, cut, overlap, presence
+from ..parallel_layers.grad_norm import clip_grads_with_norm, group_of_ranks, norm_groups, norm_of
+from ..parallel_layers.gradient import DATA_AXES, data_axis, gradient_dtype, is_expert
+from .shards import Shard
+
+__all__ = ["MasterWeightsOptimizer", "NeuronZero1Optimizer"]
+
+_BUCKET_CAP_ENV = "ALL_GATHER_REDUCE_SCATTER_BUCKET_CAP_MB"
+_BUCKET_CAP_MB = 130.0
+_NOT_ELEMENTWISE = {
+    "LBFGS": "it takes inner products over all parameters",
+    "Muon": "it orthogonalises whole matrices",
+    "Adafactor": "it factors the second moment of whole matrices into rows and columns",
+    "Shampoo": "it preconditions whole matrices",
+    "SOAP": "it preconditions whole matrices",
+    "LAMB": "it scales an update by the norm of the whole parameter",
+    "Lamb": "it scales an update by the norm of the whole parameter",
+    "LARS": "it scales an update by the norm of the whole parameter",
+    "SparseAdam": "it takes sparse gradients, and shards are dense",
+}
+
+
+class NeuronZero1Optimizer(torch.optim.Optimizer):
+    """Wraps an optimizer class. Used like any torch optimizer: learning-rate schedulers, parameter groups, closures.
+
+    Each parameter is split along dim 0 over the sharding group, zero-padded to a multiple of its size: a rank holds
+    1/degree of the optimizer's state and of the master weights. Before `step`, gradients must be summed over tp under
+    sequence parallelism and over pp for tied weights, which `reduce_gradients(model, average_over_data=False)` does
+    (`run_train` calls it); `step` averages over the data, and having averaged before changes nothing.
+
+    A parameter that is frozen at construction is left alone. One without a gradient on this rank counts as zero if
+    another rank of the group has one, and is skipped, as torch does, if none has.
+
+    Args:
+        params: parameters or parameter groups of this rank (`local_parameters()` of a pipeline model).
+        optimizer_class: a torch optimizer whose update is elementwise: SGD, Adam, AdamW, ...
+        optimizer_dtype: dtype of master weights and state. None: fp32, or the parameter's if that is wider.
+        grad_clipping: False leaves gradients as they are, and `grad_norm` None.
+        max_norm: norm to clip at; None means 1.0, `inf` only measures.
+        pin_layout: an XLA setting, without effect.
+        sharding_groups: lists of ranks which together are the world, or a Communicator. None: (dp, cp), and edp for
+            experts. The mean is over such a group only: if it is smaller than dp x cp, call `reduce_gradients(model)`
+            in full before.
+        grad_norm_groups: lists of ranks over which the norm is summed after the sharding groups; None: (pp, tp).
+        lazy_init: make the shards at the first `init_zero()`, `step()` or `load_state_dict()` instead of now.
+        bucket_cap_mb_all_gather, bucket_cap_mb_reduce_scatter: MB of a flat buffer, of which two are held at a time;
+            0: the environment's `ALL_GATHER_REDUCE_SCATTER_BUCKET_CAP_MB`, else 130.
+        use_grad_acc_hook: move each gradient to `param.main_grad`, fp32, as backward makes it: microbatches then
+            accumulate in fp32. Clear it by this optimizer's `zero_grad`.
+        save_master_weights: put `sharded_master_weights` into the state dict. Without them a resumed run starts from
+            masters made of the parameters, which is exact only if these have the dtype of the masters.
+        higher_cc_precision: send gradients in `optimizer_dtype` instead of their own.
+        defaults: arguments of `optimizer_class`.
+
+    Raises:
+        RuntimeError: there is no mesh; the message says what to call.
+        ValueError: the optimizer's update is not elementwise, or the groups do not fit.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        optimizer_class: type[torch.optim.Optimizer],
+        optimizer_dtype: torch.dtype | None = None,
+        grad_clipping: bool = True,
+        max_norm: float | None = None,
+        pin_layout: bool = True,
+        sharding_groups: Any = None,
+        grad_norm_groups: Any = None,
+        lazy_init: bool = False,
+        bucket_cap_mb_all_gather: float = 0,
+        bucket_cap_mb_reduce_scatter: float = 0,
+        use_grad_acc_hook: bool = False,
+        save_master_weights: bool = False,
+        higher_cc_precision: bool = False,
+        **defaults: Any,
+    ) -> None:
+        _refuse_not_elementwise(optimizer_class)
+        comm.current()
+        self.optimizer_class = optimizer_class
+        self.optimizer_dtype = optimizer_dtype
+        self.grad_clipping = grad_clipping
+        self.max_norm = 1.0 if max_norm is None else max_norm
+        self.save_master_weights = save_master_weights
+        self._higher_cc_precision = higher_cc_precision
+        self._use_grad_acc_hook = use_grad_acc_hook
+        self._group = None if sharding_groups is None else group_of_ranks(sharding_groups)
+        self._norm_groups = norm_groups(True, self._group)
+        if grad_norm_groups is not None:
+            self._norm_groups = [self._group or DATA_AXES, group_of_ranks(grad_norm_groups)]
+        self._gather_cap = cap_in_bytes(bucket_cap_mb_all_gather, _BUCKET_CAP_ENV, _BUCKET_CAP_MB)
+        self._scatter_cap = cap_in_bytes(bucket_cap_mb_reduce_scatter, _BUCKET_CAP_ENV, _BUCKET_CAP_MB)
+        self._grad_norm: torch.Tensor | None = None
+        self._shards: list[Shard] = []
+        self.base_optimizer: torch.optim.Optimizer | None = None
+        super().__init__(params, defaults)
+        if not lazy_init:
+            self.init_zero()
+
+    @property
+    def grad_norm(self) -> torch.Tensor | None:
+        """Norm of the whole model's gradients in the last step, before clipping (0-dim); None if it was not taken."""
+        return self._grad_norm
+
+    def init_zero(self) -> None:
+        """Makes the shards; later, sets the masters to the parameters' values: call it after loading weights."""
+        if self.base_optimizer is None:
+            self._base()
+        else:
+            for shard in self._shards:
+                shard.pull()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds parameters, with options of their own, as torch does."""
+        super().add_param_group(param_group)
+        if self.base_optimizer is not None:
+            self.base_optimizer.add_param_group(self._shard_group(self.param_groups[-1]))
+            _copy_options(self.base_optimizer.param_groups[-1:], self.param_groups[-1:])
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step, on all ranks together. Returns what `closure`, which makes loss and gradients anew, returned."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        base = self._base()
+        self._reduce_scatter()
+        if self.grad_clipping:
+            self._clip_grad_norm(self.max_norm)
+        _copy_options(self.param_groups, base.param_groups)
+        base.step()
+        _copy_options(base.param_groups, self.param_groups)  # some optimizers keep values there
+        for shard in self._shards:
+            if not shard.is_param:
+                shard.master.grad = None
+        self._all_gather()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears the gradients of the parameters, `main_grad` included."""
+        super().zero_grad(set_to_none)
+        for shard in self._shards:
+            if hasattr(shard.param, "main_grad"):
+                shard.param.main_grad = None
+
+    # --- the parts of a step -----------------------------------------------------------------------------------------
+
+    def _reduce_scatter(self) -> None:
+        """Gives each master the mean of its gradients over the group, in its dtype; None if no rank has one."""
+
+        def start(bucket: list[Shard]) -> Any:
+            first, widths = bucket[0], [*(shard.columns for shard in bucket), len(bucket)]
+            buffer = torch.empty(first.degree, sum(widths), dtype=first.grad_dtype, device=first.param.device)
+            *parts, flags = buffer.split(widths, dim=1)
+            for shard, part in zip(bucket, parts):
+                part.zero_() if shard.grad is None else part.copy_(shard.split(shard.grad))
+            flags.copy_(presence([shard.grad is not None for shard in bucket], buffer))
+            buffer.mul_(first.scale)  # before the sum: fp16 must not overflow in it
+            return comm.reduce_scatter(buffer, first.group, dim=0, async_op=True)
+
+        def finish(bucket: list[Shard], handle: Any) -> None:
+            *parts, flags = handle.wait().view(-1).split([*(shard.columns for shard in bucket), len(bucket)])
+            for shard, part, flag in zip(bucket, parts, flags):
+                # Waits for the device where a gradient is missing, and only there.
+                found = shard.grad is not None or bool(flag > 0)
+                shard.master.grad = part.view(shard.shape).to(shard.master.dtype) if found else None
+
+        for shard in self._shards:
+            if shard.degree == 1:
+                shard.take_own_grad()
+        overlap(self._buckets(self._scatter_cap), start, finish)
+
+    def _clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> None:
+        masters: list[torch.Tensor] = [shard.master for shard in self._shards]
+        params: list[torch.Tensor] = [shard.param for shard in self._shards]
+        self._grad_norm = norm_of(params, [master.grad for master in masters], norm_type, self._norm_groups)
+        clip_grads_with_norm(masters, self._grad_norm, max_norm)
+
+    def _all_gather(self) -> None:
+        """Sets the parameters, in their dtype, from everybody's masters."""
+
+        def start(bucket: list[Shard]) -> Any:
+            dtype = bucket[0].param.dtype
+            flat = torch.cat([shard.master.detach().reshape(-1).to(dtype) for shard in bucket])
+            return comm.all_gather(flat, bucket[0].group, dim=0, async_op=True)
+
+        def finish(bucket: list[Shard], handle: Any) -> None:
+            blocks = handle.wait().view(bucket[0].degree, -1).split([shard.columns for shard in bucket], dim=1)
+            for shard, block in zip(bucket, blocks):
+                shard.push(block)
+
+        for shard in self._shards:
+            if shard.degree == 1 and not shard.is_param:
+                shard.push(shard.master.detach().view(1, -1))
+        overlap(self._buckets(self._gather_cap), start, finish)
+
+    def _buckets(self, cap: int) -> list[list[Shard]]:
+        def kind(shard: Shard) -> Any:
+            return shard.group, shard.param.dtype, shard.grad_dtype, shard.param.device
+
+        return cut([shard for shard in self._shards if shard.degree > 1], kind, lambda shard: shard.nbytes, cap)
+
+    # --- making the shards -------------------------------------------------------------------------------------------
+
+    def _base(self) -> torch.optim.Optimizer:
+        """The optimizer of the shards, made when it is first needed."""
+        if self.base_optimizer is None:
+            groups = [self._shard_group(group) for group in self.param_groups]
+            self.base_optimizer = self.optimizer_class(groups, **self.defaults)
+            # The class's own defaults: schedulers want to find them in our groups.
+            _copy_options(self.base_optimizer.param_groups, self.param_groups)
+        return self.base_optimizer
+
+    def _shard_group(self, group: dict[str, Any]) -> dict[str, Any]:
+        """A parameter group of the base optimizer: the shards of one of ours, and its options."""
+        shards = [self._shard(param) for param in group["params"] if param.requires_grad]
+        self._shards += shards
+        options = {name: value for name, value in group.items() if name != "param_names"}
+        return {**options, "params": [shard.master for shard in shards]}
+
+    def _shard(self, param: nn.Parameter) -> Shard:
+        if self._group is None:
+            group, scale = comm.communicator(data_axis(param)), 1.0 / comm.size(DATA_AXES)
+        elif is_expert(param) and comm.size("ep") > 1 and self._group.size > 1:
+            raise ValueError("sharding_groups with expert parallelism would mix experts; leave them out")
+        else:
+            group, scale = self._group, 1.0 / self._group.size
+        if self._use_grad_acc_hook:
+            param.main_grad = None  # type: ignore[attr-defined]
+            param.register_post_accumulate_grad_hook(_accumulate_in_main_grad)
+        dtype = self.optimizer_dtype or torch.promote_types(torch.float32, param.dtype)
+        return Shard(param, group, scale, dtype, dtype if self._higher_cc_precision else gradient_dtype(param))
+
+    # --- state -------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's state. torch's keys, and NxD's, by index of the trainable parameter:
+
+        base_state              state of the base optimizer on the shards
+        shape_info              whole shapes of the parameters
+        sharded_master_weights  the master shards; with `save_master_weights`
+        """
+        state = super().state_dict()
+        state["base_state"] = self._base().state_dict()["state"]
+        state["shape_info"] = {index: tuple(shard.param.shape) for index, shard in enumerate(self._shards)}
+        if self.save_master_weights:
+            state["sharded_master_weights"] = {index: shard.master.detach() for index, shard in enumerate(self._shards)}
+        return state
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restores what `state_dict()` gave on this rank of the same layout; training goes on bit-equal.
+
+        Load the model's weights first: without `sharded_master_weights` the masters are made of them.
+
+        Raises:
+            ValueError: it is of other parameters, or of another sharding degree.
+        """
+        base = self._base()
+        self._check_loadable(state_dict)
+        super().load_state_dict({name: state_dict[name] for name in ("state", "param_groups")})
+        base.load_state_dict({**base.state_dict(), "state": state_dict["base_state"]})
+        _copy_options(self.param_groups, base.param_groups)
+        masters = state_dict.get("sharded_master_weights")
+        for index, shard in enumerate(self._shards):
+            if masters is None:
+                shard.pull()
+            else:
+                shard.master.copy_(masters[index])
+
+    def _check_loadable(self, state_dict: dict[str, Any]) -> None:
+        missing = [name for name in ("state", "param_groups", "base_state", "shape_info") if name not in state_dict]
+        if missing:
+            raise ValueError(f"this is no state dict of {type(self).__name__}: it lacks {', '.join(missing)}")
+        theirs = {index: tuple(shape) for index, shape in state_dict["shape_info"].items()}
+        ours = {index: tuple(shard.param.shape) for index, shard in enumerate(self._shards)}
+        different = [index for index in sorted({*theirs, *ours}) if theirs.get(index) != ours.get(index)]
+        if different:
+            index = different[0]
+            raise ValueError(
+                f"the state dict is of other parameters: number {index} has shape {theirs.get(index)} there and "
+                f"{ours.get(index)} here ({len(different)} of {len(ours)} differ)"
+            )
+        held = {index: list(values.values()) for index, values in state_dict["base_state"].items()}
+        for index, master in state_dict.get("sharded_master_weights", {}).items():
+            held.setdefault(index, []).append(master)
+        for index, values in held.items():
+            shape = self._shards[index].shape
+            for value in values:
+                rows_differ = isinstance(value, torch.Tensor) and value.dim() and value.shape[1:] == shape[1:]
+                if rows_differ and value.shape[0] != shape[0]:
+                    raise ValueError(
+                        f"the state dict is of another sharding degree: shards of parameter {index} have shape "
+                        f"{tuple(value.shape)} there and {shape} here; load it in the layout it was saved in"
+                    )
+
+    def save_sharded_state_dict(self, output_dir: str | os.PathLike[str], num_workers_per_step: int = 8) -> None:
+        """Writes each rank's state to a file of its own in `output_dir`, `num_workers_per_step` ranks at a time."""
+        os.makedirs(output_dir, exist_ok=True)
+        path = _state_path(output_dir)
+        for is_my_turn in _turns(num_workers_per_step):
+            if is_my_turn:
+                torch.save(self.state_dict(), path + ".tmp")
+                os.replace(path + ".tmp", path)  # a job that dies here leaves no half-written file under the name
+            comm.barrier()
+
+    def load_sharded_state_dict(self, output_dir: str | os.PathLike[str], num_workers_per_step: int = 8) -> None:
+        """Reads what `save_sharded_state_dict` wrote in the same layout.
+
+        Raises:
+            FileNotFoundError: there is no file for this rank's coordinates: another layout, or another folder.
+        """
+        path = _state_path(output_dir)
+        for is_my_turn in _turns(num_workers_per_step):
+            if is_my_turn:
+                self.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
+            comm.barrier()
+
+
+class MasterWeightsOptimizer(NeuronZero1Optimizer):
+    """fp32 master weights and state for low-precision parameters, not sharded: each rank holds all of its own.
+
+    Gradients must have been averaged over the data before, by `reduce_gradients(model)`. Arguments are those of
+    NeuronZero1Optimizer.
+    """
+
+    def __init__(self, params: Any, optimizer_class: type[torch.optim.Optimizer], **options: Any) -> None:
+        super().__init__(params, optimizer_class, sharding_groups=comm.communicator(()), **options)
+
+
+def _copy_options(source: Sequence[dict[str, Any]], target: Sequence[dict[str, Any]]) -> None:
+    """Learning rates and the like: schedulers set them in our groups, the base optimizer reads them in its own."""
+    for theirs, ours in zip(source, target):
+        ours.update({name: value for name, value in theirs.items() if name not in ("params", "param_names")})
+
+
+def _accumulate_in_main_grad(param: torch.Tensor) -> None:
+    """Runs each time backward has made `param.grad`."""
+    grad, total = param.grad, param.main_grad  # type: ignore[attr-defined]
+    assert grad is not None
+    if total is None:
+        param.main_grad = grad.to(gradient_dtype(param))  # type: ignore[attr-defined]
+    else:
+        with torch.no_grad():
+            total.add_(grad)
+    param.grad = None
+
+
+def _state_path(output_dir: str | os.PathLike[str]) -> str:
+    """Every coordinate is in the name: upstream leaves out pp and cp, whose ranks then overwrite each other's files."""
+    coordinates = [f"{axis}_rank_{comm.rank(axis):02d}" for axis in ("dp", "cp", "tp", "pp")]
+    return os.path.join(output_dir, ".".join(["optim", *coordinates]))
+
+
+def _turns(ranks_at_a_time: int) -> list[bool]:
+    """For each turn, until all ranks have had theirs: whether it is this rank's."""
+    if ranks_at_a_time < 1:
+        raise ValueError(f"num_workers_per_step must be at least 1, got {ranks_at_a_time}")
+    mine = comm.rank("world") // ranks_at_a_time
+    return [turn == mine for turn in range(-(-comm.size("world") // ranks_at_a_time))]
+
+
+def _refuse_not_elementwise(optimizer_class: type[torch.optim.Optimizer]) -> None:
+    for ancestor in optimizer_class.__mro__:
+        reason = _NOT_ELEMENTWISE.get(ancestor.__name__)
+        if reason is not None:
+            raise ValueError(
+                f"{optimizer_class.__name__} cannot work on shards of parameters: {reason}. Use an optimizer whose "
+                "update is elementwise (SGD, Adam, AdamW, ...), or this one itself after reduce_gradients(model)"
+            )

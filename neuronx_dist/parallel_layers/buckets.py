@@ -1,0 +1,69 @@
+"""Flat buckets: many tensors become a few large collectives, which overlap with the copies in and out of them.
+
+Buckets are cut by the parameters alone (order, dtype, size), never by which gradients happen to be there, so that every
+rank of a group cuts the same ones.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import TypeVar
+
+import torch
+
+__all__ = ["cap_in_bytes", "cut", "overlap", "presence"]
+
+T = TypeVar("T")
+W = TypeVar("W")
+
+
+def cap_in_bytes(cap_mb: float | None, env: str, default_mb: float) -> int:
+    """Bytes of a bucket: `cap_mb` if given and not 0, else the environment variable that NxD reads, else the default.
+
+    Raises:
+        ValueError: it is not positive.
+    """
+    megabytes = cap_mb or float(os.environ.get(env, default_mb))
+    if megabytes <= 0:
+        raise ValueError(f"bucket cap must be positive, got {megabytes} MB; without it (and {env}) it is {default_mb}")
+    return int(megabytes * 2**20)
+
+
+def cut(items: Iterable[T], key: Callable[[T], Hashable], nbytes: Callable[[T], int], cap: int) -> list[list[T]]:
+    """Items of one key in buckets of at most `cap` bytes, in their order; a larger item has one to itself."""
+    open_buckets: dict[Hashable, tuple[list[T], int]] = {}
+    buckets: list[list[T]] = []
+    for item in items:
+        kind, size = key(item), nbytes(item)
+        bucket, held = open_buckets.get(kind, ([], 0))
+        if not bucket or held + size > cap:
+            bucket, held = [], 0
+            buckets.append(bucket)
+        bucket.append(item)
+        open_buckets[kind] = (bucket, held + size)
+    return buckets
+
+
+def overlap(items: Iterable[T], start: Callable[[T], W], finish: Callable[[T, W], None], in_flight: int = 2) -> None:
+    """Starts each item and finishes it, in order, with `in_flight` under way: one is packed while another communicates.
+
+    No more than that, because each holds a buffer.
+    """
+    started: deque[tuple[T, W]] = deque()
+    for item in items:
+        started.append((item, start(item)))
+        if len(started) == in_flight:
+            finish(*started.popleft())
+    while started:
+        finish(*started.popleft())
+
+
+def presence(held: Sequence[bool], like: torch.Tensor) -> torch.Tensor:
+    """`[len(held)]` of 1 where this rank has a gradient, else 0: it travels at the end of a bucket.
+
+    A parameter may have a gradient on some ranks only (an expert that got no tokens). Missing ones count as zero, but
+    one that no rank has must stay None, as in one process: weight decay and momentum move a parameter by zeros.
+    """
+    return like.new_ones(len(held)) if all(held) else like.new_tensor([float(flag) for flag in held])

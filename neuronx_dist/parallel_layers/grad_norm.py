@@ -1,0 +1,170 @@
+"""The norm of all gradients of a model that is spread over a mesh, and clipping by it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .. import comm
+from ..spmd.spec import spec_of
+from .gradient import DATA_AXES, Parameters, gradient_of, is_expert, keeping_stages, parameters_of
+
+__all__ = ["clip_grad_norm", "clip_grads_with_norm", "get_grad_norm", "group_of_ranks", "norm_groups", "norm_of"]
+
+
+def get_grad_norm(
+    parameters: Parameters,
+    norm_type: float = 2,
+    zero1_optimizer: bool = False,
+    zero1_optimizer_groups: Any = None,
+    force_spmd: bool = True,
+) -> torch.Tensor:
+    """The norm of all gradients of the whole model as one vector, the same on every rank. Every rank calls it.
+
+    Shards over tp add up, what is replicated over tp counts once, parameters marked `shared` (later copies of a tied
+    weight) are left out, and stages add up: one scalar all-reduce over the merged (pp, tp). Sums are taken in fp32, or
+    in the dtype of the gradients if that is wider.
+
+    Args:
+        parameters: any iterable of parameters, generators too, or one; those without a gradient are skipped.
+        norm_type: p > 0; `inf` for the largest absolute value.
+        zero1_optimizer: the gradients are shards over dp x cp: one scalar all-reduce over the world.
+        zero1_optimizer_groups: they are shards over these groups instead: lists of ranks, or a Communicator, which
+            saves making the groups at each call.
+        force_spmd: accepted for compatibility; every rank always runs the same program.
+
+    Returns:
+        0-dim tensor; 0 if there are no gradients anywhere.
+    """
+    params = parameters_of(parameters)
+    groups = norm_groups(zero1_optimizer, zero1_optimizer_groups)
+    return norm_of(params, [gradient_of(param) for param in params], norm_type, groups)
+
+
+def clip_grad_norm(
+    parameters: Parameters,
+    max_norm: float,
+    norm_type: float = 2,
+    zero1_optimizer: bool = False,
+    zero1_optimizer_groups: Any = None,
+    force_spmd: bool = True,
+) -> torch.Tensor:
+    """Scales all gradients in place so that their norm over the whole model is at most `max_norm`.
+
+    Returns the norm before that. `max_norm=inf` only measures. For the other arguments see `get_grad_norm`.
+    """
+    params = parameters_of(parameters)
+    total_norm = get_grad_norm(params, norm_type, zero1_optimizer, zero1_optimizer_groups, force_spmd)
+    return clip_grads_with_norm(params, total_norm, max_norm)
+
+
+@torch.no_grad()
+def clip_grads_with_norm(parameters: Parameters, total_norm: torch.Tensor, max_norm: float) -> torch.Tensor:
+    """Multiplies all gradients in place by `min(1, max_norm / (total_norm + 1e-6))`; returns `total_norm`.
+
+    The host does not wait for the device. A norm that is not finite makes the gradients so too, or zero, on all ranks.
+    """
+    grads = [grad for grad in map(gradient_of, parameters_of(parameters)) if grad is not None]
+    if math.isinf(max_norm):
+        return total_norm
+    coefficient = (max_norm / (total_norm + 1.0e-6)).clamp(max=1.0)
+    with keeping_stages(grads):
+        for same in _by_dtype_and_device(grads):
+            torch._foreach_mul_(same, coefficient.to(same[0].device))
+    return total_norm
+
+
+def norm_groups(zero1_optimizer: bool, zero1_optimizer_groups: Any) -> list[Any]:
+    """The groups over which the powers of the local norms are summed, one after the other."""
+    if zero1_optimizer_groups is not None and not zero1_optimizer:
+        raise ValueError("zero1_optimizer_groups are given but zero1_optimizer is False: pass both, or neither")
+    if zero1_optimizer and zero1_optimizer_groups is None:
+        return ["world"]
+    model = ("pp", "ep", "tp") if comm.size("ep") > 1 else ("pp", "tp")
+    if zero1_optimizer_groups is None:
+        return [model]
+    group = group_of_ranks(zero1_optimizer_groups)
+    if group.ranks == comm.communicator(DATA_AXES).ranks:
+        return ["world"]
+    if group.size > 1 and comm.size("ep") > 1:
+        raise ValueError(f"groups over a part of dp x cp, {list(group.ranks)}, do not go with ep > 1: leave them out")
+    return [group, model]
+
+
+def group_of_ranks(groups: Any) -> comm.Communicator:
+    """The communicator over lists of ranks which together are the world: the mesh's own if it has one with these lists.
+
+    Raises:
+        ValueError: the lists do not hold this rank.
+    """
+    if isinstance(groups, comm.Communicator):
+        return groups
+    lists = [list(ranks) for ranks in groups]
+    for axis in (DATA_AXES, ("dp",), ("cp",), ("edp",), ()):
+        if sorted(comm.current().mesh.groups(axis)) == sorted(lists):
+            return comm.communicator(axis)
+    group: comm.Communicator | None = comm.new_group(lists, "sharding")
+    if group is None:
+        rank = comm.current().rank
+        raise ValueError(f"groups {lists} do not hold rank {rank}; together they must be the whole world")
+    return group
+
+
+@torch.no_grad()
+def norm_of(
+    params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None], norm_type: float, groups: Sequence[Any]
+) -> torch.Tensor:
+    """The norm, summed over `groups`, of `grads`; `params` say how each is laid out. `grads` may be shards of theirs.
+
+    Raises:
+        ValueError: `norm_type` is not positive.
+    """
+    norm_type = float(norm_type)
+    if not norm_type > 0:
+        raise ValueError(f"norm_type must be positive (2, 1, 0.5, inf, ...), got {norm_type}")
+    is_inf = math.isinf(norm_type)
+    over_ep = "world" not in groups and comm.size("ep") > 1
+    counted = [grad for param, grad in zip(params, grads) if grad is not None and _counts_here(param, over_ep)]
+    device = params[0].device if params else torch.device("cpu")
+    # One dtype on all ranks, whatever the dtypes of their parameters: a stage may have none.
+    wide = torch.float64 if device.type in ("cpu", "cuda", "meta") else torch.float32
+    norms = [
+        norm.to(device, wide)
+        for same in _by_dtype_and_device(counted)
+        for norm in torch._foreach_norm(same, norm_type, dtype=torch.promote_types(torch.float32, same[0].dtype))
+    ]
+    total = torch.zeros((), dtype=wide, device=device)
+    if norms:
+        stacked = torch.stack(norms)
+        total = stacked.amax() if is_inf else stacked.pow(norm_type).sum()
+    for group in groups:
+        total = comm.all_reduce(total, group, op="max" if is_inf else "sum")
+    dtype = torch.float32
+    for param in params:
+        dtype = torch.promote_types(dtype, param.dtype)
+    return (total if is_inf else total.pow(1.0 / norm_type)).to(dtype)
+
+
+def _counts_here(param: torch.Tensor, over_ep: bool) -> bool:
+    """Whether this rank's gradient enters the sum: of several copies of one gradient exactly one does.
+
+    `over_ep`: the sum is over ep ranks too, which have the same gradients but for experts (not so over the world: there
+    the gradients are shards, and the ep ranks, which are data ranks, have different ones).
+    """
+    if getattr(param, "shared", False):
+        return False
+    spec = spec_of(param)
+    if comm.rank("tp") > 0 and not (spec.is_sharded and spec.axis != "ep"):
+        return False
+    return is_expert(param) or not over_ep or comm.rank("ep") == 0
+
+
+def _by_dtype_and_device(grads: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Lists that one multi-tensor operation takes."""
+    lists: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for grad in grads:
+        lists.setdefault((grad.dtype, grad.device), []).append(grad)
+    return list(lists.values())

@@ -1,0 +1,536 @@
+"""ZeRO-1 against the same optimizer in one process, at every kind of layout, and its state."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from synthetic import LAYOUTS, MESHES, Model, assemble, draw, mean_gradient, relative_error, weight
+from torch import nn
+
+from neuronx_dist import comm
+from neuronx_dist.mesh import Mesh
+from neuronx_dist.optimizer import MasterWeightsOptimizer, NeuronZero1Optimizer
+from neuronx_dist.parallel_layers import grads
+
+OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "SGD": (torch.optim.SGD, dict(lr=0.1, momentum=0.9, weight_decay=0.01)),
+    "AdamW": (torch.optim.AdamW, dict(lr=0.1, weight_decay=0.1, eps=1e-6)),
+}
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
+STEPS = 5
+
+
+def train_whole(
+    mesh: Mesh, optimizer: str, max_norm: float, dtype: torch.dtype
+) -> tuple[list[torch.Tensor], list[nn.Parameter]]:
+    """Norms and weights of one process."""
+    params = [nn.Parameter(weight(name, dtype)) for name in LAYOUTS]
+    cls, options = OPTIMIZERS[optimizer]
+    torch_optimizer = cls(params, **options)
+    norms = []
+    for step in range(STEPS):
+        for name, param in zip(LAYOUTS, params):
+            param.grad = mean_gradient(name, step, mesh, dtype)
+        norms.append(torch.nn.utils.clip_grad_norm_(params, max_norm))
+        torch_optimizer.step()
+    return norms, params
+
+
+def train(
+    model: Model, optimizer: NeuronZero1Optimizer, first: int = 0, last: int = STEPS, average: bool = False
+) -> list[torch.Tensor]:
+    norms = []
+    for step in range(first, last):
+        optimizer.zero_grad()
+        model.set_gradients(step)
+        grads.reduce_gradients(model, average_over_data=average)
+        optimizer.step()
+        norms.append(optimizer.grad_norm)
+    return norms
+
+
+def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: param.detach().clone() for name, param in model.named_parameters()}
+
+
+@pytest.mark.parametrize("kind", ["zero1", "masters"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_weights_and_norms_are_those_of_one_process(mesh: Mesh, optimizer: str, kind: str) -> None:
+    cls, options = OPTIMIZERS[optimizer]
+    wrapper = NeuronZero1Optimizer if kind == "zero1" else MasterWeightsOptimizer
+
+    def rank_main() -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+        model = Model()
+        norms = train(model, wrapper(model.parameters(), cls, max_norm=2.5, **options), average=kind == "masters")
+        return norms, weights_of(model)
+
+    expected_norms, expected = train_whole(mesh, optimizer, 2.5, torch.float64)
+    assert any(norm > 2.5 for norm in expected_norms)
+    results = comm.threads.run(mesh, rank_main)
+    for norms, _ in results:
+        assert relative_error(torch.stack(norms), torch.stack(expected_norms)) < 1e-12
+    for (name, value), param in zip(assemble(mesh, [result[1] for result in results]), expected):
+        assert relative_error(value, param.detach()) < 1e-10, name
+
+
+@pytest.mark.parametrize("clipping", [{}, {"grad_clipping": False}, {"max_norm": 0.5}, {"max_norm": math.inf}], ids=str)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("dp", [1, 2, 4])
+def test_clipping(dp: int, optimizer: str, dtype: torch.dtype, clipping: dict[str, Any]) -> None:
+    """max_norm: None is 1.0, a value is that value (B13 of NxD: it was always 1.0), and grad_clipping=False is off."""
+    mesh = Mesh(dp)
+    cls, options = OPTIMIZERS[optimizer]
+
+    def rank_main() -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+        model = Model(dtype)
+        norms = train(model, NeuronZero1Optimizer(model.parameters(), cls, **clipping, **options))
+        return norms, weights_of(model)
+
+    max_norm = clipping.get("max_norm", math.inf if "grad_clipping" in clipping else 1.0)
+    expected_norms, expected = train_whole(mesh, optimizer, max_norm, dtype)
+    results = comm.threads.run(mesh, rank_main)
+    for (name, value), param in zip(assemble(mesh, [result[1] for result in results]), expected):
+        assert value.dtype == dtype
+        assert relative_error(value, param.detach()) < TOLERANCE[dtype], name
+    norms = results[0][0]
+    if "grad_clipping" in clipping:
+        assert norms == [None] * STEPS
+    else:
+        assert relative_error(torch.stack(norms), torch.stack(expected_norms)) < TOLERANCE[dtype]
+
+
+def test_same_run_twice_is_bit_equal() -> None:
+    def rank_main() -> dict[str, torch.Tensor]:
+        model = Model(torch.float32)
+        train(model, NeuronZero1Optimizer(model.parameters(), torch.optim.AdamW, lr=0.1))
+        return weights_of(model)
+
+    first, second = (comm.threads.run(Mesh(8, tp=2), rank_main) for _ in range(2))
+    for a, b in zip(first, second):
+        assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+# --- cost ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dp", [1, 2, 4])
+def test_state_is_one_dp_th_plus_padding(dp: int) -> None:
+    def rank_main() -> None:
+        model = Model(torch.bfloat16)
+        optimizer = NeuronZero1Optimizer(model.parameters(), torch.optim.AdamW, lr=0.1)
+        train(model, optimizer, last=1)
+        rows = [(param.shape[0] if param.dim() else 1, param.shape[1:].numel()) for param in model.parameters()]
+        shards = sum(math.ceil(num / dp) * rest for num, rest in rows)
+        state = optimizer.base_optimizer.state_dict()["state"].values()
+        moments = [value for values in state for name, value in values.items() if name != "step"]
+        masters = [param for group in optimizer.base_optimizer.param_groups for param in group["params"]]
+        assert sum(t.untyped_storage().nbytes() for t in moments) == 2 * 4 * shards
+        assert sum(t.untyped_storage().nbytes() for t in masters) == 4 * shards
+        assert all(master.grad is None for master in masters)
+
+    comm.threads.run(Mesh(dp), rank_main)
+
+
+def test_collectives_of_a_step() -> None:
+    """One reduce-scatter and one all-gather a bucket, each of every element once, and one scalar all-reduce."""
+
+    def rank_main() -> None:
+        model = Model(torch.bfloat16)
+        optimizer = NeuronZero1Optimizer(model.parameters(), torch.optim.AdamW, lr=0.1)
+        model.set_gradients(0)
+        grads.reduce_gradients(model, average_over_data=False)
+        with comm.record() as calls:
+            optimizer.step()
+        rows = [(param.shape[0] if param.dim() else 1, param.shape[1:].numel()) for param in model.parameters()]
+        padded = sum(math.ceil(num / 4) * 4 * rest for num, rest in rows)
+        flags = 4 * len(LAYOUTS)  # which parameters have a gradient
+        assert [(call.verb, call.axis, call.bytes) for call in calls] == [
+            ("reduce_scatter", "dp,cp", 2 * (padded + flags)),
+            ("all_reduce", "world", 8),
+            ("all_gather", "dp,cp", 2 * padded),
+        ]
+
+    comm.threads.run(Mesh(8, tp=2), rank_main)
+
+
+def test_buckets_start_ahead_and_are_awaited_in_order() -> None:
+    def rank_main() -> None:
+        model = Model()
+        cap = dict(bucket_cap_mb_all_gather=1e-4, bucket_cap_mb_reduce_scatter=1e-4)
+        optimizer = NeuronZero1Optimizer(model.parameters(), torch.optim.SGD, lr=0.1, **cap)
+        with comm.record(waits=True) as calls:
+            train(model, optimizer, last=1)
+        for verb in ("reduce_scatter", "all_gather"):
+            order = [call.verb for call in calls if call.verb.endswith(verb)]
+            assert order[:3] == [verb, verb, f"wait:{verb}"]
+            assert order.count(verb) == order.count(f"wait:{verb}") > 2
+
+    comm.threads.run(Mesh(2), rank_main)
+
+
+# --- low precision ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["zero1", "masters", "zero1 higher_cc_precision", "zero1 use_grad_acc_hook"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dp", [1, 2])
+def test_low_precision_parameters_with_fp32_masters(dp: int, dtype: torch.dtype, kind: str) -> None:
+    """Bit-equal to fp32 masters written out by hand: gradients averaged in their dtype, all else in fp32."""
+    shape, mesh = (5, 3), Mesh(dp)
+    options: dict[str, Any] = dict.fromkeys(kind.split()[1:], True)
+    sum_dtype = torch.float32 if options else dtype
+
+    def gradient(step: int, rank: int) -> torch.Tensor:
+        return draw(step, rank, shape=shape, dtype=dtype)
+
+    def rank_main() -> torch.Tensor:
+        model = nn.ParameterDict({"w": weight("column", dtype)[:5, :3].clone()})
+        wrapper = MasterWeightsOptimizer if kind == "masters" else NeuronZero1Optimizer
+        optimizer = wrapper(model.parameters(), torch.optim.AdamW, lr=0.03, **options)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            (model["w"] * gradient(step, comm.rank("dp"))).sum().backward()
+            grads.reduce_gradients(model, average_over_data=kind == "masters")
+            optimizer.step()
+        assert model["w"].dtype == dtype
+        return model["w"].detach()
+
+    master = nn.Parameter(weight("column", dtype)[:5, :3].float())
+    reference = torch.optim.AdamW([master], lr=0.03)
+    for step in range(STEPS):
+        total = sum(gradient(step, rank).to(sum_dtype) / dp for rank in range(dp))
+        master.grad = total.float()
+        norm = master.grad.double().square().sum().sqrt().float()
+        master.grad.mul_((1.0 / (norm + 1e-6)).clamp(max=1.0))
+        reference.step()
+    for value in comm.threads.run(mesh, rank_main):
+        assert relative_error(value, master.detach().to(dtype)) < 1e-7
+
+
+def test_small_updates_are_not_lost_in_bf16() -> None:
+    def rank_main() -> float:
+        model = nn.ParameterDict({"w": torch.ones(2, dtype=torch.bfloat16)})
+        optimizer = NeuronZero1Optimizer(model.parameters(), torch.optim.SGD, lr=1e-3, grad_clipping=False)
+        for _ in range(100):
+            model["w"].grad = torch.ones_like(model["w"])
+            optimizer.step()
+        return model["w"][0].item()
+
+    assert comm.threads.run(Mesh(2), rank_main) == [pytest.approx(0.9, abs=4e-3)] * 2  # in bf16 it would still be 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("dp", [1, 2])
+def test_microbatches_accumulate_in_fp32_with_the_hook(dp: int, dtype: torch.dtype) -> None:
+    def rank_main() -> None:
+        model = nn.ParameterDict({"w": torch.zeros(2, dtype=dtype)})
+        optimizer = NeuronZero1Optimizer(
+            model.parameters(), torch.optim.SGD, lr=1.0, max_norm=math.inf, use_grad_acc_hook=True
+        )
+        for value in (256.0, 1.0):  # 257 is not a bf16 number
+            (model["w"] * value).sum().backward()
+        assert model["w"].grad is None and model["w"].main_grad.tolist() == [257.0, 257.0]
+        grads.reduce_gradients(model, average_over_data=False)
+        with pytest.raises(RuntimeError, match="reduced already"):
+            grads.reduce_gradients(model, average_over_data=False)
+        optimizer.step()
+        assert optimizer.grad_norm.item() == pytest.approx(257 * math.sqrt(2))
+        assert torch.equal(model["w"], torch.full((2,), -257.0).to(dtype))
+        optimizer.zero_grad()
+        assert model["w"].main_grad is None
+
+    comm.threads.run(Mesh(dp), rank_main)
+
+
+# --- as a torch optimizer --------------------------------------------------------------------------------------------
+
+
+def test_parameter_groups_scheduler_and_closure() -> None:
+    def schedule(optimizer: torch.optim.Optimizer, params: list[nn.Parameter], rank_mean: float) -> list[torch.Tensor]:
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (step + 1))
+
+        def closure() -> str:
+            for param in params:
+                param.grad = torch.full_like(param, rank_mean)
+            return "loss"
+
+        for _ in range(4):
+            assert optimizer.step(closure) == "loss"
+            scheduler.step()
+        return [param.detach().clone() for param in params]
+
+    def build() -> tuple[list[nn.Parameter], list[dict[str, Any]]]:
+        params = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.full((2, 2), 2.0)), nn.Parameter(torch.zeros(1))]
+        return params, [{"params": params[:1], "weight_decay": 0.5}, {"params": params[1:2], "lr": 0.2}]
+
+    def rank_main() -> list[torch.Tensor]:
+        params, groups = build()
+        optimizer = NeuronZero1Optimizer(groups, torch.optim.AdamW, grad_clipping=False, weight_decay=0.0)
+        assert [group["lr"] for group in optimizer.param_groups] == [1e-3, 0.2]  # the class's own default
+        optimizer.add_param_group({"params": params[2:], "lr": 0.5})
+        return schedule(optimizer, params, float(comm.rank("dp")) * 2)
+
+    params, groups = build()
+    optimizer = torch.optim.AdamW(groups, weight_decay=0.0)
+    optimizer.add_param_group({"params": params[2:], "lr": 0.5})
+    expected = schedule(optimizer, params, 1.0)
+    for result in comm.threads.run(Mesh(2), rank_main):
+        for value, reference in zip(result, expected):
+            assert torch.allclose(value, reference, rtol=1e-6)
+
+
+def test_frozen_and_missing_gradients() -> None:
+    """No gradient on any rank: skipped as torch does, not even decayed. On one rank: the others count as zero."""
+
+    def rank_main() -> None:
+        model = nn.ParameterDict({name: torch.ones(3) for name in ("all", "one", "none", "frozen")})
+        model["frozen"].requires_grad_(False)
+        optimizer = NeuronZero1Optimizer(
+            model.parameters(), torch.optim.SGD, lr=1.0, weight_decay=0.5, max_norm=math.inf
+        )
+        assert set(optimizer.state_dict()["shape_info"]) == {0, 1, 2}
+        model["all"].grad = torch.ones(3)
+        if comm.rank("dp") == 1:
+            model["one"].grad = torch.full((3,), 2.0)
+        optimizer.step()
+        assert model["all"].tolist() == [-0.5] * 3
+        assert model["one"].tolist() == [0.0] * 3  # 1 - (2 / 4 + 0.5)
+        assert model["none"].tolist() == model["frozen"].tolist() == [1.0] * 3
+        assert optimizer.grad_norm.item() == pytest.approx(math.sqrt(3 + 3 / 4))
+
+    comm.threads.run(Mesh(4), rank_main)
+
+
+def test_stage_without_parameters() -> None:
+    def rank_main() -> float:
+        params = [nn.Parameter(torch.ones(2))] if comm.rank("pp") == 0 else []
+        for param in params:
+            param.grad = torch.full((2,), 3.0)
+        optimizer = NeuronZero1Optimizer([{"params": params}], torch.optim.SGD, lr=1.0)
+        optimizer.step()
+        return optimizer.grad_norm.item()
+
+    assert comm.threads.run(Mesh(4, pp=2), rank_main) == pytest.approx([3 * math.sqrt(2)] * 4)
+
+
+@pytest.mark.parametrize("name", ["LBFGS", "Muon", "Adafactor", "SparseAdam"])
+def test_optimizers_that_are_not_elementwise_are_refused(name: str) -> None:
+    if not hasattr(torch.optim, name):
+        pytest.skip(f"this torch has no {name}")
+    subclass = type("Mine", (getattr(torch.optim, name),), {})
+
+    def rank_main() -> None:
+        with pytest.raises(ValueError, match=r"Mine cannot work on shards of parameters: it .* elementwise"):
+            NeuronZero1Optimizer([nn.Parameter(torch.ones(2))], subclass)
+
+    comm.threads.run(Mesh(1), rank_main)
+
+
+def test_without_a_mesh_the_error_says_what_to_call() -> None:
+    with pytest.raises(RuntimeError, match="initialize_model_parallel"):
+        NeuronZero1Optimizer([nn.Parameter(torch.ones(2))], torch.optim.SGD, lr=0.1)
+
+
+def test_bad_option_of_the_optimizer_is_refused_by_it() -> None:
+    with pytest.raises(TypeError, match="momentun"):
+        comm.threads.run(
+            Mesh(1), lambda: NeuronZero1Optimizer([nn.Parameter(torch.ones(2))], torch.optim.SGD, momentun=0.9)
+        )
+
+
+# --- groups ----------------------------------------------------------------------------------------------------------
+
+
+def test_sharding_over_part_of_the_data_ranks() -> None:
+    """Pairs of a dp of 4: after a reduction in full, the result is that of sharding over all."""
+    mesh = Mesh(8, tp=2)
+    pairs = [[group[i], group[i + 1]] for group in mesh.groups("dp") for i in (0, 2)]
+
+    def rank_main() -> dict[str, torch.Tensor]:
+        model = Model()
+        options = dict(sharding_groups=pairs, max_norm=2.5, **OPTIMIZERS["AdamW"][1])
+        optimizer = NeuronZero1Optimizer(model.parameters(), torch.optim.AdamW, **options)
+        train(model, optimizer, average=True)
+        assert optimizer.base_optimizer.param_groups[0]["params"][0].shape[0] == 2  # embedding: 8 rows, tp 2, pairs
+        return weights_of(model)
+
+    _, expected = train_whole(mesh, "AdamW", 2.5, torch.float64)
+    for (name, value), param in zip(assemble(mesh, comm.threads.run(mesh, rank_main)), expected):
+        assert relative_error(value, param.detach()) < 1e-10, name
+
+
+def test_groups_of_one_do_not_shard_and_do_not_communicate() -> None:
+    def rank_main() -> None:
+        param = nn.Parameter(torch.ones(3))
+        optimizer = NeuronZero1Optimizer(
+            [param], torch.optim.SGD, lr=1.0, max_norm=math.inf, sharding_groups=[[0], [1]]
+        )
+        param.grad = torch.ones(3)
+        with comm.record() as calls:
+            optimizer.step()
+        assert calls == [] and param.tolist() == [0.0] * 3
+        assert optimizer.base_optimizer.param_groups[0]["params"][0] is param  # no copy where nothing differs
+
+    comm.threads.run(Mesh(2), rank_main)
+
+
+def test_groups_that_do_not_fit_are_refused() -> None:
+    def make(groups: list[list[int]], expert: bool = False) -> None:
+        param = nn.Parameter(torch.ones(2))
+        param.expert_model_parallel = expert
+        NeuronZero1Optimizer([param], torch.optim.SGD, lr=1.0, sharding_groups=groups)
+
+    with pytest.raises(ValueError, match="do not hold rank"):
+        comm.threads.run(Mesh(2), make, [[0]])
+    with pytest.raises(ValueError, match="do not go with ep"):
+        comm.threads.run(Mesh(4, ep=2), make, [[0, 1], [2, 3]])
+    with pytest.raises(ValueError, match="mix experts"):
+        comm.threads.run(Mesh(4, ep=2), make, [[0, 1, 2, 3]], True)
+
+
+def test_norm_over_given_groups() -> None:
+    def rank_main() -> float:
+        param = nn.Parameter(torch.ones(2))
+        param.grad = torch.full((2,), float(comm.rank("world") + 1))
+        groups = [[0, 1], [2, 3]]
+        optimizer = NeuronZero1Optimizer(
+            [param], torch.optim.SGD, lr=1.0, sharding_groups=[[0], [1], [2], [3]], grad_norm_groups=groups
+        )
+        optimizer.step()
+        return optimizer.grad_norm.item() ** 2
+
+    assert comm.threads.run(Mesh(4), rank_main) == pytest.approx([2 * (1 + 4)] * 2 + [2 * (9 + 16)] * 2)
+
+
+@pytest.mark.parametrize("mesh", [Mesh(4, ep=2), Mesh(4, ep=4), Mesh(8, ep=2, tp=2)], ids=str)
+def test_experts_are_sharded_over_edp(mesh: Mesh) -> None:
+    def rank_main() -> dict[str, Any]:
+        model = nn.ParameterDict({"dense": torch.zeros(4), "expert": torch.zeros(4)})
+        model["expert"].expert_model_parallel = True
+        for param in model.values():
+            param.grad = torch.full((4,), float(10 ** comm.rank("dp")))
+        optimizer = NeuronZero1Optimizer(model.parameters(), torch.optim.SGD, lr=1.0, max_norm=math.inf)
+        optimizer.step()
+        return {"norm": optimizer.grad_norm.item(), **{name: param[0].item() for name, param in model.items()}}
+
+    results = comm.threads.run(mesh, rank_main)
+    experts = []
+    for ep_rank in range(mesh.ep):
+        held = [rank for rank in range(mesh.world_size) if mesh.coordinate("ep", rank) == ep_rank]
+        members = {mesh.coordinate("dp", rank) for rank in held}
+        experts.append(sum(10**member for member in members) / mesh.dp)
+        assert [results[rank]["expert"] for rank in held] == pytest.approx([-experts[-1]] * len(held))
+    dense = sum(10**member for member in range(mesh.dp)) / mesh.dp
+    norm = math.sqrt(4 * (dense**2 + sum(expert**2 for expert in experts)))
+    for result in results:
+        assert (result["dense"], result["norm"]) == pytest.approx((-dense, norm))
+
+
+# --- state -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("mesh", [Mesh(1), Mesh(4), Mesh(8, tp=2, pp=2), Mesh(8, pp=2, cp=2)], ids=str)
+def test_resumed_run_is_bit_equal(mesh: Mesh, dtype: torch.dtype, tmp_path: Path) -> None:
+    def make(model: Model) -> NeuronZero1Optimizer:
+        options = dict(lr=0.1, max_norm=0.5, save_master_weights=dtype == torch.bfloat16)
+        return NeuronZero1Optimizer(model.parameters(), torch.optim.AdamW, **options)
+
+    def rank_main() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        model = Model(dtype)
+        optimizer = make(model)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        train(model, optimizer, 0, 3)
+        scheduler.step()
+        weights = weights_of(model)
+        optimizer.save_sharded_state_dict(tmp_path, num_workers_per_step=3)
+        train(model, optimizer, 3, 6)
+
+        resumed = Model(dtype)
+        resumed_optimizer = make(resumed)
+        resumed.load_state_dict(weights)
+        resumed_optimizer.load_sharded_state_dict(tmp_path, num_workers_per_step=3)
+        assert resumed_optimizer.param_groups[0]["lr"] == 0.05
+        train(resumed, resumed_optimizer, 3, 6)
+        return weights_of(model), weights_of(resumed)
+
+    for model, resumed in comm.threads.run(mesh, rank_main):
+        assert all(torch.equal(model[name], resumed[name]) for name in model)
+    # A file for each rank. Upstream's names lack pp, and cp, so that ranks overwrote each other's.
+    assert len(list(tmp_path.iterdir())) == mesh.world_size
+    name = f"optim.dp_rank_00.cp_rank_00.tp_rank_00.pp_rank_{mesh.pp - 1:02d}"
+    assert (tmp_path / name).exists()
+
+
+def test_state_dict_keys() -> None:
+    def rank_main() -> None:
+        model = Model(torch.bfloat16)
+        optimizer = NeuronZero1Optimizer(model.parameters(), torch.optim.AdamW, lr=0.1, save_master_weights=True)
+        assert optimizer.state_dict()["base_state"] == {}
+        train(model, optimizer, last=1)
+        state = optimizer.state_dict()
+        assert set(state) == {"state", "param_groups", "base_state", "shape_info", "sharded_master_weights"}
+        assert state["shape_info"] == {index: LAYOUTS[name].shape for index, name in enumerate(LAYOUTS)}
+        for index, values in state["base_state"].items():
+            shape = LAYOUTS[list(LAYOUTS)[index]].shape or (1,)
+            assert tuple(values["exp_avg"].shape) == (math.ceil(shape[0] / 2), *shape[1:])
+            assert values["exp_avg"].dtype == state["sharded_master_weights"][index].dtype == torch.float32
+
+    comm.threads.run(Mesh(2), rank_main)
+
+
+def test_state_of_something_else_is_refused() -> None:
+    def optimizer(*rows: int, **options: Any) -> NeuronZero1Optimizer:
+        params = [nn.Parameter(torch.ones(num, 2)) for num in rows]
+        for param in params:
+            param.grad = torch.ones_like(param)
+        made = NeuronZero1Optimizer(params, torch.optim.AdamW, lr=0.1, **options)
+        made.step()
+        return made
+
+    def rank_main() -> None:
+        ours = optimizer(4, 3)
+        with pytest.raises(ValueError, match="lacks base_state, shape_info"):
+            ours.load_state_dict(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1).state_dict())
+        with pytest.raises(ValueError, match=r"number 1 has shape \(5, 2\) there and \(3, 2\) here \(1 of 2 differ\)"):
+            ours.load_state_dict(optimizer(4, 5).state_dict())
+        with pytest.raises(ValueError, match=r"another sharding degree: .* \(4, 2\) there and \(2, 2\) here"):
+            ours.load_state_dict(optimizer(4, 3, sharding_groups=[[0], [1]]).state_dict())
+        with pytest.raises(FileNotFoundError):
+            ours.load_sharded_state_dict("/nonexistent")
+
+    comm.threads.run(Mesh(2), rank_main)
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_init_zero_takes_loaded_weights(lazy: bool) -> None:
+    def rank_main() -> None:
+        param = nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
+        optimizer = NeuronZero1Optimizer([param], torch.optim.SGD, lr=0.25, grad_clipping=False, lazy_init=lazy)
+        assert (optimizer.base_optimizer is None) == lazy
+        with torch.no_grad():
+            param.fill_(2.0)
+        optimizer.init_zero()
+        param.grad = torch.ones_like(param)
+        optimizer.step()
+        assert param.tolist() == [1.75] * 3
+
+    comm.threads.run(Mesh(2), rank_main)
+
+
+def test_lazy_optimizer_shards_at_its_first_step() -> None:
+    def rank_main() -> None:
+        param = nn.Parameter(torch.ones(3))
+        optimizer = NeuronZero1Optimizer([param], torch.optim.SGD, lr=0.5, grad_clipping=False, lazy_init=True)
+        optimizer.zero_grad()
+        param.grad = torch.ones(3)
+        optimizer.step()
+        assert param.tolist() == [0.5] * 3
+
+    comm.threads.run(Mesh(2), rank_main)
