@@ -20,6 +20,7 @@ __version__ = "0.1.0"
 # Loaded when first asked for, so that importing the package stays quick.
 _LAZY = {
     "Layout": "layout",
+    "MasterWeightsOptimizer": "optimizer",
     "NeuronZero1Optimizer": "optimizer",
     "NxDPPModel": "pipeline",
     "clip_grad_norm": "parallel_layers.grads",

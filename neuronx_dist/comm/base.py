@@ -152,8 +152,13 @@ class Backend:
 
     name = "none"
 
-    def communicator(self, label: str, groups: Sequence[Sequence[int]], global_rank: int) -> Communicator:
-        """The communicator of the group in `groups` that holds `global_rank`; every rank of that group calls this."""
+    def communicator(
+        self, label: str, groups: Sequence[Sequence[int]], global_rank: int, own: bool = False
+    ) -> Communicator:
+        """The communicator of the group in `groups` that holds `global_rank`; every rank of that group calls this.
+
+        Groups of equal ranks may share a connection, unless `own`.
+        """
         raise CommError(f"backend {self.name} makes no communicators")
 
     def wrap(self, group: Any, global_rank: int) -> Communicator:

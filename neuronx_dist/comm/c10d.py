@@ -21,6 +21,11 @@ from .failure import FailureMonitor
 __all__ = ["C10dBackend", "C10dCommunicator"]
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+# torch 2.13 renamed these; the old names still work, and warn on every call.
+_all_gather_single = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+_reduce_scatter_single = (
+    dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
+)
 _TAG = 1 << 20  # collectives made of messages use tags of their own, so that they never meet a user's send
 
 
@@ -32,11 +37,9 @@ class C10dCommunicator(Communicator):
         ranks: Sequence[int],
         global_rank: int,
         monitor: FailureMonitor | None,
-        reverse: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__(axis, ranks, global_rank)
         self.group = group
-        self._reverse = reverse or group
         self._monitor = monitor
         self._gloo = dist.get_backend(group) == "gloo"
 
@@ -45,7 +48,7 @@ class C10dCommunicator(Communicator):
 
     def start_all_gather(self, gathered: torch.Tensor, x: torch.Tensor) -> WorkLike:
         if not self._gloo:
-            return dist.all_gather_into_tensor(gathered.view(-1), x.view(-1), group=self.group, async_op=True)
+            return _all_gather_single(gathered, x, group=self.group, async_op=True)
         gathered[self.rank].copy_(x)
         works: list[WorkLike] = []
         for step in range(1, self.size):  # nearest neighbours first; receives before sends, so that nothing is buffered
@@ -56,9 +59,7 @@ class C10dCommunicator(Communicator):
 
     def start_reduce_scatter(self, out: torch.Tensor, scattered: torch.Tensor, op: str) -> WorkLike:
         if not self._gloo:
-            return dist.reduce_scatter_tensor(
-                out.view(-1), scattered.view(-1), _OPS[op], group=self.group, async_op=True
-            )
+            return _reduce_scatter_single(out.view(-1), scattered.view(-1), _OPS[op], group=self.group, async_op=True)
         received = torch.empty_like(scattered)
 
         def reduce() -> None:
@@ -88,12 +89,10 @@ class C10dCommunicator(Communicator):
         return dist.broadcast(buffer, group_src=src, group=self.group, async_op=True)
 
     def start_send(self, x: torch.Tensor, dst: int, tag: int) -> WorkLike:
-        group = self.group if dst > self.rank else self._reverse
-        return dist.isend(x, group=group, group_dst=dst, tag=tag)  # type: ignore[return-value]
+        return dist.isend(x, group=self.group, group_dst=dst, tag=tag)  # type: ignore[return-value]
 
     def start_recv(self, out: torch.Tensor, src: int, tag: int) -> WorkLike:
-        group = self.group if src < self.rank else self._reverse
-        return dist.irecv(out, group=group, group_src=src, tag=tag)  # type: ignore[return-value]
+        return dist.irecv(out, group=self.group, group_src=src, tag=tag)  # type: ignore[return-value]
 
     def gather_objects(self, obj: Any) -> list[Any]:
         found: list[Any] = [None] * self.size
@@ -137,16 +136,17 @@ class C10dBackend(Backend):
         self._by_ranks: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._world = dist.group.WORLD
 
-    def communicator(self, label: str, groups: Sequence[Sequence[int]], global_rank: int) -> Communicator:
+    def communicator(
+        self, label: str, groups: Sequence[Sequence[int]], global_rank: int, own: bool = False
+    ) -> Communicator:
         ranks = tuple(next(group for group in groups if global_rank in group))
         if len(ranks) == 1:
             return Communicator(label, ranks, global_rank)
-        group = self._group(ranks)
-        reverse = None
-        if label == "pp" and dist.get_backend(group) != "gloo":
-            # One stream of messages each way: on NCCL, sends of both directions on one communicator can block each other.
-            reverse = self._new_group(ranks)
-        return C10dCommunicator(group, label, ranks, global_rank, self.monitor, reverse)
+        # On NCCL a group is a stream of its own, in which messages of two directions can block each other; gloo has no
+        # streams, and a group costs it a connection to every member.
+        own = own and dist.get_backend() != "gloo"
+        group = self._new_group(ranks) if own else self._group(ranks)
+        return C10dCommunicator(group, label, ranks, global_rank, self.monitor)
 
     def wrap(self, group: Any, global_rank: int) -> Communicator:
         if not isinstance(group, dist.ProcessGroup):

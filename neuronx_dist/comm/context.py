@@ -58,7 +58,7 @@ class Context:
             )
         if self.rank not in seen:
             return None
-        return self.backend.communicator(label, groups, self.rank)
+        return self.backend.communicator(label, groups, self.rank, own=True)
 
 
 _default: Context | None = None

@@ -58,7 +58,9 @@ class ShapesCommunicator(Communicator):
 class ShapesBackend(Backend):
     name = "shapes"
 
-    def communicator(self, label: str, groups: Sequence[Sequence[int]], global_rank: int) -> Communicator:
+    def communicator(
+        self, label: str, groups: Sequence[Sequence[int]], global_rank: int, own: bool = False
+    ) -> Communicator:
         return ShapesCommunicator(label, next(group for group in groups if global_rank in group), global_rank)
 
     def wrap(self, group: Any, global_rank: int) -> Communicator:

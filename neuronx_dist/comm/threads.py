@@ -180,7 +180,9 @@ class ThreadsBackend(Backend):
         self._world = world
         self._made: dict[Hashable, int] = {}
 
-    def communicator(self, label: str, groups: Sequence[Sequence[int]], global_rank: int) -> Communicator:
+    def communicator(
+        self, label: str, groups: Sequence[Sequence[int]], global_rank: int, own: bool = False
+    ) -> Communicator:
         ranks = tuple(next(group for group in groups if global_rank in group))
         number = self._made.get((label, ranks), 0)
         self._made[label, ranks] = number + 1

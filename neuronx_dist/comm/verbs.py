@@ -72,14 +72,13 @@ def all_gather(
         return _alone(comm, x, out, async_op)
     dim = _dim(x, dim, "all_gather")
     x = x.detach()
-    shape = list(x.shape)
-    shape[dim] *= comm.size
-    leading = all(size == 1 for size in x.shape[:dim])  # then the stacked buffer is the concatenation
-    direct = out is not None and leading and out.is_contiguous() and out.dtype == x.dtype and list(out.shape) == shape
-    stacked = (
-        (out.detach() if direct and out is not None else x.new_empty(shape)).view(comm.size, -1) if leading else None
-    )
-    gathered = stacked.view(comm.size, *x.shape) if stacked is not None else x.new_empty((comm.size, *x.shape))
+    shape = (*x.shape[:dim], comm.size * x.shape[dim], *x.shape[dim + 1 :])
+    leading = dim == 0 or x.shape[:dim].numel() == 1  # then the stacked buffer is the concatenation
+    direct = out is not None and leading and out.is_contiguous() and out.dtype == x.dtype and out.shape == shape
+    if direct and out is not None:
+        gathered = out.detach().view(comm.size, *x.shape)
+    else:
+        gathered = x.new_empty((comm.size, *x.shape))
     if recording.recorders:
         recording.note(comm, "all_gather", x, scale=comm.size)
     work = comm.start_all_gather(gathered, x.contiguous())
@@ -112,11 +111,13 @@ def reduce_scatter(
     if comm.size == 1:
         return _alone(comm, x, out, async_op)
     dtype = _wire_dtype(x, op, reduce_dtype)
-    scattered = _split(x.detach(), dim, comm, "reduce_scatter").to(dtype).contiguous()
+    scattered = _split(x.detach(), dim, comm, "reduce_scatter").contiguous()
+    if dtype != x.dtype:
+        scattered = scattered.to(dtype)
     if recording.recorders:
         recording.note(comm, "reduce_scatter", x, op=op, dtype=dtype)
     direct = out is not None and out.is_contiguous() and out.dtype == dtype and out.shape == scattered.shape[1:]
-    piece = out.detach() if direct and out is not None else torch.empty_like(scattered[0])
+    piece = out.detach() if direct and out is not None else scattered.new_empty(scattered.shape[1:])
     work = comm.start_reduce_scatter(piece, scattered, op)
     result_dtype = x.dtype
     return _run(
@@ -300,7 +301,8 @@ def _split(x: torch.Tensor, dim: int, comm: Communicator, verb: str) -> torch.Te
             f"{verb} over {comm.axis}: unable to create {comm.size} partitions along dim {dim} of shape {tuple(x.shape)}: "
             f"{x.shape[dim]} is not divisible by {comm.size}"
         )
-    return x.unflatten(dim, (comm.size, x.shape[dim] // comm.size)).movedim(dim, 0)
+    split = x.view(*x.shape[:dim], comm.size, x.shape[dim] // comm.size, *x.shape[dim + 1 :])
+    return split if dim == 0 else split.movedim(dim, 0)
 
 
 def _index(comm: Communicator, index: int, verb: str, name: str) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from .. import comm
+from ..spmd.spec import restamp
 
 __all__ = [
     "DATA_AXES",
@@ -40,6 +41,7 @@ def parameters_of(source: torch.optim.Optimizer | nn.Module | Parameters) -> lis
     if groups is not None:
         return [param for group in groups for param in group["params"]]
     if isinstance(source, nn.Module):
+        restamp(source)  # a copied or re-wrapped parameter has lost what says how it is laid out
         return list(getattr(source, "local_parameters", source.parameters)())
     return list(dict.fromkeys(source))  # type: ignore[arg-type]
 

@@ -64,15 +64,16 @@ class _ColumnLinear(torch.autograd.Function):
         count = len(weights)
         need_x, need = ctx.needs_input_grad[0], ctx.needs_input_grad[5:]
         need_weights = any(need[:count])
+        flat = [grad.reshape(-1, grad.shape[-1]) for grad in grads]  # [tokens, out/t]
         gathering = None
         if dim is not None and need_weights:
             gathering = comm.all_gather(x, communicator, dim=dim, async_op=True)
         reducing = None
         if need_x:
-            grad_x = grads[0].matmul(weights[0])
-            flat = grad_x.view(-1, grad_x.shape[-1])
-            for grad, weight in zip(grads[1:], weights[1:]):
-                flat.addmm_(grad.reshape(-1, grad.shape[-1]), weight)
+            grad_x = flat[0].mm(weights[0])
+            for grad, weight in zip(flat[1:], weights[1:]):
+                grad_x.addmm_(grad, weight)
+            grad_x = grad_x.view(*grads[0].shape[:-1], grad_x.shape[-1])
             if dim is None:
                 reducing = comm.all_reduce(
                     grad_x, communicator, reduce_dtype=ctx.reduce_dtype, out=grad_x, async_op=True
@@ -83,7 +84,7 @@ class _ColumnLinear(torch.autograd.Function):
                 )
         if gathering is not None:
             x = gathering.wait()
-        grad_params = _parameter_grads(x, grads, need, count, ctx.has_bias)
+        grad_params = _parameter_grads(x, flat, need, count, ctx.has_bias)
         return (reducing.wait() if reducing is not None else None, None, None, None, None, *grad_params)
 
 
@@ -117,18 +118,18 @@ class _RowLinear(torch.autograd.Function):
         grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0) if need[2] else None
         if ctx.sequence_dim is not None:
             grad = comm.all_gather(grad, ctx.communicator, dim=ctx.sequence_dim)
-        grad_x = grad.matmul(weight) if need[0] else None
-        (grad_weight,) = _parameter_grads(x, (grad,), (need[1],), 1, False)
+        flat = grad.reshape(-1, grad.shape[-1])
+        grad_x = flat.mm(weight).view(*grad.shape[:-1], weight.shape[1]) if need[0] else None
+        (grad_weight,) = _parameter_grads(x, (flat,), (need[1],), 1, False)
         return grad_x, grad_weight, grad_bias, None, None, None
 
 
 def _parameter_grads(
-    x: torch.Tensor, grads: Sequence[torch.Tensor], need: Sequence[bool], count: int, has_bias: bool
+    x: torch.Tensor, flat: Sequence[torch.Tensor], need: Sequence[bool], count: int, has_bias: bool
 ) -> list[torch.Tensor | None]:
-    """dW = dYᵀ · X and db = Σ dY, for those that are needed."""
+    """dW = dYᵀ · X and db = Σ dY, for those that are needed; `flat` holds each layer's dY as `[tokens, out/t]`."""
     flat_x = x.reshape(-1, x.shape[-1])
-    flat = [grad.reshape(-1, grad.shape[-1]) for grad in grads]
-    found: list[torch.Tensor | None] = [g.t().matmul(flat_x) if need[i] else None for i, g in enumerate(flat)]
+    found: list[torch.Tensor | None] = [g.t().mm(flat_x) if need[i] else None for i, g in enumerate(flat)]
     if has_bias:
         found += [g.sum(0) if need[count + i] else None for i, g in enumerate(flat)]
     return found

@@ -1,0 +1,18 @@
+"""Pipeline parallelism: record a forward (`trace`), cut it into stages (`partition`), and run them by a schedule."""
+
+from .model import NxDPPModel
+from .partition import create_partitions
+from .schedule import Kind, Task, format_schedule, inference, one_f_one_b, simulate
+from .trace import TracingError
+
+__all__ = [
+    "Kind",
+    "NxDPPModel",
+    "Task",
+    "TracingError",
+    "create_partitions",
+    "format_schedule",
+    "inference",
+    "one_f_one_b",
+    "simulate",
+]

@@ -1,0 +1,350 @@
+"""`NxDPPModel`: a model whose layers are spread over pipeline stages, with the API of NeuronX Distributed.
+
+    model = NxDPPModel(module, transformer_layer_cls=Block, num_microbatches=8, output_loss_value_spec=(True, False),
+                       input_names=["input_ids", "labels"], auto_partition=True)
+    optimizer = AdamW(model.local_parameters())
+    loss = model.run_train(input_ids=..., labels=...)      # the mean loss on the last stage, None elsewhere
+
+A rank holds the parameters of its own stage; those of other stages are turned to the meta device, where they take no
+memory, and keep their names. At one stage the same path runs, with no messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+
+from .. import comm
+from ..parallel_layers import PARALLEL_MODULES
+from ..parallel_layers.grads import reduce_gradients
+from .inputs import Batch, evaluating, find_loss
+from .partition import (
+    check_cuts,
+    check_placement,
+    create_partitions,
+    leaf_names,
+    place_by_recording,
+    place_by_registration,
+    split,
+)
+from .runtime import Channels, Run
+from .schedule import Task, inference, one_f_one_b
+from .stage import Stage
+from .stage_module import StageModule
+from .trace import Recording, TensorSpec, record
+
+__all__ = ["NxDPPModel"]
+
+
+class _Program(NamedTuple):
+    """What a recording became, for inputs of one kind."""
+
+    stage: Stage
+    structure: pytree.TreeSpec
+    loss: TensorSpec | None
+    constants: list[Any]  # of the inputs; compared by identity where they do not hash, so they must stay alive
+
+
+class NxDPPModel(StageModule):
+    """A module distributed over pipeline stages.
+
+    Args:
+        module: the whole model, equal on all ranks; on meta, or real.
+        transformer_layer_cls: class (or several) of the transformer layers.
+        num_microbatches: a batch is cut into as many equal pieces along dim 0.
+        virtual_pipeline_size: only 1.
+        output_loss_value_spec: which leaf of the forward's result is the loss: True, or a tuple or dict of them in the
+            shape of the result, such as `(True, False)` or `{"loss": True, "logits": False}`.
+        return_mb_loss: return the list of the microbatches' losses.
+        broadcast_and_average_loss: return the loss on all ranks, averaged over data-parallel ranks.
+        pipeline_cuts: names of the last layers of all stages but the last.
+        input_names: the keyword arguments that `run_train` and `run_eval` are called with; None: any.
+        leaf_module_cls: more classes (or names of classes) that are recorded as one call.
+        autowrap_functions, autowrap_modules, autowrap_obj_methods, tracer_cls: accepted, and not needed: what the
+            forward calls is recorded while it runs, not traced from symbols.
+        param_init_fn: `param_init_fn(module)` initialises the direct parameters of a module that was on meta; called for
+            each module of this stage that has any, on the CPU.
+        trace_file_path: accepted; as upstream, it has no effect.
+        use_zero1_optimizer: the optimizer averages gradients over data-parallel ranks, so that `run_train` does not.
+        auto_partition: cut evenly between transformer layers; see `create_partitions`.
+        deallocate_pipeline_outputs: accepted: what was sent is always freed, unless backward needs it.
+        use_model_wrapper, fuse_microbatches: accepted, without effect off Neuron.
+        use_optimizer_wrapper: as `use_zero1_optimizer`.
+        return_loss_on_cpu: move the loss to the CPU.
+        manual_pp_partition: only False.
+
+    Raises:
+        ValueError: an argument that cannot be; the message says what would.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        transformer_layer_cls: Any = None,
+        num_microbatches: int = 1,
+        virtual_pipeline_size: int = 1,
+        output_loss_value_spec: Any = None,
+        return_mb_loss: bool = False,
+        broadcast_and_average_loss: bool = False,
+        pipeline_cuts: Sequence[str] | None = None,
+        input_names: Sequence[str] | None = None,
+        leaf_module_cls: Sequence[Any] | None = None,
+        autowrap_functions: Any = None,
+        autowrap_modules: Any = None,
+        tracer_cls: Any = None,
+        param_init_fn: Callable[[nn.Module], Any] | None = None,
+        trace_file_path: str | None = None,
+        use_zero1_optimizer: bool = False,
+        auto_partition: bool | None = False,
+        deallocate_pipeline_outputs: bool = False,
+        *,
+        use_model_wrapper: bool = False,
+        use_optimizer_wrapper: bool = False,
+        autowrap_obj_methods: Any = None,
+        return_loss_on_cpu: bool = True,
+        fuse_microbatches: bool = False,
+        manual_pp_partition: bool = False,
+    ) -> None:
+        if num_microbatches < 1:
+            raise ValueError(f"num_microbatches must be at least 1, got {num_microbatches}")
+        if virtual_pipeline_size != 1:
+            raise ValueError(f"virtual_pipeline_size={virtual_pipeline_size} is not supported; leave it at 1")
+        if manual_pp_partition:
+            raise ValueError("manual_pp_partition=True is not supported; use pipeline_cuts or auto_partition")
+        if return_mb_loss and broadcast_and_average_loss:
+            raise ValueError("broadcast_and_average_loss gives one loss: return_mb_loss must be False with it")
+        if auto_partition and pipeline_cuts:
+            raise ValueError(f"auto_partition makes the cuts itself: do not pass pipeline_cuts={list(pipeline_cuts)} with it")
+        super().__init__(module, stage=comm.rank("pp"), num_stages=comm.size("pp"))
+        self.num_microbatches = num_microbatches
+        self.output_loss_value_spec = output_loss_value_spec
+        self.return_mb_loss = return_mb_loss
+        self.broadcast_and_average_loss = broadcast_and_average_loss
+        self.pipeline_cuts = list(pipeline_cuts or [])
+        self.input_names = list(input_names) if input_names is not None else None
+        self.auto_partition = bool(auto_partition)
+        self.param_init_fn = param_init_fn
+        self.use_zero1_optimizer = use_zero1_optimizer
+        self.use_optimizer_wrapper = use_optimizer_wrapper
+        self.return_loss_on_cpu = return_loss_on_cpu
+        self._layer_classes = _classes(module, transformer_layer_cls)
+        self._leaf_classes = [*self._layer_classes, *PARALLEL_MODULES, *_classes(module, leaf_module_cls)]
+        self._channels = Channels(None, None)
+        self._example: Recording | None = None
+        self._programs: dict[Any, _Program] = {}
+        if self.pipeline_cuts or self.auto_partition or self.num_stages == 1:
+            self.partition()
+
+    # --- cutting
+
+    def trace(
+        self,
+        args: Sequence[Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+        input_names: Sequence[str] | None = None,
+        leaf_modules: Sequence[Any] | None = None,
+        autowrap_functions: Any = None,
+        autowrap_modules: Any = None,
+        autowrap_obj_methods: Any = None,
+        tracer_cls: Any = None,
+    ) -> None:
+        """Says what the model is called with, before `cut_pipeline_stage` and `partition`.
+
+        Args:
+            args, kwargs: example inputs, of any batch size. They are needed only if layers do not run in the order in
+                which the model registers them.
+            input_names, leaf_modules: as the constructor's `input_names` and `leaf_module_cls`.
+            autowrap_functions, autowrap_modules, autowrap_obj_methods, tracer_cls: not needed.
+        """
+        if input_names is not None:
+            self.input_names = list(input_names)
+        self._leaf_classes += _classes(self.original_module, leaf_modules)
+        if args or kwargs:
+            inputs = dict(zip(self.input_names or (), args or ()), **(kwargs or {}))
+            if args and len(args) > len(self.input_names or ()):
+                raise ValueError(f"trace: {len(args)} args, but input_names are {self.input_names}: pass kwargs instead")
+            self._example = record(self.original_module, inputs, self._leaf_classes)
+
+    def cut_pipeline_stage(self, name: str) -> None:
+        """Ends a stage after layer `name`. Called once less than there are stages, in order."""
+        self._check_not_partitioned("cut_pipeline_stage")
+        self.pipeline_cuts.append(name)
+
+    def partition(self) -> None:
+        """Gives each stage its layers: parameters of other stages go to meta, and tied ones are made equal.
+
+        Raises:
+            ValueError: cuts that do not fit the model or the number of stages.
+        """
+        if self.num_stages > 1:
+            self._check_not_partitioned("partition")
+        module = self.original_module
+        names = leaf_names(module, self._leaf_classes)
+        if self.auto_partition and not self.pipeline_cuts:
+            layers = [n for n in names if isinstance(module.get_submodule(n), tuple(self._layer_classes))]
+            self.pipeline_cuts = create_partitions(self.num_stages, layers)
+        if self._example is not None:
+            plans = split(self._example, self.pipeline_cuts)
+            placement = place_by_recording(module, plans, self._leaf_classes)
+        else:
+            check_cuts(self.pipeline_cuts, names, self.num_stages)
+            placement = place_by_registration(module, self.pipeline_cuts, self._leaf_classes)
+        if self.num_stages > 1:
+            pipelines = comm.current().mesh.groups("pp")
+            self._channels = Channels(
+                forward=comm.new_group(pipelines, "pp_forward"), backward=comm.new_group(pipelines, "pp_backward")
+            )
+        self.place(placement)
+        if self.param_init_fn is not None:
+            self.initialize(self.param_init_fn)
+        if not any(param.is_meta for param in self.local_parameters()):
+            self.sync_tied_weights()
+
+    def _check_not_partitioned(self, what: str) -> None:
+        if self.partitioned:
+            raise RuntimeError(
+                f"{what}: this model is partitioned already, at {self.pipeline_cuts}: leave out pipeline_cuts and "
+                f"auto_partition of the constructor to cut it by hand"
+            )
+
+    # --- running
+
+    def run_train(self, **kwargs: Any) -> torch.Tensor | list[torch.Tensor] | None:
+        """Forward and backward of a batch in all microbatches, and the reduction of gradients.
+
+        Each module is in the mode, training or evaluation, that it is set to. Gradients are those of the mean over the
+        microbatches; `zero_grad` is the caller's.
+
+        Args:
+            kwargs: the inputs, named as `input_names`. Tensors are cut along dim 0; 0-dim tensors and all else go whole to
+                every microbatch.
+
+        Returns:
+            The mean loss on the last stage (a list of the microbatches' with `return_mb_loss`), None on others; with
+            `broadcast_and_average_loss` the mean over data-parallel ranks too, everywhere.
+
+        Raises:
+            ValueError: inputs other than `input_names`, or not divisible into microbatches.
+            RuntimeError: not partitioned, still on meta, or no `output_loss_value_spec`.
+        """
+        if self.output_loss_value_spec is None:
+            raise RuntimeError(
+                "run_train needs to know which output is the loss: pass output_loss_value_spec, e.g. True, (True, False) "
+                'or {"loss": True, "logits": False}'
+            )
+        with torch.enable_grad():
+            program, results = self._run(kwargs, one_f_one_b)
+        average_over_data = not (self.use_zero1_optimizer or self.use_optimizer_wrapper)
+        reduce_gradients(self, average_over_data=average_over_data)
+        return self._report(program, results)
+
+    def run_eval(self, **kwargs: Any) -> Any:
+        """Forward only, in evaluation mode and without gradients; modes are set back afterwards.
+
+        Returns:
+            What `run_train` returns; without an `output_loss_value_spec` a list of the forward's results, one for each
+            microbatch, on the last stage, None on others.
+        """
+        with torch.no_grad(), evaluating(self.original_module):
+            program, results = self._run(kwargs, inference)
+        if program.loss is not None:
+            return self._report(program, results)
+        if not self.is_last_stage():
+            return None
+        return [pytree.tree_unflatten(leaves, program.structure) for leaves in results]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("a pipeline model is not called: use run_train(**inputs) or run_eval(**inputs)")
+
+    def _run(
+        self, kwargs: dict[str, Any], schedule: Callable[[int, int, int], list[Task]]
+    ) -> tuple[_Program, list[Any]]:
+        if not self.partitioned:
+            raise RuntimeError(
+                f"this model is not partitioned: pass pipeline_cuts or auto_partition=True, or call cut_pipeline_stage "
+                f"{self.num_stages - 1} times and then partition()"
+            )
+        batch = Batch(kwargs, self.input_names, self.num_microbatches)
+        program = self._program(batch)
+        if not self._synced:
+            self.sync_tied_weights()
+        run = Run(
+            self.original_module,
+            program.stage,
+            self.stage,
+            self.num_stages,
+            self._channels,
+            batch.microbatches(program.stage.input_leaves, self.device),
+            self.device,
+            None if program.loss is None else (lambda outputs: outputs[0]),
+        )
+        results = run.execute(schedule(self.stage, self.num_stages, self.num_microbatches))
+        self.peak_in_flight = run.peak_in_flight
+        return program, results
+
+    def _program(self, batch: Batch) -> _Program:
+        """The stage's program for inputs like these, recorded when they are first seen."""
+        module, device = self.original_module, self.device
+        key = (
+            batch.key(),
+            device,
+            torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type),
+            tuple(m.training for m in module.modules()),
+            tuple((p.requires_grad, p.dtype) for p in module.parameters()),
+        )
+        if key not in self._programs:
+            for name, param in self.local_named_parameters():
+                if param.is_meta:
+                    raise RuntimeError(
+                        f"parameter {name} of stage {self.stage} is on the meta device: give it a value first, by "
+                        f"neuronx_dist.materialize(model, seed), by loading weights, or by param_init_fn"
+                    )
+            recording = record(module, batch.example(), self._leaf_classes, device)
+            wanted: list[Any] = recording.outputs
+            loss = None
+            if self.output_loss_value_spec is not None:
+                node = find_loss(recording, self.output_loss_value_spec)
+                wanted, loss = [node], node.meta["info"].spec
+            plans = split(recording, self.pipeline_cuts, wanted)
+            assert self.placement is not None
+            check_placement(self.placement, plans)
+            self._programs[key] = _Program(Stage(plans[self.stage]), recording.structure, loss, batch.constants())
+        return self._programs[key]
+
+    def _report(self, program: _Program, losses: list[torch.Tensor]) -> torch.Tensor | list[torch.Tensor] | None:
+        assert program.loss is not None
+        place = torch.device("cpu") if self.return_loss_on_cpu else self.device
+        if not self.is_last_stage() and not self.broadcast_and_average_loss:
+            return None
+        if self.return_mb_loss:
+            return [loss.to(place) for loss in losses]
+        if self.is_last_stage():
+            mean = torch.stack(losses).mean()
+        else:
+            mean = torch.empty((), dtype=program.loss.dtype, device=self.device)
+        if self.broadcast_and_average_loss:
+            if self.is_last_stage():
+                total = comm.all_reduce(mean, ("dp", "cp"))
+                mean = total / comm.size(("dp", "cp"))
+            mean = comm.broadcast(mean, "pp", src=self.num_stages - 1)
+        return mean.to(place)
+
+
+def _classes(module: nn.Module, given: Any) -> list[type]:
+    """Module classes from a class, the name of one, or several of them."""
+    if given is None:
+        return []
+    items = list(given) if isinstance(given, (list, tuple, set)) else [given]
+    found: list[type] = []
+    for item in items:
+        if isinstance(item, str):
+            found += dict.fromkeys(type(m) for m in module.modules() if type(m).__name__ == item)
+        elif isinstance(item, type) and issubclass(item, nn.Module):
+            found.append(item)
+        else:
+            raise ValueError(f"expected a module class or the name of one, got {item!r}")
+    return found

@@ -1,0 +1,366 @@
+"""Cutting a model into stages: by the names of layers, where its parameters are; and, once recorded, which call runs where.
+
+    cuts ["layers.1"] of 4 layers:     stage 0: embedding, layers.0, layers.1  |  stage 1: layers.2, layers.3, norm, head
+
+A cut is the name of the last layer of a stage. Calls between two cuts, in recorded order, belong to the stage between
+them. Values that a later stage needs go from hop to hop through the stages between, with their gradients. What depends on
+the model's inputs alone (masks, position ids, rotary cos and sin) is not sent: every stage that needs it computes it.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx, nn
+
+from .trace import Info, Recording, TracingError, is_leaf
+
+__all__ = [
+    "Placement",
+    "StagePlan",
+    "check_cuts",
+    "check_placement",
+    "create_partitions",
+    "leaf_names",
+    "place_by_recording",
+    "place_by_registration",
+    "split",
+]
+
+_PACKAGE = __name__.split(".")[0]
+
+
+def create_partitions(num_stages: int, layer_names: Sequence[str]) -> list[str]:
+    """The cuts that divide layers evenly: `floor(layers / stages)` each, and one more for each of the last stages.
+
+    >>> create_partitions(4, [f"layers.{i}" for i in range(19)])
+    ['layers.3', 'layers.8', 'layers.13']
+
+    Raises:
+        ValueError: there are fewer layers than stages.
+    """
+    if len(layer_names) < num_stages:
+        raise ValueError(
+            f"auto_partition: {num_stages} pipeline stages need at least {num_stages} transformer layers, found "
+            f"{len(layer_names)}: use a pipeline_model_parallel_size of at most {max(1, len(layer_names))}, or check "
+            f"transformer_layer_cls"
+        )
+    each, left = divmod(len(layer_names), num_stages)
+    sizes = [each + (stage >= num_stages - left) for stage in range(num_stages)]
+    return [layer_names[sum(sizes[: stage + 1]) - 1] for stage in range(num_stages - 1)]
+
+
+def check_cuts(cuts: Sequence[str], names: Sequence[str], num_stages: int) -> None:
+    """Checks cuts against the leaf layers of a model, in the order in which they run.
+
+    Raises:
+        ValueError: a wrong number of cuts, a name that is no layer (the message lists near ones), or a wrong order.
+    """
+    if len(cuts) != num_stages - 1:
+        raise ValueError(
+            f"{num_stages} pipeline stages need {num_stages - 1} cuts, got {len(cuts)}: {list(cuts)}. A cut is the name of "
+            f"the last layer of a stage; the last stage needs none."
+        )
+    for cut in cuts:
+        if cut not in names:
+            near = difflib.get_close_matches(cut, names, n=4, cutoff=0.3) or list(names[:4])
+            raise ValueError(f"pipeline cut {cut!r} is not a layer of this model; near it: {', '.join(near)}")
+    positions = [names.index(cut) for cut in cuts]
+    if positions != sorted(set(positions)):
+        raise ValueError(f"pipeline cuts must be different layers, in the order in which they run; got {list(cuts)}")
+
+
+def leaf_names(module: nn.Module, leaf_classes: Sequence[type]) -> list[str]:
+    """Names of the leaf layers, in the order in which they are registered. A module with two names is listed twice."""
+    found: list[str] = []
+
+    def walk(parent: nn.Module, prefix: str) -> None:
+        for name, child in parent._modules.items():
+            if child is not None:
+                path = f"{prefix}.{name}" if prefix else name
+                if is_leaf(child, leaf_classes):
+                    found.append(path)
+                else:
+                    walk(child, path)
+
+    walk(module, "")
+    return found
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Which stages hold which tensors of the model.
+
+    Attributes:
+        leaves: stages of each leaf layer, by name; more than one if several stages call it.
+        direct: stages of each parameter that no leaf layer holds, by name.
+    """
+
+    leaves: dict[str, frozenset[int]]
+    direct: dict[str, frozenset[int]]
+
+    def stages(self, name: str) -> frozenset[int] | None:
+        """Stages of a parameter, buffer or module; None: of all (buffers and modules that no leaf layer holds)."""
+        if name in self.direct:
+            return self.direct[name]
+        path = name
+        while path:
+            if path in self.leaves:
+                return self.leaves[path]
+            path = path.rpartition(".")[0]
+        return None
+
+
+def place_by_registration(module: nn.Module, cuts: Sequence[str], leaf_classes: Sequence[type]) -> Placement:
+    """Where everything is if layers run in the order in which they are registered; this needs no inputs.
+
+    Parameters of containers (a learned position embedding on the model itself) are on stage 0.
+    """
+    leaves: dict[str, frozenset[int]] = {}
+    stage = 0
+    for leaf in leaf_names(module, leaf_classes):
+        leaves[leaf] = frozenset([stage])
+        if stage < len(cuts) and leaf == cuts[stage]:
+            stage += 1
+    return Placement(leaves, _direct(module, leaves, {}))
+
+
+def place_by_recording(module: nn.Module, plans: Sequence[StagePlan], leaf_classes: Sequence[type]) -> Placement:
+    """Where everything is used. What is not used is on stage 0."""
+    called: dict[int, set[int]] = {}  # by id of the module, which may have several names
+    read: dict[str, set[int]] = {}
+    for stage, plan in enumerate(plans):
+        for node in plan.nodes:
+            if node.op == "call_module":
+                called.setdefault(id(module.get_submodule(str(node.target))), set()).add(stage)
+            elif _info(node).kind == "parameter":
+                read.setdefault(str(node.target), set()).add(stage)
+    names = leaf_names(module, leaf_classes)
+    leaves = {name: frozenset(called.get(id(module.get_submodule(name)), {0})) for name in names}
+    for name, stages in read.items():  # the parameter of a layer, used outside it too
+        leaf = next((leaf for leaf in names if name.startswith(f"{leaf}.")), None)
+        if leaf is not None:
+            leaves[leaf] = frozenset(stages) | leaves[leaf] if id(module.get_submodule(leaf)) in called else frozenset(stages)
+    return Placement(leaves, _direct(module, leaves, read))
+
+
+def _direct(module: nn.Module, leaves: dict[str, frozenset[int]], read: dict[str, set[int]]) -> dict[str, frozenset[int]]:
+    inside = Placement(leaves, {})
+    names = [name for name, _ in module.named_parameters(remove_duplicate=False) if inside.stages(name) is None]
+    return {name: frozenset(read.get(name, {0})) for name in names}
+
+
+def check_placement(placement: Placement, plans: Sequence[StagePlan]) -> None:
+    """Checks that each stage has what it runs.
+
+    Raises:
+        ValueError: layers do not run in the order in which they are registered, by which they were placed.
+    """
+    for stage, plan in enumerate(plans):
+        for node in plan.nodes:
+            if node.op == "call_module" or _info(node).kind == "parameter":
+                held = placement.stages(str(node.target)) or frozenset()
+                if stage not in held:
+                    raise ValueError(
+                        f"{node.target} ({_info(node).where}) is used by pipeline stage {stage}, but its parameters were placed "
+                        f"on stage {', '.join(map(str, sorted(held)))}, by the order in which the model registers its layers. "
+                        f"Register them in the order in which they run, or show how they run before partition(): "
+                        f"call trace(kwargs={{...example inputs...}})."
+                    )
+
+
+# --- splitting a recording ---------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class StagePlan:
+    """What one stage runs, for each microbatch.
+
+    Attributes:
+        nodes: its calls, in recorded order; values of earlier stages are in `received`, inputs are placeholders.
+        received: what the stage before sends, in order. Shapes, dtypes and `requires_grad` are in their `info.spec`.
+        copied: those of `received`, and those inputs, that this stage changes in place.
+        sent: what the next stage receives, in order.
+        outputs: leaves of the model's result (nodes and constants) that this stage, the last, returns.
+    """
+
+    nodes: list[fx.Node] = field(default_factory=list)
+    received: list[fx.Node] = field(default_factory=list)
+    copied: set[fx.Node] = field(default_factory=set)
+    sent: list[fx.Node] = field(default_factory=list)
+    outputs: list[Any] = field(default_factory=list)
+
+
+def split(recording: Recording, cuts: Sequence[str], outputs: Sequence[Any] | None = None) -> list[StagePlan]:
+    """One plan per stage.
+
+    Args:
+        cuts: names of the last layers of all stages but the last.
+        outputs: the leaves of the result that are wanted; None: all.
+
+    Raises:
+        ValueError: a cut is not a layer that was called.
+        TracingError: a tensor is changed in place in another stage than one that shares its memory.
+    """
+    return _Splitter(recording, cuts, recording.outputs if outputs is None else outputs).plans()
+
+
+class _Splitter:
+    """Nodes are *bound* to the stage in which they come, or *free*: computed wherever they are needed.
+
+    All that shares memory with what a bound node changes is bound too, so a free value is the same on every stage.
+    """
+
+    def __init__(self, recording: Recording, cuts: Sequence[str], outputs: Sequence[Any]) -> None:
+        self.nodes = [node for node in recording.graph.nodes if node.op != "output"]
+        self.order = {node: index for index, node in enumerate(self.nodes)}
+        self.outputs = list(outputs)
+        self.num_stages = len(cuts) + 1
+        check_cuts(cuts, list(dict.fromkeys(str(node.target) for node in recording.calls())), self.num_stages)
+        last_calls = {str(node.target): self.order[node] for node in recording.calls()}
+        self.ends = [last_calls[cut] for cut in cuts]
+        self.attributes = {_info(node).storage for node in self.nodes if node.op == "get_attr"}
+        self.stage: dict[fx.Node, int] = {}  # of bound nodes
+        self._bind_all()
+        self.held: list[set[fx.Node]] = [set() for _ in range(self.num_stages)]
+        self.crossing: list[set[fx.Node]] = [set() for _ in range(self.num_stages)]  # from this stage to the next
+
+    def plans(self) -> list[StagePlan]:
+        self._check_attributes()
+        for node, stage in self.stage.items():
+            self._hold(node, stage)
+        for leaf in self.outputs:
+            if isinstance(leaf, fx.Node):
+                self._require(leaf, self.num_stages - 1, {node for node in self.nodes if _info(node).writes})
+        plans = []
+        for stage in range(self.num_stages):
+            received = self._sorted(self.crossing[stage - 1]) if stage else []
+            own = self._sorted(self.held[stage])
+            self._check_aliases(received, stage)
+            changed = set().union(*(_info(node).writes for node in own))
+            arriving = received + [node for node in own if node.op == "placeholder"]
+            plans.append(
+                StagePlan(
+                    nodes=own,
+                    received=received,
+                    copied={node for node in arriving if _info(node).storage in changed},
+                    sent=self._sorted(self.crossing[stage]),
+                    outputs=self.outputs if stage == self.num_stages - 1 else [],
+                )
+            )
+        return plans
+
+    # --- which are bound
+
+    def _bind_all(self) -> None:
+        changed: set[int] = set()  # memory that bound nodes change
+        wholes: set[fx.Node] = set()  # calls, parts of whose results share that memory
+        while True:
+            self.stage = {}
+            for index, node in enumerate(self.nodes):
+                info = _info(node)
+                if info.kind == "part":
+                    whole = node.all_input_nodes[0]
+                    if whole in self.stage:
+                        self.stage[node] = self.stage[whole]
+                elif info.kind != "pack" and (node in wholes or info.storage in changed or not self._is_free(node)):
+                    self.stage[node] = sum(index > end for end in self.ends)
+            found = set().union(*(_info(node).writes for node in self.stage))
+            parts = (n for n in self.nodes if _info(n).kind == "part" and _info(n).storage in found)
+            found_wholes = {self._whole(node) for node in parts}
+            if found == changed and found_wholes == wholes:
+                return
+            changed, wholes = found, found_wholes
+
+    def _is_free(self, node: fx.Node) -> bool:
+        """No parameter, no randomness, no lasting effect, and nothing that depends on them."""
+        info = _info(node)
+        if info.kind != "function":
+            return info.kind in ("input", "buffer", "constant")
+        owner = getattr(node.target, "__module__", None) or ""
+        return not (
+            info.random
+            or (info.spec is not None and info.spec.requires_grad)
+            or info.writes & self.attributes
+            or owner.split(".")[0] == _PACKAGE  # a collective is issued once
+            or not (info.spec or info.writes or node.users)  # it is called for its effect
+            or any(self._is_bound(other) for other in (*node.all_input_nodes, *info.after))
+        )
+
+    def _is_bound(self, node: fx.Node) -> bool:
+        if _info(node).kind == "pack":
+            return any(self._is_bound(argument) for argument in node.all_input_nodes)
+        return node in self.stage
+
+    def _whole(self, node: fx.Node) -> fx.Node:
+        while _info(node).kind == "part":
+            node = node.all_input_nodes[0]
+        return node
+
+    # --- where they are needed
+
+    def _hold(self, node: fx.Node, stage: int) -> None:
+        """Has `stage` compute `node`."""
+        if node in self.held[stage]:
+            return
+        self.held[stage].add(node)
+        for argument in node.all_input_nodes:
+            self._require(argument, stage, _info(node).after)
+
+    def _require(self, node: fx.Node, stage: int, after: Iterable[fx.Node]) -> None:
+        """Has the value that `node` has after the calls `after` present on `stage`."""
+        info = _info(node)
+        if info.kind == "pack":
+            self.held[stage].add(node)
+            for argument in node.all_input_nodes:
+                self._require(argument, stage, after)
+        elif info.kind == "parameter":  # every stage that uses it has it
+            self.held[stage].add(node)
+        elif node in self.stage:
+            for boundary in range(self.stage[node], stage):
+                self.crossing[boundary].add(node)
+        else:
+            self._hold(node, stage)
+            for writer in after:
+                if info.storage in _info(writer).writes:
+                    self._hold(writer, stage)
+
+    # --- what cannot be cut
+
+    def _check_aliases(self, received: Sequence[fx.Node], stage: int) -> None:
+        written = set().union(*(_info(node).writes for node, where in self.stage.items() if where >= stage))
+        seen: dict[int, fx.Node] = {}
+        for node in received:
+            storage = _info(node).storage
+            assert storage is not None  # only tensors are sent
+            if storage in seen and storage in written:
+                raise TracingError(
+                    f"{_info(node).where}: {seen[storage]} and {node} share memory, both go to pipeline stage {stage}, and it "
+                    f"is changed in place after that. Sent, they share nothing: use an out-of-place operation, or move the cut."
+                )
+            seen[storage] = node
+
+    def _check_attributes(self) -> None:
+        """A buffer that one stage changes and another reads would be out of date there."""
+        for node in self.nodes:
+            if node.op != "get_attr" or _info(node).kind == "parameter":
+                continue
+            storage = _info(node).storage
+            writers = {self.stage[n] for n in self.stage if storage in _info(n).writes}
+            users = {self.stage[n] for n in node.users if n in self.stage}
+            if writers and len(writers | users) > 1:
+                raise TracingError(
+                    f"{_info(node).where}: {node.target} is changed on pipeline stage {max(writers)} and used on stages "
+                    f"{sorted(writers | users)}; each stage has its own copy. Move the cut, or keep it within one layer."
+                )
+
+    def _sorted(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
+        return sorted(nodes, key=self.order.__getitem__)
+
+
+def _info(node: fx.Node) -> Info:
+    info: Info = node.meta["info"]
+    return info

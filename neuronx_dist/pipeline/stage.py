@@ -1,0 +1,198 @@
+"""One stage as a function: what it was sent and the inputs in, what it sends on and the model's outputs out.
+
+A `StagePlan` becomes a list of steps with numbered slots; a slot is emptied after its last use, so that a value lives no
+longer than in the model itself. Modules and parameters are looked up by name in the whole model, whose names they keep.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx, nn
+
+from .partition import StagePlan
+
+__all__ = ["Stage", "add_place"]
+
+
+def add_place(error: BaseException, place: str) -> None:
+    """Says where an error happened, before its own message; its type stays what it was."""
+    if error.args and isinstance(error.args[0], str):
+        error.args = (f"{place}: {error.args[0]}", *error.args[1:])
+    elif hasattr(error, "add_note"):  # Python 3.11
+        error.add_note(f"at {place}")
+
+
+class _Slot(NamedTuple):
+    """Stands for a value, in the arguments of a step."""
+
+    number: int
+
+
+class _Step(NamedTuple):
+    call: Callable[..., Any] | None  # None: `lookup` gives it
+    lookup: Callable[[nn.Module], Any] | None
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    nested: bool  # whether slots lie deeper than in `args` and `kwargs` themselves
+    out: int
+    free: tuple[int, ...]  # slots that nobody reads after this
+    surround: Callable[[], Any] | None  # a context manager to run it in
+    node: fx.Node
+
+
+class Stage:
+    """Runs a plan. Holds no tensors between calls, except constants that the forward made use of."""
+
+    def __init__(self, plan: StagePlan) -> None:
+        self.plan = plan
+        self._slots: dict[fx.Node, int] = {}
+        last_use: dict[fx.Node, fx.Node] = {}
+        for node in plan.nodes:
+            for argument in node.all_input_nodes:
+                last_use[argument] = node
+        kept = {*plan.sent, *(leaf for leaf in plan.outputs if isinstance(leaf, fx.Node))}
+        ends: dict[fx.Node, list[fx.Node]] = {}
+        for node, user in last_use.items():
+            if node not in kept:
+                ends.setdefault(user, []).append(node)
+        self._arrivals = [(self._slot(node), node in plan.copied) for node in plan.received]
+        self._steps: list[_Step] = []
+        self._inputs: list[tuple[int, int, bool]] = []  # slot, number of the input leaf, whether to copy it
+        for node in plan.nodes:
+            if node.op == "placeholder":
+                self._inputs.append((self._slot(node), node.meta["leaf"], node in plan.copied))
+            else:
+                self._steps.append(self._step(node, ends.get(node, [])))
+        self._sent = [self._slot(node) for node in plan.sent]
+        self._outputs = [self._template(leaf) for leaf in plan.outputs]
+
+    @property
+    def input_leaves(self) -> list[int]:
+        """Numbers of the input leaves (of `tree_flatten(inputs)`) that this stage reads."""
+        return [leaf for _, leaf, _ in self._inputs]
+
+    def run(
+        self, module: nn.Module, inputs: dict[int, torch.Tensor], received: Sequence[torch.Tensor]
+    ) -> tuple[list[torch.Tensor], list[Any]]:
+        """Runs the stage on one microbatch.
+
+        Args:
+            module: the whole model; this stage's part of it is on a real device.
+            inputs: tensors by their leaf number, at least `input_leaves`.
+            received: as in `plan.received`.
+
+        Returns:
+            `(sent, outputs)`, as in `plan.sent` and `plan.outputs`.
+
+        Raises:
+            whatever a call raises, with the call and the line it was recorded at before the message.
+        """
+        values: list[Any] = [None] * len(self._slots)
+        for (slot, copied), tensor in zip(self._arrivals, received):
+            values[slot] = tensor.clone() if copied else tensor
+        for slot, leaf, copied in self._inputs:
+            values[slot] = inputs[leaf].clone() if copied else inputs[leaf]
+        for step in self._steps:
+            try:
+                self._run(step, module, values)
+            except Exception as error:
+                add_place(error, f"{step.node} ({step.node.meta['info'].where})")
+                raise
+            for slot in step.free:
+                values[slot] = None
+        return [values[slot] for slot in self._sent], [_fill(leaf, values) for leaf in self._outputs]
+
+    def _run(self, step: _Step, module: nn.Module, values: list[Any]) -> None:
+        if step.lookup is not None:
+            found = step.lookup(module)
+            if step.call is None and step.node.op == "get_attr":
+                values[step.out] = found
+                return
+        call = step.call if step.call is not None else found
+        if step.nested:
+            args, kwargs = _fill(step.args, values), _fill(step.kwargs, values)
+        else:
+            args = [values[x.number] if type(x) is _Slot else x for x in step.args]
+            kwargs = {key: values[x.number] if type(x) is _Slot else x for key, x in step.kwargs.items()}
+        if step.surround is None:
+            values[step.out] = call(*args, **kwargs)
+        else:
+            with step.surround():
+                values[step.out] = call(*args, **kwargs)
+
+    def _step(self, node: fx.Node, ended: Sequence[fx.Node]) -> _Step:
+        info = node.meta["info"]
+        call: Callable[..., Any] | None = None
+        lookup: Callable[[nn.Module], Any] | None = None
+        args: Any
+        kwargs: Any
+        if info.kind == "constant":
+            call, args, kwargs = _constant, (info.constant,), {}
+        else:
+            args, kwargs = self._template(node.args), self._template(node.kwargs)
+            if node.op == "call_function":
+                assert callable(node.target)
+                call = node.target
+            else:
+                lookup = operator.attrgetter(str(node.target))
+        nested = any(_is_nested(x) for x in (*args, *kwargs.values()))
+        free = tuple(self._slot(other) for other in ended)
+        return _Step(call, lookup, tuple(args), dict(kwargs), nested, self._slot(node), free, _surround(info), node)
+
+    def _slot(self, node: fx.Node) -> int:
+        return self._slots.setdefault(node, len(self._slots))
+
+    def _template(self, x: Any) -> Any:
+        """Arguments with slots in the place of nodes, in plain containers (fx has its own, which cannot be changed)."""
+        if isinstance(x, fx.Node):
+            return _Slot(self._slot(x))
+        if isinstance(x, slice):
+            return slice(self._template(x.start), self._template(x.stop), self._template(x.step))
+        if isinstance(x, dict):
+            return {key: self._template(item) for key, item in x.items()}
+        if isinstance(x, list):
+            return [self._template(item) for item in x]
+        if type(x) is tuple:
+            return tuple(self._template(item) for item in x)
+        return x
+
+
+def _constant(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+def _is_nested(x: Any) -> bool:
+    return isinstance(x, (list, dict, slice)) or type(x) is tuple
+
+
+def _fill(x: Any, values: list[Any]) -> Any:
+    if type(x) is _Slot:
+        return values[x.number]
+    if type(x) is tuple:
+        return tuple([_fill(item, values) for item in x])
+    if type(x) is list:
+        return [_fill(item, values) for item in x]
+    if type(x) is dict:
+        return {key: _fill(item, values) for key, item in x.items()}
+    if type(x) is slice:
+        return slice(_fill(x.start, values), _fill(x.stop, values), _fill(x.step, values))
+    return x
+
+
+def _surround(info: Any) -> Callable[[], Any] | None:
+    """What was switched around a call: gradients off, autocast otherwise. Under `run_eval` gradients are off anyway."""
+    if info.autocast is None:
+        return None if info.grad else torch.no_grad
+    device, dtype, enabled = info.autocast
+
+    @contextmanager
+    def both() -> Iterator[None]:
+        with nullcontext() if info.grad else torch.no_grad(), torch.autocast(device, dtype=dtype, enabled=enabled):
+            yield
+
+    return both

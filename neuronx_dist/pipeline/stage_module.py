@@ -1,0 +1,282 @@
+"""The whole model as one rank sees it: real where its stage is, on meta elsewhere, every name as in the model itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.modules.module import _IncompatibleKeys
+
+from .. import comm
+from ..parallel_layers.materialize import install_parameter
+from .partition import Placement
+
+__all__ = ["StageModule"]
+
+
+class _Tied(NamedTuple):
+    """A parameter that several stages hold."""
+
+    name: str  # on this stage
+    first: int  # the stage whose copy counts
+    holders: comm.Communicator
+
+
+class StageModule(nn.Module):
+    """Holds the original module and knows which of its tensors are this stage's.
+
+    `parameters()`, `named_parameters()`, `buffers()` and attributes are those of the whole model; `local_*` are this stage's.
+    """
+
+    def __init__(self, module: nn.Module, stage: int, num_stages: int) -> None:
+        super().__init__()
+        self.original_module = module
+        self.stage = stage
+        self.num_stages = num_stages
+        self.placement: Placement | None = None
+        self.peak_in_flight = 0
+        self._tied: list[_Tied] = []
+        self._aliases: dict[str, list[str]] = {}  # all names of a parameter that has several
+        self._synced = False
+
+    @property
+    def partitioned(self) -> bool:
+        return self.placement is not None
+
+    @property
+    def original_torch_module(self) -> nn.Module:
+        """NxD's name for the original module."""
+        return self.original_module
+
+    @property
+    def device(self) -> torch.device:
+        """Where this stage's parameters are."""
+        first = next(self.local_parameters(), None)
+        return torch.device("cpu") if first is None else first.device
+
+    def is_last_stage(self) -> bool:
+        """Whether this rank's stage is the one that computes the loss."""
+        return self.stage == self.num_stages - 1
+
+    # --- what is local
+
+    def is_local(self, name: str) -> bool:
+        """Whether the parameter, buffer or module of this name in the whole model is of this stage."""
+        if self.placement is None:
+            raise RuntimeError("this model is not partitioned: what is local is known after partition()")
+        stages = self.placement.stages(name)
+        return stages is None or self.stage in stages
+
+    def local_named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """`(name in the whole model, parameter)` of this stage; a tied weight by the name that it has here."""
+        seen: set[int] = set()
+        for name, param in self.original_module.named_parameters(recurse=recurse, remove_duplicate=False):
+            if self.is_local(name) and not (remove_duplicate and id(param) in seen):
+                seen.add(id(param))
+                yield _join(prefix, name), param
+
+    def local_parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        for _, param in self.local_named_parameters(recurse=recurse):
+            yield param
+
+    def local_named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, buffer in self.original_module.named_buffers("", recurse, remove_duplicate):
+            if self.is_local(name):
+                yield _join(prefix, name), buffer
+
+    def local_buffers(self, recurse: bool = True) -> Iterator[torch.Tensor]:
+        for _, buffer in self.local_named_buffers(recurse=recurse):
+            yield buffer
+
+    def local_named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """Modules of this stage, and the containers around them."""
+        for name, module in self.original_module.named_modules(memo, "", remove_duplicate):
+            if self._concerns(name, module):
+                yield _join(prefix, name) if name else prefix, module
+
+    def local_modules(self) -> Iterator[nn.Module]:
+        for _, module in self.local_named_modules():
+            yield module
+
+    def local_named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        for name, child in self.original_module.named_children():
+            if self._concerns(name, child):
+                yield name, child
+
+    def local_children(self) -> Iterator[nn.Module]:
+        for _, child in self.local_named_children():
+            yield child
+
+    def local_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """This stage's part of the whole model's state dict."""
+        state = self.original_module.state_dict(*args, **kwargs)
+        prefix = kwargs.get("prefix", "")
+        return {key: value for key, value in state.items() if self.is_local(key[len(prefix) :])}
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        return self.local_state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Loads this stage's part of a state dict of the whole model, or of this stage.
+
+        Raises:
+            RuntimeError: with `strict`, a key of this stage is missing, or one is not of the model.
+        """
+        wanted = list(self.local_state_dict())
+        found = {}
+        for key in wanted:
+            source = next((name for name in (key, *self._aliases.get(key, ())) if name in state_dict), None)
+            if source is not None:
+                found[key] = state_dict[source]
+        missing = [key for key in wanted if key not in found]
+        unexpected = sorted(set(state_dict) - set(self.original_module.state_dict()))
+        if strict and (missing or unexpected):
+            raise RuntimeError(
+                f"load_state_dict of stage {self.stage}: missing {missing or 'none'}, unexpected {unexpected or 'none'}"
+            )
+        self.original_module.load_state_dict(found, strict=False, assign=assign)
+        return _IncompatibleKeys(missing, unexpected)
+
+    def _concerns(self, name: str, module: nn.Module) -> bool:
+        """Whether a module is of this stage or holds something that is; those without any tensors are everywhere."""
+        if not name:
+            return True
+        if self.placement is not None and self.placement.stages(name) is not None:
+            return self.is_local(name)
+        tensors = [key for key, _ in module.named_parameters(remove_duplicate=False)]
+        tensors += [key for key, _ in module.named_buffers(remove_duplicate=False)]
+        return not tensors or any(self.is_local(f"{name}.{key}") for key in tensors)
+
+    # --- becoming local
+
+    def place(self, placement: Placement) -> None:
+        """Takes up a placement: finds tied weights, and turns what other stages hold to meta. All ranks call it."""
+        self.placement = placement
+        holders: dict[int, set[int]] = {}
+        names: dict[int, list[str]] = {}
+        for name, param in self.original_module.named_parameters(remove_duplicate=False):
+            holders.setdefault(id(param), set()).update(placement.stages(name) or range(self.num_stages))
+            names.setdefault(id(param), []).append(name)
+        self._aliases = {name: group for group in names.values() for name in group if len(group) > 1}
+        groups: dict[tuple[int, ...], comm.Communicator | None] = {}
+        for key, stages in holders.items():
+            if len(stages) > 1:
+                ordered = tuple(sorted(stages))
+                if ordered not in groups:
+                    ranks = [[pipeline[stage] for stage in ordered] for pipeline in comm.current().mesh.groups("pp")]
+                    groups[ordered] = comm.new_group(ranks, f"pp_tied_{'_'.join(map(str, ordered))}")
+                group = groups[ordered]
+                if group is not None:
+                    local = next(name for name in names[key] if self.is_local(name))
+                    self._tied.append(_Tied(local, ordered[0], group))
+        self._drop_others()
+        self._mark_tied()
+
+    def _drop_others(self) -> None:
+        kept = {id(x) for x in self.local_parameters()} | {id(x) for x in self.local_buffers()}
+        turned: dict[int, torch.Tensor] = {}
+        for prefix, module in self.original_module.named_modules(remove_duplicate=False):
+            for table in (module._parameters, module._buffers):
+                for name, tensor in table.items():
+                    if tensor is None or id(tensor) in kept or tensor.is_meta or self.is_local(_join(prefix, name)):
+                        continue
+                    if id(tensor) not in turned:
+                        meta: torch.Tensor = torch.empty_like(tensor, device="meta")
+                        if isinstance(tensor, nn.Parameter):
+                            meta = nn.Parameter(meta, requires_grad=tensor.requires_grad)
+                        meta.__dict__.update(tensor.__dict__)
+                        turned[id(tensor)] = meta
+                        kept.add(id(meta))
+                    table[name] = turned[id(tensor)]
+
+    def initialize(self, init_fn: Callable[[nn.Module], Any]) -> None:
+        """Gives this stage's meta tensors memory on the CPU, and has `init_fn` fill those of each module."""
+        for name, module in self.local_named_modules():
+            own = [*module._parameters.items(), *module._buffers.items()]
+            if any(t is not None and t.is_meta and self.is_local(_join(name, key)) for key, t in own):
+                for key, param in module._parameters.items():
+                    if param is not None and param.is_meta and self.is_local(_join(name, key)):
+                        install_parameter(param, torch.empty_like(param, device="cpu"))
+                for key, buffer in module._buffers.items():
+                    if buffer is not None and buffer.is_meta and self.is_local(_join(name, key)):
+                        module._buffers[key] = torch.empty_like(buffer, device="cpu")
+                init_fn(module)
+
+    # --- tied weights
+
+    def tied_groups(self) -> list[tuple[nn.Parameter, comm.Communicator]]:
+        """`(this stage's copy, ranks that hold one)` of each weight that several stages hold: their gradients are summed."""
+        self._mark_tied()
+        return [(self.original_module.get_parameter(tied.name), tied.holders) for tied in self._tied]
+
+    def sync_tied_weights(self) -> None:
+        """Makes tied weights equal to the copy of the first stage that holds them. All ranks that hold one call it."""
+        for tied in self._tied:
+            value = self.original_module.get_parameter(tied.name).detach()
+            comm.broadcast(value, tied.holders, src=0, out=value)
+        self._synced = True
+
+    def _mark_tied(self) -> None:
+        for tied in self._tied:
+            if tied.first != self.stage:
+                self.original_module.get_parameter(tied.name).shared = True  # type: ignore[attr-defined]  # norms skip it
+
+    # --- a module like the original
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> StageModule:
+        """`.to()` and its like: this stage's tensors move; those of other stages, on meta, only change their dtype."""
+        if self.placement is None:
+            return super()._apply(fn, recurse)
+        local = {id(x) for x in self.local_parameters()} | {id(x) for x in self.local_buffers()}
+        before = [
+            (module, name, param)
+            for module in self.original_module.modules()
+            for name, param in module._parameters.items()
+            if param is not None
+        ]
+
+        def apply(tensor: torch.Tensor) -> torch.Tensor:
+            if id(tensor) in local or not tensor.is_meta:
+                return fn(tensor)
+            return tensor.to(fn(torch.empty(0, dtype=tensor.dtype)).dtype)
+
+        super()._apply(apply, recurse)
+        replaced: dict[int, nn.Parameter] = {}
+        for module, name, param in before:  # from meta to a device torch makes new parameters
+            now = module._parameters[name]
+            assert now is not None
+            if now is not param:
+                now = module._parameters[name] = replaced.setdefault(id(param), now)
+                for key, value in param.__dict__.items():
+                    now.__dict__.setdefault(key, value)
+        return self
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        return self.original_module.named_parameters(prefix, recurse, remove_duplicate)
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        return self.original_module.named_buffers(prefix, recurse, remove_duplicate)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "original_module":
+                raise
+            return getattr(self.original_module, name)
+
+
+def _join(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name

@@ -1,0 +1,549 @@
+"""Recording a model's forward: what it calls, in order, as an `fx.Graph`.
+
+The real `forward` runs once on fake tensors, which have shapes and no values, under a mode that sees every torch function.
+Transformer layers, parallel layers and single layers such as `nn.Linear` are *leaves*: one call, not looked into. So
+Python control flow, masks, rotary embeddings and output classes just work, and what the layers are given is what the
+model itself gives them.
+
+What does not depend on the inputs is computed for real meanwhile (`torch.arange` of a sequence length), so that a model may
+branch on it. A branch on the *values* of an input cannot be recorded; it is an error that names the line.
+
+Each node's `meta["info"]` is an `Info`: where in the source it was called, its result's shape and dtype, and what else
+has to have run before it, because it changes its arguments in place.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.utils._pytree as pytree
+from torch import fx, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .. import comm
+from ..comm.shapes import ShapesCommunicator
+
+__all__ = ["Info", "Recording", "TensorSpec", "TracingError", "is_leaf", "pack", "record"]
+
+
+class TracingError(RuntimeError):
+    """A forward that cannot be recorded; the message names file and line, and what to do."""
+
+
+class TensorSpec(NamedTuple):
+    """What a tensor is, without its values."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, x: torch.Tensor) -> TensorSpec:
+        return cls(tuple(x.shape), tuple(x.stride()), x.dtype, x.requires_grad)
+
+
+@dataclass
+class Info:
+    """What is known about a node beside its call.
+
+    Attributes:
+        where: `file:line` of the user's call.
+        kind: `input`, `parameter`, `buffer`, `constant`, `module`, `function`, `part` (of the result before) or `pack`
+            (arguments put into a container).
+        spec: of the result, if that is a tensor.
+        storage: the memory it lies in: equal for a tensor and its views.
+        after: earlier calls that changed the memory of its arguments.
+        writes: whose memory it changes.
+        random: whether it draws random numbers.
+        grad: whether gradients were enabled, in a forward that is run with gradients.
+        autocast: `(device type, dtype, enabled)` where that differed from around the forward.
+        constant: the tensor itself, for `constant`.
+    """
+
+    where: str
+    kind: str
+    spec: TensorSpec | None = None
+    storage: int | None = None
+    after: set[fx.Node] = field(default_factory=set)
+    writes: set[int] = field(default_factory=set)
+    random: bool = False
+    grad: bool = True
+    autocast: tuple[str, torch.dtype, bool] | None = None
+    constant: torch.Tensor | None = None
+
+
+@dataclass
+class Recording:
+    """A recorded forward.
+
+    Attributes:
+        graph: the calls.
+        result: what the forward returned, with fake tensors.
+        outputs: the leaves of the result: nodes and constants.
+        structure: how they make up the result.
+    """
+
+    graph: fx.Graph
+    result: Any
+    outputs: list[Any]
+    structure: pytree.TreeSpec
+
+    def calls(self) -> list[fx.Node]:
+        """The calls of leaf modules, in order."""
+        return [node for node in self.graph.nodes if node.op == "call_module"]
+
+
+def is_leaf(module: nn.Module, leaf_classes: Sequence[type]) -> bool:
+    """Whether a module is recorded as one call: a given class, or a single layer with parameters or of `torch.nn`.
+
+    A childless module without parameters of its own, such as a rotary embedding, is looked into: what it computes from
+    the inputs alone is then computed on each stage that needs it, instead of being sent.
+    """
+    if isinstance(module, tuple(leaf_classes)):
+        return True
+    if next(module.children(), None) is not None:
+        return False
+    return next(module.parameters(), None) is not None or type(module).__module__.startswith("torch.nn.")
+
+
+def pack(leaves: Sequence[Any], structure: pytree.TreeSpec) -> Any:
+    """The container that `structure` describes, around `leaves`."""
+    return pytree.tree_unflatten(list(leaves), structure)
+
+
+def part(container: Any, index: int) -> Any:
+    """Leaf number `index` of a container of a registered class."""
+    return pytree.tree_leaves(container)[index]
+
+
+def record(
+    module: nn.Module, inputs: dict[str, Any], leaf_classes: Sequence[type] = (), device: torch.device | None = None
+) -> Recording:
+    """Records `module(**inputs)`. Nothing of the module changes, no random number is drawn, nothing is communicated.
+
+    Args:
+        module: may be on meta, in whole or in part.
+        inputs: tensors (real or meta; only shapes, strides and dtypes count) in any containers; all else is taken as constant.
+        leaf_classes: module classes to record as one call.
+        device: where it will run; inputs and meta parameters are taken to be there. None: the device of the first
+            input that is not on meta.
+
+    Raises:
+        TracingError: the forward branches on values, or passes tensors in a way that cannot be followed.
+    """
+    if device is None:
+        tensors = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, torch.Tensor) and not leaf.is_meta]
+        device = tensors[0].device if tensors else torch.device("cpu")
+    recorder = _Recorder(module, leaf_classes, device)
+    here = comm.current()
+    with ExitStack() as stack:
+        stack.enter_context(_intercepted())
+        stack.enter_context(_restored(module))
+        stack.enter_context(_without_cache(module))
+        shapes_only = stack.enter_context(comm.as_rank(here.mesh, here.rank))
+        shapes_only.extras.update(here.extras)  # random streams
+        stack.enter_context(torch.enable_grad())
+        return recorder.run(inputs)
+
+
+# --- the recorder ------------------------------------------------------------------------------------------------------------
+
+_local = threading.local()  # .recorder: the one at work in this thread
+_lock = threading.RLock()  # ranks may be threads, and autograd functions are intercepted for the process
+_APPLY = torch.autograd.Function.__dict__["apply"]
+_DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
+_READS_VALUES = {torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.data_ptr, torch.Tensor.tolist}
+# Calls that return no tensor, and yet are made for their effect.
+_EFFECTS = {torch.Tensor.register_hook, torch.Tensor.retain_grad}
+_OPAQUE = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, torch.layout, range)
+_LIBRARIES = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep, "<")
+
+
+class _Recorder(TorchFunctionMode):
+    def __init__(self, module: nn.Module, leaf_classes: Sequence[type], device: torch.device) -> None:
+        super().__init__()
+        self.module = module
+        self.leaf_classes = leaf_classes
+        self.device = device
+        self.graph = fx.Graph()
+        self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.paused = False
+        self.nodes: dict[int, fx.Node] = {}  # by id of the tensor
+        self.alive: list[torch.Tensor] = []  # what `nodes` speaks of: an id must not be used again
+        self.attributes: dict[int, tuple[str, str, torch.Tensor]] = {}  # id -> (kind, name, tensor used in its place)
+        self.storages: set[int] = set()
+        self.writers: dict[int, list[fx.Node]] = {}  # storage -> calls that changed it so far
+        self.stale: set[int] = set()  # storages whose real values are not what the model would have
+        self.ambient = self._autocast()
+
+    def run(self, inputs: dict[str, Any]) -> Recording:
+        self._replace_attributes()
+        leaves, structure = pytree.tree_flatten(inputs)
+        paths = [pytree.keystr(path).strip("[]'\"") for path, _ in pytree.tree_flatten_with_path(inputs)[0]]
+        for index, (path, leaf) in enumerate(zip(paths, leaves)):
+            if isinstance(leaf, torch.Tensor):
+                node = self.graph.create_node("placeholder", path, name=path if path.isidentifier() else f"input_{index}")
+                leaves[index] = self._fake(leaf, leaf.requires_grad)
+                self._bind(node, leaves[index], Info("the inputs", "input"))
+                node.meta["leaf"] = index
+        _local.recorder = self
+        try:
+            with self:
+                result = self.module(**pytree.tree_unflatten(leaves, structure))
+        finally:
+            _local.recorder = None
+        flat, result_structure = pytree.tree_flatten(result)
+        outputs = [self._argument(leaf, "the result of the model") for leaf in flat]
+        self.graph.output(tuple(outputs))
+        return Recording(self.graph, result, outputs, result_structure)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if self.paused:
+            return func(*args, **(kwargs or {}))
+        return self.call_function(func, args, kwargs or {})
+
+    def call_function(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func is torch.Tensor.__iter__:  # an iterator would hide its tensors
+            return iter(self.call_function(torch.Tensor.unbind, (args[0], 0), {}))
+        target, target_args = func, args
+        name, owner = getattr(func, "__name__", ""), getattr(getattr(func, "__self__", None), "__name__", "")
+        if name == "__get__":  # x.T and such: an object that does not print
+            target, target_args = getattr, (args[0], owner)
+        elif name == "__set__":
+            target, target_args = setattr, (args[0], owner, args[1])
+        return self._record("call_function", target, func, args, kwargs, target_args)
+
+    def call_module(self, module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._record("call_module", name, module._call_impl, args, kwargs, args)
+
+    def _record(
+        self, op: str, target: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], target_args: tuple[Any, ...]
+    ) -> Any:
+        where = _user_line()
+        self.paused = True  # what follows is ours
+        try:
+            return self._record_paused(where, op, target, func, args, kwargs, target_args)
+        finally:
+            self.paused = False
+
+    def _record_paused(
+        self,
+        where: str,
+        op: str,
+        target: Any,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        target_args: tuple[Any, ...],
+    ) -> Any:
+        tensors = list(_tensors((args, kwargs)))
+        known = op == "call_function" and not any(self._is_unknown(x) for x in tensors)
+        grad, autocast = torch.is_grad_enabled(), self._autocast()
+        # Arguments first: afterwards one that is changed in place stands for the result.
+        node_args, node_kwargs = self._argument(tuple(target_args), where), self._argument(dict(kwargs), where)
+        read = {_storage(x) for x in tensors}
+
+        result, effects = self._evaluate(func, args, kwargs, known, where)
+        # A real argument takes part as a fake one, with memory of its own.
+        real = {_storage(self.fake_mode.from_tensor(x)): _storage(x) for x in tensors if not isinstance(x, FakeTensor)}
+        written = {real.get(storage, storage) for storage in effects.writes} & self.storages
+        if not known:
+            self.stale |= {_storage(x) for x in tensors if not isinstance(x, FakeTensor)} & written
+        if not (written or target is setattr or func in _EFFECTS or any(True for _ in _tensors(result))):
+            _refuse_hidden(result, f"the result of {_name(target)}", where)
+            return result  # a shape, a dtype, a number: a constant of this recording
+
+        node = self.graph.create_node(op, target, node_args, node_kwargs)
+        info = Info(
+            where,
+            "module" if op == "call_module" else "function",
+            after={writer for storage in read for writer in self.writers.get(storage, ())},
+            writes=written,
+            random=effects.random,
+            grad=grad,
+            autocast=None if autocast == self.ambient else autocast,
+        )
+        for storage in written:
+            self.writers.setdefault(storage, []).append(node)
+        self._bind(node, result, info)
+        return result
+
+    def _evaluate(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], known: bool, where: str
+    ) -> tuple[Any, _Effects]:
+        """Runs one call on fake tensors; for real instead if its value is known."""
+        effects = _Effects()
+        if func in _READS_VALUES:
+            if not known:
+                raise _reads_values(_name(func), where)
+            return func(*args, **kwargs), effects
+        try:
+            with self.fake_mode, effects:
+                result = func(*args, **kwargs)
+        except _DATA_DEPENDENT as error:
+            if not known:
+                raise _reads_values(_name(func), where) from error
+        if known and not effects.random:
+            result = func(*args, **kwargs)
+        return result, effects
+
+    def _is_unknown(self, x: torch.Tensor) -> bool:
+        return isinstance(x, FakeTensor) or id(x) in self.attributes or _storage(x) in self.stale
+
+    # --- tensors and nodes
+
+    def _bind(self, node: fx.Node, result: Any, info: Info) -> None:
+        """Notes that `node` stands for `result`, and makes nodes for the tensors inside it."""
+        node.meta["info"] = info
+        if isinstance(result, torch.Tensor):
+            info.spec, info.storage = TensorSpec.of(result), _storage(result)
+            self.nodes[id(result)] = node
+            self.alive.append(result)
+            self.storages.add(info.storage)
+            return
+        if not any(True for _ in _tensors(result)):
+            return
+        if isinstance(result, (list, tuple)):
+            items: list[tuple[Any, Any, Any]] = [(operator.getitem, i, item) for i, item in enumerate(result)]
+        elif type(result) is dict:
+            items = [(operator.getitem, key, item) for key, item in result.items()]
+        else:
+            items = [(part, i, leaf) for i, leaf in enumerate(pytree.tree_leaves(result))]
+        for take, key, item in items:
+            if any(True for _ in _tensors(item)):
+                child = self.graph.create_node("call_function", take, (node, key))
+                self._bind(child, item, Info(info.where, "part"))
+
+    def _argument(self, x: Any, where: str) -> Any:
+        """A node's argument for `x`: tensors become nodes, all else stays."""
+        if isinstance(x, torch.Tensor):
+            return self._node(x, where)
+        if isinstance(x, _OPAQUE):
+            return x
+        if isinstance(x, slice):
+            return slice(*(self._argument(bound, where) for bound in (x.start, x.stop, x.step)))
+        if type(x) in (list, tuple):
+            return type(x)(self._argument(item, where) for item in x)
+        if type(x) is dict:
+            return {key: self._argument(item, where) for key, item in x.items()}
+        if isinstance(x, ShapesCommunicator):  # it communicates nothing; its axis names the real one
+            axes = tuple(x.axis.split(","))
+            return axes[0] if len(axes) == 1 else axes
+        leaves, structure = pytree.tree_flatten(x)
+        if not structure.is_leaf():
+            if not any(True for _ in _tensors(leaves)):
+                return x
+            node = self.graph.create_node("call_function", pack, (self._argument(leaves, where), structure))  # type: ignore[arg-type]
+            node.meta["info"] = Info(where, "pack")
+            return node
+        _refuse_hidden(x, "an argument", where)
+        return x
+
+    def _node(self, x: torch.Tensor, where: str) -> fx.Node:
+        node = self.nodes.get(id(x))
+        if node is None:
+            kind, name, stand_in = self.attributes.get(id(x), ("", "", x))
+            if not kind:
+                if isinstance(x, FakeTensor):
+                    raise TracingError(
+                        f"{where}: a tensor of shape {tuple(x.shape)} comes from a call that cannot be recorded. If it is "
+                        f"made by a module of yours, list its class in leaf_module_cls."
+                    )
+                kind, name = "constant", f"_constant_{len(self.alive)}"
+            node = self.graph.create_node("get_attr", name)
+            self._bind(node, stand_in, Info(where, kind, constant=x if kind == "constant" else None))
+            self.nodes[id(x)] = node
+            self.alive.append(x)
+        spec = node.meta["info"].spec
+        if x.requires_grad and not spec.requires_grad:  # changed in place since
+            node.meta["info"].spec = spec._replace(requires_grad=True)
+        return node
+
+    def _fake(self, x: torch.Tensor, requires_grad: bool) -> torch.Tensor:
+        with self.fake_mode:
+            fake = torch.empty_strided(
+                x.shape, x.stride(), dtype=x.dtype, device=self.device if x.is_meta else x.device
+            )
+        return fake.requires_grad_(requires_grad)
+
+    def _replace_attributes(self) -> None:
+        """Puts fake tensors in the place of parameters and buffers, and makes the leaves report to us."""
+        fakes: dict[int, torch.Tensor] = {}
+        for prefix, module in self.module.named_modules():
+            for kind, table in (("parameter", module._parameters), ("buffer", module._buffers)):
+                for name, tensor in table.items():
+                    if tensor is None:
+                        continue
+                    fake = fakes.get(id(tensor))
+                    if fake is None:
+                        fake = self._fake(tensor, False)
+                        if kind == "parameter":
+                            fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
+                        fake.__dict__.update(tensor.__dict__)
+                        fakes[id(tensor)] = fake
+                        qualified = f"{prefix}.{name}" if prefix else name
+                        self.attributes[id(fake)] = self.attributes[id(tensor)] = (kind, qualified, fake)
+                        self.alive += [tensor, fake]
+                        self.storages.add(_storage(fake))
+                    table[name] = fake
+        self._report_calls(self.module, "")
+
+    def _report_calls(self, module: nn.Module, prefix: str) -> None:
+        for name, child in module.named_children():
+            path = f"{prefix}.{name}" if prefix else name
+            if is_leaf(child, self.leaf_classes):
+                # `Module.__call__` asks this attribute, which `Module.compile` sets: an interception per object, so
+                # that other models of the process, and other ranks that are threads, see nothing of it.
+                child.__dict__["_compiled_call_impl"] = functools.partial(_leaf_called, self, child, path)
+            else:
+                self._report_calls(child, path)
+
+    def _autocast(self) -> tuple[str, torch.dtype, bool]:
+        device = self.device.type
+        return device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+
+
+def _leaf_called(recorder: _Recorder, module: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
+    if getattr(_local, "recorder", None) is not recorder or recorder.paused:
+        return module._call_impl(*args, **kwargs)
+    return recorder.call_module(module, name, args, kwargs)
+
+
+class _Effects(TorchDispatchMode):
+    """Notes, of the operators that run inside, whether any draws random numbers, and whose memory they change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.random = False
+        self.writes: set[int] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.random |= torch.Tag.nondeterministic_seeded in func.tags
+        for position, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                value = args[position] if position < len(args) else (kwargs or {}).get(argument.name)
+                self.writes |= {_storage(x) for x in _tensors(value)}
+        return func(*args, **(kwargs or {}))
+
+
+# --- surroundings ------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _intercepted() -> Iterator[None]:
+    """Makes `Function.apply` report to this thread's recorder: inside it gradients are off, which must not be recorded."""
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        recorder: _Recorder | None = getattr(_local, "recorder", None)
+        original = _APPLY.__get__(None, cls)
+        if recorder is None or recorder.paused:
+            return original(*args, **kwargs)
+        if cls.__name__ == "CheckpointFunction":
+            raise TracingError(
+                f"{_user_line()}: activation checkpointing around several layers cannot be recorded; do it inside a "
+                f"transformer layer, or use use_reentrant=False."
+            )
+        return recorder.call_function(original, args, kwargs)
+
+    with _lock:
+        torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            torch.autograd.Function.apply = _APPLY  # type: ignore[method-assign]
+
+
+@contextmanager
+def _restored(module: nn.Module) -> Iterator[None]:
+    """Takes back whatever a forward, run on fake tensors, keeps on its modules (caches, counters, buffers)."""
+    tables = ("_parameters", "_buffers", "_modules")
+    saved = [(m, dict(m.__dict__), {t: dict(m.__dict__[t]) for t in tables}) for m in module.modules()]
+    try:
+        yield
+    finally:
+        for m, attributes, contents in saved:
+            m.__dict__.clear()
+            m.__dict__.update(attributes)
+            for table, content in contents.items():
+                m.__dict__[table].clear()
+                m.__dict__[table].update(content)
+
+
+@contextmanager
+def _without_cache(module: nn.Module) -> Iterator[None]:
+    """Switches `config.use_cache` off, as Hugging Face's models have it: a cache is of no use to a pipeline."""
+    configs = {id(c): c for m in module.modules() if (c := getattr(m, "config", None)) is not None}
+    changed = [c for c in configs.values() if getattr(c, "use_cache", False) is True]
+    for config in changed:
+        config.use_cache = False
+    try:
+        yield
+    finally:
+        for config in changed:
+            config.use_cache = True
+
+
+def _tensors(x: Any) -> Iterator[torch.Tensor]:
+    """All tensors in containers, slices included."""
+    for leaf in pytree.tree_leaves(x):
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+        elif isinstance(leaf, slice):
+            yield from _tensors((leaf.start, leaf.stop, leaf.step))
+
+
+def _storage(x: torch.Tensor) -> int:
+    return int(x.untyped_storage()._cdata) if x.layout is torch.strided else id(x)
+
+
+def _refuse_hidden(x: Any, what: str, where: str) -> None:
+    """Objects may go through as they are, unless they carry tensors that nobody would follow."""
+    if isinstance(x, (nn.Module, type)) or callable(x):
+        return
+    held = getattr(x, "__dict__", {})
+    if any(isinstance(tensor, FakeTensor) for tensor in _tensors(list(held.values()))):
+        raise TracingError(
+            f"{where}: {what} is a {type(x).__name__} that holds tensors. Register the class with "
+            f"torch.utils._pytree.register_pytree_node, or pass its tensors in a tuple or dict."
+        )
+
+
+def _reads_values(name: str, where: str) -> TracingError:
+    return TracingError(
+        f"{where}: {name} needs the values of a tensor that depends on the model's inputs. A pipeline records the forward "
+        f"once for all batches of a shape, so it cannot branch on values: use torch.where or a mask, or put the code in "
+        f"a module whose class is in leaf_module_cls if its output shapes do not depend on values."
+    )
+
+
+def _name(target: Callable[..., Any] | str) -> str:
+    return target if isinstance(target, str) else getattr(target, "__name__", repr(target))
+
+
+def _user_line() -> str:
+    """`file:line` of the nearest frame that is neither torch's nor ours."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
