@@ -155,7 +155,7 @@ class Backend:
     def communicator(
         self, label: str, groups: Sequence[Sequence[int]], global_rank: int, own: bool = False
     ) -> Communicator:
-        """The communicator of the group in `groups` that holds `global_rank`; every rank of that group calls this.
+        """The communicator of the group in `groups` that holds `global_rank`; every rank of the world calls this.
 
         Groups of equal ranks may share a connection, unless `own`.
         """

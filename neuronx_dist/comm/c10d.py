@@ -134,18 +134,20 @@ class C10dBackend(Backend):
         self.monitor = monitor
         self._groups: list[dist.ProcessGroup] = []
         self._by_ranks: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        self._world = dist.group.WORLD
 
     def communicator(
         self, label: str, groups: Sequence[Sequence[int]], global_rank: int, own: bool = False
     ) -> Communicator:
-        ranks = tuple(next(group for group in groups if global_rank in group))
-        if len(ranks) == 1:
-            return Communicator(label, ranks, global_rank)
         # On NCCL a group is a stream of its own, in which messages of two directions can block each other; gloo has no
         # streams, and a group costs it a connection to every member.
         own = own and dist.get_backend() != "gloo"
-        group = self._new_group(ranks) if own else self._group(ranks)
+        made = [self._group(tuple(ranks), own) for ranks in groups]
+        index = next(index for index, ranks in enumerate(groups) if global_rank in ranks)
+        ranks = groups[index]
+        if len(ranks) == 1:
+            return Communicator(label, ranks, global_rank)
+        group = made[index]
+        assert group is not None
         return C10dCommunicator(group, label, ranks, global_rank, self.monitor)
 
     def wrap(self, group: Any, global_rank: int) -> Communicator:
@@ -160,7 +162,11 @@ class C10dBackend(Backend):
 
     def single(self, communicator: Communicator) -> dist.ProcessGroup:
         """A process group for a communicator of one rank, for scripts that hand it to torch.distributed."""
-        return self._group(communicator.ranks)
+        ranks = communicator.ranks
+        if ranks not in self._by_ranks:
+            group = dist.new_group(list(ranks), timeout=self.timeout, use_local_synchronization=True)
+            self._by_ranks[ranks] = self._keep(group)
+        return self._by_ranks[ranks]
 
     def close(self) -> None:
         for group in self._groups:
@@ -168,17 +174,23 @@ class C10dBackend(Backend):
         self._groups.clear()
         self._by_ranks.clear()
 
-    def _group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
-        """The process group over `ranks`, made once; the world's own where the ranks are the world in order."""
-        if self._world is not None and ranks == tuple(range(dist.get_world_size())) and self.timeout is None:
-            return self._world
+    def _group(self, ranks: tuple[int, ...], own: bool) -> dist.ProcessGroup | None:
+        """The process group over `ranks`, made once unless `own`; None where there is no need of one.
+
+        Every rank of the world takes part in making every group. (torch can make one among its members alone, but names
+        it after its ranks, so that a second one, after the first was destroyed, meets the addresses of the first.)
+        """
+        if len(ranks) == 1:
+            return None
+        if not own and self.timeout is None and ranks == tuple(range(dist.get_world_size())):
+            return dist.group.WORLD
+        if own:
+            return self._keep(dist.new_group(list(ranks), timeout=self.timeout))
         if ranks not in self._by_ranks:
-            self._by_ranks[ranks] = self._new_group(ranks)
+            self._by_ranks[ranks] = self._keep(dist.new_group(list(ranks), timeout=self.timeout))
         return self._by_ranks[ranks]
 
-    def _new_group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
-        # Only the members call: the groups of an axis are made side by side, and other ranks need not know of them.
-        group = dist.new_group(list(ranks), timeout=self.timeout, use_local_synchronization=True)
-        assert isinstance(group, dist.ProcessGroup)
-        self._groups.append(group)
+    def _keep(self, group: Any) -> dist.ProcessGroup:
+        if group != dist.GroupMember.NON_GROUP_MEMBER:
+            self._groups.append(group)
         return group

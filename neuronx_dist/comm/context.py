@@ -21,7 +21,7 @@ AxisLike = Axis | Communicator | Any  # Any: a torch ProcessGroup
 
 
 class Context:
-    """A rank's place in a mesh, and its communicators, made when first asked for and kept."""
+    """A rank's place in a mesh, and its communicators, made when first asked for (by all ranks together) and kept."""
 
     def __init__(self, mesh: Mesh, rank: int, backend: Backend) -> None:
         mesh.coordinates(rank)  # raises for a rank outside the world
@@ -56,9 +56,9 @@ class Context:
             raise ValueError(
                 f"new_group {label!r}: {groups} must be disjoint lists of ranks below {self.mesh.world_size}"
             )
-        if self.rank not in seen:
-            return None
-        return self.backend.communicator(label, groups, self.rank, own=True)
+        others = [[rank] for rank in range(self.mesh.world_size) if rank not in seen]
+        made = self.backend.communicator(label, [*groups, *others], self.rank, own=True)
+        return made if self.rank in seen else None
 
 
 _default: Context | None = None
