@@ -99,6 +99,18 @@ class TextData:
     def decode(self, tokens: Sequence[int]) -> str:
         return self.tokenizer.decode(tokens)
 
+    def continuation(self, folder: Path, prompt: str, count: int = 160) -> str:
+        """What a saved model makes of a prompt. It is loaded as any Hugging Face model is."""
+        from transformers import AutoModelForCausalLM
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        ids = torch.tensor([self.encode(prompt)])
+        end = self.tokenizer.eos_token_id
+        found = model.generate(ids, max_new_tokens=count, do_sample=True, temperature=0.7, top_k=20, pad_token_id=end)
+        return self.decode(found[0].tolist())
+
     def _windows(self, stream: torch.Tensor, starts: list[int]) -> dict[str, torch.Tensor]:
         rows = torch.stack([stream[start : start + self.seq_len] for start in starts]).long()
         return {"input_ids": rows, "labels": rows.clone()}

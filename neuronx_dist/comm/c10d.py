@@ -1,13 +1,15 @@
 """torch.distributed process groups: gloo on CPU, NCCL on CUDA.
 
 gloo's own collectives are used only where they are fast. Its reduce_scatter is a whole all-reduce and a copy of one chunk: here
-it is an all_to_all and a sum in rank order. Its all_gather copies everything twice: here it is point-to-point messages straight
-between the caller's buffers. (`benchmarks/gloo_collectives.py` compares them.)
+it is an all_to_all and a sum in rank order, which is faster at every size. Its all_gather copies everything twice and goes round
+a ring: here large ones are messages straight between the caller's buffers, and small ones an all_to_all of equal pieces.
+(`benchmarks/gloo_collectives.py` compares them.)
 """
 
 from __future__ import annotations
 
 import datetime
+import inspect
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -26,6 +28,8 @@ _all_gather_single = dist.all_gather_single if hasattr(dist, "all_gather_single"
 _reduce_scatter_single = (
     dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
 )
+_KEEPS_ORDER = "sort_ranks" in inspect.signature(dist.new_group).parameters  # not in torch 2.9
+_SMALL = 1 << 20  # bytes of an all_gather's result up to which, on gloo, one all_to_all beats a message each way per pair of ranks
 _TAG = 1 << 20  # collectives made of messages use tags of their own, so that they never meet a user's send
 
 
@@ -49,6 +53,8 @@ class C10dCommunicator(Communicator):
     def start_all_gather(self, gathered: torch.Tensor, x: torch.Tensor) -> WorkLike:
         if not self._gloo:
             return _all_gather_single(gathered, x, group=self.group, async_op=True)
+        if gathered.nbytes <= _SMALL:
+            return self.start_all_to_all(gathered, x.expand_as(gathered).contiguous())
         gathered[self.rank].copy_(x)
         works: list[WorkLike] = []
         for step in range(1, self.size):  # nearest neighbours first; receives before sends, so that nothing is buffered
@@ -71,6 +77,8 @@ class C10dCommunicator(Communicator):
         return Works([self.start_all_to_all(received, scattered)], reduce)
 
     def start_all_to_all(self, gathered: torch.Tensor, scattered: torch.Tensor) -> WorkLike:
+        if self._gloo:  # it refuses some dtypes (int16, float8); bytes are bytes
+            gathered, scattered = gathered.view(-1).view(torch.uint8), scattered.view(-1).view(torch.uint8)
         return dist.all_to_all_single(gathered, scattered, group=self.group, async_op=True)
 
     def start_permute(self, out: torch.Tensor, x: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> WorkLike:
@@ -185,10 +193,21 @@ class C10dBackend(Backend):
         if not own and self.timeout is None and ranks == tuple(range(dist.get_world_size())):
             return dist.group.WORLD
         if own:
-            return self._keep(dist.new_group(list(ranks), timeout=self.timeout))
+            return self._make(ranks)
         if ranks not in self._by_ranks:
-            self._by_ranks[ranks] = self._keep(dist.new_group(list(ranks), timeout=self.timeout))
+            self._by_ranks[ranks] = self._make(ranks)
         return self._by_ranks[ranks]
+
+    def _make(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+        options: dict[str, Any] = {}
+        if list(ranks) != sorted(ranks):  # torch would number the members in ascending order, whatever was asked for
+            if not _KEEPS_ORDER:
+                raise ValueError(
+                    f"group {list(ranks)}: torch {torch.__version__} makes groups of ascending ranks only; name merged axes "
+                    f"outermost first, as in ('pp', 'tp'), or use a newer torch"
+                )
+            options["sort_ranks"] = False
+        return self._keep(dist.new_group(list(ranks), timeout=self.timeout, **options))
 
     def _keep(self, group: Any) -> dist.ProcessGroup:
         if group != dist.GroupMember.NON_GROUP_MEMBER:

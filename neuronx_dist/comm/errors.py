@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
+import torch
+
 __all__ = ["CommError", "CommTimeout", "RemoteRankError", "call_site"]
 
-_PACKAGE = str(Path(__file__).resolve().parent.parent)
+_PACKAGE = str(Path(__file__).parent.parent) + os.sep
+_TORCH = str(Path(torch.__file__).parent) + os.sep
 
 
 class CommError(RuntimeError):
@@ -34,7 +38,7 @@ def call_site() -> str:
         name = frame.f_code.co_filename
         if not name.startswith(_PACKAGE):
             here = f"{name}:{frame.f_lineno}"
-            if "/torch/" not in name and not name.startswith("<"):
+            if not name.startswith(_TORCH) and not name.startswith("<"):
                 return here
             fallback = fallback or here
         frame = frame.f_back  # type: ignore[assignment]

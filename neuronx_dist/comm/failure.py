@@ -2,8 +2,8 @@
 
 The first rank with an uncaught exception writes it to the job's store and waits a moment until the others have read it;
 a watching thread on every rank reads the store twice a second. A rank that is in a collective at that time gets the
-message as a `RemoteRankError`; one that is stuck, or computes for long, is ended after a grace period, its message
-printed.
+message as a `RemoteRankError`; every rank prints it, and one that is stuck, or computes for long, is ended after a grace
+period.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ class FailureMonitor:
         self._store = dist.PrefixStore(f"neuronx_dist/failure/{number}", store)
         self._stop = threading.Event()
         self._seen: Failure | None = None
+        self._acknowledged = False
         self._thread: threading.Thread | None = None
         self._previous_hook: Any = None
 
@@ -106,6 +107,9 @@ class FailureMonitor:
         return self._seen
 
     def _acknowledge(self) -> None:
+        if self._acknowledged:
+            return
+        self._acknowledged = True
         try:
             self._store.add("acknowledged", 1)
         except RuntimeError:
@@ -118,13 +122,13 @@ class FailureMonitor:
                 continue
             if failure.rank == self.rank:
                 return
+            # Said before it is acknowledged: a launcher ends the others as soon as the failed rank has gone.
+            self._say(f"rank {failure.rank} failed first: {failure.message}")
             self._acknowledge()
             if self._stop.wait(_GRACE):
                 return
-            print(
-                f"[rank {self.rank}] rank {failure.rank} failed first: {failure.message}\n"
-                f"[rank {self.rank}] this rank did not end by itself within {_GRACE:g} s and is ended now",
-                file=sys.stderr,
-                flush=True,
-            )
+            self._say(f"this rank did not end by itself within {_GRACE:g} s and is ended now")
             os._exit(1)
+
+    def _say(self, text: str) -> None:
+        print(f"[rank {self.rank}] {text}", file=sys.stderr, flush=True)

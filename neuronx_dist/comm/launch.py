@@ -34,7 +34,7 @@ def init_distributed(device: str = "auto", timeout: float | None = None) -> torc
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device not in ("cpu", "cuda"):
-        raise ValueError(f"device must be auto, cpu or cuda; got {device!r}")
+        raise ValueError(f"device {device!r} is not one that this version runs on: use auto, cpu or cuda")
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device cuda was asked for, but torch.cuda.is_available() is False; use device cpu")
     place = torch.device(device)

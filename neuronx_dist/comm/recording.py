@@ -4,6 +4,7 @@ it.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
@@ -35,8 +36,9 @@ class _Recorder:
         self.calls: list[Call] = []
 
 
-# Read on every collective: the empty list is the whole cost of not recording.
-recorders: list[_Recorder] = []
+# Read on every collective: the empty tuple is the whole cost of not recording. Replaced, never changed: other threads iterate.
+recorders: tuple[_Recorder, ...] = ()
+_changing = threading.Lock()
 
 
 def note(
@@ -69,8 +71,11 @@ def record(*, waits: bool = False, all_ranks: bool = False) -> Iterator[list[Cal
     from .context import current, is_initialized
 
     recorder = _Recorder(None if all_ranks or not is_initialized() else current().rank, waits)
-    recorders.append(recorder)
+    global recorders
+    with _changing:
+        recorders = (*recorders, recorder)
     try:
         yield recorder.calls
     finally:
-        recorders.remove(recorder)
+        with _changing:
+            recorders = tuple(other for other in recorders if other is not recorder)

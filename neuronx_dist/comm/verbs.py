@@ -49,8 +49,10 @@ def all_reduce(
     if comm.size == 1:
         return _alone(comm, x, out, async_op)
     dtype = _wire_dtype(x, op, reduce_dtype)
-    if out is not None and dtype == out.dtype and out.is_contiguous():
-        buffer = out if out is x else out.copy_(x)
+    _check_out(out, x.shape, comm, "all_reduce")
+    direct = out is not None and dtype == out.dtype and out.is_contiguous()
+    if direct and out is not None:
+        buffer = out.detach() if out is x else out.detach().copy_(x.detach())
     elif dtype != x.dtype:
         buffer = x.detach().to(dtype, memory_format=torch.contiguous_format)
     else:
@@ -59,7 +61,11 @@ def all_reduce(
         recording.note(comm, "all_reduce", x, op=op, dtype=dtype)
     result_dtype = x.dtype
     return _run(
-        comm, "all_reduce", comm.start_all_reduce(buffer, op), async_op, lambda: _deliver(buffer, out, result_dtype)
+        comm,
+        "all_reduce",
+        lambda: comm.start_all_reduce(buffer, op),
+        async_op,
+        lambda: out if direct and out is not None else _deliver(buffer, out, result_dtype),
     )
 
 
@@ -74,14 +80,15 @@ def all_gather(
     x = x.detach()
     shape = (*x.shape[:dim], comm.size * x.shape[dim], *x.shape[dim + 1 :])
     leading = dim == 0 or x.shape[:dim].numel() == 1  # then the stacked buffer is the concatenation
-    direct = out is not None and leading and out.is_contiguous() and out.dtype == x.dtype and out.shape == shape
+    _check_out(out, shape, comm, "all_gather")
+    direct = out is not None and leading and out.is_contiguous() and out.dtype == x.dtype
     if direct and out is not None:
         gathered = out.detach().view(comm.size, *x.shape)
     else:
         gathered = x.new_empty((comm.size, *x.shape))
     if recording.recorders:
         recording.note(comm, "all_gather", x, scale=comm.size)
-    work = comm.start_all_gather(gathered, x.contiguous())
+    x = x.contiguous()
 
     def finish() -> torch.Tensor:
         if direct and out is not None:
@@ -89,7 +96,7 @@ def all_gather(
         result = gathered.view(shape) if leading else gathered.movedim(0, dim).reshape(shape)
         return _deliver(result, out, x.dtype)
 
-    return _run(comm, "all_gather", work, async_op, finish)
+    return _run(comm, "all_gather", lambda: comm.start_all_gather(gathered, x), async_op, finish)
 
 
 def reduce_scatter(
@@ -116,14 +123,14 @@ def reduce_scatter(
         scattered = scattered.to(dtype)
     if recording.recorders:
         recording.note(comm, "reduce_scatter", x, op=op, dtype=dtype)
-    direct = out is not None and out.is_contiguous() and out.dtype == dtype and out.shape == scattered.shape[1:]
+    _check_out(out, scattered.shape[1:], comm, "reduce_scatter")
+    direct = out is not None and out.is_contiguous() and out.dtype == dtype
     piece = out.detach() if direct and out is not None else scattered.new_empty(scattered.shape[1:])
-    work = comm.start_reduce_scatter(piece, scattered, op)
     result_dtype = x.dtype
     return _run(
         comm,
         "reduce_scatter",
-        work,
+        lambda: comm.start_reduce_scatter(piece, scattered, op),
         async_op,
         lambda: out if direct and out is not None else _deliver(piece, out, result_dtype),
     )
@@ -147,13 +154,13 @@ def all_to_all(
     if recording.recorders:
         recording.note(comm, "all_to_all", x)
     gathered = torch.empty_like(scattered)
-    work = comm.start_all_to_all(gathered, scattered)
     shape = list(scattered.shape[1:])
     shape[concat_dim] *= comm.size
+    _check_out(out, shape, comm, "all_to_all")
     return _run(
         comm,
         "all_to_all",
-        work,
+        lambda: comm.start_all_to_all(gathered, scattered),
         async_op,
         lambda: _deliver(gathered.movedim(0, concat_dim).reshape(shape), out, x.dtype),
     )
@@ -176,14 +183,20 @@ def permute(
             raise ValueError(
                 f"permute over {comm.axis}: pairs {pairs} must use each index in 0..{comm.size - 1} at most once a side"
             )
+    _check_out(out, x.shape, comm, "permute")
+    if comm.size == 1:
+        return _alone(comm, x if pairs else torch.zeros_like(x), out, async_op)
     x = x.detach().contiguous()
-    if recording.recorders and comm.size > 1:
+    if recording.recorders:
         recording.note(comm, "permute", x)
     result = torch.empty_like(x)
-    if comm.size == 1:
-        result = x.clone() if pairs else torch.zeros_like(x)
-        return _run(comm, "permute", None, async_op, lambda: _deliver(result, out, x.dtype))
-    return _run(comm, "permute", comm.start_permute(result, x, pairs), async_op, lambda: _deliver(result, out, x.dtype))
+    return _run(
+        comm,
+        "permute",
+        lambda: comm.start_permute(result, x, pairs),
+        async_op,
+        lambda: _deliver(result, out, x.dtype),
+    )
 
 
 def broadcast(
@@ -194,23 +207,31 @@ def broadcast(
     _index(comm, src, "broadcast", "src")
     if comm.size == 1:
         return _alone(comm, x, out, async_op)
-    if out is not None and out.is_contiguous() and out.dtype == x.dtype:
-        buffer = out if out is x else out.copy_(x)
+    _check_out(out, x.shape, comm, "broadcast")
+    direct = out is not None and out.is_contiguous() and out.dtype == x.dtype
+    if direct and out is not None:
+        buffer = out.detach() if out is x else out.detach().copy_(x.detach())
     else:
         buffer = x.detach().clone(memory_format=torch.contiguous_format)
     if recording.recorders:
         recording.note(comm, "broadcast", x)
-    return _run(comm, "broadcast", comm.start_broadcast(buffer, src), async_op, lambda: _deliver(buffer, out, x.dtype))
+    return _run(
+        comm,
+        "broadcast",
+        lambda: comm.start_broadcast(buffer, src),
+        async_op,
+        lambda: out if direct and out is not None else _deliver(buffer, out, x.dtype),
+    )
 
 
 def send(x: torch.Tensor, axis: AxisLike, *, dst: int, tag: int = 0, async_op: bool = False) -> Result:
     """Sends `x` to the rank with group index `dst`, which calls `recv` with an equal shape and dtype. Returns `x`."""
     comm = communicator(axis)
     _peer(comm, dst, "send", "dst")
-    x = x.detach().contiguous()
+    buffer = x.detach().contiguous()
     if recording.recorders:
         recording.note(comm, "send", x)
-    return _run(comm, "send", comm.start_send(x, dst, tag), async_op, lambda: x)
+    return _run(comm, "send", lambda: comm.start_send(buffer, dst, tag), async_op, lambda: x)
 
 
 def recv(out: torch.Tensor, axis: AxisLike, *, src: int, tag: int = 0, async_op: bool = False) -> Result:
@@ -223,7 +244,7 @@ def recv(out: torch.Tensor, axis: AxisLike, *, src: int, tag: int = 0, async_op:
         )
     if recording.recorders:
         recording.note(comm, "recv", out)
-    return _run(comm, "recv", comm.start_recv(out.detach(), src, tag), async_op, lambda: out)
+    return _run(comm, "recv", lambda: comm.start_recv(out.detach(), src, tag), async_op, lambda: out)
 
 
 def barrier(axis: AxisLike = "world") -> None:
@@ -250,16 +271,20 @@ def broadcast_object(obj: Any, axis: AxisLike = "world", src: int = 0) -> Any:
 
 
 def _run(
-    comm: Communicator, verb: str, work: WorkLike | None, async_op: bool, finish: Callable[[], torch.Tensor]
+    comm: Communicator, verb: str, start: Callable[[], WorkLike], async_op: bool, finish: Callable[[], torch.Tensor]
 ) -> torch.Tensor | Handle:
-    if async_op:
-        return Handle(comm, verb, work, finish)
-    if work is not None:
-        try:
+    try:  # a connection that is known to be broken raises at once
+        work = start()
+        if not async_op:
             work.wait()
-        except RuntimeError as error:
-            comm.explain(verb, error)
-    return finish()
+    except RuntimeError as error:
+        comm.explain(verb, error)
+    return Handle(comm, verb, work, finish) if async_op else finish()
+
+
+def _check_out(out: torch.Tensor | None, shape: Sequence[int], comm: Communicator, verb: str) -> None:
+    if out is not None and tuple(out.shape) != tuple(shape):  # copy_ would broadcast
+        raise ValueError(f"{verb} over {comm.axis}: out has shape {tuple(out.shape)}, the result {tuple(shape)}")
 
 
 def _alone(comm: Communicator, x: torch.Tensor, out: torch.Tensor | None, async_op: bool) -> Result:

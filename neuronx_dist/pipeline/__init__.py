@@ -2,8 +2,8 @@
 
 from .model import NxDPPModel
 from .partition import create_partitions
+from .recording import TracingError
 from .schedule import Kind, Task, format_schedule, inference, one_f_one_b, simulate
-from .trace import TracingError
 
 __all__ = [
     "Kind",

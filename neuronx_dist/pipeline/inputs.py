@@ -10,7 +10,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx, nn
 
-from .trace import Recording
+from .recording import Recording
 
 __all__ = ["Batch", "evaluating", "find_loss"]
 
@@ -42,7 +42,8 @@ class Batch:
             if isinstance(leaf, torch.Tensor) and leaf.ndim and leaf.shape[0] % num_microbatches:
                 raise ValueError(
                     f"input {pytree.keystr(path)} has {leaf.shape[0]} rows, which is not divisible into "
-                    f"{num_microbatches} microbatches: nearest are {leaf.shape[0] // num_microbatches * num_microbatches} and "
+                    f"{num_microbatches} microbatches: nearest are "
+                    f"{leaf.shape[0] // num_microbatches * num_microbatches} and "
                     f"{-(-leaf.shape[0] // num_microbatches) * num_microbatches}"
                 )
 
@@ -109,8 +110,8 @@ def find_loss(recording: Recording, spec: Any) -> fx.Node:
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         what = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else repr(loss)
         raise ValueError(
-            f"output_loss_value_spec={spec!r} marks an output that is no scalar tensor but {what}: is the spec right, and were "
-            f"labels given?"
+            f"output_loss_value_spec={spec!r} marks an output that is no scalar tensor but {what}: is the spec right, "
+            f"and were labels given?"
         )
     flat = pytree.tree_leaves(recording.result)
     node = recording.outputs[next(index for index, leaf in enumerate(flat) if leaf is loss)]
@@ -123,7 +124,7 @@ def _marked(output: Any, spec: Any, where: str) -> Iterator[Any]:
         yield output
     elif isinstance(spec, Mapping):
         if not isinstance(output, Mapping):
-            raise ValueError(f"output_loss_value_spec is a dict, but {where} is a {type(output).__name__}")
+            raise ValueError(f"output_loss_value_spec is a dict, but {where} is a {_kind(output)}")
         for key, inner in spec.items():
             if inner and key not in output:
                 raise ValueError(f"output_loss_value_spec names {key!r}, but {where} has {sorted(map(str, output))}")
@@ -133,7 +134,7 @@ def _marked(output: Any, spec: Any, where: str) -> Iterator[Any]:
         items = list(output.values()) if isinstance(output, Mapping) else output
         if not isinstance(items, (tuple, list)) or len(items) < len(spec):
             raise ValueError(
-                f"output_loss_value_spec has {len(spec)} entries, but {where} is a {type(output).__name__}"
+                f"output_loss_value_spec has {len(spec)} entries, but {where} is a {_kind(output)}"
                 + (f" of {len(items)}" if isinstance(items, (tuple, list)) else "")
             )
         for index, inner in enumerate(spec):
@@ -141,3 +142,7 @@ def _marked(output: Any, spec: Any, where: str) -> Iterator[Any]:
                 yield from _marked(items[index], inner, f"{where}[{index}]")
     elif spec:
         raise ValueError(f"output_loss_value_spec must be made of True, False, tuples and dicts, got {spec!r}")
+
+
+def _kind(output: Any) -> str:
+    return "Tensor" if isinstance(output, torch.Tensor) else type(output).__name__  # it is a fake one

@@ -31,11 +31,12 @@ from .partition import (
     place_by_registration,
     split,
 )
+from .recording import Recording, TensorSpec
 from .runtime import Channels, Run
 from .schedule import Task, inference, one_f_one_b
 from .stage import Stage
 from .stage_module import StageModule
-from .trace import Recording, TensorSpec, record
+from .trace import record
 
 __all__ = ["NxDPPModel"]
 
@@ -66,8 +67,8 @@ class NxDPPModel(StageModule):
         leaf_module_cls: more classes (or names of classes) that are recorded as one call.
         autowrap_functions, autowrap_modules, autowrap_obj_methods, tracer_cls: accepted, and not needed: what the
             forward calls is recorded while it runs, not traced from symbols.
-        param_init_fn: `param_init_fn(module)` initialises the direct parameters of a module that was on meta; called for
-            each module of this stage that has any, on the CPU.
+        param_init_fn: `param_init_fn(module)` initialises the direct parameters of a module that was on meta; called
+            for each module of this stage that has any, on the CPU.
         trace_file_path: accepted; as upstream, it has no effect.
         use_zero1_optimizer: the optimizer averages gradients over data-parallel ranks, so that `run_train` does not.
         auto_partition: cut evenly between transformer layers; see `create_partitions`.
@@ -118,7 +119,7 @@ class NxDPPModel(StageModule):
         if return_mb_loss and broadcast_and_average_loss:
             raise ValueError("broadcast_and_average_loss gives one loss: return_mb_loss must be False with it")
         if auto_partition and pipeline_cuts:
-            raise ValueError(f"auto_partition makes the cuts itself: do not pass pipeline_cuts={list(pipeline_cuts)} with it")
+            raise ValueError(f"auto_partition makes the cuts: do not pass pipeline_cuts={list(pipeline_cuts)} with it")
         super().__init__(module, stage=comm.rank("pp"), num_stages=comm.size("pp"))
         self.num_microbatches = num_microbatches
         self.output_loss_value_spec = output_loss_value_spec
@@ -166,7 +167,7 @@ class NxDPPModel(StageModule):
         if args or kwargs:
             inputs = dict(zip(self.input_names or (), args or ()), **(kwargs or {}))
             if args and len(args) > len(self.input_names or ()):
-                raise ValueError(f"trace: {len(args)} args, but input_names are {self.input_names}: pass kwargs instead")
+                raise ValueError(f"trace: {len(args)} args for input_names {self.input_names}: pass kwargs instead")
             self._example = record(self.original_module, inputs, self._leaf_classes)
 
     def cut_pipeline_stage(self, name: str) -> None:
@@ -190,6 +191,7 @@ class NxDPPModel(StageModule):
         if self._example is not None:
             plans = split(self._example, self.pipeline_cuts)
             placement = place_by_recording(module, plans, self._leaf_classes)
+            self._example = None
         else:
             check_cuts(self.pipeline_cuts, names, self.num_stages)
             placement = place_by_registration(module, self.pipeline_cuts, self._leaf_classes)
@@ -220,8 +222,8 @@ class NxDPPModel(StageModule):
         microbatches; `zero_grad` is the caller's.
 
         Args:
-            kwargs: the inputs, named as `input_names`. Tensors are cut along dim 0; 0-dim tensors and all else go whole to
-                every microbatch.
+            kwargs: the inputs, named as `input_names`. Tensors are cut along dim 0; 0-dim tensors and all else go
+                whole to every microbatch.
 
         Returns:
             The mean loss on the last stage (a list of the microbatches' with `return_mb_loss`), None on others; with
@@ -233,8 +235,8 @@ class NxDPPModel(StageModule):
         """
         if self.output_loss_value_spec is None:
             raise RuntimeError(
-                "run_train needs to know which output is the loss: pass output_loss_value_spec, e.g. True, (True, False) "
-                'or {"loss": True, "logits": False}'
+                "run_train needs to know which output is the loss: pass output_loss_value_spec, e.g. True, "
+                '(True, False) or {"loss": True, "logits": False}'
             )
         with torch.enable_grad():
             program, results = self._run(kwargs, one_f_one_b)
@@ -269,6 +271,8 @@ class NxDPPModel(StageModule):
                 f"{self.num_stages - 1} times and then partition()"
             )
         batch = Batch(kwargs, self.input_names, self.num_microbatches)
+        if self.device.type == "meta":
+            self._refuse_meta()
         program = self._program(batch)
         if not self._synced:
             self.sync_tied_weights()
@@ -297,12 +301,7 @@ class NxDPPModel(StageModule):
             tuple((p.requires_grad, p.dtype) for p in module.parameters()),
         )
         if key not in self._programs:
-            for name, param in self.local_named_parameters():
-                if param.is_meta:
-                    raise RuntimeError(
-                        f"parameter {name} of stage {self.stage} is on the meta device: give it a value first, by "
-                        f"neuronx_dist.materialize(model, seed), by loading weights, or by param_init_fn"
-                    )
+            self._refuse_meta()
             recording = record(module, batch.example(), self._leaf_classes, device)
             wanted: list[Any] = recording.outputs
             loss = None
@@ -314,6 +313,14 @@ class NxDPPModel(StageModule):
             check_placement(self.placement, plans)
             self._programs[key] = _Program(Stage(plans[self.stage]), recording.structure, loss, batch.constants())
         return self._programs[key]
+
+    def _refuse_meta(self) -> None:
+        for name, param in self.local_named_parameters():
+            if param.is_meta:
+                raise RuntimeError(
+                    f"parameter {name} of stage {self.stage} is on the meta device: give it a value first, by "
+                    f"neuronx_dist.materialize(model, seed), by loading weights, or by param_init_fn"
+                )
 
     def _report(self, program: _Program, losses: list[torch.Tensor]) -> torch.Tensor | list[torch.Tensor] | None:
         assert program.loss is not None

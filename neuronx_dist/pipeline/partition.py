@@ -1,10 +1,10 @@
-"""Cutting a model into stages: by the names of layers, where its parameters are; and, once recorded, which call runs where.
+"""Cutting a model into stages: where its parameters are, by the names of layers, and where each recorded call runs.
 
-    cuts ["layers.1"] of 4 layers:     stage 0: embedding, layers.0, layers.1  |  stage 1: layers.2, layers.3, norm, head
+    cuts ["layers.1"] of 4 layers:   stage 0: embedding, layers.0, layers.1   stage 1: layers.2, layers.3, norm, head
 
 A cut is the name of the last layer of a stage. Calls between two cuts, in recorded order, belong to the stage between
-them. Values that a later stage needs go from hop to hop through the stages between, with their gradients. What depends on
-the model's inputs alone (masks, position ids, rotary cos and sin) is not sent: every stage that needs it computes it.
+them. Values that a later stage needs go from hop to hop through the stages between, with their gradients. What depends
+on the model's inputs alone (masks, position ids, rotary cos and sin) is not sent: each stage that needs it computes it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from .trace import Info, Recording, TracingError, is_leaf
+from .recording import Info, Recording, TracingError, is_leaf
 
 __all__ = [
     "Placement",
@@ -61,8 +61,8 @@ def check_cuts(cuts: Sequence[str], names: Sequence[str], num_stages: int) -> No
     """
     if len(cuts) != num_stages - 1:
         raise ValueError(
-            f"{num_stages} pipeline stages need {num_stages - 1} cuts, got {len(cuts)}: {list(cuts)}. A cut is the name of "
-            f"the last layer of a stage; the last stage needs none."
+            f"{num_stages} pipeline stages need {num_stages - 1} cuts, got {len(cuts)}: {list(cuts)}. A cut is the "
+            f"name of the last layer of a stage; the last stage needs none."
         )
     for cut in cuts:
         if cut not in names:
@@ -143,11 +143,14 @@ def place_by_recording(module: nn.Module, plans: Sequence[StagePlan], leaf_class
     for name, stages in read.items():  # the parameter of a layer, used outside it too
         leaf = next((leaf for leaf in names if name.startswith(f"{leaf}.")), None)
         if leaf is not None:
-            leaves[leaf] = frozenset(stages) | leaves[leaf] if id(module.get_submodule(leaf)) in called else frozenset(stages)
+            others = called.get(id(module.get_submodule(leaf)), set())
+            leaves[leaf] = frozenset(stages | others)
     return Placement(leaves, _direct(module, leaves, read))
 
 
-def _direct(module: nn.Module, leaves: dict[str, frozenset[int]], read: dict[str, set[int]]) -> dict[str, frozenset[int]]:
+def _direct(
+    module: nn.Module, leaves: dict[str, frozenset[int]], read: dict[str, set[int]]
+) -> dict[str, frozenset[int]]:
     inside = Placement(leaves, {})
     names = [name for name, _ in module.named_parameters(remove_duplicate=False) if inside.stages(name) is None]
     return {name: frozenset(read.get(name, {0})) for name in names}
@@ -165,14 +168,14 @@ def check_placement(placement: Placement, plans: Sequence[StagePlan]) -> None:
                 held = placement.stages(str(node.target)) or frozenset()
                 if stage not in held:
                     raise ValueError(
-                        f"{node.target} ({_info(node).where}) is used by pipeline stage {stage}, but its parameters were placed "
-                        f"on stage {', '.join(map(str, sorted(held)))}, by the order in which the model registers its layers. "
-                        f"Register them in the order in which they run, or show how they run before partition(): "
-                        f"call trace(kwargs={{...example inputs...}})."
+                        f"{node.target} ({_info(node).where}) is used by pipeline stage {stage}, but its parameters "
+                        f"were placed on stage {', '.join(map(str, sorted(held)))}, by the order in which the model "
+                        f"registers its layers. Register them in the order in which they run, or show how they run "
+                        f"before partition(): call trace(kwargs={{...example inputs...}})."
                     )
 
 
-# --- splitting a recording ---------------------------------------------------------------------------------------------------
+# --- splitting a recording --------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -219,8 +222,8 @@ class _Splitter:
         self.order = {node: index for index, node in enumerate(self.nodes)}
         self.outputs = list(outputs)
         self.num_stages = len(cuts) + 1
-        check_cuts(cuts, list(dict.fromkeys(str(node.target) for node in recording.calls())), self.num_stages)
         last_calls = {str(node.target): self.order[node] for node in recording.calls()}
+        check_cuts(cuts, sorted(last_calls, key=last_calls.__getitem__), self.num_stages)
         self.ends = [last_calls[cut] for cut in cuts]
         self.attributes = {_info(node).storage for node in self.nodes if node.op == "get_attr"}
         self.stage: dict[fx.Node, int] = {}  # of bound nodes
@@ -338,8 +341,9 @@ class _Splitter:
             assert storage is not None  # only tensors are sent
             if storage in seen and storage in written:
                 raise TracingError(
-                    f"{_info(node).where}: {seen[storage]} and {node} share memory, both go to pipeline stage {stage}, and it "
-                    f"is changed in place after that. Sent, they share nothing: use an out-of-place operation, or move the cut."
+                    f"{_info(node).where}: {seen[storage]} and {node} share memory, both go to pipeline stage "
+                    f"{stage}, and it is changed in place after that. Sent, they share nothing: use an out-of-place "
+                    f"operation, or move the cut."
                 )
             seen[storage] = node
 
@@ -353,8 +357,9 @@ class _Splitter:
             users = {self.stage[n] for n in node.users if n in self.stage}
             if writers and len(writers | users) > 1:
                 raise TracingError(
-                    f"{_info(node).where}: {node.target} is changed on pipeline stage {max(writers)} and used on stages "
-                    f"{sorted(writers | users)}; each stage has its own copy. Move the cut, or keep it within one layer."
+                    f"{_info(node).where}: {node.target} is changed on pipeline stage {max(writers)} and used on "
+                    f"stages {sorted(writers | users)}; each stage has its own copy. Move the cut, or keep it within "
+                    f"one layer."
                 )
 
     def _sorted(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:

@@ -2,7 +2,7 @@
 
     RF  post the receives of a microbatch's activations         RB  post the receives of its gradients
     F   await them, run the stage, keep what backward needs     B   await them, run backward, drop what was kept
-    SF  start sending its outputs to the next stage             SB  start sending its inputs' gradients to the stage before
+    SF  start sending its outputs to the next stage             SB  start sending its inputs' gradients back
 
 Shapes, dtypes and who needs a gradient are known from the recording, so no message describes another. Activations and
 gradients have a communicator each: on NCCL messages between two ranks are one queue per communicator, and neither
@@ -20,9 +20,9 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from .. import comm
+from .recording import TensorSpec
 from .schedule import Kind, Task, send_window
 from .stage import Stage, add_place
-from .trace import TensorSpec
 
 __all__ = ["Channels", "Run"]
 
@@ -35,7 +35,7 @@ class Channels(NamedTuple):
 
 
 class _Kept(NamedTuple):
-    """What the backward of a microbatch starts from: no tensors but those that autograd itself keeps, and a leaf per input."""
+    """What a microbatch's backward starts from: what the stage received, and the history of what it sent."""
 
     received: list[torch.Tensor]
     sent: list[GradientEdge | None]
@@ -79,7 +79,10 @@ class Run:
         self._sent_specs = [_spec(node) for node in stage.plan.sent]
         self._arriving: dict[Task, list[comm.Handle]] = {}
         self._leaving: dict[Task, list[torch.Tensor]] = {}
-        self._under_way: dict[Kind, deque[list[comm.Handle]]] = {Kind.SEND_FORWARD: deque(), Kind.SEND_BACKWARD: deque()}
+        self._under_way: dict[Kind, deque[list[comm.Handle]]] = {
+            Kind.SEND_FORWARD: deque(),
+            Kind.SEND_BACKWARD: deque(),
+        }
         self._kept: dict[int, _Kept] = {}
         self._do = {
             Kind.RECV_FORWARD: self._post_forward,
@@ -210,8 +213,8 @@ def _spec(node: Any) -> TensorSpec:
     return spec
 
 
-# A transposed tensor travels as it lies in memory, without a copy, and arrives with the strides that it has in the model:
-# a `view` which is possible there is possible here.
+# A transposed tensor travels as it lies in memory, without a copy, and arrives with the strides that it has in the
+# model: a `view` which is possible there is possible here.
 
 
 def _memory_order(spec: TensorSpec) -> list[int]:

@@ -1,7 +1,8 @@
 """Pipeline schedules as data: what each stage does, in which order. Pure Python; the runtime only executes them.
 
-A schedule is a list of tasks for one stage. `F3` is the forward of microbatch 3, `B3` its backward; `RF3` posts the receive
-of its activations, `SF3` starts sending them on; `RB3` and `SB3` do the same for the gradients that travel back.
+A schedule is a list of tasks for one stage. `F3` is the forward of microbatch 3, `B3` its backward; `RF3` posts the
+receive of its activations, `SF3` starts sending them on; `RB3` and `SB3` do the same for the gradients that travel
+back.
 
     >>> print(format_schedule(one_f_one_b(stage=0, num_stages=2, num_microbatches=2)))
     F0 SF0 RB0 F1 SF1 RB1 B0 B1
@@ -54,8 +55,8 @@ def format_schedule(tasks: Sequence[Task]) -> str:
 def one_f_one_b(stage: int, num_stages: int, num_microbatches: int) -> list[Task]:
     """The 1F1B schedule (PipeDream-flush; Narayanan et al., 2021) of one stage.
 
-    Warm up with `num_stages - stage - 1` forwards, then alternate forward and backward, then drain the backwards. At most
-    `num_stages - stage` microbatches are between their forward and their backward.
+    Warm up with `num_stages - stage - 1` forwards, then alternate forward and backward, then drain the backwards. At
+    most `num_stages - stage` microbatches are between their forward and their backward.
 
     Raises:
         ValueError: there is no such stage, or no microbatch.
@@ -118,11 +119,11 @@ def _with_messages(order: Sequence[Task], stage: int, num_stages: int) -> list[T
     return tasks
 
 
-# --- proving that it runs ----------------------------------------------------------------------------------------------------
+# --- proving that it runs ---------------------------------------------------------------------------------------------
 
 
 class Simulation(NamedTuple):
-    """What `simulate` found: `peak_in_flight[stage]` microbatches between forward and backward, and the number of rounds."""
+    """What `simulate` found: the most microbatches between forward and backward, by stage; the number of rounds."""
 
     peak_in_flight: list[int]
     rounds: int
@@ -131,12 +132,12 @@ class Simulation(NamedTuple):
 def simulate(schedules: Sequence[Sequence[Task]]) -> Simulation:
     """Runs the schedules of all stages against each other, one task per stage and round where it can run.
 
-    The transport is the strictest: a message moves only when both ends have posted it, messages of one channel move in the
-    order in which each end posted them, and a stage that has `send_window` sends under way blocks at the next one.
+    The transport is the strictest: a message moves only when both ends have posted it, messages of one channel move in
+    the order in which each end posted them, and a stage that has `send_window` sends under way blocks at the next one.
 
     Raises:
-        RuntimeError: nothing can run (a deadlock), with the task that each stage stands at; or the schedule computes with
-            what it has not received, or both ends of a channel disagree about the microbatch.
+        RuntimeError: nothing can run (a deadlock), with the task that each stage stands at; or both ends of a channel
+            disagree about the microbatch.
     """
     num_stages = len(schedules)
     position = [0] * num_stages
@@ -149,13 +150,15 @@ def simulate(schedules: Sequence[Sequence[Task]]) -> Simulation:
         return posted.setdefault((kind, stage), deque())
 
     def deliver() -> None:
-        for send, recv, step in ((Kind.SEND_FORWARD, Kind.RECV_FORWARD, 1), (Kind.SEND_BACKWARD, Kind.RECV_BACKWARD, -1)):
+        directions = ((Kind.SEND_FORWARD, Kind.RECV_FORWARD, 1), (Kind.SEND_BACKWARD, Kind.RECV_BACKWARD, -1))
+        for send, recv, step in directions:
             for stage in range(num_stages):
                 sent, expected = queue(send, stage), queue(recv, stage + step)
                 while sent and expected:
                     if sent[0] != expected[0]:
                         raise RuntimeError(
-                            f"stage {stage} sends {send.value}{sent[0]} where stage {stage + step} expects {expected[0]}"
+                            f"stage {stage} sends {send.value}{sent[0]} where stage {stage + step} expects microbatch "
+                            f"{expected[0]}"
                         )
                     arrived.add((recv, stage + step, expected.popleft()))
                     sent.popleft()

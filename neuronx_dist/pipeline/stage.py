@@ -1,7 +1,8 @@
 """One stage as a function: what it was sent and the inputs in, what it sends on and the model's outputs out.
 
-A `StagePlan` becomes a list of steps with numbered slots; a slot is emptied after its last use, so that a value lives no
-longer than in the model itself. Modules and parameters are looked up by name in the whole model, whose names they keep.
+A `StagePlan` becomes a list of steps with numbered slots; a slot is emptied after its last use, so that a value lives
+no longer than in the model itself. Modules and parameters are looked up by name in the whole model, whose names they
+keep.
 """
 
 from __future__ import annotations

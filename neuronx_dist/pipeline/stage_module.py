@@ -1,4 +1,4 @@
-"""The whole model as one rank sees it: real where its stage is, on meta elsewhere, every name as in the model itself."""
+"""The whole model as one rank sees it: real where its stage is, on meta elsewhere, names as in the model itself."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ class _Tied(NamedTuple):
 class StageModule(nn.Module):
     """Holds the original module and knows which of its tensors are this stage's.
 
-    `parameters()`, `named_parameters()`, `buffers()` and attributes are those of the whole model; `local_*` are this stage's.
+    `parameters()`, `named_parameters()`, `buffers()` and attributes are those of the whole model; `local_*` are this
+    stage's.
     """
 
     def __init__(self, module: nn.Module, stage: int, num_stages: int) -> None:
@@ -213,7 +214,7 @@ class StageModule(nn.Module):
     # --- tied weights
 
     def tied_groups(self) -> list[tuple[nn.Parameter, comm.Communicator]]:
-        """`(this stage's copy, ranks that hold one)` of each weight that several stages hold: their gradients are summed."""
+        """`(this stage's copy, ranks that hold one)` of each weight on several stages, whose gradients are summed."""
         self._mark_tied()
         return [(self.original_module.get_parameter(tied.name), tied.holders) for tied in self._tied]
 
@@ -227,7 +228,8 @@ class StageModule(nn.Module):
     def _mark_tied(self) -> None:
         for tied in self._tied:
             if tied.first != self.stage:
-                self.original_module.get_parameter(tied.name).shared = True  # type: ignore[attr-defined]  # norms skip it
+                param = self.original_module.get_parameter(tied.name)
+                param.shared = True  # type: ignore[attr-defined]  # norms count the first copy only
 
     # --- a module like the original
 

@@ -1,12 +1,12 @@
 """Recording a model's forward: what it calls, in order, as an `fx.Graph`.
 
-The real `forward` runs once on fake tensors, which have shapes and no values, under a mode that sees every torch function.
-Transformer layers, parallel layers and single layers such as `nn.Linear` are *leaves*: one call, not looked into. So
-Python control flow, masks, rotary embeddings and output classes just work, and what the layers are given is what the
-model itself gives them.
+The real `forward` runs once on fake tensors, which have shapes and no values, under a mode that sees every torch
+function. Transformer layers, parallel layers and single layers such as `nn.Linear` are *leaves*: one call, not looked
+into. So Python control flow, masks, rotary embeddings and output classes just work, and what the layers are given is
+what the model itself gives them.
 
-What does not depend on the inputs is computed for real meanwhile (`torch.arange` of a sequence length), so that a model may
-branch on it. A branch on the *values* of an input cannot be recorded; it is an error that names the line.
+What does not depend on the inputs is computed for real meanwhile (`torch.arange` of a sequence length), so that a
+model may branch on it. A branch on the *values* of an input cannot be recorded; it is an error that names the line.
 
 Each node's `meta["info"]` is an `Info`: where in the source it was called, its result's shape and dtype, and what else
 has to have run before it, because it changes its arguments in place.
@@ -21,8 +21,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
@@ -38,99 +37,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import comm
 from ..comm.shapes import ShapesCommunicator
+from .recording import Info, Recording, TensorSpec, TracingError, is_leaf, pack, part
 
-__all__ = ["Info", "Recording", "TensorSpec", "TracingError", "is_leaf", "pack", "record"]
-
-
-class TracingError(RuntimeError):
-    """A forward that cannot be recorded; the message names file and line, and what to do."""
-
-
-class TensorSpec(NamedTuple):
-    """What a tensor is, without its values."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    requires_grad: bool
-
-    @classmethod
-    def of(cls, x: torch.Tensor) -> TensorSpec:
-        return cls(tuple(x.shape), tuple(x.stride()), x.dtype, x.requires_grad)
-
-
-@dataclass
-class Info:
-    """What is known about a node beside its call.
-
-    Attributes:
-        where: `file:line` of the user's call.
-        kind: `input`, `parameter`, `buffer`, `constant`, `module`, `function`, `part` (of the result before) or `pack`
-            (arguments put into a container).
-        spec: of the result, if that is a tensor.
-        storage: the memory it lies in: equal for a tensor and its views.
-        after: earlier calls that changed the memory of its arguments.
-        writes: whose memory it changes.
-        random: whether it draws random numbers.
-        grad: whether gradients were enabled, in a forward that is run with gradients.
-        autocast: `(device type, dtype, enabled)` where that differed from around the forward.
-        constant: the tensor itself, for `constant`.
-    """
-
-    where: str
-    kind: str
-    spec: TensorSpec | None = None
-    storage: int | None = None
-    after: set[fx.Node] = field(default_factory=set)
-    writes: set[int] = field(default_factory=set)
-    random: bool = False
-    grad: bool = True
-    autocast: tuple[str, torch.dtype, bool] | None = None
-    constant: torch.Tensor | None = None
-
-
-@dataclass
-class Recording:
-    """A recorded forward.
-
-    Attributes:
-        graph: the calls.
-        result: what the forward returned, with fake tensors.
-        outputs: the leaves of the result: nodes and constants.
-        structure: how they make up the result.
-    """
-
-    graph: fx.Graph
-    result: Any
-    outputs: list[Any]
-    structure: pytree.TreeSpec
-
-    def calls(self) -> list[fx.Node]:
-        """The calls of leaf modules, in order."""
-        return [node for node in self.graph.nodes if node.op == "call_module"]
-
-
-def is_leaf(module: nn.Module, leaf_classes: Sequence[type]) -> bool:
-    """Whether a module is recorded as one call: a given class, or a single layer with parameters or of `torch.nn`.
-
-    A childless module without parameters of its own, such as a rotary embedding, is looked into: what it computes from
-    the inputs alone is then computed on each stage that needs it, instead of being sent.
-    """
-    if isinstance(module, tuple(leaf_classes)):
-        return True
-    if next(module.children(), None) is not None:
-        return False
-    return next(module.parameters(), None) is not None or type(module).__module__.startswith("torch.nn.")
-
-
-def pack(leaves: Sequence[Any], structure: pytree.TreeSpec) -> Any:
-    """The container that `structure` describes, around `leaves`."""
-    return pytree.tree_unflatten(list(leaves), structure)
-
-
-def part(container: Any, index: int) -> Any:
-    """Leaf number `index` of a container of a registered class."""
-    return pytree.tree_leaves(container)[index]
+__all__ = ["record"]
 
 
 def record(
@@ -140,7 +49,8 @@ def record(
 
     Args:
         module: may be on meta, in whole or in part.
-        inputs: tensors (real or meta; only shapes, strides and dtypes count) in any containers; all else is taken as constant.
+        inputs: tensors (real or meta; only shapes, strides and dtypes count) in any containers; all else is taken as
+            constant.
         leaf_classes: module classes to record as one call.
         device: where it will run; inputs and meta parameters are taken to be there. None: the device of the first
             input that is not on meta.
@@ -163,7 +73,7 @@ def record(
         return recorder.run(inputs)
 
 
-# --- the recorder ------------------------------------------------------------------------------------------------------------
+# --- the recorder -----------------------------------------------------------------------------------------------------
 
 _local = threading.local()  # .recorder: the one at work in this thread
 _lock = threading.RLock()  # ranks may be threads, and autograd functions are intercepted for the process
@@ -172,7 +82,9 @@ _DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
 _READS_VALUES = {torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.data_ptr, torch.Tensor.tolist}
 # Calls that return no tensor, and yet are made for their effect.
 _EFFECTS = {torch.Tensor.register_hook, torch.Tensor.retain_grad}
-_OPAQUE = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, torch.layout, range)
+_OPAQUE = (
+    bool, int, float, complex, str, bytes, range, type(None), torch.dtype, torch.device, torch.Size, torch.layout,
+)  # fmt: skip
 _LIBRARIES = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep, "<")
 
 
@@ -199,7 +111,8 @@ class _Recorder(TorchFunctionMode):
         paths = [pytree.keystr(path).strip("[]'\"") for path, _ in pytree.tree_flatten_with_path(inputs)[0]]
         for index, (path, leaf) in enumerate(zip(paths, leaves)):
             if isinstance(leaf, torch.Tensor):
-                node = self.graph.create_node("placeholder", path, name=path if path.isidentifier() else f"input_{index}")
+                name = path if path.isidentifier() else f"input_{index}"
+                node = self.graph.create_node("placeholder", path, name=name)
                 leaves[index] = self._fake(leaf, leaf.requires_grad)
                 self._bind(node, leaves[index], Info("the inputs", "input"))
                 node.meta["leaf"] = index
@@ -236,7 +149,13 @@ class _Recorder(TorchFunctionMode):
         return self._record("call_module", name, module._call_impl, args, kwargs, args)
 
     def _record(
-        self, op: str, target: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], target_args: tuple[Any, ...]
+        self,
+        op: str,
+        target: Any,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        target_args: tuple[Any, ...],
     ) -> Any:
         where = _user_line()
         self.paused = True  # what follows is ours
@@ -261,10 +180,11 @@ class _Recorder(TorchFunctionMode):
         # Arguments first: afterwards one that is changed in place stands for the result.
         node_args, node_kwargs = self._argument(tuple(target_args), where), self._argument(dict(kwargs), where)
         read = {_storage(x) for x in tensors}
+        # A real argument takes part as a fake one, with memory of its own; the mode forgets it when nobody holds it.
+        stand_ins = [(self.fake_mode.from_tensor(x), x) for x in tensors if not isinstance(x, FakeTensor)]
+        real = {_storage(fake): _storage(x) for fake, x in stand_ins}
 
         result, effects = self._evaluate(func, args, kwargs, known, where)
-        # A real argument takes part as a fake one, with memory of its own.
-        real = {_storage(self.fake_mode.from_tensor(x)): _storage(x) for x in tensors if not isinstance(x, FakeTensor)}
         written = {real.get(storage, storage) for storage in effects.writes} & self.storages
         if not known:
             self.stale |= {_storage(x) for x in tensors if not isinstance(x, FakeTensor)} & written
@@ -352,7 +272,8 @@ class _Recorder(TorchFunctionMode):
         if not structure.is_leaf():
             if not any(True for _ in _tensors(leaves)):
                 return x
-            node = self.graph.create_node("call_function", pack, (self._argument(leaves, where), structure))  # type: ignore[arg-type]
+            items = self._argument(leaves, where)
+            node = self.graph.create_node("call_function", pack, (items, structure))  # type: ignore[arg-type]
             node.meta["info"] = Info(where, "pack")
             return node
         _refuse_hidden(x, "an argument", where)
@@ -365,8 +286,8 @@ class _Recorder(TorchFunctionMode):
             if not kind:
                 if isinstance(x, FakeTensor):
                     raise TracingError(
-                        f"{where}: a tensor of shape {tuple(x.shape)} comes from a call that cannot be recorded. If it is "
-                        f"made by a module of yours, list its class in leaf_module_cls."
+                        f"{where}: a tensor of shape {tuple(x.shape)} comes from a call that cannot be recorded. If "
+                        f"it is made by a module of yours, list its class in leaf_module_cls."
                     )
                 kind, name = "constant", f"_constant_{len(self.alive)}"
             node = self.graph.create_node("get_attr", name)
@@ -447,12 +368,12 @@ class _Effects(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-# --- surroundings ------------------------------------------------------------------------------------------------------------
+# --- surroundings -----------------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def _intercepted() -> Iterator[None]:
-    """Makes `Function.apply` report to this thread's recorder: inside it gradients are off, which must not be recorded."""
+    """Makes `Function.apply` report to this thread's recorder: gradients are off inside, which must not be recorded."""
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         recorder: _Recorder | None = getattr(_local, "recorder", None)
@@ -531,9 +452,8 @@ def _refuse_hidden(x: Any, what: str, where: str) -> None:
 
 def _reads_values(name: str, where: str) -> TracingError:
     return TracingError(
-        f"{where}: {name} needs the values of a tensor that depends on the model's inputs. A pipeline records the forward "
-        f"once for all batches of a shape, so it cannot branch on values: use torch.where or a mask, or put the code in "
-        f"a module whose class is in leaf_module_cls if its output shapes do not depend on values."
+        f"{where}: {name} needs the values of a tensor that depends on the model's inputs. A pipeline records the "
+        f"forward once for all batches of a shape, so it cannot branch on values: use torch.where or a mask."
     )
 
 

@@ -1,0 +1,72 @@
+"""The flags of train_llama.py."""
+
+from __future__ import annotations
+
+import argparse
+from itertools import count
+from pathlib import Path
+
+from neuronx_dist.layout import Layout
+
+
+def arguments(description: str | None, argv: list[str] | None = None) -> argparse.Namespace:
+    """Parsed flags; without --out, a folder under runs/ that does not exist yet."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+    def flag(name: str, default: object = None, text: str = "", **options: object) -> None:
+        if default is not None:
+            options.update(type=type(default), default=default)
+            text += f" ({default})"
+        parser.add_argument(name, help=text, **options)  # type: ignore[arg-type]
+
+    def switch(name: str, text: str) -> None:
+        parser.add_argument(name, help=text, action="store_true")
+
+    flag(
+        "--model", None, "Hugging Face folder: its weights if it has any, else its config alone; default: a small Llama"
+    )
+    flag("--tp", 1, "tensor-parallel size")
+    flag("--pp", 1, "pipeline-parallel size; data parallelism takes the rest of the processes")
+    switch("--sequence-parallel", "between tp blocks, split activations along the sequence")
+    switch("--zero1", "split the optimizer's state over data-parallel ranks")
+    switch("--pad-heads", "add zero heads where tp does not divide the heads")
+    flag("--microbatches", 4, "microbatches of a step, on each data-parallel rank")
+    flag("--global-batch", 16, "sequences of a step, over all ranks")
+    flag("--seq-len", 128, "tokens of a sequence")
+    flag("--steps", 200, "optimizer steps")
+    flag("--lr", 2e-3, "peak learning rate; along a cosine it decays to a tenth")
+    flag("--warmup", 20, "steps of linear warm-up")
+    flag("--weight-decay", 0.1, "AdamW's, on matrices")
+    flag("--grad-clip", 1.0, "clip the gradient norm at this; 0 does not clip")
+    flag("--dtype", "float32", "bfloat16: bf16 parameters with fp32 masters", choices=["float32", "bfloat16"])
+    flag("--seed", 0, "of weights and batches")
+    flag("--device", "auto", "auto: cuda where there is one", choices=["auto", "cpu", "cuda", "xla"])
+    flag("--data", None, "text files or folders; default: Python's library sources", nargs="+", metavar="PATH")
+    flag(
+        "--out",
+        None,
+        "folder to write, which must not exist; default: the first free one of runs/llama, runs/llama-2, ...",
+    )
+    flag("--log-every", 10, "steps between lines where there is no terminal")
+    switch("--verify", "train several layouts, at most 20 steps, and print their losses beside those of one process")
+    args = parser.parse_args(argv)
+    if args.out is None:
+        names = (f"runs/llama-{number}" if number > 1 else "runs/llama" for number in count(1))
+        args.out = next(name for name in names if not Path(name).exists())
+    return args
+
+
+def layout_of(args: argparse.Namespace, world_size: int) -> Layout:
+    """The layout that these flags ask for on so many processes."""
+    return Layout(
+        world_size,
+        tp=args.tp,
+        pp=args.pp,
+        sequence_parallel=args.sequence_parallel,
+        zero1=args.zero1,
+        pad_heads=args.pad_heads,
+        num_microbatches=args.microbatches,
+        global_batch=args.global_batch,
+        seq_len=args.seq_len,
+        dtype=args.dtype,
+    )

@@ -1,0 +1,104 @@
+"""A recorded forward as data: an `fx.Graph` whose nodes know where they were called, and what must run before them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.utils._pytree as pytree
+from torch import fx, nn
+
+__all__ = ["Info", "Recording", "TensorSpec", "TracingError", "is_leaf", "pack", "part"]
+
+
+class TracingError(RuntimeError):
+    """A forward that cannot be recorded; the message names file and line, and what to do."""
+
+
+class TensorSpec(NamedTuple):
+    """What a tensor is, without its values."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, x: torch.Tensor) -> TensorSpec:
+        return cls(tuple(x.shape), tuple(x.stride()), x.dtype, x.requires_grad)
+
+
+@dataclass
+class Info:
+    """What is known about a node beside its call.
+
+    Attributes:
+        where: `file:line` of the user's call.
+        kind: `input`, `parameter`, `buffer`, `constant`, `module`, `function`, `part` (of the result before) or `pack`
+            (arguments put into a container).
+        spec: of the result, if that is a tensor.
+        storage: the memory it lies in: equal for a tensor and its views.
+        after: earlier calls that changed the memory of its arguments.
+        writes: whose memory it changes.
+        random: whether it draws random numbers.
+        grad: whether gradients were enabled, in a forward that is run with gradients.
+        autocast: `(device type, dtype, enabled)` where that differed from around the forward.
+        constant: the tensor itself, for `constant`.
+    """
+
+    where: str
+    kind: str
+    spec: TensorSpec | None = None
+    storage: int | None = None
+    after: set[fx.Node] = field(default_factory=set)
+    writes: set[int] = field(default_factory=set)
+    random: bool = False
+    grad: bool = True
+    autocast: tuple[str, torch.dtype, bool] | None = None
+    constant: torch.Tensor | None = None
+
+
+@dataclass
+class Recording:
+    """A recorded forward.
+
+    Attributes:
+        graph: the calls.
+        result: what the forward returned, with fake tensors.
+        outputs: the leaves of the result: nodes and constants.
+        structure: how they make up the result.
+    """
+
+    graph: fx.Graph
+    result: Any
+    outputs: list[Any]
+    structure: pytree.TreeSpec
+
+    def calls(self) -> list[fx.Node]:
+        """The calls of leaf modules, in order."""
+        return [node for node in self.graph.nodes if node.op == "call_module"]
+
+
+def is_leaf(module: nn.Module, leaf_classes: Sequence[type]) -> bool:
+    """Whether a module is recorded as one call: a given class, or a single layer with parameters or of `torch.nn`.
+
+    A childless module without parameters of its own, such as a rotary embedding, is looked into: what it computes from
+    the inputs alone is then computed on each stage that needs it, instead of being sent.
+    """
+    if isinstance(module, tuple(leaf_classes)):
+        return True
+    if next(module.children(), None) is not None:
+        return False
+    return next(module.parameters(), None) is not None or type(module).__module__.startswith("torch.nn.")
+
+
+def pack(leaves: Sequence[Any], structure: pytree.TreeSpec) -> Any:
+    """The container that `structure` describes, around `leaves`."""
+    return pytree.tree_unflatten(list(leaves), structure)
+
+
+def part(container: Any, index: int) -> Any:
+    """Leaf number `index` of a container of a registered class."""
+    return pytree.tree_leaves(container)[index]

@@ -1,0 +1,32 @@
+"""What all tests share: one thread per rank, and one pool of worker processes (`pool.py`)."""
+
+from __future__ import annotations
+
+import os
+
+# Before torch is imported: ranks are the parallelism, here and in every process that a test starts.
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pool
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left_behind():
+    """A test that leaves a mesh, a recorder or a default dtype behind would change the tests after it."""
+    from neuronx_dist.comm import context, recording
+
+    yield
+    left = context.default(), recording.recorders, torch.get_default_dtype()
+    context.set_default(None)
+    recording.recorders = ()
+    torch.set_default_dtype(torch.float32)
+    assert left == (None, (), torch.float32), f"left behind: {left}"
+
+
+def pytest_sessionfinish(session, exitstatus):
+    pool.shutdown()

@@ -1,0 +1,140 @@
+"""Which ranks are where: the numbers of the reference, and what holds for every mesh."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from neuronx_dist.mesh import DENSE_AXES, EXPERT_AXES, Mesh
+
+
+def test_tensor_parallel_ranks_are_neighbours_and_pipeline_ranks_far_apart():
+    mesh = Mesh(16, tp=2, pp=4)
+    assert mesh.dp == 2
+    assert mesh.groups("tp") == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10, 11], [12, 13], [14, 15]]
+    assert mesh.groups("dp") == [[0, 2], [1, 3], [4, 6], [5, 7], [8, 10], [9, 11], [12, 14], [13, 15]]
+    assert mesh.groups("pp") == [[0, 4, 8, 12], [1, 5, 9, 13], [2, 6, 10, 14], [3, 7, 11, 15]]
+
+
+def test_context_ranks_lie_between_tensor_and_data():
+    mesh = Mesh(16, tp=2, pp=2, cp=2)
+    assert mesh.dp == 2
+    assert mesh.groups("cp") == [[0, 2], [1, 3], [4, 6], [5, 7], [8, 10], [9, 11], [12, 14], [13, 15]]
+    assert mesh.groups("dp") == [[0, 4], [1, 5], [2, 6], [3, 7], [8, 12], [9, 13], [10, 14], [11, 15]]
+    assert mesh.groups(("dp", "cp")) == [[0, 2, 4, 6], [1, 3, 5, 7], [8, 10, 12, 14], [9, 11, 13, 15]]
+    assert mesh.groups(("pp", "tp")) == [[0, 1, 8, 9], [2, 3, 10, 11], [4, 5, 12, 13], [6, 7, 14, 15]]
+
+
+def test_expert_view():
+    mesh = Mesh(16, tp=2, pp=2, ep=2)
+    assert mesh.edp == 2
+    assert mesh.groups("ep") == [[0, 2], [1, 3], [4, 6], [5, 7], [8, 10], [9, 11], [12, 14], [13, 15]]
+    assert mesh.groups("edp") == [[0, 4], [1, 5], [2, 6], [3, 7], [8, 12], [9, 13], [10, 14], [11, 15]]
+    assert mesh.groups(("edp", "ep")) == mesh.groups(("dp", "cp"))
+
+
+def test_expert_data_parallel_spans_dp_and_cp_without_experts():
+    mesh = Mesh(16, tp=2, cp=2)
+    assert (mesh.dp, mesh.cp, mesh.edp) == (4, 2, 8)
+    assert mesh.groups("edp") == mesh.groups(("dp", "cp"))
+
+
+def test_the_order_of_merged_axes_is_the_order_of_the_group():
+    mesh = Mesh(8, tp=2, pp=2)
+    assert mesh.groups(("pp", "tp"))[0] == [0, 1, 4, 5]
+    assert mesh.groups(("tp", "pp"))[0] == [0, 4, 1, 5]
+    assert mesh.coordinate(("tp", "pp"), 4) == 1 and mesh.coordinate(("pp", "tp"), 4) == 2
+
+
+def test_world_and_the_empty_axis():
+    mesh = Mesh(4, tp=2)
+    assert mesh.groups("world") == [[0, 1, 2, 3]] and mesh.size("world") == 4
+    assert mesh.groups(()) == [[0], [1], [2], [3]] and mesh.size(()) == 1
+
+
+def test_coordinates_by_hand():
+    assert Mesh(24, tp=2, pp=3, cp=2).coordinates(13) == dict(pp=1, dp=1, cp=0, tp=1, edp=2, ep=0)
+
+
+def test_mesh_is_a_value():
+    assert Mesh(4, tp=2) == Mesh(4, tp=2) and hash(Mesh(4, tp=2)) == hash(Mesh(4, tp=2))
+    assert Mesh(4, tp=2) != Mesh(4, pp=2)
+    with pytest.raises(AttributeError):
+        Mesh(4).tp = 2  # type: ignore[misc]
+    assert str(Mesh(8, tp=2, pp=2)) == "Mesh(pp=2 × dp=2 × tp=2)"
+    assert "cp=2" in str(Mesh(8, cp=2)) and "ep=2" in str(Mesh(8, ep=2))
+
+
+meshes = st.tuples(*(st.integers(1, 4) for _ in range(5))).map(
+    lambda s: Mesh(s[0] * s[1] * s[2] * s[3] * s[4], tp=s[0], pp=s[1], cp=s[2], ep=s[3] if s[4] % 2 else s[2])
+)
+AXES = [axis for view in (DENSE_AXES, EXPERT_AXES) for n in range(1, 4) for axis in itertools.permutations(view, n)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(meshes, st.sampled_from([*AXES, *DENSE_AXES, *EXPERT_AXES, "world"]))
+def test_groups_partition_the_world_and_agree_with_coordinates(mesh, axis):
+    groups = mesh.groups(axis)
+    assert sorted(rank for group in groups for rank in group) == list(range(mesh.world_size))
+    assert {len(group) for group in groups} == {mesh.size(axis)}
+    for group in groups:
+        for index, rank in enumerate(group):
+            assert mesh.coordinate(axis, rank) == index
+            assert mesh.group_of(axis, rank) == tuple(group)
+    # ranks of one group differ on the axes of the group only
+    names = set(DENSE_AXES if axis == "world" else (axis,) if isinstance(axis, str) else axis)
+    view = DENSE_AXES if names <= set(DENSE_AXES) else EXPERT_AXES
+    for group in groups:
+        assert len({tuple(mesh.coordinates(rank)[name] for name in view if name not in names) for rank in group}) == 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(meshes, st.data())
+def test_coordinates_are_the_inverse_of_the_grid(mesh, data):
+    rank = data.draw(st.integers(0, mesh.world_size - 1))
+    at = mesh.coordinates(rank)
+    for view in (DENSE_AXES, EXPERT_AXES):
+        number = 0
+        for name in view:
+            assert 0 <= at[name] < mesh.size(name)
+            number = number * mesh.size(name) + at[name]
+        assert number == rank
+
+
+@pytest.mark.parametrize(
+    "arguments, parts",
+    [
+        (dict(world_size=6, tp=4), ["6", "tp=4", "4", "data parallel"]),
+        (dict(world_size=8, tp=2, pp=3), ["8", "pp=3", "6"]),
+        (dict(world_size=8, tp=2, ep=3), ["expert data", "ep=3", "6"]),
+        (dict(world_size=2, tp=3), ["2", "tp=3"]),  # nothing is clamped
+        (dict(world_size=4, tp=0), ["tp", "0"]),
+        (dict(world_size=4, pp=-1), ["pp", "-1"]),
+        (dict(world_size=4, cp=True), ["cp", "True"]),
+        (dict(world_size=4, tp=2.0), ["tp", "2.0"]),
+    ],
+)
+def test_impossible_sizes_are_refused_with_the_numbers(arguments, parts):
+    with pytest.raises(ValueError) as error:
+        Mesh(**arguments)
+    assert all(part in str(error.value) for part in parts), str(error.value)
+
+
+@pytest.mark.parametrize(
+    "call, parts",
+    [
+        (lambda mesh: mesh.groups("zz"), ["zz", "tp", "world"]),
+        (lambda mesh: mesh.groups(("tp", "tp")), ["twice"]),
+        (lambda mesh: mesh.groups(("dp", "ep")), ["mix"]),
+        (lambda mesh: mesh.coordinates(4), ["4", "0..3"]),
+        (lambda mesh: mesh.group_of("tp", -1), ["-1"]),
+        (lambda mesh: mesh.coordinate("tp", 9), ["9"]),
+    ],
+)
+def test_wrong_questions_are_refused(call, parts):
+    with pytest.raises(ValueError) as error:
+        call(Mesh(4, tp=2))
+    assert all(part in str(error.value) for part in parts), str(error.value)
