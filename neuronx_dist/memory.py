@@ -1,173 +1,36 @@
-"""How much memory each rank of a layout will need, before anything is allocated; and how much a run really took.
+"""How much memory each rank of a layout will need, before anything is allocated.
 
     print(estimate_memory(layout, config))     # a table with a column for each pipeline stage
 
-    with measure_peak(parameters=model.local_parameters()) as memory:
-        ...
-    memory.peak                                # most bytes of tensors that were alive at one time
-
-The estimate is no formula. One rank of every stage is played on fake tensors, which have shapes and no values: the same
-model, pipeline, gradient reduction and optimizer as in training, without a process group, under the same meter that
-measures real runs. So whatever the code holds is counted: microbatches in flight, buffers of messages, flat buckets, what
-the optimizer makes on its way. What happens inside one operator (a matrix product's workspace), in the allocator
-(fragments) and in the communication library is not.
+There is no formula in it. One rank of every stage is played on fake tensors, which have shapes and no values: the same
+model, pipeline, gradient reduction and optimizer as in training, without a process group, under the meter that measures
+real runs (`meter.py`). So whatever the code holds is counted: microbatches in flight, messages, flat buckets, what the
+optimizer makes on its way. What happens inside one operator, in the allocator (fragments) and in the communication
+library is not.
 """
 
 from __future__ import annotations
 
 import copy
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, NamedTuple
-from weakref import ref
+from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import comm
-from .comm.base import Communicator
-from .comm.shapes import ShapesBackend, ShapesCommunicator
+from .comm.base import Backend, Communicator, WorkLike
+from .comm.c10d import C10dCommunicator
 from .layout import Layout, format_bytes, format_count
+from .meter import MemoryMeter, Phase, measure_peak
 
-__all__ = ["MemoryEstimate", "MemoryMeter", "Peak", "StageMemory", "estimate_memory", "measure_peak"]
+__all__ = ["MemoryEstimate", "StageMemory", "estimate_memory", "measure_peak"]
 
 PARAMETERS, GRADIENTS, OPTIMIZER, BATCH = "parameters", "gradients", "optimizer", "batch"
 ACTIVATIONS, LOGITS, MESSAGES, BUFFERS = "activations", "logits", "messages", "buffers"
-COMPUTE, REDUCTION, STEP = "forward and backward", "gradient reduction", "optimizer step"
-
-
-# --- measuring ---------------------------------------------------------------------------------------------------------------
-
-
-class Peak(NamedTuple):
-    """The moment at which most bytes were alive: how many, and of which kind."""
-
-    bytes: int
-    kinds: dict[str, int]
-
-
-class _Live(ref):  # type: ignore[type-arg]
-    """A storage that is alive. It is its own weak reference: nothing is kept alive by being counted."""
-
-    __slots__ = ("key", "kind", "nbytes")
-    key: int
-    kind: str
-    nbytes: int
-
-
-class MemoryMeter(TorchDispatchMode):
-    """Counts the bytes of all tensors that operators of this thread make, backward included, until their memory is freed.
-
-    Exact for what it sees: views count once, and memory counts as long as anything (autograd, an asynchronous collective)
-    holds it. Memory freed by another thread counts as freed at this thread's next operator. Tensors on meta are not
-    counted, fake tensors are, as if they were real.
-
-    Attributes:
-        kind: what new memory is called from now on.
-        phases: the peak of each phase, by name; see `phase`.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.kind = "other"
-        self.current = 0
-        self.kinds: dict[str, int] = {}
-        self.phases: dict[str, Peak] = {}
-        self._phase = ""
-        self._highest = -1
-        self._live: dict[int, _Live] = {}
-        self._freed: deque[_Live] = deque()  # filled wherever memory is freed, emptied by this thread
-
-    @property
-    def peak(self) -> int:
-        """Most bytes alive at one time since `reset`, in any phase."""
-        return max((peak.bytes for peak in self.phases.values()), default=0)
-
-    def phase(self, name: str) -> None:
-        """Peaks are recorded under this name from now on."""
-        self._phase = name
-        self._highest = self.phases[name].bytes if name in self.phases else -1
-        self._settle()
-
-    def reset(self, phase: str = "") -> None:
-        """Forgets the peaks, and starts a phase. What is alive stays counted."""
-        self.phases = {}
-        self.phase(phase)
-
-    def label(self, tensors: Iterable[torch.Tensor | None], kind: str) -> None:
-        """Counts tensors under `kind`: those that existed before too."""
-        for tensor in tensors:
-            if tensor is not None:
-                live = self._note(tensor)
-                if live is not None and live.kind != kind:
-                    self.kinds[live.kind] -= live.nbytes
-                    self.kinds[kind] = self.kinds.get(kind, 0) + live.nbytes
-                    live.kind = kind
-        self._settle()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for item in result if isinstance(result, (tuple, list)) else (result,):
-            if isinstance(item, torch.Tensor):
-                self._note(item)
-            elif isinstance(item, (tuple, list)):
-                for tensor in item:
-                    self._note(tensor)
-        self._settle()
-        return result
-
-    def _note(self, tensor: torch.Tensor) -> _Live | None:
-        if tensor.device.type == "meta" or tensor.layout is not torch.strided:
-            return None
-        self._drain()  # first: an address may be used again
-        storage = tensor.untyped_storage()
-        live = self._live.get(storage._cdata)
-        if live is None:
-            live = self._live[storage._cdata] = _Live(storage, self._freed.append)
-            live.key, live.kind, live.nbytes = storage._cdata, self.kind, storage.nbytes()
-            self._count(live.kind, live.nbytes)
-        return live
-
-    def _drain(self) -> None:
-        while self._freed:
-            live = self._freed.popleft()
-            del self._live[live.key]
-            self._count(live.kind, -live.nbytes)
-
-    def _count(self, kind: str, nbytes: int) -> None:
-        self.current += nbytes
-        self.kinds[kind] = self.kinds.get(kind, 0) + nbytes
-
-    def _settle(self) -> None:
-        self._drain()
-        if self.current > self._highest:
-            self._highest = self.current
-            self.phases[self._phase] = Peak(self.current, dict(self.kinds))
-
-
-@contextmanager
-def measure_peak(**existing: Iterable[torch.Tensor | None]) -> Iterator[MemoryMeter]:
-    """Measures the peak of the memory of tensors in this thread.
-
-    Args:
-        existing: tensors that are there already and are to count, by what to call them:
-            `measure_peak(parameters=model.local_parameters())`.
-    """
-    meter = MemoryMeter()
-    for kind, tensors in existing.items():
-        meter.label(tensors, kind)
-    meter.reset()
-    with meter:
-        yield meter
-
-
-# --- what comes out ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -177,24 +40,18 @@ class StageMemory:
     Attributes:
         num_parameters: that the rank holds.
         in_flight: most microbatches between their forward and their backward.
-        phases: the peak of forward and backward, of the gradient reduction, and of the optimizer step.
+        compute, reduction, step: forward and backward, the gradient reduction, and the optimizer's step.
     """
 
     num_parameters: int
     in_flight: int
-    phases: dict[str, Peak]
+    compute: Phase
+    reduction: Phase
+    step: Phase
 
     @property
     def peak(self) -> int:
-        return max(peak.bytes for peak in self.phases.values())
-
-    def held(self, kind: str) -> int:
-        """Bytes of parameters, gradients or optimizer state (with master weights), when all of them are there."""
-        return self.phases[STEP].kinds.get(kind, 0)
-
-    def beside(self, phase: str, kind: str) -> int:
-        """Bytes of a kind at the peak of a phase."""
-        return self.phases[phase].kinds.get(kind, 0)
+        return max(phase.peak for phase in (self.compute, self.reduction, self.step))
 
 
 @dataclass(frozen=True)
@@ -218,35 +75,36 @@ class MemoryEstimate:
         shown = list(range(len(self.stages)))
         if len(shown) > 8:
             shown = [*shown[:6], -1, shown[-1]]  # -1: the stages between
+
+        def row(label: str, cell: Callable[[StageMemory], str]) -> list[str]:
+            return [label, *("…" if stage < 0 else cell(self.stages[stage]) for stage in shown)]
+
+        def most(label: str, kind: str, phase: Callable[[StageMemory], Phase]) -> list[str]:
+            return row(label, lambda stage: format_bytes(phase(stage).most.get(kind, 0)))
+
         rows = [
-            ("memory of a rank, predicted", [f"stage {stage}" for stage in range(len(self.stages))]),
-            ("number of parameters", [format_count(stage.num_parameters) for stage in self.stages]),
-            ("parameters", [format_bytes(stage.held(PARAMETERS)) for stage in self.stages]),
-            ("gradients", [format_bytes(stage.held(GRADIENTS)) for stage in self.stages]),
-            ("optimizer state, master weights", [format_bytes(stage.held(OPTIMIZER)) for stage in self.stages]),
-            ("microbatches in flight", [str(stage.in_flight) for stage in self.stages]),
+            ["memory of a rank, predicted", *("…" if stage < 0 else f"stage {stage}" for stage in shown)],
+            row("number of parameters", lambda stage: format_count(stage.num_parameters)),
+            most("parameters", PARAMETERS, lambda stage: stage.step),
+            most("gradients", GRADIENTS, lambda stage: stage.step),
+            most("optimizer state, master weights", OPTIMIZER, lambda stage: stage.step),
+            row("microbatches in flight", lambda stage: str(stage.in_flight)),
+            most("  their activations", ACTIVATIONS, lambda stage: stage.compute),
+            most("  logits and loss", LOGITS, lambda stage: stage.compute),
+            most("  messages between stages", MESSAGES, lambda stage: stage.compute),
+            most("buckets of the gradient reduction", BUFFERS, lambda stage: stage.reduction),
+            most("buffers of the optimizer", BUFFERS, lambda stage: stage.step),
+            row("peak of forward and backward", lambda stage: format_bytes(stage.compute.peak)),
+            row("peak of the gradient reduction", lambda stage: format_bytes(stage.reduction.peak)),
+            row("peak of the optimizer step", lambda stage: format_bytes(stage.step.peak)),
+            row("peak", lambda stage: format_bytes(stage.peak)),
         ]
-        for label, kinds in (
-            ("activations", [ACTIVATIONS]),
-            ("logits and loss", [LOGITS]),
-            ("messages between stages", [MESSAGES]),
-        ):
-            sizes = [sum(stage.beside(COMPUTE, kind) for kind in kinds) for stage in self.stages]
-            if any(sizes):
-                rows.append((label, [format_bytes(size) for size in sizes]))
-        for label, phase in (("buckets of the reduction", REDUCTION), ("buffers of the optimizer step", STEP)):
-            rows.append((label, [format_bytes(stage.beside(phase, BUFFERS)) for stage in self.stages]))
-        for phase in (COMPUTE, REDUCTION, STEP):
-            rows.append((f"peak in {phase}", [format_bytes(stage.phases[phase].bytes) for stage in self.stages]))
-        rows.append(("peak", [format_bytes(stage.peak) for stage in self.stages]))
-        width = max(len(label) for label, _ in rows)
-        cells = [[label.ljust(width), *("…" if i < 0 else row[i] for i in shown)] for label, row in rows]
-        widths = [max(len(line[column]) for line in cells) for column in range(len(shown) + 1)]
-        lines = ["  ".join([line[0], *(x.rjust(w) for x, w in zip(line[1:], widths[1:]))]) for line in cells]
+        widths = [max(map(len, column)) for column in zip(*rows)]
+        lines = [
+            "  ".join([row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:]))])
+            for row in rows
+        ]
         return "\n".join([*lines, f"the whole model has {format_count(self.num_parameters)} parameters"])
-
-
-# --- playing a rank ----------------------------------------------------------------------------------------------------------
 
 
 def estimate_memory(
@@ -311,8 +169,9 @@ def _play(
             module = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, layout.dtype))
         num_parameters = sum(param.numel() for param in module.parameters())
         hf.swap(module, sequence_parallel=layout.sequence_parallel, pad_heads=layout.pad_heads)
-        # Once every stage that it talks to is in its steady state, a step repeats itself.
-        num_microbatches = min(layout.num_microbatches, layout.pp - stage + 1 + (stage > 0))
+        # With more microbatches a step repeats itself: all that fit are in flight, and there are gradients to add to;
+        # after the first stage also two are on their way back (`send_window`), and the next activations are expected.
+        num_microbatches = min(layout.num_microbatches, layout.pp - stage + (3 if stage else 1))
         model = NxDPPModel(
             module,
             transformer_layer_cls=hf.transformer_layer_class(module),
@@ -347,15 +206,16 @@ def _play(
         _label_logits(module, meter)
 
         meter.kind = ACTIVATIONS
-        meter.reset(COMPUTE)
+        meter.reset("compute")
         with torch.enable_grad():
             model._run(inputs, one_f_one_b)
         meter.kind = BUFFERS
-        meter.phase(REDUCTION)
+        meter.phase("reduction")
         reduce_gradients(model, average_over_data=not layout.zero1)
-        meter.phase(STEP)
+        meter.phase("step")
         optimizer.step()
-        return StageMemory(sum(param.numel() for param in params), model.peak_in_flight, meter.phases), num_parameters
+    num_local = sum(param.numel() for param in model.local_parameters())
+    return StageMemory(num_local, model.peak_in_flight, **meter.phases), num_parameters
 
 
 def _make_fake(model: Any, device: torch.device) -> None:
@@ -397,38 +257,44 @@ class _Held:
         return None
 
 
-class _Wire(ShapesCommunicator):
-    """No group, and buffers that live as long as with one."""
+class _Wire(C10dCommunicator):
+    """No group: nothing is sent, and what the real communicator allocates on the way is allocated."""
 
-    def __init__(self, meter: MemoryMeter, is_gloo: bool, label: str, ranks: Sequence[int], global_rank: int) -> None:
-        super().__init__(label, ranks, global_rank)
+    def __init__(self, label: str, ranks: Sequence[int], global_rank: int, meter: MemoryMeter, is_gloo: bool) -> None:
+        Communicator.__init__(self, label, ranks, global_rank)
+        self._gloo = is_gloo
         self._meter = meter
-        self._is_gloo = is_gloo
 
-    def start_all_reduce(self, buffer: torch.Tensor, op: str) -> _Held:
-        super().start_all_reduce(buffer, op)
+    def start_all_reduce(self, buffer: torch.Tensor, op: str) -> WorkLike:
         return _Held(buffer)
 
-    def start_all_gather(self, gathered: torch.Tensor, x: torch.Tensor) -> _Held:
-        super().start_all_gather(gathered, x)
-        return _Held(gathered, x)
+    def start_all_gather(self, gathered: torch.Tensor, x: torch.Tensor) -> WorkLike:
+        return super().start_all_gather(gathered, x) if self._gloo else _Held(gathered, x)
 
-    def start_reduce_scatter(self, out: torch.Tensor, scattered: torch.Tensor, op: str) -> _Held:
-        super().start_reduce_scatter(out, scattered, op)
-        # On gloo it is an all-to-all and a sum: see comm/c10d.py.
-        received = [torch.empty_like(scattered)] if self._is_gloo else []
-        return _Held(out, scattered, *received)
+    def start_reduce_scatter(self, out: torch.Tensor, scattered: torch.Tensor, op: str) -> WorkLike:
+        return super().start_reduce_scatter(out, scattered, op) if self._gloo else _Held(out, scattered)
 
-    def start_send(self, x: torch.Tensor, dst: int, tag: int) -> _Held:
-        self._meter.label([x], MESSAGES)
-        return _Held(x)
+    def start_all_to_all(self, gathered: torch.Tensor, scattered: torch.Tensor) -> WorkLike:
+        return _Held(gathered, scattered)
 
-    def start_recv(self, out: torch.Tensor, src: int, tag: int) -> _Held:
-        self._meter.label([out], MESSAGES)
-        return _Held(out)
+    def start_broadcast(self, buffer: torch.Tensor, src: int) -> WorkLike:
+        return _Held(buffer)
+
+    def start_send(self, x: torch.Tensor, dst: int, tag: int) -> WorkLike:
+        return self._message(x)
+
+    def start_recv(self, out: torch.Tensor, src: int, tag: int) -> WorkLike:
+        return self._message(out)
+
+    def _message(self, buffer: torch.Tensor) -> WorkLike:
+        if self.axis.startswith("pp"):
+            self._meter.label([buffer], MESSAGES)
+        return _Held(buffer)
 
 
-class _WireBackend(ShapesBackend):
+class _WireBackend(Backend):
+    name = "wire"
+
     def __init__(self, meter: MemoryMeter, is_gloo: bool) -> None:
         self._meter = meter
         self._is_gloo = is_gloo
@@ -437,4 +303,4 @@ class _WireBackend(ShapesBackend):
         self, label: str, groups: Sequence[Sequence[int]], global_rank: int, own: bool = False
     ) -> Communicator:
         ranks = next(group for group in groups if global_rank in group)
-        return _Wire(self._meter, self._is_gloo, label, ranks, global_rank)
+        return _Wire(label, ranks, global_rank, self._meter, self._is_gloo)

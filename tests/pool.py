@@ -162,7 +162,7 @@ class Processes:
         global _pool
         if _pool is None:
             context = multiprocessing.get_context("forkserver")
-            context.set_forkserver_preload(["torch", "torch.distributed", "neuronx_dist"])
+            context.set_forkserver_preload(["torch", "neuronx_dist", "pytest"])
             os.environ["GLOO_SOCKET_IFNAME"] = "lo"
             _pool = _Pool()
         return _pool.run(self.size, function, args, (mesh or {}) if initialize else None, timeout)
@@ -221,12 +221,12 @@ def _be_rank(payload: bytes, rank: int, size: int, store: str, mesh: dict[str, i
         world_size=size,
         timeout=datetime.timedelta(seconds=timeout),
     )
-    try:
-        if mesh is not None:
-            names = {"tp": "tensor_model", "pp": "pipeline_model", "cp": "context", "ep": "expert_model"}
-            initialize_model_parallel(**{f"{names[axis]}_parallel_size": count for axis, count in mesh.items()})
-        result = function(*args)
-        destroy_model_parallel()  # not after a failure: the others may be in the middle of something
-        return result
-    finally:
-        dist.destroy_process_group()
+    # After a failure nothing is taken down: the worker is replaced, and the others learn of it from the parent.
+    if mesh is not None:
+        names = {"tp": "tensor_model", "pp": "pipeline_model", "cp": "context", "ep": "expert_model"}
+        initialize_model_parallel(**{f"{names[axis]}_parallel_size": count for axis, count in mesh.items()})
+    result = function(*args)
+    dist.barrier()  # a rank that leaves closes connections which others may still be making
+    destroy_model_parallel()
+    dist.destroy_process_group()
+    return result

@@ -1,8 +1,10 @@
 """Plain collectives on one backend: c10d (gloo, NCCL), threads (ranks of one process), shapes (no group at all).
 
-One function per verb (`verbs.py`), one place that knows the mesh and the rank (`context.py`), one point that records every
-call (`recording.py`). Nothing here is differentiable; see `neuronx_dist.spmd`.
+One function per verb (`verbs.py`), one place that knows the mesh and the rank (`context.py`), one point that records
+every call (`recording.py`). Nothing here is differentiable; see `neuronx_dist.spmd`.
 """
+
+from collections.abc import Sequence
 
 from . import context, threads
 from .base import Communicator, Handle
@@ -69,6 +71,8 @@ def rank(axis: context.AxisLike) -> int:
     return communicator(axis).rank
 
 
-def new_group(groups, label="group"):  # type: ignore[no-untyped-def]
-    """A communicator over explicit rank lists; every rank of the world calls it, in the same order. None if not a member."""
+def new_group(groups: Sequence[Sequence[int]], label: str = "group") -> Communicator | None:
+    """A communicator over explicit rank lists; every rank of the world calls it, in the same order. None if not a
+    member.
+    """
     return current().new_group(groups, label)

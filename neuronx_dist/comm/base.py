@@ -1,7 +1,7 @@
 """What a backend is: a factory of communicators, which start collectives on contiguous buffers.
 
-The verbs in `comm/__init__.py` do everything that is the same everywhere (dims, dtypes, `out=`, recording, errors); a backend
-implements the eight primitives below and nothing else.
+The verbs in `comm/__init__.py` do everything that is the same everywhere (dims, dtypes, `out=`, recording, errors); a
+backend implements the eight primitives below and nothing else.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ class Communicator:
         self.size = len(self.ranks)
         self.rank = self.ranks.index(global_rank)
 
-    # Buffers are contiguous; `gathered` and `scattered` have a leading dim of `size`. Each starts the work and returns it.
+    # Buffers are contiguous; `gathered` and `scattered` have a leading dim of `size`. Each starts the work and returns
+    # it.
     def start_all_reduce(self, buffer: torch.Tensor, op: str) -> WorkLike:
         raise self._unsupported("all_reduce")
 

@@ -1,9 +1,9 @@
 """torch.distributed process groups: gloo on CPU, NCCL on CUDA.
 
-gloo's own collectives are used only where they are fast. Its reduce_scatter is a whole all-reduce and a copy of one chunk: here
-it is an all_to_all and a sum in rank order, which is faster at every size. Its all_gather copies everything twice and goes round
-a ring: here large ones are messages straight between the caller's buffers, and small ones an all_to_all of equal pieces.
-(`benchmarks/gloo_collectives.py` compares them.)
+gloo's own collectives are used only where they are fast. Its reduce_scatter is a whole all-reduce and a copy of one
+chunk: here it is an all_to_all and a sum in rank order, which is faster at every size. Its all_gather copies everything
+twice and goes round a ring: here large ones are messages straight between the caller's buffers, and small ones an
+all_to_all of equal pieces. (`benchmarks/gloo_collectives.py` compares them.)
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ _reduce_scatter_single = (
     dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
 )
 _KEEPS_ORDER = "sort_ranks" in inspect.signature(dist.new_group).parameters  # not in torch 2.9
-_SMALL = 1 << 20  # bytes of an all_gather's result up to which, on gloo, one all_to_all beats a message each way per pair of ranks
+_GLOO_DTYPES = {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8}
+_SMALL = 1 << 20  # bytes of an all_gather's result up to which gloo's all_to_all is faster than messages
 _TAG = 1 << 20  # collectives made of messages use tags of their own, so that they never meet a user's send
 
 
@@ -59,8 +60,8 @@ class C10dCommunicator(Communicator):
         works: list[WorkLike] = []
         for step in range(1, self.size):  # nearest neighbours first; receives before sends, so that nothing is buffered
             src, dst = (self.rank - step) % self.size, (self.rank + step) % self.size
-            works.append(dist.irecv(gathered[src], group=self.group, group_src=src, tag=_TAG))  # type: ignore[arg-type]
-            works.append(dist.isend(x, group=self.group, group_dst=dst, tag=_TAG))  # type: ignore[arg-type]
+            works.append(self.start_recv(gathered[src], src, _TAG))
+            works.append(self.start_send(x, dst, _TAG))
         return Works(works)
 
     def start_reduce_scatter(self, out: torch.Tensor, scattered: torch.Tensor, op: str) -> WorkLike:
@@ -77,7 +78,7 @@ class C10dCommunicator(Communicator):
         return Works([self.start_all_to_all(received, scattered)], reduce)
 
     def start_all_to_all(self, gathered: torch.Tensor, scattered: torch.Tensor) -> WorkLike:
-        if self._gloo:  # it refuses some dtypes (int16, float8); bytes are bytes
+        if self._gloo and gathered.dtype not in _GLOO_DTYPES:  # int16, float8: bytes are bytes
             gathered, scattered = gathered.view(-1).view(torch.uint8), scattered.view(-1).view(torch.uint8)
         return dist.all_to_all_single(gathered, scattered, group=self.group, async_op=True)
 
@@ -203,8 +204,8 @@ class C10dBackend(Backend):
         if list(ranks) != sorted(ranks):  # torch would number the members in ascending order, whatever was asked for
             if not _KEEPS_ORDER:
                 raise ValueError(
-                    f"group {list(ranks)}: torch {torch.__version__} makes groups of ascending ranks only; name merged axes "
-                    f"outermost first, as in ('pp', 'tp'), or use a newer torch"
+                    f"group {list(ranks)}: torch {torch.__version__} makes groups of ascending ranks only; name merged "
+                    f"axes outermost first, as in ('pp', 'tp'), or use a newer torch"
                 )
             options["sort_ranks"] = False
         return self._keep(dist.new_group(list(ranks), timeout=self.timeout, **options))

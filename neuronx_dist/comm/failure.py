@@ -2,8 +2,8 @@
 
 The first rank with an uncaught exception writes it to the job's store and waits a moment until the others have read it;
 a watching thread on every rank reads the store twice a second. A rank that is in a collective at that time gets the
-message as a `RemoteRankError`; every rank prints it, and one that is stuck, or computes for long, is ended after a grace
-period.
+message as a `RemoteRankError`; every rank prints it, and one that is stuck, or computes for long, is ended after a
+grace period.
 """
 
 from __future__ import annotations

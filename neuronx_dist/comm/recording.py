@@ -36,7 +36,8 @@ class _Recorder:
         self.calls: list[Call] = []
 
 
-# Read on every collective: the empty tuple is the whole cost of not recording. Replaced, never changed: other threads iterate.
+# Read on every collective: the empty tuple is the whole cost of not recording. Replaced, never changed: other threads
+# iterate over it.
 recorders: tuple[_Recorder, ...] = ()
 _changing = threading.Lock()
 

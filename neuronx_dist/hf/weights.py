@@ -23,6 +23,7 @@ from .. import comm
 from ..parallel_layers.materialize import (
     gather_full,
     install_parameter,
+    is_local,
     local_modules,
     materialize_buffers,
     parameter_names,
@@ -59,9 +60,9 @@ def load_pretrained(
     _check(whole_model(model), aliases, weights)
     present = set(weights.names())
     filled: set[int] = set()
-    for _, module in local_modules(model):
-        for param in module._parameters.values():
-            if param is None or id(param) in filled:
+    for prefix, module in local_modules(model):
+        for key, param in module._parameters.items():
+            if param is None or id(param) in filled or not is_local(model, _join(prefix, key)):
                 continue
             filled.add(id(param))
             name = next(alias for alias in aliases[id(param)] if alias in present)
@@ -148,8 +149,8 @@ def _full_tensors(model: nn.Module, gradients: bool = False) -> Iterator[tuple[s
     aliases = parameter_names(model)
     for prefix, module in local_modules(model):
         for key, param in module._parameters.items():
-            name = f"{prefix}.{key}" if prefix else key
-            if param is None or aliases[id(param)][0] != name:
+            name = _join(prefix, key)
+            if param is None or aliases[id(param)][0] != name or not is_local(model, name):
                 continue
             tensor = param.grad if gradients else param
             if tensor is not None:
@@ -163,8 +164,13 @@ def _persistent_buffers(model: nn.Module) -> Iterator[tuple[torch.Tensor, nn.Mod
     """`(buffer, its module, its name there, its qualified name)` for the buffers that a state dict holds."""
     for prefix, module in local_modules(model):
         for key, buffer in list(module._buffers.items()):
-            if buffer is not None and key not in module._non_persistent_buffers_set:
-                yield buffer, module, key, (f"{prefix}.{key}" if prefix else key)
+            name = _join(prefix, key)
+            if buffer is not None and key not in module._non_persistent_buffers_set and is_local(model, name):
+                yield buffer, module, key, name
+
+
+def _join(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name
 
 
 def _read_slice(weights: WeightSource, name: str, spec: ShardSpec) -> torch.Tensor:

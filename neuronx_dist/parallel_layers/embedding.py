@@ -41,6 +41,7 @@ class ParallelEmbedding(ShardedModule):
 
     Raises:
         ValueError: the sharded size does not divide by tp; an option that this sharding cannot honour.
+        IndexError: (when called) an id is outside the vocabulary; checked on CPU.
     """
 
     weight: nn.Parameter
@@ -153,6 +154,12 @@ class ParallelEmbedding(ShardedModule):
     def _lookup_own(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows of the ids that this rank holds, zeros for the others."""
         count = self.weight.shape[0]
+        if type(ids) is torch.Tensor and ids.device.type == "cpu":  # where it costs no synchronisation
+            wrong = (ids < 0) | (ids >= self.num_embeddings)
+            if wrong.any():
+                raise IndexError(
+                    f"ParallelEmbedding: id {ids[wrong][0].item()} is outside the vocabulary of {self.num_embeddings}"
+                )
         local = ids - self.first_id
         elsewhere = (local < 0) | (local >= count)
         if self.max_norm is not None:

@@ -54,7 +54,7 @@ class _ColumnLinear(torch.autograd.Function):
         ctx.communicator, ctx.sequence_dim, ctx.reduce_dtype = communicator, sequence_dim, reduce_dtype
         ctx.has_bias = len(params) > count
         full = x if sequence_dim is None else comm.all_gather(x, communicator, dim=sequence_dim)
-        outputs = tuple(F.linear(full, weight, bias) for weight, bias in zip(weights, biases))
+        outputs = tuple(F.linear(full, weight, bias) for weight, bias in zip(weights, biases))  # type: ignore[arg-type]
         return outputs[0] if count == 1 else outputs
 
     @staticmethod
@@ -480,6 +480,8 @@ class RowParallelLinear(_ParallelLinear):
             out = F.linear(x, self.weight, bias)
         else:
             if not self.input_is_parallel:
+                if self.stride > 1:  # [block, rank, features] -> [rank, block, features], as the weight is sharded
+                    x = x.unflatten(-1, (self.stride, communicator.size, -1)).transpose(-3, -2).flatten(-3)
                 x = spmd.convert(x, communicator, src=I, dst=S(-1))
             if self.reduce_output:
                 dim = self.sequence_dimension if self.sequence_parallel_enabled else None

@@ -82,13 +82,16 @@ def parallel_cross_entropy(
     ignore_index: int = -100,
     tensor_model_parallel_group: AxisLike | None = None,
 ) -> torch.Tensor:
-    """Cross entropy per token of vocabulary-sharded logits: `[.., vocab/tp]`, labels `[..]` (whole) `-> [..]`, in fp32 or better.
+    """Cross entropy per token of vocabulary-sharded logits: `[.., vocab/tp]`, labels `[..]` (whole) `-> [..]`, in fp32
+    or better.
 
     Args:
         parallel_logits: this rank's shard; it is left as it is.
-        labels: ids in the whole vocabulary, the same on all ranks; a label equal to `ignore_index` gives loss 0 and no gradient.
-        label_smoothing: NeMo's and Megatron's definition, as NxD documents: with `s = label_smoothing * K / (K - 1)` for a vocabulary of K,
-            `(1 - s) * nll - s * mean(log p)`; `torch.nn.functional.cross_entropy` calls that s its label_smoothing.
+        labels: ids in the whole vocabulary, the same on all ranks; a label equal to `ignore_index` gives loss 0 and no
+            gradient.
+        label_smoothing: NeMo's and Megatron's definition, as NxD documents: with `s = label_smoothing * K / (K - 1)`
+            for a vocabulary of K, `(1 - s) * nll - s * mean(log p)`; `torch.nn.functional.cross_entropy` calls that s
+            its label_smoothing.
 
     Raises:
         ValueError: shapes do not match, or smoothing is outside [0, 1].

@@ -28,6 +28,7 @@ from ..spmd.spec import ShardSpec, restamp, spec_of
 __all__ = [
     "gather_full",
     "install_parameter",
+    "is_local",
     "local_modules",
     "materialize",
     "materialize_buffers",
@@ -68,9 +69,9 @@ def materialize(
         ValueError: no initialiser sets a parameter or buffer; the message names it.
     """
     names = parameter_names(model)
-    for _, module in local_modules(model):
-        for param in list(module._parameters.values()):
-            if param is None or not param.is_meta:
+    for path, module in local_modules(model):
+        for key, param in list(module._parameters.items()):
+            if param is None or not param.is_meta or not is_local(model, _join(path, key)):
                 continue
             spec = spec_of(param)
             # A tied weight is initialised as its first owner would, even if that one lives in another pipeline stage.
@@ -91,7 +92,7 @@ def materialize_buffers(
     """The buffers' part of `materialize`: those on meta (rotary frequencies, ...) get real values from initialisers."""
     for prefix, module in local_modules(model):
         for name, buffer in list(module._buffers.items()):
-            if buffer is None or not buffer.is_meta:
+            if buffer is None or not buffer.is_meta or not is_local(model, _join(prefix, name)):
                 continue
             value = torch.empty(buffer.shape, dtype=buffer.dtype)
             full = _draw(
@@ -123,6 +124,12 @@ def local_modules(model: nn.Module) -> Iterable[tuple[str, nn.Module]]:
     """`(name in the whole model, module)` of the modules that this rank holds: of a pipeline model its stage."""
     local = getattr(model, "local_named_modules", None)
     return local() if local is not None else model.named_modules()
+
+
+def is_local(model: nn.Module, name: str) -> bool:
+    """Whether this rank holds the tensor: containers are on all stages of a pipeline, their own parameters are not."""
+    local = getattr(model, "is_local", None)
+    return local is None or bool(local(name))
 
 
 def whole_model(model: nn.Module) -> nn.Module:

@@ -121,7 +121,7 @@ def cast_if_autocast_enabled(*tensors: torch.Tensor | None) -> tuple[torch.Tenso
     """Under autocast, the floating-point tensors in its dtype; otherwise the tensors themselves."""
     first = next(tensor for tensor in tensors if tensor is not None)
     device = first.device.type
-    if not torch.is_autocast_enabled(device):
+    if device == "meta" or not torch.is_autocast_enabled(device):  # which knows no meta device
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return tuple(

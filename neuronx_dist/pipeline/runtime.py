@@ -84,14 +84,6 @@ class Run:
             Kind.SEND_BACKWARD: deque(),
         }
         self._kept: dict[int, _Kept] = {}
-        self._do = {
-            Kind.RECV_FORWARD: self._post_forward,
-            Kind.FORWARD: self._forward,
-            Kind.SEND_FORWARD: self._send_forward,
-            Kind.RECV_BACKWARD: self._post_backward,
-            Kind.BACKWARD: self._backward,
-            Kind.SEND_BACKWARD: self._send_backward,
-        }
 
     def execute(self, tasks: Sequence[Task]) -> list[Any]:
         """Runs the tasks in order and returns the results.
@@ -99,16 +91,24 @@ class Run:
         Raises:
             whatever a task raises, with the task and the stage before the message.
         """
+        do = {  # not an attribute: `self` in a cycle would hold tensors until the garbage collector comes by
+            Kind.RECV_FORWARD: self._post_forward,
+            Kind.FORWARD: self._forward,
+            Kind.SEND_FORWARD: self._send_forward,
+            Kind.RECV_BACKWARD: self._post_backward,
+            Kind.BACKWARD: self._backward,
+            Kind.SEND_BACKWARD: self._send_backward,
+        }
         for task in tasks:
             try:
-                self._do[task.kind](task.microbatch)
+                do[task.kind](task.microbatch)
             except Exception as error:
                 add_place(error, f"{task} on stage {self.index} of {self.num_stages}")
                 raise
         for kind, sends in self._under_way.items():
             try:
-                for handles in sends:
-                    _wait(handles)
+                while sends:
+                    _wait(sends.popleft())
             except Exception as error:
                 add_place(error, f"last {kind.value} on stage {self.index} of {self.num_stages}")
                 raise

@@ -472,12 +472,12 @@ def _advice(operation: str, src: SpmdType, dst: SpmdType) -> str:
         hint = f"use reduce_scatter(x, axis, dst={dst})"
     elif a in ("V", "S") and b in ("R", "I"):
         hint = f"use all_gather(x, axis, src={src}, dst={dst}), or all_reduce if the values are to be summed"
+    elif {a, b} == {"V", "S"}:
+        hint = f"use convert(x, axis, src={src}, dst={dst}): the data is the same"
     elif a in ("V", "S") and b in ("V", "S"):
         hint = f"use all_to_all(x, axis, src={src}, dst={dst})"
     elif operation == "reinterpret" and "S" in (a, b):
         hint = f"use convert(x, axis, src={src}, dst={dst}): reinterpret keeps the data, S says that it is split"
-    elif a in ("V", "S"):
-        hint = f"use convert(x, axis, src={src}, dst={dst})"
     else:
         hint = f"use convert(x, axis, src={src}, dst={dst})"
     return f"{text}: {hint}. {operation} takes {legal}"

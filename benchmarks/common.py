@@ -1,0 +1,112 @@
+"""What the benchmarks share: processes on loopback, the heading of a report, medians of paired measurements."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import gc
+import os
+import platform
+import shlex
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is imported, in the spawned processes too
+if sys.platform == "linux":
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+__all__ = ["Seconds", "heading", "measure", "notch", "on_ranks", "orders", "parser", "quiet", "ratio"]
+
+
+class Seconds(NamedTuple):
+    wall: float
+    cpu: float  # of the whole process: gloo's threads as well
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        description=(description or "").splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    made.add_argument("--quick", action="store_true", help="few repeats: whether it works, not how fast it is")
+    return made
+
+
+def heading(title: str) -> None:
+    """Prints what a figure is worth nothing without: the machine, the versions, the command and the date."""
+    load = ", ".join(f"{value:.2f}" for value in os.getloadavg())
+    print(f"{title}\n")
+    print(f"machine   {_processor()}, {os.cpu_count()} cores, {platform.system()}; load {load}")
+    print(f"versions  torch {torch.__version__}, Python {platform.python_version()}, 1 thread per process")
+    print(f"command   python {shlex.join(sys.argv)}")
+    print(f"date      {datetime.date.today().isoformat()}\n", flush=True)
+
+
+def on_ranks(function: Callable[..., Any], size: int, *args: Any) -> Any:
+    """`function(*args)` on `size` real processes joined by gloo on loopback; returns what rank 0 returned."""
+    with tempfile.TemporaryDirectory() as folder:
+        results = mp.get_context("spawn").SimpleQueue()
+        mp.spawn(_rank, (function, size, os.path.join(folder, "store"), results, args), nprocs=size)
+        return results.get()
+
+
+def _rank(rank: int, function: Callable[..., Any], size: int, store: str, results: Any, args: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
+    try:
+        found = function(*args)
+        if rank == 0:
+            results.put(found)
+    finally:
+        dist.destroy_process_group()
+
+
+def quiet() -> None:
+    """No garbage collection from here on: it would fall on whoever runs at that time."""
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+
+
+def measure(run: Callable[[], Any]) -> Seconds:
+    """One run, after all ranks have come here."""
+    dist.barrier()
+    wall, cpu = time.perf_counter(), time.process_time()
+    run()
+    return Seconds(time.perf_counter() - wall, time.process_time() - cpu)
+
+
+def orders(count: int) -> list[list[int]]:
+    """Orders of `count` variants, one a round, in which each comes as often after each other one (Williams' design)."""
+    zigzag = [(i + 1) // 2 if i % 2 else -(i // 2) for i in range(count)]
+    made = [[(start + step) % count for step in zigzag] for start in range(count)]
+    return made if count % 2 == 0 else made + [order[::-1] for order in made]
+
+
+def ratio(over: Sequence[float], under: Sequence[float]) -> tuple[float, float]:
+    """Median of the ratios of paired measurements, and the half-width of its 95 % interval."""
+    ratios = [a / b for a, b in zip(over, under)]
+    return statistics.median(ratios), notch(ratios)
+
+
+def notch(values: Sequence[float]) -> float:
+    """Half-width of the 95 % interval of a median: 1.57 IQR / sqrt(n) (McGill, Tukey and Larsen 1978)."""
+    if len(values) < 4:
+        return float("nan")
+    first, _, third = statistics.quantiles(values, n=4)
+    return 1.57 * (third - first) / len(values) ** 0.5
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo") as lines:
+            return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()

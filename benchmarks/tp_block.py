@@ -1,0 +1,308 @@
+"""The linear layers of a Llama block at tp=2, forward and backward: hand-written, ours, and torch's DTensor.
+
+q/k/v (columns, one input-gradient collective) -> o (row) -> gate/up (columns, one collective) -> down (row), with the
+same elementwise operations between them instead of attention and norms. `hand` is Megatron's f and g written straight
+on torch.distributed: input gradients are all-reduced in place while the weight gradients are computed, outputs in
+place. It runs a second time as `again`, to show the noise. All run in one job, turn by turn; a round gives each
+variant's wall time (of the slower rank) and CPU time (of both), and what is reported is the median over the rounds of
+a round's ratio to `hand`.
+
+    python benchmarks/tp_block.py [--quick] [--tokens 512] [--hidden 256 1024 2048] [--repeats N]
+
+The last line is JSON: `{"256": {"ours_over_hand": wall, "ours_over_hand_cpu": CPU, ...}, ...}`.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from common import Seconds, heading, measure, on_ranks, orders, parser, quiet, ratio  # first: sets the threads
+
+# isort: split
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+import neuronx_dist as nxd
+from neuronx_dist.parallel_layers import fuse_columns
+
+TP = 2
+COLUMNS = ("q", "k", "v", "gate", "up")
+ROWS = ("o", "down")
+VARIANTS = ("hand", "ours", "dtensor", "again")
+GOAL = {256: 1.05}  # else 1.03
+ROUNDS = ((512, 400), (1536, 100), (1 << 30, 40))  # up to this hidden size: this many
+
+Columns = Callable[[torch.Tensor], Sequence[torch.Tensor]]
+Row = Callable[[torch.Tensor], torch.Tensor]
+
+
+class HandColumns(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, *weights: torch.Tensor) -> Any:
+        ctx.save_for_backward(x, *weights)
+        return tuple(F.linear(x, weight) for weight in weights)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        x, *weights = ctx.saved_tensors
+        flat = [grad.view(-1, grad.shape[-1]) for grad in grads]
+        grad_x = flat[0].mm(weights[0])
+        for grad, weight in zip(flat[1:], weights[1:]):
+            grad_x.addmm_(grad, weight)
+        reducing = dist.all_reduce(grad_x, async_op=True)
+        flat_x = x.view(-1, x.shape[-1])
+        grad_weights = [grad.t().mm(flat_x) for grad in flat]
+        reducing.wait()
+        return grad_x.view_as(x), *grad_weights
+
+
+class HandRow(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        out = F.linear(x, weight)
+        dist.all_reduce(out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        flat = grad.view(-1, grad.shape[-1])
+        return flat.mm(weight).view_as(x), flat.t().mm(x.view(-1, x.shape[-1]))
+
+
+def block(x: torch.Tensor, qkv: Columns, o: Row, gate_up: Columns, down: Row) -> torch.Tensor:
+    """`[batch, seq, hidden]`, the same on all ranks, to the same. What is not linear is equal for all variants."""
+    q, k, v = qkv(x)
+    x = x + o(q * k + v)
+    gate, up = gate_up(x)
+    return x + down(F.silu(gate) * up)
+
+
+class Variant:
+    """A block, and its parameters by name for the check that all compute the same."""
+
+    def __init__(self, forward: Callable[[torch.Tensor], torch.Tensor], params: dict[str, torch.Tensor]) -> None:
+        self.forward = forward
+        self.params = params
+
+    def run(self, x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+        out = self.forward(x)
+        out.backward(grad)
+        return out
+
+    def clear(self, x: torch.Tensor) -> None:
+        x.grad = None
+        for param in self.params.values():
+            param.grad = None
+
+
+def shard(name: str, full: torch.Tensor, rank: int) -> torch.Tensor:
+    return full.chunk(TP, 0 if name in COLUMNS else 1)[rank].contiguous()
+
+
+def whole(full: dict[str, torch.Tensor]) -> Variant:
+    """The block without any parallelism, which gives the values."""
+    w = {name: value.clone().requires_grad_() for name, value in full.items()}
+    return Variant(
+        lambda x: block(
+            x,
+            lambda x: [F.linear(x, w[name]) for name in "qkv"],
+            lambda x: F.linear(x, w["o"]),
+            lambda x: [F.linear(x, w[name]) for name in ("gate", "up")],
+            lambda x: F.linear(x, w["down"]),
+        ),
+        w,
+    )
+
+
+def hand(full: dict[str, torch.Tensor], rank: int) -> Variant:
+    w = {name: shard(name, value, rank).requires_grad_() for name, value in full.items()}
+    return Variant(
+        lambda x: block(
+            x,
+            lambda x: HandColumns.apply(x, w["q"], w["k"], w["v"]),
+            lambda x: HandRow.apply(x, w["o"]),
+            lambda x: HandColumns.apply(x, w["gate"], w["up"]),
+            lambda x: HandRow.apply(x, w["down"]),
+        ),
+        w,
+    )
+
+
+def ours(full: dict[str, torch.Tensor], rank: int) -> Variant:
+    def column(name: str) -> nxd.ColumnParallelLinear:
+        out_features, in_features = full[name].shape
+        return nxd.ColumnParallelLinear(in_features, out_features, bias=False, gather_output=False)
+
+    def row(name: str) -> nxd.RowParallelLinear:
+        out_features, in_features = full[name].shape
+        return nxd.RowParallelLinear(in_features, out_features, bias=False, input_is_parallel=True)
+
+    q, k, v, gate, up = (column(name) for name in COLUMNS)
+    o, down = (row(name) for name in ROWS)
+    fuse_columns([q, k, v])
+    fuse_columns([gate, up])
+    params: dict[str, torch.Tensor] = {
+        name: layer.weight for name, layer in zip((*COLUMNS, *ROWS), (q, k, v, gate, up, o, down))
+    }
+    with torch.no_grad():
+        for name, param in params.items():
+            param.copy_(shard(name, full[name], rank))
+    return Variant(lambda x: block(x, lambda x: (q(x), k(x), v(x)), o, lambda x: (gate(x), up(x)), down), params)
+
+
+class Attention(nn.Module):
+    def __init__(self, layers: dict[str, nn.Linear]) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (layers[name] for name in "qkvo")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.o(self.q(x) * self.k(x) + self.v(x))
+
+
+class MLP(nn.Module):
+    def __init__(self, layers: dict[str, nn.Linear]) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = (layers[name] for name in ("gate", "up", "down"))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+def dtensor(full: dict[str, torch.Tensor], rank: int) -> Variant:
+    """As torch's own trainers do it: the input is made a DTensor once, so q/k/v share one all-reduce in backward."""
+    layers = {}
+    for name, value in full.items():
+        layers[name] = nn.Linear(value.shape[1], value.shape[0], bias=False)
+        layers[name].weight = nn.Parameter(value.clone())
+    model = nn.ModuleList([Attention(layers), MLP(layers)])
+    entry = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate())
+    plan: dict[str, Any] = {"0": entry, "1": entry}
+    for index, names in enumerate((("q", "k", "v", "o"), ("gate", "up", "down"))):
+        plan |= {f"{index}.{name}": ColwiseParallel() if name in COLUMNS else RowwiseParallel() for name in names}
+    parallelize_module(model, init_device_mesh("cpu", (TP,)), plan)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        x = x + model[0](x)
+        return x + model[1](x)
+
+    return Variant(forward, {name: layer.weight for name, layer in layers.items()})
+
+
+def local(x: torch.Tensor) -> torch.Tensor:
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def check(variants: dict[str, Variant], full: dict[str, torch.Tensor], x: torch.Tensor, grad: torch.Tensor) -> None:
+    """Output, input gradient and every weight gradient of every variant are those of the whole block.
+
+    Raises:
+        AssertionError: one is not; the message names it.
+    """
+
+    def values(variant: Variant) -> dict[str, torch.Tensor]:
+        found = {"out": variant.run(x, grad).detach(), "x": x.grad}
+        found |= {name: param.grad for name, param in variant.params.items()}
+        variant.clear(x)
+        return {name: local(value) for name, value in found.items() if value is not None}
+
+    expected = values(whole(full))
+    expected |= {name: shard(name, expected[name], dist.get_rank()) for name in full}
+    for kind, variant in variants.items():
+        found = values(variant)
+        for name, value in expected.items():
+            error = ((found[name] - value).norm() / value.norm()).item()
+            assert error < 1e-5, f"{kind}: {name} is off by {error:.1e} (relative)"
+
+
+def time_size(hidden: int, tokens: int, repeats: int) -> dict[str, list[Seconds]]:
+    """Each variant's seconds, round by round: wall of the slower rank, CPU of all ranks together."""
+    torch.manual_seed(0)
+    nxd.initialize_model_parallel(tensor_model_parallel_size=TP)
+    rank = dist.get_rank()
+    mlp = (hidden * 8 // 3 + 63) // 64 * 64  # Llama's ratio
+    sizes = dict.fromkeys("qkvo", (hidden, hidden)) | {
+        "gate": (mlp, hidden),
+        "up": (mlp, hidden),
+        "down": (hidden, mlp),
+    }
+    full = {name: torch.randn(size) / size[1] ** 0.5 for name, size in sizes.items()}
+    x = torch.randn(1, tokens, hidden, requires_grad=True)
+    grad = torch.randn(1, tokens, hidden)
+    variants = {
+        "hand": hand(full, rank),
+        "ours": ours(full, rank),
+        "dtensor": dtensor(full, rank),
+        "again": hand(full, rank),
+    }
+    check(variants, full, x, grad)
+    taken: dict[str, list[Seconds]] = {name: [] for name in VARIANTS}
+    turns = orders(len(VARIANTS))
+    quiet()
+    for turn in range(-2, repeats):  # two rounds to warm up
+        for index in turns[turn % len(turns)]:
+            name = VARIANTS[index]
+            seconds = measure(partial(variants[name].run, x, grad))
+            variants[name].clear(x)
+            if turn >= 0:
+                taken[name].append(seconds)
+    everyone: list[Any] = [None] * TP
+    dist.all_gather_object(everyone, taken)
+    nxd.destroy_model_parallel()
+    return {
+        name: [
+            Seconds(max(one.wall for one in ranks), sum(one.cpu for one in ranks))
+            for ranks in zip(*(taken[name] for taken in everyone))
+        ]
+        for name in VARIANTS
+    }
+
+
+def main() -> None:
+    options = parser(__doc__)
+    options.add_argument("--tokens", type=int, default=512, help="tokens of the one sequence")
+    options.add_argument("--hidden", type=int, nargs="+", default=[256, 1024, 2048], help="sizes to time")
+    options.add_argument("--repeats", type=int, help="rounds for each size (default: by size, from 400 to 40)")
+    args = options.parse_args()
+    heading(f"Linear layers of a Llama block, forward and backward: tp={TP}, {args.tokens} tokens, float32, gloo")
+    columns = f"{'/ hand':>8}{'±':>7}"
+    print(f"{'hidden':>6}  {'variant':<8}{'wall ms':>9}{columns}{'CPU ms':>11}{columns}{'rounds':>9}")
+    report: dict[str, dict[str, float]] = {}
+    for hidden in args.hidden:
+        repeats = args.repeats or (8 if args.quick else next(count for limit, count in ROUNDS if hidden <= limit))
+        taken = on_ranks(time_size, TP, hidden, args.tokens, repeats)
+        report[str(hidden)] = {}
+        for name in VARIANTS:
+            cells = [f"{hidden:>6}  {name:<8}"]
+            for kind, pad in (("wall", 9), ("cpu", 11)):
+                mine, base = ([getattr(one, kind) for one in taken[who]] for who in (name, "hand"))
+                middle, interval = ratio(mine, base)
+                cells.append(f"{statistics.median(mine) * 1e3:>{pad}.2f}{middle:>8.3f}{interval:>7.3f}")
+                if name != "hand":
+                    key = f"{'hand' if name == 'again' else name}_over_hand" + ("_cpu" if kind == "cpu" else "")
+                    report[str(hidden)][key] = round(middle, 4)
+            print("".join(cells) + f"{repeats:>9}", flush=True)
+        found = report[str(hidden)]["ours_over_hand"]
+        goal = GOAL.get(hidden, 1.03)
+        print(f"        ours / hand {found:.3f}, goal {goal:.2f}: {'met' if found <= goal else 'MISSED'}\n", flush=True)
+    print("±: half-width of the median's 95 % interval. Wall: the slower rank. CPU: both ranks, all threads.")
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""A job in which one rank fails: `failing_job.py HOW` on every rank, in torchrun's environment (test_failure.py)."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+import torch
+
+import neuronx_dist
+from neuronx_dist import comm
+
+
+def main(how: str) -> None:
+    neuronx_dist.init_distributed("cpu", timeout=30)
+    neuronx_dist.initialize_model_parallel(tensor_model_parallel_size=2, timeout=1.5 if how == "silent" else None)
+    rank = comm.rank("tp")
+    x = torch.ones(4)
+    comm.all_reduce(x, "tp")
+    comm.barrier()
+    print(f"started at {time.time()}", flush=True)
+    if how == "silent":
+        if rank == 1:
+            time.sleep(4)
+            return
+        comm.all_gather(x, "tp")  # the line that the message names
+    elif rank == 1:
+        time.sleep(0.3)
+        print(f"failing at {time.time()}", flush=True)
+        if how == "killed":
+            os._exit(9)
+        raise ValueError("the parrot is dead")
+    elif how == "computing":
+        time.sleep(60)
+    elif how in ("collective", "killed"):
+        for _ in range(1000):
+            comm.all_reduce(x, "tp")
+            time.sleep(0.01)
+    elif how == "gather":  # made of messages: starting one on a broken connection raises at once
+        while True:
+            comm.all_gather(x, "tp")
+    elif how == "backward":
+        weight = torch.ones(4, requires_grad=True)
+        while True:
+            neuronx_dist.spmd.convert(weight, "tp", src=neuronx_dist.spmd.I, dst=neuronx_dist.spmd.R).sum().backward()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

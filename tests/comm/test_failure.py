@@ -1,0 +1,107 @@
+"""Real processes, started for it: a rank that fails ends the job everywhere, and every rank says which and why."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+JOB = Path(__file__).with_name("failing_job.py")
+ROOT = Path(__file__).parents[2]
+LIMIT = 10.0  # seconds from the failure to the end of all ranks
+FIRST = "rank 1 failed first: ValueError: the parrot is dead"
+
+
+def environment(**more: str) -> dict[str, str]:
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return os.environ | dict(GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1", PYTHONPATH=path) | more
+
+
+def run(how: str) -> tuple[list[str], list[int], float]:
+    """Output and exit code of both ranks, and the seconds from the failure to the end of the last."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(JOB), how],
+            env=environment(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        deadline = time.monotonic() + 60
+        outputs = [rank.communicate(timeout=max(1.0, deadline - time.monotonic()))[0] for rank in ranks]
+        ended = time.time()
+    finally:
+        for rank in ranks:
+            if rank.poll() is None:
+                rank.kill()
+                rank.wait()
+    marks = [float(mark) for output in outputs for mark in re.findall(r"(?:failing|started) at ([\d.]+)", output)]
+    assert marks, outputs
+    return outputs, [rank.returncode for rank in ranks], ended - max(marks)
+
+
+@pytest.mark.parametrize("how", ["collective", "gather", "backward", "computing"])
+def test_a_rank_that_raises_ends_all_ranks_and_each_shows_its_message(how):
+    outputs, codes, seconds = run(how)
+    assert all(codes), (codes, outputs)
+    assert seconds < LIMIT, (seconds, outputs)
+    assert "ValueError: the parrot is dead" in outputs[1]
+    assert FIRST in outputs[0], outputs[0]
+    if how in ("collective", "gather", "backward"):
+        verb = "all_gather" if how == "gather" else "all_reduce"
+        told = rf"RemoteRankError: {FIRST} \(met in {verb} over tp .*failing_job.py:\d+\)"
+        assert re.search(told, outputs[0]), outputs[0]
+    else:
+        assert "did not end by itself" in outputs[0]
+
+
+def test_a_rank_that_dies_without_a_word_ends_the_others_too():
+    outputs, codes, seconds = run("killed")
+    assert codes[1] == 9 and codes[0] != 0
+    assert seconds < LIMIT, (seconds, outputs)
+    assert re.search(r"CommError: all_reduce over tp .*was lost without a message", outputs[0]), outputs[0]
+
+
+def test_a_silent_rank_is_a_timeout_that_names_verb_axis_and_call_site():
+    outputs, codes, seconds = run("silent")
+    assert codes[0] != 0
+    line = next(n for n, text in enumerate(JOB.read_text().splitlines(), 1) if "comm.all_gather(x" in text)
+    assert re.search(rf"CommTimeout: all_gather over tp .*failing_job.py:{line} timed out", outputs[0]), outputs[0]
+
+
+def test_under_torchrun_every_rank_shows_the_first_failure():
+    """torchrun ends the other ranks as soon as one has failed: they have said why by then."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+    job = subprocess.Popen(
+        [*command, "--nproc-per-node", "2", "--tee", "3", str(JOB), "computing"],
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output = job.communicate(timeout=60)[0]
+        ended = time.time()
+    finally:
+        if job.poll() is None:
+            os.killpg(job.pid, signal.SIGKILL)  # a session of its own: the launcher and its two ranks
+            job.wait()
+    assert job.returncode != 0
+    failing = float(re.findall(r"failing at ([\d.]+)", output)[0])
+    assert ended - failing < LIMIT, output
+    assert f"[rank 0] {FIRST}" in output, output
+    assert "ValueError: the parrot is dead" in output

@@ -1,0 +1,123 @@
+"""Ranks as threads: failures reach every rank, and ranks that disagree are told so."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+
+from neuronx_dist import comm
+from neuronx_dist.comm import CommError, CommTimeout, RemoteRankError, threads
+from neuronx_dist.mesh import Mesh
+
+TWO = Mesh(2, tp=2)
+
+
+def fails(work, *, match, kind=CommError, mesh=TWO, timeout=20.0):
+    with pytest.raises(kind, match=match) as error:
+        threads.run(mesh, work, timeout=timeout)
+    return error.value
+
+
+def test_results_come_by_rank_and_each_rank_has_its_own_context():
+    def work(factor):
+        assert comm.is_initialized()
+        return comm.current().rank * factor, comm.rank("tp"), comm.rank("pp")
+
+    assert threads.run(Mesh(4, tp=2, pp=2), work, 10) == [(0, 0, 0), (10, 1, 0), (20, 0, 1), (30, 1, 1)]
+    assert not comm.is_initialized()
+
+
+@pytest.mark.parametrize(
+    "mine, others, parts",
+    [
+        (lambda x: comm.all_reduce(x, "tp"), lambda x: comm.all_gather(x, "tp"), ["all_reduce", "all_gather"]),
+        (lambda x: comm.all_reduce(x, "tp"), lambda x: comm.all_reduce(x[:1], "tp"), ["(2,)", "(1,)"]),
+        (lambda x: comm.all_reduce(x, "tp"), lambda x: comm.all_reduce(x.double(), "tp"), ["float32", "float64"]),
+        (lambda x: comm.all_reduce(x, "tp"), lambda x: comm.all_reduce(x, "tp", op="max"), ["'sum'", "'max'"]),
+        (lambda x: comm.broadcast(x, "tp", src=0), lambda x: comm.broadcast(x, "tp", src=1), ["broadcast"]),
+        (lambda x: comm.permute(x, "tp", [(0, 1)]), lambda x: comm.permute(x, "tp", [(1, 0)]), ["permute"]),
+        (lambda x: comm.reduce_scatter(x, "tp"), lambda x: comm.all_to_all(x, "tp"), ["reduce_scatter", "all_to_all"]),
+        (lambda x: comm.gather_objects(1, "tp"), lambda x: comm.all_reduce(x, "tp"), ["gather_objects"]),
+    ],
+)
+def test_ranks_that_disagree_are_shown_both_sides(mine, others, parts):
+    def work():
+        (mine if comm.rank("tp") == 0 else others)(torch.ones(2))
+
+    message = str(fails(work, match="the ranks disagree"))
+    assert all(part in message for part in [*parts, "rank 0", "rank 1", "over tp", "test_threads.py"]), message
+
+
+def test_a_message_of_another_shape_is_refused():
+    def work():
+        if comm.rank("tp") == 0:
+            comm.send(torch.ones(3), "tp", dst=1)
+        else:
+            comm.recv(torch.ones(2), "tp", src=0)
+
+    fails(work, match=r"recv over tp.*rank 0 sent \(\(3,\).*expected \(\(2,\)")
+
+
+def test_the_first_failure_is_raised_as_it_was_and_ends_all_ranks():
+    told = []
+
+    def work():
+        if comm.current().rank == 2:
+            raise KeyError("lost")
+        try:
+            comm.all_reduce(torch.ones(2), "world")
+        except RemoteRankError as error:
+            told.append((error.rank, "KeyError: 'lost'" in str(error), "all_reduce over world" in str(error)))
+            raise
+
+    start = time.monotonic()
+    error = fails(work, match="lost", kind=KeyError, mesh=Mesh(4))
+    assert time.monotonic() - start < 5
+    assert told == [(2, True, True)] * 3
+    assert "raised on rank 2" in error.__notes__[0] if hasattr(error, "__notes__") else True
+
+
+def test_a_silent_rank_is_a_timeout_that_names_verb_axis_and_call_site():
+    def work():
+        if comm.rank("tp") == 0:
+            comm.all_gather(torch.ones(2), "tp")
+
+    message = str(fails(work, match="all_gather over tp", kind=CommTimeout, timeout=0.5))
+    assert "test_threads.py" in message and "group indices [1]" in message and "0.5 s" in message
+
+
+def test_no_thread_is_left_behind():
+    before = threading.active_count()
+    fails(lambda: comm.all_reduce(torch.ones(comm.rank("tp") + 1), "tp"), match="disagree")
+    deadline = time.monotonic() + 5
+    while threading.active_count() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert threading.active_count() <= before
+
+
+def test_sums_are_in_rank_order_and_the_same_on_every_rank():
+    def work():
+        generator = torch.Generator().manual_seed(comm.rank("tp"))
+        return comm.all_reduce(torch.randn(1000, generator=generator), "tp")
+
+    first, second = threads.run(Mesh(4, tp=4), work), threads.run(Mesh(4, tp=4), work)
+    for found in (*first, *second):
+        assert torch.equal(found, first[0])
+
+
+def test_a_context_of_ones_own():
+    with pytest.raises(RuntimeError, match="initialize_model_parallel"):
+        comm.communicator("tp")
+    with comm.as_rank(Mesh(4, tp=2), 3) as context:
+        assert context is comm.current() and comm.rank("tp") == 1 and comm.size(("dp", "cp")) == 2
+        with comm.as_rank(Mesh(2, tp=2), 0):
+            assert comm.rank("tp") == 0
+        assert comm.rank("tp") == 1
+        assert comm.communicator("tp") is comm.communicator("tp")
+        assert repr(comm.communicator("tp")) == "ShapesCommunicator(axis='tp', ranks=[2, 3], rank=1)"
+    assert not comm.is_initialized()
+    with pytest.raises(ValueError, match="rank 4"), comm.as_rank(Mesh(4), 4):
+        pass

@@ -1,0 +1,420 @@
+"""Every verb on every backend against a closed form: rank-valued tensors, any dim, dtype, layout, out=, async."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+from pool import processes
+
+from neuronx_dist import comm
+from neuronx_dist.comm import threads
+from neuronx_dist.mesh import Mesh
+
+SIZE = -1  # stands for the number of ranks
+SHAPES = {
+    torch.float32: [(SIZE,), (2, 6, SIZE), (1, SIZE, 2), ()],
+    torch.bfloat16: [(3, SIZE)],
+    torch.float16: [(SIZE, 1)],
+    torch.int64: [(SIZE, 2)],
+    torch.float64: [(SIZE,)],
+    torch.int32: [(SIZE,)],
+}
+CASES = sum(len(shapes) for shapes in SHAPES.values())
+
+
+def value(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Small whole numbers, so that sums are exact in every dtype."""
+    count = torch.Size(shape).numel()
+    return (torch.arange(count) % 5 + 8 * rank).reshape(shape).to(dtype)
+
+
+def strided(x: torch.Tensor) -> torch.Tensor:
+    """The same values in memory that is not contiguous."""
+    wide = x.new_zeros((*x.shape, 3))
+    wide[..., 1] = x
+    return wide[..., 1]
+
+
+def layouts(x: torch.Tensor) -> list[torch.Tensor]:
+    return [x.clone(), strided(x)] + ([x.t().clone(memory_format=torch.contiguous_format).t()] if x.dim() == 2 else [])
+
+
+def equal(found: torch.Tensor, expected: torch.Tensor, what: object) -> None:
+    assert found.dtype == expected.dtype, (what, found.dtype, expected.dtype)
+    assert found.shape == expected.shape, (what, found.shape, expected.shape)
+    assert torch.equal(found, expected), (what, found, expected)
+
+
+def in_all_forms(
+    verb: Callable[..., object], x: torch.Tensor, expected: torch.Tensor, what: object, /, **options: object
+) -> None:
+    """Plain, with out= (contiguous and not), with out=x where shapes allow, asynchronous; else `x` never changes."""
+    outs = itertools.cycle(layouts(torch.full_like(expected, 99)))
+    for given in layouts(x):
+        before = given.clone()
+        found = verb(given, **options)
+        equal(found, expected, (what, "plain", given.stride()))
+        assert found is not given and (found.numel() == 0 or found.data_ptr() != given.data_ptr()), what
+        out = next(outs).fill_(99)
+        assert verb(given, out=out, **options) is out
+        equal(out, expected, (what, "out", given.stride(), out.stride()))
+        handle = verb(given, async_op=True, **options)
+        result = handle.wait()
+        equal(result, expected, (what, "async"))
+        assert handle.wait() is result, (what, "a second wait gives the same tensor")
+        out = next(outs).fill_(99)
+        assert verb(given, out=out, async_op=True, **options).wait() is out
+        equal(out, expected, (what, "async out"))
+        equal(given, before, (what, "the input is left alone"))
+        if given.shape == expected.shape:
+            assert verb(given, out=given, **options) is given
+            equal(given, expected, (what, "out is x", given.stride()))
+
+
+def on_every_rank(verb: str, size: int) -> int:
+    """What each rank runs: returns how many cases it checked."""
+    rank, done = comm.rank("world"), 0
+    others = range(size)
+    for dtype in SHAPES:
+        for shape in SHAPES[dtype]:
+            shape = tuple(size if length == SIZE else length for length in shape)
+            dims = [*range(len(shape)), *range(-len(shape), 0)]
+            even = [dim for dim in dims if shape[dim] % size == 0]
+            all_values = [value(r, shape, dtype) for r in others]
+            mine, total = all_values[rank], sum(all_values)
+            total = total.to(dtype)
+            what = (verb, dtype, shape)
+            if verb == "all_reduce":
+                in_all_forms(comm.all_reduce, mine, total, what, axis="world")
+                in_all_forms(comm.all_reduce, mine, all_values[-1], (*what, "max"), axis="world", op="max")
+                in_all_forms(comm.all_reduce, mine, all_values[0], (*what, "min"), axis="world", op="min")
+            elif verb == "all_gather":
+                for dim in dims:
+                    in_all_forms(comm.all_gather, mine, torch.cat(all_values, dim), (*what, dim), axis="world", dim=dim)
+            elif verb == "reduce_scatter":
+                for dim in even:
+                    for op, whole in (("sum", total), ("max", all_values[-1]), ("min", all_values[0])):
+                        piece = whole.chunk(size, dim)[rank].contiguous()
+                        in_all_forms(comm.reduce_scatter, mine, piece, (*what, dim, op), axis="world", dim=dim, op=op)
+            elif verb == "all_to_all":
+                for split, concat in itertools.product(even, dims):
+                    expected = torch.cat([v.chunk(size, split)[rank] for v in all_values], concat)
+                    options = dict(split_dim=split, concat_dim=concat)
+                    in_all_forms(comm.all_to_all, mine, expected, (*what, options), axis="world", **options)
+            elif verb == "permute":
+                ring = [(src, (src + 1) % size) for src in others]
+                for pairs in (ring, [(size - 1, 0)], [(1, 1)], []):
+                    sources = [src for src, dst in pairs if dst == rank]
+                    expected = all_values[sources[0]] if sources else torch.zeros_like(mine)
+                    in_all_forms(comm.permute, mine, expected, (*what, pairs), axis="world", pairs=pairs)
+            elif verb == "broadcast":
+                for src in others:
+                    in_all_forms(comm.broadcast, mine, all_values[src], (*what, src), axis="world", src=src)
+            elif verb == "send":
+                for given in layouts(mine):
+                    # a ring, receives posted first; then in order, tags apart
+                    out = torch.full_like(mine, 99)
+                    receiving = comm.recv(out, "world", src=(rank - 1) % size, async_op=True)
+                    assert comm.send(given, "world", dst=(rank + 1) % size) is given
+                    assert receiving.wait() is out and receiving.wait() is out
+                    equal(out, all_values[(rank - 1) % size], (*what, "ring"))
+                    if rank == 0:
+                        works = [comm.send(given + i, "world", dst=1, tag=i, async_op=True) for i in range(2)]
+                        [work.wait() for work in works]
+                    elif rank == 1:
+                        for tag in range(2):
+                            equal(comm.recv(out, "world", src=0, tag=tag), all_values[0] + tag, (*what, "tag", tag))
+            done += 1
+    comm.barrier()
+    return done
+
+
+VERBS = ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute", "broadcast", "send"]
+
+
+@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("size", [2, 3])
+def test_values_on_threads(verb, size):
+    assert threads.run(Mesh(size, tp=size), on_every_rank, verb, size) == [CASES] * size
+
+
+@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("size", [2, 4])
+def test_values_on_processes(verb, size):
+    assert processes(size).run(on_every_rank, verb, size, mesh=dict(tp=size)) == [CASES] * size
+
+
+def empty_tensors(size: int) -> None:
+    for shape in [(0,), (0, 3), (size, 0)]:
+        x = torch.empty(shape)
+        assert comm.all_reduce(x, "world").shape == shape
+        for dim in range(len(shape)):
+            gathered = list(shape)
+            gathered[dim] *= size
+            assert list(comm.all_gather(x, "world", dim=dim).shape) == gathered
+            assert list(comm.all_gather(x, "world", dim=dim, out=torch.empty(gathered)).shape) == gathered
+            piece = list(shape)
+            piece[dim] //= size
+            if shape[dim] % size == 0:
+                assert list(comm.reduce_scatter(x, "world", dim=dim).shape) == piece
+                assert comm.all_to_all(x, "world", split_dim=dim, concat_dim=dim).shape == shape
+        assert comm.broadcast(x, "world").shape == shape
+        assert comm.permute(x, "world", [(0, 1)]).shape == shape
+
+
+def test_empty_tensors():
+    threads.run(Mesh(2, tp=2), empty_tensors, 2)
+    processes(2).run(empty_tensors, 2)
+    processes(4).run(empty_tensors, 4)
+
+
+def reduce_dtypes(size: int) -> None:
+    """256 + 1 is 256 in bf16; in fp32 it is not. The result has the input's dtype, or that of `out`."""
+    rank = comm.rank("world")
+    x = torch.full((size, 2), 256.0 if rank == 0 else 1.0, dtype=torch.bfloat16)
+    exact = 256.0 + (size - 1)
+    rounded = torch.tensor(exact).bfloat16()
+    for given in (x, x.t().contiguous().t()):
+        wide = torch.empty(size, 2)
+        found = comm.all_reduce(given, "world", reduce_dtype=torch.float32)
+        assert found.dtype == torch.bfloat16 and (found == rounded).all()
+        assert (comm.all_reduce(given, "world", reduce_dtype=torch.float32, out=wide) == exact).all()
+        assert (comm.all_reduce(given, "world", reduce_dtype=torch.float32, async_op=True).wait() == rounded).all()
+        piece = comm.reduce_scatter(given, "world", reduce_dtype=torch.float32)
+        assert piece.dtype == torch.bfloat16 and piece.shape == (1, 2) and (piece == rounded).all()
+        wide = torch.empty(1, 2)
+        assert (comm.reduce_scatter(given, "world", reduce_dtype=torch.float32, out=wide) == exact).all()
+    # a narrower reduce_dtype does not narrow
+    fine = torch.full((size,), 1 + 2.0**-20, dtype=torch.float64)
+    assert (comm.all_reduce(fine, "world", reduce_dtype=torch.float32) == size * (1 + 2.0**-20)).all()
+    with comm.record() as calls:
+        comm.all_reduce(x, "world", reduce_dtype=torch.float32)
+        comm.all_reduce(x, "world", op="max", reduce_dtype=torch.float32)
+        comm.all_reduce(fine, "world", reduce_dtype=torch.float32)
+    assert [call.dtype for call in calls] == [torch.float32, torch.bfloat16, torch.float64]
+
+
+def test_reduce_dtype_is_promoted():
+    threads.run(Mesh(2), reduce_dtypes, 2)
+    processes(2).run(reduce_dtypes, 2)
+
+
+def merged_axes() -> dict[object, float]:
+    x = torch.tensor([2.0 ** comm.rank("world")], dtype=torch.float64)
+    axes = ["tp", "pp", "dp", ("dp", "cp"), ("pp", "tp"), ("tp", "pp"), "world", ("edp", "ep"), ()]
+    gathered = comm.all_gather(x, ("tp", "pp")).log2().long().tolist()
+    assert gathered == list(comm.communicator(("tp", "pp")).ranks)
+    return {axis: comm.all_reduce(x, axis).item() for axis in axes}
+
+
+@pytest.mark.parametrize("mesh", [Mesh(4, tp=2, pp=2), Mesh(4, tp=2, cp=2), Mesh(4, tp=4), Mesh(4, pp=2, ep=2)])
+def test_merged_axes(mesh):
+    expected = [
+        {
+            axis: float(sum(2**other for other in mesh.group_of(axis, rank)))
+            for axis in ["tp", "pp", "dp", ("dp", "cp"), ("pp", "tp"), ("tp", "pp"), "world", ("edp", "ep"), ()]
+        }
+        for rank in range(4)
+    ]
+    assert threads.run(mesh, merged_axes) == expected
+    sizes = dict(tp=mesh.tp, pp=mesh.pp, cp=mesh.cp, ep=mesh.ep)
+    assert processes(4).run(merged_axes, mesh=sizes) == expected
+
+
+def axes_of_one_rank() -> None:
+    x = torch.arange(4.0)
+    with comm.record(waits=True) as calls:
+        assert comm.all_reduce(x, "pp") is x
+        assert comm.all_reduce(x, "pp", async_op=True).wait() is x
+        assert comm.all_gather(x, "pp") is x
+        assert comm.reduce_scatter(x, "pp") is x
+        assert comm.all_to_all(x, "pp") is x
+        assert comm.broadcast(x, "pp") is x
+        assert comm.permute(x, "pp", [(0, 0)]) is x
+        assert torch.equal(comm.permute(x, "pp", []), torch.zeros(4))
+        out = torch.empty(4)
+        assert comm.all_reduce(x, "pp", out=out) is out and torch.equal(out, x)
+        assert comm.gather_objects("here", "pp") == ["here"]
+        assert comm.broadcast_object("here", "pp") == "here"
+        comm.barrier("pp")
+    assert not calls
+
+
+def test_an_axis_of_one_rank_costs_nothing():
+    threads.run(Mesh(2), axes_of_one_rank)
+    processes(2).run(axes_of_one_rank)
+    with comm.as_rank(Mesh(1), 0):
+        axes_of_one_rank()
+
+
+def objects(size: int) -> None:
+    rank = comm.rank("world")
+    assert comm.gather_objects({"rank": rank, 1: "x" * rank}) == [{"rank": r, 1: "x" * r} for r in range(size)]
+    for src in range(size):
+        assert comm.broadcast_object(("from", rank), src=src) == ("from", src)
+
+
+def test_objects():
+    threads.run(Mesh(3), objects, 3)
+    processes(2).run(objects, 2)
+
+
+def explicit_groups() -> list[object]:
+    found: list[object] = []
+    rank = comm.rank("world")
+    for lists in ([[0, 3], [1, 2]], [[3, 0]], [[1]], [[0, 3]]):
+        group = comm.new_group(lists, "mine")
+        assert (group is None) == all(rank not in ranks for ranks in lists)
+        if group is None:
+            found.append(None)
+            continue
+        assert group.axis == "mine" and group.ranks[group.rank] == rank == group.global_rank
+        assert comm.communicator(group) is group and comm.size(group) == group.size and comm.rank(group) == group.rank
+        found.append(comm.all_gather(torch.tensor([rank]), group).tolist())
+    for lists in ([[0, 0]], [[0, 4]], [[0, 1], [1, 2]]):
+        with pytest.raises(ValueError, match="disjoint lists of ranks below 4"):
+            comm.new_group(lists)
+    comm.barrier()
+    return found
+
+
+def test_new_group():
+    expected = [
+        [[0, 3], [3, 0], None, [0, 3]],
+        [[1, 2], None, [1], None],
+        [[1, 2], None, None, None],
+        [[0, 3], [3, 0], None, [0, 3]],
+    ]
+    assert threads.run(Mesh(4, tp=2, pp=2), explicit_groups) == expected
+    assert processes(4).run(explicit_groups, mesh=dict(tp=2, pp=2)) == expected
+
+
+def a_users_process_group() -> None:
+    import torch.distributed as dist
+
+    rank = comm.rank("world")
+    group = dist.new_group([1, 0])
+    assert torch.equal(comm.all_reduce(torch.tensor([rank + 1.0]), group), torch.tensor([3.0]))
+    order = list(comm.communicator(group).ranks)
+    assert comm.all_gather(torch.tensor([rank]), group).tolist() == order
+    assert comm.size(group) == 2 and comm.rank(group) == order.index(rank)
+    with pytest.raises(TypeError, match="mesh axis name.*7"):
+        comm.all_reduce(torch.ones(1), 7)
+    dist.destroy_process_group(group)
+
+
+def test_a_process_group_is_an_axis():
+    processes(2).run(a_users_process_group)
+
+
+def several_in_flight() -> None:
+    """Collectives made of messages do not meet each other, whatever the order of the waits."""
+    rank, size = comm.rank("world"), comm.size("world")
+    xs = [torch.full((i + 1,), float(10 * i + rank)) for i in range(5)]
+    gathers = [comm.all_gather(x, "world", async_op=True) for x in xs]
+    sums = [comm.all_reduce(x, "world", async_op=True) for x in xs]
+    scatters = [comm.reduce_scatter(x.repeat(size), "world", async_op=True) for x in xs]
+    for i in reversed(range(5)):
+        assert torch.equal(gathers[i].wait(), torch.cat([torch.full((i + 1,), float(10 * i + r)) for r in range(size)]))
+        total = float(sum(10 * i + r for r in range(size)))
+        assert torch.equal(sums[i].wait(), torch.full((i + 1,), total))
+        assert torch.equal(scatters[i].wait(), torch.full((i + 1,), total))
+
+
+def test_several_collectives_in_flight():
+    threads.run(Mesh(3), several_in_flight)
+    processes(2).run(several_in_flight)
+    processes(4).run(several_in_flight)
+
+
+def inputs_with_gradients() -> None:
+    """Verbs are not differentiable: nothing they return or fill is part of a graph."""
+    x = torch.ones(2, requires_grad=True)
+    y = x * 1
+    for given in (x, y):
+        out = torch.zeros(2)
+        gathered = torch.zeros(4)
+        for result in (
+            comm.all_reduce(given, "world"),
+            comm.all_reduce(given, "world", out=out),
+            comm.broadcast(given, "world", out=out),
+            comm.all_gather(given, "world", out=gathered),
+            comm.reduce_scatter(given, "world"),
+            comm.all_to_all(given, "world"),
+        ):
+            assert not result.requires_grad and result.grad_fn is None
+    comm.all_reduce(x, "world", out=x)  # a parameter, in place
+    assert x.is_leaf and x.requires_grad and x.tolist() == [2.0, 2.0]
+
+
+def test_inputs_that_require_gradients():
+    threads.run(Mesh(2), inputs_with_gradients)
+    processes(2).run(inputs_with_gradients)
+
+
+@pytest.mark.parametrize(
+    "call, parts",
+    [
+        (lambda: comm.reduce_scatter(torch.ones(3), "tp"), ["reduce_scatter over tp", "2 partitions", "(3,)"]),
+        (lambda: comm.all_to_all(torch.ones(2, 3), "tp", split_dim=-1), ["all_to_all", "dim 1", "(2, 3)", "3 is not"]),
+        (lambda: comm.all_gather(torch.ones(2), "tp", dim=1), ["all_gather", "dim 1", "(2,)"]),
+        (lambda: comm.all_gather(torch.ones(()), "tp"), ["dim 0", "()"]),
+        (lambda: comm.reduce_scatter(torch.ones(2, 2), "tp", dim=-3), ["dim -3"]),
+        (lambda: comm.all_reduce(torch.ones(2), "tp", op="avg"), ["sum, max, min", "avg"]),
+        (lambda: comm.broadcast(torch.ones(2), "tp", src=2), ["broadcast over tp", "src=2", "0..1"]),
+        (lambda: comm.broadcast_object(1, "tp", src=-1), ["src=-1"]),
+        (lambda: comm.send(torch.ones(2), "tp", dst=0), ["send", "dst=0", "itself"]),
+        (lambda: comm.recv(torch.ones(2), "tp", src=5), ["recv", "src=5"]),
+        (lambda: comm.recv(torch.ones(2, 3).t(), "tp", src=1), ["contiguous", "(3, 2)"]),
+        (lambda: comm.permute(torch.ones(2), "tp", [(0, 1), (1, 1)]), ["permute", "at most once"]),
+        (lambda: comm.permute(torch.ones(2), "tp", [(0, 2)]), ["0..1"]),
+        (lambda: comm.all_reduce(torch.ones(2), "tq"), ["tq", "tp"]),
+        (lambda: comm.all_reduce(torch.ones(2), "tp", out=torch.ones(2, 2)), ["out has shape (2, 2)", "(2,)"]),
+        (lambda: comm.all_gather(torch.ones(2), "tp", out=torch.ones(2)), ["(2,)", "(4,)"]),
+        (lambda: comm.reduce_scatter(torch.ones(4), "tp", out=torch.ones(4)), ["(4,)", "(2,)"]),
+        (lambda: comm.all_to_all(torch.ones(4), "tp", out=torch.ones(1)), ["(1,)", "(4,)"]),
+        (lambda: comm.broadcast(torch.ones(1), "tp", out=torch.ones(4)), ["(4,)", "(1,)"]),
+    ],
+)
+def test_wrong_arguments_are_refused(call, parts):
+    with comm.as_rank(Mesh(2, tp=2), 0), pytest.raises(ValueError) as error:
+        call()
+    assert all(part in str(error.value) for part in parts), str(error.value)
+
+
+def test_shapes_backend_gives_the_shapes_of_the_real_ones():
+    """Fake, meta and real tensors, no group: what `as_rank` returns has shape and dtype of what processes return."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    def everything(device):
+        x = torch.ones(4, 6, device=device)
+        return [
+            comm.all_reduce(x, "tp"),
+            comm.all_reduce(x.bfloat16(), "tp", reduce_dtype=torch.float32),
+            comm.all_gather(x, "tp", dim=-1),
+            comm.all_gather(x, "tp", out=torch.ones(8, 6, device=device)),
+            comm.reduce_scatter(x, "tp", dim=1),
+            comm.all_to_all(x, "tp", split_dim=1, concat_dim=0),
+            comm.permute(x, "tp", [(0, 1)]),
+            comm.broadcast(x, "tp", src=1),
+            comm.send(x, "tp", dst=1) if comm.rank("tp") == 0 else comm.recv(x, "tp", src=0),
+            comm.all_reduce(x, "tp", async_op=True).wait(),
+        ]
+
+    expected = [[(t.shape, t.dtype) for t in found] for found in threads.run(Mesh(2, tp=2), everything, "cpu")]
+    for rank in range(2):
+        with comm.as_rank(Mesh(2, tp=2), rank):
+            for device in ("cpu", "meta"):
+                found = everything(device)
+                assert [(t.shape, t.dtype) for t in found] == expected[rank]
+                assert all(t.device.type == device for t in found)
+            with FakeTensorMode():
+                assert [(t.shape, t.dtype) for t in everything("cpu")] == expected[rank]
+            # values are those of ranks that all hold what this one holds
+            x = torch.arange(4.0)
+            assert torch.equal(comm.all_reduce(x, "tp"), 2 * x)
+            assert torch.equal(comm.all_gather(x, "tp"), x.repeat(2))
+            assert torch.equal(comm.reduce_scatter(x, "tp"), 2 * x[2 * rank : 2 * rank + 2])

@@ -1,0 +1,181 @@
+"""Cross entropy of vocabulary-sharded logits is `F.cross_entropy` of the whole ones."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from layer_parity import close, draw, tp_mesh
+from pool import processes
+
+from neuronx_dist import comm
+from neuronx_dist.comm import threads
+from neuronx_dist.parallel_layers import parallel_cross_entropy
+
+K = 16
+
+
+def ours(logits, labels, g, options):
+    """Loss per token, and the gradient of this rank's logits; the logits are left alone."""
+    tp, rank = comm.size("tp"), comm.rank("tp")
+    mine = logits.chunk(tp, -1)[rank].clone().requires_grad_()
+    before = mine.detach().clone()
+    with comm.record() as forward:
+        loss = parallel_cross_entropy(mine, labels, **options)
+    with comm.record() as backward:
+        loss.backward(g)
+    assert torch.equal(mine.detach(), before), "the logits were modified"
+    return loss.detach(), mine.grad, [(c.verb, c.op, c.shape) for c in forward], len(backward)
+
+
+def reference(logits, labels, g, smoothing=0.0, ignore_index=-100):
+    logits = logits.clone().requires_grad_()
+    s = smoothing * K / (K - 1)
+    loss = F.cross_entropy(
+        logits.flatten(0, -2), labels.flatten(), reduction="none", label_smoothing=s, ignore_index=ignore_index
+    ).view(labels.shape)
+    loss.backward(g)
+    return loss.detach(), logits.grad
+
+
+def compare(tp, lead, labels, tolerance=1e-12, **options):
+    logits, g = 4 * draw(*lead, K, seed=1), draw(*lead, seed=2)
+    want, want_grad = reference(
+        logits, labels, g, options.get("label_smoothing", 0.0), options.get("ignore_index", -100)
+    )
+    losses, grads, forward, backward = zip(*threads.run(tp_mesh(tp), ours, logits, labels, g, options))
+    for loss in losses:
+        assert torch.equal(loss, losses[0])
+        close(loss, want, "loss", tolerance)
+    close(torch.cat(grads, -1), want_grad, "gradient", tolerance)
+    return forward, backward
+
+
+def random_labels(*lead, ignored=(), value=-100):
+    labels = torch.randint(0, K, lead, generator=torch.Generator().manual_seed(4))
+    for index in ignored:
+        labels.view(-1)[index] = value
+    return labels
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("lead", [(5,), (3, 4), (2, 3, 2)])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1, 0.9])
+def test_it_is_torchs_cross_entropy(tp, lead, smoothing):
+    compare(tp, lead, random_labels(*lead), label_smoothing=smoothing)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+@pytest.mark.parametrize("value", [-100, -1, 3])
+def test_ignored_labels_have_no_loss_and_no_gradient(tp, smoothing, value):
+    labels = random_labels(3, 4, ignored=(0, 5, 6), value=value)
+    compare(tp, (3, 4), labels, label_smoothing=smoothing, ignore_index=value)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_nothing_but_ignored_labels(tp):
+    labels = torch.full((2, 3), -100)
+    logits, g = draw(2, 3, K), torch.ones(2, 3, dtype=torch.float64)
+    for loss, grad, *_ in threads.run(tp_mesh(tp), ours, logits, labels, g, dict(label_smoothing=0.1)):
+        assert not loss.any() and not grad.any() and not grad.isnan().any()
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_two_all_reduces_forward_and_none_backward(smoothing):
+    rows = 3 if smoothing else 2
+    expected = [("all_reduce", "max", (3, 4)), ("all_reduce", "sum", (rows, 3, 4))]
+    forward, backward = compare(2, (3, 4), random_labels(3, 4), label_smoothing=smoothing)
+    assert forward == (expected, expected) and backward == (0, 0)
+    forward, _ = compare(1, (3, 4), random_labels(3, 4), label_smoothing=smoothing)
+    assert forward == ([],)
+
+
+def test_large_logits_do_not_overflow():
+    logits = torch.tensor([[1e4, -1e4] * (K // 2), [-1e4] * K], dtype=torch.float32)
+    labels, g = torch.tensor([1, 3]), torch.ones(2)
+    for loss, grad, *_ in threads.run(tp_mesh(2), ours, logits, labels, g, {}):
+        assert loss.tolist() == pytest.approx([20000 + math.log(8), math.log(K)], rel=1e-6) and grad.isfinite().all()
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 2**20), st.sampled_from([1, 2, 4]), st.floats(0.0, 0.9), st.integers(1, 6))
+def test_any_logits(seed, tp, smoothing, tokens):
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(tokens, K, generator=generator, dtype=torch.float64) * 10 ** (seed % 3)
+    labels = torch.randint(-1, K, (tokens,), generator=generator)
+    g = torch.randn(tokens, generator=generator, dtype=torch.float64)
+    want, want_grad = reference(logits, labels, g, smoothing, ignore_index=-1)
+    ranks = threads.run(tp_mesh(tp), ours, logits, labels, g, dict(label_smoothing=smoothing, ignore_index=-1))
+    torch.testing.assert_close(ranks[0][0], want, rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(torch.cat([rank[1] for rank in ranks], -1), want_grad, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_logits_give_a_loss_in_fp32(dtype):
+    logits, labels = (4 * draw(6, K, seed=1)).to(dtype), random_labels(6)
+    want, want_grad = reference(logits.float(), labels, torch.ones(6))
+    losses, grads, *_ = zip(*threads.run(tp_mesh(2), ours, logits, labels, torch.ones(6), {}))
+    assert losses[0].dtype == torch.float32 and grads[0].dtype == dtype
+    close(losses[0], want, tolerance=1e-6)
+    close(torch.cat(grads, -1), want_grad, tolerance=1e-2)
+
+
+def test_on_real_processes():
+    logits, labels, g = draw(3, 4, K), random_labels(3, 4, ignored=(2,)), draw(3, 4, seed=1)
+    want, want_grad = reference(logits, labels, g, 0.1)
+    ranks = processes(2).run(ours, logits, labels, g, dict(label_smoothing=0.1), mesh=dict(tp=2))
+    for loss, *_ in ranks:
+        close(loss, want)
+    close(torch.cat([rank[1] for rank in ranks], -1), want_grad)
+
+
+def test_b1_label_smoothing_is_the_documented_formula_on_every_rank():
+    """Upstream B1: the partition's vocabulary as K, a local mean of log-probabilities, an inverted mask in backward."""
+    logits, labels, smoothing = 3 * draw(4, K), random_labels(4), 0.2
+    s = smoothing * K / (K - 1)
+    whole = logits.clone().requires_grad_()
+    log_p = F.log_softmax(whole, -1)
+    nll = -log_p.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+    want = (1 - s) * nll - s * log_p.mean(-1)  # NeMo's, as NxD documents it
+    want.sum().backward()
+    ranks = threads.run(
+        tp_mesh(2), ours, logits, labels, torch.ones(4, dtype=torch.float64), dict(label_smoothing=smoothing)
+    )
+    assert torch.equal(ranks[0][0], ranks[1][0])
+    close(ranks[0][0], want)
+    close(torch.cat([rank[1] for rank in ranks], -1), whole.grad)
+
+
+@pytest.mark.parametrize(
+    "labels, options, kind, parts",
+    [
+        (torch.tensor([0, K]), {}, IndexError, ["16", "vocabulary of 16", "-100"]),
+        (torch.tensor([0, -1]), {}, IndexError, ["-1"]),
+        (torch.tensor([0, -100]), dict(ignore_index=-1), IndexError, ["-100", "ignore_index=-1"]),
+        (torch.tensor([0]), {}, ValueError, ["(1,)", "(2, 8)", "(2,)"]),
+        (torch.tensor([0, 1]), dict(label_smoothing=1.5), ValueError, ["1.5"]),
+        (torch.tensor([0, 1]), dict(label_smoothing=-0.1), ValueError, ["-0.1"]),
+    ],
+)
+def test_wrong_labels_are_refused(labels, options, kind, parts):
+    with comm.as_rank(tp_mesh(2), 0), pytest.raises(kind) as error:
+        parallel_cross_entropy(torch.zeros(2, K // 2), labels, **options)
+    assert all(part in str(error.value) for part in parts), str(error.value)
+
+
+def test_on_meta_and_fake_tensors():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with comm.as_rank(tp_mesh(2), 0):
+        labels = torch.zeros(3, dtype=torch.int64)
+        meta = parallel_cross_entropy(torch.zeros(3, 8, device="meta"), labels.to("meta"))
+        assert meta.shape == (3,) and meta.is_meta
+        with FakeTensorMode():
+            logits = torch.zeros(3, 8, requires_grad=True)
+            parallel_cross_entropy(logits, torch.zeros(3, dtype=torch.int64)).sum().backward()
+            assert logits.grad.shape == (3, 8)

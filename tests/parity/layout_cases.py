@@ -1,0 +1,108 @@
+"""Which combinations are run: a covering set for `make test`, the whole matrix for `make test-full`."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from llama_training import Case
+
+__all__ = ["FACTORS", "LAYOUTS", "covering_set", "float32_cases", "pairs_of", "whole_matrix"]
+
+# (tp, pp, dp) of {1, 2, 4} with at most 8 ranks.
+LAYOUTS = [sizes for sizes in itertools.product((1, 2, 4), repeat=3) if sizes[0] * sizes[1] * sizes[2] <= 8]
+CLIP = 0.3  # about a tenth of the norms that occur: it always clips
+
+FACTORS: dict[str, list[Any]] = {
+    "layout": LAYOUTS,
+    "optimizer": ["plain", "master", "zero1"],
+    "microbatches": [1, 2, 4],
+    "labels": ["even", "uneven", "empty"],
+    "sequence_parallel": [False, True],
+    "tied": [False, True],
+    "heads": ["gqa", "padded"],
+    "clip": [None, CLIP],
+}
+Values = tuple[Any, ...]  # one for each factor
+
+
+def pairs_of(values: Values) -> set[tuple[int, Any, int, Any]]:
+    """All pairs of (factor, value) in a combination."""
+    return {(i, values[i], j, values[j]) for i, j in itertools.combinations(range(len(values)), 2)}
+
+
+def covering_set() -> list[Case]:
+    """Every layout, and every pair of values of two factors, in few cases: greedy, and the same each time."""
+    options = list(FACTORS.values())
+    missing = {
+        (i, a, j, b)
+        for i, j in itertools.combinations(range(len(options)), 2)
+        for a, b in itertools.product(options[i], options[j])
+    }
+    generator = random.Random(0)
+    chosen: list[Values] = []
+    while missing:
+        first = min(missing, key=repr)  # each candidate has this one; the rest is filled in one factor after the other
+        best: tuple[int, Values] = (0, ())
+        for _ in range(20):
+            values: dict[int, Any] = {first[0]: first[1], first[2]: first[3]}
+            rest = [i for i in range(len(options)) if i not in values]
+            for i in generator.sample(rest, len(rest)):
+                values[i] = max(
+                    generator.sample(options[i], len(options[i])),
+                    key=lambda value: sum(
+                        ((i, value, j, other) if i < j else (j, other, i, value)) in missing
+                        for j, other in values.items()
+                    ),
+                )
+            candidate = tuple(values[i] for i in range(len(options)))
+            best = max(best, (len(pairs_of(candidate) & missing), candidate), key=lambda scored: scored[0])
+        chosen.append(best[1])
+        missing -= pairs_of(best[1])
+    return _evaluated_once_a_layout(map(_case, chosen))
+
+
+def whole_matrix() -> list[Case]:
+    """Every combination, but that the four of heads and clipping take turns over the others."""
+    factors = [list(enumerate(values)) for name, values in FACTORS.items() if name not in ("heads", "clip")]
+    turns = list(itertools.product(FACTORS["heads"], FACTORS["clip"]))
+    cases = []
+    for combination in itertools.product(*factors):
+        turn = turns[sum(index for index, _ in combination) % len(turns)]
+        cases.append(_case((*(value for _, value in combination), *turn)))
+    return _evaluated_once_a_layout(cases)
+
+
+def float32_cases() -> Iterator[Case]:
+    """Every layout in float32, the options taking turns."""
+    for index, (tp, pp, dp) in enumerate(LAYOUTS):
+        yield Case(
+            tp,
+            pp,
+            dp,
+            sequence_parallel=index % 2 == 0,
+            optimizer=("zero1", "plain", "master")[index % 3],
+            microbatches=(4, 2, 1, 2)[index % 4],
+            tied=index % 4 == 1,
+            labels="uneven",
+            clip=CLIP if index % 5 == 0 else None,
+            dtype=torch.float32,
+        )
+
+
+def _evaluated_once_a_layout(cases: Iterable[Case]) -> list[Case]:
+    seen: set[Any] = set()
+    return [
+        replace(case, evaluate=case.mesh not in seen and not seen.add(case.mesh))  # type: ignore[func-returns-value]
+        for case in cases
+    ]
+
+
+def _case(values: Values) -> Case:
+    options = dict(zip(FACTORS, values))
+    tp, pp, dp = options.pop("layout")
+    return Case(tp, pp, dp, **options)

@@ -1,0 +1,140 @@
+"""Which case covers which call site: the smallest one that does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from llama_training import Case
+from mutation_cases import (
+    _column,
+    _joined_features,
+    _joined_sequence,
+    _own_features,
+    _own_sequence,
+    _row,
+    _sum_of_partials,
+    _whole,
+    conformance,
+    cross_entropy,
+    embedding,
+    expert_regions,
+    full_logits,
+    layer,
+    megatron_all_to_all,
+    norms,
+    number_of_labels,
+    one_step,
+    python_objects,
+    redistribution,
+    region,
+    steps_of_a_pipeline,
+    tied_copies,
+    verbs_on_threads,
+    written_folder,
+)
+
+__all__ = ["CASES"]
+
+VERBS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute", "broadcast", "send", "recv")
+KERNELS = (
+    "_sum:comm.all_reduce",
+    "_gather:comm.all_gather",
+    "_gather_stack:comm.all_gather",
+    "_scatter_sum:comm.reduce_scatter",
+    "_scatter_sum_unbind:comm.reduce_scatter",
+    "_transpose_stack:comm.all_to_all",
+)
+REDISTRIBUTED = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "convert")
+REGION_OPERATORS = {
+    "copy_to_tensor_model_parallel_region": "convert",
+    "reduce_from_tensor_model_parallel_region": "all_reduce",
+    "scatter_to_tensor_model_parallel_region": "convert",
+    "gather_from_tensor_model_parallel_region": "all_gather",
+    "scatter_to_sequence_parallel_region": "convert",
+    "gather_from_sequence_parallel_region": "all_gather",
+    "reduce_scatter_to_sequence_parallel_region": "reduce_scatter",
+    "reduce_scatter_to_tensor_model_parallel_region_with_dim": "reduce_scatter",
+    "gather_from_tensor_model_parallel_region_with_dim": "all_gather",
+    "scatter_input_channels_to_tensor_model_parallel_region": "convert",
+    "all_gather_last_dim_from_tensor_parallel_region": "all_gather",
+    "reduce_scatter_last_dim_to_tensor_parallel_region": "reduce_scatter",
+    "reduce_from_context_model_parallel_region": "all_reduce",
+}
+MESSAGES = (
+    "_post_forward:comm.recv",
+    "_post_backward:comm.recv",
+    "_send_forward:comm.send",
+    "_send_backward:comm.send",
+)
+TP, TP_SP = Case(tp=2), Case(tp=2, sequence_parallel=True)
+_LINEAR = "parallel_layers/linear.py:"
+_EMBEDDING = "parallel_layers/embedding.py:ParallelEmbedding.forward:"
+_REGIONS = "parallel_layers/mappings.py:"
+
+CASES: dict[str, Callable[[], None]] = {
+    **{f"comm/verbs.py:{v}:comm.start_{v}#1": verbs_on_threads for v in VERBS},
+    "comm/verbs.py:gather_objects:comm.gather_objects#1": verbs_on_threads,
+    **{f"spmd/collectives.py:{kernel}#1": conformance for kernel in KERNELS},
+    "spmd/collectives.py:_transpose:comm.all_to_all#1": redistribution,
+    **{f"spmd/collectives.py:redistribute:{v}#1": redistribution for v in REDISTRIBUTED},
+    **{f"{_REGIONS}{name}:spmd.{operator}#1": partial(region, name) for name, operator in REGION_OPERATORS.items()},
+    f"{_REGIONS}all_to_all:spmd.all_to_all#1": megatron_all_to_all,
+    **{
+        f"{_REGIONS}{way}_expert_parallel_region:spmd.{operator}#1": partial(expert_regions, operator != "all_to_all")
+        for way in ("enter", "exit")
+        for operator in ("convert", "all_to_all", "all_gather")
+    },
+    f"{_LINEAR}_ColumnLinear.forward:comm.all_gather#1": partial(
+        layer,
+        partial(_column, gather_output=False, sequence_parallel_enabled=True),
+        split=_own_sequence,
+        join=_joined_features,
+    ),
+    f"{_LINEAR}_ColumnLinear.backward:comm.all_gather#1": partial(one_step, TP_SP),
+    f"{_LINEAR}_ColumnLinear.backward:comm.all_reduce#1": partial(one_step, TP),
+    f"{_LINEAR}_ColumnLinear.backward:comm.reduce_scatter#1": partial(one_step, TP_SP),
+    f"{_LINEAR}_RowLinear.forward:comm.all_reduce#1": partial(one_step, TP),
+    f"{_LINEAR}_RowLinear.forward:comm.reduce_scatter#1": partial(one_step, TP_SP),
+    f"{_LINEAR}_RowLinear.backward:comm.all_gather#1": partial(
+        layer,
+        partial(_row, input_is_parallel=True, sequence_parallel_enabled=True),
+        split=_own_features,
+        join=_joined_sequence,
+    ),
+    f"{_LINEAR}ColumnParallelLinear._gathered:spmd.all_gather#1": partial(
+        layer, partial(_column, gather_output=True), split=_whole, join=_whole
+    ),
+    f"{_LINEAR}RowParallelLinear.forward:spmd.convert#1": partial(
+        layer, partial(_row, input_is_parallel=False), split=_whole, join=_whole
+    ),
+    f"{_LINEAR}RowParallelLinear.forward:spmd.convert#2": partial(
+        layer, partial(_row, input_is_parallel=True, reduce_output=False), split=_own_features, join=_sum_of_partials
+    ),
+    f"{_EMBEDDING}spmd.all_gather#1": partial(embedding, shard_across_embedding=True),
+    f"{_EMBEDDING}spmd.all_to_all#1": partial(embedding, shard_across_embedding=True, sequence_parallel_enabled=True),
+    f"{_EMBEDDING}spmd.all_reduce#1": embedding,
+    f"{_EMBEDDING}spmd.reduce_scatter#1": partial(embedding, sequence_parallel_enabled=True),
+    "parallel_layers/loss_functions.py:_ParallelCrossEntropy.forward:comm.all_reduce#1": cross_entropy,
+    "parallel_layers/loss_functions.py:_ParallelCrossEntropy.forward:comm.all_reduce#2": cross_entropy,
+    "parallel_layers/grad_norm.py:norm_of:comm.all_reduce#1": norms,
+    "parallel_layers/grads.py:global_num_items:comm.all_reduce#1": number_of_labels,
+    "parallel_layers/grads.py:_all_reduce.start:comm.all_reduce#1": partial(one_step, Case(dp=2)),
+    "parallel_layers/materialize.py:gather_full:comm.all_gather#1": partial(one_step, TP),
+    "parallel_layers/parallel_state.py:gather_python_object:comm.gather_objects#1": python_objects,
+    "hf/sequence_parallel.py:_scatter_embedding.scatter:spmd.reduce_scatter#1": partial(one_step, TP_SP),
+    "hf/sequence_parallel.py:_gather_sequence.gather:spmd.all_gather#1": partial(one_step, TP_SP),
+    "hf/swap.py:_gather_vocabulary:spmd.all_gather#1": full_logits,
+    "hf/weights.py:save_pretrained:comm.gather_objects#1": written_folder,
+    "hf/weights.py:full_state_dict:comm.gather_objects#1": partial(steps_of_a_pipeline, Case(pp=2)),
+    "optimizer/zero1.py:NeuronZero1Optimizer._reduce_scatter.start:comm.reduce_scatter#1": partial(
+        one_step, Case(dp=2, optimizer="zero1")
+    ),
+    "optimizer/zero1.py:NeuronZero1Optimizer._all_gather.start:comm.all_gather#1": partial(
+        one_step, Case(dp=2, optimizer="zero1")
+    ),
+    "pipeline/model.py:NxDPPModel._report:comm.all_reduce#1": partial(steps_of_a_pipeline, Case(dp=2)),
+    "pipeline/model.py:NxDPPModel._report:comm.broadcast#1": partial(steps_of_a_pipeline, Case(pp=2)),
+    **{f"pipeline/runtime.py:Run.{call}#1": partial(steps_of_a_pipeline, Case(pp=2)) for call in MESSAGES},
+    "pipeline/stage_module.py:StageModule.sync_tied_weights:comm.broadcast#1": tied_copies,
+}

@@ -1,0 +1,93 @@
+"""Every call site that communicates is covered: made wrong, in three ways, it turns the case that it names red.
+
+A call site without a case fails here, and so does a case without its call site: whoever adds a collective adds its case
+to `mutation_table.CASES`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from call_sites import MUTATIONS, find_sites, hidden_imports, mutate
+from mutation_cases import values_of_every_verb
+from mutation_table import CASES
+from pool import processes
+
+SITES = find_sites()
+
+_ORDER = "a barrier has no value: it orders reads and writes of files"
+_NCCL = "NCCL only: torch's own collective, called with the buffers as they are"
+_MEASURES = "predicts memory: a stand-in whose values are not used"
+EXEMPT = {
+    "comm/c10d.py:C10dCommunicator.start_all_gather:_all_gather_single#1": _NCCL,
+    "comm/c10d.py:C10dCommunicator.start_reduce_scatter:_reduce_scatter_single#1": _NCCL,
+    "comm/shapes.py:ShapesCommunicator.start_reduce_scatter:self.start_all_reduce#1": "no group: shapes only",
+    "hf/weights.py:save_pretrained:comm.barrier#1": _ORDER,
+    "hf/weights.py:save_pretrained:comm.barrier#2": _ORDER,
+    "memory.py:_Wire.start_all_gather:?.start_all_gather#1": _MEASURES,
+    "memory.py:_Wire.start_reduce_scatter:?.start_reduce_scatter#1": _MEASURES,
+    "optimizer/zero1.py:NeuronZero1Optimizer.load_sharded_state_dict:comm.barrier#1": _ORDER,
+    "optimizer/zero1.py:NeuronZero1Optimizer.save_sharded_state_dict:comm.barrier#1": _ORDER,
+}
+# Below comm/c10d.py is torch.distributed: these are run on two processes.
+ON_PROCESSES = sorted(name for name in SITES if name.startswith("comm/c10d.py:") and name not in EXEMPT)
+
+
+def mutations_of(name: str) -> tuple[str, ...]:
+    """Objects are not numbers: they are exchanged or they are not."""
+    return ("drop",) if "gather_objects" in name else MUTATIONS
+
+
+def test_every_call_site_names_a_case() -> None:
+    named = [*CASES, *EXEMPT, *ON_PROCESSES]
+    assert len(named) == len(set(named))
+    without_case, without_site = sorted(set(SITES) - set(named)), sorted(set(named) - set(SITES))
+    assert not without_case, f"call sites that no case covers (add them to mutation_table.CASES): {without_case}"
+    assert not without_site, f"cases for call sites that are not there any more: {without_site}"
+    assert not hidden_imports(), "import the module (`from .. import comm`), so that its calls are seen"
+
+
+def test_lines_tell_the_call_sites_apart() -> None:
+    places = [
+        (site.file, site.verb, line) for site in SITES.values() for line in range(site.first_line, site.last_line + 1)
+    ]
+    assert len(places) == len(set(places))
+
+
+@pytest.mark.parametrize("name", {repr(run): name for name, run in CASES.items()}.values())
+def test_cases_are_green(name: str) -> None:
+    CASES[name]()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_mutants_are_red(name: str) -> None:
+    for mutation in mutations_of(name):
+        with mutate(SITES[name], mutation) as hits:
+            try:
+                CASES[name]()
+                noticed = False
+            except AssertionError:  # values; a case that falls over has not noticed anything
+                noticed = True
+        assert hits, f"{name}: its case does not reach it"
+        assert noticed, f"{name}: {mutation} is not noticed by its case"
+
+
+def _on_this_rank(names: list[str]) -> dict[tuple[str, str], tuple[int, list[str]]]:
+    sites = find_sites()
+    found: dict[tuple[str, str], tuple[int, list[str]]] = {("", ""): (1, values_of_every_verb())}
+    for name in names:
+        for mutation in mutations_of(name):
+            with mutate(sites[name], mutation) as hits:
+                wrong = values_of_every_verb()
+            found[name, mutation] = (len(hits), wrong)
+    return found
+
+
+def test_mutants_of_torch_distributed_are_red() -> None:
+    results: list[dict[Any, Any]] = processes(2).run(_on_this_rank, ON_PROCESSES, mesh={})
+    assert [result.pop(("", "")) for result in results] == [(1, []), (1, [])]
+    for name, mutation in results[0]:
+        hits, wrong = zip(*(result[name, mutation] for result in results))
+        assert all(hits), f"{name} is not reached"
+        assert any(wrong), f"{name}: {mutation} is not noticed"

@@ -1,0 +1,240 @@
+"""Layouts of parameters: slicing and assembling, and staying with their module whatever happens to the tensors."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from neuronx_dist import comm, spmd
+from neuronx_dist.mesh import Mesh
+from neuronx_dist.parallel_layers import ColumnParallelLinear, LayerNorm, ParallelEmbedding, RowParallelLinear
+from neuronx_dist.parallel_layers.utils import move_model_to_device, set_tensor_model_parallel_attributes
+from neuronx_dist.spmd import ShardSpec, spec_of
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    dim=st.integers(0, 2),
+    stride=st.integers(1, 3),
+    parts=st.integers(1, 4),
+    each=st.integers(1, 3),
+    missing=st.integers(0, 12),
+    others=st.tuples(st.integers(1, 3), st.integers(1, 3)),
+)
+def test_slices_assemble_to_the_whole(dim, stride, parts, each, missing, others):
+    shape = list(others)
+    shape.insert(dim, stride * parts * each)
+    held = parts * each - min(missing, parts * each - 1)  # of one block, without padding
+    unpadded = stride * held if missing else None
+    spec = ShardSpec("tp", dim, stride, parts, tuple(shape), unpadded)
+    whole_shape = spec.unpadded_shape
+    assert whole_shape[dim] == (stride * held if missing else shape[dim])
+    whole = torch.arange(1, torch.Size(whole_shape).numel() + 1).view(whole_shape)
+    shards = [spec.local_slice(whole, index) for index in range(parts)]
+    assert all(tuple(shard.shape) == spec.local_shape for shard in shards)
+    assert torch.equal(spec.assemble(shards), whole)
+    # what is not the whole is zero padding, and there is as much of it as the padding says
+    assert sum(int((shard != 0).sum()) for shard in shards) == whole.numel()
+    assert sum(int(shard.sum()) for shard in shards) == int(whole.sum())
+    # each block is sharded by itself: shard i holds rows i*each.. of every block
+    for index, shard in enumerate(shards):
+        for block, piece in enumerate(shard.split(each, dim)):
+            start = min(index * each, held)
+            length = min(each, held - start)
+            assert torch.equal(piece.narrow(dim, 0, length), whole.narrow(dim, block * held + start, length))
+
+
+def test_fused_blocks_by_hand():
+    whole = torch.arange(8)  # gate 0..3, up 4..7
+    spec = ShardSpec("tp", 0, 2, 2, (8,))
+    assert spec.local_slice(whole, 0).tolist() == [0, 1, 4, 5]
+    assert spec.local_slice(whole, 1).tolist() == [2, 3, 6, 7]
+
+
+def test_replicated():
+    spec = ShardSpec(full_shape=(3,))
+    x = torch.arange(3)
+    assert not spec.is_sharded and spec.local_slice(x, 5) is x and spec.assemble([x, x]) is x
+    assert spec.local_shape == spec.unpadded_shape == (3,)
+
+
+@pytest.mark.parametrize(
+    "arguments, parts",
+    [
+        (("tp", 0, 1, 2, (3,)), ["dim 0", "(3,)", "2 partitions"]),
+        (("tp", 0, 3, 2, (8,)), ["2 partitions", "3 fused"]),
+        (("tp", 1, 1, 2, (4,)), ["dim 1", "(4,)"]),
+        (("tp", None, 1, 2, (4,)), ["None"]),
+        (("tp", 0, 1, 2, (4,), 5), ["5", "(4,)"]),
+        (("tp", 0, 2, 2, (4,), 3), ["3", "(4,)"]),
+    ],
+)
+def test_impossible_layouts_are_refused(arguments, parts):
+    with pytest.raises(ValueError) as error:
+        ShardSpec(*arguments)
+    assert all(part in str(error.value) for part in parts), str(error.value)
+
+
+def test_a_tensor_of_another_shape_is_refused():
+    with pytest.raises(ValueError, match=r"\(6, 2\).*\(4, 2\)"):
+        ShardSpec("tp", 0, 1, 4, (8, 2), 6).local_slice(torch.ones(4, 2), 0)
+
+
+class Model(nn.Module):
+    def __init__(self, device=None, tie=False):
+        super().__init__()
+        self.embedding = ParallelEmbedding(8, 4, device=device)
+        self.up = ColumnParallelLinear(4, 8, gather_output=False, stride=2, device=device)
+        self.down = RowParallelLinear(8, 4, input_is_parallel=True, sequence_parallel_enabled=True, device=device)
+        self.norm = LayerNorm(4, sequence_parallel_enabled=True, device=device)
+        self.head = ColumnParallelLinear(4, 8, bias=False, gather_output=False, device=device)
+        self.plain = nn.Linear(2, 2, device=device)
+        if tie:
+            self.head.weight = self.embedding.weight
+
+
+EXPECTED = {
+    "embedding.weight": ShardSpec("tp", 0, 1, 2, (8, 4)),
+    "up.weight": ShardSpec("tp", 0, 2, 2, (8, 4)),
+    "up.bias": ShardSpec("tp", 0, 2, 2, (8,)),
+    "down.weight": ShardSpec("tp", 1, 1, 2, (4, 8)),
+    "down.bias": ShardSpec(full_shape=(4,), sequence_parallel=True),
+    "norm.weight": ShardSpec(full_shape=(4,), sequence_parallel=True),
+    "norm.bias": ShardSpec(full_shape=(4,), sequence_parallel=True),
+    "head.weight": ShardSpec("tp", 0, 1, 2, (8, 4)),
+    "plain.weight": ShardSpec(full_shape=(2, 2)),
+    "plain.bias": ShardSpec(full_shape=(2,)),
+}
+
+
+def check(model: nn.Module, tie: bool = False) -> None:
+    expected = {name: spec for name, spec in EXPECTED.items() if not (tie and name == "head.weight")}
+    # read from the parameters first: `named_specs` would repair what was lost
+    assert {name: spec_of(param) for name, param in model.named_parameters()} == expected
+    assert {name: spec for name, _, spec in spmd.named_specs(model)} == expected
+    for name, param in model.named_parameters():
+        spec = expected[name]
+        assert getattr(param, "tensor_model_parallel", False) == spec.is_sharded, name
+        assert getattr(param, "sequence_parallel_enabled", False) == spec.sequence_parallel, name
+        if spec.is_sharded:
+            assert (param.partition_dim, param.partition_stride, param.num_partitions) == (spec.dim, spec.stride, 2)
+        assert tuple(param.shape) == spec.local_shape
+
+
+@pytest.fixture(autouse=True)
+def rank_of_two():
+    with comm.as_rank(Mesh(2, tp=2), 1):
+        yield
+
+
+@pytest.mark.parametrize("tie", [False, True])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: m,
+        lambda m: m.to(torch.float64),
+        lambda m: m.bfloat16(),
+        lambda m: move_model_to_device(m, "meta"),  # `.to("meta")` alone unties: torch's own way
+        lambda m: m.to_empty(device="cpu"),
+        lambda m: m.requires_grad_(False),
+        copy.deepcopy,
+        lambda m: copy.deepcopy(copy.deepcopy(m).double()),
+        lambda m: torch.load(roundtrip(m), weights_only=False),
+    ],
+)
+def test_layouts_survive(change, tie):
+    model = change(Model(tie=tie))
+    assert (model.head.weight is model.embedding.weight) == tie
+    check(model, tie)
+
+
+def roundtrip(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return file
+
+
+def test_layouts_survive_conversions_that_replace_parameters():
+    check(Model().to("meta"))
+    torch.__future__.set_overwrite_module_params_on_conversion(True)
+    try:
+        check(Model().to(torch.float64))
+    finally:
+        torch.__future__.set_overwrite_module_params_on_conversion(False)
+
+
+def test_layouts_survive_rewrapping():
+    model = Model()
+    for module in model.modules():
+        for name, param in list(module.named_parameters(recurse=False)):
+            setattr(module, name, nn.Parameter(param.detach().clone()))
+    check(model)
+
+
+def test_layouts_survive_being_replaced_behind_the_modules_back():
+    """As some libraries do: into `_parameters`. `named_specs` finds the layout with the module, and puts it back."""
+    model = Model()
+    for module in model.modules():
+        for name, param in list(module._parameters.items()):
+            if param is not None:
+                module._parameters[name] = nn.Parameter(param.detach().clone())
+    assert not spec_of(model.up.weight).is_sharded
+    list(spmd.named_specs(model))
+    check(model)
+
+
+@pytest.mark.parametrize("device", [None, "meta"])
+def test_layouts_survive_assigning_a_state_dict(device):
+    state = Model().state_dict()
+    model = Model(device=device)
+    model.load_state_dict(state, assign=True)
+    check(model)
+    model.load_state_dict(state)
+    check(model)
+
+
+def test_tied_parameters_are_named_once():
+    names = [name for name, _, _ in spmd.named_specs(Model(tie=True))]
+    assert len(names) == len(set(names)) == len(EXPECTED) - 1 and "head.weight" not in names
+
+
+def test_sequence_parallelism_marked_by_hand():
+    param = nn.Parameter(torch.ones(3))
+    assert spec_of(param) == ShardSpec(full_shape=(3,))
+    param.sequence_parallel_enabled = True
+    assert spec_of(param) == ShardSpec(full_shape=(3,), sequence_parallel=True)
+    norm = LayerNorm(4)
+    norm.weight.sequence_parallel_enabled = True
+    assert spec_of(norm.weight).sequence_parallel and not spec_of(norm.bias).sequence_parallel
+    norm.weight.sequence_parallel_enabled = False
+    assert not spec_of(norm.weight).sequence_parallel
+
+
+def test_sharding_marked_by_hand_in_nxds_way():
+    param = nn.Parameter(torch.ones(3, 4))
+    param.tensor_model_parallel, param.partition_dim, param.partition_stride, param.num_partitions = True, 1, 2, 4
+    assert spec_of(param) == ShardSpec("tp", 1, 2, 4, (3, 16))
+    param = nn.Parameter(torch.ones(3, 4))
+    set_tensor_model_parallel_attributes(param, True, 0)  # num_partitions -1: the tensor-parallel size
+    assert param.num_partitions == -1 and spec_of(param) == ShardSpec("tp", 0, 1, 2, (6, 4))
+    param = nn.Parameter(torch.ones(3, 4))
+    set_tensor_model_parallel_attributes(param, False, -1)
+    assert spec_of(param) == ShardSpec(full_shape=(3, 4))
+    with pytest.raises(ValueError, match="already"):
+        set_tensor_model_parallel_attributes(param, True, 0)
+
+
+def test_set_spec_on_any_module():
+    linear = nn.Linear(4, 2)
+    spec = ShardSpec("tp", 0, 1, 2, (4, 4))
+    spmd.set_spec(linear, "weight", spec)
+    assert spec_of(linear.weight) == spec and linear.weight.partition_dim == 0
+    moved = copy.deepcopy(linear)
+    assert {name: found for name, _, found in spmd.named_specs(moved)}["weight"] == spec
