@@ -120,11 +120,13 @@ class C10dCommunicator(Communicator):
         text = str(error)
         if "imed out" in text or "timeout" in text.lower():
             raise CommTimeout(
-                f"{what} timed out: some rank of the group did not take part. It is stuck, much slower, or went another way "
+                f"{what} timed out: some rank of the group did not take part. It is stuck, much slower, or went "
+                "another way "
                 f"through the program. ({text.splitlines()[0][:200]})"
             ) from error
         raise CommError(
-            f"{what} failed: a rank of the group was lost without a message (killed, out of memory, or its host is down). "
+            f"{what} failed: a rank of the group was lost without a message (killed, out of memory, or its host "
+            "is down). "
             f"({text.splitlines()[0][:200]})"
         ) from error
 
@@ -162,7 +164,8 @@ class C10dBackend(Backend):
     def wrap(self, group: Any, global_rank: int) -> Communicator:
         if not isinstance(group, dist.ProcessGroup):
             raise TypeError(
-                f"axis must be a mesh axis name, a tuple of names, or a torch.distributed.ProcessGroup that holds this rank; "
+                "axis must be a mesh axis name, a tuple of names, or a torch.distributed.ProcessGroup that "
+                "holds this rank; "
                 f"got {group!r}"
             )
         return C10dCommunicator(

@@ -96,7 +96,8 @@ class ThreadsCommunicator(Communicator):
             for index, (other_verb, other_signature, _) in enumerate(slots):
                 if (other_verb, other_signature) != (verb, signature):
                     raise CommError(
-                        f"{self.describe(verb)}: the ranks disagree: rank {self.global_rank} called {verb} {signature}, "
+                        f"{self.describe(verb)}: the ranks disagree: rank {self.global_rank} called {verb} "
+                        f"{signature}, "
                         f"rank {self.ranks[index]} called {other_verb} {other_signature}"
                     )
             consume([value for _, _, value in slots])
@@ -152,7 +153,8 @@ class ThreadsCommunicator(Communicator):
             (value,) = self._world.collect(key, [0], 1, lambda: self.describe("recv"))
             if _signature(value) != _signature(out):
                 raise CommError(
-                    f"{self.describe('recv')}: rank {self.ranks[src]} sent {_signature(value)}, expected {_signature(out)}"
+                    f"{self.describe('recv')}: rank {self.ranks[src]} sent {_signature(value)}, expected "
+                    f"{_signature(out)}"
                 )
             _copy(out, value)
 

@@ -1,9 +1,9 @@
 """The verbs: what every collective does whatever the backend. Dims, dtypes, `out=`, recording, and errors live here.
 
-Every verb takes `axis`: a mesh axis name, a tuple of names (merged), a torch ProcessGroup, or a Communicator. Results are new
-tensors unless `out=` says otherwise (`out` may be the input); on an axis of size 1 the input itself comes back, and nothing
-is communicated or recorded. With `async_op=True` the result is a `Handle`, and its `wait()` gives the tensor.
-None of them is differentiable: what needs gradients calls `neuronx_dist.spmd`.
+Every verb takes `axis`: a mesh axis name, a tuple of names (merged), a torch ProcessGroup, or a Communicator. Results
+are new tensors unless `out=` says otherwise (`out` may be the input); on an axis of size 1 the input itself comes back,
+and nothing is communicated or recorded. With `async_op=True` the result is a `Handle`, and its `wait()` gives the
+tensor. None of them is differentiable: what needs gradients calls `neuronx_dist.spmd`.
 """
 
 from __future__ import annotations
@@ -72,7 +72,9 @@ def all_reduce(
 def all_gather(
     x: torch.Tensor, axis: AxisLike, *, dim: int = 0, out: torch.Tensor | None = None, async_op: bool = False
 ) -> Result:
-    """Concatenation along `dim` of every rank's `x`, which has the same shape everywhere: `[.., n, ..] -> [.., size*n, ..]`."""
+    """Concatenation along `dim` of every rank's `x`, which has the same shape everywhere: `[.., n, ..] -> [.., size*n,
+    ..]`.
+    """
     comm = communicator(axis)
     if comm.size == 1:
         return _alone(comm, x, out, async_op)
@@ -323,7 +325,8 @@ def _split(x: torch.Tensor, dim: int, comm: Communicator, verb: str) -> torch.Te
     dim = _dim(x, dim, verb)
     if x.shape[dim] % comm.size:
         raise ValueError(
-            f"{verb} over {comm.axis}: unable to create {comm.size} partitions along dim {dim} of shape {tuple(x.shape)}: "
+            f"{verb} over {comm.axis}: unable to create {comm.size} partitions along dim {dim} of shape "
+            f"{tuple(x.shape)}: "
             f"{x.shape[dim]} is not divisible by {comm.size}"
         )
     split = x.view(*x.shape[:dim], comm.size, x.shape[dim] // comm.size, *x.shape[dim + 1 :])

@@ -98,7 +98,8 @@ class ParallelEmbedding(ShardedModule):
         if full[shard_dim] % size:
             name = "embedding_dim" if shard_across_embedding else "num_embeddings"
             raise ValueError(
-                f"ParallelEmbedding: {name} {full[shard_dim]} is not divisible by the tensor parallel size {size}; the next size that is: "
+                f"ParallelEmbedding: {name} {full[shard_dim]} is not divisible by the tensor parallel size "
+                f"{size}; the next size that is: "
                 f"{full[shard_dim] + -full[shard_dim] % size}"
             )
         spec = ShardSpec("tp", shard_dim, 1, size, full)

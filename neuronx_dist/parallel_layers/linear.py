@@ -8,16 +8,17 @@ Names (b tokens, in/out features, t ranks; `[b, in]` stands for any leading dims
     row      Y[b, out]   = X[b, in/t] · W[out, in/t]ᵀ     partial on tp: all-reduced
              dX[b, in/t] = dY[b, out] · W,   dW = dYᵀ · X  no communication
 
-With sequence parallelism X (column) and Y (row) are sharded on the sequence: the all-reduces become an all-gather forward and a
-reduce-scatter backward (column), and the other way round (row); only the shard of X is kept for backward, and gathered again there.
-Source: Megatron-LM (arXiv:1909.08053, arXiv:2205.05198); API: NxD Core's `ColumnParallelLinear` and `RowParallelLinear`.
+With sequence parallelism X (column) and Y (row) are sharded on the sequence: the all-reduces become an all-gather
+forward and a reduce-scatter backward (column), and the other way round (row); only the shard of X is kept for backward,
+and gathered again there. Source: Megatron-LM (arXiv:1909.08053, arXiv:2205.05198); API: NxD Core's
+`ColumnParallelLinear` and `RowParallelLinear`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Union
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -31,12 +32,14 @@ from .utils import cast_if_autocast_enabled
 
 __all__ = ["ColumnParallelLinear", "RowParallelLinear", "fuse_columns", "linear_with_async_allreduce"]
 
-Output = Union[torch.Tensor, tuple[torch.Tensor, torch.Tensor | None]]
+Output = torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]
 InitMethod = Callable[[torch.Tensor], Any]
 
 
 class _ColumnLinear(torch.autograd.Function):
-    """n linear layers on one input, one input-gradient collective: started before the weight gradients, awaited after them."""
+    """n linear layers on one input, one input-gradient collective: started before the weight gradients, awaited after
+    them.
+    """
 
     @staticmethod
     def forward(
@@ -89,7 +92,9 @@ class _ColumnLinear(torch.autograd.Function):
 
 
 class _RowLinear(torch.autograd.Function):
-    """A linear layer whose output is partial, the reduction done in the output's own memory, and the bias added to the sum."""
+    """A linear layer whose output is partial, the reduction done in the output's own memory, and the bias added to the
+    sum.
+    """
 
     @staticmethod
     def forward(
@@ -195,7 +200,8 @@ class _ParallelLinear(ShardedModule):
         kind = type(self).__name__
         if full[shard_dim] % (size * stride):
             raise ValueError(
-                f"{kind}: {'output' if shard_dim == 0 else 'input'}_size {full[shard_dim]} is not divisible by the tensor parallel size {size}"
+                f"{kind}: {'output' if shard_dim == 0 else 'input'}_size {full[shard_dim]} is not divisible by "
+                f"the tensor parallel size {size}"
                 + (f" times {stride} fused blocks" if stride > 1 else "")
                 + "; pad it (see pad_model) or choose another degree"
             )
@@ -227,7 +233,9 @@ class _ParallelLinear(ShardedModule):
 
     @torch.no_grad()
     def _draw(self, keep_master_weight: bool) -> None:
-        """Draws the whole parameters from the global CPU generator, and keeps this rank's slices: equal at any degree."""
+        """Draws the whole parameters from the global CPU generator, and keeps this rank's slices: equal at any
+        degree.
+        """
         rank = comm.communicator(self.axis).rank
         dtype = torch.promote_types(self.weight.dtype, torch.float32)
         for name, param in (("weight", self.weight), ("bias", self.bias)):
@@ -270,7 +278,8 @@ class ColumnParallelLinear(_ParallelLinear):
         skip_bias_add: return `(output, bias)` and leave adding to the caller.
         tensor_model_parallel_group: an axis or a group other than "tp".
         reduce_dtype: input gradients are summed in `promote_types(dtype, reduce_dtype)`.
-        input_is_replicated: the input's gradient is summed elsewhere (the input is R, not I): no collective in backward.
+        input_is_replicated: the input's gradient is summed elsewhere (the input is R, not I): no collective in
+            backward.
         device: "meta" builds without memory; `materialize` then draws the weights.
 
     Raises:
@@ -298,7 +307,8 @@ class ColumnParallelLinear(_ParallelLinear):
     ) -> None:
         if gather_output and sequence_parallel_enabled:
             raise ValueError(
-                "ColumnParallelLinear: gather_output=True is not possible with sequence_parallel_enabled=True; pass gather_output=False"
+                "ColumnParallelLinear: gather_output=True is not possible with sequence_parallel_enabled=True; "
+                "pass gather_output=False"
             )
         super().__init__(
             input_size,
@@ -354,8 +364,8 @@ class ColumnParallelLinear(_ParallelLinear):
 class _FusedColumns:
     """Column layers on one input, computed together when the first of them is called.
 
-    The parameters stay apart, so a state dict has a model's own names and nothing is copied; what is fused is the input gradient,
-    which is one sum and one collective instead of one for each layer.
+    The parameters stay apart, so a state dict has a model's own names and nothing is copied; what is fused is the input
+    gradient, which is one sum and one collective instead of one for each layer.
     """
 
     def __init__(self, layers: Sequence[ColumnParallelLinear]) -> None:
@@ -386,7 +396,8 @@ class _FusedColumns:
 
 
 def fuse_columns(layers: Sequence[ColumnParallelLinear]) -> None:
-    """Makes column layers that are always called on the same tensor (q/k/v, gate/up) share one input-gradient collective.
+    """Makes column layers that are always called on the same tensor (q/k/v, gate/up) share one input-gradient
+    collective.
 
     Raises:
         ValueError: they differ in input, group, sequence parallelism or bias, or gather their output.
@@ -406,7 +417,8 @@ def fuse_columns(layers: Sequence[ColumnParallelLinear]) -> None:
     }
     if len(layers) < 2 or len(kinds) != 1 or next(iter(kinds))[-1]:
         raise ValueError(
-            "fuse_columns needs at least two layers with equal input size, group, sequence parallelism, reduce dtype and bias, and "
+            "fuse_columns needs at least two layers with equal input size, group, sequence parallelism, reduce "
+            "dtype and bias, and "
             f"gather_output=False; got {[repr(layer) for layer in layers]}"
         )
     fused = _FusedColumns(layers)

@@ -113,7 +113,8 @@ def parallel_cross_entropy(
         )
     if labels.shape != parallel_logits.shape[:-1]:
         raise ValueError(
-            f"parallel_cross_entropy: labels of shape {tuple(labels.shape)} do not match logits of shape {tuple(parallel_logits.shape)}; "
+            f"parallel_cross_entropy: labels of shape {tuple(labels.shape)} do not match logits of shape "
+            f"{tuple(parallel_logits.shape)}; "
             f"expected {tuple(parallel_logits.shape[:-1])}"
         )
     if not 0.0 <= label_smoothing <= 1.0:
@@ -124,7 +125,8 @@ def parallel_cross_entropy(
         wrong = ((labels < 0) | (labels >= vocab)) & (labels != ignore_index)
         if wrong.any():
             raise IndexError(
-                f"parallel_cross_entropy: label {labels[wrong][0].item()} is outside the vocabulary of {vocab} and is not "
+                f"parallel_cross_entropy: label {labels[wrong][0].item()} is outside the vocabulary of {vocab} "
+                "and is not "
                 f"ignore_index={ignore_index}"
             )
     return _ParallelCrossEntropy.apply(parallel_logits, labels, communicator, label_smoothing, ignore_index)

@@ -49,7 +49,8 @@ def initialize_model_parallel(
     """
     if not dist.is_initialized():
         raise RuntimeError(
-            "initialize_model_parallel needs torch.distributed: call torch.distributed.init_process_group(backend='gloo' or 'nccl'), "
+            "initialize_model_parallel needs torch.distributed: call "
+            "torch.distributed.init_process_group(backend='gloo' or 'nccl'), "
             "or neuronx_dist.init_distributed(), first"
         )
     mesh = Mesh(
@@ -275,7 +276,8 @@ def initialize_token_shuffle_group(token_shuffle_group_size: int = 1) -> None:
     """Makes groups of consecutive data-parallel ranks, among which tokens are shuffled. Its size divides dp."""
     if get_mesh().dp % token_shuffle_group_size:
         raise ValueError(
-            f"token shuffle group size {token_shuffle_group_size} does not divide the data parallel size {get_mesh().dp}"
+            f"token shuffle group size {token_shuffle_group_size} does not divide the data parallel size "
+            f"{get_mesh().dp}"
         )
     _subgroups("token_shuffle", "dp", token_shuffle_group_size, sequential=True)
 

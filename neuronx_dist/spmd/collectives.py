@@ -465,7 +465,10 @@ def _advice(operation: str, src: SpmdType, dst: SpmdType) -> str:
     text = f"{operation}({src}, {dst}) does not exist"
     legal = ", ".join(f"({s}, {d})" for (name, s, d) in ROWS if name == operation)
     if operation in ("all_reduce", "reduce_scatter") and a in ("R", "I"):
-        return f"{text}: a {a} value is already the same on all ranks, reducing it again multiplies it by the size of the axis. Drop the reduction, or fix src"
+        return (
+            f"{text}: a {a} value is already the same on all ranks, reducing it again multiplies it by the "
+            "size of the axis. Drop the reduction, or fix src"
+        )
     if a == "P" and b in ("R", "I"):
         hint = f"use all_reduce(x, axis, dst={dst})"
     elif a == "P" and b in ("V", "S"):

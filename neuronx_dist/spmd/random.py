@@ -71,7 +71,8 @@ class RNGStreams:
         """
         if name not in self._states:
             raise ValueError(
-                f"no random stream {name!r}: call model_parallel_manual_seed(seed) first; there are {sorted(self._states)}"
+                f"no random stream {name!r}: call model_parallel_manual_seed(seed) first; there are "
+                f"{sorted(self._states)}"
             )
         before = _get_state()
         _set_state(self._states[name])
