@@ -24,6 +24,7 @@ from ..parallel_layers.materialize import (
     gather_full,
     install_parameter,
     is_local,
+    join,
     local_modules,
     materialize_buffers,
     parameter_names,
@@ -62,7 +63,7 @@ def load_pretrained(
     filled: set[int] = set()
     for prefix, module in local_modules(model):
         for key, param in module._parameters.items():
-            if param is None or id(param) in filled or not is_local(model, _join(prefix, key)):
+            if param is None or id(param) in filled or not is_local(model, join(prefix, key)):
                 continue
             filled.add(id(param))
             name = next(alias for alias in aliases[id(param)] if alias in present)
@@ -149,7 +150,7 @@ def _full_tensors(model: nn.Module, gradients: bool = False) -> Iterator[tuple[s
     aliases = parameter_names(model)
     for prefix, module in local_modules(model):
         for key, param in module._parameters.items():
-            name = _join(prefix, key)
+            name = join(prefix, key)
             if param is None or aliases[id(param)][0] != name or not is_local(model, name):
                 continue
             tensor = param.grad if gradients else param
@@ -164,13 +165,9 @@ def _persistent_buffers(model: nn.Module) -> Iterator[tuple[torch.Tensor, nn.Mod
     """`(buffer, its module, its name there, its qualified name)` for the buffers that a state dict holds."""
     for prefix, module in local_modules(model):
         for key, buffer in list(module._buffers.items()):
-            name = _join(prefix, key)
+            name = join(prefix, key)
             if buffer is not None and key not in module._non_persistent_buffers_set and is_local(model, name):
                 yield buffer, module, key, name
-
-
-def _join(prefix: str, name: str) -> str:
-    return f"{prefix}.{name}" if prefix else name
 
 
 def _read_slice(weights: WeightSource, name: str, spec: ShardSpec) -> torch.Tensor:

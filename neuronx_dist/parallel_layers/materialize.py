@@ -29,6 +29,7 @@ __all__ = [
     "gather_full",
     "install_parameter",
     "is_local",
+    "join",
     "local_modules",
     "materialize",
     "materialize_buffers",
@@ -71,7 +72,7 @@ def materialize(
     names = parameter_names(model)
     for path, module in local_modules(model):
         for key, param in list(module._parameters.items()):
-            if param is None or not param.is_meta or not is_local(model, _join(path, key)):
+            if param is None or not param.is_meta or not is_local(model, join(path, key)):
                 continue
             spec = spec_of(param)
             # A tied weight is initialised as its first owner would, even if that one lives in another pipeline stage.
@@ -92,11 +93,11 @@ def materialize_buffers(
     """The buffers' part of `materialize`: those on meta (rotary frequencies, ...) get real values from initialisers."""
     for prefix, module in local_modules(model):
         for name, buffer in list(module._buffers.items()):
-            if buffer is None or not buffer.is_meta or not is_local(model, _join(prefix, name)):
+            if buffer is None or not buffer.is_meta or not is_local(model, join(prefix, name)):
                 continue
             value = torch.empty(buffer.shape, dtype=buffer.dtype)
             full = _draw(
-                _stand_in(module), name, value, _join(prefix, name), seed, _initialisers(model, prefix, init_fn)
+                _stand_in(module), name, value, join(prefix, name), seed, _initialisers(model, prefix, init_fn)
             )
             module._buffers[name] = full.to(device)
     return model
@@ -151,7 +152,8 @@ def _own_slice(full: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
     return spec.local_slice(full, comm.rank(spec.axis)) if spec.axis is not None else full
 
 
-def _join(prefix: str, name: str) -> str:
+def join(prefix: str, name: str) -> str:
+    """Qualified name of what is called `name` in the module at `prefix`."""
     return f"{prefix}.{name}" if prefix else name
 
 
