@@ -371,17 +371,14 @@ class _FusedColumns:
     def __init__(self, layers: Sequence[ColumnParallelLinear]) -> None:
         self.layers = list(layers)
         self._input: torch.Tensor | None = None
-        self._outputs: list[torch.Tensor | None] = []
+        self._outputs: dict[ColumnParallelLinear, torch.Tensor] = {}  # of those not yet called
 
     def output_of(self, layer: ColumnParallelLinear, x: torch.Tensor) -> torch.Tensor:
-        index = next(i for i, candidate in enumerate(self.layers) if candidate is layer)
-        if self._input is not x or self._outputs[index] is None:
-            self._input, self._outputs = x, list(self._compute(x))
-        out = self._outputs[index]
-        assert out is not None
-        self._outputs[index] = None
-        if not any(output is not None for output in self._outputs):
-            self._input, self._outputs = None, []
+        if self._input is not x or layer not in self._outputs:
+            self._input, self._outputs = x, dict(zip(self.layers, self._compute(x)))
+        out = self._outputs.pop(layer)
+        if not self._outputs:
+            self._input = None
         return out
 
     def _compute(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -389,7 +386,7 @@ class _FusedColumns:
         communicator = comm.communicator(first.axis)
         if communicator.size == 1 or first.input_is_replicated:
             return [F.linear(x, layer.weight, layer._bias()) for layer in self.layers]
-        biases = [bias for bias in (layer._bias() for layer in self.layers) if bias is not None]
+        biases = [] if first._bias() is None else [layer.bias for layer in self.layers]
         dim = first.sequence_dimension if first.sequence_parallel_enabled else None
         weights = [layer.weight for layer in self.layers]
         return _ColumnLinear.apply(x, communicator, dim, first.reduce_dtype, len(weights), *weights, *biases)
