@@ -10,7 +10,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, Protocol
 
 import torch
+from torch.overrides import has_torch_function_unary
 
+from ..mesh import Mesh
 from . import recording
 from .errors import CommError, call_site
 
@@ -117,7 +119,7 @@ class Communicator:
 class Handle:
     """An asynchronous collective. `wait()` gives its result, and may be called again."""
 
-    __slots__ = ("_communicator", "_finish", "_result", "_verb", "_work")
+    __slots__ = ("_communicator", "_finish", "_result", "_then", "_verb", "_work")
 
     def __init__(
         self, communicator: Communicator, verb: str, work: WorkLike | None, finish: Callable[[], torch.Tensor]
@@ -127,6 +129,14 @@ class Handle:
         self._work = work
         self._finish: Callable[[], torch.Tensor] | None = finish
         self._result: torch.Tensor | None = None
+        self._then: Callable[[torch.Tensor], Any] | None = None
+
+    def then(self, callback: Callable[[torch.Tensor], Any]) -> None:
+        """`callback(result)` when there is one: at the first `wait()`. For modes, which see the start only."""
+        if self._result is not None:
+            callback(self._result)
+        else:
+            self._then = callback
 
     def wait(self) -> torch.Tensor:
         """Blocks until the result is there (on CUDA: until the current stream may use it) and returns it.
@@ -141,10 +151,17 @@ class Handle:
                     self._work.wait()
                 except RuntimeError as error:
                     self._communicator.explain(self._verb, error)
-            self._result = self._finish()
+            if has_torch_function_unary(None):  # a mode has seen the verb whole: this is its inside
+                with torch._C.DisableTorchFunction():
+                    self._result = self._finish()
+            else:
+                self._result = self._finish()
             if recording.recorders and self._work is not None:
                 recording.note(self._communicator, "wait:" + self._verb, self._result)
             self._work = self._finish = None
+            if self._then is not None:
+                callback, self._then = self._then, None
+                callback(self._result)
         return self._result
 
 
@@ -152,6 +169,10 @@ class Backend:
     """Makes communicators. One object per rank."""
 
     name = "none"
+
+    def place(self, mesh: Mesh, rank: int) -> int:
+        """What `current().rank` is to be: the rank, or one that notes who looks at it."""
+        return rank
 
     def communicator(
         self, label: str, groups: Sequence[Sequence[int]], global_rank: int, own: bool = False

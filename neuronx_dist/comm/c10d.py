@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import datetime
 import inspect
+import os
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -143,6 +144,11 @@ class C10dBackend(Backend):
             )
         self.timeout = timeout
         self.monitor = monitor
+        self._desk: Any = None
+        if os.environ.get("NEURONX_DIST_DEBUG"):
+            from .debug import desk
+
+            self._desk = desk(monitor)
         self._groups: list[dist.ProcessGroup] = []
         self._by_ranks: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
@@ -159,7 +165,7 @@ class C10dBackend(Backend):
             return Communicator(label, ranks, global_rank)
         group = made[index]
         assert group is not None
-        return C10dCommunicator(group, label, ranks, global_rank, self.monitor)
+        return self._join(group, label, ranks, global_rank)
 
     def wrap(self, group: Any, global_rank: int) -> Communicator:
         if not isinstance(group, dist.ProcessGroup):
@@ -168,9 +174,7 @@ class C10dBackend(Backend):
                 "holds this rank; "
                 f"got {group!r}"
             )
-        return C10dCommunicator(
-            group, group.group_desc or "group", dist.get_process_group_ranks(group), global_rank, self.monitor
-        )
+        return self._join(group, group.group_desc or "group", dist.get_process_group_ranks(group), global_rank)
 
     def single(self, communicator: Communicator) -> dist.ProcessGroup:
         """A process group for a communicator of one rank, for scripts that hand it to torch.distributed."""
@@ -185,6 +189,14 @@ class C10dBackend(Backend):
             dist.destroy_process_group(group)
         self._groups.clear()
         self._by_ranks.clear()
+
+    def _join(self, group: dist.ProcessGroup, label: str, ranks: Sequence[int], global_rank: int) -> C10dCommunicator:
+        made = C10dCommunicator(group, label, ranks, global_rank, self.monitor)
+        if self._desk is None:
+            return made
+        from .debug import Watched
+
+        return Watched(made, self._desk)
 
     def _group(self, ranks: tuple[int, ...], own: bool) -> dist.ProcessGroup | None:
         """The process group over `ranks`, made once unless `own`; None where there is no need of one.

@@ -14,6 +14,7 @@ from typing import Any
 
 from ..mesh import Axis, Mesh
 from .base import Backend, Communicator
+from .coordinates import Coordinate, member
 
 __all__ = ["AxisLike", "Context", "as_rank", "communicator", "current", "is_initialized", "set_default", "use"]
 
@@ -26,7 +27,7 @@ class Context:
     def __init__(self, mesh: Mesh, rank: int, backend: Backend) -> None:
         mesh.coordinates(rank)  # raises for a rank outside the world
         self.mesh = mesh
-        self.rank = rank
+        self.rank = backend.place(mesh, rank)
         self.backend = backend
         self.extras: dict[
             str, Any
@@ -58,7 +59,7 @@ class Context:
             )
         others = [[rank] for rank in range(self.mesh.world_size) if rank not in seen]
         made = self.backend.communicator(label, [*groups, *others], self.rank, own=True)
-        return made if self.rank in seen else None
+        return made if member(self.rank, seen) else None
 
 
 _default: Context | None = None
@@ -124,7 +125,11 @@ def as_rank(mesh: Mesh, rank: int, backend: Backend | None = None) -> Iterator[C
         >>> with as_rank(Mesh(4, tp=2, pp=2), rank=3):
         ...     layer = ColumnParallelLinear(8, 16, device="meta")
     """
-    if backend is None:
+    if backend is None and isinstance(rank, Coordinate):
+        from .check import CheckBackend
+
+        backend = CheckBackend(silent=True)
+    elif backend is None:
         from .shapes import ShapesBackend
 
         backend = ShapesBackend()

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from .base import DONE, Backend, Communicator, WorkLike
+from .coordinates import plain
 
 __all__ = ["ShapesBackend", "ShapesCommunicator"]
 
@@ -27,15 +28,16 @@ class ShapesCommunicator(Communicator):
         return DONE
 
     def start_reduce_scatter(self, out: torch.Tensor, scattered: torch.Tensor, op: str) -> WorkLike:
-        out.copy_(scattered[self.rank])
+        out.copy_(scattered[plain(self.rank)])
         return self.start_all_reduce(out, op)
 
     def start_all_to_all(self, gathered: torch.Tensor, scattered: torch.Tensor) -> WorkLike:
-        gathered.copy_(scattered[self.rank].unsqueeze(0).expand_as(gathered))
+        gathered.copy_(scattered[plain(self.rank)].unsqueeze(0).expand_as(gathered))
         return DONE
 
     def start_permute(self, out: torch.Tensor, x: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> WorkLike:
-        if any(dst == self.rank for _, dst in pairs):
+        rank = plain(self.rank)
+        if any(dst == rank for _, dst in pairs):
             out.copy_(x)
         else:
             out.zero_()

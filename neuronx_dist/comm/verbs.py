@@ -4,6 +4,9 @@ Every verb takes `axis`: a mesh axis name, a tuple of names (merged), a torch Pr
 are new tensors unless `out=` says otherwise (`out` may be the input); on an axis of size 1 the input itself comes back,
 and nothing is communicated or recorded. With `async_op=True` the result is a `Handle`, and its `wait()` gives the
 tensor. None of them is differentiable: what needs gradients calls `neuronx_dist.spmd`.
+
+Under a TorchFunctionMode, or given a tensor subclass, a verb that takes a tensor arrives there whole, as a call of
+itself: tensor and axis (and `pairs`) by position, keywords as they were given, those at their defaults left out.
 """
 
 from __future__ import annotations
@@ -12,10 +15,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from . import recording
 from .base import Communicator, Handle, WorkLike
 from .context import AxisLike, communicator
+from .coordinates import plain
 
 __all__ = [
     "all_gather",
@@ -45,6 +50,8 @@ def all_reduce(
     async_op: bool = False,
 ) -> Result:
     """Sum (max, min) of `x` over the group, on every rank. Reduced in `promote_types(x.dtype, reduce_dtype)`."""
+    if has_torch_function_unary(x):
+        return _whole(all_reduce, (x, axis), op=op, reduce_dtype=reduce_dtype, out=out, async_op=async_op)
     comm = communicator(axis)
     if comm.size == 1:
         return _alone(comm, x, out, async_op)
@@ -75,6 +82,8 @@ def all_gather(
     """Concatenation along `dim` of every rank's `x`, which has the same shape everywhere: `[.., n, ..] -> [.., size*n,
     ..]`.
     """
+    if has_torch_function_unary(x):
+        return _whole(all_gather, (x, axis), dim=dim, out=out, async_op=async_op)
     comm = communicator(axis)
     if comm.size == 1:
         return _alone(comm, x, out, async_op)
@@ -116,6 +125,8 @@ def reduce_scatter(
     Raises:
         ValueError: the dim does not divide by the size of the group.
     """
+    if has_torch_function_unary(x):
+        return _whole(reduce_scatter, (x, axis), dim=dim, op=op, reduce_dtype=reduce_dtype, out=out, async_op=async_op)
     comm = communicator(axis)
     if comm.size == 1:
         return _alone(comm, x, out, async_op)
@@ -148,6 +159,8 @@ def all_to_all(
     async_op: bool = False,
 ) -> Result:
     """Splits `x` along `split_dim`, sends piece i to rank i, and concatenates what comes along `concat_dim`."""
+    if has_torch_function_unary(x):
+        return _whole(all_to_all, (x, axis), split_dim=split_dim, concat_dim=concat_dim, out=out, async_op=async_op)
     comm = communicator(axis)
     if comm.size == 1:
         return _alone(comm, x, out, async_op)
@@ -177,6 +190,8 @@ def permute(
     async_op: bool = False,
 ) -> Result:
     """Sends `x` from `src` to `dst` for each pair of group indices; a rank that is no destination gets zeros."""
+    if has_torch_function_unary(x):
+        return _whole(permute, (x, axis, pairs), out=out, async_op=async_op)
     comm = communicator(axis)
     pairs = [(int(src), int(dst)) for src, dst in pairs]
     for side in (0, 1):
@@ -205,6 +220,8 @@ def broadcast(
     x: torch.Tensor, axis: AxisLike, *, src: int = 0, out: torch.Tensor | None = None, async_op: bool = False
 ) -> Result:
     """`x` of the rank with group index `src`, on every rank; elsewhere `x` gives shape and dtype only."""
+    if has_torch_function_unary(x):
+        return _whole(broadcast, (x, axis), src=src, out=out, async_op=async_op)
     comm = communicator(axis)
     _index(comm, src, "broadcast", "src")
     if comm.size == 1:
@@ -228,6 +245,8 @@ def broadcast(
 
 def send(x: torch.Tensor, axis: AxisLike, *, dst: int, tag: int = 0, async_op: bool = False) -> Result:
     """Sends `x` to the rank with group index `dst`, which calls `recv` with an equal shape and dtype. Returns `x`."""
+    if has_torch_function_unary(x):
+        return _whole(send, (x, axis), dst=dst, tag=tag, async_op=async_op)
     comm = communicator(axis)
     _peer(comm, dst, "send", "dst")
     buffer = x.detach().contiguous()
@@ -238,6 +257,8 @@ def send(x: torch.Tensor, axis: AxisLike, *, dst: int, tag: int = 0, async_op: b
 
 def recv(out: torch.Tensor, axis: AxisLike, *, src: int, tag: int = 0, async_op: bool = False) -> Result:
     """Fills `out`, which gives shape and dtype and is contiguous, with what the rank with group index `src` sends."""
+    if has_torch_function_unary(out):
+        return _whole(recv, (out, axis), src=src, tag=tag, async_op=async_op)
     comm = communicator(axis)
     _peer(comm, src, "recv", "src")
     if not out.is_contiguous():
@@ -269,7 +290,14 @@ def broadcast_object(obj: Any, axis: AxisLike = "world", src: int = 0) -> Any:
     """The object of the rank with group index `src`, on every rank. Not for the hot path."""
     comm = communicator(axis)
     _index(comm, src, "broadcast_object", "src")
-    return gather_objects(obj if comm.rank == src else None, comm)[src]
+    return gather_objects(obj if plain(comm.rank) == src else None, comm)[src]
+
+
+def _whole(verb: Callable[..., Result], args: tuple[Any, ...], **keywords: Any) -> Result:
+    """Hands a call, as it was made, to whoever watches torch functions."""
+    defaults = _DEFAULTS[verb]
+    given = {key: value for key, value in keywords.items() if defaults.get(key, _REQUIRED) is not value}
+    return handle_torch_function(verb, args[:1], *args, **given)
 
 
 def _run(
@@ -342,3 +370,10 @@ def _peer(comm: Communicator, index: int, verb: str, name: str) -> None:
     _index(comm, index, verb, name)
     if index == comm.rank:
         raise ValueError(f"{verb} over {comm.axis}: {name}={index} is this rank itself")
+
+
+_REQUIRED = object()
+_DEFAULTS: dict[Callable[..., Result], dict[str, Any]] = {
+    verb: dict(verb.__kwdefaults__ or {})
+    for verb in (all_reduce, all_gather, reduce_scatter, all_to_all, permute, broadcast, send, recv)
+}

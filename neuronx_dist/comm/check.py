@@ -1,0 +1,291 @@
+"""A backend for checking programs: shapes only, with a record of every collective and of every look at the rank.
+
+    backend = CheckBackend(on_read=lambda axes: ...)
+    with comm.as_rank(mesh, rank, backend):
+        program()                                # on fake or meta tensors, one rank in place of many
+    backend.events                               # its collectives in order, with call sites, backward included
+    backend.reads                                # where it looked at its rank, and what the other ranks would have seen
+    backend.same_program(other)                  # whether rank `other`, running it, would have done the same
+
+Inside, `comm.rank(axis)`, `current().rank`, `mesh.coordinate(axis, current().rank)`, `mesh.group_of(axis, rank)` and a
+communicator's `rank`, `global_rank` and `ranks` are `Coordinate`s (comm/coordinates.py says what counts as a read).
+To check a whole mesh: play rank 0; then, while there is a rank that is not `same_program` to any that was played, play
+it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..mesh import DENSE_AXES, Mesh
+from . import errors
+from .base import Backend, Communicator, WorkLike
+from .coordinates import Coordinate, Place, Read, elsewhere, plain
+from .shapes import ShapesCommunicator
+
+__all__ = ["CheckBackend", "CheckCommunicator", "Event"]
+
+
+@dataclass(eq=False)
+class Event:
+    """One collective as this rank starts it, on the wire: ranks that match in these fields meet."""
+
+    number: int  # runs through starts and waits of the whole program
+    verb: str  # all_reduce, ..., send, recv, gather_objects (of barrier and broadcast_object too)
+    axis: str  # what the group is called: "tp", "dp,cp", a label given to new_group
+    op: str | None  # sum, max, min; None where nothing is reduced
+    shape: tuple[int, ...] | None  # sent (recv: received); reduce_scatter and all_to_all: [size, *piece]
+    dtype: torch.dtype | None  # None for objects
+    ranks: tuple[int, ...]  # global ranks of the group, in its order
+    rank: int  # the global rank that does it
+    where: str  # file:line of the user's code
+    inside: str  # file:line of the innermost frame outside comm/ and torch: the layer, or the same as `where`
+    phase: str  # `CheckBackend.phase` at the time
+    peer: int | None = None  # global rank of the other end of send and recv, and of a broadcast's source
+    tag: int = 0  # of send and recv; may be a Coordinate
+    pairs: tuple[tuple[int, int], ...] = ()  # of permute: group indices
+    awaited: int | None = None  # number at which it was first waited for; start and wait together: `number + 1`
+    communicator: CheckCommunicator | None = field(default=None, repr=False)
+    peer_index: int | None = field(default=None, repr=False)  # as it was given: an index in the group
+
+    def on(self, rank: int) -> Event:
+        """What this event is on another rank that runs the same program: in its own group, with its own peer."""
+        assert self.communicator is not None
+        ranks = self.communicator.ranks_of(rank)
+        peer = ranks[elsewhere(self.peer_index, rank)] if self.peer_index is not None else None
+        return replace(self, rank=rank, ranks=ranks, peer=peer, tag=elsewhere(self.tag, rank))
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What has to be the same on all ranks of the group (for send and recv: see `peer`)."""
+        source = self.peer if self.verb == "broadcast" else None
+        return self.verb, self.axis, self.ranks, self.op, self.shape, self.dtype, source, self.pairs
+
+    def __str__(self) -> str:
+        what = f"{self.verb}({self.op})" if self.op else self.verb
+        if self.verb in ("send", "recv"):
+            tag = f" tag {plain(self.tag)}" if plain(self.tag) else ""
+            what += f" {'to' if self.verb == 'send' else 'from'} rank {self.peer}{tag}"
+        data = f" of {list(self.shape)} {str(self.dtype).removeprefix('torch.')}" if self.shape is not None else ""
+        return f"{what}{data} over {self.axis} {list(self.ranks)} at {self.where}"
+
+
+class _Work:
+    def __init__(self, backend: CheckBackend, event: Event) -> None:
+        self._backend, self._event = backend, event
+
+    def wait(self) -> None:
+        if self._event.awaited is None:
+            self._event.awaited = self._backend._next()
+
+
+class CheckCommunicator(ShapesCommunicator):
+    """As the shapes backend's; each start is an event, and its ranks are Coordinates."""
+
+    def __init__(
+        self,
+        axis: str,
+        groups: Sequence[Sequence[int]],
+        place: Place,
+        backend: CheckBackend,
+        symbolic: bool,
+        on_mesh: bool,
+    ) -> None:
+        self.axis = axis
+        self.backend = backend
+        self._place = place
+        self._symbolic = symbolic
+        self._groups = groups
+        self._axis = tuple(axis.split(",")) if "," in axis else axis if axis else ()
+        self._on_mesh = on_mesh
+        self.plain_ranks = tuple(next(group for group in groups if place.number in group))
+        self.size = len(self.plain_ranks)
+        self._rank: int | None = None
+        self._ranks: tuple[int, ...] | None = None
+        if symbolic and len({len(group) for group in groups} - {1}) > 1:
+            self.size = self._of_each_rank(lambda group, rank: len(group))
+
+    def _of_each_rank(self, value: Callable[[Sequence[int], int], int]) -> int:
+        table = [0] * self._place.mesh.world_size
+        for group in self._groups:
+            for rank in group:
+                table[rank] = value(group, rank)
+        return self._place.along(table)
+
+    @property
+    def rank(self) -> int:  # type: ignore[override]
+        """This rank's index in the group, as a Coordinate."""
+        if self._rank is None:
+            if not self._symbolic:
+                self._rank = self.plain_ranks.index(self._place.number)
+            elif self._on_mesh:
+                self._rank = self._place.mesh.coordinate(self._axis, self._place.rank)
+            else:
+                self._rank = self._of_each_rank(lambda group, rank: list(group).index(rank))
+        return self._rank
+
+    @property
+    def global_rank(self) -> int:  # type: ignore[override]
+        return self._place.rank if self._symbolic else self._place.number
+
+    @property
+    def ranks(self) -> tuple[int, ...]:  # type: ignore[override]
+        """The global ranks of the group: numbers that depend on where this rank is along the other axes."""
+        if self._ranks is None:
+            if not self._symbolic:
+                self._ranks = self.plain_ranks
+            elif isinstance(self.size, Coordinate):
+                by_rank = {rank: tuple(group) for group in self._groups for rank in group}
+                return self._place.read(DENSE_AXES, tuple(by_rank[r] for r in range(self._place.mesh.world_size)))
+            else:
+                self._ranks = self._place.group_among(self._groups, self.rank)
+        return self._ranks
+
+    def ranks_of(self, rank: int) -> tuple[int, ...]:
+        """The ranks of the group that `rank` has where this rank has this one."""
+        return tuple(next(group for group in self._groups if rank in group))
+
+    def _event(
+        self, verb: str, x: torch.Tensor | None, op: str | None = None, peer: int | None = None, **more: Any
+    ) -> _Work:
+        where, inside = errors.call_sites()
+        event = Event(
+            self.backend._next(),
+            verb,
+            self.axis,
+            op,
+            tuple(map(int, x.shape)) if x is not None else None,
+            x.dtype if x is not None else None,
+            self.plain_ranks,
+            self._place.number,
+            where,
+            inside,
+            self.backend.phase,
+            peer=self.plain_ranks[plain(peer)] if peer is not None else None,
+            communicator=self,
+            peer_index=peer,
+            **more,
+        )
+        if not self.backend.silent:
+            self.backend.events.append(event)
+        return _Work(self.backend, event)
+
+    def start_all_reduce(self, buffer: torch.Tensor, op: str) -> WorkLike:
+        work = self._event("all_reduce", buffer, op)
+        super().start_all_reduce(buffer, op)
+        return work
+
+    def start_all_gather(self, gathered: torch.Tensor, x: torch.Tensor) -> WorkLike:
+        super().start_all_gather(gathered, x)
+        return self._event("all_gather", x)
+
+    def start_reduce_scatter(self, out: torch.Tensor, scattered: torch.Tensor, op: str) -> WorkLike:
+        out.copy_(scattered[plain(self.rank)])
+        ShapesCommunicator.start_all_reduce(self, out, op)
+        return self._event("reduce_scatter", scattered, op)
+
+    def start_all_to_all(self, gathered: torch.Tensor, scattered: torch.Tensor) -> WorkLike:
+        super().start_all_to_all(gathered, scattered)
+        return self._event("all_to_all", scattered)
+
+    def start_permute(self, out: torch.Tensor, x: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> WorkLike:
+        super().start_permute(out, x, pairs)
+        return self._event("permute", x, pairs=tuple(pairs))
+
+    def start_broadcast(self, buffer: torch.Tensor, src: int) -> WorkLike:
+        return self._event("broadcast", buffer, peer=src)
+
+    def start_send(self, x: torch.Tensor, dst: int, tag: int) -> WorkLike:
+        return self._event("send", x, peer=dst, tag=tag)
+
+    def start_recv(self, out: torch.Tensor, src: int, tag: int) -> WorkLike:
+        out.zero_()
+        return self._event("recv", out, peer=src, tag=tag)
+
+    def gather_objects(self, obj: Any) -> list[Any]:
+        self._event("gather_objects", None).wait()
+        return [obj] * self.size
+
+    def describe(self, verb: str) -> str:
+        ranks = f"ranks {list(self.plain_ranks)}, seen from rank {self._place.number}"
+        return f"{verb} over {self.axis} ({ranks}) at {errors.call_site()}"
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(axis={self.axis!r}, ranks={list(self.plain_ranks)}, rank={plain(self.rank)})"
+
+
+class CheckBackend(Backend):
+    """One rank's program under observation. One object for each program that is played.
+
+    Args:
+        on_read: called with the axes along which an answer differs each time the program reads its rank.
+        symbolic: False: ranks are plain ints, and nothing is known about reads.
+        silent: keep no events (recorders use it, which run a program before it runs).
+
+    Attributes:
+        events: the collectives so far.
+        phase: put into each event; set it to "forward", "backward", ...
+    """
+
+    name = "check"
+
+    def __init__(
+        self,
+        on_read: Callable[[frozenset[str]], None] | None = None,
+        *,
+        symbolic: bool = True,
+        silent: bool = False,
+    ) -> None:
+        self.on_read = on_read
+        self.symbolic = symbolic
+        self.silent = silent
+        self.phase = ""
+        self.events: list[Event] = []
+        self._place: Place | None = None
+        self._number = 0
+
+    @property
+    def reads(self) -> list[Read]:
+        """All different reads: `.axes`, `.where`, `.answer(coordinates)`."""
+        return self._place.reads if self._place is not None else []
+
+    def same_program(self, rank: int) -> bool:
+        """Whether `rank` would have read the same answers: all its decisions, so far, are those of this program."""
+        assert self._place is not None, "not in use yet"
+        return self._place.same_program(rank)
+
+    def place(self, mesh: Mesh, rank: int) -> int:
+        if isinstance(rank, Coordinate) and rank.place.mesh == mesh:
+            self._place = rank.place
+        else:
+            self._place = Place(mesh, rank, self.on_read or (lambda axes: None))
+        return self._place.rank if self.symbolic else self._place.number
+
+    def communicator(
+        self, label: str, groups: Sequence[Sequence[int]], global_rank: int, own: bool = False
+    ) -> Communicator:
+        place = self._place
+        assert place is not None
+        axis = tuple(label.split(",")) if "," in label else label if label else ()
+        try:
+            on_mesh = [list(group) for group in groups] == place.mesh.groups(axis)
+        except ValueError:  # the name of no axis
+            on_mesh = False
+        return CheckCommunicator(label, groups, place, self, self.symbolic, on_mesh)
+
+    def wrap(self, group: Any, global_rank: int) -> Communicator:
+        """A process group of the user's. Which groups the other ranks have is not known: they are taken to differ."""
+        place = self._place
+        assert place is not None
+        ranks = dist.get_process_group_ranks(group)
+        place.read(DENSE_AXES, tuple(range(place.mesh.world_size)))
+        return CheckCommunicator(group.group_desc or "group", [ranks], place, self, False, False)
+
+    def _next(self) -> int:
+        self._number += 1
+        return self._number

@@ -1,0 +1,211 @@
+"""`NEURONX_DIST_DEBUG=collectives`: a job whose ranks go different ways stops, and says which way each went.
+
+Before a collective every rank posts what it is about to do, and where, to the job's store, and waits for the others of
+the group: if they are not about to do the same, or one does not come in time, it raises an error that has both call
+sites, and the collective does not begin. Sends and receives are compared when they are awaited. Nothing is communicated
+over the groups themselves.
+
+It costs some round trips to the store for each collective, and asynchronous ones wait at their start for the others to
+start. Off, it costs nothing: communicators are not watched.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from .base import WorkLike
+from .c10d import C10dCommunicator
+from .errors import CommError, CommTimeout, RemoteRankError, call_site
+from .failure import FailureMonitor
+
+__all__ = ["Desk", "Watched", "desk"]
+
+VARIABLE, TIMEOUT_VARIABLE = "NEURONX_DIST_DEBUG", "NEURONX_DIST_DEBUG_TIMEOUT"
+_KNOWN = ("collectives",)
+_TIMEOUT = 300.0  # seconds
+_LONGEST_PAUSE = 0.02  # seconds between two looks at the store
+
+
+def desk(monitor: FailureMonitor | None = None) -> Desk | None:
+    """The desk at which this process posts, if the environment asks for it.
+
+    Raises:
+        ValueError: the environment variable has a word in it that means nothing, or the time-out is no number.
+    """
+    words = [word.strip() for word in os.environ.get(VARIABLE, "").split(",") if word.strip()]
+    unknown = [word for word in words if word not in _KNOWN]
+    if unknown:
+        raise ValueError(f"{VARIABLE}={','.join(words)}: there is no {', '.join(unknown)}; use {', '.join(_KNOWN)}")
+    if "collectives" not in words or dist.get_world_size() == 1:
+        return None
+    given = os.environ.get(TIMEOUT_VARIABLE, str(_TIMEOUT))
+    try:
+        timeout = float(given)
+    except ValueError:
+        raise ValueError(f"{TIMEOUT_VARIABLE}={given!r} is not a number of seconds") from None
+    return Desk(dist.distributed_c10d._get_default_store(), dist.get_rank(), timeout, monitor)
+
+
+class Desk:
+    """Where a rank posts, and reads what the others have posted.
+
+    Args:
+        store: the job's.
+        timeout: seconds to wait for another rank.
+    """
+
+    def __init__(self, store: Any, rank: int, timeout: float, monitor: FailureMonitor | None = None) -> None:
+        number = store.add(f"neuronx_dist/debug/connections/{rank}", 1)  # what an earlier mesh left is not read again
+        self.store = dist.PrefixStore(f"neuronx_dist/debug/{number}", store)
+        self.rank = rank
+        self.timeout = timeout
+        self.monitor = monitor
+        self._counts: dict[str, int] = {}
+
+    def count(self, key: str) -> int:
+        """0, 1, 2 ... for each call with the same key."""
+        number = self._counts.get(key, 0)
+        self._counts[key] = number + 1
+        return number
+
+    def post(self, key: str, what: str) -> None:
+        where = call_site()
+        text = json.dumps([what, where])
+        self.store.set(key, text)
+        self.store.set(f"latest/{self.rank}", text)
+
+    def read(self, key: str, rank: int, late: Callable[[str], NoReturn]) -> list[str]:
+        """What `rank` posts under `key`: `[what, where]`. `late(text)` is called if it does not come."""
+        deadline, pause = time.monotonic() + self.timeout, 0.0
+        while not self.store.check([key]):
+            if time.monotonic() >= deadline:
+                late(f"rank {rank} did not come within {self.timeout:g} s; {self._latest(rank)}")
+            failure = self.monitor.first_failure(0.0) if self.monitor is not None and pause == _LONGEST_PAUSE else None
+            if failure is not None and failure.rank != self.rank:
+                raise RemoteRankError(f"rank {failure.rank} failed first: {failure.message}", rank=failure.rank)
+            time.sleep(pause)
+            pause = min(pause + 0.0005, _LONGEST_PAUSE)
+        found: list[str] = json.loads(self.store.get(key))
+        return found
+
+    def _latest(self, rank: int) -> str:
+        if not self.store.check([f"latest/{rank}"]):
+            return "it has begun no collective so far"
+        what, where = json.loads(self.store.get(f"latest/{rank}"))
+        return f"the last that it began: {what} at {where}"
+
+
+class Watched(C10dCommunicator):
+    """A communicator that does what `real` does, once all ranks of the group are about to do the same."""
+
+    def __init__(self, real: C10dCommunicator, at: Desk) -> None:
+        super().__init__(real.group, real.axis, real.ranks, real.global_rank, real._monitor)
+        self.real = real
+        self.desk = at
+        self._name = str(real.group.group_name)  # two axes with the same ranks may share a connection, and its order
+
+    def _agree(self, verb: str, x: torch.Tensor | None, detail: str = "") -> None:
+        """Returns when all ranks of the group are about to do this; then nothing of the step before is needed."""
+        number = self.desk.count(self._name)
+        what = _text(verb, x, detail) + f" over {self.axis}"
+        self.desk.post(self._key(number, self.rank), what)
+        head = f"collective number {number} of {self.axis} (ranks {list(self.ranks)})"
+        mine = f"rank {self.global_rank}: {what} at {call_site()}"
+
+        def late(text: str) -> NoReturn:
+            raise CommTimeout(f"{head}: {text}\n  {mine}")
+
+        for index, rank in enumerate(self.ranks):
+            if index == self.rank:
+                continue
+            other, where = self.desk.read(self._key(number, index), rank, late)
+            if other != what:
+                raise CommError(f"the ranks disagree about {head}:\n  {mine}\n  rank {rank}: {other} at {where}")
+        if number:
+            self.desk.store.delete_key(self._key(number - 1, self.rank))
+
+    def _key(self, number: int, index: int) -> str:
+        return f"{self._name}/{number}/{index}"
+
+    def _message(self, verb: str, x: torch.Tensor, peer: int, tag: int, start: Callable[[], WorkLike]) -> WorkLike:
+        """A send or a receive: posted now, compared with the other side's when it is awaited."""
+        src, dst = (self.rank, peer) if verb == "send" else (peer, self.rank)
+        number = self.desk.count(f"{self._name} {src} {dst} {tag} {verb}")
+        key = f"{self._name}/{src}-{dst}/{tag}/{number}"
+        other_verb = "recv" if verb == "send" else "send"
+        detail = f"tag {tag}" if tag else ""
+        sides = f"{'to' if verb == 'send' else 'from'} rank {self.ranks[peer]} over {self.axis}"
+        what = f"{_text(verb, x, detail)} {sides}"
+        self.desk.post(f"{key}/{verb}", what)
+        mine = f"rank {self.global_rank}: {what} at {call_site()}"
+        content = _text("", x)
+
+        def late(text: str) -> NoReturn:
+            raise CommTimeout(f"there is no {other_verb} for this {verb}: {text}\n  {mine}")
+
+        def compare() -> None:
+            other, where = self.desk.read(f"{key}/{other_verb}", self.ranks[peer], late)
+            self.desk.store.delete_key(f"{key}/{other_verb}")
+            if content not in other:
+                theirs = f"rank {self.ranks[peer]}: {other} at {where}"
+                raise CommError(f"send and recv do not fit each other:\n  {mine}\n  {theirs}")
+
+        return _Compared(start(), compare)
+
+    def start_all_reduce(self, buffer: torch.Tensor, op: str) -> WorkLike:
+        self._agree("all_reduce", buffer, op)
+        return self.real.start_all_reduce(buffer, op)
+
+    def start_all_gather(self, gathered: torch.Tensor, x: torch.Tensor) -> WorkLike:
+        self._agree("all_gather", x)
+        return self.real.start_all_gather(gathered, x)
+
+    def start_reduce_scatter(self, out: torch.Tensor, scattered: torch.Tensor, op: str) -> WorkLike:
+        self._agree("reduce_scatter", scattered, op)
+        return self.real.start_reduce_scatter(out, scattered, op)
+
+    def start_all_to_all(self, gathered: torch.Tensor, scattered: torch.Tensor) -> WorkLike:
+        self._agree("all_to_all", scattered)
+        return self.real.start_all_to_all(gathered, scattered)
+
+    def start_permute(self, out: torch.Tensor, x: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> WorkLike:
+        self._agree("permute", x, str(list(pairs)))
+        return self.real.start_permute(out, x, pairs)
+
+    def start_broadcast(self, buffer: torch.Tensor, src: int) -> WorkLike:
+        self._agree("broadcast", buffer, f"src={src}")
+        return self.real.start_broadcast(buffer, src)
+
+    def start_send(self, x: torch.Tensor, dst: int, tag: int) -> WorkLike:
+        return self._message("send", x, dst, tag, lambda: self.real.start_send(x, dst, tag))
+
+    def start_recv(self, out: torch.Tensor, src: int, tag: int) -> WorkLike:
+        return self._message("recv", out, src, tag, lambda: self.real.start_recv(out, src, tag))
+
+    def gather_objects(self, obj: Any) -> list[Any]:
+        self._agree("gather_objects", None)
+        return self.real.gather_objects(obj)
+
+
+class _Compared:
+    """Work that is awaited once both sides are known to fit."""
+
+    def __init__(self, work: WorkLike, compare: Callable[[], None]) -> None:
+        self._work = work
+        self._compare = compare
+
+    def wait(self) -> None:
+        self._compare()
+        self._work.wait()
+
+
+def _text(verb: str, x: torch.Tensor | None, detail: str = "") -> str:
+    text = f"{verb}({detail})" if detail else verb
+    return text if x is None else f"{text} of {list(x.shape)} {str(x.dtype).removeprefix('torch.')}"
