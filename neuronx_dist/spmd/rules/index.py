@@ -1,0 +1,152 @@
+"""The spec of `x[index]`: what numbers, slices, None, `...`, masks and index tensors do to the dims of x."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .pieces import cut
+from .views import Labels, plain
+
+__all__ = ["Indexed", "index_operands", "indexed"]
+
+Dim = tuple[int, ...]
+
+ONE = "an index picks one of its positions"
+RANGE = "a slice takes a range of its positions"
+STEPS = "a slice takes every n-th of its positions"
+TABLE = "another tensor indexes it"
+MASK = "a mask picks another number of its positions on every rank"
+
+
+class Indexed(NamedTuple):
+    """How `x[index]` treats its operands.
+
+    Attributes:
+        x: the dims of x.
+        tensors: the dims of each tensor in the index, in order.
+        out: the dims of the result.
+        masked: the index is one boolean mask of x's own leading dims, and nothing else.
+    """
+
+    x: list[Dim]
+    tensors: list[list[Dim]]
+    out: list[Dim]
+    masked: bool
+
+
+def _items(index: Any) -> list[Any]:
+    """The index of each dim, as torch reads it: a list is an index tensor, a tuple is one index per dim."""
+    if isinstance(index, tuple):
+        return list(index)
+    if isinstance(index, list) and any(isinstance(item, (slice, Tensor, type(None), type(...))) for item in index):
+        return list(index)  # what torch still takes for a tuple
+    return [index]
+
+
+def index_operands(index: Any) -> list[Tensor]:
+    """The tensors in an index, in the order of `operands`."""
+    return [item for item in _items(index) if isinstance(item, Tensor)]
+
+
+def _consumed(item: Any) -> int:
+    """How many dims of x an item stands for."""
+    if item is None or item is Ellipsis or isinstance(item, bool):
+        return 0
+    if isinstance(item, Tensor) and item.dtype in (torch.bool, torch.uint8):
+        return item.dim()
+    return 1
+
+
+def indexed(found: Labels, shape: Sequence[int], index: Any) -> Indexed:
+    """The dims of `x[index]` for an x of `shape`. Tensors of bools have labels in common with the dims they mask."""
+    items: list[Any] = [
+        torch.as_tensor(item) if not isinstance(item, (Tensor, int, slice, type(None), type(...))) else item
+        for item in _items(index)
+    ]
+    given = [isinstance(item, Tensor) for item in _items(index)]
+    if not any(item is Ellipsis for item in items):
+        items.append(...)
+        given.append(False)
+    missing = len(shape) - sum(_consumed(item) for item in items)
+    x: list[Dim] = []
+    tensors: list[list[Dim]] = []
+    out: list[Dim] = []
+    tables: list[tuple[int, list[Dim], tuple[int, ...]]] = []  # of index tensors: where in `out`, dims, shape
+    for item, own in zip(items, given):
+        at = len(x)
+        if item is Ellipsis:
+            for size in shape[at : at + missing]:
+                x.append((found.new(size),))
+                out.append(x[-1])
+        elif item is None:
+            out.append(())
+        elif isinstance(item, bool):
+            tables.append((len(out), [(found.new(int(item)),)], (int(item),)))
+        elif isinstance(item, int):
+            x.append((found.new(shape[at], ONE, selected=True),))
+        elif isinstance(item, slice):
+            dim, part = _sliced(found, shape[at], item)
+            x.append(dim)
+            out.append(part)
+        elif item.dtype in (torch.bool, torch.uint8):
+            dims: list[Dim] = [(found.new(size, MASK, selected=True),) for size in item.shape]
+            x.extend(dims)
+            tables.append((len(out), [(found.new(0),)], (0,)))
+            if own:
+                tensors.append(list(dims))
+        else:
+            x.append((found.new(shape[at], TABLE, looked_up=True),))
+            dims = [(found.new(size),) for size in item.shape]
+            if dims:  # without dims it is read as a number
+                tables.append((len(out), dims, tuple(item.shape)))
+            if own:
+                tensors.append(dims)
+    masked = len(items) == 2 and len(tensors) == 1 and items[-1] is Ellipsis and items[0].dtype is torch.bool
+    _place(found, tables, tensors, out)
+    return Indexed(x, tensors, out, masked)
+
+
+def _sliced(found: Labels, length: int, item: slice) -> tuple[Dim, Dim]:
+    start, stop, step = (None if value is None else plain(value) for value in (item.start, item.stop, item.step))
+    if step not in (None, 1):
+        count = len(range(*slice(start, stop, step).indices(length)))
+        return (found.new(length, STEPS, selected=True),), (found.new(count),)
+    first, last, _ = slice(start, stop).indices(length)
+    if start is not None and start < 0:  # counted from the end, which is another one in the whole tensor
+        return (found.new(length, RANGE, selected=True),), (found.new(max(0, last - first)),)
+    dim, (part,) = cut(found, length, [(first, max(0, last - first))], RANGE, start in (None, 0) and stop is None)
+    return dim, part
+
+
+def _place(
+    found: Labels,
+    tables: list[tuple[int, list[Dim], tuple[int, ...]]],
+    tensors: list[list[Dim]],
+    out: list[Dim],
+) -> None:
+    """Puts the dims of the index tensors, broadcast against each other, into `out`: in place of the indexed dims if
+    these are side by side, else at the front.
+    """
+    if not tables:
+        return
+    places = [place for place, _, _ in tables]
+    width = max(len(dims) for _, dims, _ in tables)
+    merged: list[Dim] = [()] * width
+    for _, dims, shape in tables:
+        for at, (dim, size) in enumerate(zip(dims, shape), width - len(dims)):
+            if size == 1 and any(len(s) >= width - at and s[at - width] != 1 for _, _, s in tables):
+                for others in tensors:  # it broadcasts
+                    others[:] = [() if other == dim else other for other in others]
+            elif not merged[at]:
+                merged[at] = dim
+            else:
+                for others in tensors:  # the same positions as those of an earlier index
+                    others[:] = [merged[at] if other == dim else other for other in others]
+                if dim[0] in found.sizes and dim[0] != merged[at][0]:
+                    found.sizes[dim[0]] = found.sizes[merged[at][0]]
+    together = len(set(places)) == 1
+    out[places[0] if together else 0 : places[0] if together else 0] = merged

@@ -1,0 +1,166 @@
+"""Rules of the loss functions: reduction "none" keeps the dims, "sum" and "mean" end them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from .spec import Spec, elementwise, labels, operands, rule
+from .views import Labels
+
+__all__: list[str] = []
+
+CLASSES = "cross entropy normalises over it: use parallel_cross_entropy"
+
+
+def _reduction(kwargs: dict[str, Any]) -> str:
+    """One of "none", "sum", "mean" or "batchmean", also where `size_average` or `reduce` say it."""
+    if kwargs.get("size_average") is None and kwargs.get("reduce") is None:
+        said = kwargs.get("reduction", "mean")
+        return said if isinstance(said, str) else ("none", "mean", "sum")[said]
+    if kwargs.get("reduce") is False:
+        return "none"
+    return "sum" if kwargs.get("size_average") is False else "mean"
+
+
+def _ended(spec: Spec, reduction: str) -> Spec:
+    """A spec of one loss per element, with its dims reduced."""
+    if reduction == "none":
+        return spec
+    over = {label for dim in spec.outs[0] for label in dim}
+    reduced = dict.fromkeys(over, "sum" if reduction == "batchmean" else reduction)
+    if reduction == "batchmean" and spec.outs[0] and spec.outs[0][0]:
+        reduced[spec.outs[0][0][0]] = "mean"
+    return spec._replace(outs=((),), reduced=reduced)
+
+
+def _named(args: tuple[Any, ...], kwargs: dict[str, Any], names: str) -> dict[str, Any]:
+    return {**dict(zip(names.split(), args)), **kwargs}
+
+
+def _elementwise(names: str) -> Callable[..., Spec]:
+    """A loss of each element; `names` are those of the arguments."""
+
+    def spec(*args: Any, **kwargs: Any) -> Spec:
+        shapes = [x.shape for x in operands(args, kwargs)]
+        return _ended(elementwise(*shapes), _reduction(_named(args, kwargs, names)))
+
+    return spec
+
+
+_OLD = "input target size_average reduce reduction"
+rule(F.mse_loss, F.l1_loss, F.soft_margin_loss)(_elementwise(_OLD))
+rule(F.smooth_l1_loss)(_elementwise(_OLD + " beta"))
+rule(F.gaussian_nll_loss)(_elementwise("input target var full eps reduction"))
+rule(F.huber_loss)(_elementwise("input target reduction delta weight"))
+rule(F.kl_div)(_elementwise(_OLD + " log_target"))
+rule(F.poisson_nll_loss)(_elementwise("input target log_input full size_average eps reduce reduction"))
+rule(F.hinge_embedding_loss)(_elementwise("input target margin size_average reduce reduction"))
+rule(F.margin_ranking_loss)(_elementwise("input1 input2 target margin size_average reduce reduction"))
+rule(torch.kl_div, torch.hinge_embedding_loss, torch.margin_ranking_loss, torch.poisson_nll_loss)(
+    lambda *args, **kwargs: _ended(
+        elementwise(*(x.shape for x in operands(args, kwargs))),
+        _reduction({"reduction": next((a for a in args[::-1] if type(a) is int), 1), **kwargs}),
+    )
+)
+
+
+@rule(F.binary_cross_entropy, F.binary_cross_entropy_with_logits)
+def binary_cross_entropy(*args: Any, **kwargs: Any) -> Spec:
+    named = _named(args, kwargs, "input target weight size_average reduce reduction pos_weight")
+    return _ended(elementwise(*(x.shape for x in operands(args, kwargs))), _reduction(named))
+
+
+rule(torch.binary_cross_entropy_with_logits)(
+    lambda *args, **kwargs: _ended(
+        elementwise(*(x.shape for x in operands(args, kwargs))),
+        _reduction(_named(args, kwargs, "input target weight pos_weight reduction")),
+    )
+)
+
+_CLASSES = "input target weight size_average ignore_index reduce reduction label_smoothing"
+
+
+def _by_class(args: tuple[Any, ...], kwargs: dict[str, Any], why: str, looked_up: bool) -> Spec:
+    """Of `[N, C, ...]` (or `[C]`) scores, and targets `[N, ...]`, or a score for each class."""
+    named = _named(args, kwargs, _CLASSES)
+    input, target = named["input"], named["target"]
+    found = Labels()
+    scores = found.dims(input.shape)
+    at = 0 if input.dim() == 1 else 1
+    classes = scores[at]
+    found.fixed[classes[0]] = why
+    rest = scores[:at] + scores[at + 1 :]
+    if looked_up:
+        found.looked_up.add(classes[0])
+    ins = [scores, scores if target.dim() == input.dim() else rest]
+    for value in operands(args, kwargs)[2:]:
+        ins.append([classes] * value.dim())
+    return _ended(found.spec(ins, [rest]), _reduction(named))
+
+
+@rule(F.cross_entropy)
+def cross_entropy(*args: Any, **kwargs: Any) -> Spec:
+    return _by_class(args, kwargs, CLASSES, False)
+
+
+@rule(F.nll_loss, linear=((0,),))
+def nll_loss(*args: Any, **kwargs: Any) -> Spec:
+    return _by_class(args, kwargs, "the targets index all classes: use parallel_cross_entropy", True)
+
+
+def _over_last(names: str, count: int, why: str) -> Callable[..., Spec]:
+    """A loss of each row of `count` operands; more operands have one value per row, or are reduced with the rest."""
+
+    def spec(*args: Any, **kwargs: Any) -> Spec:
+        given = operands(args, kwargs)
+        whole = elementwise(*(x.shape for x in given[:count]))
+        ndim = len(whole.outs[0])
+        rows = labels(ndim - 1)
+        ins = whole.ins + tuple(rows[len(rows) - x.dim() :] if x.dim() else () for x in given[count:])
+        spec = whole._replace(ins=ins, outs=(rows,), fixed={ndim - 1: why})
+        return _ended(spec, _reduction(_named(args, kwargs, names)))
+
+    return spec
+
+
+_MARGINS = "anchor positive negative margin p eps swap size_average reduce reduction"
+rule(F.triplet_margin_loss)(_over_last(_MARGINS, 3, "distances are measured over it"))
+rule(F.cosine_embedding_loss)(
+    _over_last("input1 input2 target margin size_average reduce reduction", 2, "the cosine is taken over it")
+)
+rule(F.multilabel_margin_loss)(_over_last(_OLD, 2, "the classes are compared with each other"))
+
+
+@rule(F.multi_margin_loss)
+def multi_margin_loss(*args: Any, **kwargs: Any) -> Spec:
+    named = _named(args, kwargs, "input target p margin weight size_average reduce reduction")
+    return _by_class(
+        (named["input"], named["target"]),
+        {name: value for name, value in named.items() if name not in ("input", "target")},
+        "the classes are compared with each other",
+        True,
+    )
+
+
+def _ctc(*args: Any, **kwargs: Any) -> Spec:
+    """Only the samples are independent: `log_probs` is [T, N, C], `targets` [N, S]."""
+    named = _named(args, kwargs, "log_probs targets input_lengths target_lengths blank reduction zero_infinity")
+    found = Labels()
+    why = "ctc_loss sums over all paths through it"
+    batch = named["log_probs"].dim() == 3
+    samples = (found.new(named["log_probs"].shape[1]),) if batch else ()
+    ins: list[Any] = []
+    for number, x in enumerate(operands(args, kwargs)):
+        at = 1 if number == 0 else 0
+        own = (
+            batch and x.dim() > at and x.shape[at] == named["log_probs"].shape[1] and not (number == 1 and x.dim() < 2)
+        )
+        ins.append([samples if own and dim == at else (found.new(n, why),) for dim, n in enumerate(x.shape)])
+    return _ended(found.spec(ins, [[samples] if batch else []]), _reduction(named))
+
+
+rule(F.ctc_loss)(_ctc)

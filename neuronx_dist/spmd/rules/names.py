@@ -1,0 +1,94 @@
+"""The function objects behind a name: a `TorchFunctionMode` receives `torch.add`, `Tensor.add`, `Tensor.add_` as such.
+
+Operators arrive as methods (`x + y` as `Tensor.add`, `2 - x` as `Tensor.__rsub__`), `F.softmax` as the python function
+that it is, `F.gelu` as the built-in function of `torch._C._nn`, properties as their getter `Tensor.real.__get__`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .spec import RULES, Rule
+
+__all__ = ["getter", "in_place", "out_of_place", "register"]
+
+_PLACES = (torch, Tensor, torch.special, torch.linalg, F, torch._C._nn)
+
+# The methods of python's operators; `__r...__` where the order of the operands does not matter.
+_OPERATORS = {
+    "add": ("__add__", "__radd__"),
+    "sub": ("__sub__",),
+    "mul": ("__mul__", "__rmul__"),
+    "divide": ("__div__",),
+    "div": ("__truediv__",),
+    "remainder": ("__mod__",),
+    "floor_divide": ("__floordiv__",),
+    "pow": ("__pow__",),
+    "matmul": ("__matmul__",),
+    "neg": ("__neg__",),
+    "positive": ("__pos__",),
+    "abs": ("__abs__",),
+    "eq": ("__eq__",),
+    "ne": ("__ne__",),
+    "lt": ("__lt__",),
+    "le": ("__le__",),
+    "gt": ("__gt__",),
+    "ge": ("__ge__",),
+    "bitwise_left_shift": ("__lshift__",),
+    "bitwise_right_shift": ("__rshift__",),
+    "bitwise_and": ("__and__", "__rand__"),
+    "bitwise_or": ("__or__", "__ror__"),
+    "bitwise_xor": ("__xor__", "__rxor__"),
+    "bitwise_not": ("__invert__",),
+}
+_OPERATORS_IN_PLACE = {
+    "add": ("__iadd__",),
+    "sub": ("__isub__",),
+    "mul": ("__imul__",),
+    "div": ("__idiv__", "__itruediv__"),
+    "remainder": ("__imod__",),
+    "floor_divide": ("__ifloordiv__",),
+    "pow": ("__ipow__",),
+    "bitwise_left_shift": ("__ilshift__",),
+    "bitwise_right_shift": ("__irshift__",),
+    "bitwise_and": ("__iand__",),
+    "bitwise_or": ("__ior__",),
+    "bitwise_xor": ("__ixor__",),
+}
+
+
+def _found(name: str, operators: tuple[str, ...]) -> list[Callable[..., Any]]:
+    found = [getattr(place, name, None) for place in _PLACES]
+    found += [getattr(Tensor, operator, None) for operator in operators]
+    return [function for function in found if callable(function)]
+
+
+def out_of_place(name: str) -> list[Callable[..., Any]]:
+    """Every function called `name` in torch, its special and functional namespaces and on tensors; operators too."""
+    return _found(name, _OPERATORS.get(name, ()))
+
+
+def in_place(name: str) -> list[Callable[..., Any]]:
+    """The same for the forms that write their first operand: `add_`, `__iadd__`."""
+    return _found(f"{name}_", _OPERATORS_IN_PLACE.get(name, ()))
+
+
+def getter(name: str) -> Callable[..., Any]:
+    """What a mode receives when property `name` of a tensor is read."""
+    return getattr(Tensor, name).__get__
+
+
+def register(names: str, spec: Callable[..., Any], **fields: Any) -> None:
+    """Registers one rule for each of `names` (separated by spaces), in all their forms."""
+    for name in names.split():
+        functions = out_of_place(name)
+        written = in_place(name)
+        for function in functions:
+            RULES[function] = Rule(**{"name": name, "spec": spec, **fields})
+        for function in written:
+            RULES[function] = Rule(**{"name": f"{name}_", "spec": spec, **fields, "inplace": 0, "aliases": False})
