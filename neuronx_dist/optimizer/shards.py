@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from .. import spmd
 from ..comm import Communicator
 from ..parallel_layers.gradient import gradient_of
 
@@ -51,6 +52,7 @@ class Shard:
             self.master = param
         else:
             self.master = nn.Parameter(torch.empty(self.shape, dtype=dtype, device=param.device))
+            spmd.mark_shard(self.master, param, group)
             self.pull()
 
     @torch.no_grad()
@@ -69,7 +71,7 @@ class Shard:
 
     def split(self, full: torch.Tensor) -> torch.Tensor:
         """`[rows, ...] -> [degree, columns]`, zero-padded; a view where nothing is added."""
-        flat = full.detach().reshape(-1)
+        flat = spmd.local(full.detach()).reshape(-1)
         missing = self.degree * self.columns - flat.numel()
         return (F.pad(flat, (0, missing)) if missing else flat).view(self.degree, self.columns)
 

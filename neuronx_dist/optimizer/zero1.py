@@ -169,12 +169,16 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
         """Gives each master the mean of its gradients over the group, in its dtype; None if no rank has one."""
 
         def start(bucket: list[Shard]) -> Any:
-            first, widths = bucket[0], [*(shard.columns for shard in bucket), len(bucket)]
-            buffer = torch.empty(first.degree, sum(widths), dtype=first.grad_dtype, device=first.param.device)
-            *parts, flags = buffer.split(widths, dim=1)
-            for shard, part in zip(bucket, parts):
-                part.zero_() if shard.grad is None else part.copy_(shard.split(shard.grad))
-            flags.copy_(presence([shard.grad is not None for shard in bucket], buffer))
+            first = bucket[0]
+            parts = [
+                first.param.new_zeros(shard.degree, shard.columns, dtype=shard.grad_dtype)
+                if shard.grad is None
+                else shard.split(shard.grad).to(shard.grad_dtype)
+                for shard in bucket
+            ]
+            flags = presence([shard.grad is not None for shard in bucket], parts[0], first.group)
+            buffer = torch.cat([*parts, flags.expand(first.degree, -1)], dim=1)
+            del parts
             buffer.mul_(first.scale)  # before the sum: fp16 must not overflow in it
             return comm.reduce_scatter(buffer, first.group, dim=0, async_op=True)
 

@@ -13,6 +13,10 @@ from typing import TypeVar
 
 import torch
 
+from .. import spmd
+from ..comm import Communicator
+from ..spmd import P
+
 __all__ = ["cap_in_bytes", "cut", "overlap", "presence"]
 
 T = TypeVar("T")
@@ -60,10 +64,11 @@ def overlap(items: Iterable[T], start: Callable[[T], W], finish: Callable[[T, W]
         finish(*started.popleft())
 
 
-def presence(held: Sequence[bool], like: torch.Tensor) -> torch.Tensor:
-    """`[len(held)]` of 1 where this rank has a gradient, else 0: it travels at the end of a bucket.
+def presence(held: Sequence[bool], like: torch.Tensor, group: Communicator) -> torch.Tensor:
+    """`[len(held)]` of 1 where this rank has a gradient, else 0: it travels at the end of a bucket, and is summed.
 
     A parameter may have a gradient on some ranks only (an expert that got no tokens). Missing ones count as zero, but
     one that no rank has must stay None, as in one process: weight decay and momentum move a parameter by zeros.
     """
-    return like.new_ones(len(held)) if all(held) else like.new_tensor([float(flag) for flag in held])
+    flags = like.new_ones(len(held)) if all(held) else like.new_tensor([float(flag) for flag in held])
+    return spmd.trust(flags, group, P)

@@ -17,7 +17,8 @@ from torch import nn
 
 from .. import comm, spmd
 from ..comm.context import AxisLike
-from ..spmd import I, P, S, ShardedModule, ShardSpec, set_spec
+from ..comm.coordinates import plain
+from ..spmd import I, P, S, ShardedModule, ShardSpec, V, set_spec
 
 __all__ = ["ParallelEmbedding"]
 
@@ -102,7 +103,8 @@ class ParallelEmbedding(ShardedModule):
                 f"{size}; the next size that is: "
                 f"{full[shard_dim] + -full[shard_dim] % size}"
             )
-        spec = ShardSpec("tp", shard_dim, 1, size, full)
+        layout_axis = self.axis if isinstance(self.axis, str) else "tp"
+        spec = ShardSpec(layout_axis, shard_dim, 1, size, full)
         place = torch.device(device) if device is not None else torch.get_default_device()
         self.weight = nn.Parameter(torch.empty(spec.local_shape, dtype=dtype, device=place))
         set_spec(self, "weight", spec)
@@ -156,20 +158,26 @@ class ParallelEmbedding(ShardedModule):
         """Rows of the ids that this rank holds, zeros for the others."""
         count = self.weight.shape[0]
         if type(ids) is torch.Tensor and ids.device.type == "cpu":  # where it costs no synchronisation
-            wrong = (ids < 0) | (ids >= self.num_embeddings)
-            if wrong.any():
-                raise IndexError(
-                    f"ParallelEmbedding: id {ids[wrong][0].item()} is outside the vocabulary of {self.num_embeddings}"
-                )
-        local = ids - self.first_id
+            self._check_ids(ids)
+        local = spmd.trust(ids - self.first_id, self.axis, V)
         elsewhere = (local < 0) | (local >= count)
         if self.max_norm is not None:
+            has_values = type(local) is torch.Tensor and not local.is_meta
+            held = local[~elsewhere] if has_values else local.masked_fill(elsewhere, 0)
             with torch.no_grad():
-                torch.embedding_renorm_(self.weight, local[~elsewhere], self.max_norm, self.norm_type)
-        padding = self.padding_idx - self.first_id if self.padding_idx is not None else -1
+                torch.embedding_renorm_(self.weight, held, self.max_norm, self.norm_type)
+        padding = self.padding_idx - plain(self.first_id) if self.padding_idx is not None else -1
         local = local.masked_fill(elsewhere, 0)
         out = F.embedding(local, self.weight, padding if 0 <= padding < count else None, sparse=self.sparse)
-        return out.masked_fill_(elsewhere.unsqueeze(-1), 0.0)
+        return spmd.trust(out.masked_fill_(elsewhere.unsqueeze(-1), 0.0), self.axis, P)
+
+    @spmd.no_typecheck()  # each rank looks at its own
+    def _check_ids(self, ids: torch.Tensor) -> None:
+        wrong = (ids < 0) | (ids >= self.num_embeddings)
+        if wrong.any():
+            raise IndexError(
+                f"ParallelEmbedding: id {ids[wrong][0].item()} is outside the vocabulary of {self.num_embeddings}"
+            )
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}, local_weight={list(self.weight.shape)}"

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from .. import comm
+from .. import comm, spmd
+from ..spmd import P, V
 from ..spmd.spec import spec_of
 from .gradient import DATA_AXES, Parameters, gradient_of, is_expert, keeping_stages, parameters_of
 
@@ -127,7 +128,9 @@ def norm_of(
         raise ValueError(f"norm_type must be positive (2, 1, 0.5, inf, ...), got {norm_type}")
     is_inf = math.isinf(norm_type)
     over_ep = "world" not in groups and comm.size("ep") > 1
-    counted = [grad for param, grad in zip(params, grads) if grad is not None and _counts_here(param, over_ep)]
+    counted = [
+        spmd.local(grad) for param, grad in zip(params, grads) if grad is not None and _counts_here(param, over_ep)
+    ]
     device = params[0].device if params else torch.device("cpu")
     # One dtype on all ranks, whatever the dtypes of their parameters: a stage may have none.
     wide = torch.float64 if device.type in ("cpu", "cuda", "meta") else torch.float32
@@ -141,7 +144,7 @@ def norm_of(
         stacked = torch.stack(norms)
         total = stacked.amax() if is_inf else stacked.pow(norm_type).sum()
     for group in groups:
-        total = comm.all_reduce(total, group, op="max" if is_inf else "sum")
+        total = comm.all_reduce(spmd.trust(total, group, V if is_inf else P), group, op="max" if is_inf else "sum")
     dtype = torch.float32
     for param in params:
         dtype = torch.promote_types(dtype, param.dtype)

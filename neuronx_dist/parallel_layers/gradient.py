@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from .. import comm
+from .. import comm, spmd
 from ..spmd.spec import restamp
 
 __all__ = [
@@ -49,7 +49,7 @@ def parameters_of(source: torch.optim.Optimizer | nn.Module | Parameters) -> lis
 def gradient_of(param: torch.Tensor) -> torch.Tensor | None:
     """A parameter's gradient: its accumulator `main_grad` if it has one (see NeuronZero1Optimizer), else `grad`."""
     main_grad: torch.Tensor | None = getattr(param, "main_grad", None)
-    return param.grad if main_grad is None else main_grad
+    return param.grad if main_grad is None else spmd.gradient(main_grad, param)
 
 
 def set_gradient(param: torch.Tensor, grad: torch.Tensor) -> None:

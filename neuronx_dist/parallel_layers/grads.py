@@ -208,7 +208,7 @@ def _all_reduce(
         return somewhere
 
     def start(bucket: list[int]) -> Any:
-        flags = presence([held[i] for i in bucket], grads[bucket[0]])
+        flags = presence([held[i] for i in bucket], grads[bucket[0]], group)
         flat = torch.cat([*(grads[i].reshape(-1) for i in bucket), flags])
         if scale != 1.0:
             flat.mul_(scale)  # before the sum: fp16 must not overflow in it

@@ -28,6 +28,7 @@ from .. import comm, spmd
 from ..comm import Communicator
 from ..comm.context import AxisLike
 from ..spmd import I, P, R, S, ShardedModule, ShardSpec, set_spec
+from ..spmd.random import checkpoint
 from .utils import cast_if_autocast_enabled
 
 __all__ = ["ColumnParallelLinear", "RowParallelLinear", "fuse_columns", "linear_with_async_allreduce"]
@@ -59,6 +60,29 @@ class _ColumnLinear(torch.autograd.Function):
         full = x if sequence_dim is None else comm.all_gather(x, communicator, dim=sequence_dim)
         outputs = tuple(F.linear(full, weight, bias) for weight, bias in zip(weights, biases))  # type: ignore[arg-type]
         return outputs[0] if count == 1 else outputs
+
+    @staticmethod
+    def composition(
+        x: torch.Tensor,
+        communicator: Communicator,
+        sequence_dim: int | None,
+        reduce_dtype: torch.dtype | None,
+        count: int,
+        *weights_and_biases: torch.Tensor,
+    ) -> Any:
+        """What the type checker compares this function with."""
+
+        def linears(x: torch.Tensor, *params: torch.Tensor) -> Any:
+            if sequence_dim is None:
+                full = spmd.convert(x, communicator, src=I, dst=R, reduce_dtype=reduce_dtype)
+            else:
+                full = spmd.all_gather(x, communicator, src=S(sequence_dim), dst=R, reduce_dtype=reduce_dtype)
+            biases = params[count:] or [None] * count
+            return tuple(F.linear(full, weight, bias) for weight, bias in zip(params, biases))
+
+        if sequence_dim is None:
+            return linears(x, *weights_and_biases)
+        return checkpoint(linears, x, *weights_and_biases)  # what was gathered is not kept
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
@@ -115,6 +139,23 @@ class _RowLinear(torch.autograd.Function):
         else:
             out = comm.reduce_scatter(out, communicator, dim=sequence_dim, reduce_dtype=reduce_dtype)
         return out if bias is None else out.add_(bias)
+
+    @staticmethod
+    def composition(
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        communicator: Communicator,
+        sequence_dim: int | None,
+        reduce_dtype: torch.dtype | None,
+    ) -> torch.Tensor:
+        """What the type checker compares this function with."""
+        out = F.linear(x, weight)
+        if sequence_dim is None:
+            out = spmd.all_reduce(out, communicator, src=P, dst=I, reduce_dtype=reduce_dtype)
+        else:
+            out = spmd.reduce_scatter(out, communicator, src=P, dst=S(sequence_dim), reduce_dtype=reduce_dtype)
+        return out if bias is None else out + bias
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
@@ -205,13 +246,14 @@ class _ParallelLinear(ShardedModule):
                 + (f" times {stride} fused blocks" if stride > 1 else "")
                 + "; pad it (see pad_model) or choose another degree"
             )
-        spec = ShardSpec("tp", shard_dim, stride, size, full)
+        layout_axis = self.axis if isinstance(self.axis, str) else "tp"
+        spec = ShardSpec(layout_axis, shard_dim, stride, size, full)
         place = torch.device(device) if device is not None else torch.get_default_device()
         self.weight = nn.Parameter(torch.empty(spec.local_shape, dtype=dtype, device=place))
         set_spec(self, "weight", spec)
         if bias:
             bias_spec = (
-                ShardSpec("tp", 0, stride, size, (output_size,))
+                ShardSpec(layout_axis, 0, stride, size, (output_size,))
                 if bias_is_sharded
                 else ShardSpec(full_shape=(output_size,))
             )
@@ -353,10 +395,10 @@ class ColumnParallelLinear(_ParallelLinear):
         return _ColumnLinear.apply(x, communicator, dim, self.reduce_dtype, 1, self.weight, bias)
 
     def _gathered(self, out: torch.Tensor) -> torch.Tensor:
-        out = spmd.all_gather(out, self.axis, src=S(-1), dst=I)
-        if self.stride > 1:  # [rank, block, features] -> [block, rank, features]
-            size = comm.communicator(self.axis).size
-            out = out.unflatten(-1, (size, self.stride, -1)).transpose(-3, -2).flatten(-3)
+        if self.stride > 1:  # each block is gathered by itself
+            out = spmd.all_gather(out.unflatten(-1, (self.stride, -1)), self.axis, src=S(-1), dst=I).flatten(-2)
+        else:
+            out = spmd.all_gather(out, self.axis, src=S(-1), dst=I)
         bias = self._bias()
         return out if bias is None else out + bias
 
@@ -489,9 +531,10 @@ class RowParallelLinear(_ParallelLinear):
             out = F.linear(x, self.weight, bias)
         else:
             if not self.input_is_parallel:
-                if self.stride > 1:  # [block, rank, features] -> [rank, block, features], as the weight is sharded
-                    x = x.unflatten(-1, (self.stride, communicator.size, -1)).transpose(-3, -2).flatten(-3)
+                if self.stride > 1:  # of each block its piece, as the weight is sharded
+                    x = x.unflatten(-1, (self.stride, -1))
                 x = spmd.convert(x, communicator, src=I, dst=S(-1))
+                x = x.flatten(-2) if self.stride > 1 else x
             if self.reduce_output:
                 dim = self.sequence_dimension if self.sequence_parallel_enabled else None
                 out = _RowLinear.apply(x, self.weight, bias, communicator, dim, self.reduce_dtype)

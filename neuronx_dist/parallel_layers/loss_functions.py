@@ -11,9 +11,11 @@ from typing import Any
 import torch
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
-from .. import comm
+from .. import comm, spmd
 from ..comm import Communicator
 from ..comm.context import AxisLike
+from ..spmd import P, V
+from ..spmd.checker import see_through
 
 __all__ = ["parallel_cross_entropy"]
 
@@ -38,11 +40,11 @@ class _ParallelCrossEntropy(torch.autograd.Function):
             else logits.to(dtype).sub_(highest.unsqueeze(-1))
         )
 
-        local = target - communicator.rank * local_vocab
+        local = spmd.trust(target - communicator.rank * local_vocab, communicator, V)
         elsewhere = (local < 0) | (local >= local_vocab)
         local = local.masked_fill(elsewhere, 0).unsqueeze(-1)
         predicted = shifted.gather(-1, local).squeeze(-1).masked_fill_(elsewhere, 0.0)
-        sums: list[torch.Tensor] = [predicted]
+        sums: list[torch.Tensor] = [spmd.trust(predicted, communicator, P)]
         s = smoothing * vocab / (vocab - 1) if smoothing else 0.0
         if s:
             sums.append(shifted.sum(-1))
@@ -111,6 +113,23 @@ def parallel_cross_entropy(
                 else {}
             ),
         )
+    return _cross_entropy(
+        parallel_logits,
+        labels,
+        label_smoothing,
+        ignore_index=ignore_index,
+        tensor_model_parallel_group=tensor_model_parallel_group,
+    )
+
+
+def _cross_entropy(
+    parallel_logits: torch.Tensor,
+    labels: torch.Tensor,
+    label_smoothing: float = 0.0,
+    *,
+    ignore_index: int = -100,
+    tensor_model_parallel_group: AxisLike | None = None,
+) -> torch.Tensor:
     if labels.shape != parallel_logits.shape[:-1]:
         raise ValueError(
             f"parallel_cross_entropy: labels of shape {tuple(labels.shape)} do not match logits of shape "
@@ -121,12 +140,18 @@ def parallel_cross_entropy(
         raise ValueError(f"parallel_cross_entropy: label_smoothing must be in [0, 1], got {label_smoothing}")
     communicator = comm.communicator(tensor_model_parallel_group or "tp")
     if type(labels) is torch.Tensor and labels.device.type == "cpu":
-        vocab = parallel_logits.shape[-1] * communicator.size
-        wrong = ((labels < 0) | (labels >= vocab)) & (labels != ignore_index)
-        if wrong.any():
-            raise IndexError(
-                f"parallel_cross_entropy: label {labels[wrong][0].item()} is outside the vocabulary of {vocab} "
-                "and is not "
-                f"ignore_index={ignore_index}"
-            )
+        _check_labels(labels, parallel_logits.shape[-1] * communicator.size, ignore_index)
     return _ParallelCrossEntropy.apply(parallel_logits, labels, communicator, label_smoothing, ignore_index)
+
+
+@spmd.no_typecheck()  # each rank looks at its own
+def _check_labels(labels: torch.Tensor, vocab: int, ignore_index: int) -> None:
+    wrong = ((labels < 0) | (labels >= vocab)) & (labels != ignore_index)
+    if wrong.any():
+        raise IndexError(
+            f"parallel_cross_entropy: label {labels[wrong][0].item()} is outside the vocabulary of {vocab} and is not "
+            f"ignore_index={ignore_index}"
+        )
+
+
+see_through(parallel_cross_entropy, _cross_entropy)

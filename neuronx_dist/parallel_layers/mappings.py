@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from .. import comm, spmd
-from ..spmd import I, P, R, S
+from ..spmd import I, P, R, S, V
 
 
 def copy_to_tensor_model_parallel_region(x: torch.Tensor, process_group: Any = None) -> torch.Tensor:
@@ -103,7 +103,8 @@ def reduce_from_context_model_parallel_region(x: torch.Tensor, process_group: An
 
 def all_to_all(group: Any, x: torch.Tensor) -> torch.Tensor:
     """Megatron's even all_to_all: piece i of dim 0 goes to rank i of the group; backward the same."""
-    return spmd.all_to_all(x, group, src=S(0), dst=S(0))
+    pieces = x.unflatten(0, (comm.communicator(group).size, -1))
+    return spmd.all_to_all(pieces, group, src=V, dst=V).flatten(0, 1)
 
 
 def enter_expert_parallel_region(x: torch.Tensor, scatter_gather: bool = False) -> torch.Tensor:
@@ -112,19 +113,17 @@ def enter_expert_parallel_region(x: torch.Tensor, scatter_gather: bool = False) 
     With `scatter_gather` each tensor-parallel rank first takes its piece of the capacity `c`, and it is gathered again
     afterwards, so that tokens which all tp ranks hold travel once.
     """
-    if scatter_gather:
-        x = spmd.convert(x, "tp", src=I, dst=S(1))
-    ep = comm.size("ep")
     experts, capacity, hidden = x.shape
-    x = spmd.all_to_all(x, "ep", src=S(0), dst=S(0)).view(ep, experts // ep, capacity, hidden).transpose(0, 1)
-    return spmd.all_gather(x.contiguous(), "tp", src=S(2), dst=I) if scatter_gather else x.contiguous()
+    x = x.view(experts, -1, capacity, hidden)  # dim 1 is that of the ranks: of ep, where each has its own tokens
+    if scatter_gather:
+        x = spmd.convert(x, "tp", src=I, dst=S(2))
+    x = spmd.all_to_all(x, "ep", src=S(1), dst=S(0))
+    return spmd.all_gather(x, "tp", src=S(2), dst=I) if scatter_gather else x
 
 
 def exit_expert_parallel_region(x: torch.Tensor, scatter_gather: bool = False) -> torch.Tensor:
     """`[e/ep, ep, c, h] -> [e, c, h]`: the tokens go back to the ranks they came from."""
     if scatter_gather:
         x = spmd.convert(x, "tp", src=I, dst=S(2))
-    local_experts, ep, capacity, hidden = x.shape
-    x = x.transpose(0, 1).reshape(ep * local_experts, capacity, hidden)
-    x = spmd.all_to_all(x, "ep", src=S(0), dst=S(0))
-    return spmd.all_gather(x, "tp", src=S(1), dst=I) if scatter_gather else x
+    x = spmd.all_to_all(x, "ep", src=S(0), dst=S(1))
+    return (spmd.all_gather(x, "tp", src=S(2), dst=I) if scatter_gather else x).flatten(1, 2)

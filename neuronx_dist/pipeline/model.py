@@ -18,9 +18,10 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
-from .. import comm
+from .. import comm, spmd
 from ..parallel_layers import PARALLEL_MODULES
 from ..parallel_layers.grads import reduce_gradients
+from ..spmd.checker import active
 from .inputs import Batch, evaluating, find_loss
 from .partition import (
     check_cuts,
@@ -137,6 +138,7 @@ class NxDPPModel(StageModule):
         self._channels = Channels(None, None)
         self._example: Recording | None = None
         self._programs: dict[Any, _Program] = {}
+        self._record: Callable[..., Recording] = record  # the checker shares recordings between ranks
         if self.pipeline_cuts or self.auto_partition or self.num_stages == 1:
             self.partition()
 
@@ -302,7 +304,7 @@ class NxDPPModel(StageModule):
         )
         if key not in self._programs:
             self._refuse_meta()
-            recording = record(module, batch.example(), self._leaf_classes, device)
+            recording = self._record(module, batch.example(), self._leaf_classes, device)
             wanted: list[Any] = recording.outputs
             loss = None
             if self.output_loss_value_spec is not None:
@@ -338,6 +340,8 @@ class NxDPPModel(StageModule):
                 total = comm.all_reduce(mean, ("dp", "cp"))
                 mean = total / comm.size(("dp", "cp"))
             mean = comm.broadcast(mean, "pp", src=self.num_stages - 1)
+            if active() is not None:
+                spmd.assert_type(mean, dict.fromkeys(("pp", "dp", "cp"), spmd.R))
         return mean.to(place)
 
 

@@ -37,6 +37,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import comm
 from ..comm.shapes import ShapesCommunicator
+from ..spmd.checker import no_typecheck
+from ..spmd.intercept import intercept
 from .recording import Info, Recording, TensorSpec, TracingError, is_leaf, pack, part
 
 __all__ = ["record"]
@@ -64,7 +66,8 @@ def record(
     recorder = _Recorder(module, leaf_classes, device)
     here = comm.current()
     with ExitStack() as stack:
-        stack.enter_context(_intercepted())
+        stack.enter_context(no_typecheck())
+        stack.enter_context(intercept(_see_function))
         stack.enter_context(_restored(module))
         stack.enter_context(_without_cache(module))
         shapes_only = stack.enter_context(comm.as_rank(here.mesh, here.rank))
@@ -76,8 +79,6 @@ def record(
 # --- the recorder -----------------------------------------------------------------------------------------------------
 
 _local = threading.local()  # .recorder: the one at work in this thread
-_lock = threading.RLock()  # ranks may be threads, and autograd functions are intercepted for the process
-_APPLY = torch.autograd.Function.__dict__["apply"]
 _DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
 _READS_VALUES = {torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.data_ptr, torch.Tensor.tolist}
 # Calls that return no tensor, and yet are made for their effect.
@@ -371,28 +372,17 @@ class _Effects(TorchDispatchMode):
 # --- surroundings -----------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def _intercepted() -> Iterator[None]:
-    """Makes `Function.apply` report to this thread's recorder: gradients are off inside, which must not be recorded."""
-
-    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        recorder: _Recorder | None = getattr(_local, "recorder", None)
-        original = _APPLY.__get__(None, cls)
-        if recorder is None or recorder.paused:
-            return original(*args, **kwargs)
-        if cls.__name__ == "CheckpointFunction":
-            raise TracingError(
-                f"{_user_line()}: activation checkpointing around several layers cannot be recorded; do it inside a "
-                f"transformer layer, or use use_reentrant=False."
-            )
-        return recorder.call_function(original, args, kwargs)
-
-    with _lock:
-        torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment]
-        try:
-            yield
-        finally:
-            torch.autograd.Function.apply = _APPLY  # type: ignore[method-assign]
+def _see_function(original: Any, cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`Function.apply` reports to this thread's recorder: gradients are off inside, which must not be recorded."""
+    recorder: _Recorder | None = getattr(_local, "recorder", None)
+    if recorder is None or recorder.paused:
+        return original(*args, **kwargs)
+    if cls.__name__ == "CheckpointFunction":
+        raise TracingError(
+            f"{_user_line()}: activation checkpointing around several layers cannot be recorded; do it inside a "
+            f"transformer layer, or use use_reentrant=False."
+        )
+    return recorder.call_function(original, args, kwargs)
 
 
 @contextmanager

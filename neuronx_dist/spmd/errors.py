@@ -2,8 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 __all__ = ["SpmdTypeError"]
 
 
 class SpmdTypeError(ValueError):
-    """A pair of types that no operator takes, or a tensor whose type is not what an operator needs."""
+    """A pair of types that no operator takes, or a tensor whose type is not what an operator needs.
+
+    Attributes:
+        what: the operator and its tensors.
+        why: the rule that they break.
+        where_from: where the types in question began.
+        repairs: what to write instead, the likeliest first.
+        axis: the mesh axis on which they break it.
+        rule: name of the rule, for tools.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        why: str = "",
+        *,
+        where_from: Sequence[str] = (),
+        repairs: Sequence[str] = (),
+        axis: str | None = None,
+        rule: str = "",
+        **details: Any,
+    ) -> None:
+        self.what, self.why = what, why
+        self.where_from, self.repairs = list(where_from), list(repairs)
+        self.axis, self.rule, self.details = axis, rule, details
+        lines = [f"{what}: {why}" if why else what]
+        lines += [f"  {line}" for line in self.where_from]
+        if self.repairs:
+            lines.append("  repair: " + "\n      or: ".join(self.repairs))
+        super().__init__("\n".join(lines))

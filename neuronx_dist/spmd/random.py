@@ -15,6 +15,7 @@ import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from ..comm import context
+from ..comm.coordinates import plain
 
 __all__ = ["RNGStreams", "TENSOR_PARALLEL", "checkpoint", "manual_seed", "streams"]
 
@@ -41,6 +42,7 @@ class RNGStreams:
 
     def __init__(self) -> None:
         self._states: dict[str, State] = {}
+        self.drawing = ""  # the stream of the innermost `fork`
 
     def reset(self) -> None:
         self._states.clear()
@@ -74,13 +76,15 @@ class RNGStreams:
                 f"no random stream {name!r}: call model_parallel_manual_seed(seed) first; there are "
                 f"{sorted(self._states)}"
             )
-        before = _get_state()
+        before, outside = _get_state(), self.drawing
         _set_state(self._states[name])
+        self.drawing = name
         try:
             yield
         finally:
             self._states[name] = _get_state()
             _set_state(before)
+            self.drawing = outside
 
 
 def streams() -> RNGStreams:
@@ -95,7 +99,7 @@ def manual_seed(seed: int) -> None:
     here = context.current()
     found = streams()
     found.reset()
-    found.add(TENSOR_PARALLEL, seed + 2718 + here.mesh.coordinate("tp", here.rank))
+    found.add(TENSOR_PARALLEL, seed + 2718 + plain(here.mesh.coordinate("tp", here.rank)))
     torch.manual_seed(seed)
 
 

@@ -1,0 +1,405 @@
+"""Types through backward: losses, gradients, and the bodies of custom autograd functions.
+
+Native derivatives are right by construction: the gradient of a tensor has the dual of its type. What people write is
+not: the forward of a custom `autograd.Function` runs under the checker like other code, its outputs' gradients get the
+duals of the outputs' types, its backward runs under the checker too, and what it returns must have the duals of its
+inputs' types. So a collective that is missing, or one too many, in a fused function's backward is found.
+
+Whether an output that is equal on all ranks is I or R cannot be told from forward. Where a collective made it so, it is
+what its backward is right for: both are tried, I first, on gradients that hold nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ..comm import context
+from .composition import Comparison, run_node
+from .errors import SpmdTypeError
+from .explain import gradient_error, loss_error, shown
+from .inplace import last_write
+from .provenance import where
+from .tensor_type import NOTE, READONLY, TensorType, note_of
+from .types import I, P, R, Shard, SpmdType, V
+
+if TYPE_CHECKING:
+    from .checker import SpmdTypeMode
+
+__all__ = ["adopt", "apply_function", "check_loss", "handlers"]
+
+
+class _Signature:
+    """Types of the inputs and outputs of one call of a function; None for what is no tensor."""
+
+    __slots__ = ("inputs", "mode", "name", "outputs", "probing", "where")
+
+    def __init__(self, mode: SpmdTypeMode, name: str, inputs: Sequence[TensorType | None]) -> None:
+        self.mode, self.name, self.inputs = mode, name, inputs
+        self.outputs: list[TensorType | None] = []
+        self.where = where()
+        self.probing = False
+
+
+_checked: dict[Any, Any] = {}
+_flavours: dict[Any, Any] = {}  # which of I and R the outputs are, by function and types
+
+
+def apply_function(
+    mode: SpmdTypeMode,
+    original: Callable[..., Any],
+    cls: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    rehearsal: bool = False,
+) -> Any:
+    """`cls.apply(*args)` with its forward and its backward under the checker."""
+    quiet = torch._C.DisableTorchFunction
+    with quiet():
+        notes = [mode.note(x, cls.__name__) if isinstance(x, Tensor) else None for x in args]
+    signature = _Signature(mode, cls.__name__, [None if note is None else note[0] for note in notes])
+    hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    if hooked and not rehearsal and torch.is_grad_enabled():
+        _rehearse(mode, original, cls, args, kwargs, signature.inputs)
+    comparison = Comparison(mode, cls, args, signature.inputs)
+    result = original.__func__(_subclass(cls), *args, **kwargs)  # type: ignore[attr-defined]
+    outputs = list(result) if isinstance(result, (tuple, list)) else [result]
+    with quiet():
+        differentiable = [x for x in outputs if isinstance(x, Tensor) and x.grad_fn is not None]
+        node: Any = differentiable[0].grad_fn if differentiable else None
+        for x in outputs:
+            note = note_of(x) if isinstance(x, Tensor) else None
+            signature.outputs.append(None if note is None else note[0])
+        if node is not None and hasattr(type(node), "_forward_cls"):
+            node._spmd = signature
+    if node is not None and hasattr(node, "_spmd"):
+        _choose(signature, cls, args, outputs)
+        with quiet():
+            for x, found in zip(outputs, signature.outputs):
+                if found is not None:
+                    mode.stamp(x, found, (note_of(x) or (None, None))[1])
+    if comparison.active:
+        comparison.compare(outputs, signature.outputs)
+    return result
+
+
+def _rehearse(
+    mode: SpmdTypeMode,
+    original: Callable[..., Any],
+    cls: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    inputs: Sequence[TensorType | None],
+) -> None:
+    """A first call on copies, so that what is found out by trial is known in the call itself.
+
+    Inside of a checkpoint a trial would unpack saved tensors, which recomputes, and pack some of its own.
+    """
+    plain = tuple((tuple(x.shape), x.dtype, x.requires_grad) if isinstance(x, Tensor) else x for x in args)
+    key = ("rehearsal", cls, tuple(inputs), plain)
+    if key in mode.compared:
+        return
+    mode.compared.add(key)
+    with torch._C.DisableTorchFunction():
+        copies = []
+        for x, found in zip(args, inputs):
+            if isinstance(x, Tensor):
+                note = note_of(x)
+                x = x.detach().clone().requires_grad_(x.requires_grad)
+                if found is not None:
+                    mode.stamp(x, found, note[1] if note is not None else None)
+            copies.append(x)
+    events: list[Any] = getattr(context.current().backend if context.is_initialized() else None, "events", [])
+    begin, counts = len(events), (mode.operators, mode.collectives)
+    with torch.autograd.graph.saved_tensors_hooks(_itself, _itself):
+        apply_function(mode, original, cls, tuple(copies), kwargs, rehearsal=True)
+    del events[begin:]
+    mode.operators, mode.collectives = counts
+
+
+def _itself(x: Any) -> Any:
+    return x
+
+
+def _subclass(cls: Any) -> Any:
+    """The function, with a backward that is checked."""
+    found = _checked.get(cls)
+    if found is None:
+
+        def backward(ctx: Any, *grads: Any) -> Any:
+            signature: _Signature | None = getattr(ctx, "_spmd", None)
+            if signature is None or signature.mode.paused:
+                return cls.backward(ctx, *grads)
+            mode = signature.mode
+            for grad, found in zip(grads, signature.outputs):
+                if isinstance(grad, Tensor) and found is not None:
+                    mode.stamp(grad, found.of_gradient())
+            with mode:  # the engine runs without it
+                result = cls.backward(ctx, *grads)
+            _verify(signature, cls, result if isinstance(result, tuple) else (result,))
+            return result
+
+        def remembering(function: Callable[..., Any]) -> Any:
+            """forward, or setup_context, that notes the types of what it saves."""
+
+            def saving(ctx: Any, *args: Any, **kwargs: Any) -> Any:
+                result = function(ctx, *args, **kwargs)
+                saved = getattr(ctx, "to_save", None) or ()
+                ctx._spmd_saved = [note_of(x) if isinstance(x, Tensor) else None for x in saved]
+                return result
+
+            return staticmethod(saving)
+
+        split = cls.setup_context is not torch.autograd.Function.setup_context
+        name = "setup_context" if split else "forward"
+        members = {"backward": staticmethod(backward), name: remembering(getattr(cls, name))}
+        found = type(cls.__name__, (cls,), {**members, "__module__": cls.__module__})
+        found._backward_cls.saved_tensors = property(_saved)  # type: ignore[attr-defined]
+        _checked[cls] = found
+    return found
+
+
+def _saved(ctx: Any) -> tuple[Any, ...]:
+    """`ctx.saved_tensors`, with their types, which hooks on saved tensors (a checkpoint's) lose."""
+    saved: tuple[Any, ...] = torch._C._FunctionBase.saved_tensors.__get__(ctx)  # type: ignore[attr-defined]
+    for x, note in zip(saved, getattr(ctx, "_spmd_saved", ())):
+        if note is not None and isinstance(x, Tensor) and note_of(x) is None:
+            x.__dict__[NOTE] = (*note[:3], x._version, note[4])
+    return saved
+
+
+def _verify(signature: _Signature, cls: Any, grads: Sequence[Any]) -> None:
+    """Whether the gradients that a backward returned have the duals of the inputs' types."""
+    for index, (grad, given) in enumerate(zip(grads, signature.inputs)):
+        note = note_of(grad) if isinstance(grad, Tensor) else None
+        if given is None or not isinstance(grad, Tensor):
+            continue
+        if note is None:
+            signature.mode.assume(f"{signature.name}.backward: the type of gradient {index}")
+            continue
+        expected = given.of_gradient()
+        for axis in sorted({*expected.types, *note[0].types}):
+            wanted, found = expected.get(axis), note[0].get(axis)
+            if wanted is None or found is None or _fits(found, wanted):
+                continue
+            raise gradient_error(cls, signature.where, given.get(axis), index, grad, axis, wanted)
+
+
+def _fits(found: SpmdType, wanted: SpmdType) -> bool:
+    if found.letter == "0" or found is wanted:
+        return True
+    if wanted.letter in "RI":
+        return found.letter in "RI"
+    if wanted.letter == "P":  # what varies is each rank's own part, where nothing is known of dims
+        return found is P or found is V
+    if isinstance(wanted, Shard) and isinstance(found, Shard):
+        return wanted.dim == found.dim and wanted.stride == found.stride
+    return found.letter in "VSRI"  # V; what is equal everywhere may be each rank's own
+
+
+# --- I or R -----------------------------------------------------------------------------------------------------------
+
+
+def _choose(signature: _Signature, cls: Any, args: Sequence[Any], outputs: Sequence[Any]) -> None:
+    """Decides for outputs that are equal on an axis whether they are I or R, and writes it into the signature."""
+    undecided = []
+    flavours: dict[str, SpmdType] = {}
+    axes = {axis for found in (*signature.inputs, *signature.outputs) if found is not None for axis in found.types}
+    for axis in sorted(axes):
+        kinds = [(x, found.get(axis)) for x, found in zip(args, signature.inputs) if found is not None]
+        equal = [found for found in signature.outputs if found is not None and (found.get(axis) or R).letter in "RI"]
+        if not equal:
+            continue
+        receiving = {kind.letter for x, kind in kinds if kind is not None and x.requires_grad}
+        if receiving and receiving <= {"R"}:
+            flavours[axis] = R
+        elif receiving and receiving <= {"I"}:
+            flavours[axis] = I
+        elif receiving & {"V", "S", "P"}:
+            undecided.append(axis)
+    plain = list(signature.outputs)
+    if undecided:
+        key = (cls, tuple(signature.inputs), tuple(plain), tuple(x for x in args if isinstance(x, (int, bool, str))))
+        known = _flavours.get(key)
+        for axis in undecided:
+            if known is not None:
+                flavours[axis] = known[axis]
+                continue
+            flavours[axis] = I
+            if not _probe(signature, flavours, plain, args, outputs):
+                flavours[axis] = R
+                if not _probe(signature, flavours, plain, args, outputs):
+                    flavours[axis] = I  # wrong either way: backward says why
+        if known is None:
+            _flavours[key] = {axis: flavours[axis] for axis in undecided}
+    signature.outputs = _with(plain, flavours)
+
+
+def _with(types: Sequence[TensorType | None], flavours: dict[str, SpmdType]) -> list[TensorType | None]:
+    found = []
+    for given in types:
+        for axis, kind in flavours.items():
+            if given is not None and (given.get(axis) or R).letter in "RI":
+                given = given.with_axis(axis, kind)
+        found.append(given)
+    return found
+
+
+def _probe(
+    signature: _Signature,
+    flavours: dict[str, SpmdType],
+    plain: Sequence[TensorType | None],
+    args: Sequence[Any],
+    outputs: Sequence[Any],
+) -> bool:
+    """Whether the backward is right if the outputs are of these flavours."""
+    mode = signature.mode
+    signature.outputs = _with(plain, flavours)
+    try:
+        with mode.trial(), mode.unwatched():
+            run_node(outputs)
+    except SpmdTypeError:
+        return False
+    return True
+
+
+# --- the handlers -----------------------------------------------------------------------------------------------------
+
+
+def _backward(mode: SpmdTypeMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`loss.backward(gradient)`, `torch.autograd.backward(tensors, grad_tensors)`; `tensors` may be gradient edges."""
+    tensors = args[0] if args else kwargs.get("tensors")
+    grads = args[1] if len(args) > 1 else kwargs.get("gradient", kwargs.get("grad_tensors"))
+    _check_start(mode, tensors, grads)
+    return func(*args, **kwargs)
+
+
+def _grad(mode: SpmdTypeMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`torch.autograd.grad(outputs, inputs, grad_outputs)`."""
+    if mode.probing:
+        return func(*args, **kwargs)
+    given = {**dict(zip(("outputs", "inputs", "grad_outputs"), args)), **kwargs}
+    _check_start(mode, given["outputs"], given.get("grad_outputs"))
+    result = func(*args, **kwargs)
+    inputs = given["inputs"] if isinstance(given["inputs"], (list, tuple)) else (given["inputs"],)
+    for x, grad in zip(inputs, result):
+        note = mode.note(x, "grad") if isinstance(x, Tensor) else None
+        if note is not None and isinstance(grad, Tensor):
+            mode.stamp(grad, note[0].of_gradient())
+    return result
+
+
+def _check_start(mode: SpmdTypeMode, tensors: Any, grads: Any) -> None:
+    outputs = tensors if isinstance(tensors, (list, tuple)) else (tensors,)
+    seeds = grads if isinstance(grads, (list, tuple)) else (grads,) * len(outputs)
+    for output, seed in zip(outputs, seeds):
+        if isinstance(output, Tensor):
+            check_loss(mode, output, seed)
+
+
+def check_loss(mode: SpmdTypeMode, loss: Tensor, gradient: Tensor | None = None) -> None:
+    """Whether backward may start here.
+
+    Raises:
+        SpmdTypeError: a loss that is R would be counted once for each rank; of one that varies nobody knows.
+    """
+    note = mode.note(loss, "backward")
+    if note is None:
+        return
+    found = note[0]
+    if gradient is not None:
+        seed = mode.note(gradient, "backward")
+        wanted = found.of_gradient()
+        for axis in {*wanted.types, *(seed[0].types if seed is not None else ())}:
+            have, want = seed[0].get(axis) if seed is not None else None, wanted.get(axis)
+            if (
+                have is not None
+                and want is not None
+                and not (_fits(have, want) or have.letter == "R" and want is not P)
+            ):
+                raise SpmdTypeError(
+                    f"backward of {shown(loss, found)} at {where()}",
+                    f"on {axis} the gradient that is given must be {want}, it is {have}",
+                    axis=axis,
+                    rule="loss",
+                )
+        return
+    for axis in mode.axes_of(found):
+        kind = found.get(axis)
+        if kind is None or axis == "pp" or kind.letter in "IP0" or not loss.requires_grad:
+            continue
+        if kind is V and axis in mode.data_axes():
+            mode.assume(f"the losses that vary over {axis} are summands")
+            continue
+        raise loss_error(mode, loss, found, axis, kind)
+
+
+def _get_grad(mode: SpmdTypeMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    grad = func(*args, **kwargs)
+    return None if grad is None else adopt(mode, args[0], grad)
+
+
+def adopt(mode: SpmdTypeMode, param: Tensor, grad: Tensor) -> Tensor:
+    """A gradient that backward made or added to gets the dual of the parameter's type.
+
+    Raises:
+        SpmdTypeError: it was something else, a sum over ranks for instance, when backward added to it.
+    """
+    note = note_of(param)
+    if note is None and isinstance(param, nn.Parameter):
+        note = mode.note(param, "grad")
+    if note is None:
+        return grad
+    wanted, have = mode.named(note[0]).of_gradient(), note_of(grad)
+    known = last_write(mode, grad) if have is not None else None
+    if have is None or have[2] != mode.session:
+        mode.stamp(grad, wanted)
+    elif have[3] != grad._version and (known is None or known.version != grad._version):
+        if have[0] is not wanted:
+            raise SpmdTypeError(
+                f"the gradient of {shown(param, note[0])}",
+                f"it was {have[0]} when backward added to it, which gives {wanted}: the sum is neither",
+                repairs=["reduce gradients once, after the last backward", "zero_grad() before the next backward"],
+                rule="accumulated",
+            )
+        mode.stamp(grad, wanted, have[1])
+    return grad
+
+
+def _get_data(mode: SpmdTypeMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    result = func(*args, **kwargs)
+    note = mode.note(args[0], "data") if note_of(args[0]) is not None or isinstance(args[0], nn.Parameter) else None
+    if note is not None:
+        result.__dict__[NOTE] = (note[0], note[1], mode.session, result._version, READONLY)
+    return result
+
+
+def _set_data(mode: SpmdTypeMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    target, value = args
+    old, new = note_of(target), note_of(value)
+    result = func(*args, **kwargs)
+    if old is not None and (new is None or new[0] is not old[0]) and not isinstance(target, nn.Parameter):
+        mode.stamp(target, new[0] if new is not None else old[0])
+    elif old is not None:
+        mode.stamp(target, old[0], old[1])
+    return result
+
+
+def _plainly(mode: SpmdTypeMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return func(*args, **kwargs)
+
+
+_GRAD: Any = Tensor.grad
+_DATA: Any = Tensor.data
+handlers: dict[Any, Any] = {
+    Tensor.backward: _backward,
+    torch.autograd.backward: _backward,
+    torch.autograd.grad: _grad,
+    _GRAD.__get__: _get_grad,
+    _GRAD.__set__: _plainly,
+    _DATA.__get__: _get_data,
+    _DATA.__set__: _set_data,
+}

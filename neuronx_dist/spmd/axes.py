@@ -1,0 +1,112 @@
+"""Axis names to *atoms*: the axes that types are written on, of which every other axis is a product.
+
+The dense view (pp, dp, cp, tp) and the expert view (pp, edp, ep, tp) cut the same ranks in two ways. Types need one set
+of axes in which both can be said: dp and cp, or with experts edp and ep, and where both exist the coarser pieces of
+them (`"cp/ep"`: what is left of cp when ep is taken out of it). Axes of one rank have no atoms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from itertools import combinations
+from typing import Any
+
+from ..comm import Communicator, context
+from ..comm.context import AxisLike
+from ..comm.coordinates import plain
+from ..mesh import DENSE_AXES, Mesh
+
+__all__ = ["atoms_of", "mesh_atoms", "mesh_of", "order_of"]
+
+_ORDER = ("pp", "dp", "edp", "cp/ep", "ep/cp", "ep", "cp", "tp")
+
+
+def order_of(atom: str) -> tuple[int, str]:
+    """Sorts atoms as a mesh has them, outermost first; groups that are no axes come last.
+
+    Where two axes shard one dim in the same blocks, the first one has the outer factor.
+    """
+    return (_ORDER.index(atom) if atom in _ORDER else len(_ORDER), atom)
+
+
+def mesh_of(mesh: Mesh | Mapping[str, int] | None) -> Mesh | None:
+    """A mesh from a mesh, or from sizes by axis (`{"pp": 2, "dp": 2, "tp": 4}`).
+
+    Raises:
+        ValueError: an axis that does not exist.
+    """
+    if mesh is None or isinstance(mesh, Mesh):
+        return mesh
+    sizes = dict(mesh)
+    dp = sizes.pop("dp", 1)
+    unknown = sizes.keys() - {"tp", "pp", "cp", "ep"}
+    if unknown:
+        raise ValueError(f"mesh {dict(mesh)} has unknown axes {sorted(unknown)}; the axes are pp, dp, cp, tp and ep")
+    return Mesh(dp * sizes.get("tp", 1) * sizes.get("pp", 1) * sizes.get("cp", 1), **sizes)
+
+
+@lru_cache(maxsize=64)
+def mesh_atoms(mesh: Mesh) -> dict[str, tuple[str, ...]]:
+    """Every axis name of a mesh to its atoms, outermost first, those of one rank left out.
+
+    Raises:
+        ValueError: neither of cp and ep divides the other, so that they have no common pieces.
+    """
+    dp, cp, ep = mesh.dp, mesh.cp, mesh.ep
+    sizes = {"pp": mesh.pp, "dp": dp, "cp": cp, "ep": ep, "edp": mesh.edp, "tp": mesh.tp}
+    if ep == 1:
+        table = {"dp": ("dp",), "cp": ("cp",), "ep": (), "edp": ("dp", "cp")}
+    elif cp == 1:
+        table = {"dp": ("edp", "ep"), "cp": (), "ep": ("ep",), "edp": ("edp",)}
+    elif cp % ep == 0:
+        table = {"dp": ("dp",), "cp": ("cp/ep", "ep"), "ep": ("ep",), "edp": ("dp", "cp/ep")}
+        sizes["cp/ep"] = cp // ep
+    elif ep % cp == 0:
+        table = {"dp": ("edp", "ep/cp"), "cp": ("cp",), "ep": ("ep/cp", "cp"), "edp": ("edp",)}
+        sizes["ep/cp"] = ep // cp
+    else:
+        raise ValueError(f"types need axes that divide: cp={cp} and ep={ep} have no common pieces")
+    table.update(pp=("pp",), tp=("tp",))
+    return {axis: tuple(atom for atom in found if sizes[atom] > 1) for axis, found in table.items()}
+
+
+def atoms_of(axis: AxisLike, mesh: Mesh | None) -> tuple[str, ...]:
+    """The atoms of an axis: a name, a tuple of names, a ProcessGroup or a Communicator.
+
+    Without a mesh a name is its own atom. A group that is no axis of the mesh is an atom of its own.
+    """
+    if isinstance(axis, str):
+        if mesh is None:
+            return (axis,)
+        if axis == "world":
+            return atoms_of(DENSE_AXES, mesh)
+        table = mesh_atoms(mesh)
+        if axis in table:
+            return table[axis]
+        if any(axis in found for found in table.values()):
+            return (axis,)
+        mesh.size(axis)  # raises, with the names there are
+    if isinstance(axis, tuple):
+        return tuple(dict.fromkeys(atom for name in axis for atom in atoms_of(name, mesh)))
+    communicator = axis if isinstance(axis, Communicator) else context.communicator(axis)
+    if communicator.size == 1:
+        return ()
+    return _of_ranks(communicator.axis, tuple(plain(rank) for rank in communicator.ranks), mesh)
+
+
+@lru_cache(maxsize=1024)
+def _of_ranks(label: str, ranks: tuple[int, ...], mesh: Mesh | None) -> tuple[str, ...]:
+    if mesh is not None:
+        names = tuple(label.split(","))
+        candidates: list[Any] = [names, *(c for n in range(1, 5) for c in combinations(DENSE_AXES, n))]
+        candidates += [("edp",), ("ep",), ("pp", "ep", "tp")]
+        for candidate in candidates:
+            try:
+                if sorted(mesh.group_of(candidate, ranks[0])) == sorted(ranks):
+                    return atoms_of(candidate, mesh)
+            except ValueError:
+                continue
+        if all(mesh.coordinate(("dp", "cp", "tp"), r) == mesh.coordinate(("dp", "cp", "tp"), ranks[0]) for r in ranks):
+            return ("pp",)  # some of the stages: those that hold a tied weight
+    return (label if mesh is None and "," not in label else f"{label}{list(ranks)}",)

@@ -1,0 +1,149 @@
+"""Fused autograd functions against what they fuse.
+
+A function that overlaps or fuses collectives may say in plain typed operators what it computes: a static method
+`composition(*args)` with the arguments of `forward` and its results. `check` then runs both, once for each combination
+of types and shapes, and compares the types of the results and the collectives, forward and backward: the same ones, in
+whatever order. The body itself is typed too; so nothing about it is taken on trust.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..comm import context
+from .errors import SpmdTypeError
+from .provenance import where
+from .tensor_type import TensorType, note_of
+
+if TYPE_CHECKING:
+    from .checker import SpmdTypeMode
+
+__all__ = ["Comparison", "run_node"]
+
+
+class Comparison:
+    """One fused call under a check, from before its forward on; inactive without a composition or outside of checks."""
+
+    def __init__(self, mode: SpmdTypeMode, cls: Any, args: Sequence[Any], inputs: Sequence[TensorType | None]) -> None:
+        self.mode, self.cls, self.args, self.inputs = mode, cls, args, inputs
+        backend = context.current().backend if context.is_initialized() else None
+        self.events: list[Any] = getattr(backend, "events", [])
+        self.active = False
+        if getattr(cls, "composition", None) is None or getattr(backend, "name", "") != "check" or mode.probing:
+            return
+        plain = tuple(
+            (tuple(x.shape), x.dtype, x.requires_grad) if isinstance(x, Tensor) else x for x in args
+        )
+        key = (cls, tuple(inputs), plain, torch.is_grad_enabled())
+        self.active = key not in mode.compared
+        mode.compared.add(key)
+        self.begin = len(self.events)
+
+    def compare(self, outputs: Sequence[Any], types: Sequence[TensorType | None]) -> None:
+        """After the forward.
+
+        Raises:
+            SpmdTypeError: types or collectives differ; the message lists them.
+        """
+        mode, name = self.mode, self.cls.__name__
+        body = self._taken(self.begin, keep=True)
+        with torch._C.DisableTorchFunction():
+            copies = []
+            for x, found in zip(self.args, self.inputs):
+                if isinstance(x, Tensor):
+                    x, given = x.detach().requires_grad_(x.requires_grad), x
+                    note = note_of(given)
+                    if found is not None and note is not None:
+                        mode.stamp(x, found, note[1])
+                copies.append(x)
+        begin = len(self.events)
+        result = self.cls.composition(*copies)
+        whole = list(result) if isinstance(result, (tuple, list)) else [result]
+        fused = self._taken(begin)
+        for index, (x, found) in enumerate(zip(whole, types)):
+            note = note_of(x)
+            if note is None or found is None:
+                continue
+            for axis in {*found.types, *note[0].types}:
+                pair = found.get(axis), note[0].get(axis)
+                if not torch.is_grad_enabled() and all(kind is not None and kind.letter in "RI" for kind in pair):
+                    continue  # equal on all ranks, and nothing flows back
+                if pair[0] != pair[1]:
+                    raise SpmdTypeError(
+                        f"{name} at {where()}",
+                        f"result {index} of its body is {found.get(axis)} on {axis}, of its composition "
+                        f"{note[0].get(axis)}",
+                        axis=axis,
+                        rule="composition",
+                    )
+        self._same("forward", body, fused)
+        if torch.is_grad_enabled():
+            self._same("backward", self._body_backward(outputs), self._backward(copies, whole))
+
+    def _body_backward(self, outputs: Sequence[Any]) -> Counter[Any]:
+        """The collectives of the body's backward, on gradients that hold nothing."""
+        begin = len(self.events)
+        with self.mode.trial():
+            run_node(outputs)
+        return self._taken(begin)
+
+    def _backward(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> Counter[Any]:
+        with torch._C.DisableTorchFunction():
+            sources = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]
+            results = [x for x in outputs if isinstance(x, Tensor) and x.requires_grad]
+            seeds = [torch.zeros_like(x) for x in results]
+        if not sources or not results:
+            return Counter()
+        begin = len(self.events)
+        with self.mode.trial():
+            torch.autograd.grad(results, sources, seeds, allow_unused=True)
+        return self._taken(begin)
+
+    def _taken(self, begin: int, keep: bool = False) -> Counter[Any]:
+        found = Counter(_key(event) for event in self.events[begin:])
+        if not keep:
+            del self.events[begin:]
+        return found
+
+    def _same(self, when: str, body: Counter[Any], composition: Counter[Any]) -> None:
+        if body == composition:
+            return
+        missing, extra = composition - body, body - composition
+        parts = []
+        if missing:
+            parts.append("lacks " + _listed(missing))
+        if extra:
+            parts.append("has " + _listed(extra) + " too many")
+        raise SpmdTypeError(
+            f"{self.cls.__name__} at {where()}",
+            f"{when} of its body and of its composition communicate differently: the body {' and '.join(parts)}",
+            rule="composition",
+        )
+
+
+def run_node(outputs: Sequence[Any]) -> None:
+    """Runs the backward of the one function that made `outputs`, on zeros, and nothing before it."""
+    with torch._C.DisableTorchFunction():
+        node = next((x.grad_fn for x in outputs if isinstance(x, Tensor) and x.grad_fn is not None), None)
+        seeds = [torch.zeros_like(x) if isinstance(x, Tensor) else None for x in outputs]
+    if node is not None:
+        with torch.no_grad():
+            node.apply(*seeds)  # type: ignore[attr-defined]
+
+
+def _key(event: Any) -> Any:
+    return event.verb, event.axis, event.op, event.shape, event.dtype
+
+
+def _listed(found: Counter[Any]) -> str:
+    return ", ".join(
+        f"{verb}{f'({op})' if op else ''} of {list(shape or ())} over {axis}" + (f" x{count}" if count > 1 else "")
+        for (verb, axis, op, shape, _), count in found.items()
+    )
+
+

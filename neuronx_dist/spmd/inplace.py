@@ -1,0 +1,215 @@
+"""Writes in place: what a tensor may become, and what that means for all others over its memory.
+
+A write through the checker is remembered by memory and version; a tensor that is used later and whose version counter
+moved either finds that write, or somebody wrote behind the checker's back, which is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+
+from .errors import SpmdTypeError
+from .explain import data_error, shown, write_error
+from .provenance import where
+from .rules import Rule
+from .tensor_type import NAME, NOTE, READONLY, ZERO_TYPE, Note, TensorType, note_of
+from .types import UNIFORM, ZERO, R, Shard, SpmdType, V
+
+if TYPE_CHECKING:
+    from .checker import SpmdTypeMode
+
+__all__ = ["OVERWRITES", "check_write", "last_write", "note_write", "overwritten", "stale"]
+
+_MOST = 10_000
+
+# Every element is written, so that what was there before does not matter.
+OVERWRITES = {Tensor.copy_, Tensor.zero_, Tensor.fill_, torch.fill_, torch.zero_}
+
+
+def overwritten(found: TensorType) -> TensorType:
+    """What the old values of a tensor that is written all over count for: nothing, but that its dims stay sharded."""
+    if not found.sharded:
+        return ZERO_TYPE
+    return TensorType.of({axis: kind for axis, kind in found if isinstance(kind, Shard)}, ZERO)
+
+
+def check_write(
+    mode: SpmdTypeMode, rule: Rule, target: Tensor, found: TensorType, tensors: Sequence[Tensor], notes: Sequence[Note]
+) -> None:
+    """Whether `target` may become a tensor of type `found`.
+
+    Raises:
+        SpmdTypeError: it receives a gradient, or is a parameter, and would have another type; or came from `.data`.
+    """
+    note = note_of(target)
+    if note is None:
+        return
+    if note[4] == READONLY:
+        raise data_error(mode, rule.name, target, note)
+    old = note[0]
+    if old is found:
+        return
+    differentiable = target.requires_grad
+    declared = isinstance(target, nn.Parameter)
+    if not differentiable and not declared:
+        return
+    view = differentiable and target._is_view()
+    for axis in sorted({*old.types, *found.types}):
+        before, after = old.get(axis), found.get(axis)
+        if _same(before, after) and not (view and f"{before}{after}" in ("RI", "IR")):
+            continue
+        raise write_error(mode, rule.name, target, tensors, [note[0] for note in notes], axis, after)
+
+
+def _same(before: SpmdType | None, after: SpmdType | None) -> bool:
+    if before is after or before is None or after is None:
+        return True
+    letters = before.letter + after.letter
+    if letters in ("RI", "IR", "R0", "I0", "RR", "II", "VS", "SV", "V0", "S0", "VR", "SR", "VI", "SI", "PP", "P0"):
+        return before.reduction == after.reduction or after.letter == "0"
+    return before == after
+
+
+def _is_leaf(x: Tensor) -> bool:
+    try:
+        return x.is_leaf
+    except RuntimeError:  # a view made under no_grad, of a parameter that was written since
+        return True
+
+
+def note_write(mode: SpmdTypeMode, target: Tensor, found: TensorType, origins: Any, extra: Any = None) -> None:
+    """Writes down what `target`, and with it its memory, became."""
+    note = note_of(target)
+    old = note[0] if note is not None else None
+    # What autograd did not see leaves the gradient as it was.
+    unseen = target.requires_grad and not torch.is_grad_enabled()
+    if unseen and old is not None and _is_leaf(target):  # of zeros it is not known yet
+        unseen = old.rest not in (ZERO, UNIFORM) and not any(kind is ZERO or kind is UNIFORM for _, kind in old)
+    new = old if old is not None and (unseen or isinstance(target, nn.Parameter)) else found
+    mode.stamp(target, new, origins, extra)
+    if target.layout is not torch.strided:  # no other tensor is over its memory
+        return
+    known = last_write(mode, target)
+    if known is None:
+        storage = target.untyped_storage()
+        if len(mode.writes) > _MOST:
+            mode.writes = {key: write for key, write in mode.writes.items() if write.memory() is not None}
+        known = mode.writes[storage._cdata] = Writes(ref(storage))
+    known.version = target._version
+    if old is not None:
+        full = target.numel() * target.itemsize == target.untyped_storage().nbytes() and target.is_contiguous()
+        known.kinds[old, new, full, target.requires_grad] = target._version
+
+
+class Writes:
+    """The writes to one piece of memory.
+
+    Attributes:
+        version: torch's counter after the last one.
+        memory: refers to the storage; nothing is known of what took its place when that was freed.
+        kinds: `(type of what was written to before, after, whether that is all of the memory, whether it has a
+            gradient)` -> version after the last write of that kind.
+    """
+
+    __slots__ = ("kinds", "memory", "version")
+
+    def __init__(self, memory: Any) -> None:
+        self.memory, self.version = memory, 0
+        self.kinds: dict[tuple[TensorType, TensorType, bool, bool], int] = {}
+
+
+def last_write(mode: SpmdTypeMode, x: Tensor) -> Writes | None:
+    """The writes to the memory of `x`, None if there were none."""
+    if x.layout is not torch.strided:
+        return None
+    storage = x.untyped_storage()
+    known: Writes | None = mode.writes.get(storage._cdata)
+    return known if known is not None and known.memory() is storage else None
+
+
+def stale(mode: SpmdTypeMode, x: Tensor, note: Note) -> Note:
+    """What is known of a tensor whose memory was written since.
+
+    Raises:
+        SpmdTypeError: not by what the checker saw; or by something that cannot stand beside what it holds.
+    """
+    known = last_write(mode, x)
+    kinds: list[tuple[TensorType, TensorType, bool, bool]] = []
+    if known is not None and known.version == x._version:
+        kinds = [kind for kind, version in sorted(known.kinds.items(), key=lambda item: item[1]) if version > note[3]]
+    else:
+        from .session import in_backward
+
+        if not in_backward() and not (x.grad_fn is None and isinstance(x, nn.Parameter)):
+            raise SpmdTypeError(
+                f"{shown(x, note[0])} was written in place where types do not see it, before {where()}",
+                "what it holds now is not known to have its type",
+                repairs=["write to it by torch functions, inside of the check", "make a new tensor"],
+                rule="stale",
+            )  # autograd and optimizers write what they made
+    found = note[0]
+    for old, new, full, differentiable in kinds:
+        types: dict[str, SpmdType] = {}
+        for axis in {*found.types, *old.types, *new.types}:
+            before, after = found.get(axis), new.get(axis)
+            if before is None or after is None:
+                kind = before
+            elif isinstance(x, nn.Parameter) or (x.requires_grad and not differentiable):
+                # It keeps its type, whichever view of it was written.
+                kind = before if after == old.get(axis) or _same(before, after) else None
+            else:
+                kind = _joined(before, old.get(axis), after, full, differentiable)
+            if kind is None and before is not None:
+                name = x.__dict__.get(NAME) or ("a parameter" if isinstance(x, nn.Parameter) else "")
+                raise SpmdTypeError(
+                    f"{name + ' ' if name else ''}{shown(x, found)} was written through another view of its memory, "
+                    f"before {where()}",
+                    f"on {axis} it is {before}, and what was written there is {after}: together they are neither"
+                    + (", and what has a gradient keeps its type" if x.requires_grad else ""),
+                    axis=axis,
+                    rule="inplace",
+                )
+            if kind is not None:
+                types[axis] = kind
+        rest = found.rest
+        if rest is not None and new.rest is not None:
+            rest = _joined(rest, old.rest, new.rest, full, differentiable) or rest
+        found = TensorType.of(types, rest)
+    fresh: Note = (found, note[1], mode.session, x._version, note[4])
+    x.__dict__[NOTE] = fresh
+    return fresh
+
+
+def _joined(
+    held: SpmdType, old: SpmdType | None, new: SpmdType, full: bool, differentiable: bool
+) -> SpmdType | None:
+    """What a tensor of type `held` is after a view of its memory went from `old` to `new`; None: nothing that has a
+    type.
+
+    `full`: the view is all of the memory, so that nothing else is left in it.
+    """
+    if getattr(new, "along", None):  # dims of the view
+        new = R
+    if held.letter == "R" and held is not R and not full and new.letter in "R0":  # constants, and now others in between
+        return R
+    if held == new and (old == new or held.letter != "S"):
+        return held
+    if new.letter == "P" or held.letter == "P":
+        if new is ZERO or held is ZERO or (full and new.letter != "S"):
+            return held if new is ZERO else new
+        return None
+    if new.letter in "VS":
+        return held if held is V or (old == new and held.letter == "S") else V
+    if full:
+        kept = (held is R or held.letter == "I") and new.letter in "RI" and not differentiable
+        return held if kept else new
+    if held.letter in "VS":  # constants are as sharded as what they were put into
+        return held if (new is ZERO or new is UNIFORM) and old is not None and old.letter == held.letter else V
+    if new is ZERO or new is UNIFORM:
+        return held if held.letter in "RI" and held is not UNIFORM else R
+    return new if differentiable or held is ZERO or held is UNIFORM else held

@@ -1,0 +1,432 @@
+"""The judgement: from the types of a call's operands to the types of its results, axis by axis.
+
+What a function does to dims is its label spec, in what it is linear its rule (`rules/`); here is what follows for the
+types, for all functions alike. For one axis:
+
+    no operand varies or is partial   the result is equal on all ranks: I if the gradient is to be one, else R
+    P                                 only what is linear: all of one group of operands P, the others R
+    S, and its label stays            the result is sharded where the label went
+    S, and its label is summed        the result is P: a contraction over a sharded dim
+    S against another, or against R   a gather is missing
+    V                                 the result is V; nothing is known about dims
+
+I takes part with R or V only where it cannot receive a gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import combinations
+from typing import Any, NamedTuple
+
+from .axes import order_of
+from .rules.spec import Dims, Rule, Spec
+from .tensor_type import TensorType
+from .types import UNIFORM, ZERO, I, P, R, Shard, SpmdType, V, repeated
+
+__all__ = ["EXPANDS", "Judgement", "Operand", "Violation", "judge"]
+
+
+EXPANDS = ("expand", "expand_as", "broadcast_to")
+LOOKUPS = ("__getitem__", "gather", "index_select", "take_along_dim")  # of operand 0, by the others
+
+
+class Operand(NamedTuple):
+    """Type of an operand, and whether it can receive a gradient."""
+
+    type: TensorType
+    differentiable: bool
+
+
+class Judgement(NamedTuple):
+    """Types of the results; `born`: axes on which a type begins here, and how; `assumed`: what was not provable."""
+
+    types: tuple[TensorType, ...]
+    born: dict[str, str]
+    assumed: tuple[str, ...]
+
+
+class Violation(Exception):
+    """What forbids a call.
+
+    Attributes:
+        rule: short name of the rule.
+        axis: on which axis.
+        why: the rule in words, with the numbers of this call.
+        operands: indices of the operands that it is about, the culprit first.
+    """
+
+    def __init__(self, rule: str, axis: str, why: str, operands: Sequence[int] = ()) -> None:
+        super().__init__(why)
+        self.rule, self.axis, self.why, self.operands = rule, axis, why, tuple(operands)
+
+
+class _Call(NamedTuple):
+    rule: Rule
+    spec: Spec | None
+    operands: Sequence[Operand]
+    groups: Sequence[frozenset[int]]
+    results: int
+    assumed: list[str]
+    places: dict[str, _Place]  # of the axes that shard an operand
+
+
+def judge(rule: Rule, spec: Spec | None, operands: Sequence[Operand], affine: bool, count: int) -> Judgement:
+    """Types of the `count` results of a call.
+
+    Args:
+        spec: of this call; None: nothing is known about dims.
+        affine: the call adds a constant, or rounds, so that it is linear in nothing.
+
+    Raises:
+        Violation: the types do not go together.
+    """
+    everything = frozenset(range(len(operands)))
+    if affine:
+        groups: list[frozenset[int]] = []
+    elif rule.linear and rule.linear[0] == (-1,):
+        groups = [everything]
+    else:
+        groups = [frozenset(group) & everything for group in rule.linear]
+    if spec is not None and len(spec.ins) < len(operands):  # operands that are no tensors: numbers that vary
+        spec = spec._replace(ins=(*spec.ins, *((),) * (len(operands) - len(spec.ins))))
+    call = _Call(rule, spec, operands, groups, count, [], {})
+    axes = sorted({axis for operand in operands for axis in operand.type.types})
+    found: list[dict[str, SpmdType]] = [{} for _ in range(count)]
+    born: dict[str, str] = {}
+    for axis in axes:
+        kinds = [operand.type.get(axis) for operand in operands]
+        for number, kind in enumerate(_on_axis(call, axis, kinds)):
+            found[number][axis] = kind
+            if kind.letter == "P" and not any(k is not None and k.letter == "P" for k in kinds):
+                born[axis] = (
+                    f"contraction over a sharded dim in {rule.name}" if kind is P else f"maximum in {rule.name}"
+                )
+    _disentangle(call, found)
+    rests = [operand.type.rest for operand in operands]
+    equal: Sequence[SpmdType | None] = [None] * count
+    if all(r is not None for r in rests):
+        equal = _equals(call, "", rests)  # type: ignore[arg-type]
+    return Judgement(tuple(map(TensorType.of, found, equal)), born, tuple(call.assumed))
+
+
+def _on_axis(call: _Call, axis: str, given: Sequence[SpmdType | None]) -> list[SpmdType]:
+    spec = call.spec
+    kinds: list[SpmdType | None] = list(given)
+    for index, kind in enumerate(kinds):
+        if spec is not None and spec.ins[index] is None:
+            kinds[index] = UNIFORM  # only its shape is read
+        elif kind is None:
+            raise Violation("no_type", axis, f"it has no type on {axis}, the others have", [index])
+    known: list[SpmdType] = kinds  # type: ignore[assignment]
+    letters = [kind.letter for kind in known]
+    varying = [index for index, letter in enumerate(letters) if letter in "VS"]
+    partial = [index for index, letter in enumerate(letters) if letter == "P"]
+    if not varying and not partial:
+        return _equals(call, axis, known)
+    invariant = [index for index, letter in enumerate(letters) if letter == "I" and call.operands[index].differentiable]
+    if invariant:
+        other = (partial or varying)[0]
+        raise Violation(
+            "invariant",
+            axis,
+            f"an I operand that receives a gradient mixes with no other type, here with {known[other]}: its gradient "
+            f"would be a different one on every rank",
+            [invariant[0], other],
+        )
+    if not varying:
+        return [_partial(call, axis, known, partial)] * call.results
+    sharded = [index for index in varying if letters[index] == "S"]
+    if not sharded or spec is None:
+        if partial:
+            raise Violation("partial_varying", axis, "a partial sum times, or plus, a varying value is neither",
+                            [partial[0], varying[0]])  # fmt: skip
+        if spec is None:
+            call.assumed.append(f"{call.rule.name}: nothing is known about its dims")
+        return [V] * call.results
+    return _sharded(call, spec, axis, known, sharded, varying, partial)
+
+
+def _equals(call: _Call, axis: str, kinds: Sequence[SpmdType]) -> list[SpmdType]:
+    """The results of operands that are the same on all ranks, with the dims along which they are repeated."""
+    kind, spec = _equal(call, axis, kinds), call.spec
+    expands = call.rule.name in EXPANDS
+    if kind.letter != "R" or kind is UNIFORM or spec is None or not (expands or any(k is not R for k in kinds)):
+        return [kind] * call.results
+
+    # x[i, j] where x is repeated along dim 0: whatever i says.
+    looked: list[int] = []
+    if call.rule.name in LOOKUPS:
+        looked = [d for d, labels in enumerate(spec.ins[0] or ()) if spec.looked_up.intersection(labels)]
+    if len(looked) != len(kinds) - 1:
+        looked = []
+    unread = [index for index, d in enumerate(looked, 1) if d in getattr(kinds[0], "along", ())]
+
+    def repeats(label: int) -> bool:
+        held = [
+            (k, dim)
+            for index, (k, dims) in enumerate(zip(kinds, spec.ins))
+            for dim, labels in enumerate(dims or ())
+            if label in labels and index not in unread
+        ]
+        same = (k is UNIFORM or k is ZERO or dim in getattr(k, "along", ()) for k, dim in held)
+        return label not in spec.fixed and all(same) and (expands or bool(held) or bool(unread))
+
+    found: list[SpmdType] = [
+        repeated(frozenset(dim for dim, labels in enumerate(out) if labels and all(map(repeats, labels))))
+        for out in spec.outs
+    ]
+    return found + [R] * (call.results - len(found))
+
+
+def _equal(call: _Call, axis: str, kinds: Sequence[SpmdType]) -> SpmdType:
+    """All operands are the same on all ranks of the axis."""
+    if all(kind is R for kind in kinds):
+        return R if kinds else UNIFORM
+    ins: Sequence[Any] = call.spec.ins if call.spec is not None else kinds  # None: only its shape is read
+    given = zip(kinds, call.operands, ins)
+    receiving = {k.letter for k, operand, dims in given if operand.differentiable and dims is not None}
+    if "I" in receiving and "R" in receiving:
+        index = next(i for i, kind in enumerate(kinds) if kind.letter == "I" and call.operands[i].differentiable)
+        other = next(i for i, kind in enumerate(kinds) if kind.letter == "R" and call.operands[i].differentiable)
+        raise Violation("invariant", axis, "I and R do not mix: of one the gradient is one value, of the other a sum",
+                        [index, other])  # fmt: skip
+    if "I" in receiving:
+        return I
+    if "R" in receiving:
+        return R
+    constant = all(kind is UNIFORM or kind is ZERO for kind in kinds)
+    if constant:
+        if all(kind is ZERO for kind in kinds) and call.groups:
+            return ZERO
+        return UNIFORM if call.spec is not None and not call.spec.fixed and not _places(call) else R
+    return I if all(kind is I or kind is UNIFORM or kind is ZERO for kind in kinds) else R
+
+
+def _places(call: _Call) -> bool:
+    """Whether positions in a result say which operand, or which value, is there (cat, one_hot): no constant then."""
+    if call.spec is None or call.rule.name in EXPANDS:
+        return False
+    given = {label for dims in call.spec.ins for dim in dims or () for label in dim}
+    made = {label for dims in call.spec.outs for dim in dims for label in dim if call.spec.sizes[label] != 1}
+    return bool(made - given)
+
+
+def _partial(call: _Call, axis: str, kinds: Sequence[SpmdType], partial: Sequence[int]) -> SpmdType:
+    """Some operands are P, none varies."""
+    kind = kinds[partial[0]]
+    name = call.rule.name
+    if any(kinds[index] is not kind for index in partial):
+        raise Violation("partial_kinds", axis, "a partial sum and a partial maximum do not combine", partial)
+    if kind is not P:
+        moves = call.rule.aliases or name in ("clone", "contiguous", "detach", "to", "float", "double")
+        if moves and len(kinds) == 1:
+            return kind
+        raise Violation("partial_max", axis, f"{name} of a partial maximum: reduce it first", partial)
+    members = frozenset(partial)
+    zeros = {index for index, other in enumerate(kinds) if other is ZERO}
+    for group in call.groups:
+        if members <= group and all(index in members or index in zeros for index in group):
+            return P
+    if not call.groups:
+        raise Violation("partial_nonlinear", axis, f"{name} is not linear: of a partial sum it is not the partial sum "
+                        "of the results", partial)  # fmt: skip
+    holders = [group for group in call.groups if members <= group]
+    if not holders:
+        raise Violation("partial_product", axis, "the product of partial sums is not the partial sum of the products",
+                        partial)  # fmt: skip
+    others = [index for index in sorted(holders[0]) if index not in members and index not in zeros]
+    raise Violation("partial_plus", axis, "adding to a partial sum what every rank has adds it once for each rank",
+                    [partial[0], *others])  # fmt: skip
+
+
+def _sharded(
+    call: _Call,
+    spec: Spec,
+    axis: str,
+    kinds: Sequence[SpmdType],
+    sharded: Sequence[int],
+    varying: Sequence[int],
+    partial: Sequence[int],
+) -> list[SpmdType]:
+    name = call.rule.name
+    place: _Place | None = None
+    for index in sharded:
+        dims = spec.ins[index]
+        assert dims is not None
+        kind = kinds[index]
+        assert isinstance(kind, Shard)
+        here = _locate(dims, kind, spec, axis, index, name)
+        if place is None:
+            place, first = here, index
+        elif here[:2] != place[:2]:  # the extent says what was merged with what, not which rank has what
+            other = kinds[first]
+            if here.label == place.label:
+                why = f"both are sharded on the same dim, but in another way ({other} and {kind})"
+            else:
+                why = f"one is sharded on dim {other.dim}, the other on dim {kind.dim}: "  # type: ignore[union-attr]
+                why += "these are different dims of the result, and every rank has but one pair of pieces"
+            raise Violation("shards", axis, why, [index, first])
+    assert place is not None
+    call.places[axis] = place
+    label = place.label
+    having = [i for i, dims in enumerate(spec.ins) if dims is not None and any(label in dim for dim in dims)]
+    unknown = [index for index in varying if index not in sharded]
+    dim = kinds[first].dim  # type: ignore[union-attr]
+    if label in spec.fixed:
+        if label in spec.looked_up and unknown:
+            call.assumed.append(f"{name}: a lookup in a sharded dim {dim} by positions that vary")
+            return [V] * call.results
+        raise Violation("fixed", axis, f"dim {dim} is sharded, but {spec.fixed[label]}", [first])
+    # A dim of size 1 that stays may be one that broadcasts: of size 1 in one process too.
+    alone = spec.sizes[label] == 1 and label not in spec.reduced
+    whole = [
+        i for i in having if kinds[i].letter in "RI" and kinds[i] is not UNIFORM
+        and not (alone and not _elsewhere(call.operands[i].type, spec.ins[i], label))
+        and not _repeats(kinds[i], spec.ins[i], label)
+    ]  # fmt: skip
+    if whole:
+        raise Violation(
+            "whole",
+            axis,
+            f"a dim of {spec.sizes[label]} is this rank's piece (dim {dim}) of the one, and all of the other, which is "
+            "the same on all ranks",
+            [whole[0], first],
+        )
+    if label in spec.reduced:
+        return [_reduced(call, spec, axis, kinds, place, having, unknown, partial, dim)] * call.results
+    if partial:
+        raise Violation("partial_varying", axis, "a partial sum times, or plus, a varying value is neither",
+                        [partial[0], first])  # fmt: skip
+    if unknown:
+        return [V] * call.results
+    return [_put(out, place, spec) for out in spec.outs] + [V] * (call.results - len(spec.outs))
+
+
+def _elsewhere(found: TensorType, dims: Dims | None, label: int) -> bool:
+    """Whether an operand is sharded along a label over any axis, so that its dim is of another size in one process."""
+    return any(isinstance(kind, Shard) and label in (dims or ())[kind.dim] for _, kind in found)
+
+
+def _repeats(kind: SpmdType, dims: Dims | None, label: int) -> bool:
+    """Whether an operand is the same at every position of a label."""
+    return all(dim in getattr(kind, "along", ()) for dim, labels in enumerate(dims or ()) if label in labels)
+
+
+def _reduced(
+    call: _Call,
+    spec: Spec,
+    axis: str,
+    kinds: Sequence[SpmdType],
+    place: _Place,
+    having: Sequence[int],
+    unknown: Sequence[int],
+    partial: Sequence[int],
+    dim: int,
+) -> SpmdType:
+    """The sharded dim ends here."""
+    how, name = spec.reduced[place.label], call.rule.name
+    if how == "max" and not partial:
+        return V if unknown else P("max")
+    if how != "sum":
+        advice = {
+            "mean": "the mean over this rank's piece is not the mean: sum, then divide by the global count",
+            "min": "a minimum is not carried as a partial value: take -amax(-x)",
+        }
+        raise Violation("reduced", axis, f"dim {dim} is sharded: " + advice.get(how, f"{name} needs all of it"), having)
+    if any(index not in having for index in unknown):
+        return V
+    # What is not linear and yet a sum (count_nonzero, a summed loss) has nothing else that is added.
+    groups = [group for group in call.groups if group & set(having)]
+    rest = {index for group in groups for index in group if index not in having}
+    for index in sorted(rest):
+        if kinds[index] is not P and kinds[index] is not ZERO:
+            raise Violation(
+                "bias",
+                axis,
+                f"the sum over sharded dim {dim} is partial, and what is added to it is the same on every rank: it "
+                "would be added once for each rank",
+                [index, having[0]],
+            )
+    strange = [index for index in partial if index not in rest]
+    if strange:
+        raise Violation(
+            "partial_varying", axis, "a partial sum times a varying value is neither", [strange[0], having[0]]
+        )
+    if unknown:
+        call.assumed.append(f"{name}: that the varying operand is sharded on the dim which is summed over")
+    return P
+
+
+class _Place(NamedTuple):
+    """Along which label a tensor is sharded: in `stride` blocks, `extent` positions of each counting."""
+
+    label: int
+    stride: int
+    extent: int
+
+
+def _locate(dims: Dims, kind: Shard, spec: Spec, axis: str, index: int, name: str) -> _Place:
+    """The factor of a dim that is sharded."""
+    factors = dims[kind.dim] if kind.dim < len(dims) else ()
+    if not factors:
+        raise Violation("broadcast", axis, f"dim {kind.dim} is sharded, and here of size 1, broadcast or dropped: it "
+                        "would be another size in one process", [index])  # fmt: skip
+    sizes = spec.sizes
+    if len(factors) == 1:
+        label = factors[0]
+        blocks = sizes[label] // kind.stride
+        return _Place(label, kind.stride, blocks if kind.extent is None else kind.extent)
+    outer = 1
+    for number, label in enumerate(factors):
+        size = sizes[label]
+        if outer == kind.stride:
+            skip = size == 1 and number + 1 < len(factors)
+            if skip and label not in spec.weak:  # it was merged with a sharded inner dim
+                skip = kind.extent not in (None, 1) and kind.extent >= sizes[factors[number + 1]]
+            elif skip:
+                skip = kind.extent != 1
+            if not skip:
+                return _Place(label, 1, size if kind.extent is None else min(kind.extent, size))
+        elif outer < kind.stride < outer * size and kind.stride % outer == 0 and size % (kind.stride // outer) == 0:
+            inner = kind.stride // outer
+            rest = size // inner
+            return _Place(label, inner, rest if kind.extent is None else min(kind.extent, rest))
+        outer *= size
+    if outer == kind.stride:  # one position in each block
+        return _Place(factors[-1], sizes[factors[-1]], 1)
+    why = f"dim {kind.dim} is sharded in {kind.stride} blocks, and {name} does not cut it along them"
+    raise Violation("fixed", axis, why, [index])
+
+
+def _disentangle(call: _Call, found: Sequence[dict[str, SpmdType]]) -> None:
+    """Of two axes that shard one dim in the same way the first one of the mesh has the outer factor. Where dims of
+    local size 1 are merged the other way round, the types could not say so: the inner one varies.
+    """
+    if call.spec is None or len(call.places) < 2:
+        return
+    for types, out in zip(found, call.spec.outs):
+        for first, second in combinations(sorted(call.places, key=order_of), 2):
+            one, two = types.get(first), types.get(second)
+            if isinstance(one, Shard) and isinstance(two, Shard) and (one.dim, one.stride) == (two.dim, two.stride):
+                labels = out[one.dim]
+                if labels.index(call.places[first].label) > labels.index(call.places[second].label):
+                    types[first] = V
+
+
+def _put(out: Dims, place: _Place, spec: Spec) -> SpmdType:
+    """The type of a result with dims `out`."""
+    for dim, factors in enumerate(out):
+        if place.label in factors:
+            if len(factors) == 1:
+                whole = place.extent == spec.sizes[place.label] // place.stride
+                return Shard(dim, place.stride, None if whole else place.extent)
+            outer = total = 1
+            for label in factors:
+                if label == place.label:
+                    outer = total
+                total *= spec.sizes[label]
+            stride = outer * place.stride
+            # With one block it must be said what is sharded: it need not be the outermost factor of size 1.
+            return Shard(dim, stride, None if outer > 1 and place.extent * stride == total else place.extent)
+    return V

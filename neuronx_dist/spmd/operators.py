@@ -1,0 +1,409 @@
+"""Types of the typed operators and of plain collectives: the handlers that the checker calls for them.
+
+An operator is judged by its row: what `src` says is what the tensor must be, what `dst` says is what it becomes. The
+plain verbs of `comm` have no types of their own: they are read off the tensor (a partial sum is reduced, shards are
+gathered), and what makes no sense of them is an error: the sum of what is equal on all ranks, the gather of a sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import comm
+from ..comm import Handle
+from . import collectives, packing
+from .axes import atoms_of, order_of
+from .checker import HANDLERS, SpmdTypeMode
+from .explain import operator_error
+from .inplace import note_write
+from .provenance import module_path, where
+from .tensor_type import Note, Origin, Segments, TensorType
+from .types import UNIFORM, ZERO, I, P, R, Shard, SpmdType, V, repeated
+
+_REDUCTIONS = ("all_reduce", "reduce_scatter")
+
+
+def _atoms(mode: SpmdTypeMode, axis: Any) -> tuple[str, ...]:
+    return atoms_of(axis, mode.mesh)
+
+
+# --- the typed operators ---
+
+
+def _operator(mode: SpmdTypeMode, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    x, axis = args[0], args[1] if len(args) > 1 else kwargs["axis"]
+    name = func.__name__
+    note = mode.note(x, name)
+    if note is None:  # a backward pass through native code
+        with mode.pause():
+            return func(*args, **kwargs)
+    src, dst = kwargs["src"], kwargs["dst"]
+    row = collectives.ROWS.get((name, src.letter, dst.letter))
+    if row is None or (row.expert and not kwargs.get("expert_mode", True)):
+        with mode.pause():
+            return func(*args, **kwargs)  # raises
+    axes = mode.known.get(axis) if axis.__class__ is str else _atoms(mode, axis)
+    if axes is None:
+        axes = mode.known[axis] = _atoms(mode, axis)
+    stack = kwargs.get("gather_dim", kwargs.get("scatter_dim", 0))
+    count = comm.communicator(axis).size if isinstance(src, Shard) or isinstance(dst, Shard) else 0
+    key = (func, note[0], axes, src, dst, x.shape, x.requires_grad, torch.is_grad_enabled(), stack, count)
+    found = mode.known.get(key)
+    if found is None:
+        told = mode.told
+        for atom in axes:
+            _check_source(mode, x, note, atom, name, src, dst)
+        if name == "reinterpret" and src is V and axes:
+            mode.trust(f"reinterpret({src}, {dst}): the values of the ranks of {', '.join(axes)} are summands")
+        elif row.expert and axes:
+            mode.trust(f"{name}({src}, {dst})")
+        found = _operated(mode, x, note[0], axes, name, src, dst, stack, count)
+        if told == mode.told:  # else it is to be told at every call
+            mode.known[key] = found
+    mode.operators += 1
+    if row.communicates and axes:
+        mode.collectives += 1
+    if mode.record is not None:
+        mode.record(name, (args[1:], kwargs), where())
+    with mode.pause():
+        result = func(*args, **kwargs)
+    origins = note[1]
+    if dst.letter in "PIRV" and axes:
+        origin = Origin(f"{name}({src}, {dst})", where(), module_path(mode.modules), dst.letter)
+        origins = {**(origins or {}), **dict.fromkeys(axes, origin)}
+    mode.stamp(result, found, origins)
+    return result
+
+
+def _operated(
+    mode: SpmdTypeMode,
+    x: Tensor,
+    given: TensorType,
+    axes: Sequence[str],
+    name: str,
+    src: SpmdType,
+    dst: SpmdType,
+    stack: int,
+    count: int,
+) -> TensorType:
+    """What an operator over `axes`, which are of `count` ranks, makes of a tensor."""
+    if not axes:
+        return given
+    types = _renumbered(given.types, src, dst, name, stack, x.dim())
+    if isinstance(src, Shard):
+        joined(types, axes, src.dim % x.dim(), count)
+    kind = dst
+    if isinstance(dst, Shard):
+        kind = cut(types, axes, dst.dim % x.dim(), count) if mode.level == "G" else V
+    rest = given.rest
+    if name not in ("all_reduce", "reinterpret") and src.letter + dst.letter not in ("IR", "RI"):
+        # Pieces of constants, and zeros between them, are no constant.
+        types = {axis: R if old is UNIFORM else old for axis, old in types.items()}
+        rest = R if rest is UNIFORM else rest
+    types.update(dict.fromkeys(axes, kind))
+    return TensorType.of(types, rest)
+
+
+def _check_source(
+    mode: SpmdTypeMode, x: Tensor, note: Note, atom: str, name: str, src: SpmdType, dst: SpmdType
+) -> None:
+    """Whether `x` is what `src` says."""
+    actual = note[0].get(atom)
+    if actual is None:
+        raise operator_error(mode, name, x, note, atom, src, dst, f"it has no type on {atom}", "no_type")
+    if actual.letter == "0" or actual is UNIFORM:  # constants are of any type
+        return
+    fixed = not (x.requires_grad and torch.is_grad_enabled())
+    want = src.letter
+    if want in "RI":
+        if actual.letter == want or (fixed and actual.letter in "RI"):
+            return
+    elif want == "P":
+        if actual is P:
+            return
+        if actual is V and name in _REDUCTIONS:
+            mode.assume(f"{name}: the values that vary over {atom} are summands")
+            return
+    elif want == "V":
+        if actual.letter in "VS":
+            return
+    elif isinstance(src, Shard):
+        if isinstance(dst, Shard) and dst.dim % x.dim() == src.dim % x.dim():
+            why = f"it is {src} already, and an exchange along the same dim puts its pieces in another order"
+            raise operator_error(mode, name, x, note, atom, src, dst, why, "source")
+        if actual is V:
+            mode.assume(f"{name}: what varies over {atom} is sharded on dim {src.dim % x.dim()}")
+            return
+        if isinstance(actual, Shard) and actual.dim == src.dim % x.dim():
+            if actual.stride == 1:
+                return
+            why = (
+                f"dim {actual.dim} is {actual.stride} blocks, each sharded by itself: a concatenation of the ranks' "
+                "pieces has them in another order"
+            )
+            raise operator_error(mode, name, x, note, atom, src, dst, why, "stride")
+    raise operator_error(mode, name, x, note, atom, src, dst, f"it is {actual}, not {src}", "source")
+
+
+def _renumbered(
+    types: Mapping[str, SpmdType], src: SpmdType, dst: SpmdType, name: str, stack: int, ndim: int
+) -> dict[str, SpmdType]:
+    """Where the shards over other axes, and their repeated dims, are when V is stacked on a new dim or unbound."""
+    step = 0
+    if src is V and name in ("all_gather", "convert"):
+        step = 1
+    elif dst is V and name in ("reduce_scatter", "convert"):
+        step = -1
+    found = dict(types)
+    touched = {kind.dim % ndim for kind in (src, dst) if isinstance(kind, Shard)} | (
+        {stack} if V in (src, dst) else set()
+    )
+    for axis, kind in types.items():
+        along = getattr(kind, "along", None)
+        if along and not isinstance(kind, Shard):  # what other ranks hold there is another number
+            left = (dim for dim in along if step > 0 or dim not in touched)
+            found[axis] = repeated(frozenset(dim + step if dim >= stack and step else dim for dim in left))
+        elif step and isinstance(kind, Shard):
+            if step < 0 and kind.dim == stack:
+                found[axis] = V
+            elif kind.dim >= stack:
+                found[axis] = Shard(kind.dim + step, kind.stride, kind.extent)
+    return found
+
+
+# --- several axes over one dim: by convention the outer axis of the mesh has the outer factor ---
+
+
+def _inside(axis: str, axes: Sequence[str]) -> bool | None:
+    """Whether `axis` comes after all of `axes` in the order of the mesh, or (False) before; None: neither."""
+    places = {order_of(axis) > order_of(atom) for atom in axes}
+    return places.pop() if len(places) == 1 else None
+
+
+def joined(types: dict[str, SpmdType], axes: Sequence[str], dim: int, count: int, copies: bool = False) -> None:
+    """What the types of the other axes become when `dim` is put together over `axes`; `copies`: of no shards."""
+    for axis, kind in types.items():
+        if dim in getattr(kind, "along", ()):
+            types[axis] = repeated(kind.along - {dim})  # type: ignore[union-attr]
+        if axis in axes or not isinstance(kind, Shard) or kind.dim != dim:
+            continue
+        inside = True if copies or kind.stride > 1 else _inside(axis, axes)
+        types[axis] = V if inside is None else Shard(dim, kind.stride * count if inside else 1)
+
+
+def cut(types: dict[str, SpmdType], axes: Sequence[str], dim: int, count: int) -> SpmdType:
+    """The type on `axes` when `dim` is cut into `count` pieces over them; those of other axes are changed with it.
+
+    V where the pieces are no shard of the whole: another axis of the same dim has the outer factor then, against the
+    convention.
+    """
+    found: SpmdType = Shard(dim)
+    for axis, kind in types.items():
+        if axis in axes or not isinstance(kind, Shard) or kind.dim != dim:
+            continue
+        blocks = kind.stride // count
+        if kind.stride > 1 and kind.stride % count:
+            types[axis] = found = V
+        elif kind.stride == 1:
+            types[axis] = Shard(dim)
+            found = found if _inside(axis, axes) is False else V
+        else:
+            types[axis] = Shard(dim, blocks)
+            found = found if blocks > 1 or _inside(axis, axes) else V
+    return found
+
+
+HANDLERS.update(
+    dict.fromkeys([getattr(collectives, _name) for _name in {key[0] for key in collectives.ROWS}], _operator)
+)
+
+
+# --- the plain verbs ---
+
+
+def _verb(mode: SpmdTypeMode, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    x, axis = args[0], args[1]
+    name = func.__name__
+    note = mode.note(x, name)
+    mode.operators += 1
+    communicator = comm.communicator(axis)
+    axes = _atoms(mode, communicator) if communicator.size != 1 else ()
+    if axes:
+        mode.collectives += 1
+    if mode.record is not None:
+        mode.record(f"comm.{name}", (args[2:], {k: v for k, v in kwargs.items() if k != "out"}), where())
+    if note is None:
+        with mode.pause():
+            return func(*args, **kwargs)
+    if isinstance(note[4], Segments):
+        found, extra = packing.collective(mode, name, x, note, axes, kwargs, communicator.size)
+    else:
+        found, extra = verb_type(mode, name, x, note[0], note, axes, kwargs, communicator.size), None
+    with mode.pause():
+        result = func(*args, **kwargs)
+    origins = dict(note[1] or {})
+    for atom in axes:
+        origins.pop(atom, None)
+
+    def finish(y: Tensor) -> Tensor:
+        with torch._C.DisableTorchFunction():  # a wait is no call that the mode sees
+            note_write(mode, y, found, origins or None, extra)
+        return y
+
+    if isinstance(result, Handle):
+        result.then(finish)
+        return result
+    return finish(result)
+
+
+def verb_type(
+    mode: SpmdTypeMode,
+    name: str,
+    x: Tensor,
+    found: TensorType,
+    note: Note,
+    axes: Sequence[str],
+    kwargs: Mapping[str, Any],
+    count: int,
+) -> TensorType:
+    """What a plain collective among `count` ranks makes of a tensor."""
+    types = dict(found.types)
+    for atom in axes:
+        actual = found.get(atom)
+        if actual is None:
+            raise operator_error(
+                mode, f"comm.{name}", x, note, atom, None, None, f"it has no type on {atom}", "no_type"
+            )
+        types[atom] = _VERBS[name](mode, x, note, atom, actual, kwargs)
+    if found.shaped and axes and name in ("all_gather", "reduce_scatter", "all_to_all"):
+        _beside(name, x, found, types, axes, kwargs, count)
+    return TensorType.of(types, found.rest)
+
+
+def _beside(
+    name: str,
+    x: Tensor,
+    found: TensorType,
+    types: dict[str, SpmdType],
+    axes: Sequence[str],
+    kwargs: Mapping[str, Any],
+    count: int,
+) -> None:
+    """The other axes that shard a dim which a plain collective puts together or cuts."""
+    dim = kwargs.get("dim", 0) % max(1, x.dim())
+    into = kwargs.get("split_dim", 0) % max(1, x.dim()) if name == "all_to_all" else dim
+    if name == "all_to_all":
+        dim = kwargs.get("concat_dim", 0) % x.dim()
+    if name != "reduce_scatter":
+        copies = any(not isinstance(found.get(axis), Shard) for axis in axes)
+        joined(types, axes, dim, count, copies)
+    if name != "all_gather":
+        kind = cut(types, axes, into, count)
+        if any(isinstance(types[axis], Shard) for axis in axes):
+            types.update(dict.fromkeys(axes, kind))
+
+
+def _reduce(mode: SpmdTypeMode, x: Tensor, note: Note, atom: str, actual: SpmdType, kwargs: Mapping[str, Any]) -> Any:
+    op = kwargs.get("op", "sum")
+    name = "comm.all_reduce"
+    if actual.letter == "P":
+        if actual.reduction == op:
+            return R
+        why = f"a partial {actual.reduction} is reduced by {op}"
+        raise operator_error(mode, name, x, note, atom, None, None, why, "wrong_reduction")
+    if op in ("max", "min"):
+        if actual.letter == "S":
+            why = f"its pieces along dim {actual.dim} are compared with one another: {op} over that dim first"  # type: ignore[union-attr]
+            raise operator_error(mode, name, x, note, atom, None, None, why, "wrong_reduction")
+        return R
+    if actual is V:
+        mode.assume(f"{name}: the values that vary over {atom} are summands")
+        return R
+    if actual is ZERO or actual is UNIFORM:  # ones are summed to count
+        return R
+    if isinstance(actual, Shard):
+        why = f"its pieces along dim {actual.dim} are added up: all_gather is what puts them together"
+        raise operator_error(mode, name, x, note, atom, None, None, why, "sum_of_shards")
+    why = f"it is the same on all ranks of {atom} already: the sum multiplies it by their number"
+    raise operator_error(mode, name, x, note, atom, None, None, why, "reduced_twice")
+
+
+def _gather(mode: SpmdTypeMode, x: Tensor, note: Note, atom: str, actual: SpmdType, kwargs: Mapping[str, Any]) -> Any:
+    dim = kwargs.get("dim", 0) % max(1, x.dim())
+    if actual.letter == "P":
+        raise operator_error(mode, "comm.all_gather", x, note, atom, None, None,
+                             "it is a partial sum: a gather puts summands side by side", "gather_of_sum")  # fmt: skip
+    if isinstance(actual, Shard) and (actual.dim != dim or actual.stride != 1):
+        why = f"it is {actual}, and dim {dim} is gathered"
+        raise operator_error(mode, "comm.all_gather", x, note, atom, None, None, why, "gather_dim")
+    if mode.level == "G" and (actual is R or actual is I):
+        why = f"it is the same on all ranks of {atom}: the result holds it once for each of them"
+        raise operator_error(mode, "comm.all_gather", x, note, atom, None, None, why, "gathered_twice")
+    return R
+
+
+def _scatter(mode: SpmdTypeMode, x: Tensor, note: Note, atom: str, actual: SpmdType, kwargs: Mapping[str, Any]) -> Any:
+    _reduce(mode, x, note, atom, actual, kwargs)
+    return Shard(kwargs.get("dim", 0) % max(1, x.dim())) if mode.level == "G" else V
+
+
+def _exchange(mode: SpmdTypeMode, x: Tensor, note: Note, atom: str, actual: SpmdType, kwargs: Mapping[str, Any]) -> Any:
+    split, concat = kwargs.get("split_dim", 0) % x.dim(), kwargs.get("concat_dim", 0) % x.dim()
+    if actual.letter == "P":
+        why = "it is a partial sum: pieces of summands are not pieces of the sum"
+        raise operator_error(mode, "comm.all_to_all", x, note, atom, None, None, why, "gather_of_sum")
+    sharded = isinstance(actual, Shard) and actual.dim == concat and actual.stride == 1 and split != concat
+    return Shard(split) if sharded else V
+
+
+def _broadcast(
+    mode: SpmdTypeMode, x: Tensor, note: Note, atom: str, actual: SpmdType, kwargs: Mapping[str, Any]
+) -> Any:
+    if actual.letter == "P":
+        raise operator_error(mode, "comm.broadcast", x, note, atom, None, None,
+                             "it is a partial sum: one summand is not the sum", "gather_of_sum")  # fmt: skip
+    return R
+
+
+def _permute(mode: SpmdTypeMode, x: Tensor, note: Note, atom: str, actual: SpmdType, kwargs: Mapping[str, Any]) -> Any:
+    return V
+
+
+_VERBS: dict[str, Callable[..., SpmdType]] = {
+    "all_reduce": _reduce,
+    "all_gather": _gather,
+    "reduce_scatter": _scatter,
+    "all_to_all": _exchange,
+    "broadcast": _broadcast,
+    "permute": _permute,
+}
+HANDLERS.update(dict.fromkeys([getattr(comm, _name) for _name in _VERBS], _verb))
+
+
+def _send(mode: SpmdTypeMode, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    mode.operators += 1
+    mode.collectives += 1
+    if mode.sent is not None:
+        mode.sent(args[0], args[1])
+    with mode.pause():
+        return func(*args, **kwargs)
+
+
+def _recv(mode: SpmdTypeMode, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    mode.operators += 1
+    mode.collectives += 1
+    with mode.pause():
+        result = func(*args, **kwargs)
+    if mode.received is not None:
+        found = mode.received(args[0], args[1])
+        if found is not None:
+            mode.stamp(args[0], found)
+    return result
+
+
+HANDLERS[comm.send] = _send
+HANDLERS[comm.recv] = _recv

@@ -1,0 +1,215 @@
+"""Flat buffers and lists: many tensors of different types in one call.
+
+Gradients and weights travel in flat buffers. A buffer that `cat` makes of tensors of different types has no type of its
+own; it remembers those of its parts, as `Segments`, through what is done to buffers (scaling, views as one row, casts,
+collectives), and gives them back when it is split where it was put together. `torch._foreach_*` functions are judged
+element by element.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .errors import SpmdTypeError
+from .explain import shown
+from .provenance import where
+from .rules import RULES, Rule
+from .tensor_type import Note, Segments, TensorType
+from .types import R, V
+
+if TYPE_CHECKING:
+    from .checker import SpmdTypeMode
+
+__all__ = ["CATS", "FOREACH", "call", "collective", "for_each"]
+
+CATS = ("cat", "concat", "concatenate")
+_KEEP = ("mul", "mul_", "div", "div_", "clone", "contiguous", "detach", "to", "float", "bfloat16", "half", "double",
+         "__mul__", "__truediv__", "__rmul__", "neg")  # fmt: skip
+
+
+def call(
+    mode: SpmdTypeMode,
+    rule: Rule,
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    tensors: Sequence[Tensor],
+    notes: Sequence[Note],
+) -> Any:
+    """A call that puts a buffer together or has one as operand; NotImplemented if it is a call like others."""
+    if rule.name in CATS:
+        for part, note in zip(tensors, notes):
+            if isinstance(note[4], Segments):
+                raise _refuse(rule.name, part, note)
+        return _pack(mode, func, args, kwargs, tensors, notes)
+    x, segments = tensors[0], notes[0][4]
+    if not isinstance(segments, Segments):
+        index = next(i for i, note in enumerate(notes) if isinstance(note[4], Segments))
+        raise _refuse(rule.name, tensors[index], notes[index])
+    if rule.name in _KEEP and all(not note[0].types for note in notes[1:]):
+        result = func(*args, **kwargs)
+        mode.stamp(result, notes[0][0], notes[0][1], segments)
+        return result
+    if rule.name in ("view", "reshape", "flatten", "ravel"):
+        result = func(*args, **kwargs)
+        return _viewed(mode, rule.name, x, notes[0], segments, result)
+    if rule.name in ("split", "split_with_sizes"):
+        sizes, dim = _arguments(args, kwargs)
+        result = func(*args, **kwargs)
+        if dim % x.dim() == segments.dim and list(sizes) == [size for size, _, _ in segments.parts]:
+            for piece, (_, found, origins) in zip(result, segments.parts):
+                mode.stamp(piece, found, origins)
+            return result
+    raise _refuse(rule.name, x, notes[0])
+
+
+def _arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, int]:
+    sizes = args[1] if len(args) > 1 else kwargs.get("split_size_or_sections", kwargs.get("split_size", ()))
+    dim = args[2] if len(args) > 2 else kwargs.get("dim", 0)
+    return (sizes if isinstance(sizes, (list, tuple)) else ()), dim
+
+
+def _pack(
+    mode: SpmdTypeMode,
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    tensors: Sequence[Tensor],
+    notes: Sequence[Note],
+) -> Any:
+    dim = (args[1] if len(args) > 1 else kwargs.get("dim", kwargs.get("axis", 0))) % max(1, tensors[0].dim())
+    types = {note[0] for note in notes}
+    flat = tensors[0].dim() == 1 or (tensors[0].dim() == 2 and dim == 1)
+    if not flat or kwargs.get("out") is not None:
+        return NotImplemented
+    if len(types) == 1 and not next(iter(types)).sharded:
+        return NotImplemented
+    # Of tensors sharded alike along another dim the usual rule says more.
+    if tensors[0].dim() == 2 and len(types) == 1:
+        return NotImplemented
+    result = func(*args, **kwargs)
+    parts = tuple((x.shape[dim], note[0], note[1]) for x, note in zip(tensors, notes))
+    mode.operators += 1
+    mode.stamp(result, TensorType.of({}), None, Segments(dim, parts))
+    return result
+
+
+def _viewed(mode: SpmdTypeMode, name: str, x: Tensor, note: Note, segments: Segments, result: Tensor) -> Tensor:
+    """A buffer `[1, n]` as `[n]`, or what was gathered, `[blocks * n]`, as `[blocks, n]`."""
+    width = sum(size for size, _, _ in segments.parts)
+    blocks = x.numel() // width
+    if result.dim() == 1 and blocks == 1:
+        mode.stamp(result, note[0], note[1], Segments(0, segments.parts))
+    elif result.dim() == 2 and list(result.shape) == [blocks, width]:
+        mode.stamp(result, note[0], note[1], Segments(1, segments.parts))
+    elif result.shape == x.shape:
+        mode.stamp(result, note[0], note[1], segments)
+    else:
+        raise _refuse(name, x, note)
+    return result
+
+
+def _refuse(name: str, x: Tensor, note: Note) -> SpmdTypeError:
+    sizes = [size for size, _, _ in note[4].parts]
+    return SpmdTypeError(
+        f"{name} at {where()} is given {shown(x, None)}, a buffer packed of tensors of different types (sizes {sizes})",
+        "it can be scaled, cast, communicated, and split into these sizes",
+        repairs=[f"split({sizes[:4]}{' ...' if len(sizes) > 4 else ''}) first"],
+        rule="packed",
+    )
+
+
+def collective(
+    mode: SpmdTypeMode, name: str, x: Tensor, note: Note, axes: Sequence[str], kwargs: Mapping[str, Any], count: int
+) -> tuple[TensorType, Segments]:
+    """What a plain collective among `count` ranks makes of a buffer: the type of each part, on its own."""
+    from .operators import verb_type
+
+    segments: Segments = note[4]
+    parts = []
+    for size, found, origins in segments.parts:
+        part: Note = (found, origins, note[2], note[3], None)
+        changed = dict(verb_type(mode, name, x, found, part, axes, _of_part(name, kwargs), count).types)
+        if name == "all_gather":
+            for axis in axes:  # rows of all ranks, one after the other
+                changed[axis] = R
+        elif name == "reduce_scatter":
+            for axis in axes:
+                changed[axis] = V
+        left = {axis: origin for axis, origin in (origins or {}).items() if axis not in axes}
+        parts.append((size, TensorType.of(changed, found.rest), left or None))
+    return note[0], Segments(segments.dim, tuple(parts))
+
+
+def _of_part(name: str, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in kwargs.items() if key == "op"}
+
+
+# --- lists ---
+
+
+def _bases() -> dict[Callable[..., Any], tuple[Callable[..., Any], bool]]:
+    found = {}
+    for name in dir(torch):
+        if name.startswith("_foreach_"):
+            base = name.removeprefix("_foreach_")
+            plain = base.removesuffix("_")
+            inplace = base.endswith("_")
+            function = getattr(torch, plain, None) or getattr(Tensor, plain, None)
+            if plain == "norm":
+                function = torch.linalg.vector_norm
+            elif plain == "zero":
+                function = torch.zeros_like
+            elif plain == "copy":
+                function = torch.clone
+            if function is not None:
+                found[getattr(torch, name)] = (function, inplace)
+    return found
+
+
+FOREACH = _bases()
+
+
+def for_each(mode: SpmdTypeMode, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A function of lists, judged element by element as the function of tensors that it is."""
+    from .inplace import check_write, note_write
+
+    base, inplace = FOREACH[func]
+    rule = RULES.get(base) or Rule(base.__name__, None)
+    lists = [x for x in args if isinstance(x, (list, tuple)) and x and isinstance(x[0], Tensor)]
+    plain = {key: value for key, value in kwargs.items() if key not in ("dtype", "non_blocking")}
+    found: list[tuple[TensorType, Any]] = []
+    for index in range(len(lists[0])):
+        row = tuple(x[index] if isinstance(x, (list, tuple)) and len(x) == len(lists[0]) else x for x in args)
+        if base is torch.clone:
+            row = row[1:2]
+        tensors = [x for x in row if isinstance(x, Tensor)]
+        notes = []
+        for x in tensors:
+            note = mode.note(x, rule.name)
+            if note is None:
+                break
+            if isinstance(note[4], Segments):
+                raise _refuse(rule.name, x, note)
+            notes.append(note)
+        if len(notes) < len(tensors):
+            found.append((TensorType.of({}, R), None))
+            continue
+        judgement = mode.judge(rule, base, row, plain, tensors, notes)
+        if inplace:
+            check_write(mode, rule, lists[0][index], judgement.types[0], tensors, notes)
+        found.append((judgement.types[0], mode.origins(judgement, notes)))
+    mode.operators += 1
+    result = func(*args, **kwargs)
+    for x, (kind, origins) in zip(lists[0] if inplace else result, found):
+        if inplace:
+            note_write(mode, x, kind, origins)
+        else:
+            mode.stamp(x, kind, origins)
+    return result
+
+

@@ -1,0 +1,119 @@
+"""Numbers that differ by rank, in the arguments of torch functions: values, positions, and what decides shapes.
+
+A `Coordinate` (comm/coordinates.py) as a value or a position makes a result vary over its axes. Where it decides the
+shape of a result, the ranks run different programs, which is a *read*: the check then plays them one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, SupportsIndex
+
+from torch import Tensor
+
+from ..comm.coordinates import Coordinate, find
+from .axes import atoms_of
+from .rules import Rule
+from .rules.spec import Spec
+from .tensor_type import COUNTED, Note, note_of
+from .types import R, Shard, SpmdType, V
+
+if TYPE_CHECKING:
+    from .checker import SpmdTypeMode
+
+__all__ = ["Pieces", "coordinates", "counted", "counts", "picked"]
+
+_VALUES = {"tensor", "full", "full_like", "new_full", "scalar_tensor", "as_tensor", "new_tensor", "asarray"}
+_POSITIONS = {"narrow", "select", "__getitem__", "getitem", "roll", "index_select"}
+_CUTS = {"chunk", "split", "split_with_sizes", "tensor_split", "unbind"}
+
+
+def coordinates(rule: Rule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Coordinate]:
+    """The Coordinates in a call that are values or positions; those that decide a shape are read."""
+    found = find((args, kwargs))
+    if not found:
+        return found
+    if rule.kind != "op":
+        decides = rule.name not in _VALUES
+    elif rule.name == "narrow":
+        length = args[3] if len(args) > 3 else kwargs.get("length")
+        decides = isinstance(length, Coordinate)
+    elif rule.name in _POSITIONS:
+        decides = any(isinstance(width, Coordinate) for width in _widths(args[1:]))
+    else:
+        decides = rule.aliases or rule.name in ("repeat", "repeat_interleave", "expand", "pad", *_CUTS)
+    if decides:
+        for coordinate in found:
+            coordinate.read()
+    return found
+
+
+def _widths(index: Any) -> list[Any]:
+    """Lengths of the slices in an index, as far as they are said."""
+    if isinstance(index, slice):
+        start, stop = index.start or 0, index.stop
+        return [start] if stop is None else [stop - start]
+    if isinstance(index, (tuple, list)):
+        return [width for item in index for width in _widths(item)]
+    return []
+
+
+def counts(rule: Rule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call makes 0, 1, 2, ..."""
+    return rule.name == "arange" and len(args) == 1 and not kwargs.keys() & {"start", "end", "step", "out"}
+
+
+def counted(rule: Rule, spec: Spec, tensors: Sequence[Tensor], notes: Sequence[Note]) -> Spec:
+    """`x[arange(len(x))[:, None], i]`: dim 0 of x stays where it is, though a tensor indexes it."""
+    if rule.name != "__getitem__" or not any(note[4] == COUNTED for note in notes[1:]) or not spec.ins:
+        return spec
+    ins, fixed = [*spec.ins], dict(spec.fixed)
+    given = [*(ins[0] or ())]
+    looked = [dim for dim, labels in enumerate(given) if len(labels) == 1 and spec.looked_up.intersection(labels)]
+    if len(looked) != len(tensors) - 1:
+        return spec
+    for index, dim in enumerate(looked, 1):
+        wide = [labels for labels in ins[index] or () if any(spec.sizes[label] != 1 for label in labels)]
+        if notes[index][4] == COUNTED and len(wide) == 1 and len(wide[0]) == 1:
+            if spec.sizes[wide[0][0]] == tensors[0].shape[dim]:
+                fixed.pop(given[dim][0], None)
+                given[dim], ins[index] = wide[0], None
+    ins[0] = tuple(given)
+    return spec._replace(ins=tuple(ins), fixed=fixed)
+
+
+class Pieces(tuple[Tensor, ...]):
+    """What cuts a tensor returns: `pieces[rank]` is another piece on every rank."""
+
+    _pick: Callable[[Coordinate], Tensor]
+
+    def __getitem__(self, index: SupportsIndex | slice) -> Any:
+        return self._pick(index) if isinstance(index, Coordinate) else super().__getitem__(index)
+
+
+def picked(mode: SpmdTypeMode, rule: Rule, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The result of a function that cuts a tensor, such that picking a piece by rank is seen."""
+    if rule.name not in _CUTS or not isinstance(result, (tuple, list)):
+        return result
+    pieces = Pieces(result)
+    given = [x for x in args[1:] if isinstance(x, int)]
+    dim = kwargs.get("dim", given[-1] if len(given) > (rule.name in ("chunk", "split")) else 0)
+
+    def pick(index: Coordinate) -> Tensor:
+        piece: Tensor = tuple.__getitem__(pieces, index.table[index.place.index(index.names)])
+        note = note_of(piece)
+        if note is None:
+            return piece
+        atoms = atoms_of(tuple(index.names), mode.mesh) if mode.mesh is not None else ()
+        own = len(index.names) == 1 and index.table == tuple(range(len(pieces))) and rule.name != "unbind"
+        found = note[0]
+        for atom in atoms:
+            before = found.get(atom)
+            kind: SpmdType = Shard(dim % piece.dim()) if own and before is R and mode.level == "G" else V
+            if before is None or before.letter != "P":
+                found = found.with_axis(atom, kind)
+        mode.stamp(piece, found, note[1], note[4])
+        return piece
+
+    pieces._pick = pick
+    return pieces

@@ -1,0 +1,327 @@
+"""Where something was called and what the user calls it: line, module path, names and source text. For messages only.
+
+The expression that is being evaluated is found in the source by the position of the running instruction; its arguments
+are the words that a user reads and edits.
+"""
+
+from __future__ import annotations
+
+import ast
+import linecache
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from types import FrameType, ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..comm.errors import call_site
+from .tensor_type import NAME
+
+__all__ = ["Named", "Site", "leaf_of", "module_path", "name_of", "name_operands", "site", "where"]
+
+
+def where() -> str:
+    """`file:line` of the innermost frame outside of this package and torch."""
+    return call_site()
+
+
+def module_path(names: Mapping[int, str]) -> str:
+    """The path of the module whose forward is running; `names`: id of the module -> its path."""
+    if not names:
+        return ""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name != "_call_impl" and "self" in frame.f_code.co_varnames:
+            owner = frame.f_locals.get("self")
+            if isinstance(owner, nn.Module):
+                found = names.get(id(owner))
+                if found is not None:
+                    return found
+        frame = frame.f_back
+    return ""
+
+
+class Site(NamedTuple):
+    """The expression of the user's that is being evaluated: its frame, file, source and node (None: not found)."""
+
+    frame: FrameType
+    file: str
+    source: str
+    node: ast.AST | None
+
+    def statement(self) -> ast.stmt | None:
+        """The statement that it is in."""
+        node, tree = self.node, _tree(self.source) or ast.Module([], [])
+        inside = [s for s in ast.walk(tree) if isinstance(s, ast.stmt) and _holds(s, node)]
+        return inside[-1] if inside else None
+
+    def following(self) -> list[ast.Call]:
+        """The calls of the function that it is in that are made after it, those around it first."""
+        node, tree = self.node, _tree(self.source) or ast.Module([], [])
+        inside = [f for f in ast.walk(tree) if isinstance(f, (ast.FunctionDef, ast.Module)) and _holds(f, node)]
+        calls = [c for c in ast.walk(inside[-1]) if isinstance(c, ast.Call)] if inside else []
+        around = [c for c in calls if c is not node and _holds(c, node)]
+        line = getattr(node, "lineno", 0)
+        return [*reversed(around), *sorted((c for c in calls if c.lineno > line), key=lambda c: c.lineno)]
+
+    def text(self, node: ast.AST | None) -> str:
+        """The source of a part of it."""
+        return "" if node is None else " ".join((ast.get_source_segment(self.source, node) or "").split())
+
+
+def _holds(whole: ast.AST, part: ast.AST | None) -> bool:
+    return any(node is part for node in ast.walk(whole))
+
+
+class Named(NamedTuple):
+    """What the user calls an operand.
+
+    Attributes:
+        label: for reading: "layers.3.mlp.down_proj.weight".
+        code: for writing: "self.weight", or the expression that made it.
+        node: that expression in the line under evaluation, None if it is not there.
+    """
+
+    label: str
+    code: str
+    node: ast.expr | None
+
+
+def site() -> Site | None:
+    """Where the user's code is."""
+    file, _, line = where().rpartition(":")
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not (frame.f_code.co_filename == file and str(frame.f_lineno) == line):
+        frame = frame.f_back
+    if frame is None:
+        return None
+    source = "".join(linecache.getlines(file, frame.f_globals))
+    return Site(frame, file, source, _node(source, frame))
+
+
+@lru_cache(maxsize=16)
+def _tree(source: str) -> ast.Module | None:
+    try:
+        return ast.parse(source)
+    except SyntaxError:
+        return None
+
+
+_EVALUATED = (ast.Call, ast.BinOp, ast.UnaryOp, ast.Compare, ast.Subscript, ast.Attribute, ast.AugAssign)
+
+
+@lru_cache(maxsize=16)
+def _expressions(source: str) -> list[Any]:
+    tree = _tree(source)
+    return [node for node in ast.walk(tree) if isinstance(node, _EVALUATED)] if tree is not None else []
+
+
+def _node(source: str, frame: FrameType) -> ast.AST | None:
+    found = _expressions(source)
+    positions = getattr(frame.f_code, "co_positions", None)  # Python 3.11
+    if positions is None or frame.f_lasti < 0:
+        calls = [node for node in found if isinstance(node, ast.Call) and node.lineno == frame.f_lineno]
+        return calls[0] if len(calls) == 1 else None
+    line, end_line, column, end_column = list(positions())[frame.f_lasti // 2]
+    ending = [node for node in found if (node.end_lineno, node.end_col_offset) == (end_line, end_column)]
+    exact = [node for node in ending if (node.lineno, node.col_offset) == (line, column)]
+    # Of a method in a chain over several lines the instruction begins at its name.
+    return next(iter(exact or [node for node in ending if isinstance(node, ast.Call)]), None)
+
+
+def arguments(here: Site) -> list[ast.expr]:
+    """The parts of the expression that may be its operands, in the order in which torch gets them."""
+    node = here.node
+    parts: list[ast.expr] = []
+    if isinstance(node, ast.Call):
+        if isinstance(node.func, ast.Attribute) and not isinstance(
+            _value(node.func.value, here.frame), (ModuleType, nn.Module, type)
+        ):
+            parts.append(node.func.value)
+        parts += [*node.args, *(keyword.value for keyword in node.keywords)]
+    elif isinstance(node, ast.BinOp):
+        parts = [node.left, node.right]
+    elif isinstance(node, ast.Compare):
+        parts = [node.left, *node.comparators]
+    elif isinstance(node, ast.UnaryOp):
+        parts = [node.operand]
+    elif isinstance(node, ast.AugAssign):
+        parts = [node.target, node.value]
+    elif isinstance(node, ast.Attribute):
+        parts = [node.value]
+    elif isinstance(node, ast.Subscript):
+        parts = [node.value, *_items(node.slice)]
+        if isinstance(node.ctx, ast.Store):
+            parts += [
+                s.value for s in ast.walk(_tree(here.source) or node) if isinstance(s, ast.Assign) and node in s.targets
+            ]
+    return [part for given in parts for part in (_items(given) if isinstance(given, ast.List) else (given,))]
+
+
+def _items(node: ast.expr) -> Sequence[ast.expr]:
+    return node.elts if isinstance(node, (ast.Tuple, ast.List)) else (node,)
+
+
+_UNKNOWN: Any = object()
+
+
+def _value(node: ast.AST, frame: FrameType) -> Any:
+    """The value of a name, attribute or item, read without running any code; `_UNKNOWN` of everything else."""
+    if isinstance(node, ast.Constant):
+        return node.value
+    if isinstance(node, ast.Name):
+        return frame.f_locals.get(node.id, frame.f_globals.get(node.id, _UNKNOWN))
+    if isinstance(node, ast.Attribute):
+        owner = _value(node.value, frame)
+        if isinstance(owner, nn.Module):
+            tables = (owner._parameters, owner._buffers, owner._modules, owner.__dict__)
+            return next((table[node.attr] for table in tables if node.attr in table), _UNKNOWN)
+        return getattr(owner, "__dict__", {}).get(node.attr, _UNKNOWN) if not isinstance(owner, Tensor) else _UNKNOWN
+    if isinstance(node, ast.Subscript):
+        owner, key = _value(node.value, frame), _value(node.slice, frame)
+        try:
+            return owner[key] if type(owner) in (dict, list, tuple) and key is not _UNKNOWN else _UNKNOWN
+        except (LookupError, TypeError):
+            return _UNKNOWN
+    if isinstance(node, (ast.Tuple, ast.List, ast.Slice)) or (
+        isinstance(node, ast.UnaryOp) and isinstance(node.operand, ast.Constant)
+    ):
+        return None  # no tensor
+    return _UNKNOWN
+
+
+def name_operands(tensors: Sequence[Tensor], here: Site | None = None) -> list[Named]:
+    """What the user calls the operands of the call under evaluation."""
+    here = here or site()
+    if here is None:
+        return [Named(_given(x), _given(x), None) for x in tensors]
+    parts = [(part, _value(part, here.frame)) for part in arguments(here)]
+    taken: set[int] = set()
+    nodes: list[ast.expr | None] = []
+    for x in tensors:
+        found = next((i for i, (_, value) in enumerate(parts) if value is x and i not in taken), None)
+        found = next((i for i, (_, value) in enumerate(parts) if value is x), None) if found is None else found
+        taken.update(() if found is None else (found,))
+        nodes.append(None if found is None else parts[found][0])
+    names = [_given(x) or _variable(x, here.frame) for x in tensors]
+    unknown = [part for part, value in parts if value is _UNKNOWN]
+    for index, node in enumerate(nodes):
+        if node is None and not names[index] and unknown:
+            nodes[index] = unknown.pop(0)
+    result = []
+    for x, name, node in zip(tensors, names, nodes):
+        code = here.text(node) or _variable(x, here.frame) or name
+        result.append(Named(name or _short(code), code, node))
+    return result
+
+
+def name_of(x: Tensor) -> str:
+    """What the user calls a tensor: its name if it was given one, else a variable or an expression of the user's."""
+    return name_operands([x])[0].label
+
+
+def _short(code: str) -> str:
+    return code if len(code) <= 60 else code[:57] + "..."
+
+
+def _given(x: Tensor) -> str:
+    return str(x.__dict__.get(NAME) or "")
+
+
+def _variable(x: Tensor, frame: FrameType) -> str:
+    """The variable, attribute or item in a frame that is `x`."""
+    tables = (frame.f_locals,) if frame.f_code.co_name == "<module>" else (frame.f_locals, frame.f_globals)
+    for table in tables:
+        found = next((name for name, value in _inside(table) if value is x), "")
+        if found:
+            return found
+    return ""
+
+
+def _inside(table: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name, value in list(table.items()):
+        yield name, value
+    for name, value in list(table.items()):
+        if isinstance(value, nn.Module):
+            yield from ((f"{name}.{inner}", param) for inner, param in value.named_parameters())
+        elif type(value) is dict:
+            yield from ((f"{name}[{key!r}]", item) for key, item in value.items() if isinstance(item, Tensor))
+        elif type(value) in (list, tuple):
+            yield from ((f"{name}[{key}]", item) for key, item in enumerate(value) if isinstance(item, Tensor))
+
+
+# --- through the autograd graph ---
+
+_CONTRACTIONS = ("MmBackward0", "AddmmBackward0", "BmmBackward0", "LinearBackward0", "BaddbmmBackward0", "DotBackward0")
+_MOVES = ("View", "UnsafeView", "Transpose", "TBackward", "Permute", "Add", "Clone", "ToCopy", "Reshape", "Alias",
+          "Unsqueeze", "Squeeze", "Expand")  # fmt: skip
+
+
+def _node_of(x: Tensor) -> Any:
+    try:
+        return x.grad_fn
+    except RuntimeError:  # a view made under no_grad, of what was written since
+        return None
+
+
+def leaf_of(x: Tensor, matches: Callable[[Tensor], bool]) -> Tensor | None:
+    """The nearest leaf or saved operand, on the way back from `x` and not behind a collective, of which `matches` is
+    true. Nothing is found of a tensor without a gradient.
+    """
+    return next((leaf for leaf in _leaves(_node_of(x), matches) if leaf is not x), None)
+
+
+def _leaves(start: Any, matches: Callable[[Tensor], bool], limit: int = 300) -> Iterator[Tensor]:
+    queue: list[Any] = [start]
+    seen: set[Any] = set()
+    while queue and len(seen) < limit:
+        node = queue.pop(0)
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        yield from (x for x in (getattr(node, "variable", None), *_saved(node)) if isinstance(x, Tensor) and matches(x))
+        if not node.name().startswith("_Typed"):
+            queue += [following for following, _ in node.next_functions]
+
+
+def contracts(x: Tensor, varies: Callable[[Tensor], bool]) -> bool:
+    """Whether `x` comes, but for views and sums, from a product of two operands of both of which `varies` is true, or
+    that were made from such.
+    """
+    queue: list[Any] = [_node_of(x)]
+    seen: set[Any] = set()
+    while queue and len(seen) < 50:
+        node = queue.pop(0)
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        name = node.name()
+        if name in _CONTRACTIONS:
+            sides = [following for following, _ in node.next_functions][-2:]
+            saved = _saved(node)
+            if len(sides) == 2 and all(_leads(side, saved[k : k + 1], varies) for k, side in enumerate(sides)):
+                return True
+        elif any(part in name for part in _MOVES):
+            queue += [following for following, _ in node.next_functions]
+    return False
+
+
+def _leads(node: Any, saved: Sequence[Tensor], varies: Any) -> bool:
+    return any(varies(x) for x in saved) or next(_leaves(node, varies), None) is not None
+
+
+def _saved(node: Any) -> list[Tensor]:
+    found = []
+    if node.name() in _CONTRACTIONS:
+        for name in ("_saved_self", "_saved_input", "_saved_mat1", "_saved_batch1", "_saved_mat2", "_saved_batch2",
+                     "_saved_weight"):  # fmt: skip
+            try:
+                value = getattr(node, name, None)
+            except RuntimeError:  # freed
+                value = None
+            if isinstance(value, torch.Tensor):
+                found.append(value)
+    return found

@@ -1,0 +1,137 @@
+"""`torch.distributed` on typed tensors: refused while types are checked.
+
+A raw collective knows process groups and not axes, writes in place what types do not see, and has no derivative. While
+a mode is entered, the methods of `ProcessGroup`, through which all of `torch.distributed` goes (also functions that
+were imported by name), look for typed tensors in their arguments; functional collectives arrive in the mode itself.
+Calls by `neuronx_dist.comm`, whose verbs are typed, pass.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import torch.distributed as dist
+
+from .errors import SpmdTypeError
+from .explain import shown
+from .provenance import where
+from .tensor_type import note_of, tensors_in
+
+__all__ = ["check", "install", "refuse", "remove"]
+
+# method of ProcessGroup -> ours
+_VERBS = {
+    "allreduce": "all_reduce",
+    "allreduce_coalesced": "all_reduce",
+    "reduce": "all_reduce",
+    "allgather": "all_gather",
+    "_allgather_base": "all_gather",
+    "all_gather_single": "all_gather",
+    "all_gather_single_coalesced": "all_gather",
+    "allgather_coalesced": "all_gather",
+    "allgather_into_tensor_coalesced": "all_gather",
+    "gather": "all_gather",
+    "reduce_scatter": "reduce_scatter",
+    "_reduce_scatter_base": "reduce_scatter",
+    "reduce_scatter_single": "reduce_scatter",
+    "reduce_scatter_single_coalesced": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter",
+    "scatter": "broadcast",
+    "alltoall": "all_to_all",
+    "alltoall_base": "all_to_all",
+    "all_to_all_single": "all_to_all",
+    "broadcast": "broadcast",
+    "send": "send",
+    "recv": "recv",
+    "recv_anysource": "recv",
+}
+_NAMESPACES = ("_c10d_functional", "c10d_functional", "_c10d_functional_autograd", "c10d", "symm_mem", "_dtensor")
+
+_originals: dict[str, Any] = {}
+
+
+def _is_raw(func: Any) -> bool:
+    """Whether a function that a mode received is a functional collective, or one of `torch.distributed`."""
+    module: str = getattr(func, "__module__", None) or ""
+    return module.startswith("torch.distributed.") or str(func).partition(".")[0] in _NAMESPACES
+
+
+def refuse(name: str, arguments: Any, verb: str = "") -> None:
+    """Raises if any of the arguments is typed.
+
+    Raises:
+        SpmdTypeError: with the verb to use instead.
+    """
+    typed = [(x, note) for x in tensors_in(arguments) if (note := note_of(x)) is not None]
+    typed.sort(key=lambda item: not item[1][0].types)  # an empty buffer to write to says little
+    for x, note in typed[:1]:
+        if not verb:
+            plain = name.replace("isend", "send").replace("irecv", "recv").strip("_")
+            verb = next((verb for verb in sorted({*_VERBS.values()}) if plain.startswith(verb)), "all_reduce")
+        axis = next(iter(note[0].types), "tp")
+        ours = f'spmd.{verb}(x, "{axis}", dst=...) types the result, and its gradient'
+        raise SpmdTypeError(
+            f"torch.distributed's {name} at {where()} is given {shown(x, note[0])}",
+            "its process group is no axis, what it writes is not seen, and it has no derivative",
+            repairs=[
+                f'comm.{verb}(x, "{axis}")',
+                *([ours] if verb in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all") else []),
+                "with no_typecheck(): what types are not to follow; its result has none",
+            ],
+            axis=axis,
+            rule="raw",
+        )
+
+
+def _caller() -> str:
+    """The module that called `torch.distributed`."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        name: str = frame.f_globals.get("__name__", "")
+        if not name.startswith(("torch.", "contextlib", "functools")) and name != __name__:
+            return name
+        frame = frame.f_back
+    return ""
+
+
+def _guarded(original: Callable[..., Any], method: str) -> Callable[..., Any]:
+    verb = _VERBS[method]
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        from .checker import active
+
+        if active() is not None and not _caller().startswith("neuronx_dist.comm"):
+            refuse(verb, (args, tuple(kwargs.values())), verb)
+        return original(self, *args, **kwargs)
+
+    return call
+
+
+def install() -> None:
+    """From now on, in threads that check types, `torch.distributed` takes no typed tensors."""
+    for method in _VERBS if dist.is_available() else ():
+        original = dist.ProcessGroup.__dict__.get(method)
+        if original is not None:
+            _originals[method] = original
+            setattr(dist.ProcessGroup, method, _guarded(original, method))
+
+
+def remove() -> None:
+    """As it was."""
+    for method, original in _originals.items():
+        setattr(dist.ProcessGroup, method, original)
+    _originals.clear()
+
+
+def check(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Of a function without a rule that a mode received.
+
+    Raises:
+        SpmdTypeError: it is a raw collective.
+    """
+    if _is_raw(func):
+        name = getattr(func, "__name__", str(func)).removeprefix("_c10d_functional.")
+        refuse(name, (args, tuple(kwargs.values())))

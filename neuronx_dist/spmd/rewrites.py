@@ -1,0 +1,285 @@
+"""Repairs that are not an operator on one operand: another order, another function, another line.
+
+Each takes a violation of one rule and gives what people write instead, as code where the call's own source allows it.
+"""
+
+from __future__ import annotations
+
+import ast
+import linecache
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from .judge import Violation
+from .provenance import Named, Site
+from .rules import RULES
+from .tensor_type import Origin, note_of
+from .trials import Call, Change, Edit, Repair, call_of, contracted, edit_of, legal, misfit, on_meta, written
+from .types import I, P, R, Shard, SpmdType, V
+
+__all__ = ["SPECIAL", "declared", "fitting_sizes", "origin_repair", "otherwise"]
+
+_BLOCKS = ("chunk", "split", "unflatten", "tensor_split", "view", "reshape")
+
+
+def _bias(mode: Any, violation: Violation, call: Call, names: Sequence[Named], here: Site | None, size: Any) -> Any:
+    """A bias that would be added to a sum which is not reduced yet: add it afterwards."""
+    axis = violation.axis
+    added = [index for index in violation.operands if index < len(call.tensors) and index >= 2]
+    if not added or call.rule.name not in ("linear", "addmm", "baddbmm", "conv1d", "conv2d", "conv3d"):
+        return
+    bias = added[0]
+    kinds = [operand.type.get(axis) for operand in call.operands]
+    if any(kinds[index] is None or kinds[index].letter not in "VSP" for index in (0, 1)):  # type: ignore[union-attr]
+        return
+    without = Call(call.rule, call.function, call.args[:2], {}, call.tensors[:2], call.operands[:2], None)
+    with torch._C.DisableTorchFunction():
+        spec = call.rule.spec(*call.args[:2]) if call.rule.spec is not None else None
+    found = legal(without._replace(spec=spec), axis, {}, result=True)
+    if not found or not (found[0] is P or found[0] is V):
+        return
+    dst: SpmdType = I if kinds[bias] is not None and kinds[bias].letter == "I" else R  # type: ignore[union-attr]
+    function = here.text(here.node.func) if here is not None and isinstance(here.node, ast.Call) else "F.linear"
+    plain = f"{function}({names[0].code}, {names[1].code})"
+    own = here is not None and isinstance(here.node, ast.Call) and names[0].node in here.node.args
+    if here is not None and own:
+        moved = _moved(here, plain, names[bias].code, dst)
+        if moved is not None:
+            yield moved
+            return
+    code = f"{call_of('all_reduce', plain, axis, None, dst)} + {names[bias].code}"
+    yield Repair(code, edit_of(here, here.node, f"({code})") if here is not None and own else None)
+
+
+def _moved(here: Site, plain: str, added: str, dst: SpmdType) -> Repair | None:
+    """`+ added` taken out of the expression under evaluation, which becomes `plain`, and put behind the reduction that
+    follows: around it, or later in the function, of the variable that it is assigned to.
+    """
+    node, statement = here.node, here.statement()
+    name = ""
+    if isinstance(statement, ast.Assign) and statement.value is node and isinstance(statement.targets[0], ast.Name):
+        name = statement.targets[0].id
+    for call in here.following():
+        words = here.text(call.func)
+        inner = call.args[0] if call.args else None
+        same = inner is node or (bool(name) and isinstance(inner, ast.Name) and inner.id == name)
+        said = next((here.text(k.value).rpartition(".")[2] for k in call.keywords if k.arg == "dst"), "")
+        kind = said or ("I" if "reduce_from" in words else "R" if words.startswith("comm.") else "")
+        if not same or "reduce" not in words or kind != str(dst):
+            continue
+        rest = [here.text(part) for part in call.args[1:]] + [f"{k.arg}={here.text(k.value)}" for k in call.keywords]
+        if inner is node:
+            code = f"{words}({', '.join([plain, *rest])}) + {added}"
+            return Repair(code, edit_of(here, call, f"({code})"))
+        code = f"{here.text(call)} + {added}"
+        text = f"{code}, and {plain} without it before"
+        return Repair(text, edit_of(here, node, plain), edit_of(here, call, f"({code})"))
+    return None
+
+
+def _plus(mode: Any, violation: Violation, call: Call, names: Sequence[Named], here: Site | None, size: Any) -> Any:
+    """What is added to a sum before its reduction: add it after."""
+    if here is None or not isinstance(here.node, ast.BinOp) or not isinstance(here.node.op, ast.Add) or len(names) != 2:
+        return
+    kinds = [operand.type.get(violation.axis) for operand in call.operands]
+    pending = next((i for i, kind in enumerate(kinds) if kind is P), None)
+    other = kinds[1 - pending] if pending is not None else None
+    if pending is not None and other is not None and other.letter in "RI":
+        moved = _moved(here, names[pending].code, names[1 - pending].code, other)
+        if moved is not None:
+            yield moved
+
+
+def _invariant(mode: Any, violation: Violation, call: Call, names: Any, here: Site | None, size: Any) -> Any:
+    yield from _bias(mode, violation, call, names, here, size)
+    yield from _plus(mode, violation, call, names, here, size)
+    axis = violation.axis
+    for index in violation.operands:
+        if index >= len(call.tensors):
+            yield Repair("draw the numbers outside of fork(): the default stream is the same on all ranks of tp")
+            continue
+        note = note_of(call.tensors[index])
+        origin = ((note[1] or {}) if note is not None else {}).get(axis)
+        kind = note[0].get(axis) if note is not None else None
+        if kind is R and origin is not None and origin.letter == "R":
+            repair = origin_repair(origin, I)
+            change = Change("", I, tuple(call.tensors[index].shape), 0)
+            if repair is not None and legal(call, axis, {index: change}):
+                yield repair
+
+
+def origin_repair(origin: Origin, dst: SpmdType) -> Repair | None:
+    """Another `dst` for the collective in which a type began."""
+    operator, _, _ = origin.what.partition("(")
+    if operator not in ("all_reduce", "all_gather") or not origin.what.endswith((", R)", ", I)")):
+        return None
+    file, _, line = origin.where.rpartition(":")
+    text = f"{operator}(..., dst={written(dst)}) at {origin.where}"
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except SyntaxError:
+        return Repair(text)
+    for node in ast.walk(tree):
+        name = getattr(node.func, "attr", getattr(node.func, "id", "")) if isinstance(node, ast.Call) else ""
+        for keyword in node.keywords if isinstance(node, ast.Call) and name == operator else ():
+            if keyword.arg != "dst" or not node.lineno <= int(line) <= (node.end_lineno or 0):  # type: ignore[attr-defined]
+                continue
+            value = keyword.value
+            new = f"{ast.unparse(value.value)}.{dst}" if isinstance(value, ast.Attribute) else str(dst)
+            start, end = (value.lineno, value.col_offset), (value.end_lineno or 0, value.end_col_offset or 0)
+            return Repair(text, Edit(file, start, end, new))
+    return Repair(text)
+
+
+def _reduced(mode: Any, violation: Violation, call: Call, names: Sequence[Named], here: Site | None, size: Any) -> Any:
+    """A mean over a sharded dim: the sum, over the global count."""
+    node, x = here.node if here is not None else None, names[0].code
+    if call.spec is None or "mean" not in call.spec.reduced.values() or here is None or not isinstance(node, ast.Call):
+        return
+    method = isinstance(node.func, ast.Attribute) and node.func.value is names[0].node
+    if call.rule.name == "mean":
+        rest = node.args[0 if method else 1 :]
+        words = [here.text(part) for part in rest] + [f"{k.arg}={here.text(k.value)}" for k in node.keywords]
+        total = f"{x}.sum({', '.join(words)})"
+        dims = [here.text(part) for part in rest[:1]] or [here.text(k.value) for k in node.keywords if k.arg == "dim"]
+        count = f"{x}.shape[{dims[0]}]" if dims and dims[0].lstrip("-").isdigit() else f"{x}.numel()"
+        if dims and not dims[0].lstrip("-").isdigit():
+            return
+    else:
+        words = [here.text(part) for part in node.args]
+        words += [f"{k.arg}={here.text(k.value)}" for k in node.keywords if k.arg != "reduction"]
+        total = f'{here.text(node.func)}({", ".join(words)}, reduction="sum")'
+        count = f"{x}.numel()"
+    axes = [a for a, kind in call.operands[0].type if isinstance(kind, Shard) and _ends(call, kind.dim)]
+    factors = " * ".join(f'comm.size("{a}")' for a in axes)
+    if call.spec.outs and call.spec.outs[0]:
+        total = call_of("all_reduce", total, violation.axis, None, R)
+    code = f"{total} / ({count} * {factors})"
+    if call.rule.name in ("cross_entropy", "nll_loss") and len(names) > 1:  # labels of -100 do not count
+        over = f'"{axes[0]}"' if len(axes) == 1 else str(tuple(axes)).replace("'", '"')
+        code = f"{total} / comm.all_reduce(({names[1].code} != -100).sum(), {over})"
+    yield Repair(code, edit_of(here, node, f"({code})"))
+
+
+def _ends(call: Call, dim: int) -> bool:
+    assert call.spec is not None
+    dims = call.spec.ins[0]
+    return dims is not None and any(label in call.spec.reduced for label in dims[dim])
+
+
+def _fixed(mode: Any, violation: Violation, call: Call, names: Sequence[Named], here: Site | None, size: Any) -> Any:
+    """Dims along which values mix, or that are cut or looked up: what is usually written for them."""
+    index = violation.operands[0]
+    axis, name, x = violation.axis, names[index], call.tensors[index]
+    kind = call.operands[index].type.get(axis)
+    if not isinstance(kind, Shard):
+        return
+    words = call.rule.name
+    if words in ("cross_entropy", "nll_loss") and len(names) > 1 and index == 0 and kind.dim == x.dim() - 1:
+        node, labels = here.node if here is not None else None, names[1].code
+        code = f"parallel_cross_entropy({name.code}, {labels}).sum() / ({labels} != -100).sum()"
+        plain = isinstance(node, ast.Call) and len(node.args) == 2 and not node.keywords
+        yield Repair(code, edit_of(here, node, f"({code})") if plain else None)
+    elif words == "rms_norm" and kind.dim == x.dim() - 1 and index == 0:
+        squares = call_of("all_reduce", f"{name.code}.pow(2).sum(-1, keepdim=True)", axis, None, R)
+        node = here.node if here is not None else None
+        words_of = node.keywords if isinstance(node, ast.Call) else []
+        given = [here.text(k.value) for k in words_of if k.arg == "eps"] if here is not None else []
+        said = given[0] if given else f"torch.finfo({name.code}.dtype).eps"
+        code = f'{name.code} * torch.rsqrt({squares} / ({name.code}.shape[-1] * comm.size("{axis}")) + {said})'
+        code += f" * {names[1].code}" if len(names) > 1 else ""
+        yield Repair(code, edit_of(here, here.node if here is not None else None, f"({code})"))
+    elif words in ("layer_norm", "group_norm", "normalize"):
+        yield Repair(f"{call_of('all_gather', name.code, axis, kind, I)} before it, and its weight whole")
+    elif words == "embedding" and kind.dim == 0:
+        yield Repair("ParallelEmbedding: each rank looks up the ids whose rows it holds, masks the others, and the sum "
+                     "over the ranks is the row")  # fmt: skip
+    elif kind.stride == 1 and words in _BLOCKS:
+        for blocks in range(2, 9):
+            change = Change("", Shard(kind.dim, blocks), tuple(x.shape), 0)
+            if x.shape[kind.dim] % blocks == 0 and legal(call, axis, {index: change}):
+                text = f"shard the weight that {name.label or 'it'} comes from in {blocks} blocks, stride={blocks} "
+                text += f"(ColumnParallelLinear(..., stride={blocks})): each rank then holds its part of each"
+                yield Repair(text)
+                break
+
+
+def otherwise(mode: Any, violation: Violation, call: Call, names: Sequence[Named]) -> Iterator[Repair]:
+    """What may help where no operator does."""
+    function = call.rule.name
+    if call.rule.spec is None and call.rule.kind == "op" and call.function not in RULES:
+        yield Repair(f"@spmd.register_rule({function}, linear=((0,),)) on a function that says what it does to dims, "
+                     "if it is linear")  # fmt: skip
+    for index in violation.operands:
+        if index < len(call.tensors) and isinstance(call.tensors[index], nn.Parameter):
+            kind = call.operands[index].type.get(violation.axis)
+            if violation.rule == "invariant" and kind is I and violation.axis == "tp":
+                if not contracted(call, violation.axis):
+                    yield Repair(f"{names[index].code}.sequence_parallel_enabled = True, if it sees a part of the "
+                                 "sequence: reduce_gradients then sums its gradient")  # fmt: skip
+    if violation.rule == "whole":
+        code = f'spmd.convert(whole, "{violation.axis}", src=spmd.R, dst=spmd.S(dim))'
+        yield Repair(f"take this rank's piece of the whole: {code} instead of a slice that is the same on all")
+    if violation.rule == "scalar":
+        index = violation.operands[0]
+        own = names[index].label or "value"
+        yield Repair(f"with spmd.no_typecheck(): around it, if this rank's own {own} is meant (to print it)")
+
+
+def declared(call: Call, axis: str, violation: Violation, names: Sequence[Named], here: Site | None) -> list[Repair]:
+    """Types for an operand that has none on an axis, with which the call is legal."""
+    found = []
+    for index in violation.operands:
+        x = call.tensors[index]
+        kinds: list[SpmdType] = [R, *(Shard(dim) for dim in range(x.dim())), I, V]
+        sharded = [kind for kind in kinds if isinstance(kind, Shard)]
+        if any(isinstance(operand.type.get(axis), Shard) for operand in call.operands) and x.dim():
+            kinds = [*sharded, R, I, V]
+        for kind in kinds:
+            if legal(call, axis, {index: Change("", kind, tuple(x.shape), 0)}):
+                code = f'spmd.assert_type({names[index].code or "x"}, {{"{axis}": {written(kind)}}})'
+                found.append(Repair(code, edit_of(here, names[index].node, code)))
+    return found
+
+
+def fitting_sizes(
+    call: Call, axis: str, size: int | None, names: Sequence[Named], here: Site | None
+) -> Iterator[Repair]:
+    """A size of the whole, given to a view or a split of a shard, divided by the ranks."""
+    if not size or len(call.tensors) != 1 or not isinstance(call.operands[0].type.get(axis), Shard):
+        return
+    args, kwargs = on_meta(call)
+    packed = len(args) == 2 and isinstance(args[1], (tuple, list))
+    sizes = list(args[1]) if packed else list(args[1:])
+    nodes: list[Any] = []
+    if here is not None and isinstance(here.node, ast.Call):
+        nodes = list(here.node.args) if names[0].node not in here.node.args else list(here.node.args[1:])
+        if packed and nodes and isinstance(nodes[0], (ast.Tuple, ast.List)):
+            nodes = nodes[0].elts
+    for index, number in enumerate(sizes):
+        if type(number) is not int or number <= 0 or number % size:
+            continue
+        new = [*sizes[:index], number // size, *sizes[index + 1 :]]
+        tried = call._replace(args=(args[0], type(args[1])(new)) if packed else (args[0], *new), kwargs=kwargs)
+        if misfit(tried, tried.args, kwargs) is not None:
+            continue
+        with torch._C.DisableTorchFunction():
+            spec = call.rule.spec(*tried.args, **kwargs) if call.rule.spec is not None else None
+        if legal(tried._replace(spec=spec, tensors=[args[0]]), axis, {}):
+            node = nodes[index] if len(nodes) == len(sizes) else None
+            text = here.text(node) if here is not None and node is not None else str(number)
+            code = f'{text} // comm.size("{axis}")'
+            yield Repair(f"{code} instead of {text}: this rank has its part", edit_of(here, node, code))
+            return
+
+
+SPECIAL: dict[str, Callable[..., Any]] = {
+    "bias": _bias,
+    "invariant": _invariant,
+    "partial_plus": _plus,
+    "reduced": _reduced,
+    "fixed": _fixed,
+}

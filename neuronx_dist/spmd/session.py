@@ -1,0 +1,191 @@
+"""What a mode knows while it is entered: the mesh, names, what was assumed, and the types of tensors.
+
+The part of `SpmdTypeMode` that is not about calls: handlers, messages and reports use it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from ..comm import context
+from ..mesh import Mesh
+from .axes import atoms_of, mesh_of
+from .explain import missing_type
+from .inplace import stale
+from .provenance import where
+from .sources import parameter_type
+from .tensor_type import EQUAL, NAME, NOTE, Note, TensorType, note_of, tensors_in, version, without_shards
+from .types import R
+
+__all__ = ["Session", "in_backward"]
+
+_sessions = count(time.time_ns())  # no note of another process, out of a file, is ever taken for one of this
+
+
+class Session(TorchFunctionMode):
+    """See `SpmdTypeMode`."""
+
+    def __init__(self, mesh: Any, level: str, strict: bool) -> None:
+        super().__init__()
+        self.mesh: Mesh | None = mesh_of(mesh)
+        self.level, self.strict = level, strict
+        self.session = next(_sessions)
+        self.assumed: dict[tuple[str, str], int] = {}
+        self.trusted: dict[tuple[str, str], int] = {}
+        self.operators = self.collectives = 0
+        self.record: Callable[[str, Any, str], None] | None = None
+        self.modules: dict[int, str] = {}  # id -> path
+        self.tied: dict[int, Any] = {}  # id of a parameter -> the ranks that hold it
+        self.writes: dict[int, Any] = {}  # of memory that was written in place: see inplace.py
+        self.compared: set[Any] = set()  # fused functions, with types and shapes, that were compared
+        self.paused = 0
+        self.received: Callable[[Tensor, Any], TensorType | None] | None = None  # types of what `recv` gives
+        self.sent: Callable[[Tensor, Any], None] | None = None
+        self.probing = 0
+        self.symbolic = False  # ranks are Coordinates
+        self.known: dict[Any, Any] = {}  # operators that were judged, on this mesh
+        self.told = 0  # how often something was assumed or trusted
+
+    def note(self, x: Tensor, function: str) -> Note | None:
+        """What is known of an operand. None in backward passes, where native derivatives are right by construction.
+
+        Raises:
+            SpmdTypeError: it has no type; or its memory was written behind the checker's back.
+        """
+        note = note_of(x)
+        if note is None:
+            found = None
+            if self.mesh is not None and isinstance(x, nn.Parameter):
+                found = parameter_type(x, self.mesh, self.tied.get(id(x)), self.level)
+            elif in_backward():
+                return None
+            elif not self.strict:
+                self.assume(f"a tensor {list(x.shape)} made before the check is equal on all ranks")
+                found = EQUAL
+            if found is None:
+                raise missing_type(self, x, function)
+            note = (found, None, self.session, version(x), None)
+            x.__dict__[NOTE] = note
+        elif note[2] != self.session:  # written outside of any mode: what it says holds from now on
+            found = note[0] if self.level == "G" else without_shards(note[0])
+            note = (found, note[1], self.session, version(x), note[4])
+            x.__dict__[NOTE] = note
+        elif note[3] != version(x):
+            note = stale(self, x, note)  # type: ignore[arg-type]
+        return note
+
+    def axes_of(self, found: TensorType) -> list[str]:
+        """All axes that matter for a tensor: those of the mesh, or without one those it was given types on."""
+        return sorted({*found.types, *self._atoms(("pp", "dp", "cp", "tp"))})
+
+    def data_axes(self) -> tuple[str, ...]:
+        """Axes along which ranks have other data."""
+        return self._atoms(("dp", "cp"))
+
+    def named(self, found: TensorType) -> TensorType:
+        """The same type with every axis of the mesh named."""
+        if found.rest is None:
+            return found
+        kind = R if found.rest.letter == "R" else found.rest
+        return TensorType.of({**dict.fromkeys(self._atoms(("pp", "dp", "cp", "tp")), kind), **found.types})
+
+    @contextmanager
+    def trial(self) -> Iterator[None]:
+        """What runs inside leaves no trace in counts and lists."""
+        before = dict(self.assumed), dict(self.trusted), self.operators, self.collectives, self.record
+        self.record = None
+        self.probing += 1
+        try:
+            yield
+        finally:
+            self.assumed, self.trusted, self.operators, self.collectives, self.record = before
+            self.probing -= 1
+
+    @contextmanager
+    def unwatched(self) -> Iterator[None]:
+        """What runs inside is a trial: collectives are not to be noted."""
+        backend = context.current().backend if context.is_initialized() else None
+        before = getattr(backend, "silent", None)
+        if before is not None:
+            backend.silent = True  # type: ignore[union-attr]
+        try:
+            yield
+        finally:
+            if before is not None:
+                backend.silent = before  # type: ignore[union-attr]
+
+    def _atoms(self, axes: Any) -> tuple[str, ...]:
+        if self.mesh is None:
+            return ()
+        return atoms_of(tuple(axes), self.mesh) if not isinstance(axes, str) else atoms_of(axes, self.mesh)
+
+    def _stamp(self, result: Any, types: Any, origins: Any, extra: Any = None) -> None:
+        several, session = types.__class__ is tuple, self.session
+        for index, x in enumerate(tensors_in(result)):
+            found = types[min(index, len(types) - 1)] if several else types
+            x.__dict__[NOTE] = (found, origins, session, version(x), extra)
+
+    def stamp(self, x: Tensor, found: TensorType, origins: Any = None, extra: Any = None) -> None:
+        """Writes a type on a tensor."""
+        x.__dict__[NOTE] = (found, origins, self.session, version(x), extra)
+
+    # --- for messages and reports
+
+    def assume(self, text: str) -> None:
+        """Notes what could not be proven."""
+        self.told += 1
+        here = text, where()
+        self.assumed[here] = self.assumed.get(here, 0) + 1
+
+    def trust(self, text: str) -> None:
+        """Notes a declaration that was taken at its word."""
+        self.told += 1
+        here = text, where()
+        self.trusted[here] = self.trusted.get(here, 0) + 1
+
+    def watch(self, module: nn.Module) -> None:
+        """Learns the names of a model's modules and parameters, and takes its buffers for equal on all ranks."""
+        self.modules.update((id(child), name) for name, child in module.named_modules())
+        for name, param in module.named_parameters():
+            param.__dict__[NAME] = name
+        held = getattr(module, "tied_groups", None)
+        if held is not None and getattr(module, "partitioned", True):
+            self.tied.update((id(param), group) for param, group in held())
+        for child_name, child in module.named_modules():
+            plain = [(n, x) for n, x in child.__dict__.items() if isinstance(x, Tensor)]
+            for name, x in [*child._buffers.items(), *plain]:
+                if isinstance(x, Tensor) and note_of(x) is None:
+                    x.__dict__[NAME] = f"{child_name}.{name}" if child_name else name
+                    self.stamp(x, EQUAL)
+
+    def pause(self) -> Pause:
+        """What runs inside is not looked at."""
+        return Pause(self)
+
+
+class Pause:
+    """`with mode.pause():`, without the cost of a generator."""
+
+    __slots__ = ("mode",)
+
+    def __init__(self, mode: Session) -> None:
+        self.mode = mode
+
+    def __enter__(self) -> None:
+        self.mode.paused += 1
+
+    def __exit__(self, *error: Any) -> None:
+        self.mode.paused -= 1
+
+
+def in_backward() -> bool:
+    """Whether autograd runs this."""
+    return torch._C._current_graph_task_id() != -1

@@ -1,0 +1,280 @@
+"""Where types come from: what users declare, and what a parameter's layout says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ..mesh import DENSE_AXES, Mesh
+from .axes import atoms_of, mesh_atoms
+from .errors import SpmdTypeError
+from .spec import spec_of
+from .tensor_type import FRESH, NAME, TensorType, note_of, write
+from .types import UNIFORM, ZERO, I, LocalType, P, R, Shard, SpmdType, V
+
+__all__ = [
+    "assert_local_type",
+    "assert_type",
+    "forget",
+    "get_local_type",
+    "gradient",
+    "has_local_type",
+    "input_type",
+    "local",
+    "mark_shard",
+    "parameter_type",
+    "trust",
+]
+
+
+_SHARD_OF = "_spmd_shard_of"
+
+
+def has_local_type(x: torch.Tensor) -> bool:
+    """Whether a tensor has a type."""
+    return note_of(x) is not None
+
+
+def get_local_type(x: torch.Tensor) -> dict[Any, SpmdType]:
+    """The type of a tensor by axis: `{"tp": I}`. Of what a program made of constants: {}, it is R everywhere.
+
+    Raises:
+        SpmdTypeError: it has none.
+    """
+    from .checker import active
+
+    mode, note = active(), note_of(x)
+    if mode is not None and note is not None:
+        with torch._C.DisableTorchFunction():
+            note = mode.note(x, "get_local_type")  # its memory may have been written since
+    if note is None:
+        raise SpmdTypeError(
+            f"a tensor of shape {list(x.shape)} has no type",
+            "nobody declared one, and it was made outside of a type check",
+            repairs=['assert_type(x, {"tp": R}) declares it'],
+            rule="no_type",
+        )
+    return {axis: R if kind.letter in "R0" else kind for axis, kind in note[0]}
+
+
+def assert_type(x: torch.Tensor, types: Mapping[Any, SpmdType]) -> torch.Tensor:
+    """Declares the type of a tensor, or asserts it where it has one. Returns the tensor.
+
+    Args:
+        types: axis -> type. An axis is a name, a tuple of names, a ProcessGroup or a Communicator; axes of one rank are
+            left out. V may become S(dim), and, as an assertion that nothing can check, V may become P.
+
+    Raises:
+        SpmdTypeError: it has another type on one of these axes.
+        ValueError: what is given is no type, or S(dim) of a dim that it does not have.
+
+    Example:
+        >>> t = torch.ones(20)
+        >>> assert_type(t, {"tp": I}) is t
+        True
+        >>> get_local_type(t)
+        {'tp': I}
+    """
+    from .checker import active
+
+    mode = active()
+    with torch._C.DisableTorchFunction():
+        return _assert_type(mode, x, types)
+
+
+def _assert_type(mode: Any, x: torch.Tensor, types: Mapping[Any, SpmdType]) -> torch.Tensor:
+    mesh = mode.mesh if mode is not None else _current_mesh()
+    given: dict[str, SpmdType] = {}
+    for axis, kind in types.items():
+        if isinstance(kind, Shard):
+            if not -x.dim() <= kind.dim < x.dim():
+                raise ValueError(f"{kind} on {axis!r}: a tensor of shape {list(x.shape)} has no dim {kind.dim}")
+            kind = Shard(kind.dim % x.dim(), kind.stride, kind.extent)
+            if mode is not None and mode.level == "L":
+                kind = V
+        elif not isinstance(kind, LocalType):
+            raise ValueError(f"{kind!r} on axis {axis!r} is not an SPMD type: use R, I, V, P or S(dim)")
+        given.update(dict.fromkeys(atoms_of(axis, mesh), kind))
+    note = note_of(x) if mode is None else mode.note(x, "assert_type") if note_of(x) is not None else None
+    old = note[0] if note is not None else TensorType.of({})
+    new, origins = dict(old.types), note[1] if note is not None else None
+    fresh = note is not None and note[4] == FRESH
+    for axis, kind in given.items():
+        before = old.get(axis)
+        if fresh or before is None or before is ZERO or (before is UNIFORM and kind.letter in "RI"):
+            new[axis] = kind
+        elif before == kind or (before.letter == "S" and kind is V):
+            continue
+        elif before is V and (isinstance(kind, Shard) or kind is P):
+            if mode is not None:
+                mode.trust(f"assert_type: V is {kind} on {axis}")
+            new[axis] = kind
+        elif before is R and kind is I and not x.requires_grad:
+            new[axis] = kind
+        else:
+            name = x.__dict__.get(NAME, "")
+            raise SpmdTypeError(
+                f"assert_type of {name or 'a tensor'} {list(x.shape)}",
+                f"it is {before} on {axis}, not {kind}",
+                where_from=_since(origins, axis, before),
+                repairs=[f"redistribute(x, {axis!r}, src={before}, dst={kind}) changes it", f"assert {before}"],
+                axis=axis,
+                rule="assert",
+            )
+    write(
+        x,
+        TensorType.of(new, old.rest),
+        origins,
+        note[2] if note is not None else mode.session if mode is not None else 0,
+    )
+    return x
+
+
+assert_local_type = assert_type
+
+
+def trust(x: torch.Tensor, axis: Any, kind: SpmdType) -> torch.Tensor:
+    """Tells the checker what it cannot know, and returns `x`: that a value is V (a position that was counted from this
+    rank's own offset), or that what varies is P (zeros, but for what this rank holds). Reports list it.
+
+    Nothing is done where no check is under way. Unlike `reinterpret` it leaves no trace in autograd.
+    """
+    from .checker import active
+
+    mode, note = active(), note_of(x)
+    if mode is None or note is None:
+        return x
+    with torch._C.DisableTorchFunction():
+        found = note[0]
+        atoms = atoms_of(axis, mode.mesh)
+        for atom in atoms:
+            before = found.get(atom)
+            if (
+                before is not kind
+                and before is not None
+                and before.letter in ("R0V" if kind is V else "RV0" if x.requires_grad else "RIV0")
+            ):
+                found = found.with_axis(atom, kind)
+        if found is not note[0]:
+            mode.trust(f"that {list(x.shape)} is {kind} on {', '.join(atoms)}")
+            write(x, found, note[1], note[2], note[4])
+    return x
+
+
+def local(x: torch.Tensor) -> torch.Tensor:
+    """The same tensor as this rank's own numbers: along which dims it is sharded is not followed any further.
+
+    For code that works on the local part by intention, such as packing it into a buffer. Nothing is done where no
+    check is under way.
+    """
+    from .checker import active
+
+    mode, note = active(), note_of(x)
+    if mode is None or note is None or not note[0].sharded:
+        return x
+    with torch._C.DisableTorchFunction():
+        result = x.view_as(x)
+        types = {axis: V if isinstance(kind, Shard) else kind for axis, kind in note[0]}
+        write(result, TensorType.of(types, note[0].rest), note[1], note[2])
+    return result
+
+
+def gradient(grad: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    """Tells the checker that backward accumulates the gradient of `param` in `grad`, and returns `grad`.
+
+    For accumulators other than `param.grad`, of which it knows.
+    """
+    from .autograd import adopt
+    from .checker import active
+
+    mode = active()
+    if mode is not None:
+        with torch._C.DisableTorchFunction():
+            adopt(mode, param, grad)
+    return grad
+
+
+def mark_shard(shard: torch.Tensor, param: torch.Tensor, group: Any) -> None:
+    """Says that `shard` is this rank's piece, among the ranks of `group`, of `param`: it varies over them."""
+    shard.__dict__[_SHARD_OF] = (param, group)
+
+
+def forget(x: torch.Tensor, axis: Any) -> torch.Tensor:
+    """The same tensor, of which it is no longer known along which dim it is sharded over `axis`: S becomes V.
+
+    For what is meant to be local although a dim is sharded, such as a block-diagonal weight: each rank's block times
+    its own piece is the result, and no sum over the ranks is missing.
+    """
+    from .checker import active
+
+    mode, note = active(), note_of(x)
+    if note is None:
+        return x
+    with torch._C.DisableTorchFunction():
+        result = x.view_as(x)
+    found = note[0]
+    for atom in atoms_of(axis, mode.mesh if mode is not None else _current_mesh()):
+        if isinstance(found.get(atom), Shard):
+            found = found.with_axis(atom, V)
+            if mode is not None:
+                mode.trust(f"forget: sharding over {atom} is not followed")
+    with torch._C.DisableTorchFunction():
+        write(result, found, note[1], note[2])
+    return result
+
+
+def parameter_type(param: torch.Tensor, mesh: Mesh, holders: Any = None, level: str = "G") -> TensorType:
+    """The type of a parameter, from its layout (`spec_of`).
+
+    On the axis that it is sharded over S(dim), or V where that is not followed. Else on tp I, but R if its gradient is
+    a part on every rank (`sequence_parallel`); R on dp and cp, whose ranks use it on their own data; on pp V, for each
+    stage has its own, but R if several hold it (`holders`).
+    """
+    origin = param.__dict__.get(_SHARD_OF)
+    if origin is not None:
+        whole, group = origin
+        note = note_of(whole)
+        base = note[0] if note is not None else parameter_type(whole, mesh, holders, level)
+        kinds = {axis: V if isinstance(kind, Shard) else kind for axis, kind in base}
+        return TensorType.of({**kinds, **dict.fromkeys(atoms_of(group, mesh), V)}, base.rest)
+    spec = spec_of(param)
+    types: dict[str, SpmdType] = {}
+    table = mesh_atoms(mesh)
+    for axis in ("dp", "cp"):
+        types.update(dict.fromkeys(table[axis], R))
+    types.update(dict.fromkeys(table["tp"], R if spec.sequence_parallel else I))
+    types.update(dict.fromkeys(table["pp"], V if holders is None else R))
+    if getattr(param, "expert_model_parallel", False):
+        types.update(dict.fromkeys(table["ep"], V))
+    if spec.axis is not None and spec.dim is not None:
+        kind: SpmdType = Shard(spec.dim, spec.stride) if level == "G" else V
+        types.update(dict.fromkeys(atoms_of(spec.axis, mesh), kind))
+    return TensorType.of(types)
+
+
+def input_type(
+    x: torch.Tensor, mesh: Mesh, types: Mapping[Any, SpmdType] | None = None, level: str = "G"
+) -> TensorType:
+    """The type of an input of the model: sharded on dim 0 over dp and equal elsewhere, but for what `types` says.
+
+    0-dim tensors, and integers that count, are equal everywhere.
+    """
+    found: dict[str, SpmdType] = dict.fromkeys(atoms_of(DENSE_AXES, mesh), R)
+    if x.dim():
+        found.update(dict.fromkeys(mesh_atoms(mesh)["dp"], Shard(0) if level == "G" else V))
+    for axis, kind in (types or {}).items():
+        found.update(dict.fromkeys(atoms_of(axis, mesh), kind))
+    return TensorType.of(found)
+
+
+def _since(origins: Any, axis: str, kind: SpmdType) -> list[str]:
+    origin = (origins or {}).get(axis)
+    return [f"{kind} on {axis} since {origin}"] if origin is not None and origin.letter == kind.letter else []
+
+
+def _current_mesh() -> Mesh | None:
+    from ..comm import context
+
+    return context.current().mesh if context.is_initialized() else None

@@ -1,0 +1,76 @@
+"""What is changed in torch while any mode is entered, and put back by the last one that leaves.
+
+    nn.Parameter(x)       which no mode sees: the parameter is what `x` was declared to be
+    torch.distributed     takes no typed tensors (`raw.py`)
+    torch.compile         what was compiled runs as it is written: a compiler cannot follow types
+
+What a program just made (`torch.empty`, random numbers) was never declared: a parameter made of that is what its layout
+says (`parameter_type`).
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import raw
+from .tensor_type import READONLY, note_of
+
+__all__ = ["surroundings"]
+
+_NEW = nn.Parameter.__new__
+_lock = threading.Lock()
+_users = 0
+_stance: Any = None
+
+
+def _new(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
+    from .checker import active
+
+    param = _NEW(cls, data, requires_grad)
+    mode = active()
+    note = note_of(data) if mode is not None and isinstance(data, Tensor) else None
+    if mode is not None and note is not None and note[0].rest is None and note[0].types and param is not data:
+        if note[4] is None or note[4] == READONLY:
+            mode.stamp(param, note[0], note[1])
+    return param
+
+
+@contextmanager
+def surroundings() -> Iterator[None]:
+    """Inside, threads that check types have all of the above."""
+    global _users
+    with _lock:
+        _users += 1
+        if _users == 1:
+            _install()
+    try:
+        yield
+    finally:
+        with _lock:
+            _users -= 1
+            if not _users:
+                _remove()
+
+
+def _install() -> None:
+    global _stance
+    nn.Parameter.__new__ = _new  # type: ignore[method-assign]
+    raw.install()
+    if "torch._dynamo.eval_frame" in sys.modules:  # else nothing is compiled yet, and importing it takes seconds
+        _stance = torch.compiler.set_stance("force_eager")
+
+
+def _remove() -> None:
+    global _stance
+    nn.Parameter.__new__ = _NEW  # type: ignore[method-assign]
+    raw.remove()
+    if _stance is not None:
+        _stance.__exit__(None, None, None)
+        _stance = None

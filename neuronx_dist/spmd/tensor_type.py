@@ -1,0 +1,214 @@
+"""The type of a tensor: one of R, I, V, P, S(i) per mesh axis; and how it is written on tensors.
+
+Types are interned: two that are equal are one object, so that the checker compares and caches them by identity.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from .types import UNIFORM, ZERO, I, R, Shard, SpmdType, V, dual
+
+__all__ = [
+    "COUNTED",
+    "EQUAL",
+    "FRESH",
+    "NAME",
+    "NOTE",
+    "READONLY",
+    "UNIFORM_TYPE",
+    "UNTYPED",
+    "ZERO_TYPE",
+    "Note",
+    "Origin",
+    "Segments",
+    "TensorType",
+    "note_of",
+    "tensors_in",
+    "type_of",
+    "version",
+    "without_shards",
+    "write",
+]
+
+
+class TensorType:
+    """Axis -> type, and `rest`: the type on axes that are not named (None: not known).
+
+    Attributes:
+        types: by axis.
+        rest: what it is on every other axis; R for what the program makes of constants alone.
+        sharded: whether any of them is S.
+        shaped: what becomes of it depends on shapes: it is sharded, or a constant.
+        graded: what becomes of it depends on whether it receives a gradient: it is I, or a constant.
+    """
+
+    __slots__ = ("types", "rest", "sharded", "shaped", "graded", "dual", "__weakref__")
+
+    types: dict[str, SpmdType]
+    rest: SpmdType | None
+    sharded: bool
+    shaped: bool
+    graded: bool
+    dual: TensorType | None
+
+    _interned: dict[Any, TensorType] = {}
+
+    @classmethod
+    def of(cls, types: Mapping[str, SpmdType], rest: SpmdType | None = None) -> TensorType:
+        named = {axis: kind for axis, kind in types.items() if kind is not rest}
+        key = (frozenset(named.items()), rest)
+        found = cls._interned.get(key)
+        if found is None:
+            found = object.__new__(cls)
+            found.types = dict(sorted(named.items()))
+            found.rest = rest
+            found.sharded = any(isinstance(kind, Shard) for kind in named.values())
+            everything = (*named.values(), rest)
+            constant = any(kind is ZERO or kind is UNIFORM for kind in everything)
+            found.shaped = found.sharded or constant or any(getattr(kind, "along", None) for kind in everything)
+            found.graded = constant or any(kind is I for kind in (*named.values(), rest))
+            found.dual = None
+            found = cls._interned.setdefault(key, found)  # another thread may have been faster
+        return found
+
+    def get(self, axis: str) -> SpmdType | None:
+        return self.types.get(axis, self.rest)
+
+    def with_axis(self, axis: str, kind: SpmdType | None) -> TensorType:
+        """The same but on `axis` (None: not known there)."""
+        types = {name: old for name, old in self.types.items() if name != axis}
+        if kind is not None:
+            types[axis] = kind
+        return TensorType.of(types, self.rest)
+
+    def of_gradient(self) -> TensorType:
+        """The type of the gradient."""
+        if self.dual is None:
+            self.dual = TensorType.of({axis: dual(kind) for axis, kind in self.types.items()}, self.rest)
+        return self.dual
+
+    def __iter__(self) -> Iterator[tuple[str, SpmdType]]:
+        return iter(self.types.items())
+
+    def __repr__(self) -> str:
+        named = [f"{axis}: {kind}" for axis, kind in self.types.items()]
+        return "{" + ", ".join([*named, *([f"others: {self.rest}"] if self.rest is not None else [])]) + "}"
+
+    def __deepcopy__(self, memo: Any) -> TensorType:
+        return self
+
+    def __reduce__(self) -> Any:
+        """Saved tensors have no types: a file is to be read where nobody knows of them, with `weights_only=True`
+        too.
+        """
+        return OrderedDict, ()
+
+
+
+UNTYPED = TensorType.of({})
+EQUAL = TensorType.of({}, R)  # equal on all ranks of all axes
+ZERO_TYPE = TensorType.of({}, ZERO)
+UNIFORM_TYPE = TensorType.of({}, UNIFORM)
+
+
+class Origin:
+    """Where a tensor got its type on some axis: for messages.
+
+    Attributes:
+        what: in words: "contraction over a sharded dim in linear".
+        where: `file:line` of the user's code.
+        module: path of the module whose forward that was in, or "".
+        letter: of the type that began; it says nothing of a tensor with another type there.
+    """
+
+    __slots__ = ("letter", "module", "what", "where")
+
+    def __init__(self, what: str, where: str, module: str = "", letter: str = "") -> None:
+        self.what, self.where, self.module, self.letter = what, where, module, letter
+
+    def __str__(self) -> str:
+        places = [place for place in (self.module, self.where) if place]
+        return f"{self.what}" + (f" ({', '.join(places)})" if places else "")
+
+    def __deepcopy__(self, memo: Any) -> Origin:
+        return self
+
+    def __reduce__(self) -> Any:
+        return OrderedDict, ()
+
+
+# What the checker knows of one tensor is a plain tuple, `tensor.__dict__[NOTE]`, because one is made for every result:
+#
+#   (type, origins, session, version, extra)
+#
+#   type      TensorType
+#   origins   axis -> Origin for axes whose type began somewhere worth telling, or None
+#   session   serial number of the mode that wrote it; 0: written outside of any
+#   version   torch's version counter then: a higher one means that somebody wrote to the memory since
+#   extra     `Segments` of a flat buffer, `READONLY` for what `.data` gave, `FRESH` for random numbers of which nothing
+#             was declared yet, `COUNTED` for 0, 1, 2, ..., or None
+NOTE = "_spmd"
+NAME = "_spmd_name"  # what the user calls it: "layers.3.mlp.down_proj.weight"
+READONLY = "readonly"
+FRESH = "fresh"
+COUNTED = "counted"
+Note = tuple[TensorType, "dict[str, Origin] | None", int, int, Any]
+
+
+class Segments:
+    """A flat buffer that holds several tensors one after the other along `dim`: `(size, type, origins)` of each.
+
+    `blocks`: along dim 0 it is so many times that (what an all-gather of such a buffer gives).
+    """
+
+    __slots__ = ("blocks", "dim", "parts")
+
+    def __init__(self, dim: int, parts: tuple[tuple[int, TensorType, Any], ...], blocks: int = 1) -> None:
+        self.dim, self.parts, self.blocks = dim, parts, blocks
+
+    def __deepcopy__(self, memo: Any) -> Segments:
+        return self
+
+    def __reduce__(self) -> Any:
+        return OrderedDict, ()
+
+
+def note_of(x: torch.Tensor) -> Note | None:
+    """What is known of a tensor, None if nothing is."""
+    note: Note | None = x.__dict__.get(NOTE)
+    return note if note is None or note[0].__class__ is TensorType else None  # of a file: see `__reduce__`
+
+
+def type_of(x: torch.Tensor) -> TensorType | None:
+    """The type of a tensor, None if it has none."""
+    note = note_of(x)
+    return None if note is None else note[0]
+
+
+def version(x: torch.Tensor) -> int:
+    """torch's version counter; inference tensors have none."""
+    return 0 if x.is_inference() else x._version
+
+
+def without_shards(found: TensorType) -> TensorType:
+    """Level L: what is sharded varies."""
+    return TensorType.of({axis: V if kind.letter == "S" else kind for axis, kind in found}, found.rest)
+
+
+def tensors_in(result: Any) -> Sequence[torch.Tensor]:
+    """The tensors in nested tuples and lists, in order."""
+    if isinstance(result, torch.Tensor):
+        return (result,)
+    if not isinstance(result, (tuple, list)):
+        return ()
+    return [x for item in result for x in ((item,) if isinstance(item, torch.Tensor) else tensors_in(item))]
+
+
+def write(x: torch.Tensor, type_: TensorType, origins: Any = None, session: int = 0, extra: Any = None) -> None:
+    """Writes a type on a tensor."""
+    x.__dict__[NOTE] = (type_, origins, session, version(x), extra)

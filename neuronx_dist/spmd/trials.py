@@ -1,0 +1,288 @@
+"""Trying what may be done to the operands of a call: candidates, and whether the call is legal with them.
+
+A candidate is an operator on one operand: its code, and the type and the shape that it gives. The call is judged again
+with these; nothing is communicated, and shapes are tried on the meta device.
+"""
+
+from __future__ import annotations
+
+import ast
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .judge import Operand, Violation, judge
+from .provenance import Named, Site, contracts
+from .rules import Rule
+from .rules.spec import Spec
+from .tensor_type import TensorType, note_of
+from .types import I, P, R, Shard, SpmdType, V
+
+__all__ = [
+    "Call",
+    "Change",
+    "Edit",
+    "Repair",
+    "call_of",
+    "changes_of",
+    "contracted",
+    "edit_of",
+    "legal",
+    "misfit",
+    "on_meta",
+    "route",
+    "size_of",
+    "unreduced",
+    "written",
+]
+
+LAST = 40  # a place behind all that keeps the global value
+
+
+class Edit(NamedTuple):
+    """A change of the source: what stands between two positions (lines from 1, columns in bytes) becomes `text`."""
+
+    file: str
+    start: tuple[int, int]
+    end: tuple[int, int]
+    text: str
+
+
+class Repair(str):
+    """A repair as text; `edits` is the change of the source that it means, where that is known."""
+
+    edits: tuple[Edit, ...]
+
+    def __new__(cls, text: str, *edits: Edit | None) -> Repair:
+        self = super().__new__(cls, text)
+        self.edits = tuple(edit for edit in edits if edit is not None)
+        return self
+
+
+class Call(NamedTuple):
+    """A call that a violation forbids. `operands` are those of the judgement: also of the numbers that it draws."""
+
+    rule: Rule
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    tensors: Sequence[Tensor]
+    operands: Sequence[Operand]
+    spec: Spec | None
+    affine: bool = False
+
+
+class Change(NamedTuple):
+    """A way to give an operand another type: its code, the type, the shape, and how far down it stands."""
+
+    code: str
+    kind: SpmdType
+    shape: tuple[int, ...]
+    place: float
+
+
+def written(kind: SpmdType | None) -> str:
+    """A type as code: `spmd.S(1)`."""
+    return f"spmd.{kind}"
+
+
+def call_of(
+    operator: str, name: str, axis: str, src: SpmdType | None, dst: SpmdType | None, expert: bool = False
+) -> str:
+    """A call of an operator as code."""
+    said = f", src={written(src)}" if src is not None else ""
+    said += f", dst={written(dst)}" if dst is not None else ""
+    return f'spmd.{operator}({name or "x"}, "{axis}"{said}{", expert_mode=True" if expert else ""})'
+
+
+def size_of(mode: Any, axis: str) -> int | None:
+    """Ranks on an axis; None if nobody knows."""
+    from .. import comm
+
+    try:
+        return int(mode.mesh.size(axis)) if mode.mesh is not None else int(comm.size(axis))
+    except (ValueError, RuntimeError, KeyError):
+        return None
+
+
+def changes_of(call: Call, index: int, axis: str, size: int | None, name: Named, level: str) -> Iterator[Change]:
+    """What may be done to an operand, and how likely it is what was forgotten (small: likely)."""
+    x, kind = call.tensors[index], call.operands[index].type.get(axis)
+    if kind is None or kind.letter == "0":
+        return
+    others = [
+        (operand.type.get(axis), operand.differentiable)
+        for i, operand in enumerate(call.operands)
+        if i != index and not (i < len(call.tensors) and call.tensors[i] is x)
+    ]
+    invariant = any(k is not None and k.letter == "I" and receives for k, receives in others)
+    replicated = any(k is not None and k.letter == "R" and receives for k, receives in others)
+    shards = {k for k, _ in others if isinstance(k, Shard)}
+    varying = bool(shards) or any(k is V for k, _ in others)
+    pending = any(k is P for k, _ in others) or contracted(call, axis) or any(
+        operand.type.get(axis) is V and unreduced(held, axis) for operand, held in zip(call.operands, call.tensors)
+    )  # fmt: skip
+    same = tuple(x.shape)
+    # What has both kinds of companions, or none, ends in a loss, which is I.
+    first, second = (R, I) if (replicated or varying) and not invariant else (I, R)
+
+    def write(operator: str, src: SpmdType | None, dst: SpmdType | None, expert: bool = False) -> str:
+        return call_of(operator, name.code, axis, src, dst, expert)
+
+    dims = range(x.dim())
+    if kind is P or (kind is V and unreduced(x, axis)):
+        yield Change(write("all_reduce", None, first), first, same, 1)
+        yield Change(write("all_reduce", None, second), second, same, 2)
+        likely = [d for d in dims if Shard(d) in shards] or list(dims)[-2:-1]  # else along the sequence
+        for dim in likely:
+            if size and same[dim] % size == 0:
+                place = 0.5 if Shard(dim) in shards else 3 + dim / 100
+                yield Change(write("reduce_scatter", None, Shard(dim)), Shard(dim), _scaled(same, dim, 1, size), place)
+    elif kind.letter == "P":
+        text = f'comm.all_reduce({name.code}, "{axis}", op="{kind.reduction}")'
+        yield Change(text, R, same, 1)
+    elif kind.letter == "I":
+        if not pending:
+            yield Change(write("convert", I, R), R, same, 10)
+        for dim in dims if shards else ():
+            if size and same[dim] % size == 0:
+                yield Change(write("convert", I, Shard(dim)), Shard(dim), _scaled(same, dim, 1, size), 21 + dim / 100)
+    elif kind.letter == "R":
+        for dim in dims if shards else ():
+            if size and same[dim] % size == 0:
+                yield Change(write("convert", R, Shard(dim)), Shard(dim), _scaled(same, dim, 1, size), 21 + dim / 100)
+        if pending:
+            yield Change(write("convert", R, P), P, same, 24)
+    elif isinstance(kind, Shard) and kind.stride == 1 and kind.extent in (None, same[kind.dim]):
+        for n, dst in enumerate((first, second)):
+            shape = _scaled(same, kind.dim, size or 1, 1)
+            yield Change(write("all_gather", kind, dst), dst, shape, (14 if isinstance(x, nn.Parameter) else 12) + n)
+        for dim in dims:
+            if dim != kind.dim and size and same[dim] % size == 0:
+                shape = _scaled(_scaled(same, kind.dim, size, 1), dim, 1, size)
+                yield Change(write("all_to_all", kind, Shard(dim)), Shard(dim), shape, 18 + dim / 100)
+        text = f'spmd.forget({name.code}, "{axis}")'
+        yield Change(text + ": if each rank's piece is meant by itself", V, same, LAST)
+    elif kind is V:
+        for dim in dims:
+            text = f'spmd.assert_type({name.code}, {{"{axis}": {written(Shard(dim))}}})'
+            if level == "G":
+                yield Change(text + f": if the ranks hold the pieces of dim {dim}", Shard(dim), same, 30 + dim / 100)
+        yield Change(write("reinterpret", V, P) + ": if the ranks hold summands", P, same, 32)
+
+
+def _scaled(shape: Sequence[int], dim: int, times: int, over: int) -> tuple[int, ...]:
+    return (*shape[:dim], shape[dim] * times // over, *shape[dim + 1 :])
+
+
+def contracted(call: Call, axis: str) -> bool:
+    """Whether the call itself sums over a dim that two operands have which vary: a partial sum, it may be."""
+    if call.spec is None:
+        return False
+    varying = [
+        {label for dim in dims or () for label in dim}
+        for dims, operand in zip(call.spec.ins, call.operands)
+        if (operand.type.get(axis) or R).letter in "VS"
+    ]
+    return any(sum(label in held for held in varying) > 1 for label in call.spec.reduced)
+
+
+def unreduced(x: Tensor, axis: str) -> bool:
+    """Whether what varies is, as far as autograd remembers, a sum over pieces that was not reduced."""
+
+    def varies(leaf: Tensor) -> bool:
+        note = note_of(leaf)
+        kind = note[0].get(axis) if note is not None else None
+        return kind is not None and kind.letter in "VS"
+
+    note = note_of(x)
+    kind = note[0].get(axis) if note is not None else None
+    return kind is P or (kind is V and contracts(x, varies))
+
+
+def legal(call: Call, axis: str, changes: Mapping[int, Change], result: bool = False) -> Any:
+    """Whether the call is allowed, on this axis, with some operands changed. With `result`: the types it gives."""
+    changed = {id(call.tensors[index]): change for index, change in changes.items()}
+    spec = call.spec
+    with torch._C.DisableTorchFunction():
+        if any(tuple(x.shape) != changed[id(x)].shape for x in call.tensors if id(x) in changed):
+            new = {id(x): x.new_empty(changed[id(x)].shape if id(x) in changed else x.shape, device="meta")
+                   for x in call.tensors}  # fmt: skip
+            args, kwargs = _with(call.args, new), _with(dict(call.kwargs), new)
+            if misfit(call, args, kwargs) is not None:
+                return False
+            spec = call.rule.spec(*args, **kwargs) if call.rule.spec is not None else None
+    operands = []
+    for index, operand in enumerate(call.operands):
+        x = call.tensors[index] if index < len(call.tensors) else None
+        kind = changed[id(x)].kind if id(x) in changed else operand.type.get(axis) or R
+        operands.append(Operand(TensorType.of({axis: kind}), operand.differentiable))
+    if call.rule.kind == "scalar":
+        return all(operand.type.types[axis].letter not in "VSP" for operand in operands)
+    count = max(1, len(spec.outs)) if spec is not None else 1
+    try:
+        types = judge(call.rule, spec, operands, call.affine, count).types
+    except Violation:
+        return False
+    return [found.get(axis) for found in types] if result else True
+
+
+def misfit(call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Exception | None:
+    """What torch says of arguments on the meta device; None if they fit. Functions of users' are not run."""
+    torch_own = (getattr(call.function, "__module__", None) or "torch").startswith("torch")
+    try:
+        with torch._C.DisableTorchFunction(), torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            if call.rule.spec is not None:
+                call.rule.spec(*args, **kwargs)
+            if torch_own:
+                call.function(*args, **kwargs)
+    except NotImplementedError:  # nothing runs it without values
+        return None
+    except Exception as error:
+        return error
+    return None
+
+
+def on_meta(call: Call) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call without their values."""
+    with torch._C.DisableTorchFunction():
+        new = {id(x): x.new_empty(x.shape, device="meta") for x in call.tensors}
+    return _with(call.args, new), _with(dict(call.kwargs), new)
+
+
+def _with(value: Any, new: Mapping[int, Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        return new.get(id(value), value)
+    if isinstance(value, (tuple, list)):
+        return type(value)(_with(item, new) for item in value)
+    if isinstance(value, dict):
+        return {key: _with(item, new) for key, item in value.items()}
+    return value
+
+
+def edit_of(here: Site | None, node: ast.AST | None, text: str) -> Edit | None:
+    """The change that puts `text` where an expression is."""
+    if here is None or not isinstance(node, (ast.expr, ast.stmt)) or isinstance(getattr(node, "ctx", None), ast.Store):
+        return None
+    end = node.end_lineno or node.lineno, node.end_col_offset or 0
+    return Edit(here.file, (node.lineno, node.col_offset), end, text)
+
+
+def route(src: SpmdType, dst: SpmdType) -> tuple[str, bool] | None:
+    """The operator that takes `src` to `dst` and keeps the global value, and whether it needs expert_mode."""
+    from .collectives import ROWS
+
+    a, b = src.letter, dst.letter
+    if a == b and not isinstance(src, Shard):
+        return None
+    operator = {"P": "all_reduce" if b in "RI" else "reduce_scatter", "V": "all_gather", "S": "all_gather"}.get(
+        a, "convert"
+    )
+    if a in "VS" and b in "VS":
+        operator = "all_to_all"
+    row = ROWS.get((operator, a, b))
+    return None if row is None or a + b in ("VS", "SV") else (operator, row.expert)
