@@ -49,6 +49,17 @@ def arguments(description: str | None, argv: list[str] | None = None) -> argpars
     )
     flag("--log-every", 10, "steps between lines where there is no terminal")
     switch("--verify", "train several layouts, at most 20 steps, and print their losses beside those of one process")
+    parser.add_argument(
+        "--check",
+        type=int,
+        nargs="?",
+        const=0,
+        metavar="PROCESSES",
+        help="check the program of all ranks in this process, and do nothing else; without torchrun for so many "
+        "processes (tp x pp)",
+    )
+    flag("--check-limit", 30.0, "seconds that the same check may take before every launch; then it is left")
+    switch("--no-check", "do not check before the launch")
     args = parser.parse_args(argv)
     if args.out is None:
         names = (f"runs/llama-{number}" if number > 1 else "runs/llama" for number in count(1))

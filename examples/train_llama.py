@@ -8,6 +8,7 @@ Without --model it is a small byte-level Llama. The data-parallel size is what t
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 import sys
@@ -21,7 +22,8 @@ from reporting import Report
 from text_data import TextData, data_parallel_rows
 
 import neuronx_dist as nxd
-from neuronx_dist import comm, hf
+from neuronx_dist import comm, hf, spmd
+from neuronx_dist.layout import Layout
 from neuronx_dist.memory import estimate_memory
 from neuronx_dist.optimizer import MasterWeightsOptimizer, NeuronZero1Optimizer
 
@@ -43,15 +45,15 @@ def load_config(args: Namespace) -> tuple[Any, Any]:
     return AutoConfig.from_pretrained(folder), AutoTokenizer.from_pretrained(folder) if has_tokenizer else None
 
 
-def build(args: Namespace, config: Any, device: torch.device) -> tuple[Any, Any, Any]:
-    """Model, optimizer and learning-rate schedule of this rank: nothing but its own shards is ever allocated."""
+def assemble(args: Namespace, config: Any) -> Any:
+    """This rank's model, on the meta device: no values yet."""
     from transformers import AutoModelForCausalLM
 
     nxd.model_parallel_manual_seed(args.seed)
     with torch.device("meta"):
         module = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, args.dtype))
     hf.swap(module, sequence_parallel=args.sequence_parallel, pad_heads=args.pad_heads)
-    model = nxd.NxDPPModel(
+    return nxd.NxDPPModel(
         module,
         transformer_layer_cls=hf.transformer_layer_class(module),
         num_microbatches=args.microbatches,
@@ -61,18 +63,16 @@ def build(args: Namespace, config: Any, device: torch.device) -> tuple[Any, Any,
         broadcast_and_average_loss=True,
         use_zero1_optimizer=args.zero1,
     )
+
+
+def build(args: Namespace, config: Any, device: torch.device) -> tuple[Any, Any, Any]:
+    """Model, optimizer and learning-rate schedule of this rank: nothing but its own shards is ever allocated."""
+    model = assemble(args, config)
     if args.model is not None and hf.has_weights(args.model):
         hf.load_pretrained(model, args.model, device=device)
     else:
         hf.materialize(model, args.seed, device=device)
-    params = [p for p in model.local_parameters() if p.requires_grad]
-    matrices, vectors = [p for p in params if p.dim() > 1], [p for p in params if p.dim() <= 1]
-    groups = [dict(params=matrices, weight_decay=args.weight_decay), dict(params=vectors, weight_decay=0.0)]
-    sharded = NeuronZero1Optimizer if args.zero1 else MasterWeightsOptimizer
-    clip = args.grad_clip or math.inf
-    optimizer = sharded(
-        [g for g in groups if g["params"]], torch.optim.AdamW, max_norm=clip, lr=args.lr, betas=(0.9, 0.95)
-    )
+    optimizer = make_optimizer(args, model)
 
     def factor(step: int) -> float:
         if step < args.warmup:
@@ -82,39 +82,94 @@ def build(args: Namespace, config: Any, device: torch.device) -> tuple[Any, Any,
     return model, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
 
+def make_optimizer(args: Namespace, model: Any) -> Any:
+    """AdamW on this rank's parameters, in ZeRO-1 or with master weights of its own."""
+    params = [p for p in model.local_parameters() if p.requires_grad]
+    matrices, vectors = [p for p in params if p.dim() > 1], [p for p in params if p.dim() <= 1]
+    groups = [dict(params=matrices, weight_decay=args.weight_decay), dict(params=vectors, weight_decay=0.0)]
+    sharded = NeuronZero1Optimizer if args.zero1 else MasterWeightsOptimizer
+    clip = args.grad_clip or math.inf
+    return sharded([g for g in groups if g["params"]], torch.optim.AdamW, max_norm=clip, lr=args.lr, betas=(0.9, 0.95))
+
+
+def check(args: Namespace, config: Any, layout: Layout, time_limit: float | None = None) -> Any:
+    """Plays a step of all ranks in this process, without values; any number of ranks, in seconds."""
+
+    def model_fn() -> tuple[Any, Any]:
+        model = assemble(args, copy.deepcopy(config))
+        return model, make_optimizer(args, model)
+
+    ids = torch.zeros(layout.global_batch // layout.dp, layout.seq_len, dtype=torch.long)
+    inputs = {"input_ids": ids, "labels": ids, "num_items_in_batch": torch.ones(())}
+    return spmd.check(model_fn, inputs, layout.mesh(), step=train_step, time_limit=time_limit)
+
+
+def check_before_launch(args: Namespace, config: Any, layout: Layout) -> None:
+    """Ends the job, with what is wrong, if the ranks' programs do not fit together."""
+    report = check(args, config, layout, args.check_limit)
+    if any(problem.kind != "program" for problem in report.problems):
+        sys.exit(f"train_llama: {report}\n(--no-check starts it all the same)")
+    if report.problems:  # it could not be played
+        print(f"warning: not checked, going on all the same: {report}\n", flush=True)
+    elif not report.finished:
+        print(f"warning: not checked to the end in {args.check_limit:g} s (--check-limit), going on\n", flush=True)
+    else:
+        print(f"check: {report}\n", flush=True)
+
+
+def with_num_items(model: Any, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A batch, and what its summed loss is divided by."""
+    return {**batch, "num_items_in_batch": nxd.global_num_items(batch["labels"], model.num_microbatches)}
+
+
+def train_step(model: Any, optimizer: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """One optimizer step on this rank's rows: what is trained with, and what is checked."""
+    loss: torch.Tensor = model.run_train(**with_num_items(model, batch))
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
 def train(args: Namespace, config: Any, data: TextData, device: torch.device, report: Report) -> Any:
     """The training loop, of this rank."""
     model, optimizer, schedule = build(args, config, device)
 
-    def inputs(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        rows = data_parallel_rows(batch, comm.rank("dp"), comm.size("dp"))
-        mine = {name: value.to(device) for name, value in rows.items()}
-        return {**mine, "num_items_in_batch": nxd.global_num_items(mine["labels"], args.microbatches)}
+    def rows(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        mine = data_parallel_rows(batch, comm.rank("dp"), comm.size("dp"))
+        return {name: value.to(device) for name, value in mine.items()}
 
     for step in range(1, args.steps + 1):
-        loss = model.run_train(**inputs(data.batch(step)))
+        loss = train_step(model, optimizer, rows(data.batch(step)))
         lr = schedule.get_last_lr()[0]
-        optimizer.step()
-        optimizer.zero_grad()
         schedule.step()
         report.step(step, loss=float(loss), grad_norm=float(optimizer.grad_norm), lr=lr)
         if step % max(1, args.steps // 5) == 0:
-            report.held_out(sum(float(model.run_eval(**inputs(data.held_out_batch(i)))) for i in range(4)) / 4)
+            held_out = (with_num_items(model, rows(data.held_out_batch(i))) for i in range(4))
+            report.held_out(sum(float(model.run_eval(**batch)) for batch in held_out) / 4)
     return model
 
 
 def main() -> None:
     args = arguments(__doc__)
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    if args.check is not None and world == 1:
+        world = args.check or args.tp * args.pp
     try:  # refuse what cannot work before anything is allocated
         config, tokenizer = load_config(args)
         layout = layout_of(args, world)
-        layout.check(config, data=args.data or (), out=None if args.verify else args.out)
+        layout.check(config, data=args.data or (), out=None if args.verify or args.check is not None else args.out)
+        if args.check is not None:
+            report = check(args, config, layout)
+            if rank == 0:
+                print(report)
+            sys.exit(0 if report.ok else 1)
         text = dict(seq_len=args.seq_len, global_batch=args.global_batch, seed=args.seed, tokenizer=tokenizer)
         data = TextData(args.data, **text)
         if data.vocab_size > config.vocab_size:
             raise ValueError(f"the text has tokens up to {data.vocab_size}, the model knows {config.vocab_size}")
         memory = estimate_memory(layout, config)
+        if rank == 0 and world > 1 and not args.no_check and not args.verify:
+            check_before_launch(args, config, layout)
         device = nxd.init_distributed(args.device)
     except ValueError as error:
         sys.exit(f"train_llama: {error}" if rank == 0 else 1)

@@ -1,0 +1,212 @@
+"""`spmd.check`: a parallel model proven right in one process."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ..comm import errors
+from ..mesh import DENSE_AXES, EXPERT_AXES, Mesh
+from ..spmd.errors import SpmdTypeError
+from .branches import compare_branches, differences
+from .compare import compare_events, compare_schedule
+from .explore import Explored, Failure, explore
+from .program import ReadsValues, Subject
+from .report import Problem, Report
+from .trace import Deadline, OutOfTime
+
+__all__ = ["check", "mesh_of"]
+
+LEVELS = ("G", "L")
+
+
+def check(
+    model_fn: Callable[..., Any],
+    example_inputs: Any,
+    mesh: Mapping[str, int] | Mesh,
+    *,
+    options: Mapping[str, Any] | None = None,
+    step: Callable[[Any, Any, Any], Any] | None = None,
+    optimizer: Callable[..., Any] | None = None,
+    in_types: Any = None,
+    level: str | None = "G",
+    numeric: bool = False,
+    raise_errors: bool = False,
+    time_limit: float | None = None,
+) -> Report:
+    """Plays a training step of every rank that can differ, without processes, weights or values, and compares them.
+
+    What is looked at: the collectives of all ranks, group by group, their order, shapes and dtypes, forward and
+    backward; messages between stages, and the schedule over all microbatches; that everything runs at all, with the
+    shapes that each rank has.
+
+    Args:
+        model_fn: `model_fn(**options)` builds the model of the current rank, as a training script does, up to the
+            point where values would be needed: no `materialize`, no loading of weights. It is called on the meta device
+            with the rank and the mesh set. It returns a module, an `NxDPPModel`, or `(model, optimizer)`.
+        example_inputs: of one rank and one step: keyword arguments in a dict, positional ones in a tuple, one tensor,
+            or a function without arguments that makes them. Only shapes and dtypes count.
+        mesh: sizes of the axes, `{"pp": 2, "dp": 2, "tp": 4}`, or a Mesh.
+        options: for `model_fn`.
+        step: `step(model, optimizer, inputs)` makes a whole step: forward, loss, backward, reduction of gradients,
+            optimizer. None: `run_train` of an NxDPPModel; of another module its call, the backward of the loss in what
+            it returns, `reduce_gradients`; and then the optimizer's step.
+        optimizer: `optimizer(params)`, where `model_fn` makes none; None: SGD (in ZeRO-1 where the model wants it).
+        in_types: types of the inputs by name and axis; None: sharded on dim 0 over dp, replicated over tp.
+        level: "G": the program equals the unsharded one; "L": it is consistent on all ranks; None: types are not
+            checked.
+        numeric: run the model for real too, on threads and in one process, and compare. For toy sizes.
+        raise_errors: raise the first problem instead of returning it in the report.
+        time_limit: seconds after which to stop; the report then says that it is not finished.
+
+    Returns:
+        A report: `report.ok`, `str(report)`, `report.to_json()`, `report.problems`.
+
+    Raises:
+        ValueError: the mesh or the level is none.
+        SpmdTypeError: with `raise_errors`, there is a problem.
+    """
+    deadline = Deadline(time_limit)
+    grid = mesh_of(mesh)
+    if level is not None and level not in LEVELS:
+        raise ValueError(f"check: level {level!r} is neither 'G' (global) nor 'L' (local)")
+    caller = _caller()
+    subject = Subject(model_fn, example_inputs, dict(options or {}), step, optimizer, in_types, level)
+    report = Report(_sizes(grid), level=level)
+    report.unchecked = [axis for axis in (*DENSE_AXES, "ep") if grid.size(axis) == 1 and axis in _named(mesh)]
+    found = explore(subject, grid, deadline)
+    _simplify(found, caller)
+    _fill(report, found)
+    failures: dict[tuple[str, str], list[Failure]] = {}  # the same on several ranks is told once
+    for program in found.distinct:
+        if program.failure is not None:
+            error = program.failure.error
+            failures.setdefault((type(error).__name__, str(error)), []).append(program.failure)
+    for same in failures.values():
+        report.add(_problem(same, grid))
+    if not report.problems and found.finished:
+        compared = [*compare_events(found), *compare_schedule(grid, found.num_microbatches)]
+        for problem in compared or compare_branches(found):
+            report.add(problem)
+    if numeric and report.ok:
+        from .numeric import compare_values
+
+        try:
+            for problem in compare_values(subject, grid, deadline, report.notes):
+                report.add(problem)
+        except OutOfTime:
+            report.finished = False
+        except Exception as error:  # noqa: B902 - a finding, whatever it is
+            what = f"running it with values failed: {type(error).__name__}: {error}"
+            report.add(Problem("values", what, lines=tuple(_lines(error)), error=error))
+    report.seconds = deadline.elapsed
+    if raise_errors and report.problems:
+        raise _as_error(report)
+    return report
+
+
+def mesh_of(sizes: Mapping[str, int] | Mesh) -> Mesh:
+    """A mesh from the sizes of its axes; those that are left out are 1.
+
+    Raises:
+        ValueError: an axis that there is not, or sizes that do not fit.
+    """
+    if isinstance(sizes, Mesh):
+        return sizes
+    known = set(DENSE_AXES) | set(EXPERT_AXES)
+    unknown = sorted(set(sizes) - known)
+    if unknown:
+        raise ValueError(f"mesh: unknown axes {', '.join(unknown)}; the axes are {', '.join(sorted(known))}")
+    for axis, size in sizes.items():
+        if not isinstance(size, int) or size < 1:
+            raise ValueError(f"mesh: {axis} must be a positive integer, got {size!r}")
+    pp, dp, cp, tp = (sizes.get(axis, 1) for axis in DENSE_AXES)
+    ep = sizes.get("ep", 1)
+    if "dp" not in sizes and "edp" in sizes:
+        dp = sizes["edp"] * ep // cp
+    mesh = Mesh(pp * dp * cp * tp, tp=tp, pp=pp, cp=cp, ep=ep)
+    if sizes.get("edp", mesh.edp) != mesh.edp:
+        raise ValueError(f"mesh: edp {sizes['edp']} does not fit dp {dp} x cp {cp} = edp x ep {ep}")
+    return mesh
+
+
+def _sizes(mesh: Mesh) -> dict[str, int]:
+    sizes = {axis: mesh.size(axis) for axis in DENSE_AXES}
+    return {**sizes, "ep": mesh.ep} if mesh.ep > 1 else sizes
+
+
+def _named(mesh: Mapping[str, int] | Mesh) -> set[str]:
+    """Axes that are worth a word: those that the caller named, and the usual ones."""
+    return {"pp", "dp", "cp", "tp"} | (set() if isinstance(mesh, Mesh) else set(mesh))
+
+
+def _caller() -> str:
+    """The user's line that asked for the check; on the command line there is none."""
+    for frame in reversed(traceback.extract_stack()):
+        if not frame.filename.startswith((errors._PACKAGE, errors._TORCH, "<")):
+            return f"{frame.filename}:{frame.lineno}"
+    return ""
+
+
+def _simplify(found: Explored, caller: str) -> None:
+    """What the check itself calls has no line of the user's: its package line stands for it."""
+    for program in found.distinct:
+        for event in program.events:
+            if event.where == caller or event.where.startswith(("<", "an unknown")):
+                event.where = event.inside
+
+
+def _fill(report: Report, found: Explored) -> None:
+    first: dict[int, Any] = {}
+    for program in found.distinct:
+        first.setdefault(found.mesh.coordinate("pp", program.rank), program)
+    report.operators = sum(len(program.ops) for program in first.values())
+    report.collectives = sum(len(program.events) for program in first.values())
+    report.programs = len({program.signature() for program in found.distinct})
+    report.runs = found.plays
+    report.finished = found.finished
+    report.differences = differences(found)
+    report.trusted = [f"{where}: {text}" for where, text in found.trusted.items()]
+    report.assumed = [f"{where}: {text}" for where, text in found.assumed.items()]
+
+
+def _problem(failures: Sequence[Failure], mesh: Mesh) -> Problem:
+    """What a phase raised, as a finding."""
+    failure = failures[0]
+    error = failure.error
+    lines = _lines(error.__cause__ if isinstance(error, ReadsValues) and error.__cause__ else error)
+    kind = "types" if isinstance(error, SpmdTypeError) else "program"
+    axes = DENSE_AXES if mesh.ep == 1 else (*DENSE_AXES, "ep")
+    at = mesh.coordinates(failure.rank)
+    coordinates = ", ".join(f"{axis} {at[axis]}" for axis in axes if mesh.size(axis) > 1)
+    what = {"build": "building the model", "train": "forward and backward", "step": "the optimizer's step"}
+    place = f"rank {failure.rank}" + (f" ({coordinates})" if coordinates else "")
+    ranks = tuple(same.rank for same in failures)
+    if len(ranks) > 1:
+        place += f", and of {_and(ranks[1:])}"
+    name = "" if kind == "types" or isinstance(error, ReadsValues) else f"{type(error).__name__}: "
+    message = f"{name}{error}\n    in {what[failure.phase]} of {place}" + (f", at {lines[0]}" if lines else "")
+    return Problem(kind, message, ranks, tuple(lines), error)
+
+
+def _and(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:6])) + (", ..." if len(ranks) > 6 else "")
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
+
+
+def _lines(error: BaseException) -> list[str]:
+    """The lines of the traceback outside torch and this package, innermost first; if there are none, all of ours."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith((errors._PACKAGE, errors._TORCH, "<"))]
+    ours = [frame for frame in frames if frame.filename.startswith(errors._PACKAGE)]
+    return [f"{frame.filename}:{frame.lineno}" for frame in reversed(own or ours[-1:])]
+
+
+def _as_error(report: Report) -> SpmdTypeError:
+    first = report.problems[0]
+    if isinstance(first.error, SpmdTypeError):
+        return first.error
+    error = SpmdTypeError(str(report))
+    error.__cause__ = first.error
+    return error

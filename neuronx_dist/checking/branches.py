@@ -1,0 +1,120 @@
+"""What ranks of one stage do differently beside communicating: other numbers, other shapes, other functions.
+
+That may be: a rank's piece of a tensor begins where it begins. Where the result is said to be equal on all ranks along
+which it was made differently, it is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from difflib import SequenceMatcher
+from typing import Any
+
+from ..mesh import DENSE_AXES, Mesh
+from ..spmd.axes import mesh_atoms
+from ..spmd.tensor_type import TensorType
+from .explore import Explored, Program
+from .report import Problem
+from .trace import Op
+
+__all__ = ["compare_branches", "differences"]
+
+
+def differences(found: Explored, most: int = 20) -> list[str]:
+    """The first place, for each pair of programs and each phase, where they do not do the same."""
+    listed: list[str] = []
+    for one, other in _pairs(found):
+        for name in other.phases:
+            if name in one.phases:
+                place = _first_difference(one, other, name)
+                if place and place not in listed:
+                    listed.append(place)
+    return listed[:most]
+
+
+def compare_branches(found: Explored) -> list[Problem]:
+    """Operators of the user's that some ranks call otherwise, or not at all, and whose result is typed as equal on all
+    of them.
+    """
+    for one, other in _pairs(found):
+        axes = _axes_between(found.mesh, one.rank, other.rank)
+        first, second = ([op for op in program.ops if not op.inside] for program in (one, other))
+        a_keys, b_keys = ([(op.name, op.site) for op in ops] for ops in (first, second))
+        for tag, i, j, k, m in SequenceMatcher(None, a_keys, b_keys, autojunk=False).get_opcodes():
+            if tag == "equal":
+                for a, b in zip(first[i:j], second[k:m]):
+                    axis = _equal_on(a.types, axes)
+                    if a.scalars != b.scalars and len(a.scalars) == len(b.scalars) and axis is not None:
+                        numbers = [_short(part) for part in _unequal_part(a, b)]
+                        return [_unlike(one, other, a, axis, f"is called with {numbers[0]}", f"with {numbers[1]}")]
+            else:
+                for program, ops in ((one, first[i:j]), (other, second[k:m])):
+                    for op in ops:
+                        axis = _equal_on(op.types, axes)
+                        if axis is not None:
+                            rest = other if program is one else one
+                            return [_unlike(program, rest, op, axis, "is called", "not")]
+    return []
+
+
+def _unlike(one: Program, other: Program, op: Op, axis: str, here: str, there: str) -> Problem:
+    kind = op.types.get(axis) if op.types is not None else None
+    message = (
+        f"{op.name} at {op.line} {here} on rank {one.rank} and {there} on rank {other.rank}, and its result is "
+        f"{kind} on {axis}: equal on all ranks\n"
+        f"    Do it on all ranks alike, or convert(x, {axis!r}, src={kind}, dst=V) what is meant to differ before."
+    )
+    return Problem("types", message, (one.rank, other.rank), (op.line,))
+
+
+def _axes_between(mesh: Mesh, one: int, other: int) -> list[str]:
+    """Atoms of the axes in whose coordinates two ranks differ."""
+    table, here, there = mesh_atoms(mesh), mesh.coordinates(one), mesh.coordinates(other)
+    return [atom for axis in DENSE_AXES if axis != "pp" and here[axis] != there[axis] for atom in table[axis]]
+
+
+def _equal_on(found: TensorType | None, axes: list[str]) -> str | None:
+    """An axis of these on which it is the same everywhere, if it varies on none of them."""
+    if found is None or not axes:
+        return None
+    kinds = [(axis, found.get(axis)) for axis in axes]
+    if any(kind is None or kind.letter not in "RIU" for _, kind in kinds):
+        return None
+    return kinds[0][0]
+
+
+def _pairs(found: Explored) -> Iterator[tuple[Program, Program]]:
+    """The first program of each stage with each other one of that stage."""
+    first: dict[int, Program] = {}
+    for program in found.distinct:
+        one = first.setdefault(found.mesh.coordinate("pp", program.rank), program)
+        if one is not program:
+            yield one, program
+
+
+def _short(numbers: tuple[Any, ...]) -> str:
+    return ", ".join(map(str, numbers[:3])) + ", ..." * (len(numbers) > 3) if numbers else "none"
+
+
+def _unequal_part(one: Op, other: Op) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """The numbers from the first on that is not the same."""
+    same = 0
+    while one.scalars[same : same + 1] == other.scalars[same : same + 1]:
+        same += 1
+    return one.scalars[same:], other.scalars[same:]
+
+
+def _first_difference(one: Program, other: Program, phase: str) -> str | None:
+    first, second = one.phases[phase].ops, other.phases[phase].ops
+    for a, b in zip(first, second):
+        if (a.name, a.scalars) != (b.name, b.scalars):
+            ranks = f"ranks {one.rank} and {other.rank}"
+            if a.name == b.name and a.site == b.site:
+                numbers = " and ".join(_short(s) for s in _unequal_part(a, b))
+                return f"{ranks} call {a.name} with different numbers or shapes at {a.line}: {numbers}"
+            return f"{ranks} go different ways: {a.name} at {a.line}, {b.name} at {b.line}"
+    if len(first) != len(second):
+        longer, ops = (one, first) if len(first) > len(second) else (other, second)
+        extra = ops[min(len(first), len(second))]
+        return f"rank {longer.rank} goes on where rank {(other if longer is one else one).rank} ends: {extra.line}"
+    return None

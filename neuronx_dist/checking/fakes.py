@@ -1,0 +1,154 @@
+"""Fake tensors, which have shapes and no values, in the place of a model's and of its optimizer's own."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+__all__ = ["QuietFakeMode", "fake_inputs", "make_fake", "no_messages", "optimizers_of"]
+
+
+class QuietFakeMode(FakeTensorMode):
+    """Fake tensors compute with torch functions of their own, which are no part of the program: in backward, where
+    autograd asks for them, a TorchFunctionMode would see them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+
+    def __torch_dispatch__(self, *args: Any, **kwargs: Any) -> Any:
+        with torch._C.DisableTorchFunction():
+            return super().__torch_dispatch__(*args, **kwargs)
+
+
+@contextmanager
+def no_messages() -> Iterator[None]:
+    """Calls that do not fit are reported, and tried by who explains them: torch need not log each one."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
+def make_fake(
+    model: nn.Module, optimizer: Any, mode: FakeTensorMode, device: torch.device
+) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+    """Puts fake tensors on `device` in the place of parameters, buffers and other tensors of the modules.
+
+    Of a pipeline model that is this stage; what belongs to other stages stays on meta. Ties, attributes and hooks are
+    kept. An optimizer that was built already gets the new parameters, and fakes in the place of its own tensors.
+
+    Returns:
+        `(old, new)` by id of the old tensor.
+    """
+    fakes = _Fakes(mode, device)
+    whole = getattr(model, "original_module", model)
+    is_local = getattr(model, "is_local", None)
+    for prefix, module in whole.named_modules(remove_duplicate=False):
+        for table in (module._parameters, module._buffers):
+            for name, tensor in table.items():
+                qualified = f"{prefix}.{name}" if prefix else name
+                if tensor is not None and (is_local is None or is_local(qualified)):
+                    table[name] = fakes.of(tensor)
+    # A tied weight has several names, and a plain attribute may be a buffer under another one.
+    for module in whole.modules():
+        for table in (module._parameters, module._buffers, module.__dict__):
+            for name, value in table.items():
+                if isinstance(value, torch.Tensor) and id(value) in fakes.made:
+                    table[name] = fakes.of(value)
+        for name, value in module.__dict__.items():
+            if isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor) and _is_alone(value, is_local):
+                module.__dict__[name] = fakes.of(value)
+    for found in optimizers_of(optimizer):
+        for group in found.param_groups:
+            group["params"] = [fakes.of(param) for param in group["params"]]
+        _replace(found.__dict__, fakes, set())
+        found.state = type(found.state)(
+            found.state.default_factory, {fakes.known(key): value for key, value in found.state.items()}
+        )
+        for state in found.state.values():
+            _replace(state, fakes, set())
+    return fakes.made
+
+
+def _is_alone(value: torch.Tensor, is_local: Any) -> bool:
+    """Of a pipeline model a plain attribute on meta may be another stage's; elsewhere all of them are this rank's."""
+    return is_local is None or not value.is_meta or value.numel() < 2**16
+
+
+def optimizers_of(optimizer: Any) -> Iterator[Any]:
+    """An optimizer and those that it wraps, whatever the attribute is called."""
+    seen: set[int] = set()
+    pending = [optimizer] if optimizer is not None else []
+    while pending:
+        found = pending.pop()
+        if id(found) in seen:
+            continue
+        seen.add(id(found))
+        yield found
+        pending += [value for value in vars(found).values() if isinstance(value, torch.optim.Optimizer)]
+
+
+def fake_inputs(inputs: Any, mode: FakeTensorMode, device: torch.device) -> Any:
+    """Fakes of the tensors in `inputs`, in the same containers; all else stays."""
+    fakes = _Fakes(mode, device)
+    return pytree.tree_map_only(torch.Tensor, fakes.of, inputs)
+
+
+class _Fakes:
+    """Makes each tensor's fake once."""
+
+    def __init__(self, mode: FakeTensorMode, device: torch.device) -> None:
+        self.mode = mode
+        self.device = device
+        self.made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._new: set[int] = set()
+
+    def known(self, x: Any) -> Any:
+        """The fake of a tensor that has one, else what was given."""
+        return self.made[id(x)][1] if id(x) in self.made else x
+
+    def of(self, x: torch.Tensor) -> Any:
+        if id(x) in self._new or (isinstance(x, FakeTensor) and x.fake_mode is self.mode):
+            return x
+        if id(x) not in self.made:
+            with self.mode, torch.no_grad():
+                fake = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=self.device)
+            if isinstance(x, nn.Parameter):
+                fake = nn.Parameter(fake, requires_grad=x.requires_grad)
+            else:
+                fake.requires_grad_(x.requires_grad)
+            fake.__dict__.update({key: value for key, value in x.__dict__.items() if key not in fake.__dict__})
+            for hook in (getattr(x, "_post_accumulate_grad_hooks", None) or {}).values():
+                fake.register_post_accumulate_grad_hook(hook)
+            for hook in (getattr(x, "_backward_hooks", None) or {}).values():
+                fake.register_hook(hook)
+            self.made[id(x)] = (x, fake)
+            self._new.add(id(fake))
+        return self.made[id(x)][1]
+
+
+def _replace(table: Any, fakes: _Fakes, seen: set[int], depth: int = 4) -> None:
+    """Puts fakes into an optimizer's own attributes: lists, dicts, and objects of our and of users' classes."""
+    if id(table) in seen or depth == 0:
+        return
+    seen.add(id(table))
+    items = table.items() if isinstance(table, dict) else enumerate(table)
+    for key, value in list(items):
+        if isinstance(value, torch.Tensor):
+            table[key] = fakes.of(value)
+        elif isinstance(value, (dict, list)):
+            _replace(value, fakes, seen, depth - 1)
+        elif isinstance(value, torch.optim.Optimizer) or isinstance(value, (type, str)) or callable(value):
+            continue
+        elif hasattr(value, "__dict__") and type(value).__module__.split(".")[0] not in ("torch", "builtins"):
+            _replace(value.__dict__, fakes, seen, depth - 1)

@@ -1,0 +1,125 @@
+"""The optimizer gate: no gradient may be a part of a sum when the optimizer uses it.
+
+That is what a forgotten reduction leaves: over dp or cp, over tp where parameters see a shard of the sequence, over the
+stages that hold a tied weight. Checked before every optimizer's step, the user's own and those inside of wrappers.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from ..optimizer import NeuronZero1Optimizer
+from ..parallel_layers.gradient import DATA_AXES, gradient_of, parameters_of
+from ..spmd.axes import atoms_of
+from ..spmd.checker import SpmdTypeMode
+from ..spmd.errors import SpmdTypeError
+from ..spmd.spec import spec_of
+from ..spmd.tensor_type import NAME, NOTE, TensorType, note_of, type_of, write
+from ..spmd.types import SpmdType, V
+
+__all__ = ["gated"]
+
+
+@contextmanager
+def gated(mode: SpmdTypeMode) -> Iterator[None]:
+    """While inside, in this thread, optimizers' steps are refused on gradients that are not reduced.
+
+    What torch's own optimizers do then is elementwise, and is not looked at.
+    """
+    thread, paused = threading.get_ident(), mode.paused
+
+    def before(optimizer: Any, args: Any, kwargs: Any) -> None:
+        if threading.get_ident() != thread or mode.paused:
+            return
+        if isinstance(optimizer, NeuronZero1Optimizer):
+            with mode.pause():
+                optimizer._base()  # with lazy_init it makes its shards now
+        _check(mode, optimizer)
+        if not isinstance(optimizer, NeuronZero1Optimizer):
+            mode.paused += 1
+
+    def after(optimizer: Any, args: Any, kwargs: Any) -> None:
+        if threading.get_ident() != thread or isinstance(optimizer, NeuronZero1Optimizer) or mode.paused <= paused:
+            return
+        mode.paused -= 1
+        for param in parameters_of(optimizer):  # they were written, to what they are
+            note = note_of(param)
+            if note is not None:
+                param.__dict__[NOTE] = (*note[:3], param._version, *note[4:])
+
+    hooks = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        mode.paused = paused
+
+
+def _check(mode: SpmdTypeMode, optimizer: Any) -> None:
+    shards = {id(shard.param): shard for shard in getattr(optimizer, "_shards", ())}
+    for param in parameters_of(optimizer):
+        grad = gradient_of(param)
+        if grad is None:
+            continue
+        shard = shards.get(id(param))
+        own = atoms_of(shard.group, mode.mesh) if shard is not None else ()  # over which the optimizer reduces itself
+        found, note = type_of(grad), mode.note(param, "the optimizer's step")
+        if found is None or note is None:
+            continue
+        for axis in mode.axes_of(found):
+            kind, wanted = found.get(axis), note[0].get(axis)
+            if kind is None or axis in own:
+                continue
+            if kind.letter == "P" or (kind.letter in "VS" and wanted is not None and wanted.letter in "RI"):
+                raise _refused(mode, optimizer, param, grad, axis, kind)
+        if shard is not None and not shard.is_param:
+            _declare_master(shard.master, note[0], own, mode)
+
+
+def _declare_master(master: torch.Tensor, found: TensorType, own: tuple[str, ...], mode: SpmdTypeMode) -> None:
+    """A master holds some rows of its parameter: other ones on each rank of the sharding group."""
+    types: dict[str, SpmdType] = {axis: V if kind.letter == "S" else kind for axis, kind in found}
+    types.update(dict.fromkeys(own, V))
+    write(master, TensorType.of(types, found.rest), None, mode.session)
+
+
+def _refused(
+    mode: SpmdTypeMode, optimizer: Any, param: torch.Tensor, grad: torch.Tensor, axis: str, kind: SpmdType
+) -> SpmdTypeError:
+    name = param.__dict__.get(NAME, "a parameter")
+    origins = (note_of(grad) or (None, None))[1] or {}
+    origin = origins.get(axis)
+    data = axis in atoms_of(DATA_AXES, mode.mesh)
+    if kind.letter == "P":
+        why = f"on {axis} it is P: each rank has its part of the gradient, and nobody has added them up"
+    else:
+        why = f"on {axis} it is {kind}: the parameter is the same on all ranks, and would not stay so"
+    if data:
+        repairs = ["reduce_gradients(model) after the last backward", "NeuronZero1Optimizer, which reduces it itself"]
+        if isinstance(optimizer, NeuronZero1Optimizer):
+            repairs = ["reduce_gradients(model) after the last backward: this optimizer has no sharding group over it"]
+    elif axis == "pp":
+        repairs = ["reduce_gradients(model): it sums the gradients of tied weights over their stages"]
+    elif spec_of(param).sequence_parallel:
+        repairs = ["reduce_gradients(model) after the last backward: it sums those of sequence-parallel parameters"]
+    else:
+        repairs = [
+            f"convert(x, {axis!r}, src=I, dst=R) on what the parameter's module is given",
+            "param.sequence_parallel_enabled = True, if it sees a part of the sequence, and reduce_gradients(model)",
+        ]
+    return SpmdTypeError(
+        f"{type(optimizer).__name__}.step: the gradient of {name} {list(param.shape)}",
+        why,
+        where_from=[f"{kind} on {axis} since {origin}"] if origin is not None else [],
+        repairs=repairs,
+        axis=axis,
+        rule="gate",
+        parameter=name,
+    )

@@ -1,0 +1,177 @@
+"""The same step with real values, on every rank as a thread and in one process: a wrong scale is seen by no type."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+
+from .. import comm
+from ..mesh import Mesh
+from ..parallel_layers.gradient import DATA_AXES, gradient_of
+from ..parallel_layers.grads import reduce_gradients
+from ..parallel_layers.materialize import gather_full, local_modules, materialize, parameter_names
+from ..pipeline import NxDPPModel
+from ..spmd.spec import spec_of
+from .program import Subject, call_model, find_loss
+from .report import Problem
+from .trace import Deadline
+
+__all__ = ["compare_values"]
+
+SEED = 0
+_BUILDING = threading.Lock()  # libraries change the default dtype for the process while they build a model
+TOLERANCE = 1e-4  # relative to the largest element, in float64
+Values = tuple[float | None, dict[str, torch.Tensor]]
+
+
+def compare_values(subject: Subject, mesh: Mesh, deadline: Deadline, notes: list[str]) -> list[Problem]:
+    """Loss and every gradient of the layout against those of one process with the whole batch.
+
+    Weights are those of `materialize(model, 0)`, which no layout changes, in float64. Inputs that are given are one
+    data-parallel rank's; the others get the same, rolled along dim 0 or, for one row, along dim 1. A function that
+    makes the inputs is called on each rank, to make its part of one batch.
+    """
+    if subject.step is not None:
+        notes.append("values not compared: a step of its own reports no loss and gradients")
+        return []
+    single = Mesh(1)
+    expected = comm.threads.run(single, _step, subject, mesh.size(DATA_AXES))[0]
+    deadline.check()
+    found = comm.threads.run(mesh, _step, subject, 1)
+    deadline.check()
+    problems = _compare(expected, found, mesh)
+    if not problems:
+        notes.append(f"loss and {len(expected[1])} gradients equal those of one process")
+    return problems
+
+
+def _step(subject: Subject, parts: int) -> Values:
+    """Forward, backward and reduction on this rank; `parts` data-parallel ranks' inputs in one batch."""
+    with _BUILDING, torch.device("meta"):
+        made = subject.model_fn(**subject.options)
+    model = made[0] if isinstance(made, tuple) else made
+    _fill(model)
+    inputs = _inputs(subject.inputs, model, parts)
+    names = _names(model)
+    if isinstance(model, NxDPPModel):
+        model.use_zero1_optimizer = model.use_optimizer_wrapper = False  # the mean is taken by the reduction
+        model.broadcast_and_average_loss, model.return_mb_loss = True, False
+        loss = model.run_train(**inputs)
+        assert isinstance(loss, torch.Tensor)
+        value = float(loss)
+    else:
+        result = find_loss(call_model(model, inputs))
+        result.backward()
+        reduce_gradients(model)
+        mean = comm.all_reduce(result.detach(), DATA_AXES) / comm.size(DATA_AXES)
+        value = float(mean)
+    grads = {}
+    for name, param in names.items():
+        grad = gradient_of(param)
+        if param.requires_grad:
+            grads[name] = gather_full(torch.zeros_like(param) if grad is None else grad, spec_of(param)).clone()
+    return value, grads
+
+
+def _fill(model: nn.Module) -> None:
+    """Values for all that is on meta, in float64, so that only real differences are left."""
+    materialize(model, SEED)
+    model.double()
+    for _, module in local_modules(model):
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_floating_point():
+                module._buffers[name] = buffer.double()
+
+
+def _names(model: nn.Module) -> dict[str, nn.Parameter]:
+    """This rank's parameters by the first name of each in the whole model."""
+    names = parameter_names(model)
+    local = getattr(model, "local_named_parameters", model.named_parameters)
+    return {names[id(param)][0] if id(param) in names else name: param for name, param in local()}
+
+
+def _inputs(given: Any, model: nn.Module, parts: int) -> Any:
+    if callable(given):
+        return pytree.tree_map_only(torch.Tensor, _real, given())
+    ranks = range(parts) if parts > 1 else [int(comm.rank(DATA_AXES))]
+    leaves, structure = pytree.tree_flatten(given)
+    for index, leaf in enumerate(leaves):
+        if isinstance(leaf, torch.Tensor):
+            value = _real(leaf)
+            leaves[index] = torch.cat([_variant(value, rank) for rank in ranks]) if value.ndim else value
+    inputs = pytree.tree_unflatten(leaves, structure)
+    if isinstance(model, NxDPPModel) and not isinstance(inputs, Mapping):
+        values = inputs if isinstance(inputs, (tuple, list)) else (inputs,)
+        inputs = dict(zip(model.input_names or (), values))
+    return inputs
+
+
+def _real(x: torch.Tensor) -> torch.Tensor:
+    """Values for inputs that have none: small numbers, all different where the dtype allows."""
+    if not x.is_meta:
+        return x.double() if x.is_floating_point() else x
+    count = torch.arange(x.numel(), dtype=torch.float64).view(x.shape)
+    if x.is_floating_point():
+        return (count * 0.7).sin()
+    return (count % 2).to(x.dtype)
+
+
+def _variant(x: torch.Tensor, rank: int) -> torch.Tensor:
+    """What data-parallel rank `rank` gets: other numbers of the same kind."""
+    if rank == 0:
+        return x
+    if x.is_floating_point():
+        return x * (1 - 0.3 * rank) + 0.1 * rank
+    return x.roll(rank, dims=0 if x.shape[0] > 1 or x.ndim == 1 else 1)
+
+
+def _compare(expected: Values, found: list[Values], mesh: Mesh) -> list[Problem]:
+    problems = []
+    loss, grads = expected
+    for rank, (value, _) in enumerate(found):
+        if value is not None and loss is not None and abs(value - loss) > TOLERANCE * max(abs(loss), 1e-6):
+            what = f"the loss is {value:.6g} on rank {rank} and {loss:.6g} in one process{_ratio(value, loss)}"
+            problems.append(Problem("values", what, (rank,)))
+            break
+    for name, want in grads.items():
+        for rank, (_, mine) in enumerate(found):
+            if name not in mine:
+                continue
+            have = mine[name]
+            if have.shape != want.shape:
+                what = f"the gradient of {name} has shape {list(have.shape)} on rank {rank}, {list(want.shape)} in one"
+                problems.append(Problem("values", f"{what} process", (rank,)))
+                break
+            scale = float(want.abs().max())
+            if float((have - want).abs().max()) > TOLERANCE * max(scale, 1e-12):
+                problems.append(Problem("values", _describe(name, rank, have, want, mesh), (rank,)))
+                break
+    wrong = [p for p in problems if p.message.startswith("the gradient")]
+    if len(wrong) > 1:  # the first one is told; that there are more, too
+        rest = Problem("values", f"{wrong[0].message}; and {len(wrong) - 1} more of {len(grads)}", wrong[0].ranks)
+        problems = [p for p in problems if p not in wrong] + [rest]
+    return problems
+
+
+def _describe(name: str, rank: int, have: torch.Tensor, want: torch.Tensor, mesh: Mesh) -> str:
+    what = f"the gradient of {name} is wrong on rank {rank}"
+    norm = float(want.norm())
+    if norm == 0:
+        return f"{what}: it is zero in one process, and {float(have.norm()):.4g} in norm here"
+    factor = float((have * want).sum()) / norm**2
+    if float((have - factor * want).norm()) < 1e-3 * float(have.norm()):
+        sizes = [f"the {axis} size" for axis in ("dp", "cp", "tp", "pp") if 1 < mesh.size(axis) == round(factor)]
+        inverse = round(1 / factor)
+        sizes += [f"one over the {axis} size" for axis in ("dp", "cp", "tp") if 1 < mesh.size(axis) == inverse]
+        hint = f" ({' or '.join(sizes)})" if sizes and abs(factor - 1) > 0.05 else ""
+        return f"{what}: {factor:.4g} times that of one process{hint}"
+    return f"{what}: it differs from that of one process by {float((have - want).norm()) / norm:.2g} of its norm"
+
+
+def _ratio(value: float, expected: float) -> str:
+    return f", {value / expected:.4g} times that" if expected else ""

@@ -1,0 +1,325 @@
+"""One rank's program, played on fake tensors: build, a microbatch of training, the optimizer's step.
+
+    played = Played(subject, mesh, rank=3)
+    played.build()               # the user's function, on meta; then its tensors become fake
+    played.train(rank=3)         # forward, loss, backward, gradient reduction
+    played.step(rank=3)          # the optimizer
+
+`train` and `step` can be played again for a rank that built the same model. Whatever is communicated, called and looked
+at goes into the phase's record.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
+from .. import comm
+from ..comm.check import CheckBackend, Event
+from ..comm.coordinates import Read
+from ..mesh import Mesh
+from ..optimizer import MasterWeightsOptimizer, NeuronZero1Optimizer
+from ..parallel_layers.gradient import parameters_of
+from ..parallel_layers.grads import reduce_gradients
+from ..pipeline import NxDPPModel
+from ..pipeline.inputs import Batch
+from ..pipeline.recording import Recording
+from ..pipeline.trace import record
+from .fakes import QuietFakeMode, fake_inputs, make_fake, no_messages, optimizers_of
+from .gate import gated
+from .sources import Types, Wire, declare_inputs
+from .trace import Deadline, Op, Trace
+
+__all__ = ["PHASES", "Phase", "Played", "ReadsValues", "Subject", "call_model", "default_optimizer", "find_loss"]
+
+PHASES = ("build", "train", "step")
+_DEVICE = torch.device("cpu")
+
+
+class ReadsValues(ValueError):
+    """The program asks for a tensor's value, and in a check there are none."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is checked; see `spmd.check` for the meaning of each."""
+
+    model_fn: Callable[..., Any]
+    inputs: Any
+    options: Mapping[str, Any] = field(default_factory=dict)
+    step: Callable[[Any, Any, Any], Any] | None = None
+    optimizer: Callable[..., Any] | None = None
+    in_types: Any = None
+    level: str | None = None
+    recordings: Recordings = field(default_factory=lambda: Recordings())
+
+
+@dataclass
+class Phase:
+    """What one phase did.
+
+    Attributes:
+        events: collectives and messages, in order, of communicators of earlier phases too.
+        ops: torch functions, in order.
+        backend: knows what the program asked about its rank, of coordinates that it took up in this phase.
+    """
+
+    name: str
+    rank: int
+    backend: CheckBackend
+    events: list[Event] = field(default_factory=list)
+    ops: list[Op] = field(default_factory=list)
+
+
+class Played:
+    """A model as one rank builds it, and the phases of a step.
+
+    Attributes:
+        model, optimizer: what `build` made.
+        types: the type checker of all phases; None: types are not checked.
+        num_microbatches: of the pipeline model, before it was set to one.
+        phases: the latest play of each, by name; of one that raised as far as it went.
+    """
+
+    def __init__(self, subject: Subject, mesh: Mesh, rank: int, deadline: Deadline, wire: Wire | None = None) -> None:
+        self.subject = subject
+        self.mesh = mesh
+        self.rank = rank
+        self.deadline = deadline
+        self.model: Any = None
+        self.optimizer: Any = None
+        self.num_microbatches = 1
+        self.phases: dict[str, Phase] = {}
+        self._events: list[Event] = []  # of all phases: communicators of one are used in the next
+        self._extras: dict[str, Any] = {}
+        self._fake = QuietFakeMode()
+        self.types: Types | None = None
+        self._wire = wire
+        if subject.level is not None:
+            self.types = Types(mesh, level=subject.level, strict=False)
+
+    def same_program(self, rank: int, phases: tuple[str, ...] = PHASES) -> bool:
+        """Whether `rank` would have been told the same whenever the program asked where it is."""
+        return all(self.phases[name].backend.same_program(rank) for name in phases if name in self.phases)
+
+    # --- the phases
+
+    def build(self) -> Phase:
+        """Calls the user's function, and makes fake tensors of all that it made."""
+        with self._phase("build", self.rank) as phase:
+            with torch.device("meta"), Trace(self.deadline):
+                made = self.subject.model_fn(**self.subject.options)
+            self.model, self.optimizer = made if isinstance(made, tuple) else (made, None)
+            if not isinstance(self.model, nn.Module):
+                raise TypeError(
+                    f"{_name(self.subject.model_fn)} returned a {type(self.model).__name__}; it is to return a module, "
+                    f"an NxDPPModel, or (model, optimizer)"
+                )
+            if isinstance(self.model, NxDPPModel):
+                self.num_microbatches = self.model.num_microbatches
+            make_fake(self.model, self.optimizer, self._fake, _DEVICE)
+            if self.types is not None:
+                self.types.watch(self.model)
+            if self.optimizer is None:
+                make = self.subject.optimizer or (lambda params: default_optimizer(self.model, params))
+                with self._fake, Trace(self.deadline):
+                    params = [param for param in parameters_of(self.model) if param.requires_grad]
+                    self.optimizer = make(params) if params else None
+        return phase
+
+    def train(self, rank: int) -> Phase:
+        """Forward, loss and backward of one microbatch, and the reduction of gradients; with a `step` of the user's
+        all of the step.
+        """
+        self._forget_gradients()
+        states = self._states()
+        with self._phase("train", rank) as phase:
+            inputs = self._inputs()
+            if isinstance(self.model, NxDPPModel):
+                self._record(inputs)
+            if self.types is not None:
+                declare_inputs(inputs, self.subject.in_types, self.types)
+                if self._wire is not None:
+                    self._wire.connect(self.types, self.model, inputs)
+            with self._fake, torch.enable_grad(), self._trace(phase):
+                if self.subject.step is not None:
+                    self.subject.step(self.model, self.optimizer, inputs)
+                elif isinstance(self.model, NxDPPModel):
+                    self.model.run_train(**inputs)
+                else:
+                    find_loss(call_model(self.model, inputs)).backward()
+                    reduce_gradients(self.model, average_over_data=not _averages(self.optimizer))
+        if self.subject.step is not None:
+            self._restore(states)
+        return phase
+
+    def step(self, rank: int) -> Phase:
+        """The optimizer's step; nothing, if the user's own step has done it."""
+        states = self._states()
+        with self._phase("step", rank) as phase:
+            if self.subject.step is None and self.optimizer is not None:
+                with self._fake, self._trace(phase):
+                    self.optimizer.step()
+        self._restore(states)
+        return phase
+
+    # --- surroundings
+
+    @contextmanager
+    def _phase(self, name: str, rank: int) -> Iterator[Phase]:
+        self.deadline.check()
+        backend = CheckBackend()
+        backend.events = self._events
+        phase = self.phases[name] = Phase(name, rank, backend)
+        for later in PHASES[PHASES.index(name) + 1 :]:
+            self.phases.pop(later, None)
+        begin = len(self._events)
+        with ExitStack() as stack:
+            context = stack.enter_context(comm.as_rank(self.mesh, rank, backend))
+            context.extras.update(self._extras)
+            stack.enter_context(torch.random.fork_rng(devices=[]))
+            stack.enter_context(no_messages())
+            try:
+                yield phase
+            except (DataDependentOutputException, DynamicOutputShapeException) as error:
+                raise ReadsValues(
+                    "the program asks for the value of a tensor (item, bool, float, nonzero, ...), and a check has "
+                    "shapes and no values: use torch.where or a mask in the model; leave logging and data-dependent "
+                    "steps out of the function that is checked"
+                ) from error
+            finally:
+                self._extras.update(context.extras)
+                phase.events = self._events[begin:]
+
+    @contextmanager
+    def _trace(self, phase: Phase) -> Iterator[None]:
+        with ExitStack() as stack:
+            if self.types is not None:
+                stack.enter_context(self.types)
+                stack.enter_context(gated(self.types))
+            trace = Trace(self.deadline, self.types)
+            phase.ops = trace.ops
+            stack.enter_context(trace)
+            yield
+
+    def _inputs(self) -> Any:
+        """One microbatch of the example inputs, fake."""
+        inputs = self.subject.inputs
+        if callable(inputs):
+            inputs = inputs()
+        model = self.model
+        if isinstance(model, NxDPPModel):
+            if not isinstance(inputs, Mapping):
+                values = inputs if isinstance(inputs, (tuple, list)) else (inputs,)
+                if model.input_names is None or len(values) != len(model.input_names):
+                    raise ValueError(
+                        f"{len(values)} example inputs without names for a pipeline model with input_names="
+                        f"{model.input_names}: pass a dict"
+                    )
+                inputs = dict(zip(model.input_names, values))
+            inputs = Batch(inputs, model.input_names, self.num_microbatches).example()
+            model.num_microbatches = 1
+        return fake_inputs(inputs, self._fake, _DEVICE)
+
+    def _record(self, inputs: dict[str, Any]) -> None:
+        """Has the pipeline record its forward, which is not part of the step."""
+        self.model._record = functools.partial(self.subject.recordings.record, self)
+        with torch.enable_grad():
+            self.model._program(Batch(inputs, self.model.input_names, 1))
+
+    def _forget_gradients(self) -> None:
+        for param in self.model.parameters():
+            param.grad = None
+            if hasattr(param, "main_grad"):
+                param.main_grad = None
+
+    def _states(self) -> list[tuple[Any, Any]]:
+        return [(found, dict(found.state)) for found in optimizers_of(self.optimizer)]
+
+    def _restore(self, states: list[tuple[Any, Any]]) -> None:
+        """As before the step: the next rank that is played takes a first step too."""
+        for found, state in states:
+            found.state.clear()
+            found.state.update(state)
+
+
+class Recordings:
+    """What pipeline models recorded of their forward: ranks that were told the same recorded the same."""
+
+    def __init__(self) -> None:
+        self._known: list[tuple[Any, Recording, list[tuple[str, Read]], int]] = []
+
+    def record(
+        self, played: Played, module: nn.Module, inputs: dict[str, Any], leaf_classes: Any, device: torch.device
+    ) -> Recording:
+        """As `pipeline.trace.record`; an earlier recording, where it would be that."""
+        phases = {name: phase.backend for name, phase in played.phases.items()}
+        rank = played.phases["train"].rank
+        here = played.mesh.coordinates(rank)
+        inside = Batch(inputs, None, 1).key(), tuple(child.training for child in module.modules())
+        for kind, recording, reads, other in self._known:
+            there = played.mesh.coordinates(other)
+            if kind == inside and all(read.answer(here) == read.answer(there) for _, read in reads):
+                for name, read in reads:  # this rank has asked them too
+                    place = phases[name]._place
+                    assert place is not None
+                    place.read(read.names, read.answers)
+                return recording
+        before = {name: len(backend.reads) for name, backend in phases.items()}
+        recording = record(module, inputs, leaf_classes, device)
+        reads = [(name, read) for name, backend in phases.items() for read in backend.reads[before[name] :]]
+        self._known.append((inside, recording, reads, rank))
+        return recording
+
+
+def default_optimizer(model: nn.Module, params: list[torch.Tensor]) -> torch.optim.Optimizer:
+    """Plain SGD, in ZeRO-1 if the model leaves the mean over the data to its optimizer."""
+    if getattr(model, "use_zero1_optimizer", False) or getattr(model, "use_optimizer_wrapper", False):
+        return NeuronZero1Optimizer(params, torch.optim.SGD, lr=0.1)
+    return torch.optim.SGD(params, lr=0.1)
+
+
+def _averages(optimizer: Any) -> bool:
+    """Whether the optimizer takes the mean over the data itself."""
+    return isinstance(optimizer, NeuronZero1Optimizer) and not isinstance(optimizer, MasterWeightsOptimizer)
+
+
+def call_model(model: nn.Module, inputs: Any) -> Any:
+    """Calls a module with a dict of keyword arguments, a tuple or list of positional ones, or one tensor."""
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
+
+
+def find_loss(output: Any) -> torch.Tensor:
+    """The loss in a model's result: a scalar, `.loss`, `["loss"]`, or the first of a tuple or dict.
+
+    Raises:
+        ValueError: there is none; the message says what was found.
+    """
+    loss = output
+    if not isinstance(output, torch.Tensor):
+        loss = getattr(output, "loss", None)
+        if loss is None and isinstance(output, Mapping) and output:
+            loss = output.get("loss", next(iter(output.values())))
+        elif loss is None and isinstance(output, (tuple, list)) and output:
+            loss = output[0]
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        found = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(output).__name__
+        raise ValueError(
+            f"the model's result holds no loss but {found}: let it return a scalar (give it labels, or wrap it), or "
+            f"pass step=, a function step(model, optimizer, inputs) that makes the whole training step"
+        )
+    return loss
+
+
+def _name(function: Any) -> str:
+    return getattr(inspect.unwrap(function), "__qualname__", repr(function)) if callable(function) else repr(function)

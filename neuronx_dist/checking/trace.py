@@ -1,0 +1,192 @@
+"""What a program calls, as far as other ranks could call it otherwise: functions, Python numbers, shapes, lines."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from ..comm.coordinates import Coordinate, find
+from ..spmd.checker import SpmdTypeMode
+from ..spmd.tensor_type import TensorType, type_of
+
+__all__ = ["Deadline", "Op", "OutOfTime", "Trace"]
+
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_CHECKING = os.path.join(os.path.dirname(os.path.abspath(__file__)), "program.py")
+_SKIPPED = (_PACKAGE, os.path.dirname(os.path.abspath(torch.__file__)) + os.sep, "<")
+# Questions, not operators; nothing depends on how often they are asked.
+_GETTERS = {
+    getattr(torch.Tensor, name)
+    for name in (
+        "size dim stride numel nelement element_size is_contiguous is_floating_point is_complex data_ptr "
+        "untyped_storage storage_offset get_device ndimension requires_grad_ register_hook retain_grad "
+        "register_post_accumulate_grad_hook backward __hash__ __len__ __repr__ __format__"
+    ).split()
+} | {torch.is_floating_point, torch.is_complex, torch.is_tensor, torch.numel, torch.autograd.backward}
+
+
+_QUIET = {"__get__", "__set__", "_set_grad_enabled", "promote_types", "get_default_dtype", "result_type"}
+# Functions in which a number is a value: the result's shape does not depend on it.
+_VALUES = {
+    name.format(stem)
+    for stem in (
+        "add sub rsub mul div true_divide truediv floor_divide floordiv remainder mod fmod pow eq ne lt le gt ge "
+        "bitwise_and and bitwise_or or bitwise_xor xor lshift rshift clamp maximum minimum masked_fill where fill "
+        "tensor scalar_tensor as_tensor lerp addcmul addcdiv"
+    ).split()
+    for name in ("{}", "{}_", "__{}__", "__r{}__", "__i{}__")
+}
+
+
+class OutOfTime(Exception):
+    """The check has used up its time."""
+
+
+class Deadline:
+    """A moment at which to stop; None never comes."""
+
+    def __init__(self, seconds: float | None) -> None:
+        self.started = time.perf_counter()
+        self._end = None if seconds is None else self.started + seconds
+
+    def check(self) -> None:
+        if self._end is not None and time.perf_counter() > self._end:
+            raise OutOfTime
+
+    @property
+    def elapsed(self) -> float:
+        return time.perf_counter() - self.started
+
+
+class Op(NamedTuple):
+    """A call of a torch function.
+
+    Attributes:
+        name: of the function.
+        scalars: Python numbers among its arguments, and the shapes of its tensors, in order; of a Coordinate its axes
+            and its values on all ranks.
+        site: (file, line) of the nearest frame that is neither torch's nor ours.
+        inside: whether that frame called it through this package.
+        types: the type of the result (of the first of several), if types are checked.
+    """
+
+    name: str
+    scalars: tuple[Any, ...]
+    site: tuple[str, int]
+    inside: bool
+    types: TensorType | None = None
+
+    @property
+    def line(self) -> str:
+        return f"{self.site[0]}:{self.site[1]}"
+
+
+class Trace(TorchFunctionMode):
+    """Notes every operator that the program calls; not what autograd calls in backward, which follows from it.
+
+    Args:
+        types: the type checker that is at work outside of it, whose own calls are none of the program's.
+    """
+
+    def __init__(self, deadline: Deadline, types: SpmdTypeMode | None = None) -> None:
+        super().__init__()
+        self.ops: list[Op] = []
+        self._deadline = deadline
+        self._types = types
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        own = self._types is not None and (self._types.paused or self._types.probing)
+        if func not in _GETTERS and not own and torch._C._current_graph_task_id() == -1:
+            name = getattr(func, "__name__", str(func))
+            scalars: list[Any] = []
+            if _scalars(args, scalars) | (bool(kwargs) and _scalars(kwargs.values(), scalars)):
+                _judge(name, args, kwargs)
+            if name not in _QUIET:
+                site, inside = user_site()
+                result = func(*args, **kwargs)
+                found = _type_of(result) if self._types is not None else None
+                self.ops.append(Op(name, tuple(scalars), site, inside, found))
+                if len(self.ops) % 64 == 0:
+                    self._deadline.check()
+                return result
+        return func(*args, **kwargs)
+
+
+def _scalars(args: Iterable[Any], found: list[Any]) -> bool:
+    """Adds the numbers and shapes in `args`; whether a Coordinate is among them."""
+    coordinates = False
+    for x in args:
+        kind = type(x)
+        if isinstance(x, torch.Tensor):
+            found.append(tuple(x.shape))
+        elif kind is Coordinate:
+            found.append((x.names, x.table))
+            coordinates = True
+        elif kind in (int, float, bool, complex):
+            found.append(x)
+        elif kind in (tuple, list) or isinstance(x, tuple):
+            coordinates |= _scalars(x, found)
+        elif kind is slice:
+            coordinates |= _scalars((x.start, x.stop, x.step), found)
+    return coordinates
+
+
+def _judge(name: str, args: Any, kwargs: Any) -> None:
+    """Where a rank's number decides more than values and positions, the program has looked at it."""
+    if name in _VALUES:
+        return
+    if name in ("narrow", "select") and not kwargs:
+        read = args[3:]  # the length; not the start or index
+    elif name in ("full", "new_full") and not kwargs:
+        read = args[:-1]
+    elif name in ("__getitem__", "__setitem__"):
+        indices = args[1] if isinstance(args[1], tuple) else (args[1],)
+        read = [x for x in indices if not isinstance(x, int) and not _moves(x)]
+    else:
+        read = (args, kwargs)
+    for coordinate in find(read):
+        coordinate.read()
+
+
+def _moves(index: Any) -> bool:
+    """Whether a slice is as long on every rank, and only lies elsewhere."""
+    if not isinstance(index, slice) or isinstance(index.step, Coordinate):
+        return False
+    if not isinstance(index.start, int) or not isinstance(index.stop, int):
+        return not isinstance(index.start, Coordinate) and not isinstance(index.stop, Coordinate)
+    return not isinstance(index.stop - index.start, Coordinate)
+
+
+def _type_of(result: Any) -> TensorType | None:
+    while isinstance(result, (tuple, list)) and result:
+        result = result[0]
+    return type_of(result) if isinstance(result, torch.Tensor) else None
+
+
+def user_site() -> tuple[tuple[str, int], bool]:
+    """(file, line) of the nearest frame that is neither torch's nor this package's; whether some of this package's are
+    nearer.
+
+    Of what the check itself starts (the gradient reduction, a default optimizer) it is the nearest of all.
+    """
+    frame: Any = sys._getframe(2)
+    first, inside = (frame.f_code.co_filename, frame.f_lineno), False
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith(_SKIPPED):
+            return (name, frame.f_lineno), inside
+        if name.startswith(_PACKAGE):
+            inside = True
+            if name.startswith(_CHECKING):
+                break
+        frame = frame.f_back
+    return first, True
