@@ -8,6 +8,7 @@ one call wrong while the program runs, and leaves all others alone:
     scale    the result is multiplied by 1.5
 
 The call gets a communicator that does the wrong thing. Autograd functions keep it: their backwards are wrong too.
+A mutation may also be a function: it is called in the place of the call, with what was to be called and its arguments.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 import ast
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -53,14 +54,16 @@ class Site(NamedTuple):
     last_line: int
 
 
-def find_sites() -> dict[str, Site]:
-    """All call sites of the package, by name."""
+def find_sites(also: Sequence[str] = ()) -> dict[str, Site]:
+    """All call sites of the package, by name; those of the functions `also`, called by their bare names, too."""
     sites: dict[str, Site] = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         file = path.relative_to(PACKAGE).as_posix()
         seen: Counter[str] = Counter()
         for function, call in _calls(ast.parse(path.read_text())):
             verb = _verb(call.func, file)
+            if isinstance(call.func, ast.Name) and call.func.id in also:
+                verb = call.func.id
             if verb is not None:
                 seen[f"{function}:{verb}"] += 1
                 name = f"{file}:{function}:{verb}#{seen[f'{function}:{verb}']}"
@@ -218,7 +221,7 @@ def _at(site: Site) -> bool:
 
 
 @contextmanager
-def mutate(site: Site, mutation: str) -> Iterator[list[int]]:
+def mutate(site: Site, mutation: str | Callable[..., Any]) -> Iterator[list[int]]:
     """Makes one call site wrong. Yields a list that grows each time the site is reached with more than one rank."""
     hits: list[int] = []
     owner, _, name = site.verb.rpartition(".")
@@ -233,6 +236,8 @@ def mutate(site: Site, mutation: str) -> Iterator[list[int]]:
         def call(x: Any, axis: Any = "world", **options: Any) -> Any:
             if _at(site) and (real := comm.communicator(axis)).size > 1:
                 hits.append(1)
+                if not isinstance(mutation, str):
+                    return mutation(original, x, axis, **options)
                 result = original(x, _Mutant(real, mutation, name), **options)
                 silent = name == "convert" and {options["src"].letter, options["dst"].letter} == {"R", "P"}
                 return result * (2.0 if mutation == "double" else 1.5) if silent and mutation != "drop" else result
@@ -259,8 +264,20 @@ def mutate(site: Site, mutation: str) -> Iterator[list[int]]:
 
         return call
 
+    def function(original: Any) -> Any:
+        def call(*args: Any, **options: Any) -> Any:
+            if _at(site):
+                hits.append(1)
+                return mutation(original, *args, **options)  # type: ignore[operator]
+            return original(*args, **options)
+
+        return call
+
     in_comm = Path(site.file).parent == PACKAGE / "comm"
-    if in_comm and owner != "dist":
+    if not owner and not in_comm and Path(site.file).name != "collectives.py":
+        place = ".".join(Path(site.file).relative_to(PACKAGE.parent).with_suffix("").parts)
+        patch(sys.modules[place], name, function)
+    elif in_comm and owner != "dist":
         for kind in (ThreadsCommunicator, C10dCommunicator):
             patch(kind, name, start)
     elif owner == "dist":

@@ -52,6 +52,7 @@ from neuronx_dist.mesh import Mesh  # noqa: E402
 from neuronx_dist.parallel_layers import grads, mappings, parallel_state  # noqa: E402
 
 __all__ = [
+    "compared_values",
     "conformance",
     "cross_entropy",
     "embedding",
@@ -67,6 +68,7 @@ __all__ = [
     "region",
     "steps_of_a_pipeline",
     "tied_copies",
+    "unequal_values",
     "values_of_every_verb",
     "verbs_on_threads",
     "written_folder",
@@ -352,6 +354,34 @@ def python_objects() -> None:
         assert parallel_state.gather_python_object({"rank": comm.rank("dp")}, "dp") == [{"rank": 0}, {"rank": 1}]
 
     comm.threads.run(Mesh(2), rank_main, timeout=20.0)
+
+
+def unequal_values() -> None:
+    """`spmd.verify` finds what one rank holds otherwise than the other."""
+
+    def rank_main() -> bool:
+        try:
+            spmd.verify(None, {"x": torch.full((2,), float(comm.rank("tp")))}, axes=["tp"])
+        except spmd.SpmdTypeError:
+            return True
+        return False
+
+    assert comm.threads.run(Mesh(2, tp=2), rank_main, timeout=20.0) == [True, True]
+
+
+def compared_values() -> None:
+    """`spmd.check` with values finds the loss of one process."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x).square().sum() / len(x)
+
+    report = spmd.check(Model, torch.arange(8.0).view(2, 4), {"dp": 2}, numeric=True)
+    assert report.ok, str(report)
 
 
 def values_of_every_verb() -> list[str]:

@@ -15,6 +15,7 @@ from mutation_cases import (
     _row,
     _sum_of_partials,
     _whole,
+    compared_values,
     conformance,
     cross_entropy,
     embedding,
@@ -30,6 +31,7 @@ from mutation_cases import (
     region,
     steps_of_a_pipeline,
     tied_copies,
+    unequal_values,
     verbs_on_threads,
     written_folder,
 )
@@ -73,6 +75,7 @@ _EMBEDDING = "parallel_layers/embedding.py:ParallelEmbedding.forward:"
 _REGIONS = "parallel_layers/mappings.py:"
 
 CASES: dict[str, Callable[[], None]] = {
+    "checking/numeric.py:_step:comm.all_reduce#1": compared_values,
     **{f"comm/verbs.py:{v}:comm.start_{v}#1": verbs_on_threads for v in VERBS},
     "comm/verbs.py:gather_objects:comm.gather_objects#1": verbs_on_threads,
     **{f"spmd/collectives.py:{kernel}#1": conformance for kernel in KERNELS},
@@ -102,9 +105,12 @@ CASES: dict[str, Callable[[], None]] = {
         split=_own_features,
         join=_joined_sequence,
     ),
-    f"{_LINEAR}ColumnParallelLinear._gathered:spmd.all_gather#1": partial(
-        layer, partial(_column, gather_output=True), split=_whole, join=_whole
-    ),
+    **{
+        f"{_LINEAR}ColumnParallelLinear._gathered:spmd.all_gather#{number}": partial(
+            layer, partial(_column, gather_output=True, stride=stride), split=_whole, join=_whole
+        )
+        for number, stride in ((1, 2), (2, 1))
+    },
     f"{_LINEAR}RowParallelLinear.forward:spmd.convert#1": partial(
         layer, partial(_row, input_is_parallel=False), split=_whole, join=_whole
     ),
@@ -137,4 +143,5 @@ CASES: dict[str, Callable[[], None]] = {
     "pipeline/model.py:NxDPPModel._report:comm.broadcast#1": partial(steps_of_a_pipeline, Case(pp=2)),
     **{f"pipeline/runtime.py:Run.{call}#1": partial(steps_of_a_pipeline, Case(pp=2)) for call in MESSAGES},
     "pipeline/stage_module.py:StageModule.sync_tied_weights:comm.broadcast#1": tied_copies,
+    "spmd/verify.py:_exchange:comm.gather_objects#1": unequal_values,
 }

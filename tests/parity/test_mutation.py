@@ -11,20 +11,38 @@ from typing import Any
 import pytest
 from call_sites import MUTATIONS, find_sites, hidden_imports, mutate
 from mutation_cases import values_of_every_verb
-from mutation_table import CASES
+from mutation_table import CASES, VERBS
 from pool import processes
 
 SITES = find_sites()
 
 _ORDER = "a barrier has no value: it orders reads and writes of files"
 _NCCL = "NCCL only: torch's own collective, called with the buffers as they are"
+_SHAPES = "no group: shapes only"
+_PASSED_ON = "as it was called, to the communicator underneath; tests/comm/test_debug.py compares the values"
+_COMPARED = "runs in a check only, which compares it with the function's body: tests/checking/mutation"
 _MEASURES = "predicts memory: a stand-in whose values are not used"
 EXEMPT = {
     "comm/c10d.py:C10dCommunicator.start_all_gather:_all_gather_single#1": _NCCL,
     "comm/c10d.py:C10dCommunicator.start_reduce_scatter:_reduce_scatter_single#1": _NCCL,
-    "comm/shapes.py:ShapesCommunicator.start_reduce_scatter:self.start_all_reduce#1": "no group: shapes only",
+    "comm/shapes.py:ShapesCommunicator.start_reduce_scatter:self.start_all_reduce#1": _SHAPES,
+    "comm/check.py:CheckCommunicator.start_reduce_scatter:ShapesCommunicator.start_all_reduce#1": _SHAPES,
+    **{
+        f"comm/check.py:CheckCommunicator.start_{verb}:?.start_{verb}#1": _SHAPES
+        for verb in ("all_reduce", "all_gather", "all_to_all", "permute")
+    },
+    **{f"comm/debug.py:Watched.start_{verb}:?.start_{verb}#1": _PASSED_ON for verb in VERBS},
     "hf/weights.py:save_pretrained:comm.barrier#1": _ORDER,
     "hf/weights.py:save_pretrained:comm.barrier#2": _ORDER,
+    **{
+        f"parallel_layers/linear.py:{composition}#1": _COMPARED
+        for composition in (
+            "_ColumnLinear.composition.linears:spmd.all_gather",
+            "_ColumnLinear.composition.linears:spmd.convert",
+            "_RowLinear.composition:spmd.all_reduce",
+            "_RowLinear.composition:spmd.reduce_scatter",
+        )
+    },
     "memory.py:_Wire.start_all_gather:?.start_all_gather#1": _MEASURES,
     "memory.py:_Wire.start_reduce_scatter:?.start_reduce_scatter#1": _MEASURES,
     "optimizer/zero1.py:NeuronZero1Optimizer.load_sharded_state_dict:comm.barrier#1": _ORDER,

@@ -1,0 +1,245 @@
+"""Which program uses which call site, and running the mutants: what the checker says, and what the values say."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+from edits import Call, Edit, edits_of, edits_of_function, recorder
+from programs import PROGRAMS
+
+from neuronx_dist.checking.api import mesh_of
+from neuronx_dist.comm import threads
+from neuronx_dist.spmd import autograd
+
+from call_sites import Site, find_sites, mutate  # isort: skip  # tests/parity, on the path since `programs`
+
+__all__ = [
+    "EQUIVALENT",
+    "EXEMPT",
+    "FUNCTIONS",
+    "PROGRAM_OF",
+    "SCOPE",
+    "SITES",
+    "UNSEEN",
+    "Verdict",
+    "checked",
+    "edits_at",
+    "some",
+    "table",
+    "values_differ",
+]
+
+_REDUCTIONS = ("_reduce_params", "_reduce_list", "reduce_gradients")
+_MARKS = ("set_spec", "mark_partial_gradients")
+_PARALLEL = ("ColumnParallelLinear", "RowParallelLinear", "ParallelEmbedding")
+FUNCTIONS = (*_REDUCTIONS, *_MARKS, *_PARALLEL)
+SITES: dict[str, Site] = find_sites(also=FUNCTIONS)
+
+_LAYERS = "parallel_layers/"
+_LINEAR = "parallel_layers/linear.py:"
+_EMBEDDING = "parallel_layers/embedding.py:ParallelEmbedding.forward:spmd."
+_REGIONS = {
+    "copy_to_tensor_model_parallel_region:spmd.convert": "tensor parallel",
+    "reduce_from_tensor_model_parallel_region:spmd.all_reduce": "tensor parallel",
+    "scatter_to_tensor_model_parallel_region:spmd.convert": "last dim",
+    "gather_from_tensor_model_parallel_region:spmd.all_gather": "last dim",
+    "scatter_to_sequence_parallel_region:spmd.convert": "megatron",
+    "gather_from_sequence_parallel_region:spmd.all_gather": "megatron",
+    "reduce_scatter_to_sequence_parallel_region:spmd.reduce_scatter": "megatron",
+    "reduce_scatter_to_tensor_model_parallel_region_with_dim:spmd.reduce_scatter": "with dim",
+    "gather_from_tensor_model_parallel_region_with_dim:spmd.all_gather": "with dim",
+    "scatter_input_channels_to_tensor_model_parallel_region:spmd.convert": "channels",
+    "all_gather_last_dim_from_tensor_parallel_region:spmd.all_gather": "last dim",
+    "reduce_scatter_last_dim_to_tensor_parallel_region:spmd.reduce_scatter": "last dim",
+    "reduce_from_context_model_parallel_region:spmd.all_reduce": "context",
+    "all_to_all:spmd.all_to_all": "all to all",
+    **{
+        f"{way}_expert_parallel_region:spmd.{operator}": "experts" if operator == "all_to_all" else "experts, scattered"
+        for way in ("enter", "exit")
+        for operator in ("convert", "all_to_all", "all_gather")
+    },
+}
+PROGRAM_OF: dict[str, str] = {
+    **{f"{_LAYERS}mappings.py:{region}#1": program for region, program in _REGIONS.items()},
+    f"{_LINEAR}_ColumnLinear.forward:comm.all_gather#1": "sequence",
+    f"{_LINEAR}_ColumnLinear.backward:comm.all_gather#1": "sequence",
+    f"{_LINEAR}_ColumnLinear.backward:comm.all_reduce#1": "fused",
+    f"{_LINEAR}_ColumnLinear.backward:comm.reduce_scatter#1": "sequence",
+    f"{_LINEAR}_RowLinear.forward:comm.all_reduce#1": "mlp",
+    f"{_LINEAR}_RowLinear.forward:comm.reduce_scatter#1": "sequence",
+    f"{_LINEAR}_RowLinear.backward:comm.all_gather#1": "sequence",
+    f"{_LINEAR}ColumnParallelLinear._gathered:spmd.all_gather#1": "gathered blocks",
+    f"{_LINEAR}ColumnParallelLinear._gathered:spmd.all_gather#2": "gathered",
+    f"{_LINEAR}RowParallelLinear.forward:spmd.convert#1": "split",
+    f"{_LINEAR}RowParallelLinear.forward:spmd.convert#2": "partial",
+    f"{_EMBEDDING}all_gather#1": "embedding, columns",
+    f"{_EMBEDDING}all_to_all#1": "embedding, columns, sequence",
+    f"{_EMBEDDING}all_reduce#1": "embedding",
+    f"{_EMBEDDING}reduce_scatter#1": "embedding, sequence",
+    f"{_LAYERS}loss_functions.py:_ParallelCrossEntropy.forward:comm.all_reduce#1": "cross entropy",
+    f"{_LAYERS}loss_functions.py:_ParallelCrossEntropy.forward:comm.all_reduce#2": "cross entropy, smooth",
+    f"{_LAYERS}grad_norm.py:norm_of:comm.all_reduce#1": "llama, example",
+    f"{_LAYERS}grads.py:global_num_items:comm.all_reduce#1": "items",
+    f"{_LAYERS}grads.py:reduce_gradients:_reduce_params#1": "sequence",
+    f"{_LAYERS}grads.py:reduce_gradients:_reduce_params#2": "llama, tied stages",
+    f"{_LAYERS}grads.py:reduce_gradients:_reduce_params#3": "mlp",
+    f"{_LAYERS}grads.py:bucket_allreduce_gradients:_reduce_list#1": "names of nxd, experts",
+    f"{_LAYERS}grads.py:bucket_allreduce_gradients:_reduce_list#2": "names of nxd",
+    f"{_LAYERS}grads.py:allreduce_sequence_parallel_gradients:_reduce_list#1": "names of nxd",
+    f"{_LAYERS}grads.py:allreduce_context_parallel_gradients:_reduce_list#1": "names of nxd, context",
+    f"{_LAYERS}grads.py:_all_reduce.start:comm.all_reduce#1": "mlp",
+    f"{_LAYERS}layer_norm.py:_Norm.__init__:set_spec#1": "sequence",
+    f"{_LINEAR}_ParallelLinear.__init__:set_spec#1": "mlp",
+    f"{_LINEAR}_ParallelLinear.__init__:set_spec#2": "sequence",
+    f"{_LAYERS}embedding.py:ParallelEmbedding.__init__:set_spec#1": "embedding",
+    "hf/sequence_parallel.py:mark_partial_gradients:set_spec#1": "llama, sequence",
+    "hf/sequence_parallel.py:apply_sequence_parallel:mark_partial_gradients#1": "llama, sequence",
+    "hf/swap.py:swap:mark_partial_gradients#1": "qwen",
+    "hf/swap.py:_replace:set_spec#1": "llama",
+    "hf/swap.py:swap:ParallelEmbedding#1": "llama, sequence",
+    "hf/swap.py:swap:ColumnParallelLinear#1": "llama, sequence",
+    "hf/swap.py:swap:RowParallelLinear#1": "llama, sequence",
+    "hf/swap.py:swap:ColumnParallelLinear#2": "llama, sequence",
+    "hf/sequence_parallel.py:_scatter_embedding.scatter:spmd.reduce_scatter#1": "llama, sequence",
+    "hf/sequence_parallel.py:_gather_sequence.gather:spmd.all_gather#1": "llama, sequence",
+    "hf/swap.py:_gather_vocabulary:spmd.all_gather#1": "llama, logits",
+    "optimizer/zero1.py:NeuronZero1Optimizer._reduce_scatter.start:comm.reduce_scatter#1": "llama, example",
+    "optimizer/zero1.py:NeuronZero1Optimizer._all_gather.start:comm.all_gather#1": "llama, example",
+    "pipeline/model.py:NxDPPModel.run_train:reduce_gradients#1": "llama",
+    "pipeline/model.py:NxDPPModel._report:comm.all_reduce#1": "llama",
+    "pipeline/model.py:NxDPPModel._report:comm.broadcast#1": "llama, stages",
+    **{
+        f"pipeline/runtime.py:Run.{call}#1": "llama, stages"
+        for call in (
+            "_post_forward:comm.recv",
+            "_post_backward:comm.recv",
+            "_send_forward:comm.send",
+            "_send_backward:comm.send",
+        )
+    },
+}
+
+
+# Sites that are no part of a training step, or not of the program.
+EXEMPT = {
+    "hf/weights.py": "writes and reads weights",
+    "optimizer/zero1.py:NeuronZero1Optimizer.save_sharded_state_dict": "writes files",
+    "optimizer/zero1.py:NeuronZero1Optimizer.load_sharded_state_dict": "reads files",
+    "parallel_layers/materialize.py:gather_full": "gives tests and files the whole of a tensor",
+    "parallel_layers/pad.py": "marks the weights of other sizes, before training",
+    "parallel_layers/parallel_state.py": "Python objects",
+    "pipeline/stage_module.py:StageModule.sync_tied_weights": "before the first step; a check has no values",
+    "parallel_layers/linear.py:_ColumnLinear.composition": "what the layer is compared with, under a check only",
+    "parallel_layers/linear.py:_RowLinear.composition": "what the layer is compared with, under a check only",
+}
+SCOPE = ("parallel_layers/", "hf/", "optimizer/", "pipeline/")
+
+# Mutants that numbers show and types do not.
+_WHICH = "which rank has the value: types say that the ranks differ, and not in what"
+UNSEEN = {
+    (f"{_LAYERS}mappings.py:all_to_all:spmd.all_to_all#1", "twice"): "V -> V: of what varies no order is known",
+    (f"{_LINEAR}RowParallelLinear.forward:spmd.convert#2", "reinterpret(R, P)"): (
+        "the expert's declaration that equal values are summands: a constant factor, listed as trusted in the report"
+    ),
+    ("pipeline/model.py:NxDPPModel._report:comm.broadcast#1", "from 0"): _WHICH,
+    ("pipeline/model.py:NxDPPModel._report:comm.broadcast#1", "over pp,dp"): _WHICH,
+}
+# Mutants that compute the same: neither numbers nor types show them.
+_REPEATED = "doing it twice is doing it once"
+EQUIVALENT = {
+    (f"{_LAYERS}mappings.py:copy_to_tensor_model_parallel_region:spmd.convert#1", "reinterpret(I, R)"): "a synonym",
+    (f"{_LAYERS}loss_functions.py:_ParallelCrossEntropy.forward:comm.all_reduce#1", "twice"): _REPEATED,
+    (f"{_LAYERS}grads.py:reduce_gradients:_reduce_params#2", "over pp"): "all stages hold the weight",
+    ("hf/swap.py:_replace:set_spec#1", "delete"): "the parameter comes with it, unless it is padded",
+    ("hf/swap.py:swap:ColumnParallelLinear#1", "not sequence_parallel_enabled"): "it does not gather",
+    ("pipeline/model.py:NxDPPModel._report:comm.broadcast#1", "twice"): _REPEATED,
+    ("pipeline/model.py:NxDPPModel._report:comm.broadcast#1", "all_reduce()"): "the other buffers are new",
+}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Of the checker: the kind of the first problem ("types", "collectives", "program", ...; "" if there is none)."""
+
+    kind: str
+    text: str
+    seconds: float
+    reached: bool
+
+
+@functools.cache
+def edits_at(name: str) -> list[Edit]:
+    """All mutants of a site, from how it is called in a right run."""
+    site, program = SITES[name], PROGRAMS[PROGRAM_OF[name]]
+    mesh = mesh_of(program.mesh)
+    axes = [axis for axis in ("pp", "dp", "cp", "tp", "ep") if mesh.size(axis) > 1]
+    axes.append(",".join(axis for axis in axes if axis != "ep"))
+    calls: list[Call] = []
+    with mutate(site, recorder(calls)):
+        program.play()
+    assert calls, f"{name}: {PROGRAM_OF[name]!r} does not use it"
+    call = max(calls, key=lambda call: call.dims)
+    axes = [axis for axis in axes if mesh.groups(tuple(axis.split(","))) != _groups(mesh, call)]
+    make = edits_of_function if site.verb in FUNCTIONS else edits_of
+    return list(make(site.verb, call, axes))
+
+
+def _groups(mesh: Any, call: Call) -> Any:
+    try:
+        return mesh.groups(tuple(call.axis.split(",")) if call.axis else ())
+    except ValueError:  # a group of its own, which is not along an axis
+        return None
+
+
+def some(edits: Sequence[Edit]) -> list[Edit]:
+    """The first of each kind."""
+    return list({edit.kind: edit for edit in reversed(edits)}.values())[::-1]
+
+
+@functools.cache
+def checked(name: str, edit: Edit) -> Verdict:
+    """What `spmd.check` says of a mutant."""
+    autograd._flavours.clear()  # what is known of functions' backwards, which may be the mutant
+    begin = time.perf_counter()
+    with mutate(SITES[name], edit.change) as hits:
+        report = PROGRAMS[PROGRAM_OF[name]].check()
+    autograd._flavours.clear()
+    problem = report.problems[0] if report.problems else None
+    kind, text = (problem.kind, problem.message) if problem is not None else ("", "")
+    return Verdict(kind, text, time.perf_counter() - begin, bool(hits))
+
+
+@functools.cache
+def values_differ(name: str, edit: Edit) -> bool:
+    """Whether numbers show a mutant: they are others than in one process, or it cannot run."""
+    run = functools.partial(threads.run, timeout=3.0)
+    with mutate(SITES[name], edit.change), mock.patch.object(threads, "run", run):
+        try:
+            return not PROGRAMS[PROGRAM_OF[name]].values_are_right()
+        except Exception:  # noqa: B902 - whatever it is, it shows
+            return True
+
+
+def table(values: bool) -> Iterator[str]:
+    """A line for each mutant: what the checker says, and with `values` what numbers say."""
+    counts: Counter[str] = Counter()
+    for name in PROGRAM_OF:
+        for edit in edits_at(name):
+            verdict = checked(name, edit)
+            numbers = ("values differ" if values_differ(name, edit) else "values equal") if values else ""
+            counts[f"{verdict.kind or 'not seen'} {numbers}".strip()] += 1
+            first = verdict.text.split("\n")[0][:100]
+            yield f"{verdict.kind or '-':12} {numbers:14} {name:95} {edit.kind:10} {edit.name:35} {first}"
+    yield from (f"{count:5} {what}" for what, count in sorted(counts.items()))
+
+
+if __name__ == "__main__":  # a table of all mutants: python mutants.py [--values]
+    for line in table("--values" in sys.argv):
+        print(line, flush=True)

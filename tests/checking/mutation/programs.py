@@ -1,0 +1,454 @@
+"""Small programs, one of which uses each collective of the package: what is checked, and how its values are compared.
+
+Each is a model with a loss (or the Llama of two layers), on 2 x 2 ranks, so that another axis is another thing.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+_TESTS = Path(__file__).parents[2]
+sys.path[:0] = [str(_TESTS / "parity"), str(_TESTS)]
+
+import neuronx_dist as nxd  # noqa: E402
+from neuronx_dist import Mesh, comm, hf, spmd  # noqa: E402
+from neuronx_dist.checking import numeric  # noqa: E402
+from neuronx_dist.checking.api import mesh_of  # noqa: E402
+from neuronx_dist.checking.explore import explore  # noqa: E402
+from neuronx_dist.checking.numeric import compare_values  # noqa: E402
+from neuronx_dist.checking.program import Subject  # noqa: E402
+from neuronx_dist.checking.trace import Deadline  # noqa: E402
+from neuronx_dist.parallel_layers import grads, mappings  # noqa: E402
+from neuronx_dist.parallel_layers.layer_norm import LayerNorm  # noqa: E402
+from neuronx_dist.parallel_layers.linear import fuse_columns  # noqa: E402
+from neuronx_dist.parallel_layers.materialize import gather_full  # noqa: E402
+
+__all__ = ["PROGRAMS", "Program"]
+
+HIDDEN, INNER, ROWS, SEQ, VOCAB = 8, 16, 2, 4, 8
+TP_DP = {"dp": 2, "tp": 2}
+_EP = {**TP_DP, "ep": 2}
+_CP = {"cp": 2, "dp": 2}
+
+
+@dataclass(frozen=True)
+class Program:
+    """What `spmd.check` is given. `values`: raises or returns something true if the values are wrong; None: they are
+    those of the same program, on threads and in one process.
+    """
+
+    model_fn: Callable[..., Any]
+    inputs: Any
+    mesh: dict[str, int] = field(default_factory=lambda: TP_DP)
+    options: dict[str, Any] = field(default_factory=dict)
+    step: Callable[..., Any] | None = None
+    in_types: Any = None
+    values: Callable[[], Any] | None = None
+
+    def check(self, **options: Any) -> Any:
+        given = dict(options=self.options, step=self.step, in_types=self.in_types)
+        return spmd.check(self.model_fn, self.inputs, self.mesh, **given, **options)
+
+    def play(self) -> None:
+        """One rank of each kind."""
+        subject = Subject(self.model_fn, self.inputs, self.options, self.step, None, self.in_types, "G")
+        explore(subject, mesh_of(self.mesh), Deadline(None), twice=False)
+
+    def values_are_right(self) -> bool:
+        if self.values is not None:
+            return not self.values()
+        subject, mesh = Subject(self.model_fn, self.inputs, self.options), mesh_of(self.mesh)
+        if self.step is None:
+            return not compare_values(subject, mesh, Deadline(None), [])
+        (expected,) = comm.threads.run(Mesh(1), self._parameters, subject, mesh.size(("dp", "cp")))
+        found = comm.threads.run(mesh, self._parameters, subject, 1)
+        return all(
+            have[name].shape == want.shape and torch.allclose(have[name], want, rtol=1e-6, atol=1e-9)
+            for have in found
+            for name, want in expected.items()
+        )
+
+    def _parameters(self, subject: Subject, parts: int) -> dict[str, torch.Tensor]:
+        """All parameters after a step."""
+        with numeric._BUILDING, torch.device("meta"):
+            model = self.model_fn(**self.options)
+        numeric._fill(model)
+        assert self.step is not None
+        params = list(model.parameters())
+        self.step(model, torch.optim.SGD(params, lr=0.1), numeric._inputs(self.inputs, model, parts))
+        return {name: gather_full(x.detach(), spmd.spec_of(x)).clone() for name, x in model.named_parameters()}
+
+
+# --- layers and regions -----------------------------------------------------------------------------------------------
+
+
+class Net(nn.Module):
+    """`[rows, seq, hidden]` through a replicated linear layer, whose gradient shows what is wrong behind it, to a loss.
+
+    The parts are modules by name; `body(net, x)` says what is done with them.
+    """
+
+    def __init__(self, body: Callable[[Any, torch.Tensor], torch.Tensor], **parts: nn.Module) -> None:
+        super().__init__()
+        self.first = nn.Linear(HIDDEN, HIDDEN)
+        for name, part in parts.items():
+            setattr(self, name, part)
+        self.body = body
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.body(self, self.first(x))
+        return (y - x if y.dim() == x.dim() else y).square().sum() / x.shape[0]
+
+
+def _x() -> torch.Tensor:
+    return torch.linspace(-1, 1, ROWS * SEQ * HIDDEN).view(ROWS, SEQ, HIDDEN)
+
+
+def _net(body: Callable[[Any, torch.Tensor], torch.Tensor], **parts: Callable[[], nn.Module]) -> Program:
+    return Program(lambda: Net(body, **{name: make() for name, make in parts.items()}), _x())
+
+
+_column = partial(nxd.ColumnParallelLinear, HIDDEN, INNER, gather_output=False)
+_row = partial(nxd.RowParallelLinear, INNER, HIDDEN, input_is_parallel=True)
+_sequence = dict(sequence_parallel_enabled=True, sequence_dimension=1)
+
+
+def _mlp(net: Any, x: torch.Tensor) -> torch.Tensor:
+    return net.down(F.gelu(net.up(x)))
+
+
+def _sequence_mlp(net: Any, x: torch.Tensor) -> torch.Tensor:
+    x = mappings.scatter_to_sequence_parallel_region(x, 1)
+    return mappings.gather_from_sequence_parallel_region(x + _mlp(net, net.norm(x)), 1, to_model_parallel=False)
+
+
+def _megatron(net: Any, x: torch.Tensor) -> torch.Tensor:
+    """The MLP with sequence parallelism out of regions: the layers do not communicate."""
+    x = mappings.scatter_to_sequence_parallel_region(x, 1)
+    x = mappings.gather_from_sequence_parallel_region(net.norm(x), 1)
+    x = F.linear(F.gelu(F.linear(x, net.up.weight, net.up.bias)), net.down.weight)
+    x = mappings.reduce_scatter_to_sequence_parallel_region(x, 1)
+    return mappings.gather_from_sequence_parallel_region(x, 1, to_model_parallel=False)
+
+
+def _tensor_parallel(net: Any, x: torch.Tensor) -> torch.Tensor:
+    x = mappings.copy_to_tensor_model_parallel_region(x)
+    x = F.linear(F.gelu(F.linear(x, net.up.weight, net.up.bias)), net.down.weight)
+    return mappings.reduce_from_tensor_model_parallel_region(x)
+
+
+def _split_and_gathered(split: Callable[..., Any], gather: Callable[..., Any]) -> Program:
+    return _net(lambda net, x: gather(F.gelu(split(x))))
+
+
+def _last_dim(net: Any, x: torch.Tensor) -> torch.Tensor:
+    """Features are gathered to be contracted with a shard of the output, and summed and scattered."""
+    x = mappings.scatter_to_tensor_model_parallel_region(x)
+    x = mappings.all_gather_last_dim_from_tensor_parallel_region(x)
+    x = F.linear(F.gelu(F.linear(x, net.up.weight, net.up.bias)), net.down.weight)
+    x = mappings.reduce_scatter_last_dim_to_tensor_parallel_region(x)
+    return mappings.gather_from_tensor_model_parallel_region(x)
+
+
+def _with_dim(net: Any, x: torch.Tensor) -> torch.Tensor:
+    x = mappings.copy_to_tensor_model_parallel_region(x)
+    x = F.linear(F.gelu(F.linear(x, net.up.weight, net.up.bias)), net.down.weight)
+    x = mappings.reduce_scatter_to_tensor_model_parallel_region_with_dim(x, 1)
+    return mappings.gather_from_tensor_model_parallel_region_with_dim(x, 1)
+
+
+def _channels(net: Any, x: torch.Tensor) -> torch.Tensor:
+    x = mappings.scatter_input_channels_to_tensor_model_parallel_region(x)
+    return mappings.gather_from_tensor_model_parallel_region_with_dim(F.gelu(x), 1)
+
+
+def _context(net: Any, x: torch.Tensor) -> torch.Tensor:
+    """The sequence is sharded over cp."""
+    total = mappings.reduce_from_context_model_parallel_region(F.gelu(x).sum(1))
+    return total - comm.all_reduce(x.detach().sum(1), "cp")
+
+
+def _even_all_to_all(net: Any, x: torch.Tensor) -> torch.Tensor:
+    x = spmd.convert(x.flatten(0, 1), "tp", src=spmd.I, dst=spmd.S(0))
+    x = mappings.all_to_all("tp", F.linear(mappings.all_to_all("tp", x), spmd.local(net.up.weight)))
+    return spmd.all_gather(x, "tp", src=spmd.S(0), dst=spmd.I).unflatten(0, (-1, SEQ))
+
+
+class Experts(nn.Module):
+    """Scales tokens `[experts/ep, ep, capacity, hidden]` by a weight of each expert."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        ep = comm.size("ep")
+        self.weight = nn.Parameter(torch.empty(SEQ // ep, HIDDEN))
+        spmd.set_spec(self, "weight", spmd.ShardSpec("ep", 0, 1, ep, (SEQ, HIDDEN)))
+        self.weight.expert_model_parallel = True  # type: ignore[attr-defined]
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.gelu(x) * self.weight[:, None, None]
+
+
+def _experts(scatter_gather: bool, net: Any, x: torch.Tensor) -> torch.Tensor:
+    tokens = x.transpose(0, 1).contiguous()  # [experts, capacity, hidden]: each position of a row has its expert
+    inside = mappings.enter_expert_parallel_region(tokens, scatter_gather)
+    return mappings.exit_expert_parallel_region(net.experts(inside), scatter_gather).transpose(0, 1)
+
+
+def _fused() -> Net:
+    net = Net(
+        lambda net, x: net.down(F.silu(net.gate(x)) * net.up(x)),
+        gate=_column(bias=False),
+        up=_column(bias=False),
+        down=_row(),
+    )
+    fuse_columns([net.gate, net.up])
+    return net
+
+
+class Tokens(nn.Module):
+    """Ids through an embedding to a loss. What comes out sharded along the sequence is gathered."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.embedding = nxd.ParallelEmbedding(VOCAB, HIDDEN, sequence_dimension=1, **options)
+        self.last = nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(ids)
+        if self.embedding.sequence_parallel_enabled:
+            x = mappings.gather_from_sequence_parallel_region(x, 1, to_model_parallel=False)
+        return self.last(x).square().sum() / ids.shape[0]
+
+
+class Classifier(nn.Module):
+    """Hidden states to logits over a sharded vocabulary, and their cross entropy."""
+
+    def __init__(self, smoothing: float = 0.0) -> None:
+        super().__init__()
+        self.first = nn.Linear(HIDDEN, HIDDEN)
+        self.head = nxd.ColumnParallelLinear(HIDDEN, VOCAB, gather_output=False, bias=False)
+        self.smoothing = smoothing
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        losses = nxd.parallel_cross_entropy(100 * self.head(self.first(x)), labels, self.smoothing)
+        return losses.sum() / labels.numel()
+
+
+def _ids() -> torch.Tensor:
+    return (torch.arange(ROWS * SEQ) * 5 % VOCAB).view(ROWS, SEQ)
+
+
+# --- the step ---------------------------------------------------------------------------------------------------------
+
+
+def _sequence_net() -> Net:
+    return Net(_sequence_mlp, up=_column(**_sequence), down=_row(**_sequence), norm=LayerNorm(HIDDEN, **_norm))
+
+
+_norm = dict(sequence_parallel_enabled=True)
+
+
+def _clipped_step(model: Any, optimizer: Any, x: torch.Tensor) -> None:
+    model(x).backward()
+    nxd.reduce_gradients(model)
+    grads.clip_grad_norm(model.parameters(), 1.0)
+    optimizer.step()
+
+
+def _step_by_names_of_nxd(model: Any, optimizer: Any, x: torch.Tensor) -> None:
+    model(x).backward()
+    grads.allreduce_sequence_parallel_gradients(optimizer)
+    grads.bucket_allreduce_gradients([param.grad for param in model.parameters()])
+    optimizer.step()
+
+
+def _context_step(model: Any, optimizer: Any, x: torch.Tensor) -> None:
+    model(x).backward()
+    grads.allreduce_context_parallel_gradients(optimizer)
+    optimizer.step()
+
+
+def _experts_step(model: Any, optimizer: Any, x: torch.Tensor) -> None:
+    model(x).backward()
+    grads.bucket_allreduce_gradients([param.grad for param in model.parameters()])
+    grads.bucket_allreduce_gradients([param.grad for param in model.first.parameters()], reduce_over_ep_group=True)
+    optimizer.step()
+
+
+# --- Llama ------------------------------------------------------------------------------------------------------------
+
+
+def _llama(sp: bool = False, zero1: bool = False, tied: bool = False, plain: bool = False, kind: str = "Llama") -> Any:
+    import transformers
+
+    sizes = dict(vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, max_position_embeddings=16)
+    heads = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=4)
+    config = getattr(transformers, f"{kind}Config")(**sizes, **heads, tie_word_embeddings=tied)
+    with torch.device("meta"):
+        module = transformers.AutoModelForCausalLM.from_config(config)
+    hf.swap(module, sequence_parallel=sp)
+    if plain:
+        return module
+    return nxd.NxDPPModel(
+        module,
+        transformer_layer_cls=hf.transformer_layer_class(module),
+        num_microbatches=1,
+        input_names=["input_ids", "labels", "num_items_in_batch"],
+        output_loss_value_spec={"loss": True, "logits": False},
+        auto_partition=True,
+        broadcast_and_average_loss=True,
+        use_zero1_optimizer=zero1,
+    )
+
+
+class Items(nn.Module):
+    """A sum over the valid labels of a microbatch, divided by their number as `global_num_items` gives it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        losses = self.first(x).square().sum(-1) * (labels != -100)
+        return losses.sum() / grads.global_num_items(labels, shift=False)
+
+
+def _some_labels() -> torch.Tensor:
+    return _ids().masked_fill(_ids() % 3 == 0, -100)
+
+
+def _logits(model: Any, optimizer: Any, ids: torch.Tensor) -> None:
+    logits = model(input_ids=ids).logits
+    F.cross_entropy(logits.flatten(0, 1), ids.flatten(), reduction="sum").backward()
+    nxd.reduce_gradients(model)
+    optimizer.step()
+
+
+def _numbers_of(case: str, *args: Any, **options: Any) -> Callable[[], None]:
+    """Values of a case of the numeric mutation tests."""
+
+    def values() -> None:
+        import mutation_cases
+        from llama_training import Case
+
+        getattr(mutation_cases, case)(*args, *([Case(**options)] if options else ()))
+
+    return values
+
+
+def _example_step(model: Any, optimizer: Any, batch: dict[str, torch.Tensor]) -> None:
+    """A step of the training example: the number of labels, forward and backward, clipping and ZeRO-1."""
+    items = nxd.global_num_items(batch["labels"], 1)
+    model.run_train(**{**batch, "num_items_in_batch": items})
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _with_optimizer(**options: Any) -> Any:
+    model = _llama(zero1=True, **options)
+    return model, nxd.NeuronZero1Optimizer(list(model.local_parameters()), torch.optim.AdamW, max_norm=1.0, lr=1e-3)
+
+
+def _batch() -> dict[str, torch.Tensor]:
+    ids = (torch.arange(2 * 8) * 7 % 32).view(2, 8)
+    return dict(input_ids=ids, labels=ids, num_items_in_batch=torch.full((), 14.0))
+
+
+PROGRAMS: dict[str, Program] = {
+    "mlp": _net(_mlp, up=_column, down=_row),
+    "sequence": Program(_sequence_net, _x()),
+    "fused": Program(_fused, _x()),
+    "gathered": _net(_mlp, up=partial(_column, gather_output=True), down=partial(nn.Linear, INNER, HIDDEN)),
+    "gathered blocks": _net(
+        _mlp, up=partial(_column, gather_output=True, stride=2), down=partial(nn.Linear, INNER, HIDDEN)
+    ),
+    "split": _net(_mlp, up=partial(nn.Linear, HIDDEN, INNER), down=partial(_row, input_is_parallel=False)),
+    "partial": _net(
+        lambda net, x: mappings.reduce_from_tensor_model_parallel_region(_mlp(net, x)),
+        up=_column,
+        down=partial(_row, reduce_output=False),
+    ),
+    "megatron": _net(_megatron, up=_column, down=partial(_row, bias=False), norm=partial(LayerNorm, HIDDEN, **_norm)),
+    "tensor parallel": _net(_tensor_parallel, up=_column, down=partial(_row, bias=False)),
+    "last dim": _net(_last_dim, up=_column, down=partial(_row, bias=False)),
+    "with dim": _net(_with_dim, up=_column, down=partial(_row, bias=False)),
+    "channels": _net(_channels),
+    "all to all": Program(
+        lambda: Net(_even_all_to_all, up=_column(bias=False)), _x(), values=_numbers_of("megatron_all_to_all")
+    ),
+    "embedding": Program(Tokens, _ids()),
+    "embedding, sequence": Program(Tokens, _ids(), options=dict(sequence_parallel_enabled=True)),
+    "embedding, columns": Program(Tokens, _ids(), options=dict(shard_across_embedding=True)),
+    "embedding, columns, sequence": Program(
+        Tokens, _ids(), options=dict(shard_across_embedding=True, sequence_parallel_enabled=True)
+    ),
+    "cross entropy": Program(Classifier, (_x(), _ids())),
+    "cross entropy, smooth": Program(Classifier, (_x(), _ids()), options=dict(smoothing=0.1)),
+    "experts": Program(lambda: Net(partial(_experts, False), experts=Experts()), _x(), mesh=_EP),
+    "experts, scattered": Program(lambda: Net(partial(_experts, True), experts=Experts()), _x(), mesh=_EP),
+    "items": Program(Items, (_x(), _some_labels())),
+    "context": Program(
+        lambda: Net(_context),
+        _x(),
+        mesh=_CP,
+        in_types=dict(dp=spmd.S(0), cp=spmd.S(1)),
+        values=_numbers_of("region", "reduce_from_context_model_parallel_region"),
+    ),
+    "llama": Program(_llama, _batch(), values=_numbers_of("steps_of_a_pipeline", tp=2, dp=2)),
+    "llama, sequence": Program(
+        _llama,
+        _batch(),
+        options=dict(sp=True),
+        values=_numbers_of("steps_of_a_pipeline", tp=2, dp=2, sequence_parallel=True),
+    ),
+    "llama, zero": Program(
+        _llama,
+        _batch(),
+        options=dict(zero1=True),
+        values=_numbers_of("steps_of_a_pipeline", tp=2, dp=2, optimizer="zero1"),
+    ),
+    "llama, tied stages": Program(
+        _llama,
+        _batch(),
+        mesh={"pp": 2, "tp": 2},
+        options=dict(tied=True),
+        values=_numbers_of("steps_of_a_pipeline", pp=2, tp=2, tied=True),
+    ),
+    "llama, stages": Program(
+        _llama, _batch(), mesh={"pp": 2, "dp": 2}, values=_numbers_of("steps_of_a_pipeline", pp=2, dp=2)
+    ),
+    "llama, example": Program(
+        _with_optimizer,
+        _batch(),
+        step=_example_step,
+        values=_numbers_of("steps_of_a_pipeline", tp=2, dp=2, optimizer="zero1", clip=0.1),
+    ),
+    "qwen": Program(_llama, _batch(), mesh={"tp": 2}, options=dict(kind="Qwen3")),
+    "llama, logits": Program(
+        _llama, _batch()["input_ids"], options=dict(plain=True), step=_logits, values=_numbers_of("full_logits")
+    ),
+    "clipped": Program(_sequence_net, _x(), step=_clipped_step),
+    "names of nxd": Program(_sequence_net, _x(), step=_step_by_names_of_nxd),
+    "names of nxd, context": Program(
+        lambda: Net(_mlp, up=_column(), down=_row()),
+        _x(),
+        mesh={"cp": 2, "tp": 2},
+        in_types=dict(cp=spmd.S(0)),
+        step=_context_step,
+    ),
+    "names of nxd, experts": Program(
+        lambda: Net(partial(_experts, False), experts=Experts()), _x(), mesh={"dp": 4, "ep": 2}, step=_experts_step
+    ),
+}

@@ -1,0 +1,310 @@
+"""What the type checker says of small programs: the engine's parts, one by one."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from neuronx_dist import comm, spmd
+from neuronx_dist.comm.check import CheckBackend
+from neuronx_dist.mesh import Mesh
+from neuronx_dist.parallel_layers.grads import reduce_gradients
+from neuronx_dist.parallel_layers.linear import ColumnParallelLinear, RowParallelLinear
+from neuronx_dist.spmd import I, P, R, S, SpmdTypeError, V, convert, get_local_type, trust, typecheck
+from neuronx_dist.spmd.checker import see_through
+
+MESH = Mesh(4, tp=2)
+
+
+@pytest.fixture
+def mode():
+    """A check of rank 0 of dp 2 x tp 2."""
+    with comm.as_rank(MESH, 0, CheckBackend()), typecheck() as mode:
+        yield mode
+
+
+def typed(*shape, grad=False, **types):
+    """A tensor that is R where nothing is said."""
+    with spmd.no_typecheck():
+        x = torch.randn(*shape).requires_grad_(grad)
+    return spmd.assert_type(x, {"dp": R, "tp": R, **types})
+
+
+def types(x):
+    return get_local_type(x)["dp"], get_local_type(x)["tp"]
+
+
+# --- the mode
+
+
+def test_nothing_is_installed_when_it_is_off():
+    before = torch.autograd.Function.__dict__["apply"]
+    with typecheck():
+        assert torch.autograd.Function.__dict__["apply"] is not before
+    assert torch.autograd.Function.__dict__["apply"] is before
+    assert spmd.checker.active() is None
+
+
+def test_a_tensor_without_a_type_is_an_error_that_says_how_to_declare_it(mode):
+    with spmd.no_typecheck():
+        x = torch.randn(3)
+    with pytest.raises(SpmdTypeError, match=r"has no type") as error:
+        x + 1
+    assert error.value.repairs[0].startswith("assert_type(x") or "assert_type(x" in error.value.repairs[0]
+    mode.strict = False
+    x + 1
+    assert any("made before the check" in text for text, _ in mode.assumed)
+
+
+def test_level_l_forgets_along_which_dim_things_are_sharded():
+    with comm.as_rank(MESH, 0), typecheck(level="L"):
+        x, w = typed(4, 8, tp=S(1)), typed(16, 8, tp=S(1))
+        assert types(x)[1] is V
+        assert types(F.linear(x, w))[1] is V
+
+
+def test_a_contraction_over_a_sharded_dim_is_partial_and_everything_else_follows(mode):
+    x, w = typed(4, 8, tp=S(1), dp=S(0)), typed(16, 8, tp=S(1))
+    y = F.linear(x, w)
+    assert types(y) == (S(0), P)
+    with pytest.raises(SpmdTypeError, match="not linear"):
+        F.gelu(y)
+    with pytest.raises(SpmdTypeError, match="once for each rank"):
+        y + typed(4, 16, dp=S(0))
+    assert types(spmd.all_reduce(y, "tp", dst=I)) == (S(0), I)
+    assert types(x.sum()) == (P, P)
+    assert types(x.amax(1)) == (S(0), P("max"))
+    with pytest.raises(SpmdTypeError, match="global count"):
+        x.mean()
+
+
+def test_no_typecheck_leaves_results_without_types(mode):
+    x = typed(3)
+    with spmd.no_typecheck():
+        y = x * 2
+    assert not spmd.has_local_type(y)
+
+
+# --- autograd functions
+
+
+class Fused(torch.autograd.Function):
+    """A row-parallel product; what its parts communicate is up to the test."""
+
+    forward_sum, backward_sum = True, False
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        out = F.linear(x, w)
+        return comm.all_reduce(out, "tp") if Fused.forward_sum else out
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, w = ctx.saved_tensors
+        grad_x = grad @ w
+        return comm.all_reduce(grad_x, "tp") if Fused.backward_sum else grad_x, grad.flatten(0, -2).t() @ x.flatten(
+            0, -2
+        )
+
+
+@pytest.fixture
+def fused(monkeypatch):
+    return lambda **options: [monkeypatch.setattr(Fused, name, value) for name, value in options.items()]
+
+
+def test_an_output_that_a_collective_made_equal_is_what_its_backward_is_right_for(mode):
+    x, w = typed(2, 4, 8, grad=True, tp=S(2), dp=S(0)), typed(16, 8, grad=True, tp=S(1))
+    y = Fused.apply(x, w)
+    assert types(y) == (S(0), I)
+    y.sum().backward()
+    assert types(x.grad) == (S(0), S(2))
+    assert types(w.grad) == (P, S(1))
+
+
+def test_a_sum_too_many_in_a_backward_is_found(mode, fused):
+    fused(backward_sum=True)
+    x, w = typed(2, 4, 8, grad=True, tp=S(2), dp=S(0)), typed(16, 8, grad=True, tp=S(1))
+    with pytest.raises(SpmdTypeError, match=r"added up|multiplies it"):
+        Fused.apply(x, w).sum().backward()
+
+
+def test_a_missing_sum_in_a_forward_is_found_where_the_result_is_used(mode, fused):
+    fused(forward_sum=False)
+    x, w = typed(2, 4, 8, grad=True, tp=S(2), dp=S(0)), typed(16, 8, grad=True, tp=S(1))
+    y = Fused.apply(x, w)
+    assert types(y) == (S(0), P)
+    with pytest.raises(SpmdTypeError, match="not linear"):
+        F.silu(y)
+
+
+class Composed(Fused):
+    """As `Fused`, with a statement of what it does."""
+
+    @staticmethod
+    def composition(x, w):
+        return spmd.all_reduce(F.linear(x, w), "tp", dst=I)
+
+
+@pytest.mark.parametrize("what", ["neither", "forward", "backward"])
+def test_a_composition_is_compared_with_the_body(mode, monkeypatch, what):
+    if what == "forward":  # of twice the size: nothing that types see
+        monkeypatch.setattr(
+            Composed, "composition", lambda x, w: spmd.all_reduce(torch.cat([F.linear(x, w)] * 2), "tp", dst=I)[:2]
+        )
+    if what == "backward":
+        monkeypatch.setattr(
+            Composed, "composition",
+            lambda x, w: spmd.all_reduce(F.linear(convert(convert(x, "tp", src=S(2), dst=V), "tp", src=V, dst=S(2)), w),
+                                         "tp", dst=R),
+        )  # fmt: skip
+    x, w = typed(2, 4, 8, grad=True, tp=S(2), dp=S(0)), typed(16, 8, grad=True, tp=S(1))
+    if what == "neither":
+        Composed.apply(x, w)
+    else:
+        with pytest.raises(SpmdTypeError, match="composition"):
+            Composed.apply(x, w)
+
+
+def test_the_package_states_what_it_fuses():
+    from neuronx_dist.parallel_layers import linear
+
+    assert callable(linear._ColumnLinear.composition) and callable(linear._RowLinear.composition)
+
+
+# --- losses and gradients
+
+
+@pytest.mark.parametrize(("kind", "says"), [(R, "each of which counts it"), (V, "summands")])
+def test_backward_begins_at_i_or_p_only(mode, kind, says):
+    loss = typed(1, grad=True, tp=kind, dp=P)
+    with pytest.raises(SpmdTypeError, match=says):
+        (loss * 2).sum().backward()
+
+
+def test_a_loss_that_varies_over_data_is_taken_for_a_summand_and_listed(mode):
+    (typed(1, grad=True, tp=I, dp=V) * 2).sum().backward()
+    assert any("summands" in text for text, _ in mode.assumed)
+
+
+class MLP(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.up = ColumnParallelLinear(8, 16, gather_output=False)
+        self.down = RowParallelLinear(16, 8, input_is_parallel=True)
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+def test_gradients_have_dual_types_until_they_are_reduced(mode):
+    with spmd.no_typecheck():
+        model = MLP()
+    mode.watch(model)
+    model(typed(2, 4, 8, tp=I, dp=S(0))).sum().backward()
+    before = {name: types(param.grad) for name, param in model.named_parameters()}
+    assert before["norm.weight"] == before["down.bias"] == (P, I)
+    assert before["up.weight"] == (P, S(0)) and before["down.weight"] == (P, S(1))
+    reduce_gradients(model)
+    after = {name: types(param.grad)[0] for name, param in model.named_parameters()}
+    assert set(after.values()) == {R}
+    assert types(model.up.weight.grad)[1] == S(0)
+
+
+def test_backward_after_a_reduction_is_an_accumulation_onto_the_sum(mode):
+    with spmd.no_typecheck():
+        model = MLP()
+    x = typed(2, 4, 8, tp=I, dp=S(0))
+    model(x).sum().backward()
+    reduce_gradients(model)
+    model(x).sum().backward()
+    with pytest.raises(SpmdTypeError, match="when backward added to it"):
+        _ = model.norm.weight.grad
+
+
+# --- writes
+
+
+def test_a_write_through_a_view_changes_the_type_of_all_views(mode):
+    x = typed(4, 8)
+    row = x[0]
+    row.copy_(typed(8, tp=V))
+    assert types(row)[1] is V
+    assert types(x * 1)[1] is V
+
+
+def test_writes_through_data_are_refused(mode):
+    x = typed(4)
+    with pytest.raises(SpmdTypeError, match=r"\.data"):
+        x.data.add_(1)
+
+
+def test_a_write_that_the_checker_did_not_see_is_an_error_at_the_next_use(mode):
+    x = typed(4)
+    with spmd.no_typecheck():
+        x.add_(1)
+    with pytest.raises(SpmdTypeError, match="where types do not see it"):
+        x * 2
+
+
+# --- ranks as numbers
+
+
+def test_what_is_computed_from_a_rank_varies(mode):
+    rank = comm.rank("tp")
+    x = typed(4, 8)
+    assert types(x + rank)[1] is V
+    assert types(x.narrow(1, rank * 4, 4))[1] is V
+    assert types(x[rank])[1] is V
+    assert types(torch.tensor(rank) + x)[1] is V
+    assert types(x * 2)[1] is R
+
+
+def test_picking_this_ranks_piece_of_what_is_replicated_shards_it(mode):
+    x = typed(4, 8)
+    assert types(x.chunk(2, dim=1)[comm.rank("tp")]) == (R, S(1))
+    assert types(torch.split(x, 2)[comm.rank("tp")]) == (R, S(0))
+    assert types(x.chunk(2, dim=1)[0]) == (R, R)
+
+
+# --- helpers
+
+
+def test_trust_is_listed_and_free_when_off():
+    x = torch.zeros(3)
+    assert trust(x, "tp", P) is x and not spmd.has_local_type(x)
+    with comm.as_rank(MESH, 0), typecheck() as mode:
+        y = trust(typed(3, tp=V), "tp", P)
+        assert types(y)[1] is P
+        assert any("is P on tp" in text for text, _ in mode.trusted)
+
+
+def test_forget_is_for_block_diagonal_weights(mode):
+    x, w = typed(4, 8, tp=S(1)), typed(8, 8, tp=S(0))
+    y = F.linear(spmd.forget(x, "tp"), spmd.forget(w, "tp"))
+    assert types(y)[1] is V
+
+
+def test_see_through_follows_the_body_of_a_function_that_hands_itself_to_modes(mode):
+    from torch.overrides import handle_torch_function, has_torch_function_unary
+
+    def double(x):
+        return handle_torch_function(double, (x,), x) if has_torch_function_unary(x) else body(x)
+
+    def body(x):
+        return x + x
+
+    see_through(double, body)
+    assert types(double(typed(3, tp=P)))[1] is P
+
+
+def test_flat_buffers_remember_the_types_of_their_parts(mode):
+    a, b = typed(4, tp=S(0), dp=P), typed(3, tp=I, dp=P)
+    with torch.no_grad():
+        flat = torch.cat([a, b]).mul_(0.5)
+        flat = comm.all_reduce(flat, "dp", out=flat)
+        first, second = flat.split([4, 3])
+    assert types(first) == (R, S(0)) and types(second) == (R, I)
+    with torch.no_grad(), pytest.raises(SpmdTypeError, match="split"):
+        torch.cat([a, b]).exp()
