@@ -69,7 +69,7 @@ class Batch:
         ]
 
     def _piece(self, leaf: Any, microbatch: int) -> Any:
-        if not isinstance(leaf, torch.Tensor) or leaf.ndim == 0:
+        if not isinstance(leaf, torch.Tensor) or leaf.ndim == 0 or self.num_microbatches == 1:
             return leaf
         size = leaf.shape[0] // self.num_microbatches
         return leaf.narrow(0, microbatch * size, size)

@@ -72,6 +72,13 @@ def _same(before: SpmdType | None, after: SpmdType | None) -> bool:
     letters = before.letter + after.letter
     if letters in ("RI", "IR", "R0", "I0", "RR", "II", "VS", "SV", "V0", "S0", "VR", "SR", "VI", "SI", "PP", "P0"):
         return before.reduction == after.reduction or after.letter == "0"
+    return _one(before, after)
+
+
+def _one(before: SpmdType | None, after: SpmdType | None) -> bool:
+    """Whether two types are one, whatever a shard was merged of."""
+    if isinstance(before, Shard) and isinstance(after, Shard):
+        return (before.dim, before.stride) == (after.dim, after.stride)
     return before == after
 
 
@@ -103,7 +110,8 @@ def note_write(mode: SpmdTypeMode, target: Tensor, found: TensorType, origins: A
     known.version = target._version
     if old is not None:
         full = target.numel() * target.itemsize == target.untyped_storage().nbytes() and target.is_contiguous()
-        known.kinds[old, new, full, target.requires_grad] = target._version
+        seen = target.requires_grad and torch.is_grad_enabled()
+        known.kinds[old, new, full, seen] = target._version
 
 
 class Writes:
@@ -113,7 +121,7 @@ class Writes:
         version: torch's counter after the last one.
         memory: refers to the storage; nothing is known of what took its place when that was freed.
         kinds: `(type of what was written to before, after, whether that is all of the memory, whether it has a
-            gradient)` -> version after the last write of that kind.
+            gradient that this gave it)` -> version after the last write of that kind.
     """
 
     __slots__ = ("kinds", "memory", "version")
@@ -197,14 +205,14 @@ def _joined(
         new = R
     if held.letter == "R" and held is not R and not full and new.letter in "R0":  # constants, and now others in between
         return R
-    if held == new and (old == new or held.letter != "S"):
+    if _one(held, new) and (_one(old, new) or held.letter != "S"):
         return held
     if new.letter == "P" or held.letter == "P":
         if new is ZERO or held is ZERO or (full and new.letter != "S"):
             return held if new is ZERO else new
         return None
     if new.letter in "VS":
-        return held if held is V or (old == new and held.letter == "S") else V
+        return held if held is V or (_one(old, new) and held.letter == "S") else V
     if full:
         kept = (held is R or held.letter == "I") and new.letter in "RI" and not differentiable
         return held if kept else new

@@ -28,6 +28,7 @@ __all__ = ["EXPANDS", "Judgement", "Operand", "Violation", "judge"]
 
 
 EXPANDS = ("expand", "expand_as", "broadcast_to")
+EXACT = ("gather", "scatter", "scatter_add", "scatter_reduce", "index_put")  # dims of size 1 do not broadcast
 LOOKUPS = ("__getitem__", "gather", "index_select", "take_along_dim")  # of operand 0, by the others
 
 
@@ -279,10 +280,10 @@ def _sharded(
             return [V] * call.results
         raise Violation("fixed", axis, f"dim {dim} is sharded, but {spec.fixed[label]}", [first])
     # A dim of size 1 that stays may be one that broadcasts: of size 1 in one process too.
-    alone = spec.sizes[label] == 1 and label not in spec.reduced
+    alone = spec.sizes[label] == 1 and label not in spec.reduced and name not in EXACT
     whole = [
         i for i in having if kinds[i].letter in "RI" and kinds[i] is not UNIFORM
-        and not (alone and not _elsewhere(call.operands[i].type, spec.ins[i], label))
+        and not (alone and i != call.rule.inplace and not _elsewhere(call.operands[i].type, spec.ins[i], label))
         and not _repeats(kinds[i], spec.ins[i], label)
     ]  # fmt: skip
     if whole:

@@ -100,6 +100,8 @@ def _operated(
     if isinstance(dst, Shard):
         kind = cut(types, axes, dst.dim % x.dim(), count) if mode.level == "G" else V
     rest = given.rest
+    if getattr(rest, "along", None) and rest is not None:
+        rest = _renumbered({"": rest}, src, dst, name, stack, x.dim())[""]
     if name not in ("all_reduce", "reinterpret") and src.letter + dst.letter not in ("IR", "RI"):
         # Pieces of constants, and zeros between them, are no constant.
         types = {axis: R if old is UNIFORM else old for axis, old in types.items()}
@@ -281,6 +283,8 @@ def verb_type(
         types[atom] = _VERBS[name](mode, x, note, atom, actual, kwargs)
     if found.shaped and axes and name in ("all_gather", "reduce_scatter", "all_to_all"):
         _beside(name, x, found, types, axes, kwargs, count)
+        if getattr(found.rest, "along", None):
+            return TensorType.of(types, R)
     return TensorType.of(types, found.rest)
 
 

@@ -42,8 +42,15 @@ def claim_of(found: TensorType, grid: Grid, ndim: int) -> Claim:
     constant = "0" if all(kind is ZERO for kind in kinds) else ""
     constant = constant or ("u" if any(kind is UNIFORM or kind is ZERO for kind in kinds) else "")
     free = range(ndim) if constant else [dim for kind in kinds for dim in getattr(kind, "along", ())]
-    types = tuple((axis, R if kind.letter == "R" else kind) for axis, kind in zip(grid, kinds) if kind is not None)
-    return Claim(types, constant, frozenset(free))
+    types = tuple((axis, _plain(kind)) for axis, kind in zip(grid, kinds) if kind is not None)
+    return Claim(types, constant, frozenset(free) - {kind.dim for _, kind in types if isinstance(kind, Shard)})
+
+
+def _plain(kind: SpmdType) -> SpmdType:
+    """Without what is for views only: what a shard was merged of."""
+    if isinstance(kind, Shard):
+        return Shard(kind.dim, kind.stride)
+    return R if kind.letter == "R" else kind
 
 
 def coordinates(grid: Grid) -> list[dict[str, int]]:
@@ -153,7 +160,7 @@ def _same(x: Tensor, y: Tensor, what: str, tolerance: float) -> None:
 
 
 def difference(x: Tensor, y: Tensor, tolerance: float = 1e-8, scale: float = 0.0) -> str:
-    """"" if two tensors are equal up to rounding, else by how much they differ."""
+    """An empty string if two tensors are equal up to rounding, else by how much they differ."""
     if x.shape != y.shape:
         return f"shape {list(x.shape)}, expected {list(y.shape)}"
     if not x.numel():
@@ -166,4 +173,3 @@ def difference(x: Tensor, y: Tensor, tolerance: float = 1e-8, scale: float = 0.0
     if not bool(torch.isfinite(a).all() and torch.isfinite(b).all()):
         return "" if torch.equal(torch.isfinite(a), torch.isfinite(b)) else "infinite in one of them only"
     return f"off by {off:g}: {a.flatten()[:6].tolist()}, expected {b.flatten()[:6].tolist()}"
-

@@ -54,6 +54,7 @@ class Generator:
         self.errors: Counter[str] = Counter()
         self.fixed = fixed
         self.recast: set[str] = set()
+        self.ended = False
         self.letters = "RIVPSM"  # types of inputs
 
     # --- choices
@@ -92,7 +93,7 @@ class Generator:
                 names[letter] = self.rng.choice(found)
         if "j" in wanted:
             found = [n for n, v in self.local.items() if v.dtype is torch.int64 and v.dim() == 1 and n in self.claims]
-            if not found:
+            if not found or 1 in shape:
                 return None
             names["j"] = self.rng.choice(found)
         if "w" in wanted:
@@ -152,11 +153,12 @@ class Generator:
                 self.backward()
                 return self.finish()
             for _ in range(steps):
-                for _ in range(6):
+                for _ in range(0 if self.ended else 6):
                     proposal = self.rng.choice(self.rng.choices(_GROUPS, _WEIGHTS)[0])(self)
                     if proposal is not None and self.try_step(proposal):
                         break
-            self.add_losses()
+            if not self.ended:
+                self.add_losses()
             return self.finish()
 
     def finish(self) -> Program:
@@ -214,6 +216,7 @@ class Generator:
             step = self._run_whole(step, before)
         except _Drop:
             self.local, self.claims = before, {n: c for n, c in previous.items() if n in before}
+            self.ended = not targets  # what was written stays written
             return False
         self.program.steps.append(step)
         return True

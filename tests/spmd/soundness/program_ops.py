@@ -51,7 +51,7 @@ F.pad({x}, (0, 1), value=2.0) | torch.repeat_interleave({x}, 2, {d}) | {x}.repea
 {x}.new_zeros({x}.shape) | torch.ones({x}.shape, dtype=torch.float64) | torch.zeros({x}.shape, dtype=torch.float64)
 torch.cat([{x}, {s}], {d}) | torch.stack([{x}, {s}], {d}) | torch.cat([{x}, {x}], {d}) | torch.atleast_2d({x}) | {x}.ravel()
 torch.hstack([{x}, {s}]) | torch.vstack([{x}, {s}]) | torch.cat([{x}, torch.zeros_like({x})], {d}) | {x}.diag_embed()
-torch.stack([{x}, {y}.expand_as({x})], -1).flatten(-2) | {x}.unfold({d}, 2, 1) | torch.rot90({x}, 1, ({d}, {e}))
+torch.stack([{x}, {s}], -1).flatten(-2) | {x}.unfold({d}, 2, 1) | torch.rot90({x}, 1, ({d}, {e}))
 {x}.flatten({d}, {e}) | {x}.view({x}.shape) | {x}.swapaxes({d}, {e}) | torch.block_diag({x}) | {x}[..., ::2] | {x}.tile((2,))
 """
 INDEXED = """
@@ -162,7 +162,9 @@ def pieces(g: Generator) -> Proposal | None:
         return Proposal(f"torch.{verb}({x}, 2, dim={dim})", verb, SAME, 2)
     text = f"{x}.split({[half, half]}, {dim})" if verb == "sections" else f"torch.split({x}, {half}, {dim})"
     # In the whole a half may be longer: as long as the claim says that the results are.
-    return Proposal(text, verb, lambda claims: f"torch.split({x}, {_scaled(list(local.shape), claims[0], g)[dim]} // 2, {dim})", 2)
+    return Proposal(
+        text, verb, lambda claims: f"torch.split({x}, {_scaled(list(local.shape), claims[0], g)[dim]} // 2, {dim})", 2
+    )
 
 
 def expand(g: Generator) -> Proposal | None:
