@@ -45,10 +45,8 @@ def get_local_type(x: torch.Tensor) -> dict[Any, SpmdType]:
     """
     from .checker import active
 
-    mode, note = active(), note_of(x)
-    if mode is not None and note is not None:
-        with torch._C.DisableTorchFunction():
-            note = mode.note(x, "get_local_type")  # its memory may have been written since
+    mode = active()
+    note = _present(mode, x)
     if note is None:
         raise SpmdTypeError(
             f"a tensor of shape {list(x.shape)} has no type",
@@ -143,7 +141,8 @@ def trust(x: torch.Tensor, axis: Any, kind: SpmdType) -> torch.Tensor:
     """
     from .checker import active
 
-    mode, note = active(), note_of(x)
+    mode = active()
+    note = _present(mode, x)
     if mode is None or note is None:
         return x
     with torch._C.DisableTorchFunction():
@@ -171,7 +170,8 @@ def local(x: torch.Tensor) -> torch.Tensor:
     """
     from .checker import active
 
-    mode, note = active(), note_of(x)
+    mode = active()
+    note = _present(mode, x)
     if mode is None or note is None or not note[0].sharded:
         return x
     with torch._C.DisableTorchFunction():
@@ -196,6 +196,14 @@ def gradient(grad: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     return grad
 
 
+def _present(mode: Any, x: torch.Tensor) -> Any:
+    """What is known of a tensor now: a write through another view of its memory may have changed it."""
+    if mode is None or note_of(x) is None:
+        return note_of(x)
+    with torch._C.DisableTorchFunction():
+        return mode.note(x, "a declaration")
+
+
 def mark_shard(shard: torch.Tensor, param: torch.Tensor, group: Any) -> None:
     """Says that `shard` is this rank's piece, among the ranks of `group`, of `param`: it varies over them."""
     shard.__dict__[_SHARD_OF] = (param, group)
@@ -209,7 +217,8 @@ def forget(x: torch.Tensor, axis: Any) -> torch.Tensor:
     """
     from .checker import active
 
-    mode, note = active(), note_of(x)
+    mode = active()
+    note = _present(mode, x)
     if note is None:
         return x
     with torch._C.DisableTorchFunction():

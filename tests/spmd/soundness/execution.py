@@ -266,7 +266,7 @@ def _differentiate(
             slope = (_loss(program, up) - _loss(program, down)) / (2 * width)
             wanted, size = _pairing(program, runs[number], moved)
             tolerance = 1e-4 * max(1.0, size, abs(_loss(program, up)))
-            if not abs(slope - wanted) <= tolerance and abs(slope) < 1e12:
+            if abs(slope - wanted) > tolerance and abs(slope) < 1e12:  # neither of which holds of NaN
                 failed.append(number)
                 found[number] = f"the gradients say that the loss changes by {wanted:g}, it does by {slope:g}"
         left = failed

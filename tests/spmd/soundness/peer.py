@@ -31,9 +31,8 @@ def _operator(name: str) -> Any:
     return call
 
 
-NAMES = {**BUILTINS, "spmd": SimpleNamespace(
-    **{name: _operator(name) for name in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "convert", "reinterpret")}
-)}  # fmt: skip
+_OPERATORS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "convert", "reinterpret")
+NAMES = {**BUILTINS, "spmd": SimpleNamespace(**{name: _operator(name) for name in _OPERATORS})}
 
 
 @contextmanager

@@ -153,7 +153,7 @@ def pieces(g: Generator) -> Proposal | None:
     verb = g.rng.choice(["chunk", "split", "unbind", "tensor_split", "sections", "glu"])
     if verb == "unbind" and 1 < size <= 3:
         return Proposal(f"{x}.unbind({dim})", verb, SAME, size)
-    if size % 2:
+    if size % 2 or not size:
         return None
     half = size // 2
     if verb == "glu":
