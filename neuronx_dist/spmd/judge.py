@@ -30,8 +30,8 @@ __all__ = ["EXPANDS", "Judgement", "Operand", "Violation", "judge"]
 EXPANDS = ("expand", "expand_as", "broadcast_to")
 # Dims of size 1 do not broadcast in these.
 EXACT = frozenset(
-    "gather scatter scatter_add scatter_reduce index_put index_add index_copy cat concat concatenate stack hstack vstack "
-    "dstack row_stack column_stack bmm baddbmm addbmm cross_entropy nll_loss kl_div".split()
+    "gather scatter scatter_add scatter_reduce index_put index_add index_copy cat concat concatenate stack hstack "
+    "vstack dstack row_stack column_stack bmm baddbmm addbmm cross_entropy nll_loss kl_div".split()
 )
 LOOKUPS = ("__getitem__", "gather", "index_select", "take_along_dim")  # of operand 0, by the others
 
