@@ -7,6 +7,10 @@ TORCH  ?= torch==2.13.0
 #   make setup TORCH_ARGS="--index-url https://download.pytorch.org/whl/cpu"
 TORCH_ARGS ?=
 
+# The second environment, for torch_xla, whose last release goes with exactly this torch.
+VENV_XLA  ?= .venv-xla
+TORCH_XLA ?= torch==2.9.0 torch_xla==2.9.0
+
 # The layout of `make train`; the data-parallel size is what is left of NPROC. ARGS goes to the script as it is.
 TP    ?= 2
 PP    ?= 2
@@ -15,6 +19,8 @@ ARGS  ?=
 
 PY    := $(VENV)/bin/python
 STAMP := $(VENV)/.set-up
+PY_XLA    := $(VENV_XLA)/bin/python
+STAMP_XLA := $(VENV_XLA)/.set-up
 
 # One thread per process: the processes are the parallelism. Nothing here needs a model hub, so none is asked.
 export OMP_NUM_THREADS = 1
@@ -24,7 +30,7 @@ LOOPBACK := $(if $(filter Linux,$(shell uname -s)),GLOO_SOCKET_IFNAME=lo)
 TORCHRUN := $(LOOPBACK) $(PY) -m torch.distributed.run --standalone --local-addr 127.0.0.1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-full lint types bench clean
+.PHONY: help setup setup-xla train test test-full test-xla lint types bench clean
 
 help:  ## list what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -47,6 +53,18 @@ $(STAMP): requirements-dev.txt pyproject.toml setup.py
 	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $@
 
+setup-xla: $(STAMP_XLA)  ## create .venv-xla: torch 2.9, torch_xla, and jaxlib to run its programs (7 GB)
+
+# torch and torch_xla first, as above; the torch of the package index brings CUDA's libraries, and does not load without them.
+$(STAMP_XLA): requirements-xla.txt requirements-dev.txt pyproject.toml setup.py
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14) and \
+	    "torch_xla has builds for Python 3.11 to 3.13; this is %s. Choose another with: make setup-xla PYTHON=python3.12" % sys.version.split()[0])'
+	test -x $(PY_XLA) || $(PYTHON) -m venv $(VENV_XLA)
+	$(PY_XLA) -m pip install --quiet --disable-pip-version-check $(TORCH_ARGS) $(TORCH_XLA)
+	$(PY_XLA) -m pip install --quiet --disable-pip-version-check -r requirements-xla.txt
+	$(PY_XLA) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@touch $@
+
 train: $(STAMP)  ## train a byte-level Llama on NPROC processes (TP=2 PP=2)
 	$(TORCHRUN) --nproc-per-node $(NPROC) examples/train_llama.py --tp $(TP) --pp $(PP) $(ARGS)
 
@@ -55,6 +73,9 @@ test: $(STAMP)  ## run the tests: every layout once, and a pairwise covering set
 
 test-full: $(STAMP)  ## run the tests with the whole layout matrix
 	NXD_FULL=1 $(PY) -m pytest $(ARGS)
+
+test-xla: $(STAMP_XLA)  ## run the tests that need torch_xla, in their own environment
+	$(PY_XLA) -m pytest tests/xla $(ARGS)
 
 lint: $(STAMP)  ## check the style with ruff
 	$(PY) -m ruff check .
@@ -65,6 +86,6 @@ types: $(STAMP)  ## check the types with mypy
 bench: $(STAMP)  ## time a tensor-parallel block against hand-written code and DTensor
 	$(LOOPBACK) $(PY) benchmarks/tp_block.py $(ARGS)
 
-clean:  ## remove caches and builds; keeps .venv and runs/
+clean:  ## remove caches and builds; keeps the environments and runs/
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
-	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
+	find . -path ./$(VENV) -prune -o -path ./$(VENV_XLA) -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -23,6 +23,7 @@ from text_data import TextData, data_parallel_rows
 
 import neuronx_dist as nxd
 from neuronx_dist import comm, hf, spmd
+from neuronx_dist.comm.launch import end_step
 from neuronx_dist.layout import Layout
 from neuronx_dist.memory import estimate_memory
 from neuronx_dist.optimizer import MasterWeightsOptimizer, NeuronZero1Optimizer
@@ -72,7 +73,7 @@ def build(args: Namespace, config: Any, device: torch.device) -> tuple[Any, Any,
         hf.load_pretrained(model, args.model, device=device)
     else:
         hf.materialize(model, args.seed, device=device)
-    optimizer = make_optimizer(args, model)
+    optimizer = make_optimizer(args, model, device)
 
     def factor(step: int) -> float:
         if step < args.warmup:
@@ -82,14 +83,17 @@ def build(args: Namespace, config: Any, device: torch.device) -> tuple[Any, Any,
     return model, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
 
-def make_optimizer(args: Namespace, model: Any) -> Any:
+def make_optimizer(args: Namespace, model: Any, device: torch.device | None = None) -> Any:
     """AdamW on this rank's parameters, in ZeRO-1 or with master weights of its own."""
     params = [p for p in model.local_parameters() if p.requires_grad]
     matrices, vectors = [p for p in params if p.dim() > 1], [p for p in params if p.dim() <= 1]
     groups = [dict(params=matrices, weight_decay=args.weight_decay), dict(params=vectors, weight_decay=0.0)]
     sharded = NeuronZero1Optimizer if args.zero1 else MasterWeightsOptimizer
     clip = args.grad_clip or math.inf
-    return sharded([g for g in groups if g["params"]], torch.optim.AdamW, max_norm=clip, lr=args.lr, betas=(0.9, 0.95))
+    options: dict[str, Any] = dict(lr=args.lr, betas=(0.9, 0.95))
+    if device is not None and device.type not in ("cpu", "cuda"):  # a host step number would be a constant
+        options["capturable"] = True
+    return sharded([g for g in groups if g["params"]], torch.optim.AdamW, max_norm=clip, **options)
 
 
 def check(args: Namespace, config: Any, layout: Layout, time_limit: float | None = None) -> Any:
@@ -127,6 +131,7 @@ def train_step(model: Any, optimizer: Any, batch: dict[str, torch.Tensor]) -> to
     loss: torch.Tensor = model.run_train(**with_num_items(model, batch))
     optimizer.step()
     optimizer.zero_grad()
+    end_step()
     return loss
 
 
@@ -167,10 +172,10 @@ def main() -> None:
         data = TextData(args.data, **text)
         if data.vocab_size > config.vocab_size:
             raise ValueError(f"the text has tokens up to {data.vocab_size}, the model knows {config.vocab_size}")
+        device = nxd.init_distributed(args.device)  # before any backward: torch counts devices at the first
         memory = estimate_memory(layout, config)
         if rank == 0 and world > 1 and not args.no_check and not args.verify:
             check_before_launch(args, config, layout)
-        device = nxd.init_distributed(args.device)
     except ValueError as error:
         sys.exit(f"train_llama: {error}" if rank == 0 else 1)
     if args.verify:

@@ -82,6 +82,7 @@ LEVELS = {
     "memory": 4,
     "meter": 4,
     "checking": 5,
+    "xla_replay": 4,
 }
 # `spmd.check` and `python -m neuronx_dist.spmd` are where users look for the checker of whole models, which stands on
 # everything; both look it up when they are used.
@@ -216,6 +217,7 @@ def test_the_pinned_environment_has_what_the_extras_ask_for():
     names = {re.split(r"[<>=!~ ]", requirement)[0].lower() for extra in ("hf", "dev") for requirement in extras[extra]}
     assert names <= pins().keys()
     assert extras["xla"] == ["torch==2.9.0", "torch_xla==2.9.0"]
+    assert f"TORCH_XLA ?= {' '.join(extras['xla'])}\n" in (ROOT / "Makefile").read_text()
 
 
 # --- the commands ---

@@ -1,4 +1,4 @@
-"""Plain collectives on one backend: c10d (gloo, NCCL), threads (ranks of one process), shapes (no group at all).
+"""Plain collectives on one backend: c10d (gloo, NCCL), xla, threads (ranks of one process), shapes (no group at all).
 
 One function per verb (`verbs.py`), one place that knows the mesh and the rank (`context.py`), one point that records
 every call (`recording.py`). Nothing here is differentiable; see `neuronx_dist.spmd`.

@@ -65,6 +65,12 @@ class Communicator:
         self.size = len(self.ranks)
         self.rank = self.ranks.index(global_rank)
 
+    def coordinate(self, like: torch.Tensor) -> int | torch.Tensor:
+        """`rank`, as computations on `like` should use it. Where they become one program for all ranks (XLA),
+        that is a 0-dim int64 tensor on that device instead of a number. `select.py` holds the usual ones.
+        """
+        return self.rank
+
     # Buffers are contiguous; `gathered` and `scattered` have a leading dim of `size`. Each starts the work and returns
     # it.
     def start_all_reduce(self, buffer: torch.Tensor, op: str) -> WorkLike:

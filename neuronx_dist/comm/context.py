@@ -8,7 +8,7 @@ backward, which may run in another thread.
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -64,6 +64,10 @@ class Context:
 
 _default: Context | None = None
 _local = threading.local()
+# Where ranks are threads of one process (XLA): their contexts, and who the calling thread is. An autograd thread has no
+# context of its own, but it knows the device it works for.
+_by_rank: dict[int, Context] = {}
+_whoami: Callable[[], int] | None = None
 
 
 def set_default(context: Context | None) -> None:
@@ -72,12 +76,22 @@ def set_default(context: Context | None) -> None:
     _default = context
 
 
+def set_of_thread(context: Context | None, whoami: Callable[[], int]) -> None:
+    """Sets (or, with None, forgets) the context of the rank that `whoami()` says this thread belongs to."""
+    global _whoami
+    _whoami = whoami
+    if context is None:
+        _by_rank.pop(whoami(), None)
+    else:
+        _by_rank[context.rank] = context
+
+
 def default() -> Context | None:
-    return _default
+    return _by_rank.get(_whoami()) if _by_rank and _whoami is not None else _default
 
 
 def is_initialized() -> bool:
-    return bool(getattr(_local, "stack", None)) or _default is not None
+    return bool(getattr(_local, "stack", None)) or default() is not None
 
 
 def current() -> Context:
@@ -89,12 +103,13 @@ def current() -> Context:
     stack: list[Context] | None = getattr(_local, "stack", None)
     if stack:
         return stack[-1]
-    if _default is None:
+    found = default()
+    if found is None:
         raise RuntimeError(
             "model parallel is not initialized: call neuronx_dist.initialize_model_parallel(...) after "
             "torch.distributed.init_process_group, or work inside `with neuronx_dist.comm.as_rank(mesh, rank):`"
         )
-    return _default
+    return found
 
 
 def communicator(axis: AxisLike) -> Communicator:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import importlib.util
 import os
 from typing import Any
 
@@ -10,11 +11,11 @@ import torch
 import torch.distributed as dist
 
 from ..mesh import Axis, Mesh
-from . import context
+from . import context, xla
 from .c10d import C10dBackend
 from .failure import FailureMonitor
 
-__all__ = ["connect", "disconnect", "init_distributed"]
+__all__ = ["connect", "disconnect", "end_step", "init_distributed", "world"]
 
 # Made at once, in this order on every rank, so that a wrong network shows here and not in the middle of a step.
 _EAGER_AXES: tuple[Axis, ...] = ("tp", "pp", "dp", "cp", ("dp", "cp"), ("pp", "tp"), "ep", "edp", "world")
@@ -25,7 +26,8 @@ def init_distributed(device: str = "auto", timeout: float | None = None) -> torc
     """Joins the job that torchrun started, or makes a world of one, and returns this rank's device.
 
     Args:
-        device: "cpu" (gloo), "cuda" (NCCL; the local rank's GPU), or "auto": cuda where there is one.
+        device: "cpu" (gloo), "cuda" (NCCL; the local rank's GPU), "xla" (torch_xla: Neuron, TPU, CPU), or "auto": cuda
+            where there is one.
         timeout: seconds before a rendezvous or a collective gives up; None: torch's default.
 
     Raises:
@@ -33,8 +35,12 @@ def init_distributed(device: str = "auto", timeout: float | None = None) -> torc
     """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device not in ("cpu", "cuda"):
-        raise ValueError(f"device {device!r} is not one that this version runs on: use auto, cpu or cuda")
+    if device not in ("cpu", "cuda", "xla"):
+        raise ValueError(f"device {device!r} is not one that this version runs on: use auto, cpu, cuda or xla")
+    if device == "xla":
+        if importlib.util.find_spec("torch_xla") is None:
+            raise ValueError("device 'xla' needs torch_xla, which is not installed: pip install 'neuronx_dist[xla]'")
+        return xla.join(timeout)
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device cuda was asked for, but torch.cuda.is_available() is False; use device cpu")
     place = torch.device(device)
@@ -49,6 +55,32 @@ def init_distributed(device: str = "auto", timeout: float | None = None) -> torc
     return place
 
 
+def world() -> tuple[int, int]:
+    """Number of ranks of the job, and this one's.
+
+    Raises:
+        RuntimeError: the job has not been joined; the message says what to call.
+    """
+    if xla.in_use():
+        return xla.world()
+    if not dist.is_initialized():
+        raise RuntimeError(
+            "initialize_model_parallel needs torch.distributed: call "
+            "torch.distributed.init_process_group(backend='gloo' or 'nccl'), "
+            "or neuronx_dist.init_distributed(), first"
+        )
+    return dist.get_world_size(), dist.get_rank()
+
+
+def end_step() -> None:
+    """On XLA runs the program that has been built since the last time; elsewhere nothing waits to be run.
+
+    Called after every optimizer step: without it each program would hold all steps before it, and be compiled anew.
+    """
+    if xla.in_use():
+        xla.run_program()
+
+
 def connect(mesh: Mesh, *, timeout: float | None = None, lazy: bool = False) -> None:
     """Makes this process a rank of `mesh`: its communicators, and the watch for other ranks' failures.
 
@@ -57,6 +89,9 @@ def connect(mesh: Mesh, *, timeout: float | None = None, lazy: bool = False) -> 
         lazy: make process groups when they are first used.
     """
     global _connections
+    if xla.in_use():
+        xla.connect(mesh)
+        return
     rank = dist.get_rank()
     monitor = None
     if mesh.world_size > 1:
@@ -79,6 +114,9 @@ def connect(mesh: Mesh, *, timeout: float | None = None, lazy: bool = False) -> 
 def disconnect() -> None:
     """Destroys the process groups that `connect` made, ends the watch, and forgets the mesh. Safe to call twice."""
     made = context.default()
+    if made is not None and isinstance(made.backend, xla.XlaBackend):
+        xla.disconnect()
+        return
     context.set_default(None)
     if made is None:
         return

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from .. import spmd
 from ..comm import Communicator
+from ..comm.select import own_slot
 from ..parallel_layers.gradient import gradient_of
 
 __all__ = ["Shard"]
@@ -59,7 +60,7 @@ class Shard:
     def pull(self) -> None:
         """Sets the master to the parameter's present value."""
         if not self.is_param:
-            self.master.copy_(self.split(self.param)[self.group.rank].view(self.shape))
+            self.master.copy_(own_slot(self.split(self.param), self.group, 0).view(self.shape))
 
     @torch.no_grad()
     def push(self, block: torch.Tensor) -> None:

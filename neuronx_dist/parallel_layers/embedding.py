@@ -159,16 +159,25 @@ class ParallelEmbedding(ShardedModule):
         count = self.weight.shape[0]
         if type(ids) is torch.Tensor and ids.device.type == "cpu":  # where it costs no synchronisation
             self._check_ids(ids)
-        local = spmd.trust(ids - self.first_id, self.axis, V)
+        rank = comm.communicator(self.axis).coordinate(ids)
+        local = spmd.trust(ids - rank * count, self.axis, V)
         elsewhere = (local < 0) | (local >= count)
         if self.max_norm is not None:
+            if not isinstance(rank, int):
+                raise ValueError("ParallelEmbedding: max_norm takes shapes that depend on the ids, which XLA has not")
             has_values = type(local) is torch.Tensor and not local.is_meta
             held = local[~elsewhere] if has_values else local.masked_fill(elsewhere, 0)
             with torch.no_grad():
                 torch.embedding_renorm_(self.weight, held, self.max_norm, self.norm_type)
-        padding = self.padding_idx - plain(self.first_id) if self.padding_idx is not None else -1
         local = local.masked_fill(elsewhere, 0)
-        out = F.embedding(local, self.weight, padding if 0 <= padding < count else None, sparse=self.sparse)
+        padding = None
+        if self.padding_idx is not None and isinstance(rank, int):
+            padding = self.padding_idx - plain(rank) * count
+        out = F.embedding(
+            local, self.weight, padding if padding is not None and 0 <= padding < count else None, sparse=self.sparse
+        )
+        if self.padding_idx is not None and not isinstance(rank, int):  # which rank has the row is no constant here
+            out = torch.where((ids == self.padding_idx).unsqueeze(-1), out.detach(), out)
         return spmd.trust(out.masked_fill_(elsewhere.unsqueeze(-1), 0.0), self.axis, P)
 
     @spmd.no_typecheck()  # each rank looks at its own

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 
 from .. import comm, spmd
+from ..comm.select import only_on_first
+from ..comm.xla import is_lazy
 from ..spmd import P, V
 from ..spmd.spec import spec_of
 from .gradient import DATA_AXES, Parameters, gradient_of, is_expert, keeping_stages, parameters_of
@@ -128,16 +130,19 @@ def norm_of(
         raise ValueError(f"norm_type must be positive (2, 1, 0.5, inf, ...), got {norm_type}")
     is_inf = math.isinf(norm_type)
     over_ep = "world" not in groups and comm.size("ep") > 1
-    counted = [
-        spmd.local(grad) for param, grad in zip(params, grads) if grad is not None and _counts_here(param, over_ep)
-    ]
+    held = [(param, spmd.local(grad)) for param, grad in zip(params, grads) if grad is not None]
+    counted = [grad for param, grad in held if _counts_here(param, over_ep)]
+    # In one program for all ranks (XLA) a copy is not left out, it is made 0.
+    masked = {id(grad): _counting_ranks(param, over_ep) for param, grad in held if is_lazy(param)}
     device = params[0].device if params else torch.device("cpu")
     # One dtype on all ranks, whatever the dtypes of their parameters: a stage may have none.
     wide = torch.float64 if device.type in ("cpu", "cuda", "meta") else torch.float32
     norms = [
-        norm.to(device, wide)
+        only_on_first(norm, masked.get(id(grad), [])).to(device, wide)
         for same in _by_dtype_and_device(counted)
-        for norm in torch._foreach_norm(same, norm_type, dtype=torch.promote_types(torch.float32, same[0].dtype))
+        for grad, norm in zip(
+            same, torch._foreach_norm(same, norm_type, dtype=torch.promote_types(torch.float32, same[0].dtype))
+        )
     ]
     total = torch.zeros((), dtype=wide, device=device)
     if norms:
@@ -159,10 +164,16 @@ def _counts_here(param: torch.Tensor, over_ep: bool) -> bool:
     """
     if getattr(param, "shared", False):
         return False
+    return is_lazy(param) or all(group.rank == 0 for group in _counting_ranks(param, over_ep))
+
+
+def _counting_ranks(param: torch.Tensor, over_ep: bool) -> list[comm.Communicator]:
+    """The groups of whose copies of this gradient the first one counts."""
     spec = spec_of(param)
-    if comm.rank("tp") > 0 and not (spec.is_sharded and spec.axis != "ep"):
-        return False
-    return is_expert(param) or not over_ep or comm.rank("ep") == 0
+    copied = [] if spec.is_sharded and spec.axis != "ep" else ["tp"]
+    if over_ep and not is_expert(param):
+        copied.append("ep")
+    return [comm.communicator(axis) for axis in copied]
 
 
 def _by_dtype_and_device(grads: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:

@@ -40,7 +40,7 @@ class _ParallelCrossEntropy(torch.autograd.Function):
             else logits.to(dtype).sub_(highest.unsqueeze(-1))
         )
 
-        local = spmd.trust(target - communicator.rank * local_vocab, communicator, V)
+        local = spmd.trust(target - communicator.coordinate(logits) * local_vocab, communicator, V)
         elsewhere = (local < 0) | (local >= local_vocab)
         local = local.masked_fill(elsewhere, 0).unsqueeze(-1)
         predicted = shifted.gather(-1, local).squeeze(-1).masked_fill_(elsewhere, 0.0)

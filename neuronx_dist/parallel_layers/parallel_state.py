@@ -11,12 +11,10 @@ import os
 from collections import namedtuple
 from typing import Any
 
-import torch.distributed as dist
-
 from .. import comm
 from ..comm import context
 from ..comm.c10d import C10dBackend, C10dCommunicator
-from ..comm.launch import connect, disconnect
+from ..comm.launch import connect, disconnect, world
 from ..mesh import Axis, Mesh
 
 ParallelGroups = namedtuple("ParallelGroups", "tp_groups dp_groups pp_groups ep_model_groups ep_data_groups cp_groups")
@@ -47,14 +45,9 @@ def initialize_model_parallel(
         RuntimeError: torch.distributed is not initialized, or model parallel already is.
         ValueError: a size that is not positive, or sizes that do not divide the world.
     """
-    if not dist.is_initialized():
-        raise RuntimeError(
-            "initialize_model_parallel needs torch.distributed: call "
-            "torch.distributed.init_process_group(backend='gloo' or 'nccl'), "
-            "or neuronx_dist.init_distributed(), first"
-        )
+    world_size, _ = world()
     mesh = Mesh(
-        dist.get_world_size(),
+        world_size,
         tp=tensor_model_parallel_size,
         pp=pipeline_model_parallel_size,
         cp=context_parallel_size,

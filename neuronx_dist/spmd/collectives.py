@@ -20,7 +20,7 @@ import torch
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from .. import comm
-from ..comm import Communicator
+from ..comm import Communicator, select
 from ..comm.context import AxisLike
 from .errors import SpmdTypeError
 from .types import P, Shard, SpmdType, V
@@ -110,22 +110,16 @@ def _own_piece(x: torch.Tensor, c: Communicator, call: Call) -> torch.Tensor:
             f"unable to create {c.size} partitions along dim {dim} of shape {tuple(x.shape)} over {c.axis}: "
             f"{x.shape[dim]} is not divisible by {c.size}"
         )
-    size = x.shape[dim] // c.size
-    return x.narrow(dim, c.rank * size, size).clone(memory_format=torch.contiguous_format)
+    return select.own_piece(x, c, dim)
 
 
 def _own_slot(x: torch.Tensor, c: Communicator, call: Call) -> torch.Tensor:
     _check_stacked(x, c, call.dst_dim)
-    return x.select(call.dst_dim, c.rank).clone(memory_format=torch.contiguous_format)
+    return select.own_slot(x, c, call.dst_dim)
 
 
 def _zero_padded(x: torch.Tensor, c: Communicator, call: Call) -> torch.Tensor:
-    dim = call.src_dim
-    shape = list(x.shape)
-    shape[dim] *= c.size
-    out = x.new_zeros(shape)
-    out.narrow(dim, c.rank * x.shape[dim], x.shape[dim]).copy_(x)
-    return out
+    return select.in_own_piece(x, c, call.src_dim)
 
 
 def _zero_padded_stack(x: torch.Tensor, c: Communicator, call: Call) -> torch.Tensor:
@@ -133,7 +127,7 @@ def _zero_padded_stack(x: torch.Tensor, c: Communicator, call: Call) -> torch.Te
 
 
 def _first_rank_only(x: torch.Tensor, c: Communicator, call: Call) -> torch.Tensor:
-    return x.clone() if c.rank == 0 else torch.zeros_like(x)
+    return select.only_on(x, c, 0)
 
 
 def _rows() -> dict[Key, Row]:

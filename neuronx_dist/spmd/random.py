@@ -8,32 +8,46 @@ sharded. Seeds are NxD's (and Megatron's): default `seed`, tensor-parallel `seed
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from ..comm import context
+from ..comm import context, xla
 from ..comm.coordinates import plain
 
 __all__ = ["RNGStreams", "TENSOR_PARALLEL", "checkpoint", "manual_seed", "streams"]
 
 TENSOR_PARALLEL = "model-parallel-rng"
 
-State = list[torch.Tensor]  # of the CPU generator and, where CUDA is in use, of the current GPU's
+State = list[torch.Tensor]  # of the CPU generator and, where one is in use, of the current GPU's or XLA device's
+
+
+def _on_xla() -> bool:
+    return context.is_initialized() and isinstance(context.current().backend, xla.XlaBackend)
+
+
+def _seed(seed: int) -> None:
+    torch.manual_seed(seed)
+    if _on_xla():
+        xla.set_rng_state(torch.tensor([seed]))
 
 
 def _get_state() -> State:
     state = [torch.get_rng_state()]
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if _on_xla():
+        state.append(xla.rng_state())
+    elif torch.cuda.is_available() and torch.cuda.is_initialized():
         state.append(torch.cuda.get_rng_state())
     return state
 
 
 def _set_state(state: State) -> None:
     torch.set_rng_state(state[0])
-    if len(state) > 1:
+    if len(state) > 1 and _on_xla():
+        xla.set_rng_state(state[1])
+    elif len(state) > 1:
         torch.cuda.set_rng_state(state[1])
 
 
@@ -62,7 +76,7 @@ class RNGStreams:
         if name in self._states:
             raise ValueError(f"random stream {name!r} exists already; reset() forgets all streams")
         before = _get_state()
-        torch.manual_seed(seed)
+        _seed(seed)
         self._states[name] = _get_state()
         _set_state(before)
 
@@ -100,7 +114,7 @@ def manual_seed(seed: int) -> None:
     found = streams()
     found.reset()
     found.add(TENSOR_PARALLEL, seed + 2718 + plain(here.mesh.coordinate("tp", here.rank)))
-    torch.manual_seed(seed)
+    _seed(seed)
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -108,13 +122,17 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     others.
     """
     here = streams()
+    on_xla, rank = _on_xla(), context.current()
 
     def contexts() -> tuple[Any, Any]:
         before: dict[str, State] = {}
+        default: State = []
 
         @contextmanager
         def forward() -> Iterator[None]:
             before.update(here.get_states())
+            if on_xla:
+                default.extend(_get_state())
             yield
 
         @contextmanager
@@ -122,10 +140,28 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             now = here.get_states()
             here.set_states(before)
             try:
-                yield
+                # On XLA backward runs in another thread, and torch does not know the device's generator and autocast.
+                with context.use(rank), _xla_default(default, autocast) if on_xla else nullcontext():
+                    yield
             finally:
                 here.set_states(now)
 
         return forward(), recompute()
 
-    return torch_checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+    if not on_xla:
+        return torch_checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+    autocast = torch.is_autocast_enabled(xla.DEVICE), torch.get_autocast_dtype(xla.DEVICE)
+    # Without tensors among its arguments torch asks for no `torch.xla`, which there is not.
+    return torch_checkpoint(lambda: function(*args, **kwargs), use_reentrant=False, context_fn=contexts)
+
+
+@contextmanager
+def _xla_default(state: State, autocast: tuple[bool, torch.dtype]) -> Iterator[None]:
+    """The default stream and autocast as they were."""
+    now = _get_state()
+    _set_state(state)
+    try:
+        with torch.autocast(xla.DEVICE, dtype=autocast[1], enabled=autocast[0]):
+            yield
+    finally:
+        _set_state(now)

@@ -1,0 +1,57 @@
+"""A rank's own part of a tensor, with the rank as a number, or as a tensor where all ranks have one program (XLA)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from .base import Communicator
+
+__all__ = ["in_own_piece", "only_on", "only_on_first", "own_piece", "own_slot"]
+
+
+def own_slot(x: torch.Tensor, comm: Communicator, dim: int) -> torch.Tensor:
+    """Element number `rank` along `dim`, which has the size of the group: `[.., size, ..] -> [.., ..]`, contiguous."""
+    rank = comm.coordinate(x)
+    if isinstance(rank, int):
+        return x.select(dim, rank).clone(memory_format=torch.contiguous_format)
+    return x.index_select(dim, rank.reshape(1)).squeeze(dim)
+
+
+def own_piece(x: torch.Tensor, comm: Communicator, dim: int) -> torch.Tensor:
+    """Piece number `rank` of `size` along `dim`: `[.., size*n, ..] -> [.., n, ..]`, contiguous."""
+    size = x.shape[dim] // comm.size
+    rank = comm.coordinate(x)
+    if isinstance(rank, int):
+        return x.narrow(dim, rank * size, size).clone(memory_format=torch.contiguous_format)
+    return own_slot(x.unflatten(dim, (comm.size, size)), comm, dim)
+
+
+def in_own_piece(x: torch.Tensor, comm: Communicator, dim: int) -> torch.Tensor:
+    """`x` as piece number `rank` of a tensor of zeros: `[.., n, ..] -> [.., size*n, ..]`."""
+    shape = list(x.shape)
+    shape[dim] *= comm.size
+    rank = comm.coordinate(x)
+    if isinstance(rank, int):
+        out = x.new_zeros(shape)
+        out.narrow(dim, rank * x.shape[dim], x.shape[dim]).copy_(x)
+        return out
+    mine = torch.arange(comm.size, device=x.device) == rank
+    mine = mine.view([comm.size if i == dim else 1 for i in range(x.dim() + 1)])
+    return torch.where(mine, x.unsqueeze(dim), torch.zeros((), dtype=x.dtype, device=x.device)).reshape(shape)
+
+
+def only_on(x: torch.Tensor, comm: Communicator, index: int) -> torch.Tensor:
+    """`x` on the rank with this group index, zeros on the others, whatever they hold."""
+    rank = comm.coordinate(x)
+    if isinstance(rank, int):
+        return x.clone() if rank == index else torch.zeros_like(x)
+    return torch.where(rank == index, x, torch.zeros_like(x))
+
+
+def only_on_first(x: torch.Tensor, groups: Sequence[Communicator]) -> torch.Tensor:
+    """`x` on the rank that is the first of all these groups, zeros on the others; `x` itself for no groups."""
+    for group in groups:
+        x = only_on(x, group, 0)
+    return x

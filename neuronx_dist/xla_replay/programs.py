@@ -1,0 +1,237 @@
+"""Lowered programs: their collectives, whether those fit a mesh, and where two ranks' programs part."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import combinations
+
+from ..comm.xla import Issued
+from ..mesh import DENSE_AXES, EXPERT_AXES, Mesh
+
+__all__ = [
+    "Collective",
+    "Program",
+    "ProgramsDiffer",
+    "ReplicaGroupsWrong",
+    "check_groups",
+    "check_one_program",
+    "table",
+]
+
+KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+_BYTES = {"pred": 1, "s4": 1, "u4": 1, "bf16": 2, "c64": 8, "c128": 16}
+_INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%(?P<name>\S+) = (?P<type>.+?) (?P<kind>[a-z][\w-]*)\((?P<rest>.*)$")
+_METADATA = re.compile(r", metadata=\{[^}]*\}")
+_SOURCE = re.compile(r'source_file="([^"]*)"(?: source_line=(\d+))?')
+_LABEL = re.compile(r'op_name="nxd-(\d+)-')
+_ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")
+
+
+class ProgramsDiffer(RuntimeError):
+    """The ranks would run different programs. On a cluster this is a hang, or a "mismatched NEFF"."""
+
+
+class ReplicaGroupsWrong(RuntimeError):
+    """A collective's replica groups are not those of any axis of the mesh."""
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A collective instruction of a program.
+
+    Attributes:
+        kind: `all-reduce`, ... as HLO calls it.
+        groups: replica groups, or the (source, target) pairs of a collective-permute.
+        dtype, shape: of its operand (the larger side of an all-gather is its result).
+        op: what a reduction does: `add`, `maximum`, ...
+        nbytes: of the larger of operand and result.
+        axis, sites: of the call that made it, if it was one of ours.
+    """
+
+    kind: str
+    groups: tuple[tuple[int, ...], ...]
+    dtype: str
+    shape: tuple[int, ...]
+    op: str | None
+    nbytes: int
+    axis: str | None
+    sites: tuple[str, ...]
+
+    def __str__(self) -> str:
+        groups = "{" + ",".join("{" + ",".join(map(str, group)) + "}" for group in self.groups) + "}"
+        reduction = f" {self.op}" if self.op else ""
+        return f"{self.kind}{reduction} {self.dtype}{list(self.shape)} over {self.axis or '?'} {groups}"
+
+
+@dataclass
+class Program:
+    """What one rank would execute."""
+
+    text: str
+    proto: bytes = field(repr=False)
+    issued: list[Issued] = field(repr=False)
+
+    @cached_property
+    def lines(self) -> list[str]:
+        """The instructions, without the metadata, which says where they come from and may differ."""
+        return [_METADATA.sub("", line) for line in self.text.splitlines()]
+
+    @cached_property
+    def collectives(self) -> list[Collective]:
+        return _collectives(self.text, self.issued)
+
+    def counts(self) -> Counter[tuple[str, str | None]]:
+        """How many collectives of a kind there are along an axis: `{("all-reduce", "tp"): 2}`."""
+        return Counter((collective.kind, collective.axis) for collective in self.collectives)
+
+
+def check_one_program(programs: Sequence[Program]) -> None:
+    """
+    Raises:
+        ProgramsDiffer: a rank's program is not that of rank 0; the message shows the first differing instructions, the
+            first differing collectives, and the lines that they come from.
+    """
+    for rank, program in enumerate(programs):
+        first = programs[0]
+        if program.lines == first.lines:
+            continue
+        parts = [f"rank {rank} and rank 0 would run different programs"]
+        ours, theirs = _instructions(first), _instructions(program)
+        pair = next((i for i, (a, b) in enumerate(zip(ours, theirs)) if a[1] != b[1]), min(len(ours), len(theirs)))
+        parts.append("first differing instructions:")
+        parts += [_quoted(p, number, lines, pair) for number, p, lines in ((0, first, ours), (rank, program, theirs))]
+        calls = [[(c.verb, c.axis, c.groups, c.shape, c.dtype) for c in p.issued] for p in (first, program)]
+        at = next((i for i, (a, b) in enumerate(zip(*calls)) if a != b), min(map(len, calls)))
+        if calls[0] != calls[1]:
+            parts.append(f"they part at collective {at}:")
+            parts += [_call(p.issued, number, at) for number, p in ((0, first), (rank, program))]
+        else:
+            parts.append(
+                f"their {len(calls[0])} collectives are the same; a Python number that depends on the rank has become "
+                "a constant: take it from communicator.coordinate(tensor), or pass it as a tensor"
+            )
+        raise ProgramsDiffer("\n".join(parts))
+
+
+def check_groups(program: Program, mesh: Mesh) -> None:
+    """
+    Raises:
+        ReplicaGroupsWrong: groups which are not of the mesh (and which no call of ours with explicit groups made), or a
+            permutation that uses a rank twice.
+    """
+    known = {frozenset(map(tuple, mesh.groups(axis))) for axis in _axes()}
+    known |= {frozenset(call.groups) for call in program.issued}
+    for number, collective in enumerate(program.collectives):
+        where = f"collective {number}, {collective}" + (f", from {collective.sites[0]}" if collective.sites else "")
+        if collective.kind == "collective-permute":
+            for side in (0, 1):
+                ranks = [pair[side] for pair in collective.groups]
+                if len(set(ranks)) != len(ranks) or not set(ranks) <= set(range(mesh.world_size)):
+                    raise ReplicaGroupsWrong(f"{where}: {('sources', 'targets')[side]} {ranks} in {mesh}")
+            continue
+        seen = sorted(rank for group in collective.groups for rank in group)
+        if collective.groups and seen != list(range(mesh.world_size)):
+            raise ReplicaGroupsWrong(f"{where}: the groups hold ranks {seen}, the world is 0..{mesh.world_size - 1}")
+        if collective.groups and frozenset(collective.groups) not in known:
+            raise ReplicaGroupsWrong(f"{where}: these are not the groups of an axis of {mesh}")
+
+
+def table(program: Program) -> str:
+    """The collectives as a table: kind, axis, groups, operand, bytes, and the line that asked for them."""
+    rows = [("#", "collective", "axis", "operand", "bytes", "groups", "from")]
+    for number, c in enumerate(program.collectives):
+        kind = f"{c.kind} {c.op}" if c.op else c.kind
+        groups = " ".join("-".join(map(str, group)) for group in c.groups)
+        site = c.sites[0] if c.sites else "?"
+        rows.append((str(number), kind, c.axis or "?", f"{c.dtype}{list(c.shape)}", f"{c.nbytes:,}", groups, site))
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
+    return "\n".join("  ".join([*(cell.ljust(w) for cell, w in zip(row, widths)), row[-1]]) for row in rows)
+
+
+def _axes() -> list[tuple[str, ...]]:
+    return [axes for view in (DENSE_AXES, EXPERT_AXES) for n in range(len(view) + 1) for axes in combinations(view, n)]
+
+
+def _instructions(program: Program) -> list[tuple[str, str]]:
+    """The entry computation's instructions, and beside each what it is without the numbers in the names."""
+    entry = next((i for i, line in enumerate(program.lines) if line.startswith("ENTRY")), 0)
+    whole = program.text.splitlines()
+    return [(whole[i], re.sub(r"(%[a-z][\w-]*)\.\d+", r"\1", program.lines[i])) for i in range(entry + 1, len(whole))]
+
+
+def _quoted(program: Program, rank: int, instructions: Sequence[tuple[str, str]], index: int) -> str:
+    if index >= len(instructions):
+        return f"  rank {rank}: ends after {len(instructions)} instructions"
+    whole = instructions[index][0]
+    source = _SOURCE.search(whole)
+    where = f"{source[1]}:{source[2]}" if source else "an unknown line"
+    label = _LABEL.search(whole)
+    if label and int(label[1]) < len(program.issued) and program.issued[int(label[1])].sites:
+        where = program.issued[int(label[1])].sites[0]
+    return f"  rank {rank}: {_METADATA.sub('', whole).strip()[:300]}\n          from {where}"
+
+
+def _call(issued: Sequence[Issued], rank: int, index: int) -> str:
+    if index >= len(issued):
+        return f"  rank {rank}: has no more"
+    call = issued[index]
+    sites = "".join(f"\n          from {site}" for site in call.sites)
+    return f"  rank {rank}: {call.verb} {str(call.dtype)[6:]}{list(call.shape)} over {call.axis}{sites}"
+
+
+def _collectives(text: str, issued: Sequence[Issued]) -> list[Collective]:
+    reductions: dict[str, str] = {}  # what the computations that reductions apply end with
+    computation = ""
+    found: list[Collective] = []
+    for line in text.splitlines():
+        if line.startswith("%"):
+            computation = line[1:].split(" ", 1)[0]
+        match = _INSTRUCTION.match(line)
+        if match is None:
+            continue
+        if line.lstrip().startswith("ROOT") and computation and not line.lstrip().startswith("ROOT %tuple"):
+            reductions[computation] = match["kind"]
+        if match["kind"] not in KINDS:
+            continue
+        operands = _ARRAY.findall(match["rest"].split("), ", 1)[0])
+        results = _ARRAY.findall(match["type"])
+        applied = re.search(r"to_apply=%(\S+?)[,\s]", match["rest"] + " ")
+        label = _LABEL.search(match["rest"])
+        call = issued[int(label[1])] if label and int(label[1]) < len(issued) else None
+        dtype, shape = operands[0]
+        found.append(
+            Collective(
+                match["kind"],
+                _groups(match["rest"]),
+                dtype,
+                _shape(shape),
+                reductions.get(applied[1]) if applied else None,
+                max(_nbytes(operands), _nbytes(results)),
+                call.axis if call else None,
+                call.sites if call else (),
+            )
+        )
+    return found
+
+
+def _groups(rest: str) -> tuple[tuple[int, ...], ...]:
+    match = re.search(r"(?:replica_groups|source_target_pairs)=\{((?:\{[\d,]*\},?)*)\}", rest)
+    inner = re.findall(r"\{([\d,]*)\}", match[1]) if match else []
+    return tuple(tuple(int(rank) for rank in group.split(",") if rank) for group in inner)
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    return tuple(int(size) for size in text.split(",") if size)
+
+
+def _nbytes(arrays: Sequence[tuple[str, str]]) -> int:
+    """Of the first array: what follows it is torch_xla's token."""
+    dtype, shape = arrays[0]
+    width = _BYTES.get(dtype) or int(re.sub(r"\D", "", dtype)[:2] or 8) // 8
+    for size in _shape(shape):
+        width *= size
+    return width

@@ -1,0 +1,53 @@
+"""examples/train_llama.py on one XLA device of the CPU: the CPU's losses, and nothing compiled after the start."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+STEPS = 20
+OPTIONS = ("--zero1", "--steps", str(STEPS), "--warmup", "5", "--microbatches", "2", "--global-batch", "8")
+
+
+def train(device: str, data: Path, out: Path) -> tuple[list[dict[str, float]], str]:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / "train_llama.py"), *OPTIONS, "--seq-len", "64", "--device", device]
+        + ["--data", str(data), "--out", str(out), "--log-every", "1"],
+        env={
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "PJRT_DEVICE": "CPU",
+            "CPU_NUM_DEVICES": "1",
+            "XLA_FLAGS": "--xla_backend_optimization_level=0",  # compiles in half the time
+            "PT_XLA_DEBUG_LEVEL": "1",  # says when a program is compiled
+        },
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if "loss" in row], done.stdout
+
+
+@pytest.mark.timeout(600)
+def test_losses_are_those_of_the_cpu(tmp_path):
+    data = shutil.copytree(ROOT / "docs", tmp_path / "docs")
+    ours, log = train("xla", data, tmp_path / "xla")
+    theirs, _ = train("cpu", data, tmp_path / "cpu")
+    assert len(ours) == len(theirs) == STEPS
+    for mine, other in zip(ours, theirs):
+        assert mine["loss"] == pytest.approx(other["loss"], rel=1e-5)
+        assert mine["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
+    # The first step makes the optimizer's state, the second is the one that stays; step 4 evaluates for the first time.
+    between = log[log.index("step  5/20") : log.index("step 20/20")]
+    assert "Compilation Cause" in log and "Compilation Cause" not in between

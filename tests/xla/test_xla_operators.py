@@ -1,0 +1,89 @@
+"""Typed operators and verbs as XLA collectives, executed on virtual devices: values, gradients, lowered programs."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from compare import assert_close, draw, on_threads, same_as_threads
+from operator_programs import CONFORMANCE, after_a_nan, every_operator, every_verb, one_operator
+
+from neuronx_dist import spmd
+from neuronx_dist.mesh import Mesh
+from neuronx_dist.spmd import I, P, R, S, V
+from neuronx_dist.xla_replay import lower, replay
+
+TP2 = Mesh(4, tp=2)  # two tensor-parallel groups: {0,1} and {2,3}
+
+
+def column(index: int, rank: int) -> list[torch.Tensor]:
+    """One side of the table for a rank: 5 is x, 6 y, 7 g, 8 gx."""
+    return [torch.tensor(row[index][rank % 2], dtype=torch.float32) for row in CONFORMANCE]
+
+
+def test_every_operator_forward_and_backward():
+    arguments = [(column(5, rank), column(7, rank)) for rank in range(4)]
+    replayed = replay(every_operator, TP2, arguments)
+    for rank, found in enumerate(replayed.outputs):
+        expected = [dict(y=y, gx=gx) for y, gx in zip(column(6, rank), column(8, rank)) for _ in range(2)]
+        assert_close(found, expected, tolerance=0)
+        assert len(found) == 2 * len(CONFORMANCE)
+    assert {c.groups for c in replayed.program.collectives} == {((0, 1), (2, 3))}
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_every_verb_as_on_threads(tp):
+    mesh = Mesh(4, tp=tp)
+    arguments = [
+        (
+            draw(4, 8, seed=r),
+            draw(1, seed=r)[0],
+            draw(4, 8, seed=r).bfloat16(),
+            torch.tensor([r, 2**40 + r]),
+            torch.tensor([r % 2 == 0, True]),
+        )
+        for r in range(4)
+    ]
+    replayed = same_as_threads(every_verb, mesh, arguments)
+    for found, expected in zip(replayed.outputs, on_threads(every_verb, mesh, arguments)):
+        for name in ("half in fp32", "half scattered in fp32", "broadcast", "max", "int"):  # exact in any order
+            assert torch.equal(found[name], expected[name]), name
+    reductions = [(c.kind, c.dtype) for c in replayed.program.collectives if c.dtype in ("bf16", "f32") and c.op]
+    assert ("all-reduce", "bf16") in reductions and ("reduce-scatter", "f32") in reductions
+    assert not any(kind == "reduce-scatter" and dtype == "bf16" for kind, dtype in reductions)
+
+
+def test_a_nan_stays_in_its_own_collective():
+    """torch_xla's token, which orders collectives, would carry it into all that follow."""
+    poison = torch.full((4, 2), torch.nan)
+    poison[0] = torch.inf
+    arguments = [(draw(4, 2, seed=rank), poison) for rank in range(2)]
+    mesh = Mesh(2, tp=2)
+    for found, expected in zip(replay(after_a_nan, mesh, arguments).outputs, on_threads(after_a_nan, mesh, arguments)):
+        assert not any(torch.isfinite(bad).any() for bad in found[:2])
+        assert_close(found[2:], expected[2:])
+
+
+GOLDEN = {  # what the forward and then the backward of an operator become
+    (spmd.all_reduce, P, R): ["all-reduce", "all-reduce"],
+    (spmd.all_reduce, P, I): ["all-reduce"],
+    (spmd.convert, I, R): ["all-reduce"],
+    (spmd.all_gather, S(0), R): ["all-gather", "reduce-scatter"],
+    (spmd.all_gather, S(0), I): ["all-gather"],
+    (spmd.reduce_scatter, P, S(0)): ["reduce-scatter", "all-gather"],
+    (spmd.all_to_all, S(0), S(1)): ["all-to-all", "all-to-all"],
+    (spmd.convert, I, S(0)): ["all-gather"],
+    (spmd.convert, R, S(0)): [],
+    (spmd.convert, R, P): [],
+    (spmd.reinterpret, V, P): [],
+}
+
+
+@pytest.mark.parametrize("key", GOLDEN, ids=lambda key: f"{key[0].__name__}({key[1]},{key[2]})")
+def test_an_operator_lowers_to_its_collectives_and_no_others(key):
+    index = next(i for i, row in enumerate(CONFORMANCE) if (row[1], row[2], row[3]) == key)
+    arguments = [(index, column(5, rank)[index], column(7, rank)[index]) for rank in range(4)]
+    program = lower(one_operator, TP2, arguments)
+    assert program.counts() == Counter((kind, "tp") for kind in GOLDEN[key])
+    assert all(collective.groups == ((0, 1), (2, 3)) for collective in program.collectives)

@@ -1,0 +1,91 @@
+"""Whole training steps of a two-layer Llama at tp 2 x dp 2 on four virtual devices, against four gloo processes."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+import training_programs as programs
+from llama_training import distance, reference
+from pool import processes
+from training_programs import Training
+
+from neuronx_dist.mesh import Mesh
+from neuronx_dist.xla_replay import ReplayedLoop, replay_loop
+
+STEPS = 3
+TOLERANCE = 1e-5  # ‖Δ‖ / ‖w‖, of every tensor
+MESH = Mesh(4, tp=2)
+
+CASES = {
+    "zero1 sgd": Training("sgd", "zero1"),
+    "zero1 adamw": Training("adamw", "zero1"),
+    "zero1 adamw, sequence parallel": Training("adamw", "zero1", sequence_parallel=True),
+    "zero1 adamw, tied, 2 microbatches": Training("adamw", "zero1", tied=True, microbatches=2),
+    "plain adamw": Training("adamw", "plain"),
+    "master adamw, sequence parallel": Training("adamw", "master", sequence_parallel=True),
+}
+
+
+def replayed(case: Training, steps: int = STEPS) -> ReplayedLoop:
+    arguments = [(case, torch.zeros(1), torch.tensor(1e-3))] * MESH.world_size
+    batches = [[programs.rows_of(2, rank // 2, step) for step in range(steps)] for rank in range(MESH.world_size)]
+    return replay_loop(programs.setup, MESH, arguments, batches)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_training_is_that_of_gloo_and_of_one_process(name):
+    case = CASES[name]
+    found = replayed(case)
+    under_gloo = processes(4).run(programs.under_gloo, case, STEPS, mesh=dict(tp=2))
+    alone = reference(case.options, case.optimizer, STEPS)
+    for rank, (outputs, state) in enumerate(under_gloo):
+        for step in range(STEPS):
+            for key, plain in (("loss", alone.losses), ("norm", alone.norms)):
+                value = float(found.outputs[rank][step][key])
+                assert distance(value, float(outputs[step][key])) <= TOLERANCE, (key, rank, step)
+                assert distance(value, plain[step]) <= TOLERANCE, (key, rank, step)
+        weights = {key: value for key, value in found.states[rank].items() if key.startswith("['model']")}
+        assert len(weights) == (22 if case.tied else 23), list(weights)
+        for key, value in weights.items():
+            assert distance(value, state[key]) <= TOLERANCE, (rank, key, distance(value, state[key]))
+        for key in state.keys() & found.states[rank].keys() - weights.keys():  # masters, moments
+            assert distance(found.states[rank][key], state[key]) <= 10 * TOLERANCE, (rank, key)
+
+
+def test_after_the_first_step_nothing_is_compiled():
+    """The first step makes the optimizer's state; from the second on there is one program, whatever the step."""
+    found = replayed(CASES["zero1 adamw"], steps=4)
+    assert found.program_of_step == [0, 1, 1, 1]
+
+
+def test_a_schedule_from_zero_to_zero_compiles_nothing():
+    """A learning rate of 0 is a constant of the program, unless it is a tensor on the device."""
+    case = CASES["zero1 adamw"]
+    schedule = [0.0, 5e-4, 1e-3, 5e-4, 0.0]
+    arguments = [(case, torch.zeros(1), torch.tensor(0.0))] * 4
+    batches = [[(*programs.rows_of(2, r // 2, k), torch.tensor(lr)) for k, lr in enumerate(schedule)] for r in range(4)]
+    found = replay_loop(programs.setup, MESH, arguments, batches)
+    assert found.program_of_step == [0, 1, 1, 1, 1]
+    assert found.host_reads == [1, 0, 0, 0, 0]  # the model is recorded at the first step
+    assert found.outputs[0][1]["loss"] != found.outputs[0][2]["loss"]
+
+
+def test_what_a_step_communicates():
+    """docs/architecture.md's table, in the lowered program."""
+    program = replayed(CASES["zero1 adamw"], steps=2).programs[-1]
+    assert program.counts() == Counter(
+        {
+            ("all-reduce", "tp"): 12,  # embedding 1, two layers of 2 forward and 2 backward, head 1, loss 2
+            ("all-reduce", "dp,cp"): 2,  # number of labels, mean of the loss
+            ("reduce-scatter", "dp,cp"): 1,
+            ("all-gather", "dp,cp"): 1,
+            ("all-reduce", "world"): 1,  # the norm
+        }
+    )
+    assert {c.axis: c.groups for c in program.collectives} == {
+        "tp": ((0, 1), (2, 3)),
+        "dp,cp": ((0, 2), (1, 3)),
+        "world": ((0, 1, 2, 3),),
+    }
