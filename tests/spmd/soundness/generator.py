@@ -51,6 +51,7 @@ class Generator(Choices):
         self.local: dict[str, Tensor] = {}
         self.whole: dict[str, Tensor | None] = {}
         self.claims: dict[str, Claim] = {}
+        self.previous: dict[str, Claim] = {}  # before the last step
         self.rejections: list[Rejection] = []
         self.errors: Counter[str] = Counter()
         self.fixed = fixed
@@ -136,7 +137,7 @@ class Generator(Choices):
         step = Step(text, whole, targets, proposal.op)
         if given is None and len(self.names_of(step)) == 0 and not targets:
             return False
-        previous = self.claims
+        previous = self.previous = self.claims
         self.claims = claims
         try:
             step = self._run_whole(step, before)
@@ -226,7 +227,10 @@ class Generator(Choices):
                 if self._odd(name, self.whole[name]):  # it was a constant, of another length than it has now
                     self.whole[name] = None
             return Step(step.text, line, step.targets, step.op)
-        if written and (constants or ".copy_(" in step.text):  # memory that is used for something else from now on
+        were = [name for name in self._sharing(written) if self.previous.get(name, _NONE).free]
+        if written and (
+            constants or were or ".copy_(" in step.text
+        ):  # memory that is used for something else from now on
             for name in self._sharing(written):
                 self.whole[name] = None
             return Step(step.text, None, step.targets, step.op)

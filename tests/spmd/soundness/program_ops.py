@@ -59,7 +59,7 @@ INDEXED = """
 F.cross_entropy({x}, {j}, reduction="sum") | F.cross_entropy({x}, {j}, reduction="none") | {x}[..., {j}] | {x}.take({j})
 F.one_hot({j}, 2).double() | {j}.double() + {x} | torch.gather({x}, 0, {j}[:, None].expand(-1, *{x}.shape[1:]))
 torch.take_along_dim({x}, {x}.argmax({d}, keepdim=True), {d}) | {x} * ({j} == 1) | {x}.index_add({d}, {j}, {s})
-torch.zeros_like({x}).index_add({d}, {j}, {s}) | {x}.scatter_add(0, {j}[:, None].expand_as({x}), {x}) | {x}[{j}, {j}]
+{x}.scatter_add(0, {j}[:, None].expand_as({x}), {x}) | {x}[{j}, {j}]
 F.nll_loss(F.log_softmax({x}, -1), {j}, reduction="sum") | torch.gather({x}, -1, {j}[:, None]) | {x}.index_fill({d}, {j}, 0.0)
 """
 PRODUCTS = """
@@ -77,7 +77,7 @@ WRITES = """
 {x}.add_({y}) | {x}.mul_({y}) | {x}.mul_(2.0) | {x}.add_(1.0) | {x}.copy_({y}) | {x}.zero_() | {x}.fill_(1.0) | {x}.neg_()
 {x}.masked_fill_({m}, 0.0) | {x}[0] = 0.0 | {x}[..., 0] = 0.0 | {x}[..., :1] = {y} | {x}[0] = {y} | {x}[0].add_({y})
 {x}.view(-1).mul_(2.0) | {x}.narrow({d}, 0, 1).copy_({y}) | {x}.select({d}, {k}).add_({y}) | {x}.relu_() | {x}[:] = {y}
-{x}[{m}] = 0.0 | {x}.index_add_({d}, {j}, {s}) | {x}.sub_({y}).mul_(0.5) | {x}.T.copy_({y}) | {x}.squeeze().fill_(2.0)
+{x}[{m}] = 0.0 | {x}.index_add_({d}, {j}, {s}) | {x}.sub_({y}) | {x}.T.copy_({y}) | {x}.squeeze().fill_(2.0)
 {x}[{j}] = 0.0 | {x}.narrow({d}, 0, 1).zero_() | {x}.addcmul_({y}, {z}) | {x}.lerp_({y}, 0.5) | {x}.clamp_(-1.0, 1.0)
 {x}[0].copy_({y}) | {x}[-1] *= 2.0 | {x}.view(-1).copy_({s}.view(-1)) | torch.add({x}, {y}, out={x}) | {x}.tanh_()
 {x}.detach().mul_(2.0) | {x}[..., 0] = {y} | {x}.view(-1)[:1] = 1.0 | {x}.expand_as({x}).add_({y}) | {x}.index_copy_({d}, {j}, {s})
