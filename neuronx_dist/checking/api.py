@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..comm import errors
-from ..mesh import DENSE_AXES, EXPERT_AXES, Mesh
+from ..mesh import DENSE_AXES, Mesh
+from ..spmd.axes import mesh_of
 from ..spmd.errors import SpmdTypeError
 from .branches import compare_branches, differences
 from .compare import compare_events, compare_schedule
@@ -16,7 +17,7 @@ from .program import ReadsValues, Subject
 from .report import Problem, Report
 from .trace import Deadline, OutOfTime
 
-__all__ = ["check", "mesh_of"]
+__all__ = ["check"]
 
 LEVELS = ("G", "L")
 
@@ -104,31 +105,6 @@ def check(
     if raise_errors and report.problems:
         raise _as_error(report)
     return report
-
-
-def mesh_of(sizes: Mapping[str, int] | Mesh) -> Mesh:
-    """A mesh from the sizes of its axes; those that are left out are 1.
-
-    Raises:
-        ValueError: an axis that there is not, or sizes that do not fit.
-    """
-    if isinstance(sizes, Mesh):
-        return sizes
-    known = set(DENSE_AXES) | set(EXPERT_AXES)
-    unknown = sorted(set(sizes) - known)
-    if unknown:
-        raise ValueError(f"mesh: unknown axes {', '.join(unknown)}; the axes are {', '.join(sorted(known))}")
-    for axis, size in sizes.items():
-        if not isinstance(size, int) or size < 1:
-            raise ValueError(f"mesh: {axis} must be a positive integer, got {size!r}")
-    pp, dp, cp, tp = (sizes.get(axis, 1) for axis in DENSE_AXES)
-    ep = sizes.get("ep", 1)
-    if "dp" not in sizes and "edp" in sizes:
-        dp = sizes["edp"] * ep // cp
-    mesh = Mesh(pp * dp * cp * tp, tp=tp, pp=pp, cp=cp, ep=ep)
-    if sizes.get("edp", mesh.edp) != mesh.edp:
-        raise ValueError(f"mesh: edp {sizes['edp']} does not fit dp {dp} x cp {cp} = edp x ep {ep}")
-    return mesh
 
 
 def _sizes(mesh: Mesh) -> dict[str, int]:

@@ -79,7 +79,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _check(args: argparse.Namespace) -> int:
     from ..checking import check
-    from ..checking.api import mesh_of
+    from .axes import mesh_of
 
     file = args.model.rpartition(":")[0]
     model_fn = _load(args.model, "")

@@ -15,7 +15,7 @@ from typing import Any
 from ..comm import Communicator, context
 from ..comm.context import AxisLike
 from ..comm.coordinates import plain
-from ..mesh import DENSE_AXES, Mesh
+from ..mesh import DENSE_AXES, EXPERT_AXES, Mesh
 
 __all__ = ["atoms_of", "mesh_atoms", "mesh_of", "order_of"]
 
@@ -30,20 +30,29 @@ def order_of(atom: str) -> tuple[int, str]:
     return (_ORDER.index(atom) if atom in _ORDER else len(_ORDER), atom)
 
 
-def mesh_of(mesh: Mesh | Mapping[str, int] | None) -> Mesh | None:
-    """A mesh from a mesh, or from sizes by axis (`{"pp": 2, "dp": 2, "tp": 4}`).
+def mesh_of(sizes: Mapping[str, int] | Mesh) -> Mesh:
+    """A mesh from the sizes of its axes; those that are left out are 1.
 
     Raises:
-        ValueError: an axis that does not exist.
+        ValueError: an axis that there is not, or sizes that do not fit.
     """
-    if mesh is None or isinstance(mesh, Mesh):
-        return mesh
-    sizes = dict(mesh)
-    dp = sizes.pop("dp", 1)
-    unknown = sizes.keys() - {"tp", "pp", "cp", "ep"}
+    if isinstance(sizes, Mesh):
+        return sizes
+    known = set(DENSE_AXES) | set(EXPERT_AXES)
+    unknown = sorted(set(sizes) - known)
     if unknown:
-        raise ValueError(f"mesh {dict(mesh)} has unknown axes {sorted(unknown)}; the axes are pp, dp, cp, tp and ep")
-    return Mesh(dp * sizes.get("tp", 1) * sizes.get("pp", 1) * sizes.get("cp", 1), **sizes)
+        raise ValueError(f"mesh: unknown axes {', '.join(unknown)}; the axes are {', '.join(sorted(known))}")
+    for axis, size in sizes.items():
+        if not isinstance(size, int) or size < 1:
+            raise ValueError(f"mesh: {axis} must be a positive integer, got {size!r}")
+    pp, dp, cp, tp = (sizes.get(axis, 1) for axis in DENSE_AXES)
+    ep = sizes.get("ep", 1)
+    if "dp" not in sizes and "edp" in sizes:
+        dp = sizes["edp"] * ep // cp
+    mesh = Mesh(pp * dp * cp * tp, tp=tp, pp=pp, cp=cp, ep=ep)
+    if sizes.get("edp", mesh.edp) != mesh.edp:
+        raise ValueError(f"mesh: edp {sizes['edp']} does not fit dp {dp} x cp {cp} = edp x ep {ep}")
+    return mesh
 
 
 @lru_cache(maxsize=64)

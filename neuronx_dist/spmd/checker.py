@@ -50,6 +50,7 @@ from .types import R, V
 
 __all__ = ["HANDLERS", "SpmdTypeMode", "active", "no_typecheck", "see_through", "typecheck"]
 
+_JUDGED: Any = object()  # in the place of a handler: the call is judged
 _NOBODY: dict[str, Any] = {}
 
 Handler = Callable[["SpmdTypeMode", Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
@@ -120,12 +121,12 @@ class SpmdTypeMode(Session):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        handler = HANDLERS.get(func, _judged)
+        handler = HANDLERS.get(func, _JUDGED)
         if handler is None:
             return func(*args, **kwargs) if kwargs else func(*args)
         if self.paused:
             return func(*args, **(kwargs or {}))
-        if handler is not _judged:
+        if handler is not _JUDGED:
             return handler(self, func, args, kwargs or _NOBODY)
         session, memo = self.session, self._memo
         if kwargs:
@@ -364,11 +365,6 @@ class SpmdTypeMode(Session):
         for text in plan.assumed:
             self.assume(text)
         return self._begin(plan.born, origins) if plan.born else origins
-
-
-def _judged(mode: SpmdTypeMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Stands for the handler of all functions that have none."""
-    raise NotImplementedError
 
 
 typecheck = SpmdTypeMode  # the newer name

@@ -35,7 +35,7 @@ class Session(TorchFunctionMode):
 
     def __init__(self, mesh: Any, level: str, strict: bool) -> None:
         super().__init__()
-        self.mesh: Mesh | None = mesh_of(mesh)
+        self.mesh: Mesh | None = None if mesh is None else mesh_of(mesh)
         self.level, self.strict = level, strict
         self.session = next(_sessions)
         self.assumed: dict[tuple[str, str], int] = {}

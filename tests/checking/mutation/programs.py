@@ -22,7 +22,6 @@ sys.path[:0] = [str(_TESTS / "parity"), str(_TESTS)]
 import neuronx_dist as nxd  # noqa: E402
 from neuronx_dist import Mesh, comm, hf, spmd  # noqa: E402
 from neuronx_dist.checking import numeric  # noqa: E402
-from neuronx_dist.checking.api import mesh_of  # noqa: E402
 from neuronx_dist.checking.explore import explore  # noqa: E402
 from neuronx_dist.checking.numeric import compare_values  # noqa: E402
 from neuronx_dist.checking.program import Subject  # noqa: E402
@@ -31,6 +30,7 @@ from neuronx_dist.parallel_layers import grads, mappings  # noqa: E402
 from neuronx_dist.parallel_layers.layer_norm import LayerNorm  # noqa: E402
 from neuronx_dist.parallel_layers.linear import fuse_columns  # noqa: E402
 from neuronx_dist.parallel_layers.materialize import gather_full  # noqa: E402
+from neuronx_dist.spmd.axes import mesh_of  # noqa: E402
 
 __all__ = ["PROGRAMS", "Program"]
 
