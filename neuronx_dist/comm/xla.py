@@ -29,7 +29,7 @@ from ..mesh import Mesh
 from . import context
 from .base import DONE, Backend, Communicator, WorkLike
 from .errors import CommError
-from .select import only_on
+from .select import in_one_program, only_on
 
 __all__ = [
     "DEVICE",
@@ -39,7 +39,6 @@ __all__ = [
     "connect",
     "disconnect",
     "in_use",
-    "is_lazy",
     "join",
     "rng_state",
     "run_program",
@@ -62,11 +61,6 @@ class Issued(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
     sites: tuple[str, ...]  # `file:line in function`, innermost first, without comm/ and torch
-
-
-def is_lazy(tensor: torch.Tensor) -> bool:
-    """Whether operations on `tensor` are put into a program instead of being done."""
-    return tensor.device.type == DEVICE
 
 
 def upload(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
@@ -95,7 +89,7 @@ class XlaCommunicator(Communicator):
             raise CommError(f"replica groups of {axis} have sizes {sorted(sizes)}; XLA needs one size: {self.groups}")
 
     def coordinate(self, like: torch.Tensor) -> int | torch.Tensor:
-        if not is_lazy(like):
+        if not in_one_program(like):
             return self.rank
         if like.device not in self._coordinates:
             self._coordinates[like.device] = upload(torch.tensor(self.rank, dtype=torch.int64), like.device)
@@ -160,7 +154,7 @@ class XlaCommunicator(Communicator):
         import torch_xla
         import torch_xla.core.xla_model as xm
 
-        if not is_lazy(x):
+        if not in_one_program(x):
             raise CommError(f"{self.describe('a collective')}: the tensor is on {x.device}, not on an XLA device")
         torch_xla._XLAC._set_all_reduce_token(str(x.device), None)
         return xm

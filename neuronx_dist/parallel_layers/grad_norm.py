@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from .. import comm, spmd
-from ..comm.select import only_on_first
-from ..comm.xla import is_lazy
+from ..comm.select import in_one_program, only_on_first
 from ..spmd import P, V
 from ..spmd.spec import spec_of
 from .gradient import DATA_AXES, Parameters, gradient_of, is_expert, keeping_stages, parameters_of
@@ -133,7 +132,7 @@ def norm_of(
     held = [(param, spmd.local(grad)) for param, grad in zip(params, grads) if grad is not None]
     counted = [grad for param, grad in held if _counts_here(param, over_ep)]
     # In one program for all ranks (XLA) a copy is not left out, it is made 0.
-    masked = {id(grad): _counting_ranks(param, over_ep) for param, grad in held if is_lazy(param)}
+    masked = {id(grad): _counting_ranks(param, over_ep) for param, grad in held if in_one_program(param)}
     device = params[0].device if params else torch.device("cpu")
     # One dtype on all ranks, whatever the dtypes of their parameters: a stage may have none.
     wide = torch.float64 if device.type in ("cpu", "cuda", "meta") else torch.float32
@@ -164,7 +163,7 @@ def _counts_here(param: torch.Tensor, over_ep: bool) -> bool:
     """
     if getattr(param, "shared", False):
         return False
-    return is_lazy(param) or all(group.rank == 0 for group in _counting_ranks(param, over_ep))
+    return in_one_program(param) or all(group.rank == 0 for group in _counting_ranks(param, over_ep))
 
 
 def _counting_ranks(param: torch.Tensor, over_ep: bool) -> list[comm.Communicator]:

@@ -11,44 +11,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from ..comm import context, xla
+from ..comm import context
 from ..comm.coordinates import plain
+from ..comm.generators import State, as_they_were, autocast, device_has_own_program, get_state, set_state
+from ..comm.generators import seed as set_seed
 
 __all__ = ["RNGStreams", "TENSOR_PARALLEL", "checkpoint", "manual_seed", "streams"]
 
 TENSOR_PARALLEL = "model-parallel-rng"
-
-State = list[torch.Tensor]  # of the CPU generator and, where one is in use, of the current GPU's or XLA device's
-
-
-def _on_xla() -> bool:
-    return context.is_initialized() and isinstance(context.current().backend, xla.XlaBackend)
-
-
-def _seed(seed: int) -> None:
-    torch.manual_seed(seed)
-    if _on_xla():
-        xla.set_rng_state(torch.tensor([seed]))
-
-
-def _get_state() -> State:
-    state = [torch.get_rng_state()]
-    if _on_xla():
-        state.append(xla.rng_state())
-    elif torch.cuda.is_available() and torch.cuda.is_initialized():
-        state.append(torch.cuda.get_rng_state())
-    return state
-
-
-def _set_state(state: State) -> None:
-    torch.set_rng_state(state[0])
-    if len(state) > 1 and _on_xla():
-        xla.set_rng_state(state[1])
-    elif len(state) > 1:
-        torch.cuda.set_rng_state(state[1])
 
 
 class RNGStreams:
@@ -75,10 +47,10 @@ class RNGStreams:
         """
         if name in self._states:
             raise ValueError(f"random stream {name!r} exists already; reset() forgets all streams")
-        before = _get_state()
-        _seed(seed)
-        self._states[name] = _get_state()
-        _set_state(before)
+        before = get_state()
+        set_seed(seed)
+        self._states[name] = get_state()
+        set_state(before)
 
     @contextmanager
     def fork(self, name: str = TENSOR_PARALLEL) -> Iterator[None]:
@@ -90,14 +62,14 @@ class RNGStreams:
                 f"no random stream {name!r}: call model_parallel_manual_seed(seed) first; there are "
                 f"{sorted(self._states)}"
             )
-        before, outside = _get_state(), self.drawing
-        _set_state(self._states[name])
+        before, outside = get_state(), self.drawing
+        set_state(self._states[name])
         self.drawing = name
         try:
             yield
         finally:
-            self._states[name] = _get_state()
-            _set_state(before)
+            self._states[name] = get_state()
+            set_state(before)
             self.drawing = outside
 
 
@@ -114,7 +86,7 @@ def manual_seed(seed: int) -> None:
     found = streams()
     found.reset()
     found.add(TENSOR_PARALLEL, seed + 2718 + plain(here.mesh.coordinate("tp", here.rank)))
-    _seed(seed)
+    set_seed(seed)
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -122,7 +94,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     others.
     """
     here = streams()
-    on_xla, rank = _on_xla(), context.current()
+    own_program, rank = device_has_own_program(), context.current()
 
     def contexts() -> tuple[Any, Any]:
         before: dict[str, State] = {}
@@ -131,8 +103,8 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         @contextmanager
         def forward() -> Iterator[None]:
             before.update(here.get_states())
-            if on_xla:
-                default.extend(_get_state())
+            if own_program:
+                default.extend(get_state())
             yield
 
         @contextmanager
@@ -141,27 +113,15 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             here.set_states(before)
             try:
                 # On XLA backward runs in another thread, and torch does not know the device's generator and autocast.
-                with context.use(rank), _xla_default(default, autocast) if on_xla else nullcontext():
+                with context.use(rank), as_they_were(default, cast) if own_program else nullcontext():
                     yield
             finally:
                 here.set_states(now)
 
         return forward(), recompute()
 
-    if not on_xla:
+    if not own_program:
         return torch_checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **kwargs)
-    autocast = torch.is_autocast_enabled(xla.DEVICE), torch.get_autocast_dtype(xla.DEVICE)
+    cast = autocast()
     # Without tensors among its arguments torch asks for no `torch.xla`, which there is not.
     return torch_checkpoint(lambda: function(*args, **kwargs), use_reentrant=False, context_fn=contexts)
-
-
-@contextmanager
-def _xla_default(state: State, autocast: tuple[bool, torch.dtype]) -> Iterator[None]:
-    """The default stream and autocast as they were."""
-    now = _get_state()
-    _set_state(state)
-    try:
-        with torch.autocast(xla.DEVICE, dtype=autocast[1], enabled=autocast[0]):
-            yield
-    finally:
-        _set_state(now)

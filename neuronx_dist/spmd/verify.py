@@ -19,8 +19,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from .. import comm
+from ..comm.generators import get_state
 from .errors import SpmdTypeError
-from .random import _get_state
 from .spec import restamp, spec_of
 
 __all__ = ["Verified", "verify"]
@@ -185,7 +185,7 @@ _BATCH = _Value(
 
 
 def _random_states() -> Iterator[_Value]:
-    for state, device in zip(_get_state(), ("cpu", "cuda")):
+    for state, device in zip(get_state(), ("cpu", "cuda")):
         hint = "what tp ranks hold alike, as activations before dropout, would not stay alike: seed them alike"
         yield _Value(f"the default random stream ({device})", _short(state), frozenset(), frozenset(["tp"]), hint=hint)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..comm.xla import is_lazy
+from ..comm.select import in_one_program
 from .programs import KINDS
 
 __all__ = ["INSTEAD", "executions", "reads_guarded"]
@@ -42,7 +42,7 @@ def reads_guarded(state: Collection[int]) -> Iterator[list[int]]:
     def guarded(name: str) -> Callable[..., Any]:
         def read(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             inside = getattr(busy, "reading", False)  # a TorchFunctionMode calls again what it was told of
-            if inside or not is_lazy(self) or isinstance(self, torch._subclasses.FakeTensor):
+            if inside or not in_one_program(self) or isinstance(self, torch._subclasses.FakeTensor):
                 return originals[name](self, *args, **kwargs)
             what = _unknown(self, state)
             if what:

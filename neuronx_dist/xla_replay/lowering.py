@@ -13,7 +13,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 from .. import comm
-from ..comm.xla import Issued, XlaBackend, is_lazy, upload
+from ..comm.select import in_one_program
+from ..comm.xla import Issued, XlaBackend, upload
 from ..mesh import Mesh
 from .execution import Array
 from .host_reads import INSTEAD, executions, reads_guarded
@@ -217,7 +218,7 @@ def from_array(value: Array) -> torch.Tensor:
 
 
 def _on_device(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and is_lazy(leaf)
+    return isinstance(leaf, torch.Tensor) and in_one_program(leaf)
 
 
 def _is_computed(tensor: torch.Tensor) -> bool:
