@@ -12,7 +12,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is imported, in the spawned processes too
@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-__all__ = ["Seconds", "heading", "measure", "notch", "on_ranks", "orders", "parser", "quiet", "ratio"]
+__all__ = ["Seconds", "heading", "notch", "on_ranks", "parser", "quiet", "ratio", "take_turns"]
 
 
 class Seconds(NamedTuple):
@@ -75,7 +75,37 @@ def quiet() -> None:
     gc.disable()
 
 
-def measure(run: Callable[[], Any]) -> Seconds:
+def take_turns(
+    variants: Mapping[str, Callable[[], Any]], repeats: int, between: Callable[[str], None] | None = None
+) -> dict[str, list[Seconds]]:
+    """Each variant's seconds, round by round: wall of the slowest rank, CPU of all ranks together.
+
+    `between(name)` is called after each run of a variant, and is not measured.
+    """
+    names = list(variants)
+    taken: dict[str, list[Seconds]] = {name: [] for name in names}
+    turns = _orders(len(names))
+    quiet()
+    for turn in range(-2, repeats):  # two rounds to warm up
+        for index in turns[turn % len(turns)]:
+            name = names[index]
+            seconds = _measure(variants[name])
+            if between is not None:
+                between(name)
+            if turn >= 0:
+                taken[name].append(seconds)
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, taken)
+    return {
+        name: [
+            Seconds(max(one.wall for one in ranks), sum(one.cpu for one in ranks))
+            for ranks in zip(*(each[name] for each in everyone))
+        ]
+        for name in names
+    }
+
+
+def _measure(run: Callable[[], Any]) -> Seconds:
     """One run, after all ranks have come here."""
     dist.barrier()
     wall, cpu = time.perf_counter(), time.process_time()
@@ -83,7 +113,7 @@ def measure(run: Callable[[], Any]) -> Seconds:
     return Seconds(time.perf_counter() - wall, time.process_time() - cpu)
 
 
-def orders(count: int) -> list[list[int]]:
+def _orders(count: int) -> list[list[int]]:
     """Orders of `count` variants, one a round, in which each comes as often after each other one (Williams' design)."""
     zigzag = [(i + 1) // 2 if i % 2 else -(i // 2) for i in range(count)]
     made = [[(start + step) % count for step in zigzag] for start in range(count)]

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from common import Seconds, heading, measure, on_ranks, orders, parser, quiet, ratio  # first: sets the threads
+from common import Seconds, heading, on_ranks, parser, ratio, take_turns  # first: sets the threads
 
 # isort: split
 import torch
@@ -70,27 +70,10 @@ def time_verb(verb: str, size: int, repeats: int) -> dict[str, list[Seconds]]:
         return out
 
     torch.testing.assert_close(ours(), gloo())
-    variants = {"ours": ours, "gloo": gloo}
     calls = max(1, min(50, (4 << 20) // size))  # a round of small ones takes milliseconds
-    taken: dict[str, list[Seconds]] = {name: [] for name in variants}
-    turns = orders(len(variants))
-    quiet()
-    for turn in range(-2, repeats):
-        for index in turns[turn % len(turns)]:
-            name = list(variants)[index]
-            seconds = measure(partial(repeat, variants[name], calls))
-            if turn >= 0:
-                taken[name].append(Seconds(seconds.wall / calls, seconds.cpu / calls))
-    everyone: list[Any] = [None] * world
-    dist.all_gather_object(everyone, taken)
+    taken = take_turns({"ours": partial(repeat, ours, calls), "gloo": partial(repeat, gloo, calls)}, repeats)
     nxd.destroy_model_parallel()
-    return {
-        name: [
-            Seconds(max(one.wall for one in ranks), sum(one.cpu for one in ranks))
-            for ranks in zip(*(each[name] for each in everyone))
-        ]
-        for name in variants
-    }
+    return {name: [Seconds(one.wall / calls, one.cpu / calls) for one in found] for name, found in taken.items()}
 
 
 def main() -> None:

@@ -21,6 +21,7 @@ from common import heading, parser, quiet  # first: sets the threads
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from handwritten import Column, Row
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import neuronx_dist as nxd
@@ -31,42 +32,6 @@ from neuronx_dist.spmd import I, P, R, S
 
 IN, OUT, TOKENS, SIZE = 8, 8, 4, 2
 GOAL = 15.0  # µs per layer call over hand
-
-
-class Column(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, *weights: torch.Tensor) -> Any:
-        ctx.save_for_backward(x, *weights)
-        outputs = tuple(F.linear(x, weight) for weight in weights)
-        return outputs[0] if len(weights) == 1 else outputs
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        x, *weights = ctx.saved_tensors
-        flat = [grad.view(-1, grad.shape[-1]) for grad in grads]
-        grad_x = flat[0].mm(weights[0])
-        for grad, weight in zip(flat[1:], weights[1:]):
-            grad_x.addmm_(grad, weight)
-        reducing = dist.all_reduce(grad_x, async_op=True)
-        flat_x = x.view(-1, x.shape[-1])
-        grad_weights = [grad.t().mm(flat_x) for grad in flat]
-        reducing.wait()
-        return grad_x.view_as(x), *grad_weights
-
-
-class Row(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
-        out = F.linear(x, weight)
-        dist.all_reduce(out)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        x, weight = ctx.saved_tensors
-        flat = grad.view(-1, grad.shape[-1])
-        return flat.mm(weight).view_as(x), flat.t().mm(x.view(-1, x.shape[-1]))
 
 
 class SequenceColumn(torch.autograd.Function):

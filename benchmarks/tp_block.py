@@ -20,12 +20,13 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from common import Seconds, heading, measure, on_ranks, orders, parser, quiet, ratio  # first: sets the threads
+from common import Seconds, heading, on_ranks, parser, ratio, take_turns  # first: sets the threads
 
 # isort: split
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from handwritten import Column, Row
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
@@ -47,45 +48,10 @@ GOAL = {256: 1.05}  # else 1.03
 ROUNDS = ((512, 400), (1536, 100), (1 << 30, 40))  # up to this hidden size: this many
 
 Columns = Callable[[torch.Tensor], Sequence[torch.Tensor]]
-Row = Callable[[torch.Tensor], torch.Tensor]
+Linear = Callable[[torch.Tensor], torch.Tensor]
 
 
-class HandColumns(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, *weights: torch.Tensor) -> Any:
-        ctx.save_for_backward(x, *weights)
-        return tuple(F.linear(x, weight) for weight in weights)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        x, *weights = ctx.saved_tensors
-        flat = [grad.view(-1, grad.shape[-1]) for grad in grads]
-        grad_x = flat[0].mm(weights[0])
-        for grad, weight in zip(flat[1:], weights[1:]):
-            grad_x.addmm_(grad, weight)
-        reducing = dist.all_reduce(grad_x, async_op=True)
-        flat_x = x.view(-1, x.shape[-1])
-        grad_weights = [grad.t().mm(flat_x) for grad in flat]
-        reducing.wait()
-        return grad_x.view_as(x), *grad_weights
-
-
-class HandRow(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
-        out = F.linear(x, weight)
-        dist.all_reduce(out)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        x, weight = ctx.saved_tensors
-        flat = grad.view(-1, grad.shape[-1])
-        return flat.mm(weight).view_as(x), flat.t().mm(x.view(-1, x.shape[-1]))
-
-
-def block(x: torch.Tensor, qkv: Columns, o: Row, gate_up: Columns, down: Row) -> torch.Tensor:
+def block(x: torch.Tensor, qkv: Columns, o: Linear, gate_up: Columns, down: Linear) -> torch.Tensor:
     """`[batch, seq, hidden]`, the same on all ranks, to the same. What is not linear is equal for all variants."""
     q, k, v = qkv(x)
     x = x + o(q * k + v)
@@ -135,10 +101,10 @@ def hand(full: dict[str, torch.Tensor], rank: int) -> Variant:
     return Variant(
         lambda x: block(
             x,
-            lambda x: HandColumns.apply(x, w["q"], w["k"], w["v"]),
-            lambda x: HandRow.apply(x, w["o"]),
-            lambda x: HandColumns.apply(x, w["gate"], w["up"]),
-            lambda x: HandRow.apply(x, w["down"]),
+            lambda x: Column.apply(x, w["q"], w["k"], w["v"]),
+            lambda x: Row.apply(x, w["o"]),
+            lambda x: Column.apply(x, w["gate"], w["up"]),
+            lambda x: Row.apply(x, w["down"]),
         ),
         w,
     )
@@ -231,7 +197,7 @@ def check(variants: dict[str, Variant], full: dict[str, torch.Tensor], x: torch.
 
 
 def time_size(hidden: int, tokens: int, repeats: int) -> dict[str, list[Seconds]]:
-    """Each variant's seconds, round by round: wall of the slower rank, CPU of all ranks together."""
+    """Each variant's seconds, round by round."""
     torch.manual_seed(0)
     nxd.initialize_model_parallel(tensor_model_parallel_size=TP)
     rank = dist.get_rank()
@@ -251,26 +217,13 @@ def time_size(hidden: int, tokens: int, repeats: int) -> dict[str, list[Seconds]
         "again": hand(full, rank),
     }
     check(variants, full, x, grad)
-    taken: dict[str, list[Seconds]] = {name: [] for name in VARIANTS}
-    turns = orders(len(VARIANTS))
-    quiet()
-    for turn in range(-2, repeats):  # two rounds to warm up
-        for index in turns[turn % len(turns)]:
-            name = VARIANTS[index]
-            seconds = measure(partial(variants[name].run, x, grad))
-            variants[name].clear(x)
-            if turn >= 0:
-                taken[name].append(seconds)
-    everyone: list[Any] = [None] * TP
-    dist.all_gather_object(everyone, taken)
+
+    def between(name: str) -> None:
+        variants[name].clear(x)
+
+    found = take_turns({name: partial(variants[name].run, x, grad) for name in VARIANTS}, repeats, between)
     nxd.destroy_model_parallel()
-    return {
-        name: [
-            Seconds(max(one.wall for one in ranks), sum(one.cpu for one in ranks))
-            for ranks in zip(*(taken[name] for taken in everyone))
-        ]
-        for name in VARIANTS
-    }
+    return found
 
 
 def main() -> None:

@@ -1,8 +1,9 @@
 """NxD's import path for the parallel layers (`linear.py`, `embedding.py`)."""
 
 from ..spmd.spec import set_spec
+from .autograd_linear import linear_with_async_allreduce
 from .embedding import ParallelEmbedding
-from .linear import ColumnParallelLinear, RowParallelLinear, fuse_columns, linear_with_async_allreduce
+from .linear import ColumnParallelLinear, RowParallelLinear, fuse_columns
 from .utils import (
     copy_tensor_model_parallel_attributes,
     set_defaults_if_not_set_tensor_model_parallel_attributes,

@@ -1,23 +1,10 @@
-"""Column- and row-parallel linear layers.
-
-Names (b tokens, in/out features, t ranks; `[b, in]` stands for any leading dims):
-
-    column   Y[b, out/t] = X[b, in] · W[out/t, in]ᵀ       X is R on tp, W and Y are sharded on out
-             dX[b, in]   = dY[b, out/t] · W               partial on tp: all-reduced, while dW is computed
-             dW          = dYᵀ · X
-    row      Y[b, out]   = X[b, in/t] · W[out, in/t]ᵀ     partial on tp: all-reduced
-             dX[b, in/t] = dY[b, out] · W,   dW = dYᵀ · X  no communication
-
-With sequence parallelism X (column) and Y (row) are sharded on the sequence: the all-reduces become an all-gather
-forward and a reduce-scatter backward (column), and the other way round (row); only the shard of X is kept for backward,
-and gathered again there. Source: Megatron-LM (arXiv:1909.08053, arXiv:2205.05198); API: NxD Core's
-`ColumnParallelLinear` and `RowParallelLinear`.
-"""
+"""Column- and row-parallel linear layers, by NxD Core's names (the formulas: `autograd_linear.py`)."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -25,181 +12,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from .. import comm, spmd
-from ..comm import Communicator
 from ..comm.context import AxisLike
 from ..spmd import I, P, R, S, ShardedModule, ShardSpec, set_spec
-from ..spmd.random import checkpoint
-from .utils import cast_if_autocast_enabled
+from .autograd_linear import ColumnLinear, RowLinear, linear_alone
 
-__all__ = ["ColumnParallelLinear", "RowParallelLinear", "fuse_columns", "linear_with_async_allreduce"]
+__all__ = ["ColumnParallelLinear", "RowParallelLinear", "fuse_columns"]
 
 Output = torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]
 InitMethod = Callable[[torch.Tensor], Any]
-
-
-class _ColumnLinear(torch.autograd.Function):
-    """n linear layers on one input, one input-gradient collective: started before the weight gradients, awaited after
-    them.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        communicator: Communicator,
-        sequence_dim: int | None,
-        reduce_dtype: torch.dtype | None,
-        count: int,
-        *weights_and_biases: torch.Tensor,
-    ) -> Any:
-        x, *params = cast_if_autocast_enabled(x, *weights_and_biases)  # type: ignore[assignment]
-        weights, biases = params[:count], params[count:] or [None] * count
-        ctx.save_for_backward(x, *weights)
-        ctx.communicator, ctx.sequence_dim, ctx.reduce_dtype = communicator, sequence_dim, reduce_dtype
-        ctx.has_bias = len(params) > count
-        full = x if sequence_dim is None else comm.all_gather(x, communicator, dim=sequence_dim)
-        outputs = tuple(F.linear(full, weight, bias) for weight, bias in zip(weights, biases))  # type: ignore[arg-type]
-        return outputs[0] if count == 1 else outputs
-
-    @staticmethod
-    def composition(
-        x: torch.Tensor,
-        communicator: Communicator,
-        sequence_dim: int | None,
-        reduce_dtype: torch.dtype | None,
-        count: int,
-        *weights_and_biases: torch.Tensor,
-    ) -> Any:
-        """What the type checker compares this function with."""
-
-        def linears(x: torch.Tensor, *params: torch.Tensor) -> Any:
-            if sequence_dim is None:
-                full = spmd.convert(x, communicator, src=I, dst=R, reduce_dtype=reduce_dtype)
-            else:
-                full = spmd.all_gather(x, communicator, src=S(sequence_dim), dst=R, reduce_dtype=reduce_dtype)
-            biases = params[count:] or [None] * count
-            return tuple(F.linear(full, weight, bias) for weight, bias in zip(params, biases))
-
-        if sequence_dim is None:
-            return linears(x, *weights_and_biases)
-        return checkpoint(linears, x, *weights_and_biases)  # what was gathered is not kept
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        x, *weights = ctx.saved_tensors
-        communicator, dim = ctx.communicator, ctx.sequence_dim
-        count = len(weights)
-        need_x, need = ctx.needs_input_grad[0], ctx.needs_input_grad[5:]
-        need_weights = any(need[:count])
-        flat = [grad.reshape(-1, grad.shape[-1]) for grad in grads]  # [tokens, out/t]
-        gathering = None
-        if dim is not None and need_weights:
-            gathering = comm.all_gather(x, communicator, dim=dim, async_op=True)
-        reducing = None
-        if need_x:
-            grad_x = flat[0].mm(weights[0])
-            for grad, weight in zip(flat[1:], weights[1:]):
-                grad_x.addmm_(grad, weight)
-            grad_x = grad_x.view(*grads[0].shape[:-1], grad_x.shape[-1])
-            if dim is None:
-                reducing = comm.all_reduce(
-                    grad_x, communicator, reduce_dtype=ctx.reduce_dtype, out=grad_x, async_op=True
-                )
-            else:
-                reducing = comm.reduce_scatter(
-                    grad_x, communicator, dim=dim, reduce_dtype=ctx.reduce_dtype, async_op=True
-                )
-        if gathering is not None:
-            x = gathering.wait()
-        grad_params = _parameter_grads(x, flat, need, count, ctx.has_bias)
-        return (reducing.wait() if reducing is not None else None, None, None, None, None, *grad_params)
-
-
-class _RowLinear(torch.autograd.Function):
-    """A linear layer whose output is partial, the reduction done in the output's own memory, and the bias added to the
-    sum.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        communicator: Communicator,
-        sequence_dim: int | None,
-        reduce_dtype: torch.dtype | None,
-    ) -> torch.Tensor:
-        x, weight, bias = cast_if_autocast_enabled(x, weight, bias)  # type: ignore[assignment]
-        ctx.save_for_backward(x, weight)
-        ctx.communicator, ctx.sequence_dim = communicator, sequence_dim
-        out = F.linear(x, weight)
-        if sequence_dim is None:
-            out = comm.all_reduce(out, communicator, reduce_dtype=reduce_dtype, out=out)
-        else:
-            out = comm.reduce_scatter(out, communicator, dim=sequence_dim, reduce_dtype=reduce_dtype)
-        return out if bias is None else out.add_(bias)
-
-    @staticmethod
-    def composition(
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        communicator: Communicator,
-        sequence_dim: int | None,
-        reduce_dtype: torch.dtype | None,
-    ) -> torch.Tensor:
-        """What the type checker compares this function with."""
-        out = F.linear(x, weight)
-        if sequence_dim is None:
-            out = spmd.all_reduce(out, communicator, src=P, dst=I, reduce_dtype=reduce_dtype)
-        else:
-            out = spmd.reduce_scatter(out, communicator, src=P, dst=S(sequence_dim), reduce_dtype=reduce_dtype)
-        return out if bias is None else out + bias
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        x, weight = ctx.saved_tensors
-        need = ctx.needs_input_grad
-        grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0) if need[2] else None
-        if ctx.sequence_dim is not None:
-            grad = comm.all_gather(grad, ctx.communicator, dim=ctx.sequence_dim)
-        flat = grad.reshape(-1, grad.shape[-1])
-        grad_x = flat.mm(weight).view(*grad.shape[:-1], weight.shape[1]) if need[0] else None
-        (grad_weight,) = _parameter_grads(x, (flat,), (need[1],), 1, False)
-        return grad_x, grad_weight, grad_bias, None, None, None
-
-
-def _parameter_grads(
-    x: torch.Tensor, flat: Sequence[torch.Tensor], need: Sequence[bool], count: int, has_bias: bool
-) -> list[torch.Tensor | None]:
-    """dW = dYᵀ · X and db = Σ dY, for those that are needed; `flat` holds each layer's dY as `[tokens, out/t]`."""
-    flat_x = x.reshape(-1, x.shape[-1])
-    found: list[torch.Tensor | None] = [g.t().mm(flat_x) if need[i] else None for i, g in enumerate(flat)]
-    if has_bias:
-        found += [g.sum(0) if need[count + i] else None for i, g in enumerate(flat)]
-    return found
-
-
-def linear_with_async_allreduce(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    *,
-    axis: AxisLike = "tp",
-    sequence_dimension: int | None = None,
-    reduce_dtype: torch.dtype | None = torch.float32,
-) -> torch.Tensor:
-    """`x · weightᵀ + bias` for a weight sharded on its rows: the functional form of `ColumnParallelLinear`.
-
-    `x` is `[.., in]`, the same on all ranks, or with `sequence_dimension` sharded along that dim.
-    """
-    communicator = comm.communicator(axis)
-    if communicator.size == 1:
-        return F.linear(x, weight, bias)
-    return _ColumnLinear.apply(
-        x, communicator, sequence_dimension, reduce_dtype, 1, weight, *([] if bias is None else [bias])
-    )
 
 
 class _ParallelLinear(ShardedModule):
@@ -252,13 +72,10 @@ class _ParallelLinear(ShardedModule):
         self.weight = nn.Parameter(torch.empty(spec.local_shape, dtype=dtype, device=place))
         set_spec(self, "weight", spec)
         if bias:
-            bias_spec = (
-                ShardSpec(layout_axis, 0, stride, size, (output_size,))
-                if bias_is_sharded
-                else ShardSpec(full_shape=(output_size,))
-            )
-            if bias_is_partial and size > 1:
-                bias_spec = ShardSpec(full_shape=(output_size,), sequence_parallel=True)
+            if bias_is_sharded:
+                bias_spec = ShardSpec(layout_axis, 0, stride, size, (output_size,))
+            else:
+                bias_spec = ShardSpec(full_shape=(output_size,), sequence_parallel=bias_is_partial and size > 1)
             self.bias = nn.Parameter(torch.empty(bias_spec.local_shape, dtype=dtype, device=place))
             set_spec(self, "bias", bias_spec)
         else:
@@ -298,6 +115,9 @@ class _ParallelLinear(ShardedModule):
 
     def _bias(self) -> torch.Tensor | None:
         return None if self.skip_bias_add else self.bias
+
+    def _sequence_dim(self) -> int | None:
+        return self.sequence_dimension if self.sequence_parallel_enabled else None
 
     def extra_repr(self) -> str:
         return (
@@ -379,20 +199,11 @@ class ColumnParallelLinear(_ParallelLinear):
         """`[.., in] -> [.., out/tp]`, or `[.., out]` with gather_output; `(output, bias)` with skip_bias_add."""
         if self._siblings is not None:
             out = self._siblings.output_of(self, x)
-        elif self.gather_output:
-            out = self._gathered(self._linear(x, None))
         else:
-            out = self._linear(x, self._bias())
+            (out,) = _shards([self], x)
+            if self.gather_output:
+                out = self._gathered(out)
         return (out, self.bias) if self.skip_bias_add else out
-
-    def _linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        communicator = comm.communicator(self.axis)
-        if communicator.size == 1 or self.input_is_replicated:
-            return F.linear(x, self.weight, bias)
-        dim = self.sequence_dimension if self.sequence_parallel_enabled else None
-        if bias is None:
-            return _ColumnLinear.apply(x, communicator, dim, self.reduce_dtype, 1, self.weight)
-        return _ColumnLinear.apply(x, communicator, dim, self.reduce_dtype, 1, self.weight, bias)
 
     def _gathered(self, out: torch.Tensor) -> torch.Tensor:
         if self.stride > 1:  # each block is gathered by itself
@@ -401,6 +212,20 @@ class ColumnParallelLinear(_ParallelLinear):
             out = spmd.all_gather(out, self.axis, src=S(-1), dst=I)
         bias = self._bias()
         return out if bias is None else out + bias
+
+
+def _shards(layers: Sequence[ColumnParallelLinear], x: torch.Tensor) -> Sequence[torch.Tensor]:
+    """This rank's shards of what layers that are alike make of `x`; a bias comes after a gather, so not here."""
+    first = layers[0]
+    communicator = comm.communicator(first.axis)
+    weights = [layer.weight for layer in layers]
+    biases = [] if first.gather_output or first._bias() is None else [layer.bias for layer in layers]
+    if communicator.size == 1:
+        return [linear_alone(x, weight, bias, communicator) for weight, bias in zip(weights, biases or repeat(None))]
+    if first.input_is_replicated:
+        return [F.linear(x, weight, bias) for weight, bias in zip(weights, biases or repeat(None))]
+    dim, count = first._sequence_dim(), len(layers)
+    return ColumnLinear.apply(x, communicator, dim, first.reduce_dtype, count, *weights, *biases)
 
 
 class _FusedColumns:
@@ -417,21 +242,11 @@ class _FusedColumns:
 
     def output_of(self, layer: ColumnParallelLinear, x: torch.Tensor) -> torch.Tensor:
         if self._input is not x or layer not in self._outputs:
-            self._input, self._outputs = x, dict(zip(self.layers, self._compute(x)))
+            self._input, self._outputs = x, dict(zip(self.layers, _shards(self.layers, x)))
         out = self._outputs.pop(layer)
         if not self._outputs:
             self._input = None
         return out
-
-    def _compute(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
-        first = self.layers[0]
-        communicator = comm.communicator(first.axis)
-        if communicator.size == 1 or first.input_is_replicated:
-            return [F.linear(x, layer.weight, layer._bias()) for layer in self.layers]
-        biases = [] if first._bias() is None else [layer.bias for layer in self.layers]
-        dim = first.sequence_dimension if first.sequence_parallel_enabled else None
-        weights = [layer.weight for layer in self.layers]
-        return _ColumnLinear.apply(x, communicator, dim, first.reduce_dtype, len(weights), *weights, *biases)
 
 
 def fuse_columns(layers: Sequence[ColumnParallelLinear]) -> None:
@@ -456,9 +271,8 @@ def fuse_columns(layers: Sequence[ColumnParallelLinear]) -> None:
     }
     if len(layers) < 2 or len(kinds) != 1 or next(iter(kinds))[-1]:
         raise ValueError(
-            "fuse_columns needs at least two layers with equal input size, group, sequence parallelism, reduce "
-            "dtype and bias, and "
-            f"gather_output=False; got {[repr(layer) for layer in layers]}"
+            "fuse_columns needs at least two layers with equal input size, group, sequence parallelism, reduce dtype "
+            f"and bias, and gather_output=False; got {[repr(layer) for layer in layers]}"
         )
     fused = _FusedColumns(layers)
     for layer in layers:
@@ -528,7 +342,7 @@ class RowParallelLinear(_ParallelLinear):
         communicator = comm.communicator(self.axis)
         bias = self._bias()
         if communicator.size == 1:
-            out = F.linear(x, self.weight, bias)
+            out = linear_alone(x, self.weight, bias, communicator)
         else:
             if not self.input_is_parallel:
                 if self.stride > 1:  # of each block its piece, as the weight is sharded
@@ -536,10 +350,9 @@ class RowParallelLinear(_ParallelLinear):
                 x = spmd.convert(x, communicator, src=I, dst=S(-1))
                 x = x.flatten(-2) if self.stride > 1 else x
             if self.reduce_output:
-                dim = self.sequence_dimension if self.sequence_parallel_enabled else None
-                out = _RowLinear.apply(x, self.weight, bias, communicator, dim, self.reduce_dtype)
+                out = RowLinear.apply(x, self.weight, bias, communicator, self._sequence_dim(), self.reduce_dtype)
             else:
-                out = F.linear(
-                    x, self.weight, spmd.convert(bias, communicator, src=R, dst=P) if bias is not None else None
-                )
+                if bias is not None:
+                    bias = spmd.convert(bias, communicator, src=R, dst=P)
+                out = F.linear(x, self.weight, bias)
         return (out, self.bias) if self.skip_bias_add else out

@@ -33,12 +33,12 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import comm
 from ..comm.shapes import ShapesCommunicator
 from ..spmd.checker import no_typecheck
 from ..spmd.intercept import intercept
+from .effects import Effects, has_tensors, storage_of, tensors_in
 from .recording import Info, Recording, TensorSpec, TracingError, is_leaf, pack, part
 
 __all__ = ["record"]
@@ -159,60 +159,45 @@ class _Recorder(TorchFunctionMode):
         target_args: tuple[Any, ...],
     ) -> Any:
         where = _user_line()
-        self.paused = True  # what follows is ours
-        try:
-            return self._record_paused(where, op, target, func, args, kwargs, target_args)
-        finally:
-            self.paused = False
+        with self._paused():
+            tensors = list(tensors_in((args, kwargs)))
+            known = op == "call_function" and not any(self._is_unknown(x) for x in tensors)
+            grad, autocast = torch.is_grad_enabled(), self._autocast()
+            # Arguments first: afterwards one that is changed in place stands for the result.
+            node_args, node_kwargs = self._argument(tuple(target_args), where), self._argument(dict(kwargs), where)
+            read = {storage_of(x) for x in tensors}
+            # A real argument takes part as a fake one, of memory of its own; the mode forgets it when nobody holds it.
+            stand_ins = [(self.fake_mode.from_tensor(x), x) for x in tensors if not isinstance(x, FakeTensor)]
+            real = {storage_of(fake): storage_of(x) for fake, x in stand_ins}
 
-    def _record_paused(
-        self,
-        where: str,
-        op: str,
-        target: Any,
-        func: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        target_args: tuple[Any, ...],
-    ) -> Any:
-        tensors = list(_tensors((args, kwargs)))
-        known = op == "call_function" and not any(self._is_unknown(x) for x in tensors)
-        grad, autocast = torch.is_grad_enabled(), self._autocast()
-        # Arguments first: afterwards one that is changed in place stands for the result.
-        node_args, node_kwargs = self._argument(tuple(target_args), where), self._argument(dict(kwargs), where)
-        read = {_storage(x) for x in tensors}
-        # A real argument takes part as a fake one, with memory of its own; the mode forgets it when nobody holds it.
-        stand_ins = [(self.fake_mode.from_tensor(x), x) for x in tensors if not isinstance(x, FakeTensor)]
-        real = {_storage(fake): _storage(x) for fake, x in stand_ins}
+            result, effects = self._evaluate(func, args, kwargs, known, where)
+            written = {real.get(storage, storage) for storage in effects.writes} & self.storages
+            if not known:
+                self.stale |= {storage_of(x) for x in tensors if not isinstance(x, FakeTensor)} & written
+            if not (written or target is setattr or func in _EFFECTS or has_tensors(result)):
+                _refuse_hidden(result, f"the result of {_name(target)}", where)
+                return result  # a shape, a dtype, a number: a constant of this recording
 
-        result, effects = self._evaluate(func, args, kwargs, known, where)
-        written = {real.get(storage, storage) for storage in effects.writes} & self.storages
-        if not known:
-            self.stale |= {_storage(x) for x in tensors if not isinstance(x, FakeTensor)} & written
-        if not (written or target is setattr or func in _EFFECTS or any(True for _ in _tensors(result))):
-            _refuse_hidden(result, f"the result of {_name(target)}", where)
-            return result  # a shape, a dtype, a number: a constant of this recording
-
-        node = self.graph.create_node(op, target, node_args, node_kwargs)
-        info = Info(
-            where,
-            "module" if op == "call_module" else "function",
-            after={writer for storage in read for writer in self.writers.get(storage, ())},
-            writes=written,
-            random=effects.random,
-            grad=grad,
-            autocast=None if autocast == self.ambient else autocast,
-        )
-        for storage in written:
-            self.writers.setdefault(storage, []).append(node)
-        self._bind(node, result, info)
-        return result
+            node = self.graph.create_node(op, target, node_args, node_kwargs)
+            info = Info(
+                where,
+                "module" if op == "call_module" else "function",
+                after={writer for storage in read for writer in self.writers.get(storage, ())},
+                writes=written,
+                random=effects.random,
+                grad=grad,
+                autocast=None if autocast == self.ambient else autocast,
+            )
+            for storage in written:
+                self.writers.setdefault(storage, []).append(node)
+            self._bind(node, result, info)
+            return result
 
     def _evaluate(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], known: bool, where: str
-    ) -> tuple[Any, _Effects]:
+    ) -> tuple[Any, Effects]:
         """Runs one call on fake tensors; for real instead if its value is known."""
-        effects = _Effects()
+        effects = Effects()
         if func in _READS_VALUES:
             if not known:
                 raise _reads_values(_name(func), where)
@@ -227,8 +212,17 @@ class _Recorder(TorchFunctionMode):
             result = func(*args, **kwargs)
         return result, effects
 
+    @contextmanager
+    def _paused(self) -> Iterator[None]:
+        """What runs inside is ours."""
+        self.paused = True
+        try:
+            yield
+        finally:
+            self.paused = False
+
     def _is_unknown(self, x: torch.Tensor) -> bool:
-        return isinstance(x, FakeTensor) or id(x) in self.attributes or _storage(x) in self.stale
+        return isinstance(x, FakeTensor) or id(x) in self.attributes or storage_of(x) in self.stale
 
     # --- tensors and nodes
 
@@ -236,12 +230,12 @@ class _Recorder(TorchFunctionMode):
         """Notes that `node` stands for `result`, and makes nodes for the tensors inside it."""
         node.meta["info"] = info
         if isinstance(result, torch.Tensor):
-            info.spec, info.storage = TensorSpec.of(result), _storage(result)
+            info.spec, info.storage = TensorSpec.of(result), storage_of(result)
             self.nodes[id(result)] = node
             self.alive.append(result)
             self.storages.add(info.storage)
             return
-        if not any(True for _ in _tensors(result)):
+        if not has_tensors(result):
             return
         if isinstance(result, (list, tuple)):
             items: list[tuple[Any, Any, Any]] = [(operator.getitem, i, item) for i, item in enumerate(result)]
@@ -250,7 +244,7 @@ class _Recorder(TorchFunctionMode):
         else:
             items = [(part, i, leaf) for i, leaf in enumerate(pytree.tree_leaves(result))]
         for take, key, item in items:
-            if any(True for _ in _tensors(item)):
+            if has_tensors(item):
                 child = self.graph.create_node("call_function", take, (node, key))
                 self._bind(child, item, Info(info.where, "part"))
 
@@ -271,7 +265,7 @@ class _Recorder(TorchFunctionMode):
             return axes[0] if len(axes) == 1 else axes
         leaves, structure = pytree.tree_flatten(x)
         if not structure.is_leaf():
-            if not any(True for _ in _tensors(leaves)):
+            if not has_tensors(leaves):
                 return x
             items = self._argument(leaves, where)
             node = self.graph.create_node("call_function", pack, (items, structure))  # type: ignore[arg-type]
@@ -325,7 +319,7 @@ class _Recorder(TorchFunctionMode):
                         qualified = f"{prefix}.{name}" if prefix else name
                         self.attributes[id(fake)] = self.attributes[id(tensor)] = (kind, qualified, fake)
                         self.alive += [tensor, fake]
-                        self.storages.add(_storage(fake))
+                        self.storages.add(storage_of(fake))
                     table[name] = fake
         self._report_calls(self.module, "")
 
@@ -348,25 +342,6 @@ def _leaf_called(recorder: _Recorder, module: nn.Module, name: str, *args: Any, 
     if getattr(_local, "recorder", None) is not recorder or recorder.paused:
         return module._call_impl(*args, **kwargs)
     return recorder.call_module(module, name, args, kwargs)
-
-
-class _Effects(TorchDispatchMode):
-    """Notes, of the operators that run inside, whether any draws random numbers, and whose memory they change."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.random = False
-        self.writes: set[int] = set()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        self.random |= torch.Tag.nondeterministic_seeded in func.tags
-        for position, argument in enumerate(func._schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                value = args[position] if position < len(args) else (kwargs or {}).get(argument.name)
-                self.writes |= {_storage(x) for x in _tensors(value)}
-        return func(*args, **(kwargs or {}))
 
 
 # --- surroundings -----------------------------------------------------------------------------------------------------
@@ -415,25 +390,12 @@ def _without_cache(module: nn.Module) -> Iterator[None]:
             config.use_cache = True
 
 
-def _tensors(x: Any) -> Iterator[torch.Tensor]:
-    """All tensors in containers, slices included."""
-    for leaf in pytree.tree_leaves(x):
-        if isinstance(leaf, torch.Tensor):
-            yield leaf
-        elif isinstance(leaf, slice):
-            yield from _tensors((leaf.start, leaf.stop, leaf.step))
-
-
-def _storage(x: torch.Tensor) -> int:
-    return int(x.untyped_storage()._cdata) if x.layout is torch.strided else id(x)
-
-
 def _refuse_hidden(x: Any, what: str, where: str) -> None:
     """Objects may go through as they are, unless they carry tensors that nobody would follow."""
     if isinstance(x, (nn.Module, type)) or callable(x):
         return
     held = getattr(x, "__dict__", {})
-    if any(isinstance(tensor, FakeTensor) for tensor in _tensors(list(held.values()))):
+    if any(isinstance(tensor, FakeTensor) for tensor in tensors_in(list(held.values()))):
         raise TracingError(
             f"{where}: {what} is a {type(x).__name__} that holds tensors. Register the class with "
             f"torch.utils._pytree.register_pytree_node, or pass its tensors in a tuple or dict."

@@ -7,10 +7,10 @@ ordinary torch code; `check` does so for whole models on all ranks of a mesh, in
 
 from typing import Any
 
+from . import verb_types as _verb_types  # noqa: F401 - gives the checker the types of operators and plain verbs
 from .checker import SpmdTypeMode, no_typecheck, typecheck
 from .collectives import all_gather, all_reduce, all_to_all, convert, redistribute, reduce_scatter, reinterpret, table
 from .errors import SpmdTypeError
-from .operators import HANDLERS as _HANDLERS  # noqa: F401 - importing it gives the checker the operators' types
 from .rules import rule as register_rule
 from .sources import (
     assert_local_type,

@@ -229,9 +229,9 @@ def _choose(signature: _Signature, cls: Any, args: Sequence[Any], outputs: Seque
                 flavours[axis] = known[axis]
                 continue
             flavours[axis] = I
-            if not _probe(signature, flavours, plain, args, outputs):
+            if not _probe(signature, flavours, plain, outputs):
                 flavours[axis] = R
-                if not _probe(signature, flavours, plain, args, outputs):
+                if not _probe(signature, flavours, plain, outputs):
                     flavours[axis] = I  # wrong either way: backward says why
         if known is None:
             _flavours[key] = {axis: flavours[axis] for axis in undecided}
@@ -249,11 +249,7 @@ def _with(types: Sequence[TensorType | None], flavours: dict[str, SpmdType]) -> 
 
 
 def _probe(
-    signature: _Signature,
-    flavours: dict[str, SpmdType],
-    plain: Sequence[TensorType | None],
-    args: Sequence[Any],
-    outputs: Sequence[Any],
+    signature: _Signature, flavours: dict[str, SpmdType], plain: Sequence[TensorType | None], outputs: Sequence[Any]
 ) -> bool:
     """Whether the backward is right if the outputs are of these flavours."""
     mode = signature.mode

@@ -22,10 +22,11 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from ..comm import context
 from . import autograd, packing, raw
+from .errors import Violation
 from .explain import Call, explain, explain_shapes
 from .inplace import OVERWRITES, check_write, note_write, overwritten
 from .intercept import intercept
-from .judge import Judgement, Operand, Violation, judge
+from .judge import Judgement, Operand, judge
 from .memo import LONG, NUMBERS, PLAIN, SEQUENCES, TENSORS, Plan, closer, details, keep
 from .positions import coordinates, counted, counts, picked
 from .provenance import module_path, where

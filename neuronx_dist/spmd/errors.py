@@ -1,11 +1,11 @@
-"""One family of errors for everything that the types forbid."""
+"""One family of errors for everything that the types forbid, and what the rules raise before it has words."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["SpmdTypeError"]
+__all__ = ["SpmdTypeError", "Violation"]
 
 
 class SpmdTypeError(ValueError):
@@ -39,3 +39,18 @@ class SpmdTypeError(ValueError):
         if self.repairs:
             lines.append("  repair: " + "\n      or: ".join(self.repairs))
         super().__init__("\n".join(lines))
+
+
+class Violation(Exception):
+    """What forbids a call: `explain` makes an `SpmdTypeError` of it.
+
+    Attributes:
+        rule: short name of the rule.
+        axis: on which axis.
+        why: the rule in words, with the numbers of this call.
+        operands: indices of the operands that it is about, the culprit first.
+    """
+
+    def __init__(self, rule: str, axis: str, why: str, operands: Sequence[int] = ()) -> None:
+        super().__init__(why)
+        self.rule, self.axis, self.why, self.operands = rule, axis, why, tuple(operands)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from .errors import SpmdTypeError
-from .judge import Operand, Violation, judge
+from .errors import SpmdTypeError, Violation
+from .judge import Operand, judge
 from .provenance import Named, leaf_of, module_path, name_of, name_operands, site, where
 from .repairs import find_repairs, operator_repairs
 from .rewrites import fitting_sizes, origin_repair

@@ -20,11 +20,13 @@ from itertools import combinations
 from typing import Any, NamedTuple
 
 from .axes import order_of
+from .errors import Violation
+from .places import Place, locate, put
 from .rules.spec import Dims, Rule, Spec
 from .tensor_type import TensorType
 from .types import UNIFORM, ZERO, I, P, R, Shard, SpmdType, V, repeated
 
-__all__ = ["EXPANDS", "Judgement", "Operand", "Violation", "judge"]
+__all__ = ["EXPANDS", "Judgement", "Operand", "judge"]
 
 
 EXPANDS = ("expand", "expand_as", "broadcast_to")
@@ -51,21 +53,6 @@ class Judgement(NamedTuple):
     assumed: tuple[str, ...]
 
 
-class Violation(Exception):
-    """What forbids a call.
-
-    Attributes:
-        rule: short name of the rule.
-        axis: on which axis.
-        why: the rule in words, with the numbers of this call.
-        operands: indices of the operands that it is about, the culprit first.
-    """
-
-    def __init__(self, rule: str, axis: str, why: str, operands: Sequence[int] = ()) -> None:
-        super().__init__(why)
-        self.rule, self.axis, self.why, self.operands = rule, axis, why, tuple(operands)
-
-
 class _Call(NamedTuple):
     rule: Rule
     spec: Spec | None
@@ -73,7 +60,7 @@ class _Call(NamedTuple):
     groups: Sequence[frozenset[int]]
     results: int
     assumed: list[str]
-    places: dict[str, _Place]  # of the axes that shard an operand
+    places: dict[str, Place]  # of the axes that shard an operand
 
 
 def judge(rule: Rule, spec: Spec | None, operands: Sequence[Operand], affine: bool, count: int) -> Judgement:
@@ -255,13 +242,13 @@ def _sharded(
     partial: Sequence[int],
 ) -> list[SpmdType]:
     name = call.rule.name
-    place: _Place | None = None
+    place: Place | None = None
     for index in sharded:
         dims = spec.ins[index]
         assert dims is not None
         kind = kinds[index]
         assert isinstance(kind, Shard)
-        here = _locate(dims, kind, spec, axis, index, name)
+        here = locate(dims, kind, spec, axis, index, name)
         if place is None:
             place, first = here, index
         elif here[:2] != place[:2]:  # the extent says what was merged with what, not which rank has what
@@ -305,7 +292,7 @@ def _sharded(
                         [partial[0], first])  # fmt: skip
     if unknown:
         return [V] * call.results
-    return [_put(out, place, spec) for out in spec.outs] + [V] * (call.results - len(spec.outs))
+    return [put(out, place, spec) for out in spec.outs] + [V] * (call.results - len(spec.outs))
 
 
 def _elsewhere(found: TensorType, dims: Dims | None, label: int) -> bool:
@@ -323,7 +310,7 @@ def _reduced(
     spec: Spec,
     axis: str,
     kinds: Sequence[SpmdType],
-    place: _Place,
+    place: Place,
     having: Sequence[int],
     unknown: Sequence[int],
     partial: Sequence[int],
@@ -363,47 +350,6 @@ def _reduced(
     return P
 
 
-class _Place(NamedTuple):
-    """Along which label a tensor is sharded: in `stride` blocks, `extent` positions of each counting."""
-
-    label: int
-    stride: int
-    extent: int
-
-
-def _locate(dims: Dims, kind: Shard, spec: Spec, axis: str, index: int, name: str) -> _Place:
-    """The factor of a dim that is sharded."""
-    factors = dims[kind.dim] if kind.dim < len(dims) else ()
-    if not factors:
-        raise Violation("broadcast", axis, f"dim {kind.dim} is sharded, and here of size 1, broadcast or dropped: it "
-                        "would be another size in one process", [index])  # fmt: skip
-    sizes = spec.sizes
-    if len(factors) == 1:
-        label = factors[0]
-        blocks = sizes[label] // kind.stride
-        return _Place(label, kind.stride, blocks if kind.extent is None else kind.extent)
-    outer = 1
-    for number, label in enumerate(factors):
-        size = sizes[label]
-        if outer == kind.stride:
-            skip = size == 1 and number + 1 < len(factors)
-            if skip and label not in spec.weak:  # it was merged with a sharded inner dim
-                skip = kind.extent not in (None, 1) and kind.extent >= sizes[factors[number + 1]]
-            elif skip:
-                skip = kind.extent != 1
-            if not skip:
-                return _Place(label, 1, size if kind.extent is None else min(kind.extent, size))
-        elif outer < kind.stride < outer * size and kind.stride % outer == 0 and size % (kind.stride // outer) == 0:
-            inner = kind.stride // outer
-            rest = size // inner
-            return _Place(label, inner, rest if kind.extent is None else min(kind.extent, rest))
-        outer *= size
-    if outer == kind.stride:  # one position in each block
-        return _Place(factors[-1], sizes[factors[-1]], 1)
-    why = f"dim {kind.dim} is sharded in {kind.stride} blocks, and {name} does not cut it along them"
-    raise Violation("fixed", axis, why, [index])
-
-
 def _disentangle(call: _Call, found: Sequence[dict[str, SpmdType]]) -> None:
     """Of two axes that shard one dim in the same way the first one of the mesh has the outer factor. Where dims of
     local size 1 are merged the other way round, the types could not say so: the inner one varies.
@@ -417,21 +363,3 @@ def _disentangle(call: _Call, found: Sequence[dict[str, SpmdType]]) -> None:
                 labels = out[one.dim]
                 if labels.index(call.places[first].label) > labels.index(call.places[second].label):
                     types[first] = V
-
-
-def _put(out: Dims, place: _Place, spec: Spec) -> SpmdType:
-    """The type of a result with dims `out`."""
-    for dim, factors in enumerate(out):
-        if place.label in factors:
-            if len(factors) == 1:
-                whole = place.extent == spec.sizes[place.label] // place.stride
-                return Shard(dim, place.stride, None if whole else place.extent)
-            outer = total = 1
-            for label in factors:
-                if label == place.label:
-                    outer = total
-                total *= spec.sizes[label]
-            stride = outer * place.stride
-            # With one block it must be said what is sharded: it need not be the outermost factor of size 1.
-            return Shard(dim, stride, None if outer > 1 and place.extent * stride == total else place.extent)
-    return V

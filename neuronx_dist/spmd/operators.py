@@ -1,8 +1,6 @@
-"""Types of the typed operators and of plain collectives: the handlers that the checker calls for them.
+"""Types of the typed operators: the handler that the checker calls for them.
 
-An operator is judged by its row: what `src` says is what the tensor must be, what `dst` says is what it becomes. The
-plain verbs of `comm` have no types of their own: they are read off the tensor (a partial sum is reduced, shards are
-gathered), and what makes no sense of them is an error: the sum of what is equal on all ranks, the gather of a sum.
+An operator is judged by its row: what `src` says is what the tensor must be, what `dst` says is what it becomes.
 """
 
 from __future__ import annotations
@@ -14,24 +12,17 @@ import torch
 from torch import Tensor
 
 from .. import comm
-from ..comm import Handle
-from . import collectives, packing
+from . import collectives
 from .axes import atoms_of, order_of
 from .checker import HANDLERS, SpmdTypeMode
 from .explain import operator_error
-from .inplace import note_write
 from .provenance import module_path, where
-from .tensor_type import Note, Origin, Segments, TensorType
-from .types import UNIFORM, ZERO, I, P, R, Shard, SpmdType, V, repeated
+from .tensor_type import Note, Origin, TensorType
+from .types import UNIFORM, P, R, Shard, SpmdType, V, repeated
+
+__all__ = ["cut", "joined"]
 
 _REDUCTIONS = ("all_reduce", "reduce_scatter")
-
-
-def _atoms(mode: SpmdTypeMode, axis: Any) -> tuple[str, ...]:
-    return atoms_of(axis, mode.mesh)
-
-
-# --- the typed operators ---
 
 
 def _operator(mode: SpmdTypeMode, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -46,9 +37,9 @@ def _operator(mode: SpmdTypeMode, func: Callable[..., Any], args: tuple[Any, ...
     if row is None or (row.expert and not kwargs.get("expert_mode", True)):
         with mode.pause():
             return func(*args, **kwargs)  # raises
-    axes = mode.known.get(axis) if axis.__class__ is str else _atoms(mode, axis)
+    axes = mode.known.get(axis) if axis.__class__ is str else atoms_of(axis, mode.mesh)
     if axes is None:
-        axes = mode.known[axis] = _atoms(mode, axis)
+        axes = mode.known[axis] = atoms_of(axis, mode.mesh)
     stack = kwargs.get("gather_dim", kwargs.get("scatter_dim", 0))
     count = comm.communicator(axis).size if isinstance(src, Shard) or isinstance(dst, Shard) else 0
     key = (func, note[0], axes, src, dst, x.shape, x.requires_grad, torch.is_grad_enabled(), stack, count)
@@ -219,195 +210,4 @@ def cut(types: dict[str, SpmdType], axes: Sequence[str], dim: int, count: int) -
     return found
 
 
-HANDLERS.update(
-    dict.fromkeys([getattr(collectives, _name) for _name in {key[0] for key in collectives.ROWS}], _operator)
-)
-
-
-# --- the plain verbs ---
-
-
-def _verb(mode: SpmdTypeMode, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    x, axis = args[0], args[1]
-    name = func.__name__
-    note = mode.note(x, name)
-    mode.operators += 1
-    communicator = comm.communicator(axis)
-    axes = _atoms(mode, communicator) if communicator.size != 1 else ()
-    if axes:
-        mode.collectives += 1
-    if mode.record is not None:
-        mode.record(f"comm.{name}", (args[2:], {k: v for k, v in kwargs.items() if k != "out"}), where())
-    if note is None:
-        with mode.pause():
-            return func(*args, **kwargs)
-    if isinstance(note[4], Segments):
-        found, extra = packing.collective(mode, name, x, note, axes, kwargs, communicator.size)
-    else:
-        found, extra = verb_type(mode, name, x, note[0], note, axes, kwargs, communicator.size), None
-    with mode.pause():
-        result = func(*args, **kwargs)
-    origins = dict(note[1] or {})
-    for atom in axes:
-        origins.pop(atom, None)
-
-    def finish(y: Tensor) -> Tensor:
-        with torch._C.DisableTorchFunction():  # a wait is no call that the mode sees
-            note_write(mode, y, found, origins or None, extra)
-        return y
-
-    if isinstance(result, Handle):
-        result.then(finish)
-        return result
-    return finish(result)
-
-
-def verb_type(
-    mode: SpmdTypeMode,
-    name: str,
-    x: Tensor,
-    found: TensorType,
-    note: Note,
-    axes: Sequence[str],
-    kwargs: Mapping[str, Any],
-    count: int,
-) -> TensorType:
-    """What a plain collective among `count` ranks makes of a tensor."""
-    types = dict(found.types)
-    for atom in axes:
-        actual = found.get(atom)
-        if actual is None:
-            raise operator_error(
-                mode, f"comm.{name}", x, note, atom, None, None, f"it has no type on {atom}", "no_type"
-            )
-        types[atom] = _VERBS[name](mode, x, note, atom, actual, kwargs)
-    if found.shaped and axes and name in ("all_gather", "reduce_scatter", "all_to_all"):
-        _beside(name, x, found, types, axes, kwargs, count)
-        if getattr(found.rest, "along", None):
-            return TensorType.of(types, R)
-    return TensorType.of(types, found.rest)
-
-
-def _beside(
-    name: str,
-    x: Tensor,
-    found: TensorType,
-    types: dict[str, SpmdType],
-    axes: Sequence[str],
-    kwargs: Mapping[str, Any],
-    count: int,
-) -> None:
-    """The other axes that shard a dim which a plain collective puts together or cuts."""
-    dim = kwargs.get("dim", 0) % max(1, x.dim())
-    into = kwargs.get("split_dim", 0) % max(1, x.dim()) if name == "all_to_all" else dim
-    if name == "all_to_all":
-        dim = kwargs.get("concat_dim", 0) % x.dim()
-    if name != "reduce_scatter":
-        copies = any(not isinstance(found.get(axis), Shard) for axis in axes)
-        joined(types, axes, dim, count, copies)
-    if name != "all_gather":
-        kind = cut(types, axes, into, count)
-        if any(isinstance(types[axis], Shard) for axis in axes):
-            types.update(dict.fromkeys(axes, kind))
-
-
-def _reduce(mode: SpmdTypeMode, x: Tensor, note: Note, atom: str, actual: SpmdType, kwargs: Mapping[str, Any]) -> Any:
-    op = kwargs.get("op", "sum")
-    name = "comm.all_reduce"
-    if actual.letter == "P":
-        if actual.reduction == op:
-            return R
-        why = f"a partial {actual.reduction} is reduced by {op}"
-        raise operator_error(mode, name, x, note, atom, None, None, why, "wrong_reduction")
-    if op in ("max", "min"):
-        if actual.letter == "S":
-            why = f"its pieces along dim {actual.dim} are compared with one another: {op} over that dim first"  # type: ignore[union-attr]
-            raise operator_error(mode, name, x, note, atom, None, None, why, "wrong_reduction")
-        return R
-    if actual is V:
-        mode.assume(f"{name}: the values that vary over {atom} are summands")
-        return R
-    if actual is ZERO or actual is UNIFORM:  # ones are summed to count
-        return R
-    if isinstance(actual, Shard):
-        why = f"its pieces along dim {actual.dim} are added up: all_gather is what puts them together"
-        raise operator_error(mode, name, x, note, atom, None, None, why, "sum_of_shards")
-    why = f"it is the same on all ranks of {atom} already: the sum multiplies it by their number"
-    raise operator_error(mode, name, x, note, atom, None, None, why, "reduced_twice")
-
-
-def _gather(mode: SpmdTypeMode, x: Tensor, note: Note, atom: str, actual: SpmdType, kwargs: Mapping[str, Any]) -> Any:
-    dim = kwargs.get("dim", 0) % max(1, x.dim())
-    if actual.letter == "P":
-        raise operator_error(mode, "comm.all_gather", x, note, atom, None, None,
-                             "it is a partial sum: a gather puts summands side by side", "gather_of_sum")  # fmt: skip
-    if isinstance(actual, Shard) and (actual.dim != dim or actual.stride != 1):
-        why = f"it is {actual}, and dim {dim} is gathered"
-        raise operator_error(mode, "comm.all_gather", x, note, atom, None, None, why, "gather_dim")
-    if mode.level == "G" and (actual is R or actual is I):
-        why = f"it is the same on all ranks of {atom}: the result holds it once for each of them"
-        raise operator_error(mode, "comm.all_gather", x, note, atom, None, None, why, "gathered_twice")
-    return R
-
-
-def _scatter(mode: SpmdTypeMode, x: Tensor, note: Note, atom: str, actual: SpmdType, kwargs: Mapping[str, Any]) -> Any:
-    _reduce(mode, x, note, atom, actual, kwargs)
-    return Shard(kwargs.get("dim", 0) % max(1, x.dim())) if mode.level == "G" else V
-
-
-def _exchange(mode: SpmdTypeMode, x: Tensor, note: Note, atom: str, actual: SpmdType, kwargs: Mapping[str, Any]) -> Any:
-    split, concat = kwargs.get("split_dim", 0) % x.dim(), kwargs.get("concat_dim", 0) % x.dim()
-    if actual.letter == "P":
-        why = "it is a partial sum: pieces of summands are not pieces of the sum"
-        raise operator_error(mode, "comm.all_to_all", x, note, atom, None, None, why, "gather_of_sum")
-    sharded = isinstance(actual, Shard) and actual.dim == concat and actual.stride == 1 and split != concat
-    return Shard(split) if sharded else V
-
-
-def _broadcast(
-    mode: SpmdTypeMode, x: Tensor, note: Note, atom: str, actual: SpmdType, kwargs: Mapping[str, Any]
-) -> Any:
-    if actual.letter == "P":
-        raise operator_error(mode, "comm.broadcast", x, note, atom, None, None,
-                             "it is a partial sum: one summand is not the sum", "gather_of_sum")  # fmt: skip
-    return R
-
-
-def _permute(mode: SpmdTypeMode, x: Tensor, note: Note, atom: str, actual: SpmdType, kwargs: Mapping[str, Any]) -> Any:
-    return V
-
-
-_VERBS: dict[str, Callable[..., SpmdType]] = {
-    "all_reduce": _reduce,
-    "all_gather": _gather,
-    "reduce_scatter": _scatter,
-    "all_to_all": _exchange,
-    "broadcast": _broadcast,
-    "permute": _permute,
-}
-HANDLERS.update(dict.fromkeys([getattr(comm, _name) for _name in _VERBS], _verb))
-
-
-def _send(mode: SpmdTypeMode, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    mode.operators += 1
-    mode.collectives += 1
-    if mode.sent is not None:
-        mode.sent(args[0], args[1])
-    with mode.pause():
-        return func(*args, **kwargs)
-
-
-def _recv(mode: SpmdTypeMode, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    mode.operators += 1
-    mode.collectives += 1
-    with mode.pause():
-        result = func(*args, **kwargs)
-    if mode.received is not None:
-        found = mode.received(args[0], args[1])
-        if found is not None:
-            mode.stamp(args[0], found)
-    return result
-
-
-HANDLERS[comm.send] = _send
-HANDLERS[comm.recv] = _recv
+HANDLERS.update(dict.fromkeys([getattr(collectives, name) for name, *_ in collectives.ROWS], _operator))

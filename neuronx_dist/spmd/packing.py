@@ -127,13 +127,14 @@ def collective(
     mode: SpmdTypeMode, name: str, x: Tensor, note: Note, axes: Sequence[str], kwargs: Mapping[str, Any], count: int
 ) -> tuple[TensorType, Segments]:
     """What a plain collective among `count` ranks makes of a buffer: the type of each part, on its own."""
-    from .operators import verb_type
+    from .verb_types import verb_type
 
     segments: Segments = note[4]
+    reduction = {key: value for key, value in kwargs.items() if key == "op"}
     parts = []
     for size, found, origins in segments.parts:
         part: Note = (found, origins, note[2], note[3], None)
-        changed = dict(verb_type(mode, name, x, found, part, axes, _of_part(name, kwargs), count).types)
+        changed = dict(verb_type(mode, name, x, found, part, axes, reduction, count).types)
         if name == "all_gather":
             for axis in axes:  # rows of all ranks, one after the other
                 changed[axis] = R
@@ -143,10 +144,6 @@ def collective(
         left = {axis: origin for axis, origin in (origins or {}).items() if axis not in axes}
         parts.append((size, TensorType.of(changed, found.rest), left or None))
     return note[0], Segments(segments.dim, tuple(parts))
-
-
-def _of_part(name: str, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in kwargs.items() if key == "op"}
 
 
 # --- lists ---
@@ -211,5 +208,3 @@ def for_each(mode: SpmdTypeMode, func: Callable[..., Any], args: tuple[Any, ...]
         else:
             mode.stamp(x, kind, origins)
     return result
-
-

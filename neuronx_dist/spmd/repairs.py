@@ -12,7 +12,7 @@ import ast
 from collections.abc import Sequence
 from typing import Any
 
-from .judge import Violation
+from .errors import Violation
 from .provenance import Named, Site
 from .rewrites import SPECIAL, declared, otherwise
 from .trials import LAST, Call, Change, Edit, Repair, call_of, changes_of, edit_of, legal, route, size_of, written

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .judge import Violation
+from .errors import Violation
 from .provenance import Named, Site
 from .rules import RULES
 from .tensor_type import Origin, note_of

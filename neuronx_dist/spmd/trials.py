@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .judge import Operand, Violation, judge
+from .errors import Violation
+from .judge import Operand, judge
 from .provenance import Named, Site, contracts
 from .rules import Rule
 from .rules.spec import Spec

@@ -14,6 +14,7 @@ from neuronx_dist.hf import load_pretrained, swap
 from neuronx_dist.spmd import spec_of
 
 VOCAB, BATCH, SEQ = 96, 2, 8
+SIZES = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2)
 
 
 def llama_config(

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from hf_models import (
+    SIZES,
     VOCAB,
     batch,
     error,
@@ -22,11 +23,11 @@ from hf_models import (
     sum_partial_gradients,
     swapped,
 )
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from neuronx_dist import comm
 from neuronx_dist.comm import threads
-from neuronx_dist.hf import UnsupportedModelError, full_state_dict, swap, transformer_layer_class
+from neuronx_dist.hf import full_state_dict, swap, transformer_layer_class
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.pipeline import trace
 from neuronx_dist.spmd import spec_of
@@ -97,12 +98,8 @@ def test_other_architectures(architecture: str, sequence_parallel: bool) -> None
 
     config = AutoConfig.for_model(
         architecture,
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
+        **SIZES,
         num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
         head_dim=8,
         max_position_embeddings=64,
         use_cache=False,
@@ -312,92 +309,6 @@ def test_a_pipeline_can_record_it(sequence_parallel: bool) -> None:
     threads.run(Mesh(2, tp=2), rank)
 
 
-# Refusals
-
-
-def _refusal(build: Any, tp: int = 2, kind: Any = UnsupportedModelError, **options: Any) -> str:
-    with pytest.raises(kind) as caught:
-        threads.run(Mesh(tp, tp=tp), lambda: swap(build(), **options))
-    return str(caught.value)
-
-
-def _from_config(config: Any) -> Any:
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)
-
-
-def test_a_model_without_a_plan_is_refused() -> None:
-    message = _refusal(lambda: _from_config(GPT2Config(n_layer=2, n_embd=32, n_head=4, vocab_size=VOCAB)))
-    assert "GPT2LMHeadModel (model type 'gpt2') has no tensor-parallel plan" in message
-    assert "transformer.h.*.attn.c_attn" in message
-
-
-def test_layers_outside_the_plan_are_named() -> None:
-    def build() -> Any:
-        model = meta_model(llama_config())
-        model.model.layers[0].mlp.extra = torch.nn.Linear(4, 4, device="meta")
-        model.model.layers[1].self_attn.strange_norm = torch.nn.LayerNorm(4, device="meta")
-        return model
-
-    message = _refusal(build)
-    assert "model.layers.*.mlp.extra (not in the plan)" in message
-    assert "model.layers.*.self_attn.strange_norm (not in the plan)" in message
-    assert "q_proj" not in message
-
-
-def test_styles_that_the_swap_has_not_are_named() -> None:
-    from transformers import Phi3Config
-
-    config = Phi3Config(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        pad_token_id=None,
-    )
-    message = _refusal(lambda: _from_config(config))
-    assert "Phi3ForCausalLM" in message and "qkv_proj (style 'colwise_gather_output')" in message
-
-
-def test_embeddings_that_compute_more_are_named() -> None:
-    from transformers import GemmaConfig
-
-    config = GemmaConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, head_dim=8)
-    assert "model.embed_tokens (a GemmaTextScaledWordEmbedding" in _refusal(lambda: _from_config(config))
-
-
-def test_not_a_causal_lm() -> None:
-    assert "not a Hugging Face causal LM" in _refusal(lambda: torch.nn.Linear(2, 2))
-
-
-def test_heads_that_tp_does_not_divide() -> None:
-    message = _refusal(lambda: meta_model(llama_config(9, 3)), kind=ValueError)
-    assert "9 attention heads over 3 key/value heads are not divisible by tp=2" in message
-    assert "pad_heads=True, or choose tp from [1, 3]" in message
-
-
-def test_sizes_that_tp_does_not_divide() -> None:
-    message = _refusal(lambda: meta_model(llama_config(5, 5)), tp=5, kind=ValueError)
-    assert "the vocabulary of size 96 is not divisible by tp=5" in message
-    assert "gate_proj of size 48 is not divisible by tp=5" in message
-
-
-def test_swapping_twice_is_refused() -> None:
-    assert "swapped already" in _refusal(lambda: swap(meta_model(llama_config())), kind=ValueError)
-
-
-def test_sequence_parallelism_with_strange_modules_is_refused() -> None:
-    def build() -> Any:
-        model = meta_model(llama_config())
-        norm = torch.nn.LayerNorm(32, device="meta")
-        model.model._modules = {"embedding_norm": norm, **model.model._modules}
-        return model
-
-    assert "also has embedding_norm" in _refusal(build, sequence_parallel=True)
-
-
 # Dropout
 
 
@@ -437,25 +348,3 @@ def _alone(mesh: Mesh, index: int, fn: Any) -> Any:
     """What `fn` does on one rank, its collectives giving tensors of the right shape."""
     with comm.as_rank(mesh, index):
         return fn()
-
-
-def test_dropouts_that_the_swap_cannot_tell_apart_are_refused() -> None:
-    from transformers import Starcoder2Config
-
-    def build() -> Any:
-        return _from_config(
-            Starcoder2Config(
-                vocab_size=VOCAB,
-                hidden_size=32,
-                intermediate_size=48,
-                num_hidden_layers=1,
-                num_attention_heads=4,
-                num_key_value_heads=2,
-                residual_dropout=0.1,
-                embedding_dropout=0.0,
-                attention_dropout=0.0,
-            )
-        )
-
-    threads.run(Mesh(2, tp=2), lambda: swap(build()))
-    assert "residual_dropout=0.1: such dropout" in _refusal(build, sequence_parallel=True)

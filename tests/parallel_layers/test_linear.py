@@ -29,26 +29,51 @@ from neuronx_dist import comm
 from neuronx_dist.comm import threads
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.parallel_layers import ColumnParallelLinear, RowParallelLinear
-from neuronx_dist.parallel_layers.linear import linear_with_async_allreduce
+from neuronx_dist.parallel_layers.layers import linear_with_async_allreduce
 from neuronx_dist.spmd import spec_of
 
 SHAPES = {2: (4,), 3: (4, 8), 4: (4, 8, 4)}  # leading dims of inputs with 2, 3, 4 dims
 
 
-def column_case(tp, lead, options, x, g, full):
-    """On one rank: output and gradients of a column layer whose output's gradient is this rank's part of g."""
-    rank = comm.rank("tp")
-    layer = ColumnParallelLinear(IN, OUT, dtype=F64, **options)
-    load(layer, full)
-    dim = (options.get("sequence_dimension") or 0) if options.get("sequence_parallel_enabled") else None
-    given = (x.chunk(tp, dim)[rank] if dim is not None else x).clone().requires_grad_()
+def sequence_dim(options):
+    return (options.get("sequence_dimension") or 0) if options.get("sequence_parallel_enabled") else None
+
+
+def step(layer, given, grad):
+    """Output, input gradient and gradients of the parameters; a bias that is left to the caller is added."""
+    given = given.clone().requires_grad_()
     out = layer(given)
-    if options.get("skip_bias_add"):
+    if layer.skip_bias_add:
         out, bias = out
         assert bias is layer.bias
         out = out + bias if bias is not None else out
-    out.backward(g if options.get("gather_output", True) else split_features(g, options.get("stride", 1), tp, rank))
+    out.backward(grad)
     return out.detach(), given.grad, gradients(layer)
+
+
+def references(options, full):
+    """x, g, and output, dX and gradients of one process, for every number of dims that has the sequence dim."""
+    dim = sequence_dim(options)
+    for dims, lead in SHAPES.items():
+        if dim is None or -dims <= dim < dims - 1:
+            x, g = draw(*lead, IN, seed=2), draw(*lead, OUT, seed=3)
+            yield x, g, *linear_reference(x, full, g, options.get("bias", True))
+
+
+def close_gradients(ranks, want):
+    found = whole_gradients(ranks)
+    assert set(found) == set(want)
+    for name in want:
+        close(found[name], want[name], name)
+
+
+def column_case(tp, options, x, g, full):
+    """On one rank, of a column layer whose output's gradient is this rank's part of g."""
+    rank, dim = comm.rank("tp"), sequence_dim(options)
+    layer = ColumnParallelLinear(IN, OUT, dtype=F64, **options)
+    load(layer, full)
+    grad = g if options.get("gather_output", True) else split_features(g, options.get("stride", 1), tp, rank)
+    return step(layer, x if dim is None else x.chunk(tp, dim)[rank], grad)
 
 
 COLUMN = [
@@ -69,48 +94,31 @@ COLUMN_SP = [
 @pytest.mark.parametrize("tp", [1, 2, 4])
 @pytest.mark.parametrize("options", COLUMN + COLUMN_SP, ids=str)
 def test_column_is_one_linear_layer(tp, options):
-    full = full_parameters()
-    sequence_parallel = options.get("sequence_parallel_enabled", False)
-    dim = options.get("sequence_dimension") or 0
-    for dims, lead in SHAPES.items():
-        if sequence_parallel and not -dims <= dim < dims - 1:
-            continue
-        x, g = draw(*lead, IN, seed=2), draw(*lead, OUT, seed=3)
-        want_out, want_x, want = linear_reference(x, full, g, options.get("bias", True))
-        ranks = threads.run(tp_mesh(tp), column_case, tp, lead, options, x, g, full)
-        outs, xs, grads = zip(*ranks)
+    full, dim = full_parameters(), sequence_dim(options)
+    for x, g, want_out, want_x, want in references(options, full):
+        outs, xs, grads = zip(*threads.run(tp_mesh(tp), column_case, tp, options, x, g, full))
         if options.get("gather_output", True):
             for out in outs:
                 close(out, want_out, "output")
         else:
             close(join_features(outs, options.get("stride", 1)), want_out, "output")
-        if sequence_parallel:
+        if dim is not None:
             close(torch.cat(xs, dim), want_x, "dX")
         elif options.get("input_is_replicated"):
             close(torch.stack(xs).sum(0), want_x, "dX")
         else:
             for dx in xs:
                 close(dx, want_x, "dX")
-        found = whole_gradients(grads)
-        assert set(found) == set(want)
-        for name in want:
-            close(found[name], want[name], name)
+        close_gradients(grads, want)
 
 
 def row_case(tp, options, x, g, full):
-    rank = comm.rank("tp")
+    rank, dim = comm.rank("tp"), sequence_dim(options)
     layer = RowParallelLinear(IN, OUT, dtype=F64, **options)
     load(layer, full)
     parallel = options.get("input_is_parallel", False)
-    given = (split_features(x, options.get("stride", 1), tp, rank) if parallel else x).clone().requires_grad_()
-    dim = (options.get("sequence_dimension") or 0) if options.get("sequence_parallel_enabled") else None
-    out = layer(given)
-    if options.get("skip_bias_add"):
-        out, bias = out
-        assert bias is layer.bias
-        out = out + bias if bias is not None else out
-    out.backward(g if dim is None else g.chunk(tp, dim)[rank])
-    return out.detach(), given.grad, gradients(layer)
+    given = split_features(x, options.get("stride", 1), tp, rank) if parallel else x
+    return step(layer, given, g if dim is None else g.chunk(tp, dim)[rank])
 
 
 ROW = [
@@ -130,16 +138,10 @@ ROW_SP = [
 @pytest.mark.parametrize("tp", [1, 2, 4])
 @pytest.mark.parametrize("options", ROW + ROW_SP, ids=str)
 def test_row_is_one_linear_layer(tp, options):
-    full = full_parameters()
-    sequence_parallel = options.get("sequence_parallel_enabled", False)
-    dim = options.get("sequence_dimension") or 0
-    for dims, lead in SHAPES.items():
-        if sequence_parallel and not -dims <= dim < dims - 1:
-            continue
-        x, g = draw(*lead, IN, seed=2), draw(*lead, OUT, seed=3)
-        want_out, want_x, want = linear_reference(x, full, g, options.get("bias", True))
+    full, dim = full_parameters(), sequence_dim(options)
+    for x, g, want_out, want_x, want in references(options, full):
         outs, xs, grads = zip(*threads.run(tp_mesh(tp), row_case, tp, options, x, g, full))
-        if sequence_parallel:
+        if dim is not None:
             close(torch.cat(outs, dim), want_out, "output")
         elif not options.get("reduce_output", True):
             close(torch.stack(outs).sum(0), want_out, "output")
@@ -151,17 +153,14 @@ def test_row_is_one_linear_layer(tp, options):
         else:
             for dx in xs:
                 close(dx, want_x, "dX")
-        found = whole_gradients(grads)
-        assert set(found) == set(want)
-        for name in want:
-            close(found[name], want[name], name)
+        close_gradients(grads, want)
 
 
 def test_a_single_vector_is_an_input_too():
     full, x, g = full_parameters(), draw(IN, seed=2), draw(OUT, seed=3)
-    want_out, want_x, want = linear_reference(x, full, g)
-    for case, arguments in ((column_case, (2, (), {}, x, g, full)), (row_case, (2, {}, x, g, full))):
-        for out, dx, _ in threads.run(tp_mesh(2), case, *arguments):
+    want_out, want_x, _ = linear_reference(x, full, g)
+    for case in (column_case, row_case):
+        for out, dx, _ in threads.run(tp_mesh(2), case, 2, {}, x, g, full):
             close(out, want_out)
             close(dx, want_x)
 
@@ -170,17 +169,15 @@ def test_on_real_processes():
     full, x, g = full_parameters(), draw(4, 8, IN, seed=2), draw(4, 8, OUT, seed=3)
     want_out, want_x, want = linear_reference(x, full, g)
     for options in (dict(gather_output=False, stride=2), COLUMN_SP[2]):
-        outs, xs, grads = zip(*processes(2).run(column_case, 2, (4, 8), options, x, g, full, mesh=dict(tp=2)))
+        outs, xs, grads = zip(*processes(2).run(column_case, 2, options, x, g, full, mesh=dict(tp=2)))
         close(join_features(outs, options.get("stride", 1)), want_out)
         close(torch.cat(xs, 1) if "sequence_dimension" in options else xs[1], want_x)
-        for name, grad in whole_gradients(grads).items():
-            close(grad, want[name], name)
+        close_gradients(grads, want)
     for options in (dict(input_is_parallel=True), ROW_SP[2]):
         outs, xs, grads = zip(*processes(2).run(row_case, 2, options, x, g, full, mesh=dict(tp=2)))
         close(torch.cat(outs, 1) if "sequence_dimension" in options else outs[1], want_out)
         close(join_features(xs, 1), want_x)
-        for name, grad in whole_gradients(grads).items():
-            close(grad, want[name], name)
+        close_gradients(grads, want)
 
 
 # --- dtypes ---

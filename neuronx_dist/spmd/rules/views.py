@@ -124,7 +124,7 @@ def regroup(source: Sequence[int], target: Sequence[int], inferred: int | None =
             i, j = i + 1, j + 1
             left, right = (sizes[i] if i < end else 1), (into[j] if j < stop else 1)
         elif i < end and sizes[i] == 1:
-            place = _home(i, j, opened, into, inferred)
+            place = _home(j, opened, into, inferred)
             if place is None:
                 ins[i].append(found.new(1, f"{name} removes it, so it has size 1 in the whole tensor too"))
             elif place >= stop and outs[place]:  # a dim of the tail, which has its factor already: outside of that
@@ -160,8 +160,8 @@ def regroup(source: Sequence[int], target: Sequence[int], inferred: int | None =
     return found.spec([ins], [outs])
 
 
-def _home(i: int, j: int, opened: bool, into: list[int], inferred: int | None) -> int | None:
-    """The dim of the result that takes up dim i of size 1: an open one, the inferred one, the next, the one before."""
+def _home(j: int, opened: bool, into: list[int], inferred: int | None) -> int | None:
+    """The dim of the result that takes up a dim of size 1: an open one, the inferred one, the next, the one before."""
     if not opened and inferred is not None and j - 1 == inferred:
         return j - 1
     while j < len(into) and into[j] == 1:

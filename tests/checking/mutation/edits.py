@@ -41,7 +41,7 @@ def recorder(calls: list[Call]) -> Change:
     """A change that changes nothing, and notes the calls."""
 
     def note(original: Any, x: Any, *more: Any, **options: Any) -> Any:
-        if isinstance(x, (torch.Tensor, list)):
+        if isinstance(x, (torch.Tensor, list, tuple)):
             group = comm.communicator(more[0])
             calls.append(Call(x.dim() if isinstance(x, torch.Tensor) else 0, group.axis, int(group.size), options))
         else:
@@ -64,10 +64,17 @@ class _Done:
 def _deliver(result: Any, options: dict[str, Any]) -> Any:
     """`result` in the way that the call was to give it: in `out`, as a handle."""
     out = options.get("out")
-    if out is not None and out is not result and out.shape == result.shape:
+    if isinstance(result, list) and out is not None:
+        result = [_deliver(one, {"out": place}) for one, place in zip(result, out)]
+    elif out is not None and out is not result and out.shape == result.shape:
         with torch.no_grad():
             result = out.copy_(result)
     return _Done(result) if options.get("async_op") else result
+
+
+def _each(change: Callable[[torch.Tensor], Any], x: Any) -> Any:
+    """Of every tensor, if there is a list of them."""
+    return [change(one) for one in x] if isinstance(x, (list, tuple)) else change(x)
 
 
 def _plain(options: dict[str, Any], *more: str) -> dict[str, Any]:
@@ -75,7 +82,7 @@ def _plain(options: dict[str, Any], *more: str) -> dict[str, Any]:
 
 
 def _delete(original: Any, x: Any, axis: Any, **options: Any) -> Any:
-    return _deliver(x, options)
+    return _deliver(_each(lambda one: one, x), options)
 
 
 def _twice(original: Any, x: Any, axis: Any, **options: Any) -> Any:
@@ -108,7 +115,8 @@ def edits_of(verb: str, call: Call, axes: Sequence[str]) -> Iterator[Edit]:
 
 def _instead(other: str, *dropped: str, **given: Any) -> Edit:
     def change(original: Any, x: Any, axis: Any, **options: Any) -> Any:
-        return _deliver(getattr(comm, other)(x, axis, **{**_plain(options, *dropped), **given}), options)
+        more = {**_plain(options, *dropped), **given}
+        return _deliver(_each(lambda one: getattr(comm, other)(one, axis, **more), x), options)
 
     shown = ", ".join(f"{key}={value}" for key, value in given.items())
     return Edit("verb", f"{other}({shown})", change)
@@ -116,17 +124,23 @@ def _instead(other: str, *dropped: str, **given: Any) -> Edit:
 
 def _ring(original: Any, x: Any, axis: Any, **options: Any) -> Any:
     size = comm.size(axis) if not isinstance(axis, comm.Communicator) else axis.size
-    return _deliver(comm.permute(x, axis, [(i, (i + 1) % size) for i in range(size)]), options)
+    ring = [(i, (i + 1) % size) for i in range(size)]
+    return _deliver(_each(lambda one: comm.permute(one, axis, ring), x), options)
 
 
 def _repeat(original: Any, x: Any, axis: Any, **options: Any) -> Any:
-    return _deliver(torch.cat([x] * comm.communicator(axis).size, options.get("dim", 0)), options)
+    size, dim = comm.communicator(axis).size, options.get("dim", 0)
+    return _deliver(_each(lambda one: torch.cat([one] * size, dim), x), options)
 
 
 def _own_piece(original: Any, x: Any, axis: Any, **options: Any) -> Any:
     group, dim = comm.communicator(axis), options.get("dim", 0)
-    count = x.shape[dim] // group.size
-    return _deliver(x.narrow(dim, group.rank * count, count).contiguous(), options)
+
+    def own(one: torch.Tensor) -> torch.Tensor:
+        count = one.shape[dim] // group.size
+        return one.narrow(dim, group.rank * count, count).contiguous()
+
+    return _deliver(_each(own, x), options)
 
 
 def _of_verb(name: str, call: Call) -> Iterator[Edit]:

@@ -44,6 +44,7 @@ SITES: dict[str, Site] = find_sites(also=FUNCTIONS)
 
 _LAYERS = "parallel_layers/"
 _LINEAR = "parallel_layers/linear.py:"
+_FUNCTIONS = "parallel_layers/autograd_linear.py:"
 _EMBEDDING = "parallel_layers/embedding.py:ParallelEmbedding.forward:spmd."
 _REGIONS = {
     "copy_to_tensor_model_parallel_region:spmd.convert": "tensor parallel",
@@ -68,13 +69,13 @@ _REGIONS = {
 }
 PROGRAM_OF: dict[str, str] = {
     **{f"{_LAYERS}mappings.py:{region}#1": program for region, program in _REGIONS.items()},
-    f"{_LINEAR}_ColumnLinear.forward:comm.all_gather#1": "sequence",
-    f"{_LINEAR}_ColumnLinear.backward:comm.all_gather#1": "sequence",
-    f"{_LINEAR}_ColumnLinear.backward:comm.all_reduce#1": "fused",
-    f"{_LINEAR}_ColumnLinear.backward:comm.reduce_scatter#1": "sequence",
-    f"{_LINEAR}_RowLinear.forward:comm.all_reduce#1": "mlp",
-    f"{_LINEAR}_RowLinear.forward:comm.reduce_scatter#1": "sequence",
-    f"{_LINEAR}_RowLinear.backward:comm.all_gather#1": "sequence",
+    f"{_FUNCTIONS}ColumnLinear.forward:comm.all_gather#1": "sequence",
+    f"{_FUNCTIONS}ColumnLinear.backward:comm.all_gather#1": "sequence",
+    f"{_FUNCTIONS}ColumnLinear.backward:comm.all_reduce#1": "fused",
+    f"{_FUNCTIONS}ColumnLinear.backward:comm.reduce_scatter#1": "sequence",
+    f"{_FUNCTIONS}RowLinear.forward:comm.all_reduce#1": "mlp",
+    f"{_FUNCTIONS}RowLinear.forward:comm.reduce_scatter#1": "sequence",
+    f"{_FUNCTIONS}RowLinear.backward:comm.all_gather#1": "sequence",
     f"{_LINEAR}ColumnParallelLinear._gathered:spmd.all_gather#1": "gathered blocks",
     f"{_LINEAR}ColumnParallelLinear._gathered:spmd.all_gather#2": "gathered",
     f"{_LINEAR}RowParallelLinear.forward:spmd.convert#1": "split",
@@ -135,9 +136,10 @@ EXEMPT = {
     "parallel_layers/materialize.py:gather_full": "gives tests and files the whole of a tensor",
     "parallel_layers/pad.py": "marks the weights of other sizes, before training",
     "parallel_layers/parallel_state.py": "Python objects",
+    "pipeline/rounds.py": "in place of the messages of pipeline/runtime.py, where there are none (XLA)",
     "pipeline/stage_module.py:StageModule.sync_tied_weights": "before the first step; a check has no values",
-    "parallel_layers/linear.py:_ColumnLinear.composition": "what the layer is compared with, under a check only",
-    "parallel_layers/linear.py:_RowLinear.composition": "what the layer is compared with, under a check only",
+    f"{_FUNCTIONS}ColumnLinear.composition": "what the layer is compared with, under a check only",
+    f"{_FUNCTIONS}RowLinear.composition": "what the layer is compared with, under a check only",
 }
 SCOPE = ("parallel_layers/", "hf/", "optimizer/", "pipeline/")
 

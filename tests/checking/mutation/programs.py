@@ -7,85 +7,28 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from checked_program import Program
 from torch import nn
 from torch.nn import functional as F
+
+import neuronx_dist as nxd
+from neuronx_dist import comm, hf, spmd
+from neuronx_dist.parallel_layers import fuse_columns, grads, mappings
+from neuronx_dist.parallel_layers.layer_norm import LayerNorm
 
 _TESTS = Path(__file__).parents[2]
 sys.path[:0] = [str(_TESTS / "parity"), str(_TESTS)]
 
-import neuronx_dist as nxd  # noqa: E402
-from neuronx_dist import Mesh, comm, hf, spmd  # noqa: E402
-from neuronx_dist.checking import numeric  # noqa: E402
-from neuronx_dist.checking.explore import explore  # noqa: E402
-from neuronx_dist.checking.numeric import compare_values  # noqa: E402
-from neuronx_dist.checking.program import Subject  # noqa: E402
-from neuronx_dist.checking.trace import Deadline  # noqa: E402
-from neuronx_dist.parallel_layers import grads, mappings  # noqa: E402
-from neuronx_dist.parallel_layers.layer_norm import LayerNorm  # noqa: E402
-from neuronx_dist.parallel_layers.linear import fuse_columns  # noqa: E402
-from neuronx_dist.parallel_layers.materialize import gather_full  # noqa: E402
-from neuronx_dist.spmd.axes import mesh_of  # noqa: E402
-
-__all__ = ["PROGRAMS", "Program"]
+__all__ = ["PROGRAMS"]
 
 HIDDEN, INNER, ROWS, SEQ, VOCAB = 8, 16, 2, 4, 8
-TP_DP = {"dp": 2, "tp": 2}
-_EP = {**TP_DP, "ep": 2}
+_EP = {"dp": 2, "tp": 2, "ep": 2}
 _CP = {"cp": 2, "dp": 2}
-
-
-@dataclass(frozen=True)
-class Program:
-    """What `spmd.check` is given. `values`: raises or returns something true if the values are wrong; None: they are
-    those of the same program, on threads and in one process.
-    """
-
-    model_fn: Callable[..., Any]
-    inputs: Any
-    mesh: dict[str, int] = field(default_factory=lambda: TP_DP)
-    options: dict[str, Any] = field(default_factory=dict)
-    step: Callable[..., Any] | None = None
-    in_types: Any = None
-    values: Callable[[], Any] | None = None
-
-    def check(self, **options: Any) -> Any:
-        given = dict(options=self.options, step=self.step, in_types=self.in_types)
-        return spmd.check(self.model_fn, self.inputs, self.mesh, **given, **options)
-
-    def play(self) -> None:
-        """One rank of each kind."""
-        subject = Subject(self.model_fn, self.inputs, self.options, self.step, None, self.in_types, "G")
-        explore(subject, mesh_of(self.mesh), Deadline(None), twice=False)
-
-    def values_are_right(self) -> bool:
-        if self.values is not None:
-            return not self.values()
-        subject, mesh = Subject(self.model_fn, self.inputs, self.options), mesh_of(self.mesh)
-        if self.step is None:
-            return not compare_values(subject, mesh, Deadline(None), [])
-        (expected,) = comm.threads.run(Mesh(1), self._parameters, subject, mesh.size(("dp", "cp")))
-        found = comm.threads.run(mesh, self._parameters, subject, 1)
-        return all(
-            have[name].shape == want.shape and torch.allclose(have[name], want, rtol=1e-6, atol=1e-9)
-            for have in found
-            for name, want in expected.items()
-        )
-
-    def _parameters(self, subject: Subject, parts: int) -> dict[str, torch.Tensor]:
-        """All parameters after a step."""
-        with numeric._BUILDING, torch.device("meta"):
-            model = self.model_fn(**self.options)
-        numeric._fill(model)
-        assert self.step is not None
-        params = list(model.parameters())
-        self.step(model, torch.optim.SGD(params, lr=0.1), numeric._inputs(self.inputs, model, parts))
-        return {name: gather_full(x.detach(), spmd.spec_of(x)).clone() for name, x in model.named_parameters()}
 
 
 # --- layers and regions -----------------------------------------------------------------------------------------------
@@ -144,10 +87,6 @@ def _tensor_parallel(net: Any, x: torch.Tensor) -> torch.Tensor:
     x = mappings.copy_to_tensor_model_parallel_region(x)
     x = F.linear(F.gelu(F.linear(x, net.up.weight, net.up.bias)), net.down.weight)
     return mappings.reduce_from_tensor_model_parallel_region(x)
-
-
-def _split_and_gathered(split: Callable[..., Any], gather: Callable[..., Any]) -> Program:
-    return _net(lambda net, x: gather(F.gelu(split(x))))
 
 
 def _last_dim(net: Any, x: torch.Tensor) -> torch.Tensor:

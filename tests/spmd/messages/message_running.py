@@ -102,7 +102,7 @@ def local(given: Input, value: torch.Tensor) -> torch.Tensor:
     return nn.Parameter(value.detach()) if given.is_parameter else value
 
 
-def _call(program: Program, body: Any, given: dict[str, torch.Tensor], mode: Any = None) -> torch.Tensor:
+def _call(body: Any, given: dict[str, torch.Tensor], mode: Any = None) -> torch.Tensor:
     if not inspect.isclass(body):
         return body(**given)
     model = body()
@@ -135,7 +135,7 @@ def check(program: Program, body: Any = None, inputs: dict[str, Input] | None = 
         with spmd.SpmdTypeMode(mesh, level=program.level) as mode:
             for name, x in given.items():
                 spmd.assert_type(x, inputs[name].types)
-            loss = _call(program, body or program.body, given, mode)
+            loss = _call(body or program.body, given, mode)
             found = spmd.get_local_type(loss)
             if not backwards(program):
                 loss.backward()
@@ -185,7 +185,7 @@ def parity(program: Program, body: Any, loss_type: dict[str, Any], inputs: dict[
 
     def step(shown: Any) -> dict[str, torch.Tensor]:
         given = {name: local(inputs[name], value) for name, value in whole.items()}
-        loss = _call(program, shown, given)
+        loss = _call(shown, given)
         if not backwards(program):
             loss.backward()
         return {"loss": loss.detach(), **{n: x.grad for n, x in given.items() if x.grad is not None}}

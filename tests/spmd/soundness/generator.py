@@ -140,7 +140,7 @@ class Generator(Choices):
         previous = self.previous = self.claims
         self.claims = claims
         try:
-            step = self._run_whole(step, before)
+            step = self._run_whole(step)
         except _Drop:
             self.local, self.claims = before, {n: c for n, c in previous.items() if n in before}
             self.ended = not targets  # what was written stays written
@@ -182,7 +182,7 @@ class Generator(Choices):
         line = f"{', '.join(targets)} = {whole}" if targets else str(whole)
         return f"with torch.no_grad(): {line}" if text.startswith("with") else line
 
-    def _run_whole(self, step: Step, before: dict[str, Tensor]) -> Step:
+    def _run_whole(self, step: Step) -> Step:
         """Runs it in the unsharded program too.
 
         Raises:
@@ -204,7 +204,7 @@ class Generator(Choices):
             return Step(step.text, None, step.targets, step.op)
         names: dict[str, Any] = {name: x for name, x in self.whole.items() if x is not None}
         constants = [name for name in used if self.claims.get(name, _NONE).free]
-        lines = self._resized(step.whole, constants, before, written) + [step.whole]
+        lines = self._resized(step.whole, constants, written) + [step.whole]
         first = ""
         for line in lines:
             mine = dict(names)
@@ -254,7 +254,7 @@ class Generator(Choices):
             return ""
         return f"shape {found}, but by its type {claim.types} {shape}"
 
-    def _resized(self, text: str, constants: list[str], before: dict[str, Tensor], written: list[str]) -> list[str]:
+    def _resized(self, text: str, constants: list[str], written: list[str]) -> list[str]:
         """The line with constants as long as what they meet is in the unsharded program."""
         lines = [text]
         factors = sorted({1, *self.grid.values(), self.width, 2 * self.width if len(self.grid) > 1 else 1})

@@ -1,0 +1,210 @@
+"""The autograd functions of the linear layers: column- and row-parallel, each with its collectives.
+
+Names (b tokens, in/out features, t ranks; `[b, in]` stands for any leading dims):
+
+    column   Y[b, out/t] = X[b, in] · W[out/t, in]ᵀ       X is R on tp, W and Y are sharded on out
+             dX[b, in]   = dY[b, out/t] · W               partial on tp: all-reduced, while dW is computed
+             dW          = dYᵀ · X
+    row      Y[b, out]   = X[b, in/t] · W[out, in/t]ᵀ     partial on tp: all-reduced
+             dX[b, in/t] = dY[b, out] · W,   dW = dYᵀ · X  no communication
+
+With sequence parallelism X (column) and Y (row) are sharded on the sequence: the all-reduces become an all-gather
+forward and a reduce-scatter backward (column), and the other way round (row); only the shard of X is kept for backward,
+and gathered again there. Source: Megatron-LM (arXiv:1909.08053, arXiv:2205.05198).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from .. import comm, spmd
+from ..comm import Communicator
+from ..comm.context import AxisLike
+from ..comm.select import in_one_program
+from ..spmd import I, P, R, S
+from ..spmd.random import checkpoint
+from .utils import cast_if_autocast_enabled
+
+__all__ = ["ColumnLinear", "RowLinear", "linear_alone", "linear_with_async_allreduce"]
+
+
+class ColumnLinear(torch.autograd.Function):
+    """n linear layers on one input, one input-gradient collective: started before the weight gradients, awaited after
+    them.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        communicator: Communicator,
+        sequence_dim: int | None,
+        reduce_dtype: torch.dtype | None,
+        count: int,
+        *weights_and_biases: torch.Tensor,
+    ) -> Any:
+        x, *params = cast_if_autocast_enabled(x, *weights_and_biases)  # type: ignore[assignment]
+        weights, biases = params[:count], params[count:] or [None] * count
+        ctx.save_for_backward(x, *weights)
+        ctx.communicator, ctx.sequence_dim, ctx.reduce_dtype = communicator, sequence_dim, reduce_dtype
+        ctx.has_bias = len(params) > count
+        full = x if sequence_dim is None else comm.all_gather(x, communicator, dim=sequence_dim)
+        return tuple(F.linear(full, weight, bias) for weight, bias in zip(weights, biases))  # type: ignore[arg-type]
+
+    @staticmethod
+    def composition(
+        x: torch.Tensor,
+        communicator: Communicator,
+        sequence_dim: int | None,
+        reduce_dtype: torch.dtype | None,
+        count: int,
+        *weights_and_biases: torch.Tensor,
+    ) -> Any:
+        """What the type checker compares this function with."""
+
+        def linears(x: torch.Tensor, *params: torch.Tensor) -> Any:
+            if sequence_dim is None:
+                full = spmd.convert(x, communicator, src=I, dst=R, reduce_dtype=reduce_dtype)
+            else:
+                full = spmd.all_gather(x, communicator, src=S(sequence_dim), dst=R, reduce_dtype=reduce_dtype)
+            biases = params[count:] or [None] * count
+            return tuple(F.linear(full, weight, bias) for weight, bias in zip(params, biases))
+
+        if sequence_dim is None:
+            return linears(x, *weights_and_biases)
+        return checkpoint(linears, x, *weights_and_biases)  # what was gathered is not kept
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        x, *weights = ctx.saved_tensors
+        communicator, dim = ctx.communicator, ctx.sequence_dim
+        count = len(weights)
+        need_x, need = ctx.needs_input_grad[0], ctx.needs_input_grad[5:]
+        need_weights = any(need[:count])
+        flat = [grad.reshape(-1, grad.shape[-1]) for grad in grads]  # [tokens, out/t]
+        gathering = None
+        if dim is not None and need_weights:
+            gathering = comm.all_gather(x, communicator, dim=dim, async_op=True)
+        reducing = None
+        if need_x:
+            grad_x = flat[0].mm(weights[0])
+            for grad, weight in zip(flat[1:], weights[1:]):
+                grad_x.addmm_(grad, weight)
+            grad_x = grad_x.view(*grads[0].shape[:-1], grad_x.shape[-1])
+            if dim is None:
+                reducing = comm.all_reduce(
+                    grad_x, communicator, reduce_dtype=ctx.reduce_dtype, out=grad_x, async_op=True
+                )
+            else:
+                reducing = comm.reduce_scatter(
+                    grad_x, communicator, dim=dim, reduce_dtype=ctx.reduce_dtype, async_op=True
+                )
+        if gathering is not None:
+            x = gathering.wait()
+        grad_params = _parameter_grads(x, flat, need, count, ctx.has_bias)
+        return (reducing.wait() if reducing is not None else None, None, None, None, None, *grad_params)
+
+
+def linear_alone(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, communicator: Communicator
+) -> torch.Tensor:
+    """`F.linear`, on a group of one.
+
+    On XLA autograd keeps of it the transposed weight, which becomes a copy wherever a program ends: in a pipeline, one
+    for each microbatch under way.
+    """
+    if in_one_program(x):
+        biases = [] if bias is None else [bias]
+        out: torch.Tensor = ColumnLinear.apply(x, communicator, None, None, 1, weight, *biases)[0]
+        return out
+    return F.linear(x, weight, bias)
+
+
+class RowLinear(torch.autograd.Function):
+    """A linear layer whose output is partial, the reduction done in the output's own memory, and the bias added to the
+    sum.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        communicator: Communicator,
+        sequence_dim: int | None,
+        reduce_dtype: torch.dtype | None,
+    ) -> torch.Tensor:
+        x, weight, bias = cast_if_autocast_enabled(x, weight, bias)  # type: ignore[assignment]
+        ctx.save_for_backward(x, weight)
+        ctx.communicator, ctx.sequence_dim = communicator, sequence_dim
+        out = F.linear(x, weight)
+        if sequence_dim is None:
+            out = comm.all_reduce(out, communicator, reduce_dtype=reduce_dtype, out=out)
+        else:
+            out = comm.reduce_scatter(out, communicator, dim=sequence_dim, reduce_dtype=reduce_dtype)
+        return out if bias is None else out.add_(bias)
+
+    @staticmethod
+    def composition(
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        communicator: Communicator,
+        sequence_dim: int | None,
+        reduce_dtype: torch.dtype | None,
+    ) -> torch.Tensor:
+        """What the type checker compares this function with."""
+        out = F.linear(x, weight)
+        if sequence_dim is None:
+            out = spmd.all_reduce(out, communicator, src=P, dst=I, reduce_dtype=reduce_dtype)
+        else:
+            out = spmd.reduce_scatter(out, communicator, src=P, dst=S(sequence_dim), reduce_dtype=reduce_dtype)
+        return out if bias is None else out + bias
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        need = ctx.needs_input_grad
+        grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0) if need[2] else None
+        if ctx.sequence_dim is not None:
+            grad = comm.all_gather(grad, ctx.communicator, dim=ctx.sequence_dim)
+        flat = grad.reshape(-1, grad.shape[-1])
+        grad_x = flat.mm(weight).view(*grad.shape[:-1], weight.shape[1]) if need[0] else None
+        (grad_weight,) = _parameter_grads(x, (flat,), (need[1],), 1, False)
+        return grad_x, grad_weight, grad_bias, None, None, None
+
+
+def _parameter_grads(
+    x: torch.Tensor, flat: Sequence[torch.Tensor], need: Sequence[bool], count: int, has_bias: bool
+) -> list[torch.Tensor | None]:
+    """dW = dYᵀ · X and db = Σ dY, for those that are needed; `flat` holds each layer's dY as `[tokens, out/t]`."""
+    flat_x = x.reshape(-1, x.shape[-1])
+    found: list[torch.Tensor | None] = [g.t().mm(flat_x) if need[i] else None for i, g in enumerate(flat)]
+    if has_bias:
+        found += [g.sum(0) if need[count + i] else None for i, g in enumerate(flat)]
+    return found
+
+
+def linear_with_async_allreduce(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    axis: AxisLike = "tp",
+    sequence_dimension: int | None = None,
+    reduce_dtype: torch.dtype | None = torch.float32,
+) -> torch.Tensor:
+    """`x · weightᵀ + bias` for a weight sharded on its rows: the functional form of `ColumnParallelLinear`.
+
+    `x` is `[.., in]`, the same on all ranks, or with `sequence_dimension` sharded along that dim.
+    """
+    communicator = comm.communicator(axis)
+    if communicator.size == 1:
+        return linear_alone(x, weight, bias, communicator)
+    biases = [] if bias is None else [bias]
+    return ColumnLinear.apply(x, communicator, sequence_dimension, reduce_dtype, 1, weight, *biases)[0]

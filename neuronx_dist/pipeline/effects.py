@@ -1,0 +1,49 @@
+"""What a call does beside its result: whose memory it changes, and whether it draws random numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["Effects", "has_tensors", "storage_of", "tensors_in"]
+
+
+class Effects(TorchDispatchMode):
+    """Notes it of the operators that run inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.random = False
+        self.writes: set[int] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.random |= torch.Tag.nondeterministic_seeded in func.tags
+        for position, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                value = args[position] if position < len(args) else (kwargs or {}).get(argument.name)
+                self.writes |= {storage_of(x) for x in tensors_in(value)}
+        return func(*args, **(kwargs or {}))
+
+
+def tensors_in(x: Any) -> Iterator[torch.Tensor]:
+    """All tensors in containers, slices included."""
+    for leaf in pytree.tree_leaves(x):
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+        elif isinstance(leaf, slice):
+            yield from tensors_in((leaf.start, leaf.stop, leaf.step))
+
+
+def has_tensors(x: Any) -> bool:
+    return any(True for _ in tensors_in(x))
+
+
+def storage_of(x: torch.Tensor) -> int:
+    """Which memory a tensor lies in: equal for a tensor and its views."""
+    return int(x.untyped_storage()._cdata) if x.layout is torch.strided else id(x)

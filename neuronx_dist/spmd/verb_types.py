@@ -1,0 +1,227 @@
+"""Types of the plain verbs of `comm`: the handlers that the checker calls for them.
+
+They have no types of their own: they are read off the tensor (a partial sum is reduced, shards are gathered), and what
+makes no sense of them is an error: the sum of what is equal on all ranks, the gather of a sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import comm
+from ..comm import Handle
+from . import packing
+from .axes import atoms_of
+from .checker import HANDLERS, SpmdTypeMode
+from .errors import SpmdTypeError
+from .explain import operator_error
+from .inplace import note_write
+from .operators import cut, joined
+from .provenance import where
+from .tensor_type import Note, Segments, TensorType
+from .types import UNIFORM, ZERO, I, R, Shard, SpmdType, V
+
+__all__ = ["verb_type"]
+
+
+def _verb(mode: SpmdTypeMode, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    listed, axis = isinstance(args[0], (list, tuple)), args[1]
+    xs: Sequence[Tensor] = args[0] if listed else args[:1]
+    name = func.__name__
+    notes = [mode.note(x, name) for x in xs]
+    mode.operators += 1
+    communicator = comm.communicator(axis)
+    axes = atoms_of(communicator, mode.mesh) if communicator.size != 1 else ()
+    if axes:
+        mode.collectives += 1
+    if mode.record is not None:
+        mode.record(f"comm.{name}", (args[2:], {k: v for k, v in kwargs.items() if k != "out"}), where())
+    known = [(x, note) for x, note in zip(xs, notes) if note is not None]
+    if len(known) < len(notes):  # a backward pass through native code
+        with mode.pause():
+            return func(*args, **kwargs)
+    types: list[tuple[TensorType, Any, Any]] = []
+    for x, note in known:
+        if isinstance(note[4], Segments):
+            found, extra = packing.collective(mode, name, x, note, axes, kwargs, communicator.size)
+        else:
+            found, extra = verb_type(mode, name, x, note[0], note, axes, kwargs, communicator.size), None
+        origins = {atom: origin for atom, origin in (note[1] or {}).items() if atom not in axes}
+        types.append((found, origins or None, extra))
+    with mode.pause():
+        result = func(*args, **kwargs)
+
+    def finish(result: Any) -> Any:
+        with torch._C.DisableTorchFunction():  # a wait is no call that the mode sees
+            for y, (found, origins, extra) in zip(result if listed else [result], types):
+                note_write(mode, y, found, origins, extra)
+        return result
+
+    if isinstance(result, Handle):
+        result.then(finish)
+        return result
+    return finish(result)
+
+
+def verb_type(
+    mode: SpmdTypeMode,
+    name: str,
+    x: Tensor,
+    found: TensorType,
+    note: Note,
+    axes: Sequence[str],
+    kwargs: Mapping[str, Any],
+    count: int,
+) -> TensorType:
+    """What a plain collective among `count` ranks makes of a tensor."""
+    types = dict(found.types)
+    for atom in axes:
+        actual = found.get(atom)
+        if actual is None:
+            why = f"it has no type on {atom}"
+            raise operator_error(mode, f"comm.{name}", x, note, atom, None, None, why, "no_type")
+        types[atom] = _VERBS[name](_Operand(mode, name, x, note, atom, actual, kwargs))
+    if found.shaped and axes and name in ("all_gather", "reduce_scatter", "all_to_all"):
+        _beside(name, x, found, types, axes, kwargs, count)
+        if getattr(found.rest, "along", None):
+            return TensorType.of(types, R)
+    return TensorType.of(types, found.rest)
+
+
+def _beside(
+    name: str,
+    x: Tensor,
+    found: TensorType,
+    types: dict[str, SpmdType],
+    axes: Sequence[str],
+    kwargs: Mapping[str, Any],
+    count: int,
+) -> None:
+    """The other axes that shard a dim which a plain collective puts together or cuts."""
+    dim = kwargs.get("dim", 0) % max(1, x.dim())
+    into = kwargs.get("split_dim", 0) % max(1, x.dim()) if name == "all_to_all" else dim
+    if name == "all_to_all":
+        dim = kwargs.get("concat_dim", 0) % x.dim()
+    if name != "reduce_scatter":
+        copies = any(not isinstance(found.get(axis), Shard) for axis in axes)
+        joined(types, axes, dim, count, copies)
+    if name != "all_gather":
+        kind = cut(types, axes, into, count)
+        if any(isinstance(types[axis], Shard) for axis in axes):
+            types.update(dict.fromkeys(axes, kind))
+
+
+class _Operand(NamedTuple):
+    """What a verb is called with: a tensor, and its type on one axis."""
+
+    mode: SpmdTypeMode
+    verb: str
+    x: Tensor
+    note: Note
+    atom: str
+    type: SpmdType
+    kwargs: Mapping[str, Any]
+
+    def dim(self, option: str = "dim") -> int:
+        return self.kwargs.get(option, 0) % max(1, self.x.dim())
+
+    def error(self, why: str, rule: str) -> SpmdTypeError:
+        return operator_error(self.mode, f"comm.{self.verb}", self.x, self.note, self.atom, None, None, why, rule)
+
+
+def _reduce(given: _Operand) -> SpmdType:
+    op, kind, atom = given.kwargs.get("op", "sum"), given.type, given.atom
+    if kind.letter == "P":
+        if kind.reduction == op:
+            return R
+        raise given.error(f"a partial {kind.reduction} is reduced by {op}", "wrong_reduction")
+    if op in ("max", "min"):
+        if isinstance(kind, Shard):
+            why = f"its pieces along dim {kind.dim} are compared with one another: {op} over that dim first"
+            raise given.error(why, "wrong_reduction")
+        return R
+    if kind is V:
+        given.mode.assume(f"comm.{given.verb}: the values that vary over {atom} are summands")
+        return R
+    if kind is ZERO or kind is UNIFORM:  # ones are summed to count
+        return R
+    if isinstance(kind, Shard):
+        why = f"its pieces along dim {kind.dim} are added up: all_gather is what puts them together"
+        raise given.error(why, "sum_of_shards")
+    why = f"it is the same on all ranks of {atom} already: the sum multiplies it by their number"
+    raise given.error(why, "reduced_twice")
+
+
+def _gather(given: _Operand) -> SpmdType:
+    dim, kind = given.dim(), given.type
+    if kind.letter == "P":
+        raise given.error("it is a partial sum: a gather puts summands side by side", "gather_of_sum")
+    if isinstance(kind, Shard) and (kind.dim != dim or kind.stride != 1):
+        raise given.error(f"it is {kind}, and dim {dim} is gathered", "gather_dim")
+    if given.mode.level == "G" and (kind is R or kind is I):
+        why = f"it is the same on all ranks of {given.atom}: the result holds it once for each of them"
+        raise given.error(why, "gathered_twice")
+    return R
+
+
+def _scatter(given: _Operand) -> SpmdType:
+    _reduce(given._replace(verb="all_reduce"))
+    return Shard(given.dim()) if given.mode.level == "G" else V
+
+
+def _exchange(given: _Operand) -> SpmdType:
+    split, concat, kind = given.dim("split_dim"), given.dim("concat_dim"), given.type
+    if kind.letter == "P":
+        raise given.error("it is a partial sum: pieces of summands are not pieces of the sum", "gather_of_sum")
+    sharded = isinstance(kind, Shard) and kind.dim == concat and kind.stride == 1 and split != concat
+    return Shard(split) if sharded else V
+
+
+def _broadcast(given: _Operand) -> SpmdType:
+    if given.type.letter == "P":
+        raise given.error("it is a partial sum: one summand is not the sum", "gather_of_sum")
+    return R
+
+
+def _permute(given: _Operand) -> SpmdType:
+    return V
+
+
+_VERBS: dict[str, Callable[[_Operand], SpmdType]] = {
+    "all_reduce": _reduce,
+    "all_gather": _gather,
+    "reduce_scatter": _scatter,
+    "all_to_all": _exchange,
+    "broadcast": _broadcast,
+    "permute": _permute,
+}
+HANDLERS.update(dict.fromkeys([getattr(comm, _name) for _name in _VERBS], _verb))
+
+
+def _send(mode: SpmdTypeMode, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    mode.operators += 1
+    mode.collectives += 1
+    if mode.sent is not None:
+        mode.sent(args[0], args[1])
+    with mode.pause():
+        return func(*args, **kwargs)
+
+
+def _recv(mode: SpmdTypeMode, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    mode.operators += 1
+    mode.collectives += 1
+    with mode.pause():
+        result = func(*args, **kwargs)
+    if mode.received is not None:
+        found = mode.received(args[0], args[1])
+        if found is not None:
+            mode.stamp(args[0], found)
+    return result
+
+
+HANDLERS[comm.send] = _send
+HANDLERS[comm.recv] = _recv

@@ -1,0 +1,68 @@
+"""A program as `spmd.check` is given it, and whether its values are right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from neuronx_dist import Mesh, comm, spmd
+from neuronx_dist.checking import numeric
+from neuronx_dist.checking.explore import explore
+from neuronx_dist.checking.numeric import compare_values
+from neuronx_dist.checking.program import Subject
+from neuronx_dist.checking.trace import Deadline
+from neuronx_dist.parallel_layers.materialize import gather_full
+from neuronx_dist.spmd.axes import mesh_of
+
+__all__ = ["Program"]
+
+
+@dataclass(frozen=True)
+class Program:
+    """What `spmd.check` is given. `values`: raises or returns something true if the values are wrong; None: they are
+    those of the same program, on threads and in one process.
+    """
+
+    model_fn: Callable[..., Any]
+    inputs: Any
+    mesh: dict[str, int] = field(default_factory=lambda: {"dp": 2, "tp": 2})
+    options: dict[str, Any] = field(default_factory=dict)
+    step: Callable[..., Any] | None = None
+    in_types: Any = None
+    values: Callable[[], Any] | None = None
+
+    def check(self, **options: Any) -> Any:
+        given = dict(options=self.options, step=self.step, in_types=self.in_types)
+        return spmd.check(self.model_fn, self.inputs, self.mesh, **given, **options)
+
+    def play(self) -> None:
+        """One rank of each kind."""
+        subject = Subject(self.model_fn, self.inputs, self.options, self.step, None, self.in_types, "G")
+        explore(subject, mesh_of(self.mesh), Deadline(None), twice=False)
+
+    def values_are_right(self) -> bool:
+        if self.values is not None:
+            return not self.values()
+        subject, mesh = Subject(self.model_fn, self.inputs, self.options), mesh_of(self.mesh)
+        if self.step is None:
+            return not compare_values(subject, mesh, Deadline(None), [])
+        (expected,) = comm.threads.run(Mesh(1), self._parameters, mesh.size(("dp", "cp")))
+        found = comm.threads.run(mesh, self._parameters, 1)
+        return all(
+            have[name].shape == want.shape and torch.allclose(have[name], want, rtol=1e-6, atol=1e-9)
+            for have in found
+            for name, want in expected.items()
+        )
+
+    def _parameters(self, parts: int) -> dict[str, torch.Tensor]:
+        """All parameters after a step."""
+        with numeric._BUILDING, torch.device("meta"):
+            model = self.model_fn(**self.options)
+        numeric._fill(model)
+        assert self.step is not None
+        params = list(model.parameters())
+        self.step(model, torch.optim.SGD(params, lr=0.1), numeric._inputs(self.inputs, model, parts))
+        return {name: gather_full(x.detach(), spmd.spec_of(x)).clone() for name, x in model.named_parameters()}

@@ -1,0 +1,214 @@
+"""ZeRO-1 as a torch optimizer: parameter groups, schedulers, what it refuses, and its state."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from synthetic import LAYOUTS, Model
+from torch import nn
+from zero1_training import train, weights_of
+
+from neuronx_dist import comm
+from neuronx_dist.mesh import Mesh
+from neuronx_dist.optimizer import NeuronZero1Optimizer
+
+
+def test_parameter_groups_scheduler_and_closure() -> None:
+    def schedule(optimizer: torch.optim.Optimizer, params: list[nn.Parameter], rank_mean: float) -> list[torch.Tensor]:
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (step + 1))
+
+        def closure() -> str:
+            for param in params:
+                param.grad = torch.full_like(param, rank_mean)
+            return "loss"
+
+        for _ in range(4):
+            assert optimizer.step(closure) == "loss"
+            scheduler.step()
+        return [param.detach().clone() for param in params]
+
+    def build() -> tuple[list[nn.Parameter], list[dict[str, Any]]]:
+        params = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.full((2, 2), 2.0)), nn.Parameter(torch.zeros(1))]
+        return params, [{"params": params[:1], "weight_decay": 0.5}, {"params": params[1:2], "lr": 0.2}]
+
+    def rank_main() -> list[torch.Tensor]:
+        params, groups = build()
+        optimizer = NeuronZero1Optimizer(groups, torch.optim.AdamW, grad_clipping=False, weight_decay=0.0)
+        assert [group["lr"] for group in optimizer.param_groups] == [1e-3, 0.2]  # the class's own default
+        optimizer.add_param_group({"params": params[2:], "lr": 0.5})
+        return schedule(optimizer, params, float(comm.rank("dp")) * 2)
+
+    params, groups = build()
+    optimizer = torch.optim.AdamW(groups, weight_decay=0.0)
+    optimizer.add_param_group({"params": params[2:], "lr": 0.5})
+    expected = schedule(optimizer, params, 1.0)
+    for result in comm.threads.run(Mesh(2), rank_main):
+        for value, reference in zip(result, expected):
+            assert torch.allclose(value, reference, rtol=1e-6)
+
+
+def test_frozen_and_missing_gradients() -> None:
+    """No gradient on any rank: skipped as torch does, not even decayed. On one rank: the others count as zero."""
+
+    def rank_main() -> None:
+        model = nn.ParameterDict({name: torch.ones(3) for name in ("all", "one", "none", "frozen")})
+        model["frozen"].requires_grad_(False)
+        optimizer = NeuronZero1Optimizer(
+            model.parameters(), torch.optim.SGD, lr=1.0, weight_decay=0.5, max_norm=math.inf
+        )
+        assert set(optimizer.state_dict()["shape_info"]) == {0, 1, 2}
+        model["all"].grad = torch.ones(3)
+        if comm.rank("dp") == 1:
+            model["one"].grad = torch.full((3,), 2.0)
+        optimizer.step()
+        assert model["all"].tolist() == [-0.5] * 3
+        assert model["one"].tolist() == [0.0] * 3  # 1 - (2 / 4 + 0.5)
+        assert model["none"].tolist() == model["frozen"].tolist() == [1.0] * 3
+        assert optimizer.grad_norm.item() == pytest.approx(math.sqrt(3 + 3 / 4))
+
+    comm.threads.run(Mesh(4), rank_main)
+
+
+def test_stage_without_parameters() -> None:
+    def rank_main() -> float:
+        params = [nn.Parameter(torch.ones(2))] if comm.rank("pp") == 0 else []
+        for param in params:
+            param.grad = torch.full((2,), 3.0)
+        optimizer = NeuronZero1Optimizer([{"params": params}], torch.optim.SGD, lr=1.0)
+        optimizer.step()
+        return optimizer.grad_norm.item()
+
+    assert comm.threads.run(Mesh(4, pp=2), rank_main) == pytest.approx([3 * math.sqrt(2)] * 4)
+
+
+@pytest.mark.parametrize("name", ["LBFGS", "Muon", "Adafactor", "SparseAdam"])
+def test_optimizers_that_are_not_elementwise_are_refused(name: str) -> None:
+    if not hasattr(torch.optim, name):
+        pytest.skip(f"this torch has no {name}")
+    subclass = type("Mine", (getattr(torch.optim, name),), {})
+
+    def rank_main() -> None:
+        with pytest.raises(ValueError, match=r"Mine cannot work on shards of parameters: it .* elementwise"):
+            NeuronZero1Optimizer([nn.Parameter(torch.ones(2))], subclass)
+
+    comm.threads.run(Mesh(1), rank_main)
+
+
+def test_without_a_mesh_the_error_says_what_to_call() -> None:
+    with pytest.raises(RuntimeError, match="initialize_model_parallel"):
+        NeuronZero1Optimizer([nn.Parameter(torch.ones(2))], torch.optim.SGD, lr=0.1)
+
+
+def test_bad_option_of_the_optimizer_is_refused_by_it() -> None:
+    with pytest.raises(TypeError, match="momentun"):
+        comm.threads.run(
+            Mesh(1), lambda: NeuronZero1Optimizer([nn.Parameter(torch.ones(2))], torch.optim.SGD, momentun=0.9)
+        )
+
+
+# --- state -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("mesh", [Mesh(1), Mesh(4), Mesh(8, tp=2, pp=2), Mesh(8, pp=2, cp=2)], ids=str)
+def test_resumed_run_is_bit_equal(mesh: Mesh, dtype: torch.dtype, tmp_path: Path) -> None:
+    def make(model: Model) -> NeuronZero1Optimizer:
+        options = dict(lr=0.1, max_norm=0.5, save_master_weights=dtype == torch.bfloat16)
+        return NeuronZero1Optimizer(model.parameters(), torch.optim.AdamW, **options)
+
+    def rank_main() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        model = Model(dtype)
+        optimizer = make(model)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        train(model, optimizer, 0, 3)
+        scheduler.step()
+        weights = weights_of(model)
+        optimizer.save_sharded_state_dict(tmp_path, num_workers_per_step=3)
+        train(model, optimizer, 3, 6)
+
+        resumed = Model(dtype)
+        resumed_optimizer = make(resumed)
+        resumed.load_state_dict(weights)
+        resumed_optimizer.load_sharded_state_dict(tmp_path, num_workers_per_step=3)
+        assert resumed_optimizer.param_groups[0]["lr"] == 0.05
+        train(resumed, resumed_optimizer, 3, 6)
+        return weights_of(model), weights_of(resumed)
+
+    for model, resumed in comm.threads.run(mesh, rank_main):
+        assert all(torch.equal(model[name], resumed[name]) for name in model)
+    # A file for each rank. Upstream's names lack pp, and cp, so that ranks overwrote each other's.
+    assert len(list(tmp_path.iterdir())) == mesh.world_size
+    name = f"optim.dp_rank_00.cp_rank_00.tp_rank_00.pp_rank_{mesh.pp - 1:02d}"
+    assert (tmp_path / name).exists()
+
+
+def test_state_dict_keys() -> None:
+    def rank_main() -> None:
+        model = Model(torch.bfloat16)
+        optimizer = NeuronZero1Optimizer(model.parameters(), torch.optim.AdamW, lr=0.1, save_master_weights=True)
+        assert optimizer.state_dict()["base_state"] == {}
+        train(model, optimizer, last=1)
+        state = optimizer.state_dict()
+        assert set(state) == {"state", "param_groups", "base_state", "shape_info", "sharded_master_weights"}
+        assert state["shape_info"] == {index: LAYOUTS[name].shape for index, name in enumerate(LAYOUTS)}
+        for index, values in state["base_state"].items():
+            shape = LAYOUTS[list(LAYOUTS)[index]].shape or (1,)
+            assert tuple(values["exp_avg"].shape) == (math.ceil(shape[0] / 2), *shape[1:])
+            assert values["exp_avg"].dtype == state["sharded_master_weights"][index].dtype == torch.float32
+
+    comm.threads.run(Mesh(2), rank_main)
+
+
+def test_state_of_something_else_is_refused() -> None:
+    def optimizer(*rows: int, **options: Any) -> NeuronZero1Optimizer:
+        params = [nn.Parameter(torch.ones(num, 2)) for num in rows]
+        for param in params:
+            param.grad = torch.ones_like(param)
+        made = NeuronZero1Optimizer(params, torch.optim.AdamW, lr=0.1, **options)
+        made.step()
+        return made
+
+    def rank_main() -> None:
+        ours = optimizer(4, 3)
+        with pytest.raises(ValueError, match="lacks base_state, shape_info"):
+            ours.load_state_dict(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1).state_dict())
+        with pytest.raises(ValueError, match=r"number 1 has shape \(5, 2\) there and \(3, 2\) here \(1 of 2 differ\)"):
+            ours.load_state_dict(optimizer(4, 5).state_dict())
+        with pytest.raises(ValueError, match=r"another sharding degree: .* \(4, 2\) there and \(2, 2\) here"):
+            ours.load_state_dict(optimizer(4, 3, sharding_groups=[[0], [1]]).state_dict())
+        with pytest.raises(FileNotFoundError):
+            ours.load_sharded_state_dict("/nonexistent")
+
+    comm.threads.run(Mesh(2), rank_main)
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_init_zero_takes_loaded_weights(lazy: bool) -> None:
+    def rank_main() -> None:
+        param = nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
+        optimizer = NeuronZero1Optimizer([param], torch.optim.SGD, lr=0.25, grad_clipping=False, lazy_init=lazy)
+        assert (optimizer.base_optimizer is None) == lazy
+        with torch.no_grad():
+            param.fill_(2.0)
+        optimizer.init_zero()
+        param.grad = torch.ones_like(param)
+        optimizer.step()
+        assert param.tolist() == [1.75] * 3
+
+    comm.threads.run(Mesh(2), rank_main)
+
+
+def test_lazy_optimizer_shards_at_its_first_step() -> None:
+    def rank_main() -> None:
+        param = nn.Parameter(torch.ones(3))
+        optimizer = NeuronZero1Optimizer([param], torch.optim.SGD, lr=0.5, grad_clipping=False, lazy_init=True)
+        optimizer.zero_grad()
+        param.grad = torch.ones(3)
+        optimizer.step()
+        assert param.tolist() == [0.5] * 3
+
+    comm.threads.run(Mesh(2), rank_main)
