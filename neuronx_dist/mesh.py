@@ -6,7 +6,8 @@ The grid is row-major with the last axis fastest. The same ranks are seen in two
     expert view   (pp, edp, ep, tp)      edp = world / (tp * pp * ep)
 
 so that tp ranks are neighbours and pp ranks are farthest apart, and `edp` spans dp and cp when ep is 1. This is the
-rank order of NeuronX Distributed (`initialize_model_parallel`) and of Megatron.
+rank order of NeuronX Distributed (`initialize_model_parallel`) and of Megatron. Nodes of some devices want their ranks
+in another order on this grid: `topology.py`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
+
+from .topology import LINEAR, fitting_node, place_of, rank_at
 
 __all__ = ["Axis", "DENSE_AXES", "EXPERT_AXES", "Mesh"]
 
@@ -28,11 +31,15 @@ EXPERT_AXES = ("pp", "edp", "ep", "tp")
 class Mesh:
     """A grid of `world_size` ranks; `dp` and `edp` are what the other sizes leave.
 
-    An axis is a name (`"tp"`), a tuple of names of one view (`("dp", "cp")`: merged, the first outermost), `"world"`,
-    or the empty tuple (a group of one).
+    An axis is a name (`"tp"`), a tuple of names of one view (`("dp", "cp")`: merged, the first outermost), `"world"`
+    (all ranks, in the order of their numbers), or the empty tuple (a group of one).
+
+    `topology` is the order in which ranks fill the grid: "linear", or that of a device ("trn1", "trn2"), whose nodes
+    have `ranks_per_node` ranks (None: those of the usual instance; "linear" has no use for it).
 
     Raises:
-        ValueError: a size is not positive, or the sizes do not divide the world (nothing is clamped).
+        ValueError: a size is not positive, the sizes do not divide the world (nothing is clamped), there is no such
+            topology, or it is not for these sizes.
     """
 
     world_size: int
@@ -40,6 +47,8 @@ class Mesh:
     pp: int = 1
     cp: int = 1
     ep: int = 1
+    topology: str = LINEAR
+    ranks_per_node: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("world_size", "tp", "pp", "cp", "ep"):
@@ -55,6 +64,8 @@ class Mesh:
                     f"invalid implied {label} parallel degree: world size {self.world_size} is not divisible by "
                     f"{product_text} = {model}; use a world size that is a multiple of {model}, or smaller degrees"
                 )
+        node = fitting_node(self.topology, self.ranks_per_node, world_size=self.world_size, tp=self.tp, ep=self.ep)
+        object.__setattr__(self, "ranks_per_node", node)
 
     @property
     def dp(self) -> int:
@@ -78,9 +89,10 @@ class Mesh:
             return known
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank {rank} is not in a world of {self.world_size} ranks (0..{self.world_size - 1})")
+        place = rank if self.ranks_per_node is None else place_of(self.topology, self.ranks_per_node, rank)
         result: dict[str, int] = {}
         for view in (DENSE_AXES, EXPERT_AXES):
-            rest = rank
+            rest = place
             for name in reversed(view):
                 rest, result[name] = divmod(rest, getattr(self, name))
         return result
@@ -88,6 +100,8 @@ class Mesh:
     def coordinate(self, axis: Axis, rank: int) -> int:
         """Index of a global rank within its group along `axis`."""
         coordinates = self.coordinates(rank)
+        if axis == "world":
+            return rank
         index = 0
         for name in self._atoms(axis):
             index = index * getattr(self, name) + coordinates[name]
@@ -97,7 +111,7 @@ class Mesh:
         """All replica groups along `axis`: lists of global ranks, in the order of the axis; together they are the
         world.
         """
-        return [list(group) for group in _groups(self, self._atoms(axis))]
+        return [list(group) for group in self._groups(axis)]
 
     def group_of(self, axis: Axis, rank: int) -> tuple[int, ...]:
         """The replica group along `axis` that holds `rank`."""
@@ -105,7 +119,10 @@ class Mesh:
         if knows is not None and (known := knows(self, axis)) is not None:
             return known
         self.coordinates(rank)
-        return next(group for group in _groups(self, self._atoms(axis)) if rank in group)
+        return next(group for group in self._groups(axis) if rank in group)
+
+    def _groups(self, axis: Axis) -> Sequence[tuple[int, ...]]:
+        return (tuple(range(self.world_size)),) if axis == "world" else _groups(self, self._atoms(axis))
 
     def _atoms(self, axis: Axis) -> tuple[str, ...]:
         """The axis as single names, outermost first."""
@@ -128,7 +145,9 @@ class Mesh:
         names = [name for name in (*DENSE_AXES, "ep", "edp") if name in ("pp", "dp", "tp") or getattr(self, name) > 1]
         if self.ep == 1:
             names = [name for name in names if name not in ("ep", "edp")]
-        return "Mesh(" + " × ".join(f"{name}={getattr(self, name)}" for name in names) + ")"
+        sizes = " × ".join(f"{name}={getattr(self, name)}" for name in names)
+        order = "" if self.ranks_per_node is None else f", {self.topology} order in nodes of {self.ranks_per_node}"
+        return f"Mesh({sizes}{order})"
 
 
 @lru_cache(maxsize=256)
@@ -147,5 +166,7 @@ def _groups(mesh: Mesh, names: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
             for position in product(*(range(getattr(mesh, name)) for name in axes))
         ]
 
-    inside = offsets(names)
-    return tuple(tuple(base + offset for offset in inside) for base in offsets(others))
+    inside, bases, node = offsets(names), offsets(others), mesh.ranks_per_node
+    if node is None:
+        return tuple(tuple(base + offset for offset in inside) for base in bases)
+    return tuple(tuple(rank_at(mesh.topology, node, base + offset) for offset in inside) for base in bases)

@@ -219,8 +219,8 @@ class C10dBackend(Backend):
         if list(ranks) != sorted(ranks):  # torch would number the members in ascending order, whatever was asked for
             if not _KEEPS_ORDER:
                 raise ValueError(
-                    f"group {list(ranks)}: torch {torch.__version__} makes groups of ascending ranks only; name merged "
-                    f"axes outermost first, as in ('pp', 'tp'), or use a newer torch"
+                    f"group {list(ranks)}: torch {torch.__version__} makes groups of ascending ranks only; use a newer "
+                    f"torch, or the linear topology and merged axes named outermost first, as in ('pp', 'tp')"
                 )
             options["sort_ranks"] = False
         return self._keep(dist.new_group(list(ranks), timeout=self.timeout, **options))

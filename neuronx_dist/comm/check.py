@@ -141,7 +141,7 @@ class CheckCommunicator(ShapesCommunicator):
                 self._ranks = self.plain_ranks
             elif isinstance(self.size, Coordinate):
                 by_rank = {rank: tuple(group) for group in self._groups for rank in group}
-                return self._place.read(DENSE_AXES, tuple(by_rank[r] for r in range(self._place.mesh.world_size)))
+                return self._place.read(DENSE_AXES, self._place.table_of(by_rank))
             else:
                 self._ranks = self._place.group_among(self._groups, self.rank)
         return self._ranks
@@ -283,7 +283,7 @@ class CheckBackend(Backend):
         place = self._place
         assert place is not None
         ranks = dist.get_process_group_ranks(group)
-        place.read(DENSE_AXES, tuple(range(place.mesh.world_size)))
+        place.read(DENSE_AXES, place.table_of(range(place.mesh.world_size)))
         return CheckCommunicator(group.group_desc or "group", [ranks], place, self, False, False)
 
     def _next(self) -> int:

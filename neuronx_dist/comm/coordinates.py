@@ -81,7 +81,11 @@ class Place:
 
     def along(self, values: Sequence[int]) -> int:
         """A number that is `values[rank]` on each rank."""
-        return self.make(DENSE_AXES, tuple(values))
+        return self.make(DENSE_AXES, self.table_of(values))
+
+    def table_of(self, by_rank: Sequence[Any] | Mapping[int, Any]) -> tuple[Any, ...]:
+        """What each rank has, given by its number, as a table over the dense axes."""
+        return tuple(by_rank[rank] for rank in self.mesh.groups(DENSE_AXES)[0])
 
     def make(self, names: Sequence[str], table: tuple[Any, ...]) -> int:
         """The Coordinate with these values along these axes; a plain number if they are all the same."""

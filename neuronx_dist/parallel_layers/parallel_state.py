@@ -1,7 +1,7 @@
 """NxD's `parallel_state`: one mesh, and a getter for everything a training script asks of it, a line each.
 
 The state itself is the current context (`neuronx_dist.comm.context`): what `initialize_model_parallel` sets for the
-process, or what `comm.as_rank` sets for a thread. Names and rank order are those of NeuronX Distributed; sizes that do
+process, or what `comm.as_rank` sets for a thread. Names and rank orders are those of NeuronX Distributed; sizes that do
 not divide raise, nothing is clamped.
 """
 
@@ -12,12 +12,14 @@ from collections import namedtuple
 from typing import Any
 
 from .. import comm
-from ..comm import context
+from ..comm import context, xla_groups
 from ..comm.c10d import C10dBackend, C10dCommunicator
 from ..comm.launch import connect, disconnect, world
 from ..mesh import Axis, Mesh
+from ..topology import LINEAR
 
 ParallelGroups = namedtuple("ParallelGroups", "tp_groups dp_groups pp_groups ep_model_groups ep_data_groups cp_groups")
+
 
 def initialize_model_parallel(
     tensor_model_parallel_size: int = 1,
@@ -28,30 +30,39 @@ def initialize_model_parallel(
     lnc_size: int = 1,
     mesh_only: bool = False,
     *,
+    topology: str | None = None,
     timeout: float | None = None,
 ) -> ParallelGroups | None:
     """Lays the ranks out as (pp, dp, cp, tp), tp fastest, and makes their process groups; dp is what is left of the
     world.
 
+    NxD looks at the hardware and takes another order by itself: "trn1" on trn1 and inf2 at a tensor parallel size of 4;
+    "trn2" on trn2 at 64 with lnc_size=1, and at 32 with lnc_size=2 and 64 or more ranks. Nothing is guessed here.
+
     Args:
         tensor_model_parallel_size, pipeline_model_parallel_size, context_parallel_size, expert_model_parallel_size:
             degrees.
         skip_collective_init: make process groups when first used instead of now.
-        lnc_size: accepted for compatibility (it chooses Neuron's rank orders, which are not used here).
+        lnc_size: accepted for compatibility; `topology` says what NxD concludes from it.
         mesh_only: return the replica groups as lists of ranks, and set up nothing.
+        topology: "trn1" or "trn2" (`neuronx_dist/topology.py`), for nodes of LOCAL_WORLD_SIZE ranks, where torchrun has
+            set it; None: the linear order.
         timeout: seconds after which a collective gives up on a silent rank; None: what init_process_group was given.
 
     Raises:
         RuntimeError: torch.distributed is not initialized, or model parallel already is.
-        ValueError: a size that is not positive, or sizes that do not divide the world.
+        ValueError: a size that is not positive, sizes that do not divide the world, or a topology that is not for them.
     """
     world_size, _ = world()
+    node = os.environ.get("LOCAL_WORLD_SIZE") if topology else None
     mesh = Mesh(
         world_size,
         tp=tensor_model_parallel_size,
         pp=pipeline_model_parallel_size,
         cp=context_parallel_size,
         ep=expert_model_parallel_size,
+        topology=topology or LINEAR,
+        ranks_per_node=int(node) if node else None,
     )
     if mesh_only:
         return ParallelGroups(*(mesh.groups(axis) for axis in ("tp", "dp", "pp", "ep", "edp", "cp")))
@@ -93,7 +104,7 @@ def process_group(communicator: comm.Communicator) -> Any:
     backend = context.current().backend
     if isinstance(communicator, C10dCommunicator):
         return communicator.group
-    return backend.single(communicator) if isinstance(backend, C10dBackend) else communicator
+    return backend.single(communicator) if isinstance(backend, C10dBackend) else xla_groups.process_group(communicator)
 
 
 # Groups: the torch ProcessGroup of this rank, or with as_list=True all replica groups as lists of ranks.
@@ -230,6 +241,38 @@ def get_pipeline_model_parallel_next_rank() -> int:
 def get_pipeline_model_parallel_prev_rank() -> int:
     """Global rank of the stage before; before the first comes the last."""
     return _neighbour("pp", -1)
+
+
+def get_pipeline_model_parallel_sr_group(parity: int | None = None) -> list[list[int]]:
+    """`[rank, rank of the next stage]` of every stage of every pipeline; with a parity, of the even (0) or odd ones."""
+    stages = range(get_mesh().pp) if parity is None else range(parity, get_mesh().pp, 2)
+    return [[group[i], group[(i + 1) % len(group)]] for group in get_mesh().groups("pp") for i in stages]
+
+
+def get_next_rank_group(as_list: bool = False) -> Any:
+    """The group of this rank and the next stage's; as lists: such pairs of all stages of this one's parity.
+
+    The first call, of this or `get_prev_rank_group`, makes the groups: all ranks make it together.
+    """
+    return _pair_of_stages(get_pipeline_model_parallel_rank(), as_list)
+
+
+def get_prev_rank_group(as_list: bool = False) -> Any:
+    """The group of the rank of the stage before and this one; otherwise as `get_next_rank_group`."""
+    return _pair_of_stages(get_pipeline_model_parallel_rank() - 1, as_list)
+
+
+def _pair_of_stages(first: int, as_list: bool) -> Any:
+    pipelines, pp = get_mesh().groups("pp"), get_mesh().pp
+    if pp == 1:
+        raise ValueError("a pipeline of one stage (pipeline parallel size 1) has no neighbouring stages")
+    if as_list:
+        return get_pipeline_model_parallel_sr_group(first % pp % 2)
+    pairs = context.current().extras.get("pairs_of_stages")
+    if pairs is None:
+        ranks = [[sorted((group[i], group[(i + 1) % pp])) for group in pipelines] for i in range(pp)]
+        pairs = context.current().extras["pairs_of_stages"] = [comm.new_group(lists, "pp_pair") for lists in ranks]
+    return process_group(pairs[first])
 
 
 def get_context_model_parallel_src_tgt_pairs() -> list[tuple[int, int]]:

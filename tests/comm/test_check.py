@@ -48,7 +48,10 @@ def axes_of(x: int) -> set[str]:
     return set(x.axes) if isinstance(x, Coordinate) else set()
 
 
-@pytest.mark.parametrize("mesh", [MESH, Mesh(8, tp=2, ep=2), Mesh(12, tp=3, ep=2, cp=1)])
+ORDERED = [Mesh(16, tp=4, pp=2, topology=name, ranks_per_node=8) for name in ("trn1", "trn2")]
+
+
+@pytest.mark.parametrize("mesh", [MESH, Mesh(8, tp=2, ep=2), Mesh(12, tp=3, ep=2, cp=1), *ORDERED])
 def test_every_way_to_ask_for_the_rank_gives_its_number_and_its_axes(mesh):
     for rank in range(mesh.world_size):
         with _Observed(mesh, rank) as seen:
@@ -242,7 +245,7 @@ def test_layers_loss_and_seeds_look_at_nothing():
             assert event.where.startswith(__file__) and event.axis == "tp" and event.ranks == (0, 1, 2, 3)
             assert event.awaited is not None and event.awaited > event.number
         inside = [event.inside.rsplit("/", 1)[1].split(":")[0] for event in seen.backend.events]
-        assert inside[:4] == ["collectives.py", "linear.py", "loss_functions.py", "loss_functions.py"]
+        assert inside[:4] == ["collectives.py", "autograd_linear.py", "loss_functions.py", "loss_functions.py"]
 
 
 def test_the_norm_of_the_gradients_reads_tp_once():

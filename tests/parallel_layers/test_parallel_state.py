@@ -76,6 +76,41 @@ def test_b10_source_rank_of_a_tensor_parallel_group():
             assert ps.get_tensor_model_parallel_src_rank() == rank // 4 * 4
     with comm.as_rank(Mesh(8, cp=2), 6):  # a group with a stride
         assert ps.get_data_parallel_src_rank() == 0
+    for rank in range(8):  # that very group
+        with comm.as_rank(Mesh(8, tp=4, topology="trn1", ranks_per_node=8), rank):
+            assert ps.get_tensor_model_parallel_src_rank() == rank % 2
+
+
+def test_neighbours_and_sources_follow_the_topology():
+    mesh = Mesh(64, tp=32, pp=2, topology="trn2")
+    for rank, tp_source, neighbour in [(0, 0, 16), (16, 16, 0), (48, 0, 32), (32, 16, 48)]:
+        with comm.as_rank(mesh, rank):
+            assert ps.get_tensor_model_parallel_src_rank() == tp_source
+            assert ps.get_pipeline_model_parallel_next_rank() == neighbour
+            assert ps.get_pipeline_model_parallel_prev_rank() == neighbour
+            assert ps.get_pipeline_model_parallel_rank() == (rank in (16, 32))
+    with comm.as_rank(Mesh(128, tp=32, topology="trn2"), 112):  # dp 4: 48, 32, 112, 96
+        assert ps.get_data_parallel_src_rank() == 48 and ps.get_data_parallel_rank() == 2
+    with comm.as_rank(Mesh(32, tp=4, topology="trn1"), 9):
+        ps.initialize_kv_group(2)
+        assert ps.get_kv_shared_group(as_list=True)[:4] == [[0, 16], [8, 24], [1, 17], [9, 25]]
+
+
+def test_pairs_of_neighbouring_stages():
+    mesh = Mesh(8, pp=4, tp=2)
+    even, odd = [[0, 2], [4, 6], [1, 3], [5, 7]], [[2, 4], [6, 0], [3, 5], [7, 1]]
+    for rank, after, before in [(0, (0, 2), (0, 6)), (3, (3, 5), (1, 3)), (6, (0, 6), (4, 6))]:
+        with comm.as_rank(mesh, rank):
+            assert ps.get_pipeline_model_parallel_sr_group(0) == even
+            assert ps.get_pipeline_model_parallel_sr_group(True) == odd
+            assert sorted(ps.get_pipeline_model_parallel_sr_group()) == sorted(even + odd)
+            assert ps.get_next_rank_group(as_list=True) == (odd if rank in (2, 3, 6, 7) else even)
+            assert ps.get_prev_rank_group(as_list=True) == (even if rank in (2, 3, 6, 7) else odd)
+            assert ps.get_next_rank_group().ranks == after and ps.get_prev_rank_group().ranks == before
+    with comm.as_rank(Mesh(3, pp=3), 0):  # an odd number of stages: the last is even, as the first
+        assert [2, 0] in ps.get_prev_rank_group(as_list=True) and ps.get_prev_rank_group().ranks == (0, 2)
+    with comm.as_rank(Mesh(2), 0), pytest.raises(ValueError, match="one stage"):
+        ps.get_next_rank_group()
 
 
 def test_experts_of_a_rank():
@@ -155,6 +190,8 @@ def refused():
             ps.initialize_model_parallel(**sizes)
         assert all(part in str(error.value) for part in parts), str(error.value)
         assert not ps.model_parallel_is_initialized()
+    with pytest.raises(ValueError, match="'trn1' is for whole nodes of 32 ranks"):
+        ps.initialize_model_parallel(topology="trn1")
     groups = ps.initialize_model_parallel(tensor_model_parallel_size=2, mesh_only=True)
     assert groups.tp_groups == [[0, 1]] and groups.dp_groups == [[0], [1]] and groups.pp_groups == [[0], [1]]
     assert groups.ep_data_groups == [[0], [1]] and not ps.model_parallel_is_initialized()

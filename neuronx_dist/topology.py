@@ -1,0 +1,101 @@
+"""Rank orders: which rank stands at which place of a mesh's grid. Pure Python, no torch.
+
+The places of the grid are counted row-major, the last axis fastest. In the "linear" order rank r is at place r. Where
+the links between the devices of a node ask for another order, it is a permutation of the ranks of a node, the same on
+every node; groups, coordinates and neighbours follow from the grid, as always.
+
+    trn1    tensor parallel size 4: ranks n/4 apart, in a node of n, are linked.
+            n = 32: tp groups [0, 8, 16, 24], [1, 9, 17, 25], ...
+    trn2    a node is a torus of four rows. Two rows that touch are a tp group, 0 with 3 and 1 with 2, so that the ranks
+            of equal index in the two groups touch as well (or all rows in that order, where the node is one group).
+            n = 64: tp groups [0..15, 48..63], [16..31, 32..47]; groups of the next axis [0, 16], ..., [48, 32], ...
+
+These are the orders of NeuronX Distributed for those devices. (But it takes the expert view from the linear order on
+trn2, where edp groups then hold ranks of different tp index. Here both views are of one order.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import NamedTuple
+
+__all__ = ["LINEAR", "TOPOLOGIES", "Topology", "fitting_node", "place_of", "rank_at"]
+
+LINEAR = "linear"
+
+
+class Topology(NamedTuple):
+    """Numbers of ranks are those of a node.
+
+    Attributes:
+        ranks_per_node: of the usual instance (trn2: with two physical cores to a rank, lnc_size=2).
+        order: from the number of ranks to the rank at each place. Rank 0 is at place 0: the rank that writes what there
+            is once in the job is also the first of its groups.
+        tp: from the number of ranks to the tensor parallel sizes that the order is for.
+    """
+
+    ranks_per_node: int
+    order: Callable[[int], list[int]]
+    tp: Callable[[int], tuple[int, ...]]
+
+
+def _strided(ranks: int) -> list[int]:
+    stride = ranks // 4
+    return [first + step * stride for first in range(stride) for step in range(4)]
+
+
+def _rows(ranks: int) -> list[int]:
+    row = ranks // 4
+    return [number * row + column for number in (0, 3, 1, 2) for column in range(row)]
+
+
+TOPOLOGIES: dict[str, Topology | None] = {
+    LINEAR: None,
+    "trn1": Topology(32, _strided, lambda ranks: (4,)),
+    "trn2": Topology(64, _rows, lambda ranks: (ranks // 2, ranks)),
+}
+
+
+def fitting_node(name: str, ranks_per_node: int | None, *, world_size: int, tp: int, ep: int) -> int | None:
+    """The number of ranks of a node, that of the usual instance if none is given; None where the order needs none.
+
+    Raises:
+        ValueError: there is no such topology, or it is not for these sizes.
+    """
+    if name not in TOPOLOGIES:
+        raise ValueError(f"mesh: unknown topology {name!r}; the topologies are {', '.join(TOPOLOGIES)}")
+    topology = TOPOLOGIES[name]
+    if topology is None:
+        return None
+    ranks = topology.ranks_per_node if ranks_per_node is None else ranks_per_node
+    if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 4 or ranks % 4:
+        raise ValueError(f"mesh: topology {name!r} needs a multiple of 4 ranks per node, got {ranks!r}")
+    sizes = topology.tp(ranks)
+    if world_size % ranks or tp not in sizes or ep != 1:
+        raise ValueError(
+            f"mesh: topology {name!r} is for whole nodes of {ranks} ranks, tp={' or '.join(map(str, sizes))} and ep=1; "
+            f"got world size {world_size}, tp={tp}, ep={ep}; use {LINEAR!r}, other sizes, or set ranks_per_node"
+        )
+    return ranks
+
+
+def rank_at(name: str, ranks_per_node: int, place: int) -> int:
+    """The rank at a place of the grid."""
+    node, index = divmod(place, ranks_per_node)
+    return node * ranks_per_node + _order(name, ranks_per_node)[0][index]
+
+
+def place_of(name: str, ranks_per_node: int, rank: int) -> int:
+    """The place of a rank in the grid."""
+    node, index = divmod(rank, ranks_per_node)
+    return node * ranks_per_node + _order(name, ranks_per_node)[1][index]
+
+
+@lru_cache(maxsize=64)
+def _order(name: str, ranks_per_node: int) -> tuple[list[int], list[int]]:
+    """The rank at each place of a node, and the place of each of its ranks."""
+    topology = TOPOLOGIES[name]
+    assert topology is not None
+    ranks = topology.order(ranks_per_node)
+    return ranks, sorted(range(ranks_per_node), key=ranks.__getitem__)
