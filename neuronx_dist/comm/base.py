@@ -1,12 +1,13 @@
 """What a backend is: a factory of communicators, which start collectives on contiguous buffers.
 
 The verbs in `comm/__init__.py` do everything that is the same everywhere (dims, dtypes, `out=`, recording, errors); a
-backend implements the eight primitives below and nothing else.
+backend implements the eight primitives below, and a better `start_coalesced` if it has one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -97,6 +98,30 @@ class Communicator:
     def start_recv(self, out: torch.Tensor, src: int, tag: int) -> WorkLike:
         raise self._unsupported("recv")
 
+    def start_coalesced(self, verb: str, xs: Sequence[torch.Tensor], op: str) -> tuple[WorkLike, list[torch.Tensor]]:
+        """all_reduce, all_gather or reduce_scatter of several tensors of one dtype, as one collective.
+
+        Returns the work, and what is there once it is done: for each `x` of shape `s`, a tensor `s`, `[size, *s]` or
+        `s[1:]`. Here these are views of one buffer, in which a copy of every tensor travels.
+        """
+        rows = self.size if verb == "reduce_scatter" else 1
+        flat = torch.cat([x.reshape(rows, -1) for x in xs], dim=1)
+        if verb == "all_reduce":
+            result = flat[0]
+            work = self.start_all_reduce(result, op)
+        elif verb == "all_gather":
+            result = flat.new_empty(self.size, flat.shape[1])
+            work = self.start_all_gather(result, flat[0])
+        else:
+            result = flat.new_empty(flat.shape[1])
+            work = self.start_reduce_scatter(result, flat, op)
+        results, begin = [], 0
+        for x in xs:  # not `split`: on XLA each piece of it that is used lowers all of them
+            shape = (self.size, *x.shape) if verb == "all_gather" else x.shape[1 if verb == "reduce_scatter" else 0 :]
+            results.append(result.narrow(-1, begin, x.numel() // rows).view(shape))
+            begin += x.numel() // rows
+        return work, results
+
     def gather_objects(self, obj: Any) -> list[Any]:
         raise self._unsupported("gather_objects")
 
@@ -123,28 +148,26 @@ class Communicator:
 
 
 class Handle:
-    """An asynchronous collective. `wait()` gives its result, and may be called again."""
+    """An asynchronous collective. `wait()` gives its result (a list for a list), and may be called again."""
 
     __slots__ = ("_communicator", "_finish", "_result", "_then", "_verb", "_work")
 
-    def __init__(
-        self, communicator: Communicator, verb: str, work: WorkLike | None, finish: Callable[[], torch.Tensor]
-    ) -> None:
+    def __init__(self, communicator: Communicator, verb: str, work: WorkLike | None, finish: Callable[[], Any]) -> None:
         self._communicator = communicator
         self._verb = verb
         self._work = work
-        self._finish: Callable[[], torch.Tensor] | None = finish
-        self._result: torch.Tensor | None = None
-        self._then: Callable[[torch.Tensor], Any] | None = None
+        self._finish: Callable[[], Any] | None = finish
+        self._result: Any = None
+        self._then: Callable[[Any], Any] | None = None
 
-    def then(self, callback: Callable[[torch.Tensor], Any]) -> None:
+    def then(self, callback: Callable[[Any], Any]) -> None:
         """`callback(result)` when there is one: at the first `wait()`. For modes, which see the start only."""
         if self._result is not None:
             callback(self._result)
         else:
             self._then = callback
 
-    def wait(self) -> torch.Tensor:
+    def wait(self) -> Any:
         """Blocks until the result is there (on CUDA: until the current stream may use it) and returns it.
 
         Raises:
@@ -172,9 +195,14 @@ class Handle:
 
 
 class Backend:
-    """Makes communicators. One object per rank."""
+    """Makes communicators. One object per rank.
+
+    Attributes:
+        has_messages: whether two ranks can exchange a message in which no other rank takes part (`send` and `recv`).
+    """
 
     name = "none"
+    has_messages = True
 
     def place(self, mesh: Mesh, rank: int) -> int:
         """What `current().rank` is to be: the rank, or one that notes who looks at it."""
@@ -188,6 +216,10 @@ class Backend:
         Groups of equal ranks may share a connection, unless `own`.
         """
         raise CommError(f"backend {self.name} makes no communicators")
+
+    def own_program(self) -> AbstractContextManager[None]:
+        """What is communicated inside is a program of its own, where operations become programs (XLA)."""
+        return nullcontext()
 
     def wrap(self, group: Any, global_rank: int) -> Communicator:
         """A communicator over a torch ProcessGroup that the user made."""

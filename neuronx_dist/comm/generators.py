@@ -38,8 +38,20 @@ def get_state() -> State:
 
 
 def set_state(state: State) -> None:
+    """Sets what `get_state` gave.
+
+    Raises:
+        ValueError: it was taken on an XLA device, and this is none, or the other way round.
+    """
+    own_program, of_xla = device_has_own_program(), len(state) > 1 and state[1].dtype == torch.int64
+    if own_program != of_xla:
+        kinds = {True: "an XLA device", False: "another device than XLA"}
+        raise ValueError(
+            f"a random state of {kinds[of_xla]} on {kinds[own_program]}: their random numbers differ anyway, so seed "
+            "anew by model_parallel_manual_seed(seed)"
+        )
     torch.set_rng_state(state[0])
-    if len(state) > 1 and device_has_own_program():
+    if own_program:
         xla.set_rng_state(state[1])
     elif len(state) > 1:
         torch.cuda.set_rng_state(state[1])

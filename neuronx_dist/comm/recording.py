@@ -4,8 +4,9 @@ it.
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -14,7 +15,7 @@ import torch
 if TYPE_CHECKING:
     from .base import Communicator
 
-__all__ = ["Call", "record"]
+__all__ = ["Call", "record", "shape_of"]
 
 
 class Call(NamedTuple):
@@ -23,7 +24,7 @@ class Call(NamedTuple):
     verb: str
     axis: str
     op: str | None
-    shape: tuple[int, ...]  # of this rank's input (`recv`: of its result)
+    shape: tuple[int, ...]  # of this rank's input (`recv`: of its result); see `shape_of`
     dtype: torch.dtype  # on the wire
     bytes: int  # of the larger of input and result, which is what bounds the time
     group_size: int
@@ -45,20 +46,25 @@ _changing = threading.Lock()
 def note(
     communicator: Communicator,
     verb: str,
-    x: torch.Tensor,
+    x: torch.Tensor | Sequence[torch.Tensor],
     *,
     op: str | None = None,
     dtype: torch.dtype | None = None,
     scale: int = 1,
 ) -> None:
     """Tells the active recorders of this rank. `scale`: how much larger the larger side is than `x`."""
-    dtype = dtype or x.dtype
-    size = 0 if verb.startswith("wait:") else x.numel() * dtype.itemsize * scale
-    call = Call(verb, communicator.axis, op, tuple(x.shape), dtype, size, communicator.size)
+    shape, dtype = shape_of(x), dtype or (x if isinstance(x, torch.Tensor) else x[0]).dtype
+    size = 0 if verb.startswith("wait:") else math.prod(shape) * dtype.itemsize * scale
+    call = Call(verb, communicator.axis, op, shape, dtype, size, communicator.size)
     for recorder in recorders:
         if recorder.rank is None or recorder.rank == communicator.global_rank:
             if recorder.waits or not verb.startswith("wait:"):
                 recorder.calls.append(call)
+
+
+def shape_of(x: torch.Tensor | Sequence[torch.Tensor]) -> tuple[int, ...]:
+    """The shape; of several tensors that travel together the number of elements, `[n]`."""
+    return tuple(x.shape) if isinstance(x, torch.Tensor) else (sum(part.numel() for part in x),)
 
 
 @contextmanager

@@ -5,8 +5,12 @@ are new tensors unless `out=` says otherwise (`out` may be the input); on an axi
 and nothing is communicated or recorded. With `async_op=True` the result is a `Handle`, and its `wait()` gives the
 tensor. None of them is differentiable: what needs gradients calls `neuronx_dist.spmd`.
 
-Under a TorchFunctionMode, or given a tensor subclass, a verb that takes a tensor arrives there whole, as a call of
-itself: tensor and axis (and `pairs`) by position, keywords as they were given, those at their defaults left out.
+all_reduce, all_gather and reduce_scatter also take a list of tensors of any shapes, which travel as one collective for
+each dtype, and give a list; `out` is a list then. Ranks agree on the list as they do on a tensor's shape.
+
+Under a TorchFunctionMode, or given a tensor subclass (itself, not in a list), a verb that takes a tensor arrives there
+whole, as a call of itself: tensor and axis (and `pairs`) by position, keywords as they were given, those at their
+defaults left out.
 """
 
 from __future__ import annotations
@@ -18,9 +22,10 @@ import torch
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from . import recording
-from .base import Communicator, Handle, WorkLike
+from .base import Communicator, Handle, WorkLike, Works
 from .context import AxisLike, communicator
 from .coordinates import plain
+from .operands import check_out, checked_dim, deliver, gathered_shape, scattered_first, wire_dtype
 
 __all__ = [
     "all_gather",
@@ -36,27 +41,30 @@ __all__ = [
     "send",
 ]
 
-Result = Any  # torch.Tensor, or Handle with async_op=True
-_OPS = ("sum", "max", "min")
+Result = Any  # torch.Tensor, a list of them if a list was given, or Handle with async_op=True
+_List = list[torch.Tensor] | tuple[torch.Tensor, ...]
+_Out = Any  # None, or torch.Tensor, or a list of them if a list is given
 
 
 def all_reduce(
-    x: torch.Tensor,
+    x: torch.Tensor | _List,
     axis: AxisLike,
     *,
     op: str = "sum",
     reduce_dtype: torch.dtype | None = None,
-    out: torch.Tensor | None = None,
+    out: _Out = None,
     async_op: bool = False,
 ) -> Result:
     """Sum (max, min) of `x` over the group, on every rank. Reduced in `promote_types(x.dtype, reduce_dtype)`."""
     if has_torch_function_unary(x):
         return _whole(all_reduce, (x, axis), op=op, reduce_dtype=reduce_dtype, out=out, async_op=async_op)
+    if isinstance(x, (list, tuple)):
+        return _coalesced(all_reduce, x, axis, out, async_op, op=op, reduce_dtype=reduce_dtype)
     comm = communicator(axis)
     if comm.size == 1:
         return _alone(comm, x, out, async_op)
-    dtype = _wire_dtype(x, op, reduce_dtype)
-    _check_out(out, x.shape, comm, "all_reduce")
+    dtype = wire_dtype(x, op, reduce_dtype)
+    check_out(out, x.shape, comm, "all_reduce")
     direct = out is not None and dtype == out.dtype and out.is_contiguous()
     if direct and out is not None:
         buffer = out.detach() if out is x else out.detach().copy_(x.detach())
@@ -72,26 +80,33 @@ def all_reduce(
         "all_reduce",
         lambda: comm.start_all_reduce(buffer, op),
         async_op,
-        lambda: out if direct and out is not None else _deliver(buffer, out, result_dtype),
+        lambda: out if direct and out is not None else deliver(buffer, out, result_dtype),
     )
 
 
 def all_gather(
-    x: torch.Tensor, axis: AxisLike, *, dim: int = 0, out: torch.Tensor | None = None, async_op: bool = False
+    x: torch.Tensor | _List,
+    axis: AxisLike,
+    *,
+    dim: int = 0,
+    out: _Out = None,
+    async_op: bool = False,
 ) -> Result:
     """Concatenation along `dim` of every rank's `x`, which has the same shape everywhere: `[.., n, ..] -> [.., size*n,
     ..]`.
     """
     if has_torch_function_unary(x):
         return _whole(all_gather, (x, axis), dim=dim, out=out, async_op=async_op)
+    if isinstance(x, (list, tuple)):
+        return _coalesced(all_gather, x, axis, out, async_op, dim=dim)
     comm = communicator(axis)
     if comm.size == 1:
         return _alone(comm, x, out, async_op)
-    dim = _dim(x, dim, "all_gather")
+    dim = checked_dim(x, dim, "all_gather")
     x = x.detach()
-    shape = (*x.shape[:dim], comm.size * x.shape[dim], *x.shape[dim + 1 :])
+    shape = gathered_shape(x, dim, comm)
     leading = dim == 0 or x.shape[:dim].numel() == 1  # then the stacked buffer is the concatenation
-    _check_out(out, shape, comm, "all_gather")
+    check_out(out, shape, comm, "all_gather")
     direct = out is not None and leading and out.is_contiguous() and out.dtype == x.dtype
     if direct and out is not None:
         gathered = out.detach().view(comm.size, *x.shape)
@@ -105,19 +120,19 @@ def all_gather(
         if direct and out is not None:
             return out
         result = gathered.view(shape) if leading else gathered.movedim(0, dim).reshape(shape)
-        return _deliver(result, out, x.dtype)
+        return deliver(result, out, x.dtype)
 
     return _run(comm, "all_gather", lambda: comm.start_all_gather(gathered, x), async_op, finish)
 
 
 def reduce_scatter(
-    x: torch.Tensor,
+    x: torch.Tensor | _List,
     axis: AxisLike,
     *,
     dim: int = 0,
     op: str = "sum",
     reduce_dtype: torch.dtype | None = None,
-    out: torch.Tensor | None = None,
+    out: _Out = None,
     async_op: bool = False,
 ) -> Result:
     """This rank's piece, along `dim`, of the sum (max, min) of `x` over the group: `[.., size*n, ..] -> [.., n, ..]`.
@@ -127,16 +142,18 @@ def reduce_scatter(
     """
     if has_torch_function_unary(x):
         return _whole(reduce_scatter, (x, axis), dim=dim, op=op, reduce_dtype=reduce_dtype, out=out, async_op=async_op)
+    if isinstance(x, (list, tuple)):
+        return _coalesced(reduce_scatter, x, axis, out, async_op, dim=dim, op=op, reduce_dtype=reduce_dtype)
     comm = communicator(axis)
     if comm.size == 1:
         return _alone(comm, x, out, async_op)
-    dtype = _wire_dtype(x, op, reduce_dtype)
-    scattered = _split(x.detach(), dim, comm, "reduce_scatter").contiguous()
+    dtype = wire_dtype(x, op, reduce_dtype)
+    scattered = scattered_first(x.detach(), dim, comm, "reduce_scatter").contiguous()
     if dtype != x.dtype:
         scattered = scattered.to(dtype)
     if recording.recorders:
         recording.note(comm, "reduce_scatter", x, op=op, dtype=dtype)
-    _check_out(out, scattered.shape[1:], comm, "reduce_scatter")
+    check_out(out, scattered.shape[1:], comm, "reduce_scatter")
     direct = out is not None and out.is_contiguous() and out.dtype == dtype
     piece = out.detach() if direct and out is not None else scattered.new_empty(scattered.shape[1:])
     result_dtype = x.dtype
@@ -145,7 +162,7 @@ def reduce_scatter(
         "reduce_scatter",
         lambda: comm.start_reduce_scatter(piece, scattered, op),
         async_op,
-        lambda: out if direct and out is not None else _deliver(piece, out, result_dtype),
+        lambda: out if direct and out is not None else deliver(piece, out, result_dtype),
     )
 
 
@@ -164,20 +181,20 @@ def all_to_all(
     comm = communicator(axis)
     if comm.size == 1:
         return _alone(comm, x, out, async_op)
-    concat_dim = _dim(x, concat_dim, "all_to_all")
-    scattered = _split(x.detach(), split_dim, comm, "all_to_all").contiguous()
+    concat_dim = checked_dim(x, concat_dim, "all_to_all")
+    scattered = scattered_first(x.detach(), split_dim, comm, "all_to_all").contiguous()
     if recording.recorders:
         recording.note(comm, "all_to_all", x)
     gathered = torch.empty_like(scattered)
     shape = list(scattered.shape[1:])
     shape[concat_dim] *= comm.size
-    _check_out(out, shape, comm, "all_to_all")
+    check_out(out, shape, comm, "all_to_all")
     return _run(
         comm,
         "all_to_all",
         lambda: comm.start_all_to_all(gathered, scattered),
         async_op,
-        lambda: _deliver(gathered.movedim(0, concat_dim).reshape(shape), out, x.dtype),
+        lambda: deliver(gathered.movedim(0, concat_dim).reshape(shape), out, x.dtype),
     )
 
 
@@ -200,7 +217,7 @@ def permute(
             raise ValueError(
                 f"permute over {comm.axis}: pairs {pairs} must use each index in 0..{comm.size - 1} at most once a side"
             )
-    _check_out(out, x.shape, comm, "permute")
+    check_out(out, x.shape, comm, "permute")
     if comm.size == 1:
         return _alone(comm, x if pairs else torch.zeros_like(x), out, async_op)
     x = x.detach().contiguous()
@@ -212,7 +229,7 @@ def permute(
         "permute",
         lambda: comm.start_permute(result, x, pairs),
         async_op,
-        lambda: _deliver(result, out, x.dtype),
+        lambda: deliver(result, out, x.dtype),
     )
 
 
@@ -226,7 +243,7 @@ def broadcast(
     _index(comm, src, "broadcast", "src")
     if comm.size == 1:
         return _alone(comm, x, out, async_op)
-    _check_out(out, x.shape, comm, "broadcast")
+    check_out(out, x.shape, comm, "broadcast")
     direct = out is not None and out.is_contiguous() and out.dtype == x.dtype
     if direct and out is not None:
         buffer = out.detach() if out is x else out.detach().copy_(x.detach())
@@ -239,7 +256,7 @@ def broadcast(
         "broadcast",
         lambda: comm.start_broadcast(buffer, src),
         async_op,
-        lambda: out if direct and out is not None else _deliver(buffer, out, x.dtype),
+        lambda: out if direct and out is not None else deliver(buffer, out, x.dtype),
     )
 
 
@@ -301,8 +318,8 @@ def _whole(verb: Callable[..., Result], args: tuple[Any, ...], **keywords: Any) 
 
 
 def _run(
-    comm: Communicator, verb: str, start: Callable[[], WorkLike], async_op: bool, finish: Callable[[], torch.Tensor]
-) -> torch.Tensor | Handle:
+    comm: Communicator, verb: str, start: Callable[[], WorkLike], async_op: bool, finish: Callable[[], Any]
+) -> Result:
     try:  # a connection that is known to be broken raises at once
         work = start()
         if not async_op:
@@ -312,9 +329,64 @@ def _run(
     return Handle(comm, verb, work, finish) if async_op else finish()
 
 
-def _check_out(out: torch.Tensor | None, shape: Sequence[int], comm: Communicator, verb: str) -> None:
-    if out is not None and tuple(out.shape) != tuple(shape):  # copy_ would broadcast
-        raise ValueError(f"{verb} over {comm.axis}: out has shape {tuple(out.shape)}, the result {tuple(shape)}")
+def _coalesced(
+    verb: Callable[..., Result],
+    xs: _List,
+    axis: AxisLike,
+    out: _List | None,
+    async_op: bool,
+    *,
+    dim: int = 0,
+    op: str = "sum",
+    reduce_dtype: torch.dtype | None = None,
+) -> Result:
+    """A verb of several tensors: a collective for each dtype that is on the wire."""
+    comm, name = communicator(axis), verb.__name__
+    if out is not None and len(out) != len(xs):
+        raise ValueError(f"{name} over {comm.axis}: out has {len(out)} tensors, for {len(xs)} to communicate")
+    if comm.size == 1 or not xs:
+        own = [_alone(comm, x, None if out is None else out[index], False) for index, x in enumerate(xs)]
+        return Handle(comm, "", None, lambda: own) if async_op else own
+    alike: dict[tuple[torch.dtype, torch.device], list[tuple[int, torch.Tensor]]] = {}
+    dims: list[int] = []
+    for index, x in enumerate(xs):
+        wire, shape = x.detach(), tuple(x.shape)
+        dims.append(checked_dim(x, dim, name) if verb is all_gather else 0)
+        if verb is all_gather:
+            shape = gathered_shape(x, dims[-1], comm)
+        elif verb is reduce_scatter:
+            wire = scattered_first(wire, dim, comm, name)
+            shape = tuple(wire.shape[1:])
+        check_out(out[index] if out is not None else None, shape, comm, name)
+        wire = wire.to(wire_dtype(x, op, reduce_dtype))
+        alike.setdefault((wire.dtype, wire.device), []).append((index, wire))
+    dtypes = [x.dtype for x in xs]
+    results: list[Any] = [None] * len(xs)
+
+    def start() -> WorkLike:
+        works = []
+        for members in alike.values():
+            wires = [wire for _, wire in members]
+            if recording.recorders:
+                gather = verb is all_gather
+                recording.note(comm, name, wires, op=None if gather else op, scale=comm.size if gather else 1)
+            work, found = comm.start_coalesced(name, wires, op)
+            works.append(work)
+            for (index, _), result in zip(members, found):
+                results[index] = result
+        return Works(works)
+
+    def finish() -> list[torch.Tensor]:  # holds on to nothing that was sent
+        values = results
+        if verb is all_gather:
+            values = [x.movedim(0, dim).flatten(dim, dim + 1) for x, dim in zip(results, dims)]
+        if out is None:
+            return [deliver(value, None, dtype) for value, dtype in zip(values, dtypes)]
+        with torch.no_grad():
+            torch._foreach_copy_(list(out), values)
+        return list(out)
+
+    return _run(comm, name, start, async_op, finish)
 
 
 def _alone(comm: Communicator, x: torch.Tensor, out: torch.Tensor | None, async_op: bool) -> Result:
@@ -323,42 +395,6 @@ def _alone(comm: Communicator, x: torch.Tensor, out: torch.Tensor | None, async_
             out.copy_(x)
         x = out
     return Handle(comm, "", None, lambda: x) if async_op else x
-
-
-def _deliver(value: torch.Tensor, out: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    if out is None:
-        return value if value.dtype == dtype else value.to(dtype)
-    if out is not value:
-        with torch.no_grad():
-            out.copy_(value)
-    return out
-
-
-def _wire_dtype(x: torch.Tensor, op: str, reduce_dtype: torch.dtype | None) -> torch.dtype:
-    if op not in _OPS:
-        raise ValueError(f"op must be one of {', '.join(_OPS)}; got {op!r}")
-    if reduce_dtype is None or reduce_dtype == x.dtype or op != "sum":
-        return x.dtype
-    return torch.promote_types(x.dtype, reduce_dtype)
-
-
-def _dim(x: torch.Tensor, dim: int, verb: str) -> int:
-    if not -x.dim() <= dim < x.dim():
-        raise ValueError(f"{verb}: dim {dim} is out of range for a tensor of shape {tuple(x.shape)}")
-    return dim % x.dim()
-
-
-def _split(x: torch.Tensor, dim: int, comm: Communicator, verb: str) -> torch.Tensor:
-    """`[.., size*n, ..] -> [size, .., n, ..]`"""
-    dim = _dim(x, dim, verb)
-    if x.shape[dim] % comm.size:
-        raise ValueError(
-            f"{verb} over {comm.axis}: unable to create {comm.size} partitions along dim {dim} of shape "
-            f"{tuple(x.shape)}: "
-            f"{x.shape[dim]} is not divisible by {comm.size}"
-        )
-    split = x.view(*x.shape[:dim], comm.size, x.shape[dim] // comm.size, *x.shape[dim + 1 :])
-    return split if dim == 0 else split.movedim(dim, 0)
 
 
 def _index(comm: Communicator, index: int, verb: str, name: str) -> None:

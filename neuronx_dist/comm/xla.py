@@ -8,6 +8,9 @@ torch_xla orders collectives by a token that it computes from their results, as 
 inf or NaN makes the token, and through it every later result, NaN. One program for all ranks has one order anyhow, so
 each collective here starts with a token of its own.
 
+Stages of a pipeline have different programs. A collective between ranks of several stages is therefore a program of its
+own (`own_program`), with nothing in it but what all of them do: what is pending is cut off before it and after it.
+
 Ranks are processes (torchrun on Neuron and TPU hosts), threads of one process (`torch_xla.launch` on TPU v2 and v3, or
 on the CPU), or are played one after the other (`comm.as_rank`, as `neuronx_dist.xla_replay` does). In the last two
 torch.distributed takes no part.
@@ -19,8 +22,10 @@ import datetime
 import os
 import pickle
 import sys
+import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +34,10 @@ from ..mesh import Mesh
 from . import context
 from .base import DONE, Backend, Communicator, WorkLike
 from .errors import CommError
+from .recording import shape_of
 from .select import in_one_program, only_on
+from .xla_groups import check_launched, replica_groups
+from .xla_transfer import how_to_transfer, rows_of
 
 __all__ = [
     "DEVICE",
@@ -40,6 +48,7 @@ __all__ = [
     "disconnect",
     "in_use",
     "join",
+    "own_program",
     "rng_state",
     "run_program",
     "set_rng_state",
@@ -69,21 +78,35 @@ def upload(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     `tensor.to(device)` makes a 0-dim tensor of 0 or 1 a constant of the program: a learning rate that warms up from 0
     would be compiled twice.
     """
-    if tensor.dim() or torch.device(device).type != DEVICE:
+    device = torch.device(device)
+    if tensor.dim() or device.type != DEVICE or tensor.device.type != "cpu":
         return tensor.to(device)
-    return tensor.reshape(1).to(device).reshape(())
+    import torch_xla
+
+    place = device if device.index is not None else torch_xla.device()
+    moved: torch.Tensor = torch_xla._XLAC._xla_tensors_from_aten([tensor.detach()], [str(place)])[0]
+    return moved
 
 
 class XlaCommunicator(Communicator):
-    """Attributes as of every Communicator, and `groups`: the ranks of all groups along the axis."""
+    """Attributes as of every Communicator, `groups`: the ranks of all groups along the axis, and `crosses_stages`:
+    whether ranks of several pipeline stages, which have different programs, are in one of them.
+    """
 
     def __init__(
-        self, axis: str, groups: Sequence[Sequence[int]], global_rank: int, issued: list[Issued] | None = None
+        self,
+        axis: str,
+        groups: Sequence[Sequence[int]],
+        global_rank: int,
+        issued: list[Issued] | None = None,
+        crosses_stages: bool = False,
     ) -> None:
         super().__init__(axis, next(group for group in groups if global_rank in group), global_rank)
         self.groups = [list(group) for group in groups]
+        self.crosses_stages = crosses_stages
         self._issued = issued
         self._coordinates: dict[torch.device, torch.Tensor] = {}
+        self._sources: dict[tuple[torch.device, tuple[tuple[int, int], ...]], torch.Tensor] = {}
         sizes = {len(group) for group in groups}
         if len(sizes) > 1:
             raise CommError(f"replica groups of {axis} have sizes {sorted(sizes)}; XLA needs one size: {self.groups}")
@@ -110,15 +133,52 @@ class XlaCommunicator(Communicator):
         result = xm.reduce_scatter(op, scattered, 1.0, 0, self.size, groups=self.groups, pin_layout=False)
         return self._end("reduce_scatter", scattered, result, out)
 
+    def start_coalesced(self, verb: str, xs: Sequence[torch.Tensor], op: str) -> tuple[WorkLike, list[torch.Tensor]]:
+        """One instruction with an operand for each tensor, and no copies. StableHLO has none for a reduce-scatter."""
+        if verb == "reduce_scatter":
+            work, views = super().start_coalesced(verb, xs, op)
+            return work, [view.clone() for view in views]  # writing to a view is lowered as writing the whole buffer
+        xm = self._begin(xs[0])
+        if verb == "all_reduce":
+            results = xm.all_reduce(op, [x.clone() for x in xs], groups=self.groups, pin_layout=False)
+        else:
+            results = xm.all_gather([x.unsqueeze(0) for x in xs], 0, groups=self.groups, pin_layout=False)
+        self._note(verb, xs, results[0], self.groups)
+        self._cut()
+        return DONE, results
+
     def start_all_to_all(self, gathered: torch.Tensor, scattered: torch.Tensor) -> WorkLike:
         xm = self._begin(scattered)
         result = xm.all_to_all(scattered, 0, 0, self.size, groups=self.groups, pin_layout=False)
         return self._end("all_to_all", scattered, result, gathered)
 
     def start_permute(self, out: torch.Tensor, x: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> WorkLike:
+        """A collective-permute; or all-gathers, from which a rank picks (comm/xla_transfer.py)."""
+        if how_to_transfer() == "permute":
+            xm = self._begin(x)
+            everywhere = [[group[src], group[dst]] for group in self.groups for src, dst in pairs]
+            return self._end("permute", x, xm.collective_permute(x, everywhere), out)
+        rows = rows_of(pairs, self.size)
+        order = [index for row in rows for group in row for index in group if self.rank in group]
+        source = self._source(x.device, pairs, order)
         xm = self._begin(x)
-        everywhere = [[group[src], group[dst]] for group in self.groups for src, dst in pairs]
-        return self._end("permute", x, xm.collective_permute(x, everywhere), out)
+        row_of_x = torch.stack([x])  # not a view: torch_xla computes that of an expanded tensor from what was expanded
+        gathered = []
+        for row in rows:
+            groups = [[group[index] for index in part] for group in self.groups for part in row]
+            gathered.append(xm.all_gather(row_of_x, 0, groups=groups, pin_layout=False))
+            self._note("permute", x, gathered[-1], groups)
+        # A selection: what a rank that is no source holds may be anything.
+        rows_and_none = torch.cat([*gathered, torch.zeros_like(row_of_x)])
+        return self._deliver(rows_and_none.index_select(0, source).squeeze(0), out)
+
+    def _source(self, device: torch.device, pairs: Sequence[tuple[int, int]], order: Sequence[int]) -> torch.Tensor:
+        """`[1]`, an input of programs: where in `order`, the indices that are gathered, the source is; or after it."""
+        key = (device, tuple(pairs))
+        if key not in self._sources:
+            place = next((order.index(src) for src, dst in pairs if dst == self.rank), len(order))
+            self._sources[key] = torch.tensor([place], dtype=torch.int64).to(device)
+        return self._sources[key]
 
     def start_broadcast(self, buffer: torch.Tensor, src: int) -> WorkLike:
         # A selection, not a product with 0, by which torch_xla's broadcast spreads the NaN of another rank.
@@ -150,34 +210,80 @@ class XlaCommunicator(Communicator):
         return [pickle.loads(payloads[rank]) for rank in self.ranks]
 
     def _begin(self, x: torch.Tensor) -> Any:
-        """torch_xla's collectives, with a fresh token."""
+        """torch_xla's collectives, with a fresh token; in a program of their own if the ranks have different ones."""
         import torch_xla
         import torch_xla.core.xla_model as xm
 
         if not in_one_program(x):
             raise CommError(f"{self.describe('a collective')}: the tensor is on {x.device}, not on an XLA device")
+        self._cut()
         torch_xla._XLAC._set_all_reduce_token(str(x.device), None)
         return xm
 
     def _end(self, verb: str, x: torch.Tensor, result: torch.Tensor, out: torch.Tensor) -> WorkLike:
+        self._note(verb, x, result, self.groups)
+        return self._deliver(result, out)
+
+    def _note(
+        self,
+        verb: str,
+        x: torch.Tensor | Sequence[torch.Tensor],
+        result: torch.Tensor,
+        groups: Sequence[Sequence[int]],
+    ) -> None:
         if self._issued is not None:
             import torch_xla
 
             number = len(self._issued)
-            groups = tuple(tuple(group) for group in self.groups)
-            self._issued.append(Issued(number, verb, self.axis, groups, tuple(x.shape), result.dtype, _sites()))
+            held = tuple(tuple(group) for group in groups)
+            self._issued.append(Issued(number, verb, self.axis, held, shape_of(x), result.dtype, _sites()))
             torch_xla._XLAC._set_xla_custom_op_name_prefix(result, f"nxd-{number}-", 1)
+
+    def _deliver(self, result: torch.Tensor, out: torch.Tensor) -> WorkLike:
         with torch.no_grad():
             out.copy_(result.view(out.shape))
+        self._cut()
         return DONE
+
+    def _cut(self) -> None:
+        if self.crosses_stages and not _own.depth:
+            run_program()
+
+
+class _Own(threading.local):
+    depth = 0
+
+
+_own = _Own()
+
+
+@contextmanager
+def own_program() -> Iterator[None]:
+    """Makes what is done inside a program of its own; inside another `own_program`, a part of that."""
+    if not _own.depth:
+        run_program()
+    _own.depth += 1
+    try:
+        yield
+    finally:
+        _own.depth -= 1
+    if not _own.depth:
+        run_program()
 
 
 class XlaBackend(Backend):
-    """Communicators over XLA devices. `issued` collects the collectives that this rank puts into its programs."""
+    """Communicators over XLA devices.
+
+    Args:
+        mesh: says which ranks have a program in common, those of one pipeline stage; None: all.
+        issued: collects the collectives that this rank puts into its programs.
+    """
 
     name = DEVICE
+    has_messages = False
 
-    def __init__(self, issued: list[Issued] | None = None) -> None:
+    def __init__(self, mesh: Mesh | None = None, issued: list[Issued] | None = None) -> None:
+        self._mesh = mesh
         self._issued = issued
 
     def communicator(
@@ -187,17 +293,21 @@ class XlaBackend(Backend):
         if len(own_group) == 1:
             return Communicator(label, own_group, global_rank)
         # Ranks outside the wanted groups come as groups of one; XLA's groups are all of one size, or leave ranks out.
-        return XlaCommunicator(label, [g for g in groups if len(g) > 1], global_rank, self._issued)
+        several = [group for group in groups if len(group) > 1]
+        return XlaCommunicator(label, several, global_rank, self._issued, self._crosses_stages(several))
+
+    def _crosses_stages(self, groups: Sequence[Sequence[int]]) -> bool:
+        mesh = self._mesh
+        if mesh is None or mesh.pp == 1:
+            return False
+        return any(len({mesh.coordinate("pp", rank) for rank in group}) > 1 for group in groups)
+
+    def own_program(self) -> AbstractContextManager[None]:
+        return own_program()
 
     def wrap(self, group: Any, global_rank: int) -> Communicator:
         """A communicator over a torch group of the `xla` backend, which knows all replica groups (`_mesh`)."""
-        mesh = getattr(group, "_mesh", None)
-        if mesh is None:
-            raise TypeError(
-                "on XLA an axis is a mesh axis name, a tuple of names, a Communicator, or a ProcessGroup made with "
-                f"pg_options={{'xla_pg_options': {{'mesh': all_groups}}}}; got {group!r}"
-            )
-        return self.communicator(getattr(group, "group_desc", None) or "group", mesh, global_rank)
+        return self.communicator("group", replica_groups(group), global_rank)
 
 
 def in_use() -> bool:
@@ -209,17 +319,18 @@ _chosen = False
 
 
 def join(timeout: float | None = None) -> torch.device:
-    """Joins the job that torchrun started on XLA devices, if it did, and returns this rank's device."""
+    """Joins the job that torchrun started on XLA devices, if it did; returns this rank's device. Raises as `world`."""
     global _chosen
     import torch.distributed as dist
     import torch_xla
 
     _chosen = True
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
+    if "RANK" in os.environ and not dist.is_initialized():
         import torch_xla.distributed.xla_backend  # registers the backend
 
         options: dict[str, Any] = {"timeout": datetime.timedelta(seconds=timeout)} if timeout is not None else {}
         dist.init_process_group("xla", init_method="xla://", **options)
+    world()
     device: torch.device = torch_xla.device()
     return device
 
@@ -234,6 +345,7 @@ def world() -> tuple[int, int]:
     import torch_xla.runtime as xr
 
     size, rank = xr.world_size(), xr.global_ordinal()
+    check_launched(size)
     if dist.is_initialized() and (dist.get_world_size(), dist.get_rank()) != (size, rank):
         raise CommError(
             f"torch.distributed says rank {dist.get_rank()} of {dist.get_world_size()}, torch_xla rank {rank} of "
@@ -252,7 +364,7 @@ def ranks_are_threads() -> bool:
 
 def connect(mesh: Mesh) -> None:
     """Makes this process, or thread, a rank of `mesh`. Nothing is to be set up: collectives are in the program."""
-    made = context.Context(mesh, world()[1], XlaBackend())
+    made = context.Context(mesh, world()[1], XlaBackend(mesh))
     if ranks_are_threads():
         context.set_of_thread(made, _ordinal)
     else:
@@ -284,14 +396,15 @@ def rng_state() -> torch.Tensor:
     """`[1]`: the state of this device's generator, known without waiting for the device."""
     import torch_xla.core.xla_model as xm
 
-    return torch.tensor([xm.get_rng_state()], dtype=torch.int64)
+    state = xm.get_rng_state()  # 64 bits without a sign, which tensors cannot be made of
+    return torch.tensor([state - 2**64 if state >= 2**63 else state], dtype=torch.int64)
 
 
 def set_rng_state(state: torch.Tensor) -> None:
     """Sets what `rng_state` gave. The state is an input of the program, so that ranks may differ in it."""
     import torch_xla.core.xla_model as xm
 
-    xm.set_rng_state(int(state[0]))
+    xm.set_rng_state(int(state[0]) % 2**64)
 
 
 def _process_group_is_xla() -> bool:

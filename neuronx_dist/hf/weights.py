@@ -20,6 +20,8 @@ import torch
 from torch import nn
 
 from .. import comm
+from ..comm.generators import device_has_own_program
+from ..comm.host import on_host
 from ..parallel_layers.materialize import (
     gather_full,
     install_parameter,
@@ -107,10 +109,14 @@ def save_pretrained(model: Any, folder: str | PathLike[str], tokenizer: Any = No
     comm.barrier("world")
 
     tensors: dict[str, torch.Tensor] = {}
-    if in_first_replica:
+    # On XLA a gather is in a program of all ranks, and it runs when the result is fetched: so all ranks do both.
+    all_take_part = device_has_own_program()
+    if in_first_replica or all_take_part:
         for name, full in _full_tensors(model):
             if writes:
                 tensors[name] = full.to("cpu").contiguous()
+            elif all_take_part:
+                full.to("cpu")
     file = f"model-{stage + 1:05d}-of-{stages:05d}.safetensors" if stages > 1 else "model.safetensors"
     if writes:
         save_file(tensors, str(path / file), metadata={"format": "pt"})
@@ -148,6 +154,8 @@ def full_state_dict(model: nn.Module, *, gradients: bool = False) -> dict[str, t
 def _full_tensors(model: nn.Module, gradients: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
     """`(name, whole tensor)` of this stage, gathered over tp, one at a time; a tied weight where its first name is."""
     aliases = parameter_names(model)
+    held = [param.grad if gradients else param for param in whole_model(model).parameters()]
+    on_host([tensor for tensor in held if tensor is not None], copy=False)  # what is still to be computed, at once
     for prefix, module in local_modules(model):
         for key, param in module._parameters.items():
             name = join(prefix, key)

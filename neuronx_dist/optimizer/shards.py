@@ -1,11 +1,11 @@
 """One parameter's part in ZeRO-1: the rows that a rank owns, in the dtype that the optimizer works in.
 
     parameter   [rows, ...]                           on every rank of the sharding group, of size `degree`
-    padded      [degree * ceil(rows / degree), ...]   zeros at the end; only ever inside a bucket
+    padded      [degree * ceil(rows / degree), ...]   zeros at the end; on its way only
     master      [ceil(rows / degree), ...]            this rank's rows: a parameter of the base optimizer
 
-In a bucket a parameter is a block of columns of `[degree, columns]`, whose row r is what rank r owns: one
-reduce-scatter of the buffer gives a rank its shards, one all-gather of shards gives the buffer.
+It travels as `[degree, columns]`, whose row r is what rank r owns: one reduce-scatter of a list of them gives a rank
+its shards, one all-gather of a list of shards gives them all.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     gradients --reduce-scatter (mean)--> shards --clip--> base optimizer on shards --all-gather--> parameters
 
-Collectives go in flat buckets, started ahead and awaited in order, so that packing one overlaps with the transfer of
+Collectives go in buckets, started ahead and awaited in order, so that packing one overlaps with the transfer of
 another. After "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (Rajbhandari et al., 2020), stage
 1; names and state-dict keys are those of NeuronX Distributed.
 """
@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from .. import comm
+from .. import comm, spmd
 from ..parallel_layers.buckets import cap_in_bytes, cut, overlap, presence
 from ..parallel_layers.grad_norm import clip_grads_with_norm, group_of_ranks, norm_groups, norm_of
 from ..parallel_layers.gradient import DATA_AXES, data_axis, gradient_dtype, is_expert
+from ..parallel_layers.utils import load_optimizer_state_dict, move_all_tensor_to_cpu
 from .shards import Shard
 
 __all__ = ["MasterWeightsOptimizer", "NeuronZero1Optimizer"]
@@ -177,14 +178,13 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
                 for shard in bucket
             ]
             flags = presence([shard.grad is not None for shard in bucket], parts[0], first.group)
-            buffer = torch.cat([*parts, flags.expand(first.degree, -1)], dim=1)
-            del parts
-            buffer.mul_(first.scale)  # before the sum: fp16 must not overflow in it
-            return comm.reduce_scatter(buffer, first.group, dim=0, async_op=True)
+            # Before the sum: fp16 must not overflow in it.
+            parts = list(torch._foreach_mul([*parts, flags.expand(first.degree, -1)], first.scale))
+            return comm.reduce_scatter(parts, first.group, async_op=True)
 
         def finish(bucket: list[Shard], handle: Any) -> None:
-            *parts, flags = handle.wait().view(-1).split([*(shard.columns for shard in bucket), len(bucket)])
-            for shard, part, flag in zip(bucket, parts, flags):
+            *parts, flags = handle.wait()
+            for shard, part, flag in zip(bucket, parts, spmd.local(flags)[0]):
                 # Waits for the device where a gradient is missing, and only there.
                 found = shard.grad is not None or bool(flag > 0)
                 shard.master.grad = part.view(shard.shape).to(shard.master.dtype) if found else None
@@ -204,13 +204,11 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
         """Sets the parameters, in their dtype, from everybody's masters."""
 
         def start(bucket: list[Shard]) -> Any:
-            dtype = bucket[0].param.dtype
-            flat = torch.cat([shard.master.detach().reshape(-1).to(dtype) for shard in bucket])
-            return comm.all_gather(flat, bucket[0].group, dim=0, async_op=True)
+            masters = [shard.master.detach().reshape(1, -1).to(shard.param.dtype) for shard in bucket]
+            return comm.all_gather(masters, bucket[0].group, async_op=True)
 
         def finish(bucket: list[Shard], handle: Any) -> None:
-            blocks = handle.wait().view(bucket[0].degree, -1).split([shard.columns for shard in bucket], dim=1)
-            for shard, block in zip(bucket, blocks):
+            for shard, block in zip(bucket, handle.wait()):
                 shard.push(block)
 
         for shard in self._shards:
@@ -282,8 +280,9 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
         """
         base = self._base()
         self._check_loadable(state_dict)
-        super().load_state_dict({name: state_dict[name] for name in ("state", "param_groups")})
-        base.load_state_dict({**base.state_dict(), "state": state_dict["base_state"]})
+        groups = {name: state_dict[name] for name in ("state", "param_groups")}
+        load_optimizer_state_dict(self, groups, super().load_state_dict)
+        load_optimizer_state_dict(base, {**base.state_dict(), "state": state_dict["base_state"]})
         _copy_options(self.param_groups, base.param_groups)
         masters = state_dict.get("sharded_master_weights")
         for index, shard in enumerate(self._shards):
@@ -322,9 +321,10 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
         """Writes each rank's state to a file of its own in `output_dir`, `num_workers_per_step` ranks at a time."""
         os.makedirs(output_dir, exist_ok=True)
         path = _state_path(output_dir)
+        state = move_all_tensor_to_cpu(self.state_dict(), convert=False)  # what is still to be computed, all ranks do
         for is_my_turn in _turns(num_workers_per_step):
             if is_my_turn:
-                torch.save(self.state_dict(), path + ".tmp")
+                torch.save(move_all_tensor_to_cpu(state), path + ".tmp")
                 os.replace(path + ".tmp", path)  # a job that dies here leaves no half-written file under the name
             comm.barrier()
 

@@ -1,4 +1,5 @@
-"""Flat buckets: many tensors become a few large collectives, which overlap with the copies in and out of them.
+"""Buckets: many tensors become a few large collectives (of lists: `comm.verbs`), which overlap with the copies in and
+out of them, where there are any.
 
 Buckets are cut by the parameters alone (order, dtype, size), never by which gradients happen to be there, so that every
 rank of a group cuts the same ones.

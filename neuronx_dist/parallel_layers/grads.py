@@ -209,15 +209,13 @@ def _all_reduce(
 
     def start(bucket: list[int]) -> Any:
         flags = presence([held[i] for i in bucket], grads[bucket[0]], group)
-        flat = torch.cat([*(grads[i].reshape(-1) for i in bucket), flags])
+        parts = [*(grads[i] for i in bucket), flags]
         if scale != 1.0:
-            flat.mul_(scale)  # before the sum: fp16 must not overflow in it
-        return comm.all_reduce(flat, group, reduce_dtype=reduce_dtype, out=flat, async_op=True)
+            torch._foreach_mul_(parts, scale)  # before the sum: fp16 must not overflow in it
+        return comm.all_reduce(parts, group, reduce_dtype=reduce_dtype, out=parts, async_op=True)
 
     def finish(bucket: list[int], handle: Any) -> None:
-        *parts, flags = handle.wait().split([*(grads[i].numel() for i in bucket), len(bucket)])
-        torch._foreach_copy_([grads[i] for i in bucket], [part.view(grads[i].shape) for i, part in zip(bucket, parts)])
-        for i, flag in zip(bucket, flags):
+        for i, flag in zip(bucket, handle.wait()[-1]):
             # Waits for the device where a gradient is missing, and only there.
             somewhere[i] = held[i] or bool(flag > 0)
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from .. import comm
-from ..spmd.spec import restamp
+from ..comm.host import as_inputs, on_host, upload
+from .materialize import install_parameter, is_local, join, local_modules, parameter_names, whole_model
 
 T = TypeVar("T")
 
@@ -129,30 +131,123 @@ def cast_if_autocast_enabled(*tensors: torch.Tensor | None) -> tuple[torch.Tenso
     )
 
 
-def move_all_tensor_to_cpu(data: T) -> T:
-    """The same nested containers with every tensor on the CPU."""
-    return torch.utils._pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu(), data)
+def move_all_tensor_to_cpu(data: T, convert: bool = True) -> T:
+    """The same nested containers with every tensor on the CPU: what to save of a model or an optimizer on any device.
+
+    One wait for the device, whatever the number of tensors. On XLA they are computed by one program, which all ranks
+    must ask for together, as they do for a training step, if it holds collectives.
+
+    Args:
+        data: containers that torch's pytrees know (dict, list, tuple, ...). Tensors on the CPU are not copied.
+        convert: False leaves the tensors where they are, and only waits until their values are there: then ranks may
+            take turns at copying.
+    """
+    found = on_host([x for x in pytree.tree_leaves(data) if isinstance(x, torch.Tensor)], copy=convert)
+    copies = iter(found)
+    return pytree.tree_map_only(torch.Tensor, lambda _: next(copies), data) if convert else data
+
+
+_OF_THE_DEVICE = ("capturable", "foreach", "fused", "differentiable")
+
+
+def load_optimizer_state_dict(
+    optimizer: torch.optim.Optimizer,
+    state_dict: Mapping[str, Any],
+    load: Callable[[dict[str, Any]], Any] | None = None,
+) -> None:
+    """`optimizer.load_state_dict(state_dict)`, for a state that was saved on whatever device.
+
+    How a step is computed stays as it is here (`capturable`, `foreach`, `fused`, `differentiable`): `capturable` of an
+    XLA run is refused by torch on the CPU, and without it the number of a step is read on the host at each. A learning
+    rate that is a tensor stays that tensor and takes the value. The ZeRO-1 optimizer does all this by itself.
+
+    Args:
+        load: what loads, if it is not the optimizer's own `load_state_dict`.
+    """
+    before = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+    groups = [dict(group) for group in state_dict["param_groups"]]
+    for group, here in zip(groups, before):
+        group.update({name: here[name] for name in _OF_THE_DEVICE if name in here})
+    (load or optimizer.load_state_dict)({**state_dict, "param_groups": groups})
+    for values in optimizer.state.values():
+        tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
+        values.update(zip(tensors, as_inputs(list(tensors.values()))))
+    for group, here in zip(optimizer.param_groups, before):
+        for name in here.keys() & group.keys():
+            ours, loaded = here[name], group[name]
+            if isinstance(ours, torch.Tensor):
+                (value,) = as_inputs([torch.as_tensor(loaded, dtype=ours.dtype, device=ours.device)])
+                with torch.no_grad():
+                    ours.copy_(value)
+                group[name] = ours
+            elif isinstance(loaded, torch.Tensor):
+                group[name] = loaded.item()
 
 
 def move_model_to_device(model: nn.Module, device: Any) -> nn.Module:
-    """Moves a model and keeps what a plain `.to` may lose: tied parameters stay tied, attributes stay on the
-    parameters.
+    """Moves a model, in place. Every parameter stays the object that it is, on whatever device: tied ones stay tied,
+    attributes stay on them, and so do gradients; a buffer that several modules share stays one.
+
+    (`.to` makes new parameters when the kind of device changes, as from the CPU to XLA, and a weight tied to another
+    becomes two.) A torch optimizer that was made before holds the same parameters, but no step may have been taken:
+    its state stays where it is. Sharded optimizers and hooks on parameters are made after the move.
+
+    Raises:
+        RuntimeError: a parameter or buffer has no value yet; or it is part of a graph whose backward is still to come.
     """
-    owners: dict[int, list[tuple[nn.Module, str]]] = {}
-    attributes: dict[int, dict[str, Any]] = {}
-    for module in model.modules():
-        for name, param in module._parameters.items():
-            if param is not None:
-                owners.setdefault(id(param), []).append((module, name))
-                attributes[id(param)] = dict(param.__dict__)
-    model.to(device)
-    for key, places in owners.items():
-        module, name = places[0]
-        param = module._parameters[name]
-        assert param is not None
-        for attribute, value in attributes[key].items():
-            setattr(param, attribute, value)
-        for other, other_name in places[1:]:
-            other._parameters[other_name] = param
-    restamp(model)
+    names = parameter_names(model)
+    if torch.device(device).type != "meta":
+        _refuse_meta(model, device)
+    places = [
+        (module, name, param, dict(param.__dict__))
+        for module in model.modules()
+        for name, param in module._parameters.items()
+        if param is not None
+    ]
+    grads = [param.grad for param in model.parameters() if param.grad is not None]
+    on_host([*model.parameters(), *model.buffers(), *grads], copy=False)  # what is still to be computed, at once
+    moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # buffers, and what became of them
+
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, nn.Parameter):
+            _move_parameter(tensor, device, names.get(id(tensor), ["?"])[0])
+            return tensor
+        if id(tensor) not in moved:
+            moved[id(tensor)] = tensor, upload(tensor, device)
+        return moved[id(tensor)][1]
+
+    model._apply(move)
+    # torch's settings for conversions (`torch.__future__`) may have put other parameters there, without attributes.
+    for module, name, param, attributes in places:
+        module._parameters[name] = param
+        param.__dict__.update(attributes)
     return model
+
+
+def _move_parameter(param: nn.Parameter, device: Any, name: str) -> None:
+    grad, param.grad = param.grad, None
+    value = upload(param.detach(), device)
+    if torch._has_compatible_shallow_copy_type(param, value):
+        param.data = value
+    else:
+        try:
+            install_parameter(param, value)
+        except RuntimeError as error:
+            param.grad = grad
+            raise RuntimeError(
+                f"move_model_to_device: parameter {name} is in use, by a graph that waits for backward or by a weak "
+                f"reference ({error}): move the model before it is called, compiled or wrapped"
+            ) from error
+    if grad is not None:
+        param.grad = upload(grad.detach(), device)
+
+
+def _refuse_meta(model: nn.Module, device: Any) -> None:
+    for prefix, module in local_modules(model):
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None and tensor.is_meta and is_local(model, join(prefix, name)):
+                raise RuntimeError(
+                    f"move_model_to_device: {join(prefix, name)} of {type(whole_model(model)).__name__} is on the meta "
+                    f"device and has no value to move to {device}: use neuronx_dist.materialize(model, seed, "
+                    "device=...) or load weights"
+                )

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -66,6 +67,7 @@ __all__ = [
     "python_objects",
     "redistribution",
     "region",
+    "steps_in_rounds",
     "steps_of_a_pipeline",
     "tied_copies",
     "unequal_values",
@@ -111,6 +113,12 @@ def steps_of_a_pipeline(case: Case) -> None:
     """Two steps: the second sees what the first did to the weights."""
     worst, what = worst_difference(case, comm.threads.run(case.mesh, partial(train, case, ("sgd",), 2), timeout=20.0))
     assert worst < TOLERANCE, f"{what} is {worst:.1e} away"
+
+
+def steps_in_rounds(case: Case) -> None:
+    """The same where ranks have no messages: stages in lockstep."""
+    with mock.patch.object(comm.threads.ThreadsBackend, "has_messages", False):
+        steps_of_a_pipeline(case)
 
 
 def full_logits() -> None:
@@ -404,6 +412,15 @@ def values_of_every_verb() -> list[str]:
         check("all_to_all", comm.all_to_all(x, "world"), torch.cat([y[own] for y in xs]))
         check("permute", comm.permute(x, "world", [(0, 1), (1, 0)]), xs[1 - rank])
         check("broadcast", comm.broadcast(x, "world", src=1), xs[1])
+        for what, found, total in (
+            ("all_reduce of a list", comm.all_reduce([x, x[:2]], "world"), xs[0] + xs[1]),
+            ("all_gather of a list", comm.all_gather([x, x[:2]], "world"), torch.stack(xs)),
+            ("reduce_scatter of a list", comm.reduce_scatter([x, x[:2]], "world"), xs[0] + xs[1]),
+        ):
+            first, second = total, total[..., :2]
+            if what.startswith("reduce_scatter"):
+                first, second = first[own], second[rank : rank + 1]
+            check(what, torch.cat(found), torch.cat([first.reshape(-1), second.reshape(-1)]))
         receiving = comm.recv(torch.full_like(x, 99.0), "world", src=1 - rank, async_op=True)
         comm.send(x, "world", dst=1 - rank)
         check("send", receiving.wait(), xs[1 - rank])

@@ -29,6 +29,7 @@ from mutation_cases import (
     python_objects,
     redistribution,
     region,
+    steps_in_rounds,
     steps_of_a_pipeline,
     tied_copies,
     unequal_values,
@@ -71,12 +72,17 @@ MESSAGES = (
 )
 TP, TP_SP = Case(tp=2), Case(tp=2, sequence_parallel=True)
 _LINEAR = "parallel_layers/linear.py:"
+_FUNCTIONS = "parallel_layers/autograd_linear.py:"
 _EMBEDDING = "parallel_layers/embedding.py:ParallelEmbedding.forward:"
 _REGIONS = "parallel_layers/mappings.py:"
 
 CASES: dict[str, Callable[[], None]] = {
     "checking/numeric.py:_step:comm.all_reduce#1": compared_values,
     **{f"comm/verbs.py:{v}:comm.start_{v}#1": verbs_on_threads for v in VERBS},
+    **{
+        f"comm/base.py:Communicator.start_coalesced:self.start_{v}#1": verbs_on_threads
+        for v in ("all_reduce", "all_gather", "reduce_scatter")
+    },
     "comm/verbs.py:gather_objects:comm.gather_objects#1": verbs_on_threads,
     **{f"spmd/collectives.py:{kernel}#1": conformance for kernel in KERNELS},
     "spmd/collectives.py:_transpose:comm.all_to_all#1": redistribution,
@@ -88,18 +94,18 @@ CASES: dict[str, Callable[[], None]] = {
         for way in ("enter", "exit")
         for operator in ("convert", "all_to_all", "all_gather")
     },
-    f"{_LINEAR}_ColumnLinear.forward:comm.all_gather#1": partial(
+    f"{_FUNCTIONS}ColumnLinear.forward:comm.all_gather#1": partial(
         layer,
         partial(_column, gather_output=False, sequence_parallel_enabled=True),
         split=_own_sequence,
         join=_joined_features,
     ),
-    f"{_LINEAR}_ColumnLinear.backward:comm.all_gather#1": partial(one_step, TP_SP),
-    f"{_LINEAR}_ColumnLinear.backward:comm.all_reduce#1": partial(one_step, TP),
-    f"{_LINEAR}_ColumnLinear.backward:comm.reduce_scatter#1": partial(one_step, TP_SP),
-    f"{_LINEAR}_RowLinear.forward:comm.all_reduce#1": partial(one_step, TP),
-    f"{_LINEAR}_RowLinear.forward:comm.reduce_scatter#1": partial(one_step, TP_SP),
-    f"{_LINEAR}_RowLinear.backward:comm.all_gather#1": partial(
+    f"{_FUNCTIONS}ColumnLinear.backward:comm.all_gather#1": partial(one_step, TP_SP),
+    f"{_FUNCTIONS}ColumnLinear.backward:comm.all_reduce#1": partial(one_step, TP),
+    f"{_FUNCTIONS}ColumnLinear.backward:comm.reduce_scatter#1": partial(one_step, TP_SP),
+    f"{_FUNCTIONS}RowLinear.forward:comm.all_reduce#1": partial(one_step, TP),
+    f"{_FUNCTIONS}RowLinear.forward:comm.reduce_scatter#1": partial(one_step, TP_SP),
+    f"{_FUNCTIONS}RowLinear.backward:comm.all_gather#1": partial(
         layer,
         partial(_row, input_is_parallel=True, sequence_parallel_enabled=True),
         split=_own_features,
@@ -141,6 +147,7 @@ CASES: dict[str, Callable[[], None]] = {
     ),
     "pipeline/model.py:NxDPPModel._report:comm.all_reduce#1": partial(steps_of_a_pipeline, Case(dp=2)),
     "pipeline/model.py:NxDPPModel._report:comm.broadcast#1": partial(steps_of_a_pipeline, Case(pp=2)),
+    "pipeline/rounds.py:Lockstep._transfer:comm.permute#1": partial(steps_in_rounds, Case(pp=2)),
     **{f"pipeline/runtime.py:Run.{call}#1": partial(steps_of_a_pipeline, Case(pp=2)) for call in MESSAGES},
     "pipeline/stage_module.py:StageModule.sync_tied_weights:comm.broadcast#1": tied_copies,
     "spmd/verify.py:_exchange:comm.gather_objects#1": unequal_values,

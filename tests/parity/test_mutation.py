@@ -35,12 +35,12 @@ EXEMPT = {
     "hf/weights.py:save_pretrained:comm.barrier#1": _ORDER,
     "hf/weights.py:save_pretrained:comm.barrier#2": _ORDER,
     **{
-        f"parallel_layers/linear.py:{composition}#1": _COMPARED
+        f"parallel_layers/autograd_linear.py:{composition}#1": _COMPARED
         for composition in (
-            "_ColumnLinear.composition.linears:spmd.all_gather",
-            "_ColumnLinear.composition.linears:spmd.convert",
-            "_RowLinear.composition:spmd.all_reduce",
-            "_RowLinear.composition:spmd.reduce_scatter",
+            "ColumnLinear.composition.linears:spmd.all_gather",
+            "ColumnLinear.composition.linears:spmd.convert",
+            "RowLinear.composition:spmd.all_reduce",
+            "RowLinear.composition:spmd.reduce_scatter",
         )
     },
     "memory.py:_Wire.start_all_gather:?.start_all_gather#1": _MEASURES,

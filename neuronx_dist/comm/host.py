@@ -1,0 +1,47 @@
+"""Tensors from the host and to the host, on whatever device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from .select import in_one_program
+from .xla import upload
+
+__all__ = ["as_inputs", "on_host", "upload"]
+
+
+def on_host(tensors: Sequence[torch.Tensor], copy: bool = True) -> list[torch.Tensor]:
+    """The tensors on the CPU, detached; those that are there already are not copied.
+
+    What XLA devices have to compute for it is one program, and the host waits once. With `copy=False` it only waits.
+
+    One by one they would be as many programs, and may be wrong: torch_xla takes `a - (a + b)` and `b - (a + b)` for one
+    program, whose inputs it then confuses (pytorch/xla#8353).
+    """
+    found = [tensor.detach() for tensor in tensors]
+    lazy = [index for index, tensor in enumerate(found) if in_one_program(tensor)]
+    if lazy:
+        import torch_xla
+
+        pending = [found[index] for index in lazy]
+        torch_xla._XLAC._xla_sync_multi(pending, [], True, False)
+        if copy:
+            for index, tensor in zip(lazy, torch_xla._XLAC._xla_get_cpu_tensors(pending)):
+                found[index] = tensor
+    return [tensor.cpu() if copy else tensor for tensor in found]
+
+
+def as_inputs(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors, each an input of its own to the programs of XLA devices, as the result of a step is to the next.
+
+    Scalars that come from the host are none: torch_xla keeps one buffer of equal ones, and 0 and 1 in the program. A
+    resumed run would compile its step anew.
+    """
+    found = list(tensors)
+    scalars = [index for index, tensor in enumerate(found) if in_one_program(tensor) and not tensor.dim()]
+    for index, value in zip(scalars, on_host([found[index] for index in scalars])):
+        found[index] = upload(value, found[index].device)
+    on_host([found[index] for index in scalars], copy=False)
+    return found
