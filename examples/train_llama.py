@@ -176,7 +176,7 @@ def main() -> None:
         memory = estimate_memory(layout, config)
         if rank == 0 and world > 1 and not args.no_check and not args.verify:
             check_before_launch(args, config, layout)
-    except ValueError as error:
+    except (ValueError, comm.CommError) as error:
         sys.exit(f"train_llama: {error}" if rank == 0 else 1)
     if args.verify:
         import verify

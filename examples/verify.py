@@ -14,6 +14,7 @@ from text_data import TextData
 
 import neuronx_dist as nxd
 from neuronx_dist import Mesh, comm
+from neuronx_dist.comm import launch
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
 
@@ -40,13 +41,16 @@ def variants(args: argparse.Namespace, config: Any, world: int) -> list[argparse
 def main(args: argparse.Namespace, config: Any, data: TextData, device: torch.device) -> int:
     """Prints a row for each layout; 0 if all agree with one process to the tolerance of the dtype."""
     args.steps = min(args.steps, 20)
-    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    world, rank = launch.world()
     say = print if rank == 0 else lambda *_, **__: None
     single = dict(tp=1, pp=1, sequence_parallel=False, zero1=False, pad_heads=False)
     alone = argparse.Namespace(**{**vars(args), **single})
-    reference: list[Any] = [comm.threads.run(Mesh(1), losses, alone, config, data, device)[0] if rank == 0 else None]
-    torch.distributed.broadcast_object_list(reference, src=0)
-    expected: list[float] = reference[0]
+    # On XLA devices the one process computes on the CPU, which is a reference for them too.
+    place = device if device.type in ("cpu", "cuda") else torch.device("cpu")
+    nxd.initialize_model_parallel()
+    mine = comm.threads.run(Mesh(1), losses, alone, config, data, place)[0] if rank == 0 else None
+    expected: list[float] = comm.broadcast_object(mine)
+    nxd.destroy_model_parallel()
     tolerance, worst = TOLERANCE[args.dtype], 0.0
     say(
         f"losses of {args.steps} steps in {args.dtype}, and their largest relative difference from those of one process"

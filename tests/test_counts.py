@@ -24,7 +24,7 @@ from llama_training import SEQ, Case, batch, build, initial_state, inputs, make_
 import neuronx_dist as nxd
 from neuronx_dist import comm, hf
 from neuronx_dist.hf import causal_lm_loss
-from neuronx_dist.parallel_layers import linear
+from neuronx_dist.parallel_layers import autograd_linear
 
 PAGE = (Path(__file__).parent.parent / "docs" / "architecture.md").read_text()
 Counts = Counter[str]
@@ -149,7 +149,7 @@ def test_a_whole_model_is_the_sum_of_its_parts(sequence_parallel: bool) -> None:
 
 def test_the_backward_collective_starts_before_the_weight_gradient_and_is_awaited_after(monkeypatch: Any) -> None:
     """By order, not by time: what rank 0 had recorded when it came to compute the weight gradient."""
-    original = linear._parameter_grads
+    original = autograd_linear._parameter_grads
     before: list[list[str]] = []
     calls_of_rank: dict[int, list[comm.Call]] = {}
 
@@ -170,7 +170,7 @@ def test_the_backward_collective_starts_before_the_weight_gradient_and_is_awaite
             out.sum().backward()
         return [call.verb for call in calls]
 
-    monkeypatch.setattr(linear, "_parameter_grads", noted)
+    monkeypatch.setattr(autograd_linear, "_parameter_grads", noted)
     after = comm.threads.run(nxd.Mesh(2, tp=2), rank_main, False)[0]
     assert before.pop() == ["all_reduce"] and after == ["all_reduce", "wait:all_reduce"]
     after = comm.threads.run(nxd.Mesh(2, tp=2), rank_main, True)[0]

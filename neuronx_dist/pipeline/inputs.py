@@ -10,6 +10,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx, nn
 
+from ..comm.xla import upload
 from .recording import Recording
 
 __all__ = ["Batch", "evaluating", "find_loss"]
@@ -62,7 +63,11 @@ class Batch:
 
     def microbatches(self, wanted: Sequence[int], device: torch.device) -> list[dict[int, torch.Tensor]]:
         """The tensors with the wanted leaf numbers, on `device`, for each microbatch."""
-        moved = {index: self.leaves[index].to(device, non_blocking=True) for index in wanted}
+        # A 0-dim tensor of 0 or 1 would be a constant of an XLA program, which another value would need anew.
+        moved = {
+            index: leaf.to(device, non_blocking=True) if leaf.ndim else upload(leaf, device)
+            for index, leaf in ((index, self.leaves[index]) for index in wanted)
+        }
         return [
             {index: self._piece(leaf, microbatch) for index, leaf in moved.items()}
             for microbatch in range(self.num_microbatches)

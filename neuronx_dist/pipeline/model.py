@@ -12,6 +12,7 @@ memory, and keep their names. At one stage the same path runs, with no messages.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from .. import comm, spmd
+from ..comm.select import in_one_program
 from ..parallel_layers import PARALLEL_MODULES
 from ..parallel_layers.grads import reduce_gradients
 from ..spmd.checker import active
@@ -33,6 +35,7 @@ from .partition import (
     split,
 )
 from .recording import Recording, TensorSpec
+from .rounds import Lockstep, Transfers
 from .runtime import Channels, Run
 from .schedule import Task, inference, one_f_one_b
 from .stage import Stage
@@ -49,6 +52,7 @@ class _Program(NamedTuple):
     structure: pytree.TreeSpec
     loss: TensorSpec | None
     constants: list[Any]  # of the inputs; compared by identity where they do not hash, so they must stay alive
+    transfers: Transfers | None  # where ranks have no messages
 
 
 class NxDPPModel(StageModule):
@@ -205,7 +209,9 @@ class NxDPPModel(StageModule):
         self.place(placement)
         if self.param_init_fn is not None:
             self.initialize(self.param_init_fn)
-        if not any(param.is_meta for param in self.local_parameters()):
+        # A model that goes to XLA is often still on the CPU here: then the first step makes tied weights equal.
+        messages = comm.current().backend.has_messages
+        if not any(param.is_meta or not (messages or in_one_program(param)) for param in self.local_parameters()):
             self.sync_tied_weights()
 
     def _check_not_partitioned(self, what: str) -> None:
@@ -278,7 +284,8 @@ class NxDPPModel(StageModule):
         program = self._program(batch)
         if not self._synced:
             self.sync_tied_weights()
-        run = Run(
+        kind = Run if program.transfers is None else partial(Lockstep, program.transfers, self.local_parameters())
+        run = kind(
             self.original_module,
             program.stage,
             self.stage,
@@ -288,7 +295,7 @@ class NxDPPModel(StageModule):
             self.device,
             None if program.loss is None else (lambda outputs: outputs[0]),
         )
-        results = run.execute(schedule(self.stage, self.num_stages, self.num_microbatches))
+        results = run.execute(schedule)
         self.peak_in_flight = run.peak_in_flight
         return program, results
 
@@ -313,7 +320,14 @@ class NxDPPModel(StageModule):
             plans = split(recording, self.pipeline_cuts, wanted)
             assert self.placement is not None
             check_placement(self.placement, plans)
-            self._programs[key] = _Program(Stage(plans[self.stage]), recording.structure, loss, batch.constants())
+            lockstep = self.num_stages > 1 and not comm.current().backend.has_messages
+            self._programs[key] = _Program(
+                Stage(plans[self.stage]),
+                recording.structure,
+                loss,
+                batch.constants(),
+                Transfers(plans) if lockstep else None,
+            )
         return self._programs[key]
 
     def _refuse_meta(self) -> None:

@@ -6,13 +6,14 @@
 
 Shapes, dtypes and who needs a gradient are known from the recording, so no message describes another. Activations and
 gradients have a communicator each: on NCCL messages between two ranks are one queue per communicator, and neither
-direction may wait for the other.
+direction may wait for the other. Where there are no messages, `rounds.py` takes their place.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +25,7 @@ from .recording import TensorSpec
 from .schedule import Kind, Task, send_window
 from .stage import Stage, add_place
 
-__all__ = ["Channels", "Run"]
+__all__ = ["Channels", "Run", "off_the_wire", "on_the_wire", "tensor_spec", "wire_shape"]
 
 
 class Channels(NamedTuple):
@@ -75,8 +76,8 @@ class Run:
         self.pick_loss = pick_loss
         self.results: list[Any] = [None] * len(microbatches)  # of the last stage: losses, or lists of output leaves
         self.peak_in_flight = 0
-        self._received_specs = [_spec(node) for node in stage.plan.received]
-        self._sent_specs = [_spec(node) for node in stage.plan.sent]
+        self._received_specs = [tensor_spec(node) for node in stage.plan.received]
+        self._sent_specs = [tensor_spec(node) for node in stage.plan.sent]
         self._arriving: dict[Task, list[comm.Handle]] = {}
         self._leaving: dict[Task, list[torch.Tensor]] = {}
         self._under_way: dict[Kind, deque[list[comm.Handle]]] = {
@@ -85,8 +86,8 @@ class Run:
         }
         self._kept: dict[int, _Kept] = {}
 
-    def execute(self, tasks: Sequence[Task]) -> list[Any]:
-        """Runs the tasks in order and returns the results.
+    def execute(self, schedule: Callable[[int, int, int], Sequence[Task]]) -> list[Any]:
+        """Runs this stage's tasks of `schedule(stage, num_stages, num_microbatches)` in order; returns the results.
 
         Raises:
             whatever a task raises, with the task and the stage before the message.
@@ -99,20 +100,23 @@ class Run:
             Kind.BACKWARD: self._backward,
             Kind.SEND_BACKWARD: self._send_backward,
         }
-        for task in tasks:
-            try:
+        for task in schedule(self.index, self.num_stages, len(self.microbatches)):
+            with self._at(task):
                 do[task.kind](task.microbatch)
-            except Exception as error:
-                add_place(error, f"{task} on stage {self.index} of {self.num_stages}")
-                raise
         for kind, sends in self._under_way.items():
-            try:
+            with self._at(f"last {kind.value}"):
                 while sends:
                     _wait(sends.popleft())
-            except Exception as error:
-                add_place(error, f"last {kind.value} on stage {self.index} of {self.num_stages}")
-                raise
         return self.results
+
+    @contextmanager
+    def _at(self, what: Task | str) -> Iterator[None]:
+        """Errors inside say what was being done, and where."""
+        try:
+            yield
+        except Exception as error:
+            add_place(error, f"{what} on stage {self.index} of {self.num_stages}")
+            raise
 
     # --- computing
 
@@ -176,7 +180,7 @@ class Run:
         self._make_room(Kind.SEND_FORWARD)
         handles = []
         for tensor, spec in zip(self._leaving.pop(Task(Kind.SEND_FORWARD, microbatch)), self._sent_specs):
-            payload = _on_the_wire(tensor, spec)
+            payload = on_the_wire(tensor, spec)
             handles.append(comm.send(payload, self.channels.forward, dst=self.index + 1, async_op=True))
         self._under_way[Kind.SEND_FORWARD].append(handles)
 
@@ -185,7 +189,7 @@ class Run:
         handles = []
         specs = [spec for spec in self._received_specs if spec.requires_grad]
         for tensor, spec in zip(self._leaving.pop(Task(Kind.SEND_BACKWARD, microbatch)), specs):
-            payload = _on_the_wire(tensor, spec)
+            payload = on_the_wire(tensor, spec)
             handles.append(comm.send(payload, self.channels.backward, dst=self.index - 1, async_op=True))
         self._under_way[Kind.SEND_BACKWARD].append(handles)
 
@@ -195,20 +199,19 @@ class Run:
             _wait(sends.popleft())
 
     def _buffer(self, spec: TensorSpec) -> torch.Tensor:
-        shape = [spec.shape[dim] for dim in _memory_order(spec)]
-        return torch.empty(shape, dtype=spec.dtype, device=self.device)
+        return torch.empty(wire_shape(spec), dtype=spec.dtype, device=self.device)
 
     def _await(self, task: Task, specs: Sequence[TensorSpec]) -> list[torch.Tensor]:
         """The tensors of a posted receive, laid out in memory as the model has them."""
         buffers = _wait(self._arriving.pop(task, []))
-        return [_off_the_wire(buffer, spec) for buffer, spec in zip(buffers, specs)]
+        return [off_the_wire(buffer, spec) for buffer, spec in zip(buffers, specs)]
 
 
 def _wait(handles: Sequence[comm.Handle]) -> list[torch.Tensor]:
     return [handle.wait() for handle in handles]
 
 
-def _spec(node: Any) -> TensorSpec:
+def tensor_spec(node: Any) -> TensorSpec:
     spec: TensorSpec = node.meta["info"].spec
     return spec
 
@@ -228,10 +231,18 @@ def _memory_order(spec: TensorSpec) -> list[int]:
     return order
 
 
-def _on_the_wire(x: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    return x.permute(_memory_order(spec)).contiguous()
+def wire_shape(spec: TensorSpec) -> tuple[int, ...]:
+    return tuple(spec.shape[dim] for dim in _memory_order(spec))
 
 
-def _off_the_wire(x: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+def on_the_wire(x: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    return _permuted(x, _memory_order(spec)).contiguous()
+
+
+def off_the_wire(x: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     order = _memory_order(spec)
-    return x.permute([order.index(dim) for dim in range(len(order))])
+    return _permuted(x, [order.index(dim) for dim in range(len(order))])
+
+
+def _permuted(x: torch.Tensor, order: list[int]) -> torch.Tensor:
+    return x if order == sorted(order) else x.permute(order)  # on XLA even the identity is a computation

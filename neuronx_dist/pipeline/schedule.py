@@ -14,6 +14,9 @@ Two rules make every schedule here free of deadlock, whatever the transport does
   `send_window` places back in the same queue. By then the receiver has asked for them.
 
 `simulate` runs the schedules of all stages against each other, with the strictest transport there is.
+
+Where there are no messages, all stages go in lockstep, and transfers in which all ranks take part come after a round:
+`rounds` says what each stage does in each.
 """
 
 from __future__ import annotations
@@ -23,7 +26,18 @@ from collections.abc import Sequence
 from enum import Enum
 from typing import NamedTuple
 
-__all__ = ["Kind", "Simulation", "Task", "format_schedule", "inference", "one_f_one_b", "send_window", "simulate"]
+__all__ = [
+    "Kind",
+    "Round",
+    "Simulation",
+    "Task",
+    "format_schedule",
+    "inference",
+    "one_f_one_b",
+    "rounds",
+    "send_window",
+    "simulate",
+]
 
 
 class Kind(Enum):
@@ -119,6 +133,77 @@ def _with_messages(order: Sequence[Task], stage: int, num_stages: int) -> list[T
     return tasks
 
 
+# --- in lockstep ------------------------------------------------------------------------------------------------------
+
+
+class Round(NamedTuple):
+    """What each stage does in a round, if anything, and which transfers come after it."""
+
+    tasks: tuple[Task | None, ...]
+    forward: bool  # a stage has activations for the next
+    backward: bool  # a stage has gradients for the one before
+
+    def __str__(self) -> str:
+        return " ".join(str(task or "-") for task in self.tasks) + " >" * self.forward + " <" * self.backward
+
+
+def rounds(schedules: Sequence[Sequence[Task]]) -> list[Round]:
+    """The forwards and backwards of all stages in lockstep: each does its next one if what that needs has come.
+
+    What a stage makes in a round has come to its neighbour when the next round begins. 1F1B takes
+    `2 * (num_microbatches + num_stages - 1)` rounds.
+
+        >>> for each in rounds([one_f_one_b(stage, num_stages=2, num_microbatches=2) for stage in range(2)]):
+        ...     print(each)
+        F0 - >
+        F1 F0 >
+        - B0 <
+        B0 F1
+        - B1 <
+        B1 -
+
+    Raises:
+        RuntimeError: nothing can run (a deadlock), with the task that each stage stands at.
+    """
+    orders = [[task for task in tasks if task.kind in (Kind.FORWARD, Kind.BACKWARD)] for tasks in schedules]
+    last = len(orders) - 1
+    position = [0] * len(orders)
+    done: list[set[Task]] = [set() for _ in orders]
+    found = []
+
+    def ready(stage: int, task: Task) -> bool:
+        if task.kind is Kind.FORWARD:
+            return stage == 0 or task in done[stage - 1]
+        return stage == last or task in done[stage + 1]
+
+    while any(position[stage] < len(order) for stage, order in enumerate(orders)):
+        tasks: list[Task | None] = []
+        for stage, order in enumerate(orders):
+            task = order[position[stage]] if position[stage] < len(order) else None
+            tasks.append(task if task is not None and ready(stage, task) else None)
+        for stage, task in enumerate(tasks):
+            if task is not None:
+                done[stage].add(task)
+                position[stage] += 1
+        if not any(tasks):
+            raise RuntimeError(f"deadlock: {_positions(orders, position)}")
+        found.append(
+            Round(
+                tuple(tasks),
+                any(task is not None and task.kind is Kind.FORWARD for task in tasks[:-1]),
+                any(task is not None and task.kind is Kind.BACKWARD for task in tasks[1:]),
+            )
+        )
+    return found
+
+
+def _positions(schedules: Sequence[Sequence[Task]], position: Sequence[int]) -> str:
+    return ", ".join(
+        f"stage {stage} at {tasks[position[stage]] if position[stage] < len(tasks) else 'the end'}"
+        for stage, tasks in enumerate(schedules)
+    )
+
+
 # --- proving that it runs ---------------------------------------------------------------------------------------------
 
 
@@ -192,9 +277,5 @@ def simulate(schedules: Sequence[Sequence[Task]]) -> Simulation:
         before = len(arrived)
         deliver()
         if not moved and len(arrived) == before:
-            where = ", ".join(
-                f"stage {stage} at {tasks[position[stage]] if position[stage] < len(tasks) else 'the end'}"
-                for stage, tasks in enumerate(schedules)
-            )
-            raise RuntimeError(f"deadlock: {where}")
+            raise RuntimeError(f"deadlock: {_positions(schedules, position)}")
     return Simulation(peak, rounds)

@@ -1,11 +1,13 @@
-"""Checks the multi-device XLA program of a function of a script, on this machine.
+"""Checks the multi-device XLA programs of a function of a script, on this machine.
 
     python -m neuronx_dist.xla_replay my_model.py:train_step --world-size 8 --tp 4 --dump programs/
 
 The function is called on every rank without arguments, or with what `--arguments my_model.py:inputs` gives for it
 (`inputs(rank)` returns a tuple of tensors and other values). It builds what it needs and returns the tensors that it
-computes: losses, outputs, gradients. Printed: the collectives of the program, and the verdict. Exit status 1: the
-ranks' programs differ, or replica groups fit no axis of the mesh.
+computes: losses, outputs, gradients. What it computes is one program, cut where it calls torch_xla.sync() and where
+pipeline stages exchange something. Printed: the collectives of each program with the lines that ask for them, and the
+verdict. Exit status 1: ranks that run a program together have different ones, or replica groups fit no axis of the
+mesh; 2: the function could not be lowered.
 """
 
 from __future__ import annotations
@@ -21,9 +23,11 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ..mesh import Mesh
+from ..topology import LINEAR, TOPOLOGIES
 from . import ProgramsDiffer, ReplicaGroupsWrong, WorkerError, close
-from .programs import Program, check_groups, check_one_program, table
-from .replaying import programs_of, replay
+from .programs import Program, table
+from .replaying import ran_together, replay, traces_of
+from .traces import Trace
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -34,30 +38,37 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--world-size", type=int, required=True, help="ranks of the job")
     for axis, what in (("tp", "tensor"), ("pp", "pipeline"), ("cp", "context"), ("ep", "expert")):
         parser.add_argument(f"--{axis}", type=int, default=1, help=f"{what}-parallel size (1)")
+    parser.add_argument("--topology", choices=TOPOLOGIES, default=LINEAR, help="order of the ranks (linear)")
     parser.add_argument("--arguments", metavar="FUNCTION", help="file.py:name of a function of the rank")
-    parser.add_argument("--dump", type=Path, metavar="FOLDER", help="write each rank's HLO as rank-N.hlo there")
+    parser.add_argument("--dump", type=Path, metavar="FOLDER", help="write each rank's programs there, as rank-N-K.hlo")
     parser.add_argument("--execute", action="store_true", help="run it too, and print what rank 0 gets")
     args = parser.parse_args(argv)
     try:
-        mesh = Mesh(args.world_size, tp=args.tp, pp=args.pp, cp=args.cp, ep=args.ep)
+        mesh = Mesh(args.world_size, tp=args.tp, pp=args.pp, cp=args.cp, ep=args.ep, topology=args.topology)
         function = _load(args.function)
         inputs = _load(args.arguments) if args.arguments else lambda rank: ()
         arguments = [tuple(inputs(rank)) for rank in range(mesh.world_size)]
-        programs = programs_of(function, mesh, arguments)
+        traces = traces_of(function, mesh, arguments)
     except (ValueError, ImportError, AttributeError, OSError, WorkerError) as error:
         print(f"xla_replay: {error}", file=sys.stderr)
         return 2
     if args.dump is not None:
-        _dump(programs, args.dump)
-    print(f"{mesh}: {len(programs[0].collectives)} collectives, {len(programs[0].lines)} lines of HLO\n")
-    print(table(programs[0]))
+        _dump(traces, args.dump)
     try:
-        check_one_program(programs)
-        check_groups(programs[0], mesh)
+        programs, runs = ran_together(traces, mesh)
     except (ProgramsDiffer, ReplicaGroupsWrong) as error:
-        print(f"\nWRONG: {error}")
+        print(f"{mesh}: the programs of rank 0\n")
+        for launch in traces[0].steps[0].launches:
+            print(_described(launch.program), end="\n\n")
+        print(f"WRONG: {error}")
         return 1
-    print(f"\nok: {mesh.world_size} ranks have one program, and its replica groups are those of the mesh")
+    print(f"{mesh}: {len(programs)} program{'s' * (len(programs) != 1)}, run {len(runs)} times in all\n")
+    for number, program in enumerate(programs):
+        ranks = sorted({run.ranks for run in runs if run.program == number})
+        times = sum(run.program == number for run in runs)
+        by = " and by ".join("-".join(map(str, together)) for together in ranks)
+        print(f"program {number}, run {times} time{'s' * (times != 1)}, by ranks {by}: {_described(program)}\n")
+    print("ok: ranks that run a program together have the same one, and its replica groups are those of the mesh")
     if args.execute:
         for path, leaf in pytree.tree_flatten_with_path(replay(function, mesh, arguments).outputs[0])[0]:
             shown = leaf if not isinstance(leaf, torch.Tensor) or leaf.numel() <= 16 else tuple(leaf.shape)
@@ -79,10 +90,16 @@ def _load(name: str) -> Callable[..., Any]:
     return function
 
 
-def _dump(programs: list[Program], folder: Path) -> None:
+def _described(program: Program) -> str:
+    size = f"{len(program.collectives)} collectives, {len(program.lines)} lines of HLO"
+    return f"{size}\n{table(program)}" if program.collectives else size
+
+
+def _dump(traces: list[Trace], folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    for rank, program in enumerate(programs):
-        (folder / f"rank-{rank}.hlo").write_text(program.text)
+    for rank, trace in enumerate(traces):
+        for number, launch in enumerate(trace.steps[0].launches):
+            (folder / f"rank-{rank}-{number}.hlo").write_text(launch.program.text)
     print(f"the programs are in {folder}")
 
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
+from .traces import Array
 from .worker import serve
 
-__all__ = ["Executor", "environment"]
-
-Array = tuple[str, Any]  # dtype, and a numpy array (of 16-bit integers for bf16)
+__all__ = ["Executor", "Request", "environment"]
 
 
 def environment(devices: int) -> dict[str, str]:
@@ -23,44 +21,75 @@ def environment(devices: int) -> dict[str, str]:
     }
 
 
+class Request(NamedTuple):
+    """A program to run: its fingerprint, the ranks that run it together, and each one's arguments."""
+
+    fingerprint: str
+    proto: bytes
+    ranks: tuple[int, ...]
+    arguments: list[list[Array]]
+
+
 class Executor:
     def __init__(self) -> None:
-        self._compiled: dict[tuple[str, int], Any] = {}
+        self._compiled: dict[tuple[str, tuple[int, ...]], Any] = {}
 
-    def __call__(self, request: tuple[bytes, list[list[Array]]]) -> list[list[Array]]:
-        """Runs a program with each rank's arguments; gives each rank's results."""
-        proto, arguments = request
-        world_size = len(arguments)
+    def __call__(self, request: Request) -> list[list[Array]]:
+        """Gives each rank's results."""
         import jax
         import numpy as np
         from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-        devices = jax.devices("cpu")[:world_size]
-        executable = self._executable(proto, devices)
+        devices = jax.devices("cpu")[: len(request.ranks)]
+        executable = self._executable(request, devices)
         # Every rank's buffer has the same shape; that it is "replicated" says no more than this.
         sharding = NamedSharding(Mesh(np.array(devices), ("ranks",)), PartitionSpec())
         given = []
-        for parameter in zip(*arguments):
+        for parameter in zip(*request.arguments):
             buffers = [jax.device_put(_to_jax(value), device) for value, device in zip(parameter, devices)]
             given.append(jax.make_array_from_single_device_arrays(buffers[0].shape, sharding, buffers))
         results = executable.execute_sharded(given).disassemble_into_single_device_arrays()
-        return [[_from_jax(shards[rank]) for shards in results] for rank in range(world_size)]
+        return [[_from_jax(shards[place]) for shards in results] for place in range(len(devices))]
 
-    def _executable(self, proto: bytes, devices: list[Any]) -> Any:
+    def _executable(self, request: Request, devices: list[Any]) -> Any:
         import numpy as np
         from jax._src import xla_bridge
         from jax._src.lib import xla_client
 
-        key = (hashlib.sha256(proto).hexdigest(), len(devices))
+        key = (request.fingerprint, request.ranks)
         if key not in self._compiled:
             options = xla_client.CompileOptions()
             options.num_replicas, options.num_partitions = len(devices), 1
             assignment = np.arange(len(devices)).reshape(len(devices), 1)
             options.device_assignment = xla_client.DeviceAssignment.create(assignment)
-            module = xla_client._xla.mlir.hlo_to_stablehlo(proto)
+            module = _renumbered(xla_client._xla.mlir.hlo_to_stablehlo(request.proto), request.ranks)
             client = xla_bridge.get_backend("cpu")
             self._compiled[key] = client.compile_and_load(module, xla_client.DeviceList(tuple(devices)), options)
         return self._compiled[key]
+
+
+def _renumbered(module: Any, ranks: tuple[int, ...]) -> Any:
+    """The module for `ranks` alone: only replica groups that they make up, and each rank by its place in `ranks`."""
+    import numpy as np
+    from jax._src.interpreters import mlir
+    from jaxlib.mlir import ir
+
+    place = {rank: index for index, rank in enumerate(ranks)}
+
+    def renumber(operation: Any) -> Any:
+        for name in ("replica_groups", "source_target_pairs"):
+            if name in operation.attributes:
+                groups = np.array(operation.attributes[name])
+                ours = [[place[rank] for rank in group] for group in groups.tolist() if set(group) <= place.keys()]
+                operation.attributes[name] = ir.DenseIntElementsAttr.get(
+                    np.array(ours, np.int64).reshape(-1, groups.shape[-1])
+                )
+        return ir.WalkResult.ADVANCE
+
+    with mlir.make_ir_context():
+        parsed = ir.Module.parse(module)
+        parsed.operation.walk(renumber)
+        return mlir.module_to_bytecode(parsed)
 
 
 def _to_jax(value: Array) -> Any:

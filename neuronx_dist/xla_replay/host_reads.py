@@ -66,11 +66,10 @@ def reads_guarded(state: Collection[int]) -> Iterator[list[int]]:
 
 
 def executions() -> int:
-    """Programs that this process has executed."""
+    """Programs that this process has handed to the device. (The metric `ExecuteTime` is written some time later.)"""
     from torch_xla.debug import metrics
 
-    data = metrics.metric_data("ExecuteTime")
-    return int(data[0]) if data else 0
+    return sum(metrics.counter_value(name) or 0 for name in ("CachedCompile", "UncachedCompile"))
 
 
 def _unknown(tensor: torch.Tensor, state: Collection[int]) -> str:

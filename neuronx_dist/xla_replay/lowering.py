@@ -1,10 +1,11 @@
-"""The process that lowers: every rank in turn builds its program on one XLA device, and nothing of it is executed.
+"""The process that lowers: every rank in turn builds its programs on one XLA device, and no collective is executed.
 
-Collectives name all their replica groups, so one device is enough to build the program of any rank of any mesh.
+Collectives name all their replica groups, so one device is enough to build the programs of any rank of any mesh.
 """
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,12 +17,12 @@ from .. import comm
 from ..comm.select import in_one_program
 from ..comm.xla import Issued, XlaBackend, upload
 from ..mesh import Mesh
-from .execution import Array
+from .cutting import Cutter
 from .host_reads import INSTEAD, executions, reads_guarded
-from .programs import Program
+from .traces import Step, Trace, Value
 from .worker import serve
 
-__all__ = ["Lowered", "Request", "environment", "from_array", "lower", "to_array"]
+__all__ = ["Request", "environment", "lower"]
 
 
 def environment() -> dict[str, str]:
@@ -42,7 +43,7 @@ class Request:
     Attributes:
         function: `function(*arguments)` gives tensors; or, with `batches`, `(step, state)`.
         arguments: of each rank.
-        batches: of each rank, for each step, the arguments of `step`. None: one program, of `function` itself.
+        batches: of each rank, for each step, the arguments of `step`. None: one step, which is `function` itself.
     """
 
     mesh: Mesh
@@ -51,45 +52,8 @@ class Request:
     batches: Sequence[Sequence[Sequence[Any]]] | None = None
 
 
-@dataclass
-class Lowered:
-    """One step of one rank.
-
-    Attributes:
-        parameters: of the program, in order: the name of a state tensor, or a value.
-        results: the first results of the program: the state tensors that the step changes.
-        output: what the step returned, with a `Slot` for a tensor that the program computes, `Before` for one that it
-            was given.
-        initial: values of state tensors before the step which no step has changed.
-        before: what values of the state waited for before the step; on a cluster it is in the first step's program.
-        host_reads: how often the step waited for the device to read a value.
-    """
-
-    program: Program
-    parameters: list[str | Array]
-    results: list[str]
-    output: Any
-    initial: dict[str, Array]
-    host_reads: int
-    before: Program | None
-
-
-@dataclass(frozen=True)
-class Slot:
-    """Stands for the tensor that is the program's result number `index`."""
-
-    index: int
-
-
-@dataclass(frozen=True)
-class Before:
-    """Stands for a tensor of the state before the step."""
-
-    name: str
-
-
-def lower(request: Request) -> list[list[Lowered]]:
-    """For each rank, its steps."""
+def lower(request: Request) -> list[Trace]:
+    """What each rank would do."""
     import torch_xla.core.xla_model as xm
     import torch_xla.runtime as xr
 
@@ -101,131 +65,72 @@ def lower(request: Request) -> list[list[Lowered]]:
         torch.manual_seed(0)
         xm.set_rng_state(0, str(device))
         issued: list[Issued] = []
-        with comm.as_rank(request.mesh, rank, XlaBackend(issued)):
-            found.append(_lower_rank(request, rank, device, issued))
-        xr._WORLD_SIZE, xr._ORDINAL = None, None
+        try:
+            cutter = Cutter(device, issued)
+            with comm.as_rank(request.mesh, rank, XlaBackend(request.mesh, issued)), cutter.cutting():
+                found.append(_lower_rank(request, rank, device, cutter))
+        finally:
+            xr._WORLD_SIZE, xr._ORDINAL = None, None
     return found
 
 
-def _lower_rank(request: Request, rank: int, device: torch.device, issued: list[Issued]) -> list[Lowered]:
+def _lower_rank(request: Request, rank: int, device: torch.device, cutter: Cutter) -> Trace:
     arguments = _to_device(request.arguments[rank], device)
     if request.batches is None:
-        return [_Recorder(dict, issued).lower(lambda: request.function(*arguments))]
+        alone = _lower_step(lambda: request.function(*arguments), dict, cutter, only_results=True)
+        return Trace(cutter.known, Step([]), [alone])
     step, state = request.function(*arguments)
-    recorder = _Recorder(state, issued)
+    gc.collect()  # what the set-up made and dropped is no result of it
+    cutter.cut(execute=True)
+    setup = Step(_taken(cutter), None, _numbers(state, cutter))
     steps = []
     for batch in request.batches[rank]:
         on_device = _to_device(batch, device)
-        steps.append(recorder.lower(lambda: step(*on_device)))  # noqa: B023 - called at once
-    return steps
+        steps.append(_lower_step(lambda: step(*on_device), state, cutter))  # noqa: B023 - called at once
+    return Trace(cutter.known, setup, steps)
 
 
-class _Recorder:
-    """Lowers one step after the other, carrying the state from step to step without executing anything."""
-
-    def __init__(self, state: Callable[[], Any], issued: list[Issued]) -> None:
-        self._state = state
-        self._issued = issued
-        self._unknown: dict[str, torch.Tensor] = {}  # state that steps, which were not executed, have changed
-
-    def lower(self, step: Callable[[], Any]) -> Lowered:
-        import torch_xla
-
-        before = self._named()
-        unknown = {id(tensor) for tensor in self._unknown.values()}
-        pending = [x for x in before.values() if _is_computed(x) and id(x) not in unknown]
-        setup = Program(torch_xla._XLAC._get_xla_tensors_hlo(pending), b"", list(self._issued)) if pending else None
-        if setup is not None and setup.collectives:
-            raise RuntimeError(
-                f"the state waits for a collective: communicate in the step, not before; {setup.collectives[0]}"
-            )
-        initial = self._materialize(before)
-        self._issued.clear()
-        torch_xla._XLAC._set_all_reduce_token(str(torch_xla.device()), None)
-        names = {torch_xla._XLAC._unsafe_buffer_pointer(tensor): name for name, tensor in before.items()}
-        executed = executions()
-        with reads_guarded(names.keys()) as reads:
-            output = step()
-        if executions() != executed + sum(reads):
+def _lower_step(step: Callable[[], Any], state: Callable[[], Any], cutter: Cutter, only_results: bool = False) -> Step:
+    executed, known = executions() - cutter.executed, len(cutter.known)
+    with reads_guarded(cutter.stand_ins) as reads:
+        output = step()
+        gc.collect()
+        leaves, spec = pytree.tree_flatten(output)
+        if executions() - cutter.executed != executed + sum(reads):
             raise RuntimeError(
                 "the step executed a program while it was being lowered: it read a value on the host (x.to('cpu'), "
-                "print(x)), or called torch_xla.sync()" + INSTEAD
+                "print(x))" + INSTEAD
             )
-        after = self._named()
-        changed = {name: tensor for name, tensor in after.items() if _is_computed(tensor)}
-        leaves, spec = pytree.tree_flatten(output)
-        results = list(changed.values())
-        shown = []
-        for leaf in leaves:
-            if not _on_device(leaf):
-                shown.append(leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf)
-            elif _is_computed(leaf):
-                shown.append(Slot(len(results)))
-                results.append(leaf.detach())
-            else:  # what came in goes out
-                name = names.get(torch_xla._XLAC._unsafe_buffer_pointer(leaf))
-                shown.append(Before(name) if name else from_array(to_array(leaf.cpu())))
-        xlac = torch_xla._XLAC
-        program = Program(
-            xlac._get_xla_tensors_hlo(results), xlac._get_xla_tensors_hlo_proto(results), list(self._issued)
-        )
-        _, data = xlac._get_tensors_xla_device_data_node(results)
-        parameters: list[str | Array] = [
-            names.get(xlac._unsafe_buffer_pointer(tensor)) or to_array(tensor.cpu()) for tensor in data
-        ]
-        self._unknown.update(changed)
-        output = pytree.tree_unflatten(shown, spec)
-        return Lowered(program, parameters, list(changed), output, initial, len(reads), setup)
-
-    def _named(self) -> dict[str, torch.Tensor]:
-        """State tensors on the device, each once."""
-        seen: dict[int, str] = {}
-        named: dict[str, torch.Tensor] = {}
-        for path, leaf in pytree.tree_flatten_with_path(self._state())[0]:
-            if _on_device(leaf) and id(leaf) not in seen:
-                seen[id(leaf)] = name = pytree.keystr(path)
-                named[name] = leaf
-        return named
-
-    @torch.no_grad()
-    def _materialize(self, state: dict[str, torch.Tensor]) -> dict[str, Array]:
-        """Gives every state tensor a buffer of its own: the value it has, or, where a step that was not executed would
-        give it, anything. Returns the values of the former.
-        """
-        import torch_xla
-
-        pending = {name: tensor for name, tensor in state.items() if self._unknown.get(name) is tensor}
-        for number, tensor in enumerate(pending.values(), 2):
-            # Not all one value, and not as a scalar: torch_xla keeps one buffer of equal scalars, and 0 and 1 in none.
-            filler = torch.full((max(1, tensor.numel()),), number, dtype=tensor.dtype)[: tensor.numel()]
-            tensor.copy_(filler.to(tensor.device).view(tensor.shape))
-        torch_xla._XLAC._xla_sync_multi(list(state.values()), [], True, True)
-        return {name: to_array(tensor.detach().cpu()) for name, tensor in state.items() if name not in pending}
+        cutter.cut([leaf for leaf in leaves if _on_device(leaf)] if only_results else None)
+    uploads = len(cutter.known) - known
+    shown: list[Any] = []
+    for leaf in leaves:
+        if _on_device(leaf):
+            shown.append(Value(cutter.number(leaf)))
+        else:
+            shown.append(leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf)
+    output = pytree.tree_unflatten(shown, spec)
+    return Step(_taken(cutter), output, _numbers(state, cutter), len(reads), uploads)
 
 
-def to_array(tensor: torch.Tensor) -> Array:
-    """A CPU tensor as numpy has it."""
-    tensor = tensor.detach().contiguous()
-    if tensor.dtype == torch.bfloat16:
-        return "bfloat16", tensor.view(torch.int16).numpy().copy()
-    return str(tensor.dtype)[6:], tensor.numpy().copy()
+def _taken(cutter: Cutter) -> list[Any]:
+    launches, cutter.launches = cutter.launches, []
+    return launches
 
 
-def from_array(value: Array) -> torch.Tensor:
-    dtype, array = value
-    tensor = torch.from_numpy(array.copy())
-    return tensor.view(torch.bfloat16) if dtype == "bfloat16" else tensor
+def _numbers(state: Callable[[], Any], cutter: Cutter) -> dict[str, int]:
+    """State tensors on the device, each once, by name."""
+    seen: set[int] = set()
+    numbers: dict[str, int] = {}
+    for path, leaf in pytree.tree_flatten_with_path(state())[0]:
+        if _on_device(leaf) and id(leaf) not in seen:
+            seen.add(id(leaf))
+            numbers[pytree.keystr(path)] = cutter.number(leaf)
+    return numbers
 
 
 def _on_device(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and in_one_program(leaf)
-
-
-def _is_computed(tensor: torch.Tensor) -> bool:
-    """Whether a tensor on the device waits for a program; one that has its value is no result of any."""
-    import torch_xla
-
-    return bool(torch_xla._XLAC._check_tensor_need_materialization([tensor])[0])
 
 
 def _to_device(arguments: Any, device: torch.device) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import math
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -46,10 +48,12 @@ class Collective:
     Attributes:
         kind: `all-reduce`, ... as HLO calls it.
         groups: replica groups, or the (source, target) pairs of a collective-permute.
-        dtype, shape: of its operand (the larger side of an all-gather is its result).
+        dtype, shape: of its operand (the larger side of an all-gather is its result), the first if there are several.
         op: what a reduction does: `add`, `maximum`, ...
-        nbytes: of the larger of operand and result.
+        nbytes: of the larger of operands and results.
         axis, sites: of the call that made it, if it was one of ours.
+        operands: `f32[4, 2]`, ...: several if it is coalesced.
+        number: of that call, in the order of the program's `issued`.
     """
 
     kind: str
@@ -60,11 +64,19 @@ class Collective:
     nbytes: int
     axis: str | None
     sites: tuple[str, ...]
+    operands: tuple[str, ...]
+    number: int | None
 
     def __str__(self) -> str:
         groups = "{" + ",".join("{" + ",".join(map(str, group)) + "}" for group in self.groups) + "}"
         reduction = f" {self.op}" if self.op else ""
-        return f"{self.kind}{reduction} {self.dtype}{list(self.shape)} over {self.axis or '?'} {groups}"
+        return f"{self.kind}{reduction} {self.operand} over {self.axis or '?'} {groups}"
+
+    @property
+    def operand(self) -> str:
+        """What it is of, in short."""
+        others = len(self.operands) - 1
+        return f"{self.operands[0]} and {others} more" if others else self.operands[0]
 
 
 @dataclass
@@ -81,6 +93,11 @@ class Program:
         return [_METADATA.sub("", line) for line in self.text.splitlines()]
 
     @cached_property
+    def fingerprint(self) -> str:
+        """Of `lines`: programs that have the same one are the same."""
+        return hashlib.sha256("\n".join(self.lines).encode()).hexdigest()
+
+    @cached_property
     def collectives(self) -> list[Collective]:
         return _collectives(self.text, self.issued)
 
@@ -89,26 +106,30 @@ class Program:
         return Counter((collective.kind, collective.axis) for collective in self.collectives)
 
 
-def check_one_program(programs: Sequence[Program]) -> None:
+def check_one_program(programs: Sequence[Program], ranks: Sequence[int], place: str = "") -> None:
     """
+    Args:
+        programs: of each of `ranks`.
+        place: where they run it, for the message.
+
     Raises:
-        ProgramsDiffer: a rank's program is not that of rank 0; the message shows the first differing instructions, the
-            first differing collectives, and the lines that they come from.
+        ProgramsDiffer: a rank's program is not that of the first; the message shows the first differing instructions,
+            the first differing collectives, and the lines that they come from.
     """
-    for rank, program in enumerate(programs):
+    for rank, program in zip(ranks, programs):
         first = programs[0]
-        if program.lines == first.lines:
+        if program.fingerprint == first.fingerprint:
             continue
-        parts = [f"rank {rank} and rank 0 would run different programs"]
+        parts = [f"rank {rank} and rank {ranks[0]} would run different programs{place}"]
         ours, theirs = _instructions(first), _instructions(program)
         pair = next((i for i, (a, b) in enumerate(zip(ours, theirs)) if a[1] != b[1]), min(len(ours), len(theirs)))
         parts.append("first differing instructions:")
-        parts += [_quoted(p, number, lines, pair) for number, p, lines in ((0, first, ours), (rank, program, theirs))]
+        parts += [_quoted(first, ranks[0], ours, pair), _quoted(program, rank, theirs, pair)]
         calls = [[(c.verb, c.axis, c.groups, c.shape, c.dtype) for c in p.issued] for p in (first, program)]
         at = next((i for i, (a, b) in enumerate(zip(*calls)) if a != b), min(map(len, calls)))
         if calls[0] != calls[1]:
             parts.append(f"they part at collective {at}:")
-            parts += [_call(p.issued, number, at) for number, p in ((0, first), (rank, program))]
+            parts += [_call(p.issued, number, at) for number, p in ((ranks[0], first), (rank, program))]
         else:
             parts.append(
                 f"their {len(calls[0])} collectives are the same; a Python number that depends on the rank has become "
@@ -117,8 +138,9 @@ def check_one_program(programs: Sequence[Program]) -> None:
         raise ProgramsDiffer("\n".join(parts))
 
 
-def check_groups(program: Program, mesh: Mesh) -> None:
-    """
+def check_groups(program: Program, mesh: Mesh, ranks: Sequence[int]) -> None:
+    """Checks the groups of a program that `ranks` run together.
+
     Raises:
         ReplicaGroupsWrong: groups which are not of the mesh (and which no call of ours with explicit groups made), or a
             permutation that uses a rank twice.
@@ -134,8 +156,11 @@ def check_groups(program: Program, mesh: Mesh) -> None:
                     raise ReplicaGroupsWrong(f"{where}: {('sources', 'targets')[side]} {ranks} in {mesh}")
             continue
         seen = sorted(rank for group in collective.groups for rank in group)
-        if collective.groups and seen != list(range(mesh.world_size)):
-            raise ReplicaGroupsWrong(f"{where}: the groups hold ranks {seen}, the world is 0..{mesh.world_size - 1}")
+        if collective.groups and seen not in (list(range(mesh.world_size)), list(ranks)):
+            raise ReplicaGroupsWrong(
+                f"{where}: the groups hold ranks {seen}, but the program is run by {list(ranks)} of "
+                f"0..{mesh.world_size - 1}"
+            )
         if collective.groups and frozenset(collective.groups) not in known:
             raise ReplicaGroupsWrong(f"{where}: these are not the groups of an axis of {mesh}")
 
@@ -147,7 +172,7 @@ def table(program: Program) -> str:
         kind = f"{c.kind} {c.op}" if c.op else c.kind
         groups = " ".join("-".join(map(str, group)) for group in c.groups)
         site = c.sites[0] if c.sites else "?"
-        rows.append((str(number), kind, c.axis or "?", f"{c.dtype}{list(c.shape)}", f"{c.nbytes:,}", groups, site))
+        rows.append((str(number), kind, c.axis or "?", c.operand, f"{c.nbytes:,}", groups, site))
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
     return "\n".join("  ".join([*(cell.ljust(w) for cell, w in zip(row, widths)), row[-1]]) for row in rows)
 
@@ -198,7 +223,9 @@ def _collectives(text: str, issued: Sequence[Issued]) -> list[Collective]:
         if match["kind"] not in KINDS:
             continue
         operands = _ARRAY.findall(match["rest"].split("), ", 1)[0])
-        results = _ARRAY.findall(match["type"])
+        if match["kind"] == "all-reduce" and len(operands) > 1:
+            operands.pop()  # torch_xla's token
+        results = _ARRAY.findall(match["type"])[: len(operands)]
         applied = re.search(r"to_apply=%(\S+?)[,\s]", match["rest"] + " ")
         label = _LABEL.search(match["rest"])
         call = issued[int(label[1])] if label and int(label[1]) < len(issued) else None
@@ -213,6 +240,8 @@ def _collectives(text: str, issued: Sequence[Issued]) -> list[Collective]:
                 max(_nbytes(operands), _nbytes(results)),
                 call.axis if call else None,
                 call.sites if call else (),
+                tuple(f"{kind}{list(_shape(sizes))}" for kind, sizes in operands),
+                call.number if call else None,
             )
         )
     return found
@@ -229,9 +258,5 @@ def _shape(text: str) -> tuple[int, ...]:
 
 
 def _nbytes(arrays: Sequence[tuple[str, str]]) -> int:
-    """Of the first array: what follows it is torch_xla's token."""
-    dtype, shape = arrays[0]
-    width = _BYTES.get(dtype) or int(re.sub(r"\D", "", dtype)[:2] or 8) // 8
-    for size in _shape(shape):
-        width *= size
-    return width
+    widths = [_BYTES.get(dtype) or int(re.sub(r"\D", "", dtype)[:2] or 8) // 8 for dtype, _ in arrays]
+    return sum(width * math.prod(_shape(shape)) for width, (_, shape) in zip(widths, arrays))

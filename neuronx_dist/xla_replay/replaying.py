@@ -5,35 +5,59 @@ from __future__ import annotations
 import atexit
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils import _pytree as pytree
 
 from ..mesh import Mesh
 from . import execution, lowering
-from .execution import Array
-from .lowering import Before, Lowered, Request, Slot, from_array
-from .programs import Program, check_groups, check_one_program, table
+from .alignment import Joint, align
+from .lowering import Request
+from .programs import Program, table
+from .traces import Array, Step, Trace, Value, from_array
 from .worker import Worker
 
-__all__ = ["Replayed", "ReplayedLoop", "close", "lower", "programs_of", "replay", "replay_loop"]
+__all__ = ["Replayed", "ReplayedLoop", "Run", "close", "lower", "ran_together", "replay", "replay_loop", "traces_of"]
 
 _DEVICES = 8  # virtual devices of the executing process, unless a world is larger
 _workers: dict[str, Worker] = {}
 _devices = 0
 
 
+class Run(NamedTuple):
+    """A program, by its place in `programs`, and the ranks that ran it together."""
+
+    program: int
+    ranks: tuple[int, ...]
+
+
 @dataclass
 class Replayed:
-    """What came of a replay: every rank's output, and the program that all of them ran."""
+    """What came of a replay.
+
+    Attributes:
+        outputs: of each rank.
+        programs: those that were run; one, unless the function called `torch_xla.sync()` or ran a pipeline.
+        runs: of them, in order.
+    """
 
     outputs: list[Any]
-    program: Program
+    programs: list[Program]
+    runs: list[Run]
+
+    @property
+    def program(self) -> Program:
+        """The only program.
+
+        Raises:
+            RuntimeError: there are several.
+        """
+        return _only(self.programs)
 
     def table(self) -> str:
-        """The program's collectives, a line each."""
-        return table(self.program)
+        """The programs' collectives, a line each."""
+        return "\n\n".join(table(program) for program in self.programs)
 
 
 @dataclass
@@ -43,34 +67,60 @@ class ReplayedLoop:
     Attributes:
         outputs: of each rank, for each step, what the step returned.
         states: of each rank, the state after the last step, by name (`"['model']['weight']"`).
-        programs: those that differ from the step before, in order: one, once nothing is set up any more.
-        program_of_step: index into `programs`.
+        programs: all different ones that the steps ran, as they came up.
+        runs: for each step, what was run, in order.
         host_reads: for each step, how often rank 0 waited for the device to read a value.
+        uploads: for each step, how many tensors rank 0 brought to the device.
     """
 
     outputs: list[list[Any]]
     states: list[dict[str, torch.Tensor]]
     programs: list[Program]
-    program_of_step: list[int]
+    runs: list[list[Run]]
     host_reads: list[int]
+    uploads: list[int]
+
+    @property
+    def compiled(self) -> list[int]:
+        """For each step, how many programs no step before it had run: 0, once nothing is set up any more."""
+        seen: set[int] = set()
+        new = []
+        for runs in self.runs:
+            programs = {run.program for run in runs}
+            new.append(len(programs - seen))
+            seen |= programs
+        return new
 
 
 def lower(function: Callable[..., Any], mesh: Mesh, arguments: Sequence[Sequence[Any]]) -> Program:
-    """The program of all ranks, not executed. Arguments and errors as of `replay`."""
-    return _lower(Request(mesh, function, arguments))[0][0].program
+    """The one program of all ranks, not executed. Arguments and errors as of `replay`."""
+    traces = _lower(Request(mesh, function, arguments))
+    return _only([joint.program for joint in _aligned(traces, mesh)[1][0]])
 
 
-def programs_of(function: Callable[..., Any], mesh: Mesh, arguments: Sequence[Sequence[Any]]) -> list[Program]:
-    """Every rank's program, not compared and not executed."""
-    return [steps[0].program for steps in _lower(Request(mesh, function, arguments), check=False)]
+def traces_of(function: Callable[..., Any], mesh: Mesh, arguments: Sequence[Sequence[Any]]) -> list[Trace]:
+    """What each rank would run, not compared and not executed."""
+    return _lower(Request(mesh, function, arguments))
+
+
+def ran_together(traces: Sequence[Trace], mesh: Mesh) -> tuple[list[Program], list[Run]]:
+    """The different programs of all ranks, and the order in which ranks run them together.
+
+    Raises:
+        ProgramsDiffer, ReplicaGroupsWrong: as `replay`.
+    """
+    programs, runs = _numbered(_aligned(traces, mesh)[1])
+    return programs, runs[0]
 
 
 def replay(function: Callable[..., Any], mesh: Mesh, arguments: Sequence[Sequence[Any]]) -> Replayed:
-    """Runs `function(*arguments[rank])` on every rank of `mesh`, as one XLA program on as many virtual CPU devices.
+    """Runs `function(*arguments[rank])` on every rank of `mesh`, as XLA programs on as many virtual CPU devices.
+
+    What the function computes is one program, unless it cuts it (`torch_xla.sync()`; pipelines do, between stages).
 
     Args:
         function: of an importable module; it finds its rank in the current context, as always. What it returns, in any
-            nesting, are the program's results: a gradient that is not returned is not computed.
+            nesting, are the last program's results: a gradient that is not returned is not computed.
         arguments: of each rank; CPU tensors, which come on the device, and other values. `[()] * world_size` for none.
 
     Raises:
@@ -78,11 +128,13 @@ def replay(function: Callable[..., Any], mesh: Mesh, arguments: Sequence[Sequenc
         ReplicaGroupsWrong: a collective's groups do not fit the mesh.
         WorkerError: lowering or executing failed.
     """
-    steps = _lower(Request(mesh, function, arguments))
-    (first,) = steps[0]
-    given = [[value for value in rank[0].parameters if not isinstance(value, str)] for rank in steps]
-    results = _execute(first.program, given)
-    return Replayed([_filled(rank[0].output, values, {}) for rank, values in zip(steps, results)], first.program)
+    traces = _lower(Request(mesh, function, arguments))
+    joints = _aligned(traces, mesh)[1]
+    played = _Execution(traces)
+    played.run(joints[0])
+    outputs = [played.filled(rank, trace.steps[0].output) for rank, trace in enumerate(traces)]
+    programs, runs = _numbered(joints)
+    return Replayed(outputs, programs, runs[0])
 
 
 def replay_loop(
@@ -93,36 +145,89 @@ def replay_loop(
 ) -> ReplayedLoop:
     """Runs a training loop: `step, state = setup(*arguments[rank])`, then `step(*batches[rank][k])` for each k.
 
-    `state()` gives all tensors that a step leaves to the next (parameters, optimizer state; see `training_state`), in
-    any nesting: what a step makes of them are the next one's inputs. Steps are lowered one by one, so that a program
+    `state()` gives the tensors whose last values are wanted (parameters, optimizer state; see `training_state`), in any
+    nesting. All that is alive after a step is there for the next one. Steps are lowered one by one, so that a program
     that changes from step to step, which would be compiled again each time, shows in `programs`.
 
     Raises:
         as `replay`.
     """
-    ranks = _lower(Request(mesh, setup, arguments, batches))
-    states: list[dict[str, Array]] = [{} for _ in ranks]
-    outputs: list[list[Any]] = [[] for _ in ranks]
+    traces = _lower(Request(mesh, setup, arguments, batches))
+    before, joints = _aligned(traces, mesh)
+    played = _Execution(traces)
+    played.run(before)
+    outputs: list[list[Any]] = [[] for _ in traces]
+    for number, step in enumerate(joints):
+        played.run(step)
+        for rank, trace in enumerate(traces):
+            outputs[rank].append(played.filled(rank, trace.steps[number].output))
+    last = [(trace.steps or [trace.setup])[-1].state for trace in traces]
+    states = [
+        {name: from_array(played.values[rank][number]) for name, number in state.items()}
+        for rank, state in enumerate(last)
+    ]
+    programs, runs = _numbered(joints)
+    first = traces[0].steps
+    reads, uploads = [step.host_reads for step in first], [step.uploads for step in first]
+    return ReplayedLoop(outputs, states, programs, runs, reads, uploads)
+
+
+class _Execution:
+    """The values of all ranks, as programs give them."""
+
+    def __init__(self, traces: Sequence[Trace]) -> None:
+        self.values: list[dict[int, Array]] = [dict(trace.known) for trace in traces]
+
+    def run(self, joints: Sequence[Joint]) -> None:
+        for joint in joints:
+            if all(set(x.gives) <= self.values[rank].keys() for rank, x in zip(joint.ranks, joint.launches)):
+                continue  # lowering could execute it
+            given = [[self.values[rank][n] for n in x.takes] for rank, x in zip(joint.ranks, joint.launches)]
+            results = _workers["execution"].ask(
+                execution.Request(joint.program.fingerprint, joint.program.proto, joint.ranks, given)
+            )
+            for rank, x, found in zip(joint.ranks, joint.launches, results):
+                self.values[rank].update(zip(x.gives, found))
+
+    def filled(self, rank: int, output: Any) -> Any:
+        def fill(leaf: Any) -> Any:
+            return from_array(self.values[rank][leaf.number]) if isinstance(leaf, Value) else leaf
+
+        return pytree.tree_map(fill, output, is_leaf=lambda leaf: isinstance(leaf, Value))
+
+
+def _aligned(traces: Sequence[Trace], mesh: Mesh) -> tuple[list[Joint], list[list[Joint]]]:
+    """What the ranks run together, in the set-up and in each step."""
+
+    def together(steps: Sequence[Step], place: str) -> list[Joint]:
+        return align([step.launches for step in steps], mesh, place)
+
+    setup = together([trace.setup for trace in traces], "the set-up")
+    steps = zip(*(trace.steps for trace in traces))
+    return setup, [together(step, f"step {number}") for number, step in enumerate(steps)]
+
+
+def _numbered(steps: Sequence[Sequence[Joint]]) -> tuple[list[Program], list[list[Run]]]:
+    """The different programs, and each step's runs of them."""
     programs: list[Program] = []
-    program_of_step = []
-    for steps in zip(*ranks):
-        program = steps[0].program
-        same = next((i for i, known in enumerate(programs) if known.lines == program.lines), None)
-        if same is None:
-            programs.append(program)
-        program_of_step.append(len(programs) - 1 if same is None else same)
-        for state, lowered in zip(states, steps):
-            state.update(lowered.initial)
-        given = [
-            [state[value] if isinstance(value, str) else value for value in lowered.parameters]
-            for state, lowered in zip(states, steps)
-        ]
-        results = _execute(programs[program_of_step[-1]], given)
-        for state, shown, lowered, values in zip(states, outputs, steps, results):
-            shown.append(_filled(lowered.output, values, state))
-            state.update(zip(lowered.results, values))
-    final = [{name: from_array(value) for name, value in state.items()} for state in states]
-    return ReplayedLoop(outputs, final, programs, program_of_step, [step.host_reads for step in ranks[0]])
+    places: dict[str, int] = {}
+    runs = []
+    for joints in steps:
+        of_step = []
+        for joint in joints:
+            key = joint.program.fingerprint
+            if key not in places:
+                places[key] = len(programs)
+                programs.append(joint.program)
+            of_step.append(Run(places[key], joint.ranks))
+        runs.append(of_step)
+    return programs, runs
+
+
+def _only(programs: Sequence[Program]) -> Program:
+    if len(programs) != 1:
+        raise RuntimeError(f"there are {len(programs)} programs, not one: look at `programs`")
+    return programs[0]
 
 
 def close() -> None:
@@ -135,7 +240,7 @@ def close() -> None:
 atexit.register(close)
 
 
-def _lower(request: Request, check: bool = True) -> list[list[Lowered]]:
+def _lower(request: Request) -> list[Trace]:
     world_size = request.mesh.world_size
     if len(request.arguments) != world_size:
         raise ValueError(f"{len(request.arguments)} lists of arguments for {world_size} ranks; give one for each")
@@ -145,18 +250,8 @@ def _lower(request: Request, check: bool = True) -> list[list[Lowered]]:
             "import it: put it into a module"
         )
     _start(world_size)
-    ranks: list[list[Lowered]] = _workers["lowering"].ask(request)
-    if check:
-        for steps in zip(*ranks):
-            check_one_program([lowered.before for lowered in steps if lowered.before is not None])
-            check_one_program([lowered.program for lowered in steps])
-            check_groups(steps[0].program, request.mesh)
-    return ranks
-
-
-def _execute(program: Program, given: list[list[Array]]) -> list[list[Array]]:
-    results: list[list[Array]] = _workers["execution"].ask((program.proto, given))
-    return results
+    traces: list[Trace] = _workers["lowering"].ask(request)
+    return traces
 
 
 def _start(world_size: int) -> None:
@@ -170,12 +265,3 @@ def _start(world_size: int) -> None:
     if "execution" not in _workers:
         _devices = max(_DEVICES, world_size)
         _workers["execution"] = Worker("neuronx_dist.xla_replay.execution", execution.environment(_devices))
-
-
-def _filled(output: Any, values: Sequence[Array], before: dict[str, Array]) -> Any:
-    def fill(leaf: Any) -> Any:
-        if isinstance(leaf, Slot):
-            return from_array(values[leaf.index])
-        return from_array(before[leaf.name]) if isinstance(leaf, Before) else leaf
-
-    return pytree.tree_map(fill, output)

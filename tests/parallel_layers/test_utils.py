@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import random as pythons
+
+import numpy as np
 import pytest
 import torch
 from layer_parity import tp_mesh
 from torch import nn
 
 from neuronx_dist import comm
-from neuronx_dist.parallel_layers import ColumnParallelLinear, ParallelEmbedding, layers, utils
+from neuronx_dist.parallel_layers import ColumnParallelLinear, ParallelEmbedding, layers, random, utils
 from neuronx_dist.spmd import spec_of
 
 
@@ -82,10 +85,11 @@ def test_tensors_in_containers_go_to_the_cpu():
     moved = utils.move_all_tensor_to_cpu(data)
     assert torch.equal(moved["a"][0], torch.ones(2)) and not moved["a"][0].requires_grad
     assert moved["a"][1] == 3 and moved["b"][1] == "text"
+    assert utils.move_all_tensor_to_cpu(data, convert=False) is data
 
 
-@pytest.mark.parametrize("overwrite", [False, True])
-def test_moving_a_model_keeps_ties_and_attributes(overwrite):
+@pytest.mark.parametrize("setting", [None, "overwrite_module_params_on_conversion", "swap_module_params_on_conversion"])
+def test_moving_a_model_keeps_ties_and_attributes(setting):
     with comm.as_rank(tp_mesh(2), 0):
         model = nn.ModuleDict(
             dict(
@@ -100,17 +104,108 @@ def test_moving_a_model_keeps_ties_and_attributes(overwrite):
         model["plain"].weight.my_mark = "kept"
         model["plain"].bias.sequence_parallel_enabled = True
         specs = {name: spec_of(param) for name, param in model.named_parameters()}
-        torch.__future__.set_overwrite_module_params_on_conversion(overwrite)
+        change = getattr(torch.__future__, f"set_{setting}", lambda value: None)  # torch's own ways to convert
+        change(True)
         try:
             moved = utils.move_model_to_device(model, "meta")
         finally:
-            torch.__future__.set_overwrite_module_params_on_conversion(False)
+            change(False)
         assert moved is model and all(param.is_meta for param in model.parameters())
         assert model["head"].weight is model["embedding"].weight
         assert model["nested"][1].weight is model["nested"][0].weight
         assert model["plain"].weight.my_mark == "kept"
         assert {name: spec_of(param) for name, param in model.named_parameters()} == specs
         assert model["embedding"].weight.tensor_model_parallel and spec_of(model["plain"].bias).sequence_parallel
+
+
+def test_a_moved_model_keeps_its_tensors_identity():
+    """An optimizer made before has the parameters; a buffer of two modules is one, as a tied weight is."""
+    model = nn.Sequential(nn.BatchNorm1d(4), nn.BatchNorm1d(4), nn.LSTM(4, 4))
+    model[1].running_mean = model[0].running_mean
+    model[0].bias.requires_grad_(False)
+    before = {id(param) for param in model.parameters()}
+    utils.move_model_to_device(model, "meta")
+    assert {id(param) for param in model.parameters()} == before
+    assert model[1].running_mean is model[0].running_mean and model[0].running_mean.is_meta
+    assert model[2]._flat_weights[0] is model[2].weight_ih_l0
+    assert [param.requires_grad for param in model[0].parameters()] == [True, False]
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_gradients_move_along(device):
+    layer = nn.Linear(2, 2)
+    layer.weight.grad = torch.ones(2, 2)
+    utils.move_model_to_device(layer, device)
+    assert layer.weight.grad.device.type == device and layer.bias.grad is None
+
+
+def test_what_has_no_value_is_not_moved():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
+    with pytest.raises(RuntimeError, match="1.weight of Sequential is on the meta device.*to cpu.*materialize"):
+        utils.move_model_to_device(model, "cpu")
+    model = nn.BatchNorm1d(2)
+    model.running_var = model.running_var.to("meta")
+    with pytest.raises(RuntimeError, match="running_var of BatchNorm1d"):
+        utils.move_model_to_device(model, "cpu")
+
+
+def test_a_model_in_use_is_not_moved_to_another_kind_of_device():
+    model = nn.Sequential(nn.Linear(2, 2))
+    view = model[0].weight.view(-1)
+    with pytest.raises(RuntimeError, match="parameter 0.weight is in use"):
+        utils.move_model_to_device(model, "meta")
+    utils.move_model_to_device(model, "cpu")  # the same memory
+    assert view.data_ptr() == model[0].weight.data_ptr()
+
+
+def test_how_an_optimizer_computes_is_not_loaded():
+    def optimizer(**options):
+        torch.manual_seed(0)
+        layer = nn.Linear(2, 2)
+        made = torch.optim.AdamW(layer.parameters(), **options)
+        layer(torch.ones(1, 2)).sum().backward()
+        made.step()
+        return made
+
+    saved = optimizer(lr=torch.tensor(0.5), foreach=False, weight_decay=0.25).state_dict()
+    saved["param_groups"][0]["capturable"] = True  # of a run on XLA
+    ours = optimizer(lr=0.125, foreach=True)
+    utils.load_optimizer_state_dict(ours, saved)
+    (group,) = ours.param_groups
+    assert (group["capturable"], group["foreach"], group["weight_decay"]) == (False, True, 0.25)
+    assert group["lr"] == 0.5 and isinstance(group["lr"], float)
+    ours.step()
+    assert {float(values["step"]) for values in ours.state.values()} == {2.0}
+
+    lr = torch.tensor(0.125)
+    ours = optimizer(lr=lr, foreach=False)
+    utils.load_optimizer_state_dict(ours, optimizer(lr=0.5).state_dict())
+    assert ours.param_groups[0]["lr"] is lr and lr == 0.5  # what the script writes a schedule into
+
+
+def test_everything_that_draws_is_seeded():
+    def draw():
+        with random.get_rng_tracker().fork():
+            sharded = torch.rand(())
+        return pythons.random(), np.random.rand(), float(torch.rand(())), float(sharded)
+
+    with comm.as_rank(tp_mesh(2), 1):
+        random.set_random_seed(3)
+        first = draw()
+        assert not set(draw()) & set(first)
+        random.set_random_seed(3)
+        assert draw() == first
+    random.set_random_seed(3)  # without a mesh too
+    assert (pythons.random(), np.random.rand(), float(torch.rand(()))) == first[:3]
+
+
+def test_a_random_state_is_of_one_kind_of_device():
+    before = random.get_rng_state()
+    numbers = torch.rand(3)
+    random.set_rng_state(before)
+    assert torch.equal(torch.rand(3), numbers)
+    with pytest.raises(ValueError, match="of an XLA device on another device than XLA.*seed anew"):
+        random.set_rng_state([*before[:1], torch.tensor([5])])
 
 
 def test_nxds_import_paths():

@@ -28,14 +28,6 @@ def every_operator(x: list[torch.Tensor], g: list[torch.Tensor]) -> list[dict[st
     return found
 
 
-def one_operator(row: int, x: torch.Tensor, g: torch.Tensor) -> dict[str, torch.Tensor]:
-    _, operator, src, dst, options, *_ = CONFORMANCE[row]
-    leaf = x.detach().requires_grad_()
-    result = operator(leaf, "tp", src=src, dst=dst, **options)
-    result.backward(g)
-    return {"y": result.detach(), "gx": leaf.grad}
-
-
 def every_verb(x: torch.Tensor, scalar: torch.Tensor, half: torch.Tensor, count: torch.Tensor, flag: torch.Tensor):
     """Verbs that no typed operator uses, dtypes, scalars, `out=`, and groups of merged axes."""
     size = comm.size("tp")

@@ -39,3 +39,57 @@ def recomputed(x: torch.Tensor) -> dict[str, torch.Tensor]:
         found[name] = leaf.grad
         found[name + ", next"] = F.dropout(x, 0.5)
     return found
+
+
+# --- on one device ---
+
+
+def states() -> dict[str, bool]:
+    """Streams put back to where they were, over steps and in the middle of one; seeds of everything."""
+    import random as pythons
+
+    import numpy as np
+
+    from neuronx_dist.comm import generators
+    from neuronx_dist.comm.launch import end_step
+    from neuronx_dist.parallel_layers import random
+
+    device = "xla:0"
+
+    def draw() -> list[float]:
+        own = torch.rand(4, device=device)
+        with random.get_xla_rng_tracker().fork():
+            return [*own.tolist(), *torch.rand(4, device=device).tolist()]
+
+    def drawn_by_all() -> tuple[object, ...]:
+        return (*draw(), pythons.random(), float(np.random.rand()), float(torch.rand(())))
+
+    found = {}
+    random.model_parallel_xla_manual_seed(11)
+    for _ in range(3):  # by sync torch_xla's state becomes one of 64 bits
+        draw()
+        end_step()
+    kept = (random.get_rng_state(), random.get_xla_rng_tracker().get_states())
+    first = draw()
+    end_step()
+    found["goes on"] = draw() != first
+    random.set_rng_state(kept[0])
+    random.get_xla_rng_tracker().set_states(kept[1])
+    found["put back"] = draw() == first
+    random.set_random_seed(12)
+    everything = drawn_by_all()
+    found["seeded anew, other numbers"] = drawn_by_all() != everything
+    random.set_random_seed(12)
+    found["seeded alike"] = drawn_by_all() == everything
+    found["all bits"] = True
+    for state in (2**64 - 1, 2**63, 2**63 - 1, 0):
+        generators.xla.set_rng_state(torch.tensor([state - 2**64 if state >= 2**63 else state]))
+        before = generators.xla.rng_state()
+        numbers = torch.rand(4, device=device).tolist()
+        generators.xla.set_rng_state(before)
+        found["all bits"] &= torch.rand(4, device=device).tolist() == numbers
+    try:
+        random.set_rng_state([torch.get_rng_state()])
+    except ValueError as error:
+        found["of a CPU"] = "another device than XLA on an XLA device" in str(error)
+    return found

@@ -46,10 +46,11 @@ def test_a_good_program(tmp_path):
     options = ("--arguments", "script.py:inputs", "--world-size", "4", "--tp", "2", "--dump", "hlo", "--execute")
     done = command(tmp_path, "script.py:block", *options)
     assert done.returncode == 0, done.stderr
-    assert "ok: 4 ranks have one program" in done.stdout and "all-reduce add" in done.stdout
+    assert "program 0, run 1 time, by ranks 0-1-2-3: 1 collectives" in done.stdout and "all-reduce add" in done.stdout
+    assert "ok: ranks that run a program together have the same one" in done.stdout
     assert "rank 0 ['loss']: 0.3086" in done.stdout and "rank 0 ['gradient']: (8, 8)" in done.stdout
     dumped = sorted((tmp_path / "hlo").iterdir())
-    assert [path.name for path in dumped] == [f"rank-{rank}.hlo" for rank in range(4)]
+    assert [path.name for path in dumped] == [f"rank-{rank}-0.hlo" for rank in range(4)]
     assert all("replica_groups={{0,1},{2,3}}" in path.read_text() for path in dumped)
 
 

@@ -10,16 +10,18 @@ import sys
 from pathlib import Path
 
 import pytest
+from compare import assert_close
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 ROOT = Path(__file__).parents[2]
 STEPS = 20
 OPTIONS = ("--zero1", "--steps", str(STEPS), "--warmup", "5", "--microbatches", "2", "--global-batch", "8")
 
 
-def train(device: str, data: Path, out: Path) -> tuple[list[dict[str, float]], str]:
+def run(*options: str) -> str:
     done = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / "train_llama.py"), *OPTIONS, "--seq-len", "64", "--device", device]
-        + ["--data", str(data), "--out", str(out), "--log-every", "1"],
+        [sys.executable, str(ROOT / "examples" / "train_llama.py"), "--seq-len", "64", *options],
         env={
             **os.environ,
             "PYTHONPATH": str(ROOT),
@@ -35,8 +37,13 @@ def train(device: str, data: Path, out: Path) -> tuple[list[dict[str, float]], s
         check=False,
     )
     assert done.returncode == 0, done.stdout[-3000:]
+    return done.stdout
+
+
+def train(device: str, data: Path, out: Path) -> tuple[list[dict[str, float]], str]:
+    log = run(*OPTIONS, "--device", device, "--data", str(data), "--out", str(out), "--log-every", "1")
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [row for row in rows if "loss" in row], done.stdout
+    return [row for row in rows if "loss" in row], log
 
 
 @pytest.mark.timeout(600)
@@ -51,3 +58,13 @@ def test_losses_are_those_of_the_cpu(tmp_path):
     # The first step makes the optimizer's state, the second is the one that stays; step 4 evaluates for the first time.
     between = log[log.index("step  5/20") : log.index("step 20/20")]
     assert "Compilation Cause" in log and "Compilation Cause" not in between
+    saved = [load_file(tmp_path / device / "model" / "model.safetensors") for device in ("xla", "cpu")]
+    assert_close(*saved, tolerance=1e-4)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "xla" / "model").config.hidden_size == 192
+
+
+def test_verify_compares_the_device_with_the_cpu(tmp_path):
+    data = shutil.copytree(ROOT / "docs", tmp_path / "docs")
+    small = ("--steps", "2", "--global-batch", "2", "--microbatches", "1")
+    text = run("--device", "xla", "--verify", *small, "--data", str(data))
+    assert "one process" in text and "tp 1 × pp 1 × dp 1" in text and "all layouts agree to 1e-05" in text

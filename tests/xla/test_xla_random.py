@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random_programs as programs
 import torch
+from one_device import on_device
 
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.xla_replay import replay
@@ -40,3 +41,9 @@ def test_checkpointing_draws_the_same_numbers_again():
         assert torch.equal(found["plain"], found["checkpointed"])
         assert torch.equal(found["plain, next"], found["checkpointed, next"])
         assert float(found["plain"].abs().sum()) > 0
+
+
+def test_states_come_back_on_a_device():
+    """Over steps too: after one, torch_xla's state has 64 bits, more than a number in a tensor."""
+    found = on_device(programs.states)
+    assert len(found) == 6 and all(found.values()), found

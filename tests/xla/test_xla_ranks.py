@@ -1,4 +1,8 @@
-"""How ranks come about: threads of `torch_xla.launch`, and processes with a process group (a contract, on a stub)."""
+"""How ranks come about: threads of `torch_xla.launch`, and processes with torch_xla's process group.
+
+Processes with an XLA device each are on Neuron and TPU hosts only. Here one process takes itself for each of them in
+turn, over the real class of the group, and its programs are lowered, not executed.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import rank_programs as programs
 import torch
+from one_device import on_device
 
 from neuronx_dist import comm
 from neuronx_dist.comm import xla
@@ -75,25 +81,53 @@ def test_ranks_as_threads_have_one_program(tmp_path):
         assert not found["torch_distributed"]
 
 
-class ProcessGroup:
-    """What torch_xla's process group has that we use."""
-
-    group_desc = "tensor"
-
-    def __init__(self, mesh: list[list[int]] | None) -> None:
-        if mesh is not None:
-            self._mesh = mesh
+@pytest.fixture(scope="module")
+def processes():
+    return [on_device(programs.groups, 4, rank) for rank in range(4)]
 
 
-def test_a_process_group_is_taken_with_all_its_replica_groups():
-    backend = xla.XlaBackend()
-    made = backend.wrap(ProcessGroup([[0, 2], [1, 3]]), 3)
-    assert isinstance(made, xla.XlaCommunicator)
-    assert (made.groups, made.ranks, made.rank, made.axis) == ([[0, 2], [1, 3]], (1, 3), 1, "tensor")
-    with pytest.raises(TypeError, match="xla_pg_options"):
-        backend.wrap(ProcessGroup(None), 3)
+def test_getters_give_process_groups_with_all_replica_groups(processes):
+    for rank, found in enumerate(processes):
+        dp, tp = divmod(rank, 2)
+        assert found["classes"] == {"ProcessGroupXla"} and found["device"] == "xla"
+        assert found["meshes"] == ([[0, 1], [2, 3]], [[0, 2], [1, 3]], [[0, 2], [1, 3]])
+        assert found["sizes"] == (2, 2, 2, dp)  # of tp and dp, of tp for torch.distributed; this rank in dp
+        assert found["again"] and found["pipeline"] == [[0], [1], [2], [3]]
+        assert found["lists"] == [[0, 2], [1, 3]]  # as_list=True
+
+
+def test_a_process_group_is_an_axis(processes):
+    for rank, found in enumerate(processes):
+        dp, tp = divmod(rank, 2)
+        assert found["axes"] == ("tp", "dp", "group")
+        assert found["ranks"] == ((2 * dp, 2 * dp + 1), (tp, tp + 2), dp)
+        assert found["whole"] == [[0, 1, 2, 3]]  # the default group names no groups: it is all ranks
+
+
+def test_layers_over_a_process_group_have_one_program(processes):
+    first = processes[0]
+    for found in processes:
+        assert found["layers"] == first["layers"] and found["all_reduce"] == first["all_reduce"]
+    for text in (*first["layers"].values(), first["all_reduce"]):
+        assert "replica_groups={{0,2},{1,3}}" in text
+
+
+def test_groups_and_worlds_that_cannot_be_are_refused():
+    found = on_device(programs.refused, 4, 1)
+    assert "xla_pg_options" in found["own ranks only"] and "only its own ranks [0, 1] of 4" in found["own ranks only"]
+    assert "xla_pg_options" in found["not a member"] and "got -100" in found["not a member"]
+    assert "xla_pg_options" in found["not of XLA"]
+    assert "torchrun started 4 processes (WORLD_SIZE), torch_xla sees a world of 1" in found["alone"]
+
+
+def test_a_process_alone_joins_by_the_rendezvous_of_torch_xla():
+    found = on_device(programs.world_of_one)
+    assert found == {"dist": ("xla", 1, 0), "group": ("ProcessGroupXla", [[0]]), "out": True}
+
+
+def test_groups_of_two_sizes_are_refused():
     with pytest.raises(CommError, match=r"sizes \[2, 3\]"):
-        backend.communicator("odd", [[0, 1, 2], [3, 4]], 0)
+        xla.XlaBackend().communicator("odd", [[0, 1, 2], [3, 4]], 0)
 
 
 def runtime(monkeypatch, size: int, rank: int, dist_size: int | None) -> None:

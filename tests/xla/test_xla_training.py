@@ -57,18 +57,22 @@ def test_training_is_that_of_gloo_and_of_one_process(name):
 def test_after_the_first_step_nothing_is_compiled():
     """The first step makes the optimizer's state; from the second on there is one program, whatever the step."""
     found = replayed(CASES["zero1 adamw"], steps=4)
-    assert found.program_of_step == [0, 1, 1, 1]
+    assert found.compiled == [1, 1, 0, 0]
 
 
-def test_a_schedule_from_zero_to_zero_compiles_nothing():
+@pytest.mark.parametrize(
+    "sizes, microbatches",
+    [(dict(tp=2), 1), (dict(tp=2), 2), (dict(pp=2), 2)],
+    ids=["one program", "gradients accumulated", "pipeline"],
+)
+def test_a_schedule_from_zero_to_zero_compiles_nothing(sizes, microbatches):
     """A learning rate of 0 is a constant of the program, unless it is a tensor on the device."""
-    case = CASES["zero1 adamw"]
-    schedule = [0.0, 5e-4, 1e-3, 5e-4, 0.0]
-    arguments = [(case, torch.zeros(1), torch.tensor(0.0))] * 4
-    batches = [[(*programs.rows_of(2, r // 2, k), torch.tensor(lr)) for k, lr in enumerate(schedule)] for r in range(4)]
-    found = replay_loop(programs.setup, MESH, arguments, batches)
-    assert found.program_of_step == [0, 1, 1, 1, 1]
+    found = programs.scheduled(Mesh(4, **sizes), Training("adamw", "zero1", microbatches=microbatches))
+    if "pp" not in sizes:
+        assert found.compiled[:2] == [1, 1]
+    assert found.compiled[2:] == [0, 0, 0]
     assert found.host_reads == [1, 0, 0, 0, 0]  # the model is recorded at the first step
+    assert found.uploads[1:] == [found.uploads[1]] * 4 and found.uploads[1] <= 4
     assert found.outputs[0][1]["loss"] != found.outputs[0][2]["loss"]
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -18,8 +20,10 @@ from transformers import LlamaForCausalLM
 
 import neuronx_dist as nxd
 from neuronx_dist import comm, hf
+from neuronx_dist.comm.xla_transfer import TRANSFER_VARIABLE
+from neuronx_dist.mesh import Mesh
 from neuronx_dist.optimizer import MasterWeightsOptimizer, NeuronZero1Optimizer
-from neuronx_dist.xla_replay import training_state
+from neuronx_dist.xla_replay import ReplayedLoop, replay_loop, training_state
 
 
 @dataclass(frozen=True)
@@ -32,11 +36,12 @@ class Training:
     tied: bool = False
     clip: float = 1.0
     microbatches: int = 1
+    layers: int = 2
     dtype: torch.dtype = torch.float32
 
     @property
     def options(self) -> Options:
-        return Options(tied=self.tied, clip=self.clip, dtype=self.dtype)
+        return Options(tied=self.tied, clip=self.clip, dtype=self.dtype, layers=self.layers)
 
 
 def make_model(case: Training, place: torch.Tensor) -> nn.Module:
@@ -96,9 +101,30 @@ def setup(case: Training, place: torch.Tensor, lr: torch.Tensor) -> tuple[Callab
     return step, lambda: training_state(model, optimizer)
 
 
+def setup_by_gathering(*arguments: Any) -> tuple[Callable[..., Any], Callable[[], Any]]:
+    """`setup` on devices without a collective-permute."""
+    gathering = mock.patch.dict(os.environ, {TRANSFER_VARIABLE: "all_gather"})
+    with gathering:
+        step, state = setup(*arguments)
+    return gathering(step), state
+
+
 def rows_of(dp: int, dp_rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
     ids, labels = (rows.chunk(dp)[dp_rank] for rows in batch("uneven", step))
     return ids.clone(), labels.clone()
+
+
+SCHEDULE = [0.0, 5e-4, 1e-3, 5e-4, 0.0]  # of learning rates
+
+
+def scheduled(mesh: Mesh, case: Training) -> ReplayedLoop:
+    """A replay of steps whose learning rate, a tensor on the device, warms up from 0 and decays to 0."""
+    arguments = [(case, torch.zeros(1), torch.tensor(0.0))] * mesh.world_size
+    batches = [
+        [(*rows_of(mesh.dp, mesh.coordinate("dp", rank), k), torch.tensor(lr)) for k, lr in enumerate(SCHEDULE)]
+        for rank in range(mesh.world_size)
+    ]
+    return replay_loop(setup, mesh, arguments, batches)
 
 
 def under_gloo(case: Training, steps: int) -> tuple[list[dict[str, torch.Tensor]], dict[str, torch.Tensor]]:
@@ -110,5 +136,3 @@ def under_gloo(case: Training, steps: int) -> tuple[list[dict[str, torch.Tensor]
     leaves = pytree.tree_flatten_with_path(state())[0]
     tensors = {pytree.keystr(path): leaf.detach() for path, leaf in leaves if isinstance(leaf, torch.Tensor)}
     return outputs, tensors
-
-

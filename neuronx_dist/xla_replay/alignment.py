@@ -1,0 +1,94 @@
+"""Which ranks run a program together, and in which order programs run: what a cluster finds out by hanging.
+
+All ranks of a pipeline stage run the same programs. One that communicates between stages is run by every rank in its
+replica groups, and must be the same program on all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ..mesh import Mesh
+from .programs import Program, ProgramsDiffer, check_groups, check_one_program
+from .traces import Launch
+
+__all__ = ["Joint", "align"]
+
+
+class Joint(NamedTuple):
+    """A program, and for each rank that runs it what it takes and gives."""
+
+    ranks: tuple[int, ...]
+    launches: tuple[Launch, ...]
+
+    @property
+    def program(self) -> Program:
+        return self.launches[0].program
+
+
+def align(launches: Sequence[Sequence[Launch]], mesh: Mesh, place: str) -> list[Joint]:
+    """Each rank's programs in one order in which they can run.
+
+    Args:
+        launches: of each rank.
+        place: what they are the programs of, for messages.
+
+    Raises:
+        ProgramsDiffer: ranks that run a program together have different ones, or each waits for another.
+        ReplicaGroupsWrong: a collective's groups do not fit the mesh.
+    """
+    stages = [mesh.coordinates(rank)["pp"] for rank in range(mesh.world_size)]
+    checked: set[tuple[int, tuple[int, ...]]] = set()
+    at = [0] * mesh.world_size
+    joints: list[Joint] = []
+
+    def head(rank: int) -> Program | None:
+        return launches[rank][at[rank]].program if at[rank] < len(launches[rank]) else None
+
+    while any(head(rank) is not None for rank in range(mesh.world_size)):
+        moved = False
+        for rank in range(mesh.world_size):
+            program = head(rank)
+            if program is None:
+                continue
+            ranks = _together(program, rank, stages)
+            heads = [head(other) for other in ranks]
+            if any(found is None or _together(found, other, stages) != ranks for found, other in zip(heads, ranks)):
+                continue  # some have another program to run first
+            check_one_program([found for found in heads if found is not None], ranks, f" in {place}")
+            if (id(program), ranks) not in checked:
+                check_groups(program, mesh, ranks)
+                checked.add((id(program), ranks))
+            joints.append(Joint(ranks, tuple(launches[other][at[other]] for other in ranks)))
+            for other in ranks:
+                at[other] += 1
+            moved = True
+        if not moved:
+            raise ProgramsDiffer(_stuck([head(rank) for rank in range(mesh.world_size)], at, stages, place))
+    return joints
+
+
+def _together(program: Program, rank: int, stages: Sequence[int]) -> tuple[int, ...]:
+    """The ranks that run a program which `rank` runs."""
+    crossing: set[int] = set()
+    for collective in program.collectives:
+        groups = collective.groups or (tuple(range(len(stages))),)
+        if any(len({stages[member] for member in group if member < len(stages)}) > 1 for group in groups):
+            crossing.update(member for group in groups for member in group if member < len(stages))
+    if crossing:
+        return tuple(sorted(crossing | {rank}))
+    return tuple(other for other, stage in enumerate(stages) if stage == stages[rank])
+
+
+def _stuck(heads: Sequence[Program | None], at: Sequence[int], stages: Sequence[int], place: str) -> str:
+    lines = [f"the ranks would wait for each other for ever in {place}; each stands at"]
+    for rank, program in enumerate(heads):
+        if program is None:
+            lines.append(f"  rank {rank}: the end, after {at[rank]} programs")
+            continue
+        first = program.collectives[0] if program.collectives else None
+        what = f"{first}" + (f"\n          from {first.sites[0]}" if first.sites else "") if first else "no collective"
+        others = ", ".join(map(str, _together(program, rank, stages)))
+        lines.append(f"  rank {rank}: program {at[rank]}, which ranks {others} run together: {what}")
+    return "\n".join(lines)

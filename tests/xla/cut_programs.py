@@ -1,0 +1,94 @@
+"""Functions that are several programs: cut by `torch_xla.sync()`, and by what pipeline stages exchange."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+
+from neuronx_dist import ColumnParallelLinear, RowParallelLinear, comm, materialize
+
+
+def sync() -> None:
+    if "torch_xla" in sys.modules and comm.current().backend.name == "xla":
+        import torch_xla
+
+        torch_xla.sync()
+
+
+def block(x: torch.Tensor) -> torch.nn.Module:
+    column = ColumnParallelLinear(8, 16, gather_output=False, device="meta")
+    row = RowParallelLinear(16, 8, input_is_parallel=True, device="meta")
+    return materialize(torch.nn.Sequential(column, torch.nn.GELU(), row), 0, device=x.device)
+
+
+def forward_and_backward(x: torch.Tensor, cuts: int) -> dict[str, Any]:
+    """`cuts` of three: in the forward, between forward and backward, before an update in place."""
+    model = block(x)
+    hidden = model[0](x)
+    left, right = hidden.chunk(2, -1)  # views, alive at the cut
+    if cuts > 2:
+        sync()
+    loss = model[2](model[1](torch.cat([left.square(), right], -1))).square().mean()
+    if cuts > 0:
+        sync()
+    loss.backward()
+    if cuts > 1:
+        sync()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(parameter.grad, alpha=-0.1)
+    return {"loss": loss.detach(), "x": x.grad, "weights": [p.detach() for p in model.parameters()]}
+
+
+def two_stages(x: torch.Tensor) -> dict[str, Any]:
+    """What stage 0 makes goes to stage 1, and its gradient back; the stages compute different things."""
+    model = block(x)
+    first = comm.rank("pp") == 0
+    received = comm.permute(model(x) if first else x, "pp", [(0, 1)])
+    if not first:
+        received.requires_grad_()
+        loss = model(received.tanh()).square().sum()
+        loss.backward()
+    back = comm.permute(received if first else received.grad, "pp", [(1, 0)])
+    total = comm.all_reduce(back.square().sum(), ("pp", "tp"))
+    return {"received": received.detach(), "back": back, "total": total}
+
+
+def differs_in_a_stage(x: torch.Tensor) -> torch.Tensor:
+    y = comm.all_reduce(x, "tp") if comm.current().rank != 3 else comm.all_reduce(x * 2, "tp")
+    return comm.all_reduce(y, "pp")
+
+
+def one_transfer_too_many(x: torch.Tensor) -> torch.Tensor:
+    for _ in range(2 if comm.current().rank == 1 else 1):
+        with comm.current().backend.own_program():
+            x = comm.permute(x, "pp", [(0, 1)])
+    return x
+
+
+def loop_with_syncs(x: torch.Tensor) -> Any:
+    """A step of two programs that leaves something to the next one outside of what it calls its state."""
+    model = block(x)
+    running = [torch.zeros((), device=x.device)]
+
+    def step(more: torch.Tensor) -> dict[str, Any]:
+        loss = model(more).square().mean()
+        sync()
+        loss.backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.sub_(parameter.grad)
+                parameter.grad = None
+        running[0] = running[0] + loss.detach()
+        sync()
+        return {"loss": loss.detach(), "running": running[0]}
+
+    return step, lambda: dict(model.named_parameters())
+
+
+def reads_behind_a_cut(x: torch.Tensor) -> torch.Tensor:
+    y = x * 2
+    sync()
+    return y * float(y.sum())

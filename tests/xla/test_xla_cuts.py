@@ -1,0 +1,85 @@
+"""Several programs instead of one: what is alive at a cut goes over, stages have programs of their own."""
+
+from __future__ import annotations
+
+import cut_programs as programs
+import pytest
+import torch
+from compare import assert_close, draw, on_threads, same_as_threads
+
+from neuronx_dist.mesh import Mesh
+from neuronx_dist.xla_replay import ProgramsDiffer, lower, replay, replay_loop
+
+TP2 = Mesh(4, tp=2)
+STAGES = Mesh(4, tp=2, pp=2)
+FIRST, SECOND, ALL = (0, 1), (2, 3), (0, 1, 2, 3)
+
+
+@pytest.mark.parametrize("cuts", [0, 1, 2, 3])
+def test_a_function_that_is_cut_computes_the_same(cuts):
+    arguments = [(draw(4, 8).requires_grad_(), cuts)] * 4
+    found = same_as_threads(programs.forward_and_backward, TP2, arguments)
+    assert [run.ranks for run in found.runs] == [ALL] * (cuts + 1)
+    assert len(found.programs) == cuts + 1
+    collectives = [len(program.collectives) for program in found.programs]
+    assert sum(collectives) == 2 and collectives[-1] == (2 if cuts == 0 else 1 if cuts == 1 else 0)
+
+
+def test_what_was_computed_before_a_cut_is_not_computed_again():
+    whole = replay(programs.forward_and_backward, TP2, [(draw(4, 8).requires_grad_(), 0)] * 4)
+    cut = replay(programs.forward_and_backward, TP2, [(draw(4, 8).requires_grad_(), 3)] * 4)
+
+    def products(program):
+        return program.text.count(" dot(")
+
+    assert sum(map(products, cut.programs)) == products(whole.program) == 6
+
+
+def test_each_stage_has_programs_of_its_own():
+    arguments = [(draw(4, 8, seed=rank // 2),) for rank in range(4)]
+    found = same_as_threads(programs.two_stages, STAGES, arguments)
+    ranks = [run.ranks for run in found.runs]
+    assert [r for r in ranks if r != ALL] and ranks.count(ALL) == 3  # two transfers and a sum
+    assert {FIRST, SECOND, ALL} == set(ranks)
+    for run in found.runs:
+        collectives = found.programs[run.program].collectives
+        if run.ranks == ALL:  # alone in its program
+            assert [c.kind for c in collectives] in (["collective-permute"], ["all-reduce"])
+        else:
+            assert all(c.groups == ((0, 1), (2, 3)) for c in collectives)  # of the whole world, whoever runs it
+
+
+def test_ranks_of_a_stage_must_have_one_program():
+    with pytest.raises(ProgramsDiffer, match="rank 3 and rank 2 would run different programs in step 0"):
+        lower(programs.differs_in_a_stage, STAGES, [(draw(4, 3),)] * 4)
+
+
+def test_ranks_that_wait_for_each_other_are_named():
+    with pytest.raises(ProgramsDiffer, match="wait for each other for ever") as found:
+        lower(programs.one_transfer_too_many, STAGES, [(draw(4, 3),)] * 4)
+    text = str(found.value)
+    assert "rank 1: program 1, which ranks 0, 1, 2, 3 run together: collective-permute f32[4, 3] over pp" in text
+    assert "rank 0: the end, after 1 programs" in text and "in one_transfer_too_many" in text
+
+
+def test_a_loop_of_several_programs():
+    batches = [[(draw(4, 8, seed=step),) for step in range(3)]] * 4
+    found = replay_loop(programs.loop_with_syncs, TP2, [(draw(4, 8),)] * 4, batches)
+    assert found.compiled == [2, 0, 0] and [len(runs) for runs in found.runs] == [2, 2, 2]
+
+    def plainly(x):
+        step, state = programs.loop_with_syncs(x)
+        return [step(*batch) for batch in batches[0]], {k: v.detach() for k, v in state().items()}
+
+    for rank, (outputs, state) in enumerate(on_threads(plainly, TP2, [(draw(4, 8),)] * 4)):
+        assert_close(found.outputs[rank], outputs)
+        assert_close({name[2:-2]: value for name, value in found.states[rank].items()}, state)
+        assert float(found.outputs[rank][2]["running"]) == pytest.approx(sum(float(o["loss"]) for o in outputs), 1e-5)
+
+
+def test_a_value_behind_a_cut_cannot_be_read():
+    with pytest.raises(RuntimeError, match=r"float.*\(\) read a value"):
+        lower(programs.reads_behind_a_cut, TP2, [(draw(4, 8),)] * 4)
+    assert torch.isfinite(
+        replay(programs.forward_and_backward, TP2, [(draw(4, 8).requires_grad_(), 1)] * 4).outputs[0]["loss"]
+    )
