@@ -114,6 +114,15 @@ class Lockstep(Run):
         filled = self._fill_gradients() if torch.is_grad_enabled() else []
         self._cut()
         versions = [grad._version for _, _, grad in filled]
+        try:
+            self._run(schedules)
+        finally:
+            for (param, name, grad), version in zip(filled, versions):
+                if getattr(param, name) is grad and grad._version == version:  # no microbatch used the parameter
+                    setattr(param, name, None)
+        return self.results
+
+    def _run(self, schedules: Sequence[Sequence[Task]]) -> None:
         for number, (tasks, forward, backward) in enumerate(rounds(schedules), 1):
             task = tasks[self.index]
             if task is not None:
@@ -126,10 +135,6 @@ class Lockstep(Run):
                     self._transfer(direction, tasks)
             if not needed:
                 self._cut()
-        for (param, name, grad), version in zip(filled, versions):
-            if getattr(param, name) is grad and grad._version == version:  # no microbatch used the parameter
-                setattr(param, name, None)
-        return self.results
 
     def _transfer(self, direction: _Direction, tasks: Sequence[Task | None]) -> None:
         """Moves what stages made in this round, by what they did of the direction's kind."""

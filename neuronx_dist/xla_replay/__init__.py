@@ -1,8 +1,8 @@
 """XLA programs of many devices, checked and executed without the devices.
 
 torch_xla's CPU client deadlocks on collectives between several devices (pytorch/xla#9089). Here each rank's program is
-*lowered* to HLO by torch_xla, the ranks' programs are compared, and the one program is *executed* by jaxlib's CPU
-client, on a virtual device for each rank:
+*lowered* to HLO by torch_xla, the ranks' programs are compared, and the programs are *executed* by jaxlib's CPU client,
+on a virtual device for each rank:
 
     def loss_and_gradients(weight, x):                  # importable: a function of a module
         layer = ColumnParallelLinear(...)

@@ -49,8 +49,10 @@ def main(argv: list[str] | None = None) -> int:
         inputs = _load(args.arguments) if args.arguments else lambda rank: ()
         arguments = [tuple(inputs(rank)) for rank in range(mesh.world_size)]
         traces = traces_of(function, mesh, arguments)
-    except (ValueError, ImportError, AttributeError, OSError, WorkerError) as error:
-        print(f"xla_replay: {error}", file=sys.stderr)
+    except Exception as error:  # of the script, too
+        print(f"xla_replay: {type(error).__name__}: {error}", file=sys.stderr)
+        if isinstance(error.__cause__, WorkerError):
+            print(f"\n{error.__cause__}", file=sys.stderr)
         return 2
     if args.dump is not None:
         _dump(traces, args.dump)

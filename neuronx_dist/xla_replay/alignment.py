@@ -73,7 +73,10 @@ def _together(program: Program, rank: int, stages: Sequence[int]) -> tuple[int, 
     """The ranks that run a program which `rank` runs."""
     crossing: set[int] = set()
     for collective in program.collectives:
-        groups = collective.groups or (tuple(range(len(stages))),)
+        groups = collective.groups
+        if collective.kind == "collective-permute" and collective.number is not None:  # its pairs may leave ranks out
+            groups = program.issued[collective.number].groups
+        groups = groups or (tuple(range(len(stages))),)
         if any(len({stages[member] for member in group if member < len(stages)}) > 1 for group in groups):
             crossing.update(member for group in groups for member in group if member < len(stages))
     if crossing:

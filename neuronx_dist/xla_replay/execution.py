@@ -80,6 +80,8 @@ def _renumbered(module: Any, ranks: tuple[int, ...]) -> Any:
         for name in ("replica_groups", "source_target_pairs"):
             if name in operation.attributes:
                 groups = np.array(operation.attributes[name])
+                if not groups.size:  # all ranks
+                    continue
                 ours = [[place[rank] for rank in group] for group in groups.tolist() if set(group) <= place.keys()]
                 operation.attributes[name] = ir.DenseIntElementsAttr.get(
                     np.array(ours, np.int64).reshape(-1, groups.shape[-1])

@@ -16,12 +16,13 @@ import torch
 from ..comm.select import in_one_program
 from .programs import KINDS
 
-__all__ = ["INSTEAD", "executions", "reads_guarded"]
+__all__ = ["INSTEAD", "device_waits", "reads_guarded"]
 
 INSTEAD = (
     ". On a cluster the host would wait for the device here; in a replay there is no value to be read. Return the "
     "tensor instead"
 )
+# Not `to`, which models call too, and recordings know by its identity; what it copies to the host is counted.
 _READERS = ("__bool__", "__float__", "__int__", "__index__", "item", "tolist", "numpy", "cpu")
 
 
@@ -33,7 +34,7 @@ def reads_guarded(state: Collection[int]) -> Iterator[list[int]]:
         state: buffers of the state's tensors.
 
     Yields:
-        a list that gets, for every read that is possible, the number of programs executed for it.
+        a list that gets, for every read that is possible, what it adds to `device_waits`.
     """
     reads: list[int] = []
     busy = threading.local()
@@ -47,12 +48,12 @@ def reads_guarded(state: Collection[int]) -> Iterator[list[int]]:
             what = _unknown(self, state)
             if what:
                 raise RuntimeError(f"{name}() read a value of a tensor on the host: {what}{INSTEAD}")
-            before, busy.reading = executions(), True
+            before, busy.reading = device_waits(), True
             try:
                 return originals[name](self, *args, **kwargs)
             finally:
                 busy.reading = False
-                reads.append(executions() - before)
+                reads.append(device_waits() - before)
 
         return read
 
@@ -65,11 +66,16 @@ def reads_guarded(state: Collection[int]) -> Iterator[list[int]]:
             delattr(torch.Tensor, name)
 
 
-def executions() -> int:
-    """Programs that this process has handed to the device. (The metric `ExecuteTime` is written some time later.)"""
+def device_waits() -> int:
+    """Programs that this process has handed to the device, and tensors that it has fetched from there.
+
+    (The metric `ExecuteTime` is written some time after the execution.)
+    """
     from torch_xla.debug import metrics
 
-    return sum(metrics.counter_value(name) or 0 for name in ("CachedCompile", "UncachedCompile"))
+    programs = sum(metrics.counter_value(name) or 0 for name in ("CachedCompile", "UncachedCompile"))
+    fetched = metrics.metric_data("TransferFromDeviceTime")
+    return programs + (int(fetched[0]) if fetched else 0)
 
 
 def _unknown(tensor: torch.Tensor, state: Collection[int]) -> str:
@@ -82,5 +88,5 @@ def _unknown(tensor: torch.Tensor, state: Collection[int]) -> str:
         return f"it depends on the result of an {kind}"
     _, data = torch_xla._XLAC._get_tensors_xla_device_data_node([tensor])
     if any(torch_xla._XLAC._unsafe_buffer_pointer(value) in state for value in data):
-        return "it depends on the state that the step before leaves"
+        return "it depends on what a program before would leave"
     return ""

@@ -6,7 +6,8 @@ Collectives name all their replica groups, so one device is enough to build the 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,11 +15,11 @@ import torch
 from torch.utils import _pytree as pytree
 
 from .. import comm
-from ..comm.select import in_one_program
 from ..comm.xla import Issued, XlaBackend, upload
 from ..mesh import Mesh
-from .cutting import Cutter
-from .host_reads import INSTEAD, executions, reads_guarded
+from ..pipeline.stage import add_place
+from .cutting import Cutter, on_device
+from .host_reads import INSTEAD, device_waits, reads_guarded
 from .traces import Step, Trace, Value
 from .worker import serve
 
@@ -69,6 +70,10 @@ def lower(request: Request) -> list[Trace]:
             cutter = Cutter(device, issued)
             with comm.as_rank(request.mesh, rank, XlaBackend(request.mesh, issued)), cutter.cutting():
                 found.append(_lower_rank(request, rank, device, cutter))
+                cutter.check_nothing_is_left()
+        except Exception as error:
+            add_place(error, f"rank {rank}")
+            raise
         finally:
             xr._WORLD_SIZE, xr._ORDINAL = None, None
     return found
@@ -79,43 +84,56 @@ def _lower_rank(request: Request, rank: int, device: torch.device, cutter: Cutte
     if request.batches is None:
         alone = _lower_step(lambda: request.function(*arguments), dict, cutter, only_results=True)
         return Trace(cutter.known, Step([]), [alone])
-    step, state = request.function(*arguments)
-    gc.collect()  # what the set-up made and dropped is no result of it
-    cutter.cut(execute=True)
-    setup = Step(_taken(cutter), None, _numbers(state, cutter))
+    cutter.executing = True
+    with _no_other_waits(cutter):
+        made = request.function(*arguments)
+        if not (isinstance(made, tuple) and len(made) == 2 and all(map(callable, made))):
+            raise TypeError(f"the set-up gave {made!r}; it must give two functions, (step, state)")
+        step, state = made
+        gc.collect()  # what the set-up made and dropped is no result of it
+        cutter.cut()
+    cutter.executing = False
+    setup = Step(cutter.take(), None, _numbers(state, cutter))
     steps = []
-    for batch in request.batches[rank]:
+    for number, batch in enumerate(request.batches[rank]):
         on_device = _to_device(batch, device)
-        steps.append(_lower_step(lambda: step(*on_device), state, cutter))  # noqa: B023 - called at once
+        try:
+            steps.append(_lower_step(lambda: step(*on_device), state, cutter))  # noqa: B023 - called at once
+        except Exception as error:
+            add_place(error, f"step {number}")
+            raise
     return Trace(cutter.known, setup, steps)
 
 
 def _lower_step(step: Callable[[], Any], state: Callable[[], Any], cutter: Cutter, only_results: bool = False) -> Step:
-    executed, known = executions() - cutter.executed, len(cutter.known)
-    with reads_guarded(cutter.stand_ins) as reads:
+    known = len(cutter.known)
+    with _no_other_waits(cutter) as reads:
         output = step()
         gc.collect()
         leaves, spec = pytree.tree_flatten(output)
-        if executions() - cutter.executed != executed + sum(reads):
-            raise RuntimeError(
-                "the step executed a program while it was being lowered: it read a value on the host (x.to('cpu'), "
-                "print(x))" + INSTEAD
-            )
-        cutter.cut([leaf for leaf in leaves if _on_device(leaf)] if only_results else None)
+        cutter.cut([leaf for leaf in leaves if on_device(leaf)] if only_results else None)
     uploads = len(cutter.known) - known
     shown: list[Any] = []
     for leaf in leaves:
-        if _on_device(leaf):
+        if on_device(leaf):
             shown.append(Value(cutter.number(leaf)))
         else:
             shown.append(leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf)
     output = pytree.tree_unflatten(shown, spec)
-    return Step(_taken(cutter), output, _numbers(state, cutter), len(reads), uploads)
+    return Step(cutter.take(), output, _numbers(state, cutter), len(reads), uploads)
 
 
-def _taken(cutter: Cutter) -> list[Any]:
-    launches, cutter.launches = cutter.launches, []
-    return launches
+@contextmanager
+def _no_other_waits(cutter: Cutter) -> Iterator[list[int]]:
+    """Yields the reads of `reads_guarded`; raises if the device was waited for in any other way."""
+    before = device_waits() - cutter.waits
+    with reads_guarded(cutter.stand_ins) as reads:
+        yield reads
+        if device_waits() - cutter.waits != before + sum(reads):
+            raise RuntimeError(
+                "the device was waited for while a program was being lowered: a value was copied to the host "
+                "(x.to('cpu'), print(x)), or something other than torch_xla.sync() ended a program" + INSTEAD
+            )
 
 
 def _numbers(state: Callable[[], Any], cutter: Cutter) -> dict[str, int]:
@@ -123,14 +141,10 @@ def _numbers(state: Callable[[], Any], cutter: Cutter) -> dict[str, int]:
     seen: set[int] = set()
     numbers: dict[str, int] = {}
     for path, leaf in pytree.tree_flatten_with_path(state())[0]:
-        if _on_device(leaf) and id(leaf) not in seen:
+        if on_device(leaf) and id(leaf) not in seen:
             seen.add(id(leaf))
             numbers[pytree.keystr(path)] = cutter.number(leaf)
     return numbers
-
-
-def _on_device(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and in_one_program(leaf)
 
 
 def _to_device(arguments: Any, device: torch.device) -> Any:

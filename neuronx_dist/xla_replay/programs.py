@@ -151,9 +151,9 @@ def check_groups(program: Program, mesh: Mesh, ranks: Sequence[int]) -> None:
         where = f"collective {number}, {collective}" + (f", from {collective.sites[0]}" if collective.sites else "")
         if collective.kind == "collective-permute":
             for side in (0, 1):
-                ranks = [pair[side] for pair in collective.groups]
-                if len(set(ranks)) != len(ranks) or not set(ranks) <= set(range(mesh.world_size)):
-                    raise ReplicaGroupsWrong(f"{where}: {('sources', 'targets')[side]} {ranks} in {mesh}")
+                ends = [pair[side] for pair in collective.groups]
+                if len(set(ends)) != len(ends) or not set(ends) <= set(range(mesh.world_size)):
+                    raise ReplicaGroupsWrong(f"{where}: {('sources', 'targets')[side]} {ends} in {mesh}")
             continue
         seen = sorted(rank for group in collective.groups for rank in group)
         if collective.groups and seen not in (list(range(mesh.world_size)), list(ranks)):

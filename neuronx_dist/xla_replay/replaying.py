@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -95,7 +96,7 @@ class ReplayedLoop:
 def lower(function: Callable[..., Any], mesh: Mesh, arguments: Sequence[Sequence[Any]]) -> Program:
     """The one program of all ranks, not executed. Arguments and errors as of `replay`."""
     traces = _lower(Request(mesh, function, arguments))
-    return _only([joint.program for joint in _aligned(traces, mesh)[1][0]])
+    return _only(_numbered(_aligned(traces, mesh)[1])[0])
 
 
 def traces_of(function: Callable[..., Any], mesh: Mesh, arguments: Sequence[Sequence[Any]]) -> list[Trace]:
@@ -132,7 +133,7 @@ def replay(function: Callable[..., Any], mesh: Mesh, arguments: Sequence[Sequenc
     joints = _aligned(traces, mesh)[1]
     played = _Execution(traces)
     played.run(joints[0])
-    outputs = [played.filled(rank, trace.steps[0].output) for rank, trace in enumerate(traces)]
+    outputs = [played.output(rank, trace.steps[0]) for rank, trace in enumerate(traces)]
     programs, runs = _numbered(joints)
     return Replayed(outputs, programs, runs[0])
 
@@ -160,12 +161,8 @@ def replay_loop(
     for number, step in enumerate(joints):
         played.run(step)
         for rank, trace in enumerate(traces):
-            outputs[rank].append(played.filled(rank, trace.steps[number].output))
-    last = [(trace.steps or [trace.setup])[-1].state for trace in traces]
-    states = [
-        {name: from_array(played.values[rank][number]) for name, number in state.items()}
-        for rank, state in enumerate(last)
-    ]
+            outputs[rank].append(played.output(rank, trace.steps[number]))
+    states = [played.state(rank, trace.last) for rank, trace in enumerate(traces)]
     programs, runs = _numbered(joints)
     first = traces[0].steps
     reads, uploads = [step.host_reads for step in first], [step.uploads for step in first]
@@ -173,27 +170,52 @@ def replay_loop(
 
 
 class _Execution:
-    """The values of all ranks, as programs give them."""
+    """The values of all ranks, as programs give them; each is dropped after its last use."""
 
     def __init__(self, traces: Sequence[Trace]) -> None:
-        self.values: list[dict[int, Array]] = [dict(trace.known) for trace in traces]
+        self._values: list[dict[int, Array]] = [dict(trace.known) for trace in traces]
+        self._uses = [_uses(trace) for trace in traces]
 
     def run(self, joints: Sequence[Joint]) -> None:
         for joint in joints:
-            if all(set(x.gives) <= self.values[rank].keys() for rank, x in zip(joint.ranks, joint.launches)):
-                continue  # lowering could execute it
-            given = [[self.values[rank][n] for n in x.takes] for rank, x in zip(joint.ranks, joint.launches)]
+            ours = list(zip(joint.ranks, joint.launches))
+            done = all(set(x.gives) <= self._values[rank].keys() for rank, x in ours)  # lowering could execute it
+            given = [[self._use(rank, number) for number in x.takes] for rank, x in ours]
+            if done:
+                continue
             results = _workers["execution"].ask(
                 execution.Request(joint.program.fingerprint, joint.program.proto, joint.ranks, given)
             )
-            for rank, x, found in zip(joint.ranks, joint.launches, results):
-                self.values[rank].update(zip(x.gives, found))
+            for (rank, x), found in zip(ours, results):
+                self._values[rank].update((n, value) for n, value in zip(x.gives, found) if self._uses[rank][n])
 
-    def filled(self, rank: int, output: Any) -> Any:
+    def output(self, rank: int, step: Step) -> Any:
         def fill(leaf: Any) -> Any:
-            return from_array(self.values[rank][leaf.number]) if isinstance(leaf, Value) else leaf
+            return from_array(self._use(rank, leaf.number)) if isinstance(leaf, Value) else leaf
 
-        return pytree.tree_map(fill, output, is_leaf=lambda leaf: isinstance(leaf, Value))
+        return pytree.tree_map(fill, step.output, is_leaf=_is_value)
+
+    def state(self, rank: int, step: Step) -> dict[str, torch.Tensor]:
+        return {name: from_array(self._use(rank, number)) for name, number in step.state.items()}
+
+    def _use(self, rank: int, number: int) -> Array:
+        self._uses[rank][number] -= 1
+        values = self._values[rank]
+        return values[number] if self._uses[rank][number] else values.pop(number)
+
+
+def _uses(trace: Trace) -> Counter[int]:
+    """How often each value is an input, part of what a step gives, or of the last state."""
+    uses: Counter[int] = Counter(trace.last.state.values())
+    for step in (trace.setup, *trace.steps):
+        uses.update(number for launch in step.launches for number in launch.takes)
+        leaves = pytree.tree_leaves(step.output, is_leaf=_is_value)
+        uses.update(leaf.number for leaf in leaves if isinstance(leaf, Value))
+    return uses
+
+
+def _is_value(leaf: Any) -> bool:
+    return isinstance(leaf, Value)
 
 
 def _aligned(traces: Sequence[Trace], mesh: Mesh) -> tuple[list[Joint], list[list[Joint]]]:
@@ -226,7 +248,7 @@ def _numbered(steps: Sequence[Sequence[Joint]]) -> tuple[list[Program], list[lis
 
 def _only(programs: Sequence[Program]) -> Program:
     if len(programs) != 1:
-        raise RuntimeError(f"there are {len(programs)} programs, not one: look at `programs`")
+        raise RuntimeError(f"there are {len(programs)} programs, not one: look at the `programs` of `replay(...)`")
     return programs[0]
 
 
@@ -244,6 +266,7 @@ def _lower(request: Request) -> list[Trace]:
     world_size = request.mesh.world_size
     if len(request.arguments) != world_size:
         raise ValueError(f"{len(request.arguments)} lists of arguments for {world_size} ranks; give one for each")
+    _check_batches(request)
     if request.function.__module__ == "__main__":
         raise ValueError(
             f"{request.function.__qualname__} lives in the script that is running, where the lowering process cannot "
@@ -252,6 +275,28 @@ def _lower(request: Request) -> list[Trace]:
     _start(world_size)
     traces: list[Trace] = _workers["lowering"].ask(request)
     return traces
+
+
+def _check_batches(request: Request) -> None:
+    for rank, arguments in enumerate(request.arguments):
+        if not isinstance(arguments, (tuple, list)):
+            raise TypeError(
+                f"arguments of rank {rank}: a tuple is needed, with what the function takes; got {arguments!r}"
+            )
+    if request.batches is None:
+        return
+    steps = [len(batches) for batches in request.batches]
+    if len(steps) != request.mesh.world_size or len(set(steps)) > 1:
+        raise ValueError(
+            f"batches for {len(steps)} ranks, of {steps} steps: give one list for each of the "
+            f"{request.mesh.world_size} ranks, all with as many steps"
+        )
+    for rank, batches in enumerate(request.batches):
+        for number, batch in enumerate(batches):
+            if not isinstance(batch, (tuple, list)):
+                raise TypeError(
+                    f"batch {number} of rank {rank}: a tuple is needed, with what the step takes; got {batch!r}"
+                )
 
 
 def _start(world_size: int) -> None:

@@ -58,6 +58,10 @@ class Trace:
     setup: Step
     steps: list[Step]
 
+    @property
+    def last(self) -> Step:
+        return (self.setup, *self.steps)[-1]
+
 
 def to_array(tensor: torch.Tensor) -> Array:
     """A CPU tensor as numpy has it."""

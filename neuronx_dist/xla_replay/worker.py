@@ -48,7 +48,14 @@ class Worker:
     def send(self, request: Any) -> None:
         assert self._process.stdin is not None
         try:
-            _write(self._process.stdin, pickle.dumps(request))
+            data = pickle.dumps(request)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise TypeError(
+                f"{error}: what is replayed goes to another process, so functions must be those of importable modules, "
+                "and arguments must be picklable"
+            ) from error
+        try:
+            _write(self._process.stdin, data)
         except BrokenPipeError:
             raise self._died() from None
 

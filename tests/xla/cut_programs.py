@@ -92,3 +92,100 @@ def reads_behind_a_cut(x: torch.Tensor) -> torch.Tensor:
     y = x * 2
     sync()
     return y * float(y.sum())
+
+
+def copies_behind_a_cut(x: torch.Tensor) -> torch.Tensor:
+    y = comm.all_reduce(x, "tp")
+    sync()
+    return x * y.to("cpu").sum().item()
+
+
+def copies_into_the_host(x: torch.Tensor) -> torch.Tensor:
+    y = x * 2
+    sync()
+    torch.empty(4, 8).copy_(y)
+    return y
+
+
+def changes_a_viewed_tensor(x: torch.Tensor) -> torch.Tensor:
+    cache = x * 1
+    slot = cache[0]
+    sync()
+    slot.add_(1)
+    return cache
+
+
+def changes_what_was_saved(x: torch.Tensor) -> torch.Tensor:
+    y = x.exp()
+    y.add_(1)
+    y.sum().backward()
+    return x.grad
+
+
+KEPT: list[torch.Tensor] = []
+
+
+def keeps_in_the_module(x: torch.Tensor) -> torch.Tensor:
+    if not KEPT:
+        KEPT.append(comm.all_reduce(x, "tp"))
+    sync()
+    return KEPT[0] * 2
+
+
+def fails_on_one_rank(x: torch.Tensor) -> torch.Tensor:
+    if comm.current().rank == 2:
+        raise ValueError("no such token: 17")
+    return x * 2
+
+
+def permutes_some_stages(x: torch.Tensor, pairs: list[tuple[int, int]]) -> torch.Tensor:
+    return comm.permute(x, "pp", pairs)
+
+
+def permutes_beside_a_group(x: torch.Tensor) -> torch.Tensor:
+    """A permutation, and a sum over ranks of one stage only."""
+    group = comm.new_group([[0, 1]], "first_stage")
+    y = comm.permute(x, "tp", [(0, 1)])
+    return y if group is None else comm.all_reduce(y, group)
+
+
+def sums_without_groups(x: torch.Tensor) -> torch.Tensor:
+    import torch_xla.core.xla_model as xm
+
+    return xm.all_reduce("sum", x)
+
+
+def in_steps(x: torch.Tensor) -> torch.Tensor:
+    import torch_xla
+
+    with torch_xla.step():
+        y = x * 2
+    return y + 1
+
+
+def set_up_reads(x: torch.Tensor) -> Any:
+    """Values that follow from the arguments alone can be had in the set-up, also behind a cut."""
+    doubled = x * 2
+    sync()
+    scale = float(doubled.sum())
+    return lambda: x * scale, lambda: {"x": x}
+
+
+def set_up_reads_a_sum(x: torch.Tensor) -> Any:
+    total = comm.all_reduce(x, "tp")
+    sync()
+    scale = float(total.sum())
+    return lambda: x * scale, lambda: {"x": x}
+
+
+def update_of_an_input(x: torch.Tensor) -> Any:
+    """What a program has taken is changed in place behind it."""
+
+    def step(more: torch.Tensor) -> torch.Tensor:
+        before = x * 1
+        sync()
+        x.copy_(more)
+        sync()
+        return before + x
+
+    return step, lambda: {"x": x}
