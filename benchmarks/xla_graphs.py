@@ -47,6 +47,8 @@ def main() -> None:
             continue
         start = time.perf_counter()
         found = programs.scheduled(mesh, case)
+        if not all(torch.isfinite(value).all() for state in found.states for value in state.values()):
+            raise SystemExit(f"{name}: the weights are not finite after {len(SCHEDULE)} steps")
         run = [sum(0 in one.ranks for one in step) for step in found.runs]
         last = [found.programs[one.program] for one in found.runs[-1] if 0 in one.ranks]
         counts = sum((program.counts() for program in last), Counter())

@@ -26,6 +26,7 @@ def own_slot(x: torch.Tensor, comm: Communicator, dim: int) -> torch.Tensor:
 
 def own_piece(x: torch.Tensor, comm: Communicator, dim: int) -> torch.Tensor:
     """Piece number `rank` of `size` along `dim`: `[.., size*n, ..] -> [.., n, ..]`, contiguous."""
+    dim %= x.dim()
     size = x.shape[dim] // comm.size
     rank = comm.coordinate(x)
     if isinstance(rank, int):
@@ -35,6 +36,7 @@ def own_piece(x: torch.Tensor, comm: Communicator, dim: int) -> torch.Tensor:
 
 def in_own_piece(x: torch.Tensor, comm: Communicator, dim: int) -> torch.Tensor:
     """`x` as piece number `rank` of a tensor of zeros: `[.., n, ..] -> [.., size*n, ..]`."""
+    dim %= x.dim()
     shape = list(x.shape)
     shape[dim] *= comm.size
     rank = comm.coordinate(x)

@@ -3,11 +3,14 @@
     python -m neuronx_dist.xla_replay my_model.py:train_step --world-size 8 --tp 4 --dump programs/
 
 The function is called on every rank without arguments, or with what `--arguments my_model.py:inputs` gives for it
-(`inputs(rank)` returns a tuple of tensors and other values). It builds what it needs and returns the tensors that it
-computes: losses, outputs, gradients. What it computes is one program, cut where it calls torch_xla.sync() and where
-pipeline stages exchange something. Printed: the collectives of each program with the lines that ask for them, and the
-verdict. Exit status 1: ranks that run a program together have different ones, or replica groups fit no axis of the
-mesh; 2: the function could not be lowered.
+(`inputs(rank)` returns a tuple of tensors, which come on the XLA device, and other values). It builds what it needs on
+that device, without init_distributed and initialize_model_parallel: the mesh is that of the options. It returns the
+tensors that it computes: losses, outputs, gradients; what is not returned is not computed.
+
+What it computes is one program, cut where it calls torch_xla.sync() and where pipeline stages exchange something.
+Printed: the collectives of each program with the lines that ask for them, and the verdict. Exit status 1: ranks that
+run a program together have different ones, or replica groups fit no axis of the mesh; 2: the function could not be
+lowered.
 """
 
 from __future__ import annotations
@@ -53,6 +56,9 @@ def main(argv: list[str] | None = None) -> int:
         print(f"xla_replay: {type(error).__name__}: {error}", file=sys.stderr)
         if isinstance(error.__cause__, WorkerError):
             print(f"\n{error.__cause__}", file=sys.stderr)
+        return 2
+    if not any(trace.steps[0].launches for trace in traces):
+        print("xla_replay: nothing was computed: return the tensors that count (losses, gradients)", file=sys.stderr)
         return 2
     if args.dump is not None:
         _dump(traces, args.dump)

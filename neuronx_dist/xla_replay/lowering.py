@@ -132,7 +132,8 @@ def _no_other_waits(cutter: Cutter) -> Iterator[list[int]]:
         if device_waits() - cutter.waits != before + sum(reads):
             raise RuntimeError(
                 "the device was waited for while a program was being lowered: a value was copied to the host "
-                "(x.to('cpu'), print(x)), or something other than torch_xla.sync() ended a program" + INSTEAD
+                "(x.to('cpu'), print(x), NxDPPModel without return_loss_on_cpu=False), or something other than "
+                "torch_xla.sync() ended a program" + INSTEAD
             )
 
 

@@ -132,8 +132,9 @@ def check_one_program(programs: Sequence[Program], ranks: Sequence[int], place: 
             parts += [_call(p.issued, number, at) for number, p in ((ranks[0], first), (rank, program))]
         else:
             parts.append(
-                f"their {len(calls[0])} collectives are the same; a Python number that depends on the rank has become "
-                "a constant: take it from communicator.coordinate(tensor), or pass it as a tensor"
+                f"their {len(calls[0])} collectives are the same; one rank computes what the other does not, or a "
+                "Python number that depends on the rank has become a constant: take it from "
+                'communicator.coordinate(tensor), as in comm.communicator("tp").coordinate(x), or pass it as a tensor'
             )
         raise ProgramsDiffer("\n".join(parts))
 
@@ -185,7 +186,9 @@ def _instructions(program: Program) -> list[tuple[str, str]]:
     """The entry computation's instructions, and beside each what it is without the numbers in the names."""
     entry = next((i for i, line in enumerate(program.lines) if line.startswith("ENTRY")), 0)
     whole = program.text.splitlines()
-    return [(whole[i], re.sub(r"(%[a-z][\w-]*)\.\d+", r"\1", program.lines[i])) for i in range(entry + 1, len(whole))]
+    return [
+        (whole[i], re.sub(r"(%[A-Za-z][\w-]*)\.\d+", r"\1", program.lines[i])) for i in range(entry + 1, len(whole))
+    ]
 
 
 def _quoted(program: Program, rank: int, instructions: Sequence[tuple[str, str]], index: int) -> str:

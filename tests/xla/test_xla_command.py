@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = '''
+SCRIPT = """
 import torch
 from neuronx_dist import ColumnParallelLinear, RowParallelLinear, comm, materialize
 
@@ -26,7 +26,7 @@ def sliced(x):
 
 def inputs(rank):
     return (torch.ones(4, 8),)
-'''
+"""
 
 
 def command(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -74,3 +74,8 @@ def test_a_wrong_program(tmp_path):
 def test_what_cannot_be_asked(tmp_path, arguments, message):
     done = command(tmp_path, *arguments)
     assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_function_that_returns_nothing_is_no_success(tmp_path):
+    done = command(tmp_path, "script.py:inputs", "--arguments", "script.py:inputs", "--world-size", "2", "--tp", "2")
+    assert done.returncode == 2 and "nothing was computed: return the tensors that count" in done.stderr

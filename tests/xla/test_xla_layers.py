@@ -140,3 +140,8 @@ def test_number_of_labels():
     labels = [torch.randint(0, 9, (2, 8), generator=torch.Generator().manual_seed(r // 2)) for r in range(4)]
     labels[2][0] = labels[3][0] = -100
     same_as_threads(programs.number_of_items, mesh(2), [(rows,) for rows in labels])
+
+
+@pytest.mark.parametrize("dim", [0, 1, -1, -2])
+def test_the_own_piece_along_any_dim(dim):
+    same_as_threads(programs.pieces, Mesh(4, tp=2), [(draw(4, 6, seed=rank), dim) for rank in range(4)], tolerance=0)

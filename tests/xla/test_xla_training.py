@@ -74,6 +74,7 @@ def test_a_schedule_from_zero_to_zero_compiles_nothing(sizes, microbatches):
     assert found.host_reads == [1, 0, 0, 0, 0]  # the model is recorded at the first step
     assert found.uploads[1:] == [found.uploads[1]] * 4 and found.uploads[1] <= 4
     assert found.outputs[0][1]["loss"] != found.outputs[0][2]["loss"]
+    assert all(torch.isfinite(value).all() for state in found.states for value in state.values())
 
 
 def test_what_a_step_communicates():

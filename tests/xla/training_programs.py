@@ -86,7 +86,7 @@ def setup(case: Training, place: torch.Tensor, lr: torch.Tensor) -> tuple[Callab
 
     def step(ids: torch.Tensor, labels: torch.Tensor, new_lr: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
         if new_lr is not None:
-            lr.copy_(new_lr)
+            lr.copy_(new_lr.clamp_min(1e-12))  # torch's capturable Adam divides by it
         items = nxd.global_num_items(labels, case.microbatches)
         loss = model.run_train(input_ids=ids, labels=labels, num_items_in_batch=items)
         if case.wrapper == "plain":
