@@ -10,7 +10,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx, nn
 
-from ..comm.xla import upload
+from ..comm.host import upload
 from .recording import Recording
 
 __all__ = ["Batch", "evaluating", "find_loss"]

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import comm
-from ..comm.xla import upload
+from ..comm.host import upload
 from ..parallel_layers.gradient import gradient_of, missing_gradient
 from .partition import StagePlan
 from .recording import TensorSpec

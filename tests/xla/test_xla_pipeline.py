@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from typing import Any
 
 import pytest
-import torch
 import training_programs as programs
 from llama_training import distance, reference
-from pool import processes
+from training_parity import TOLERANCE, assert_trains_as_elsewhere, replayed
 from training_programs import Training
 
 from neuronx_dist.mesh import Mesh
-from neuronx_dist.xla_replay import ReplayedLoop, replay_loop
-
-STEPS = 3
-TOLERANCE = 1e-5  # ‖Δ‖ / ‖w‖, of every tensor
 
 TRANSFERS = [("pp_forward", "{{0,2},{1,3}}"), ("pp_backward", "{{2,0},{3,1}}")]
 CASES = {
@@ -30,33 +23,10 @@ CASES = {
 }
 
 
-def replayed(
-    mesh: Mesh, case: Training, steps: int = STEPS, setup: Callable[..., Any] = programs.setup
-) -> ReplayedLoop:
-    arguments = [(case, torch.zeros(1), torch.tensor(1e-3))] * mesh.world_size
-    batches = [
-        [programs.rows_of(mesh.dp, mesh.coordinate("dp", rank), step) for step in range(steps)]
-        for rank in range(mesh.world_size)
-    ]
-    return replay_loop(setup, mesh, arguments, batches)
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_a_pipeline_trains_as_under_gloo_and_in_one_process(name):
     sizes, case = CASES[name]
-    mesh = Mesh(4, **sizes)
-    found = replayed(mesh, case)
-    under_gloo = processes(4).run(programs.under_gloo, case, STEPS, mesh=sizes)
-    alone = reference(case.options, case.optimizer, STEPS)
-    for rank, (outputs, state) in enumerate(under_gloo):
-        for step in range(STEPS):
-            for key, plain in (("loss", alone.losses), ("norm", alone.norms)):
-                value = float(found.outputs[rank][step][key])
-                assert distance(value, float(outputs[step][key])) <= TOLERANCE, (key, rank, step)
-                assert distance(value, plain[step]) <= TOLERANCE, (key, rank, step)
-        weights = {key: value for key, value in found.states[rank].items() if key.startswith("['model']")}
-        for key, value in weights.items():
-            assert distance(value, state[key]) <= TOLERANCE, (rank, key, distance(value, state[key]))
+    assert_trains_as_elsewhere(case, **sizes)
 
 
 def test_a_task_is_a_program_and_a_transfer_another():

@@ -7,15 +7,11 @@ from collections import Counter
 import pytest
 import torch
 import training_programs as programs
-from llama_training import distance, reference
-from pool import processes
+from training_parity import assert_trains_as_elsewhere, replayed
 from training_programs import Training
 
 from neuronx_dist.mesh import Mesh
-from neuronx_dist.xla_replay import ReplayedLoop, replay_loop
 
-STEPS = 3
-TOLERANCE = 1e-5  # ‖Δ‖ / ‖w‖, of every tensor
 MESH = Mesh(4, tp=2)
 
 CASES = {
@@ -28,35 +24,15 @@ CASES = {
 }
 
 
-def replayed(case: Training, steps: int = STEPS) -> ReplayedLoop:
-    arguments = [(case, torch.zeros(1), torch.tensor(1e-3))] * MESH.world_size
-    batches = [[programs.rows_of(2, rank // 2, step) for step in range(steps)] for rank in range(MESH.world_size)]
-    return replay_loop(programs.setup, MESH, arguments, batches)
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_training_is_that_of_gloo_and_of_one_process(name):
-    case = CASES[name]
-    found = replayed(case)
-    under_gloo = processes(4).run(programs.under_gloo, case, STEPS, mesh=dict(tp=2))
-    alone = reference(case.options, case.optimizer, STEPS)
-    for rank, (outputs, state) in enumerate(under_gloo):
-        for step in range(STEPS):
-            for key, plain in (("loss", alone.losses), ("norm", alone.norms)):
-                value = float(found.outputs[rank][step][key])
-                assert distance(value, float(outputs[step][key])) <= TOLERANCE, (key, rank, step)
-                assert distance(value, plain[step]) <= TOLERANCE, (key, rank, step)
-        weights = {key: value for key, value in found.states[rank].items() if key.startswith("['model']")}
-        assert len(weights) == (22 if case.tied else 23), list(weights)
-        for key, value in weights.items():
-            assert distance(value, state[key]) <= TOLERANCE, (rank, key, distance(value, state[key]))
-        for key in state.keys() & found.states[rank].keys() - weights.keys():  # masters, moments
-            assert distance(found.states[rank][key], state[key]) <= 10 * TOLERANCE, (rank, key)
+    weights = assert_trains_as_elsewhere(CASES[name], tp=2)
+    assert {len(of_rank) for of_rank in weights} == {22 if CASES[name].tied else 23}
 
 
 def test_after_the_first_step_nothing_is_compiled():
     """The first step makes the optimizer's state; from the second on there is one program, whatever the step."""
-    found = replayed(CASES["zero1 adamw"], steps=4)
+    found = replayed(MESH, CASES["zero1 adamw"], steps=4)
     assert found.compiled == [1, 1, 0, 0]
 
 
@@ -79,7 +55,7 @@ def test_a_schedule_from_zero_to_zero_compiles_nothing(sizes, microbatches):
 
 def test_what_a_step_communicates():
     """docs/architecture.md's table, in the lowered program."""
-    program = replayed(CASES["zero1 adamw"], steps=2).programs[-1]
+    program = replayed(MESH, CASES["zero1 adamw"], steps=2).programs[-1]
     assert program.counts() == Counter(
         {
             ("all-reduce", "tp"): 12,  # embedding 1, two layers of 2 forward and 2 backward, head 1, loss 2
