@@ -71,6 +71,7 @@ print("torch" in sys.modules)
 
 # A part imports the parts of lower levels, and itself; level 4 parts also one another.
 LEVELS = {
+    "call_site": -1,
     "topology": -1,
     "mesh": 0,
     "comm": 1,

@@ -12,7 +12,10 @@ numeric.py   the same step with real values at toy size, on threads and in one p
 report.py    what was found; api.py: `check`
 """
 
+from ..call_site import hide
 from .api import check
 from .report import Problem, Report
 
 __all__ = ["Problem", "Report", "check"]
+
+hide(__name__)

@@ -6,7 +6,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ..comm import errors
+from ..call_site import LIBRARY, USER, nearest_line, owner_of
 from ..mesh import DENSE_AXES, Mesh
 from ..spmd.axes import mesh_of
 from ..spmd.errors import SpmdTypeError
@@ -72,7 +72,7 @@ def check(
     grid = mesh_of(mesh)
     if level is not None and level not in LEVELS:
         raise ValueError(f"check: level {level!r} is neither 'G' (global) nor 'L' (local)")
-    caller = _caller()
+    caller = nearest_line(USER)
     subject = Subject(model_fn, example_inputs, dict(options or {}), step, optimizer, in_types, level)
     report = Report(_sizes(grid), level=level)
     report.unchecked = [axis for axis in (*DENSE_AXES, "ep") if grid.size(axis) == 1 and axis in _named(mesh)]
@@ -115,14 +115,6 @@ def _sizes(mesh: Mesh) -> dict[str, int]:
 def _named(mesh: Mapping[str, int] | Mesh) -> set[str]:
     """Axes that are worth a word: those that the caller named, and the usual ones."""
     return {"pp", "dp", "cp", "tp"} | (set() if isinstance(mesh, Mesh) else set(mesh))
-
-
-def _caller() -> str:
-    """The user's line that asked for the check; on the command line there is none."""
-    for frame in reversed(traceback.extract_stack()):
-        if not frame.filename.startswith((errors._PACKAGE, errors._TORCH, "<")):
-            return f"{frame.filename}:{frame.lineno}"
-    return ""
 
 
 def _simplify(found: Explored, caller: str) -> None:
@@ -174,8 +166,8 @@ def _and(ranks: Sequence[int]) -> str:
 def _lines(error: BaseException) -> list[str]:
     """The lines of the traceback outside torch and this package, innermost first; if there are none, all of ours."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith((errors._PACKAGE, errors._TORCH, "<"))]
-    ours = [frame for frame in frames if frame.filename.startswith(errors._PACKAGE)]
+    own = [frame for frame in frames if owner_of(frame.filename) == USER]
+    ours = [frame for frame in frames if owner_of(frame.filename) not in (USER, LIBRARY)]
     return [f"{frame.filename}:{frame.lineno}" for frame in reversed(own or ours[-1:])]
 
 

@@ -23,6 +23,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from .. import comm
+from ..call_site import DRIVER, hide
 from ..comm.check import CheckBackend, Event
 from ..comm.coordinates import Read
 from ..mesh import Mesh
@@ -39,6 +40,8 @@ from .sources import Types, Wire, declare_inputs
 from .trace import Deadline, Op, Trace
 
 __all__ = ["PHASES", "Phase", "Played", "ReadsValues", "Subject", "call_model", "default_optimizer", "find_loss"]
+
+hide(__name__, DRIVER)
 
 PHASES = ("build", "train", "step")
 _DEVICE = torch.device("cpu")

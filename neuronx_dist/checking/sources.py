@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 
-from ..comm import errors
+from ..call_site import PACKAGE, USER, nearest_line
 from ..pipeline.inputs import Batch
 from ..spmd.checker import SpmdTypeMode
 from ..spmd.sources import input_type
@@ -18,8 +16,6 @@ from ..spmd.tensor_type import TensorType, type_of, write
 from ..spmd.types import LocalType, Shard
 
 __all__ = ["Types", "Wire", "declare_inputs"]
-
-_MACHINERY = (errors._TORCH, "<", *(errors._PACKAGE + part + os.sep for part in ("spmd", "comm", "checking")))
 
 
 def declare_inputs(inputs: Any, given: Any, mode: SpmdTypeMode) -> None:
@@ -61,21 +57,10 @@ class Types(SpmdTypeMode):
     """The type checker of a played program. It names the line that declares or assumes something, be it ours."""
 
     def assume(self, text: str) -> None:
-        self.assumed[text, _line()] = self.assumed.get((text, _line()), 0) + 1
+        self.assumed[text, nearest_line(USER, PACKAGE)] = self.assumed.get((text, nearest_line(USER, PACKAGE)), 0) + 1
 
     def trust(self, text: str) -> None:
-        self.trusted[text, _line()] = self.trusted.get((text, _line()), 0) + 1
-
-
-def _line() -> str:
-    """`file:line` of the nearest frame that is neither torch's nor of the checker's own machinery."""
-    frame: Any = sys._getframe(2)
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if not name.startswith(_MACHINERY):
-            return f"{name}:{frame.f_lineno}"
-        frame = frame.f_back
-    return "an unknown line"
+        self.trusted[text, nearest_line(USER, PACKAGE)] = self.trusted.get((text, nearest_line(USER, PACKAGE)), 0) + 1
 
 
 class Wire:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 import time
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -11,15 +9,13 @@ from typing import Any, NamedTuple
 import torch
 from torch.overrides import TorchFunctionMode
 
+from ..call_site import DRIVER, LIBRARY, USER, frames
 from ..comm.coordinates import Coordinate, find
 from ..spmd.checker import SpmdTypeMode
 from ..spmd.tensor_type import TensorType, type_of
 
 __all__ = ["Deadline", "Op", "OutOfTime", "Trace"]
 
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_CHECKING = os.path.join(os.path.dirname(os.path.abspath(__file__)), "program.py")
-_SKIPPED = (_PACKAGE, os.path.dirname(os.path.abspath(torch.__file__)) + os.sep, "<")
 # Questions, not operators; nothing depends on how often they are asked.
 _GETTERS = {
     getattr(torch.Tensor, name)
@@ -178,15 +174,14 @@ def user_site() -> tuple[tuple[str, int], bool]:
 
     Of what the check itself starts (the gradient reduction, a default optimizer) it is the nearest of all.
     """
-    frame: Any = sys._getframe(2)
-    first, inside = (frame.f_code.co_filename, frame.f_lineno), False
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if not name.startswith(_SKIPPED):
-            return (name, frame.f_lineno), inside
-        if name.startswith(_PACKAGE):
-            inside = True
-            if name.startswith(_CHECKING):
-                break
-        frame = frame.f_back
-    return first, True
+    first: tuple[str, int] | None = None
+    inside = False
+    for owner, frame in frames(skip=2):  # this function, and the mode that calls it
+        line = frame.f_code.co_filename, frame.f_lineno
+        first = first or line
+        if owner == USER:
+            return line, inside
+        inside = inside or owner != LIBRARY
+        if owner == DRIVER:
+            break
+    return first or ("an unknown line", 0), True

@@ -6,6 +6,7 @@ every call (`recording.py`). Nothing here is differentiable; see `neuronx_dist.s
 
 from collections.abc import Sequence
 
+from ..call_site import TRANSPORT, hide
 from . import context, threads
 from .base import Communicator, Handle
 from .context import Context, as_rank, communicator, current, is_initialized
@@ -55,6 +56,8 @@ __all__ = [
     "size",
     "threads",
 ]
+
+hide(__name__, TRANSPORT)
 
 
 def size(axis: context.AxisLike) -> int:

@@ -13,9 +13,10 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch.overrides import has_torch_function_unary
 
+from ..call_site import call_site
 from ..mesh import Mesh
 from . import recording
-from .errors import CommError, call_site
+from .errors import CommError
 
 __all__ = ["Backend", "Communicator", "Handle", "Works", "Done", "DONE"]
 

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..call_site import call_site, call_sites
 from ..mesh import DENSE_AXES, Mesh
-from . import errors
 from .base import Backend, Communicator, WorkLike
 from .coordinates import Coordinate, Place, Read, elsewhere, plain
 from .shapes import ShapesCommunicator
@@ -153,7 +153,7 @@ class CheckCommunicator(ShapesCommunicator):
     def _event(
         self, verb: str, x: torch.Tensor | None, op: str | None = None, peer: int | None = None, **more: Any
     ) -> _Work:
-        where, inside = errors.call_sites()
+        where, inside = call_sites()
         event = Event(
             self.backend._next(),
             verb,
@@ -213,7 +213,7 @@ class CheckCommunicator(ShapesCommunicator):
 
     def describe(self, verb: str) -> str:
         ranks = f"ranks {list(self.plain_ranks)}, seen from rank {self._place.number}"
-        return f"{verb} over {self.axis} ({ranks}) at {errors.call_site()}"
+        return f"{verb} over {self.axis} ({ranks}) at {call_site()}"
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(axis={self.axis!r}, ranks={list(self.plain_ranks)}, rank={plain(self.rank)})"

@@ -26,8 +26,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..call_site import call_sites
 from ..mesh import DENSE_AXES, EXPERT_AXES, Axis, Mesh
-from .errors import call_sites
 
 __all__ = ["Coordinate", "Group", "Place", "Read", "elsewhere", "find", "member", "plain"]
 

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
+from ..call_site import reissues
 from . import recording
 from .base import Communicator, Handle, WorkLike, Works
 from .context import AxisLike, communicator
@@ -310,6 +311,7 @@ def broadcast_object(obj: Any, axis: AxisLike = "world", src: int = 0) -> Any:
     return gather_objects(obj if plain(comm.rank) == src else None, comm)[src]
 
 
+@reissues
 def _whole(verb: Callable[..., Result], args: tuple[Any, ...], **keywords: Any) -> Result:
     """Hands a call, as it was made, to whoever watches torch functions."""
     defaults = _DEFAULTS[verb]

@@ -23,13 +23,14 @@ import os
 import pickle
 import sys
 import threading
-import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
 
+from ..call_site import LIBRARY, TRANSPORT, frames, line_of
 from ..mesh import Mesh
 from . import context
 from .base import DONE, Backend, Communicator, WorkLike
@@ -413,14 +414,7 @@ def _process_group_is_xla() -> bool:
     return dist.is_initialized() and dist.get_backend() == "xla"
 
 
-_SKIPPED = tuple(f"/{name}/" for name in ("neuronx_dist/comm", "neuronx_dist/xla_replay", "torch", "torch_xla"))
-
-
 def _sites(depth: int = 6) -> tuple[str, ...]:
     """Where a collective was asked for: `file:line in function`, innermost first."""
-    frames = [
-        f"{frame.filename}:{frame.lineno} in {frame.name}"
-        for frame in reversed(traceback.extract_stack(limit=64))
-        if not any(part in frame.filename for part in _SKIPPED) and not frame.filename.startswith("<")
-    ]
-    return tuple(frames[:depth])
+    outside = (frame for owner, frame in frames() if owner not in (LIBRARY, TRANSPORT))
+    return tuple(f"{line_of(frame)} in {frame.f_code.co_name}" for frame in islice(outside, depth))

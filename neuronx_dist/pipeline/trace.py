@@ -16,8 +16,6 @@ from __future__ import annotations
 
 import functools
 import operator
-import os
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -35,6 +33,7 @@ from torch._subclasses.fake_tensor import (
 from torch.overrides import TorchFunctionMode
 
 from .. import comm
+from ..call_site import call_site
 from ..comm.shapes import ShapesCommunicator
 from ..spmd.checker import no_typecheck
 from ..spmd.intercept import intercept
@@ -86,7 +85,6 @@ _EFFECTS = {torch.Tensor.register_hook, torch.Tensor.retain_grad}
 _OPAQUE = (
     bool, int, float, complex, str, bytes, range, type(None), torch.dtype, torch.device, torch.Size, torch.layout,
 )  # fmt: skip
-_LIBRARIES = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep, "<")
 
 
 class _Recorder(TorchFunctionMode):
@@ -158,7 +156,7 @@ class _Recorder(TorchFunctionMode):
         kwargs: dict[str, Any],
         target_args: tuple[Any, ...],
     ) -> Any:
-        where = _user_line()
+        where = call_site()
         with self._paused():
             tensors = list(tensors_in((args, kwargs)))
             known = op == "call_function" and not any(self._is_unknown(x) for x in tensors)
@@ -354,7 +352,7 @@ def _see_function(original: Any, cls: Any, args: tuple[Any, ...], kwargs: dict[s
         return original(*args, **kwargs)
     if cls.__name__ == "CheckpointFunction":
         raise TracingError(
-            f"{_user_line()}: activation checkpointing around several layers cannot be recorded; do it inside a "
+            f"{call_site()}: activation checkpointing around several layers cannot be recorded; do it inside a "
             f"transformer layer, or use use_reentrant=False."
         )
     return recorder.call_function(original, args, kwargs)
@@ -411,11 +409,3 @@ def _reads_values(name: str, where: str) -> TracingError:
 
 def _name(target: Callable[..., Any] | str) -> str:
     return target if isinstance(target, str) else getattr(target, "__name__", repr(target))
-
-
-def _user_line() -> str:
-    """`file:line` of the nearest frame that is neither torch's nor ours."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"

@@ -7,6 +7,7 @@ ordinary torch code; `check` does so for whole models on all ranks of a mesh, in
 
 from typing import Any
 
+from ..call_site import hide
 from . import verb_types as _verb_types  # noqa: F401 - gives the checker the types of operators and plain verbs
 from .checker import SpmdTypeMode, no_typecheck, typecheck
 from .collectives import all_gather, all_reduce, all_to_all, convert, redistribute, reduce_scatter, reinterpret, table
@@ -67,6 +68,8 @@ __all__ = [
     "typecheck",
     "verify",
 ]
+
+hide(__name__)
 
 
 def __getattr__(name: str) -> Any:

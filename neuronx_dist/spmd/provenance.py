@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..comm.errors import call_site
+from ..call_site import call_site
 from .tensor_type import NAME
 
 __all__ = ["Named", "Site", "leaf_of", "module_path", "name_of", "name_operands", "site", "where"]

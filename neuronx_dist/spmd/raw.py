@@ -8,13 +8,12 @@ Calls by `neuronx_dist.comm`, whose verbs are typed, pass.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
 
+from ..call_site import LIBRARY, TRANSPORT, frames
 from .errors import SpmdTypeError
 from .explain import shown
 from .provenance import where
@@ -86,15 +85,13 @@ def refuse(name: str, arguments: Any, verb: str = "") -> None:
         )
 
 
-def _caller() -> str:
-    """The module that called `torch.distributed`."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
-        name: str = frame.f_globals.get("__name__", "")
-        if not name.startswith(("torch.", "contextlib", "functools")) and name != __name__:
-            return name
-        frame = frame.f_back
-    return ""
+def _called_by_comm() -> bool:
+    """Whether `neuronx_dist.comm` called `torch.distributed`."""
+    for owner, frame in frames():
+        module: str = frame.f_globals.get("__name__", "")
+        if owner != LIBRARY and module != __name__ and not module.startswith(("contextlib", "functools")):
+            return owner == TRANSPORT
+    return False
 
 
 def _guarded(original: Callable[..., Any], method: str) -> Callable[..., Any]:
@@ -103,7 +100,7 @@ def _guarded(original: Callable[..., Any], method: str) -> Callable[..., Any]:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         from .checker import active
 
-        if active() is not None and not _caller().startswith("neuronx_dist.comm"):
+        if active() is not None and not _called_by_comm():
             refuse(verb, (args, tuple(kwargs.values())), verb)
         return original(self, *args, **kwargs)
 

@@ -16,6 +16,7 @@ on a virtual device for each rank:
 `python -m neuronx_dist.xla_replay --help` does it for a function of a script.
 """
 
+from ..call_site import TRANSPORT, hide
 from .programs import Collective, Program, ProgramsDiffer, ReplicaGroupsWrong
 from .replaying import Replayed, ReplayedLoop, close, lower, replay, replay_loop
 from .state import training_state
@@ -35,3 +36,5 @@ __all__ = [
     "replay_loop",
     "training_state",
 ]
+
+hide(__name__, TRANSPORT)

@@ -1,0 +1,156 @@
+"""Whose line asked for this? Names the stack frame that a message, a record or a report is about.
+
+Every source file has an owner:
+
+    USER       neither torch nor this package
+    LIBRARY    torch, torch_xla, and code without a file ("<string>")
+    PACKAGE    this package: a layer, a pipeline, an optimizer
+    MACHINERY  a room of this package that acts for its caller: `hide(__name__)`
+    TRANSPORT  the same, below all others: what it is called from communicates: `hide(__name__, TRANSPORT)`
+    DRIVER     it calls the user's program itself: nobody outside of it asked for anything: `hide(__name__, DRIVER)`
+
+A room says in its own `__init__` what it is. No file names another one here, so that rooms can be moved and renamed.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import TypeVar
+
+import torch
+from torch.overrides import handle_torch_function
+
+__all__ = [
+    "DRIVER",
+    "LIBRARY",
+    "MACHINERY",
+    "PACKAGE",
+    "TRANSPORT",
+    "USER",
+    "call_site",
+    "call_sites",
+    "frames",
+    "hide",
+    "line_of",
+    "nearest_line",
+    "owner_of",
+    "reissues",
+]
+
+USER, LIBRARY, PACKAGE = "user", "library", "package"
+MACHINERY, TRANSPORT, DRIVER = "machinery", "transport", "driver"
+
+_PACKAGE_FOLDER = str(Path(__file__).parent) + os.sep
+_TORCH_FOLDER = str(Path(torch.__file__).parent)
+_LIBRARY_PREFIXES = (_TORCH_FOLDER + os.sep, _TORCH_FOLDER + "_xla" + os.sep, "<")
+_HANDLE_TORCH_FUNCTION = handle_torch_function.__code__
+
+_hidden: dict[str, str] = {}  # prefix of file names -> owner
+_owners: dict[str, str] = {}  # file name -> owner
+_reissuing: set[CodeType] = set()
+
+_Function = TypeVar("_Function", bound=Callable[..., object])
+
+
+def hide(module_name: str, owner: str = MACHINERY) -> None:
+    """Says what a module, or a package with everything in it, is. The longest matching prefix of a file name wins."""
+    file = sys.modules[module_name].__file__
+    assert file is not None
+    is_package = hasattr(sys.modules[module_name], "__path__")
+    _hidden[os.path.dirname(file) + os.sep if is_package else file] = owner
+    _owners.clear()
+
+
+def reissues(function: _Function) -> _Function:
+    """Marks a function that hands its caller's call to a mode, which makes that call again from further inside."""
+    _reissuing.add(function.__code__)
+    return function
+
+
+def owner_of(file: str) -> str:
+    """The owner of a source file, by the name that its code objects have."""
+    owner = _owners.get(file)
+    if owner is None:
+        if file.startswith(_LIBRARY_PREFIXES):
+            owner = LIBRARY
+        elif not file.startswith(_PACKAGE_FOLDER):
+            owner = USER
+        else:
+            prefixes = [prefix for prefix in _hidden if file.startswith(prefix)]
+            owner = _hidden[max(prefixes, key=len)] if prefixes else PACKAGE
+        if not file.startswith("<"):  # of those there may be any number
+            _owners[file] = owner
+    return owner
+
+
+def line_of(frame: FrameType) -> str:
+    """`file:line` that a frame is at."""
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def frames(skip: int = 0) -> Iterator[tuple[str, FrameType]]:
+    """(owner, frame) of the caller and everything around it, innermost first, but for the `skip` innermost."""
+    frame: FrameType | None = sys._getframe(skip + 1)
+    while frame is not None:
+        yield owner_of(frame.f_code.co_filename), frame
+        frame = frame.f_back
+
+
+def nearest_line(*owners: str) -> str:
+    """`file:line` of the innermost frame of one of these owners; "" if there is none."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if owner_of(frame.f_code.co_filename) in owners:
+            return line_of(frame)
+        frame = frame.f_back
+    return ""
+
+
+def call_site() -> str:
+    """`file:line` of the innermost stack frame outside this package and torch: where the user's code asked for it.
+
+    What a DRIVER calls itself was asked for by nobody: then it is the package's line.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    inside = fallback = None
+    while frame is not None:
+        name = frame.f_code.co_filename
+        owner = _owners.get(name) or owner_of(name)
+        if owner is USER:
+            return f"{name}:{frame.f_lineno}"
+        if owner is LIBRARY:
+            fallback = fallback or line_of(frame)
+        elif owner is DRIVER:
+            inside = inside or line_of(frame)
+            break
+        elif owner is PACKAGE and inside is None:
+            inside = line_of(frame)
+        frame = frame.f_back
+    return inside or fallback or "an unknown line"
+
+
+def call_sites() -> tuple[str, str]:
+    """The user's line, and that of the innermost frame that is neither TRANSPORT nor torch: the layer that communicates."""
+    frame: FrameType | None = sys._getframe(1)
+    inside = user = fallback = None
+    while frame is not None:
+        code = frame.f_code
+        owner = owner_of(code.co_filename)
+        if code is _HANDLE_TORCH_FUNCTION:  # it was handed to a mode, which called it again: who asked is further out
+            user = None
+        elif code in _reissuing:
+            inside = user = None
+        elif code.co_filename.startswith("<"):
+            fallback = fallback or line_of(frame)
+        elif owner is USER:
+            user = user or line_of(frame)
+            inside = inside or user
+        elif owner is not LIBRARY and owner is not TRANSPORT:
+            inside = inside or line_of(frame)
+        frame = frame.f_back
+    user = user or fallback or "an unknown line"
+    return user, inside or user
