@@ -134,7 +134,7 @@ def call_site() -> str:
 
 
 def call_sites() -> tuple[str, str]:
-    """The user's line, and that of the innermost frame that is neither TRANSPORT nor torch: the layer that communicates."""
+    """The user's line, and that of the innermost frame that is neither TRANSPORT nor torch: a layer, say."""
     frame: FrameType | None = sys._getframe(1)
     inside = user = fallback = None
     while frame is not None:

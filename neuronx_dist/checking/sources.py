@@ -11,7 +11,7 @@ import torch.utils._pytree as pytree
 from ..call_site import PACKAGE, USER, nearest_line
 from ..pipeline.inputs import Batch
 from ..spmd.checker import SpmdTypeMode
-from ..spmd.sources import input_type
+from ..spmd.declared import input_type
 from ..spmd.tensor_type import TensorType, type_of, write
 from ..spmd.types import LocalType, Shard
 

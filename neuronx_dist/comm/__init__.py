@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from ..call_site import TRANSPORT, hide
 from . import context, threads
 from .base import Communicator, Handle
-from .context import Context, as_rank, communicator, current, is_initialized
+from .context import Context, communicator, current, is_initialized
 from .errors import CommError, CommTimeout, RemoteRankError
-from .recording import Call, record
+from .recording import Call
+from .scopes import as_rank, record
 from .verbs import (
     all_gather,
     all_reduce,

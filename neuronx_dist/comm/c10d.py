@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import datetime
 import inspect
-import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -133,22 +132,29 @@ class C10dCommunicator(Communicator):
 
 
 class C10dBackend(Backend):
-    """Communicators over torch.distributed groups; needs `init_process_group` to have been called."""
+    """Communicators over torch.distributed groups; needs `init_process_group` to have been called.
+
+    Args:
+        timeout: after which a collective gives up on a silent rank; None: that of `init_process_group`.
+        monitor: knows whether another rank has failed.
+        watch: gets every communicator that is made, and returns the one to use.
+    """
 
     name = "c10d"
 
-    def __init__(self, timeout: datetime.timedelta | None = None, monitor: FailureMonitor | None = None) -> None:
+    def __init__(
+        self,
+        timeout: datetime.timedelta | None = None,
+        monitor: FailureMonitor | None = None,
+        watch: Callable[[C10dCommunicator], C10dCommunicator] | None = None,
+    ) -> None:
         if not dist.is_initialized():
             raise RuntimeError(
                 "torch.distributed is not initialized: call torch.distributed.init_process_group(backend=...) first"
             )
         self.timeout = timeout
         self.monitor = monitor
-        self._desk: Any = None
-        if os.environ.get("NEURONX_DIST_DEBUG"):
-            from .debug import desk
-
-            self._desk = desk(monitor)
+        self._watch = watch
         self._groups: list[dist.ProcessGroup] = []
         self._by_ranks: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
@@ -192,11 +198,7 @@ class C10dBackend(Backend):
 
     def _join(self, group: dist.ProcessGroup, label: str, ranks: Sequence[int], global_rank: int) -> C10dCommunicator:
         made = C10dCommunicator(group, label, ranks, global_rank, self.monitor)
-        if self._desk is None:
-            return made
-        from .debug import Watched
-
-        return Watched(made, self._desk)
+        return made if self._watch is None else self._watch(made)
 
     def _group(self, ranks: tuple[int, ...], own: bool) -> dist.ProcessGroup | None:
         """The process group over `ranks`, made once unless `own`; None where there is no need of one.

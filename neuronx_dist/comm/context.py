@@ -1,8 +1,8 @@
 """Which mesh, which rank, which communicators: a process-wide default, and an override for the current thread.
 
-`initialize_model_parallel` sets the default. `as_rank(mesh, rank)` overrides it, so that one process can play any rank:
-the checker, and ranks as threads. Autograd functions capture their communicator in forward and never come here in
-backward, which may run in another thread.
+`initialize_model_parallel` sets the default. `scopes.as_rank(mesh, rank)` overrides it, so that one process can play
+any rank: the checker, and ranks as threads. Autograd functions capture their communicator in forward and never come
+here in backward, which may run in another thread.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 
 from ..mesh import Axis, Mesh
 from .base import Backend, Communicator
-from .coordinates import Coordinate, member
+from .coordinates import member
 
-__all__ = ["AxisLike", "Context", "as_rank", "communicator", "current", "is_initialized", "set_default", "use"]
+__all__ = ["AxisLike", "Context", "communicator", "current", "is_initialized", "set_default", "use"]
 
 AxisLike = Axis | Communicator | Any  # Any: a torch ProcessGroup
 
@@ -130,23 +130,3 @@ def use(context: Context) -> Iterator[Context]:
         yield context
     finally:
         stack.pop()
-
-
-@contextmanager
-def as_rank(mesh: Mesh, rank: int, backend: Backend | None = None) -> Iterator[Context]:
-    """Plays `rank` of `mesh` in this thread. Without a backend collectives only give tensors of the right shape.
-
-    Example:
-        >>> with as_rank(Mesh(4, tp=2, pp=2), rank=3):
-        ...     layer = ColumnParallelLinear(8, 16, device="meta")
-    """
-    if backend is None and isinstance(rank, Coordinate):
-        from .check import CheckBackend
-
-        backend = CheckBackend(silent=True)
-    elif backend is None:
-        from .shapes import ShapesBackend
-
-        backend = ShapesBackend()
-    with use(Context(mesh, rank, backend)) as context:
-        yield context

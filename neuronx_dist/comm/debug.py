@@ -26,12 +26,18 @@ from .c10d import C10dCommunicator
 from .errors import CommError, CommTimeout, RemoteRankError
 from .failure import FailureMonitor
 
-__all__ = ["Desk", "Watched", "desk"]
+__all__ = ["Desk", "Watched", "desk", "watcher"]
 
 VARIABLE, TIMEOUT_VARIABLE = "NEURONX_DIST_DEBUG", "NEURONX_DIST_DEBUG_TIMEOUT"
 _KNOWN = ("collectives",)
 _TIMEOUT = 300.0  # seconds
 _LONGEST_PAUSE = 0.02  # seconds between two looks at the store
+
+
+def watcher(monitor: FailureMonitor | None = None) -> Callable[[C10dCommunicator], C10dCommunicator] | None:
+    """For `C10dBackend(watch=...)`: makes communicators compare what ranks do, if the environment asks for it."""
+    at = desk(monitor)
+    return None if at is None else lambda real: Watched(real, at)
 
 
 def desk(monitor: FailureMonitor | None = None) -> Desk | None:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from ..mesh import Axis, Mesh
 from . import context, xla
 from .c10d import C10dBackend
+from .debug import watcher
 from .failure import FailureMonitor
 
 __all__ = ["connect", "disconnect", "end_step", "init_distributed", "world"]
@@ -99,7 +100,8 @@ def connect(mesh: Mesh, *, timeout: float | None = None, lazy: bool = False) -> 
         monitor = FailureMonitor(store, rank, mesh.world_size, _connections)
         monitor.start()
     _connections += 1
-    backend = C10dBackend(datetime.timedelta(seconds=timeout) if timeout is not None else None, monitor)
+    limit = datetime.timedelta(seconds=timeout) if timeout is not None else None
+    backend = C10dBackend(limit, monitor, watcher(monitor))
     made = context.Context(mesh, rank, backend)
     try:
         for axis in () if lazy else _EAGER_AXES:

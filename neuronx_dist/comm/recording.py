@@ -1,6 +1,4 @@
-"""The one point that every collective passes: `with record() as calls`. Tests count with it, tools read costs from
-it.
-"""
+"""The one point that every collective passes. Tests count with it (`scopes.record`), tools read costs from it."""
 
 from __future__ import annotations
 
@@ -8,14 +6,19 @@ import math
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
-if TYPE_CHECKING:
-    from .base import Communicator
+__all__ = ["Call", "note", "recorder", "shape_of"]
 
-__all__ = ["Call", "record", "shape_of"]
+
+class Group(Protocol):
+    """What a record says of a communicator."""
+
+    axis: str
+    size: int
+    global_rank: int
 
 
 class Call(NamedTuple):
@@ -44,7 +47,7 @@ _changing = threading.Lock()
 
 
 def note(
-    communicator: Communicator,
+    communicator: Group,
     verb: str,
     x: torch.Tensor | Sequence[torch.Tensor],
     *,
@@ -56,10 +59,10 @@ def note(
     shape, dtype = shape_of(x), dtype or (x if isinstance(x, torch.Tensor) else x[0]).dtype
     size = 0 if verb.startswith("wait:") else math.prod(shape) * dtype.itemsize * scale
     call = Call(verb, communicator.axis, op, shape, dtype, size, communicator.size)
-    for recorder in recorders:
-        if recorder.rank is None or recorder.rank == communicator.global_rank:
-            if recorder.waits or not verb.startswith("wait:"):
-                recorder.calls.append(call)
+    for each in recorders:
+        if each.rank is None or each.rank == communicator.global_rank:
+            if each.waits or not verb.startswith("wait:"):
+                each.calls.append(call)
 
 
 def shape_of(x: torch.Tensor | Sequence[torch.Tensor]) -> tuple[int, ...]:
@@ -68,21 +71,14 @@ def shape_of(x: torch.Tensor | Sequence[torch.Tensor]) -> tuple[int, ...]:
 
 
 @contextmanager
-def record(*, waits: bool = False, all_ranks: bool = False) -> Iterator[list[Call]]:
-    """Collects the collectives which this rank issues, in order, backward passes in other threads included.
-
-    Args:
-        waits: also record when an asynchronous collective is awaited.
-        all_ranks: record every rank of this process (ranks as threads), not the current one alone.
-    """
-    from .context import current, is_initialized
-
-    recorder = _Recorder(None if all_ranks or not is_initialized() else current().rank, waits)
+def recorder(rank: int | None, *, waits: bool) -> Iterator[list[Call]]:
+    """Collects what `rank` (None: every rank of this process) communicates; `scopes.record` is the user's form."""
+    new = _Recorder(rank, waits)
     global recorders
     with _changing:
-        recorders = (*recorders, recorder)
+        recorders = (*recorders, new)
     try:
-        yield recorder.calls
+        yield new.calls
     finally:
         with _changing:
-            recorders = tuple(other for other in recorders if other is not recorder)
+            recorders = tuple(other for other in recorders if other is not new)

@@ -15,7 +15,7 @@ from .. import comm, spmd
 from ..comm import Communicator
 from ..comm.context import AxisLike
 from ..spmd import P, V
-from ..spmd.checker import see_through
+from ..spmd.watching import see_through
 
 __all__ = ["parallel_cross_entropy"]
 

@@ -23,7 +23,7 @@ from .. import comm, spmd
 from ..comm.select import in_one_program
 from ..parallel_layers import PARALLEL_MODULES
 from ..parallel_layers.grads import reduce_gradients
-from ..spmd.checker import active
+from ..spmd.watching import active
 from .inputs import Batch, evaluating, find_loss
 from .partition import (
     check_cuts,

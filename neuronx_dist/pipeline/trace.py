@@ -35,8 +35,8 @@ from torch.overrides import TorchFunctionMode
 from .. import comm
 from ..call_site import call_site
 from ..comm.shapes import ShapesCommunicator
-from ..spmd.checker import no_typecheck
 from ..spmd.intercept import intercept
+from ..spmd.watching import no_typecheck
 from .effects import Effects, has_tensors, storage_of, tensors_in
 from .recording import Info, Recording, TensorSpec, TracingError, is_leaf, pack, part
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..call_site import hide
 from . import verb_types as _verb_types  # noqa: F401 - gives the checker the types of operators and plain verbs
-from .checker import SpmdTypeMode, no_typecheck, typecheck
+from .checker import SpmdTypeMode, typecheck
 from .collectives import all_gather, all_reduce, all_to_all, convert, redistribute, reduce_scatter, reinterpret, table
 from .errors import SpmdTypeError
 from .rules import rule as register_rule
@@ -27,6 +27,7 @@ from .sources import (
 from .spec import ShardedModule, ShardSpec, named_specs, restamp, set_spec, spec_of
 from .types import I, P, R, S, Shard, SpmdType, V, dual
 from .verify import verify
+from .watching import no_typecheck
 
 __all__ = [
     "I",

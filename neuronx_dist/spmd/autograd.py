@@ -12,7 +12,7 @@ what its backward is right for: both are tried, I first, on gradients that hold 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,11 +23,9 @@ from .errors import SpmdTypeError
 from .explain import gradient_error, loss_error, shown
 from .inplace import last_write
 from .provenance import where
+from .session import Session
 from .tensor_type import NOTE, READONLY, TensorType, note_of
 from .types import I, P, R, Shard, SpmdType, V
-
-if TYPE_CHECKING:
-    from .checker import SpmdTypeMode
 
 __all__ = ["adopt", "apply_function", "check_loss", "handlers"]
 
@@ -37,7 +35,7 @@ class _Signature:
 
     __slots__ = ("inputs", "mode", "name", "outputs", "probing", "where")
 
-    def __init__(self, mode: SpmdTypeMode, name: str, inputs: Sequence[TensorType | None]) -> None:
+    def __init__(self, mode: Session, name: str, inputs: Sequence[TensorType | None]) -> None:
         self.mode, self.name, self.inputs = mode, name, inputs
         self.outputs: list[TensorType | None] = []
         self.where = where()
@@ -49,7 +47,7 @@ _flavours: dict[Any, Any] = {}  # which of I and R the outputs are, by function 
 
 
 def apply_function(
-    mode: SpmdTypeMode,
+    mode: Session,
     original: Callable[..., Any],
     cls: Any,
     args: tuple[Any, ...],
@@ -87,7 +85,7 @@ def apply_function(
 
 
 def _rehearse(
-    mode: SpmdTypeMode,
+    mode: Session,
     original: Callable[..., Any],
     cls: Any,
     args: tuple[Any, ...],
@@ -265,7 +263,7 @@ def _probe(
 # --- the handlers -----------------------------------------------------------------------------------------------------
 
 
-def _backward(mode: SpmdTypeMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _backward(mode: Session, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`loss.backward(gradient)`, `torch.autograd.backward(tensors, grad_tensors)`; `tensors` may be gradient edges."""
     tensors = args[0] if args else kwargs.get("tensors")
     grads = args[1] if len(args) > 1 else kwargs.get("gradient", kwargs.get("grad_tensors"))
@@ -273,7 +271,7 @@ def _backward(mode: SpmdTypeMode, func: Any, args: tuple[Any, ...], kwargs: dict
     return func(*args, **kwargs)
 
 
-def _grad(mode: SpmdTypeMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _grad(mode: Session, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`torch.autograd.grad(outputs, inputs, grad_outputs)`."""
     if mode.probing:
         return func(*args, **kwargs)
@@ -288,7 +286,7 @@ def _grad(mode: SpmdTypeMode, func: Any, args: tuple[Any, ...], kwargs: dict[str
     return result
 
 
-def _check_start(mode: SpmdTypeMode, tensors: Any, grads: Any) -> None:
+def _check_start(mode: Session, tensors: Any, grads: Any) -> None:
     outputs = tensors if isinstance(tensors, (list, tuple)) else (tensors,)
     seeds = grads if isinstance(grads, (list, tuple)) else (grads,) * len(outputs)
     for output, seed in zip(outputs, seeds):
@@ -296,7 +294,7 @@ def _check_start(mode: SpmdTypeMode, tensors: Any, grads: Any) -> None:
             check_loss(mode, output, seed)
 
 
-def check_loss(mode: SpmdTypeMode, loss: Tensor, gradient: Tensor | None = None) -> None:
+def check_loss(mode: Session, loss: Tensor, gradient: Tensor | None = None) -> None:
     """Whether backward may start here.
 
     Raises:
@@ -333,12 +331,12 @@ def check_loss(mode: SpmdTypeMode, loss: Tensor, gradient: Tensor | None = None)
         raise loss_error(mode, loss, found, axis, kind)
 
 
-def _get_grad(mode: SpmdTypeMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _get_grad(mode: Session, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     grad = func(*args, **kwargs)
     return None if grad is None else adopt(mode, args[0], grad)
 
 
-def adopt(mode: SpmdTypeMode, param: Tensor, grad: Tensor) -> Tensor:
+def adopt(mode: Session, param: Tensor, grad: Tensor) -> Tensor:
     """A gradient that backward made or added to gets the dual of the parameter's type.
 
     Raises:
@@ -365,7 +363,7 @@ def adopt(mode: SpmdTypeMode, param: Tensor, grad: Tensor) -> Tensor:
     return grad
 
 
-def _get_data(mode: SpmdTypeMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _get_data(mode: Session, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     result = func(*args, **kwargs)
     note = mode.note(args[0], "data") if note_of(args[0]) is not None or isinstance(args[0], nn.Parameter) else None
     if note is not None:
@@ -373,7 +371,7 @@ def _get_data(mode: SpmdTypeMode, func: Any, args: tuple[Any, ...], kwargs: dict
     return result
 
 
-def _set_data(mode: SpmdTypeMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _set_data(mode: Session, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     target, value = args
     old, new = note_of(target), note_of(value)
     result = func(*args, **kwargs)
@@ -384,7 +382,7 @@ def _set_data(mode: SpmdTypeMode, func: Any, args: tuple[Any, ...], kwargs: dict
     return result
 
 
-def _plainly(mode: SpmdTypeMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _plainly(mode: Session, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return func(*args, **kwargs)
 
 

@@ -11,20 +11,20 @@ that the usual call costs a look-up. Sources: the spmd_types quick start; `docs/
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointFunction
 
 from ..comm import context
 from . import autograd, packing, raw
+from .declared import parameter_type
 from .errors import Violation
-from .explain import Call, explain, explain_shapes
-from .inplace import OVERWRITES, check_write, note_write, overwritten
+from .explain import Call, explain, explain_shapes, missing_type
+from .inplace import OVERWRITES, check_write, note_write, overwritten, stale
 from .intercept import intercept
 from .judge import Judgement, Operand, judge
 from .memo import LONG, NUMBERS, PLAIN, SEQUENCES, TENSORS, Plan, closer, details, keep
@@ -32,7 +32,8 @@ from .positions import coordinates, counted, counts, picked
 from .provenance import module_path, where
 from .random_types import draws, made_type, stream_type
 from .rules import RULES, Rule, operands
-from .session import Session
+from .rules.names import CATS
+from .session import Session, in_backward
 from .surroundings import surroundings
 from .tensor_type import (
     COUNTED,
@@ -46,26 +47,18 @@ from .tensor_type import (
     TensorType,
     note_of,
     tensors_in,
+    version,
+    without_shards,
 )
 from .types import R, V
+from .watching import HANDLERS, Watcher, entered, left
 
-__all__ = ["HANDLERS", "SpmdTypeMode", "active", "no_typecheck", "see_through", "typecheck"]
+__all__ = ["SpmdTypeMode", "typecheck"]
 
 _JUDGED: Any = object()  # in the place of a handler: the call is judged
 _NOBODY: dict[str, Any] = {}
 
-Handler = Callable[["SpmdTypeMode", Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
-# Functions that types treat in a way of their own; None: those that have nothing to do with types.
-HANDLERS: dict[Callable[..., Any], Handler | None] = {}
-
-_local = threading.local()
 _memos: dict[bool, dict[Any, Plan]] = {False: {}, True: {}}  # judged calls of all modes; those of symbolic ones
-
-
-def active() -> SpmdTypeMode | None:
-    """The innermost mode of this thread, unless it is paused."""
-    mode: SpmdTypeMode | None = getattr(_local, "mode", None)
-    return None if mode is None or mode.paused else mode
 
 
 class SpmdTypeMode(Session):
@@ -94,7 +87,7 @@ class SpmdTypeMode(Session):
             raise ValueError(f"level must be 'G' (global) or 'L' (local), got {level!r}")
         super().__init__(mesh, level, strict)
         self._memo = _memos[False]
-        self._before: list[SpmdTypeMode | None] = []
+        self._before: list[Watcher | None] = []
         self._hooks: list[Any] = []
 
     def __enter__(self) -> SpmdTypeMode:
@@ -104,8 +97,7 @@ class SpmdTypeMode(Session):
                 self.known.clear()
             self.symbolic = context.current().backend.name == "check"
             self._memo = _memos[self.symbolic]
-        self._before.append(getattr(_local, "mode", None))
-        _local.mode = self
+        self._before.append(entered(self))
         self._hooks.append(ExitStack())
         self._hooks[-1].enter_context(intercept(self._function))
         self._hooks[-1].enter_context(surroundings())
@@ -115,7 +107,7 @@ class SpmdTypeMode(Session):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         self._hooks.pop().__exit__(None, None, None)
-        _local.mode = self._before.pop()
+        left(self._before.pop())
 
     # --- what the user's code reaches
 
@@ -194,6 +186,40 @@ class SpmdTypeMode(Session):
             return original(*args, **kwargs)
         return autograd.apply_function(self, original, cls, args, kwargs)
 
+    # --- types of tensors
+
+    def note(self, x: Tensor, function: str) -> Note | None:
+        """What is known of an operand. None in backward passes, where native derivatives are right by construction.
+
+        Raises:
+            SpmdTypeError: it has no type; or its memory was written behind the checker's back.
+        """
+        note = note_of(x)
+        if note is None:
+            found = None
+            if self.mesh is not None and isinstance(x, nn.Parameter):
+                found = parameter_type(x, self.mesh, self.tied.get(id(x)), self.level)
+            elif in_backward():
+                return None
+            elif not self.strict:
+                self.assume(f"a tensor {list(x.shape)} made before the check is equal on all ranks")
+                found = EQUAL
+            if found is None:
+                raise missing_type(self, x, function)
+            note = (found, None, self.session, version(x), None)
+            x.__dict__[NOTE] = note
+        elif note[2] != self.session:  # written outside of any mode: what it says holds from now on
+            found = note[0] if self.level == "G" else without_shards(note[0])
+            note = (found, note[1], self.session, version(x), note[4])
+            x.__dict__[NOTE] = note
+        elif note[3] != version(x):
+            note = stale(self, x, note)
+        return note
+
+    def adopt(self, param: Tensor, grad: Tensor) -> Tensor:
+        """Backward accumulates the gradient of `param` in `grad`."""
+        return autograd.adopt(self, param, grad)
+
     # --- everything that has not been judged before
 
     def _slow(
@@ -224,7 +250,7 @@ class SpmdTypeMode(Session):
         if fresh:  # what was written, or declared elsewhere, is known now
             return self.__torch_function__(func, (), args, kwargs)
         if any(isinstance(note[4], Segments) for note in notes) or (
-            rule.name in packing.CATS and not torch.is_grad_enabled()
+            rule.name in CATS and not torch.is_grad_enabled()
         ):
             packed = packing.call(self, rule, func, args, kwargs, tensors, notes)
             if packed is not NotImplemented:
@@ -371,24 +397,3 @@ class SpmdTypeMode(Session):
 typecheck = SpmdTypeMode  # the newer name
 HANDLERS.update((func, None) for func, rule in RULES.items() if rule.kind == "pass")
 HANDLERS.update(autograd.handlers)
-
-
-def see_through(function: Callable[..., Any], body: Callable[..., Any]) -> None:
-    """For a function that hands itself to torch function modes: the checker follows `body`, with the same arguments."""
-
-    def handler(mode: SpmdTypeMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with mode:
-            return body(*args, **kwargs)
-
-    HANDLERS[function] = handler
-
-
-@contextmanager
-def no_typecheck() -> Iterator[None]:
-    """Inside of a mode: what runs in here is not looked at, and its results have no types."""
-    mode = active()
-    if mode is None:
-        yield
-        return
-    with mode.pause():
-        yield

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,10 +18,8 @@ from torch import Tensor
 from ..comm import context
 from .errors import SpmdTypeError
 from .provenance import where
+from .session import Session
 from .tensor_type import TensorType, note_of
-
-if TYPE_CHECKING:
-    from .checker import SpmdTypeMode
 
 __all__ = ["Comparison", "run_node"]
 
@@ -29,7 +27,7 @@ __all__ = ["Comparison", "run_node"]
 class Comparison:
     """One fused call under a check, from before its forward on; inactive without a composition or outside of checks."""
 
-    def __init__(self, mode: SpmdTypeMode, cls: Any, args: Sequence[Any], inputs: Sequence[TensorType | None]) -> None:
+    def __init__(self, mode: Session, cls: Any, args: Sequence[Any], inputs: Sequence[TensorType | None]) -> None:
         self.mode, self.cls, self.args, self.inputs = mode, cls, args, inputs
         backend = context.current().backend if context.is_initialized() else None
         self.events: list[Any] = getattr(backend, "events", [])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -14,6 +14,7 @@ from .provenance import Named, leaf_of, module_path, name_of, name_operands, sit
 from .repairs import find_repairs, operator_repairs
 from .rewrites import fitting_sizes, origin_repair
 from .rules import RULES
+from .session import Session
 from .tensor_type import Note, TensorType, note_of
 from .trials import (
     Call,
@@ -30,9 +31,6 @@ from .trials import (
     unreduced,
 )
 from .types import I, P, R, Shard, SpmdType, V
-
-if TYPE_CHECKING:
-    from .session import Session
 
 __all__ = [
     "Call",

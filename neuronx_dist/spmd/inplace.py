@@ -7,7 +7,7 @@ moved either finds that write, or somebody wrote behind the checker's back, whic
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import ref
 
 import torch
@@ -17,11 +17,9 @@ from .errors import SpmdTypeError
 from .explain import data_error, shown, write_error
 from .provenance import where
 from .rules import Rule
+from .session import Session, in_backward
 from .tensor_type import NAME, NOTE, READONLY, ZERO_TYPE, Note, TensorType, note_of
 from .types import UNIFORM, ZERO, R, Shard, SpmdType, V
-
-if TYPE_CHECKING:
-    from .checker import SpmdTypeMode
 
 __all__ = ["OVERWRITES", "check_write", "last_write", "note_write", "overwritten", "stale"]
 
@@ -39,7 +37,7 @@ def overwritten(found: TensorType) -> TensorType:
 
 
 def check_write(
-    mode: SpmdTypeMode, rule: Rule, target: Tensor, found: TensorType, tensors: Sequence[Tensor], notes: Sequence[Note]
+    mode: Session, rule: Rule, target: Tensor, found: TensorType, tensors: Sequence[Tensor], notes: Sequence[Note]
 ) -> None:
     """Whether `target` may become a tensor of type `found`.
 
@@ -89,7 +87,7 @@ def _is_leaf(x: Tensor) -> bool:
         return True
 
 
-def note_write(mode: SpmdTypeMode, target: Tensor, found: TensorType, origins: Any, extra: Any = None) -> None:
+def note_write(mode: Session, target: Tensor, found: TensorType, origins: Any, extra: Any = None) -> None:
     """Writes down what `target`, and with it its memory, became."""
     note = note_of(target)
     old = note[0] if note is not None else None
@@ -131,7 +129,7 @@ class Writes:
         self.kinds: dict[tuple[TensorType, TensorType, bool, bool], int] = {}
 
 
-def last_write(mode: SpmdTypeMode, x: Tensor) -> Writes | None:
+def last_write(mode: Session, x: Tensor) -> Writes | None:
     """The writes to the memory of `x`, None if there were none."""
     if x.layout is not torch.strided:
         return None
@@ -140,7 +138,7 @@ def last_write(mode: SpmdTypeMode, x: Tensor) -> Writes | None:
     return known if known is not None and known.memory() is storage else None
 
 
-def stale(mode: SpmdTypeMode, x: Tensor, note: Note) -> Note:
+def stale(mode: Session, x: Tensor, note: Note) -> Note:
     """What is known of a tensor whose memory was written since.
 
     Raises:
@@ -151,8 +149,6 @@ def stale(mode: SpmdTypeMode, x: Tensor, note: Note) -> Note:
     if known is not None and known.version == x._version:
         kinds = [kind for kind, version in sorted(known.kinds.items(), key=lambda item: item[1]) if version > note[3]]
     else:
-        from .session import in_backward
-
         if not in_backward() and not (x.grad_fn is None and isinstance(x, nn.Parameter)):
             raise SpmdTypeError(
                 f"{shown(x, note[0])} was written in place where types do not see it, before {where()}",

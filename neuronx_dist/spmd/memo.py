@@ -15,20 +15,18 @@ alone: what a program makes anew for every call is never a key.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from .judge import EXPANDS, Judgement
-from .packing import CATS
 from .random_types import drawing
 from .rules import Rule
+from .rules.names import CATS
+from .session import Session
 from .tensor_type import TensorType
-
-if TYPE_CHECKING:
-    from .checker import SpmdTypeMode
 
 __all__ = ["LONG", "NUMBERS", "PLAIN", "SEQUENCES", "SIZE", "TENSORS", "Closer", "Plan", "closer", "details", "keep"]
 
@@ -102,7 +100,7 @@ def closer(rule: Rule, types: Sequence[TensorType]) -> Closer | None:
     return found if any(found) else None
 
 
-def details(wanted: Closer, items: Sequence[Any], mode: SpmdTypeMode) -> tuple[Any, ...]:
+def details(wanted: Closer, items: Sequence[Any], mode: Session) -> tuple[Any, ...]:
     """What is wanted of a call's arguments."""
     shapes, grads, dtypes, random = wanted
     found: list[Any] = [wanted.__class__]  # ends the arguments: True is 1, x.view(4) and two flags is x.view(4, 1, 1)

@@ -14,18 +14,19 @@ from torch import Tensor
 from .. import comm
 from . import collectives
 from .axes import atoms_of, order_of
-from .checker import HANDLERS, SpmdTypeMode
 from .explain import operator_error
 from .provenance import module_path, where
+from .session import Session
 from .tensor_type import Note, Origin, TensorType
 from .types import UNIFORM, P, R, Shard, SpmdType, V, repeated
+from .watching import HANDLERS
 
 __all__ = ["cut", "joined"]
 
 _REDUCTIONS = ("all_reduce", "reduce_scatter")
 
 
-def _operator(mode: SpmdTypeMode, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _operator(mode: Session, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x, axis = args[0], args[1] if len(args) > 1 else kwargs["axis"]
     name = func.__name__
     note = mode.note(x, name)
@@ -71,7 +72,7 @@ def _operator(mode: SpmdTypeMode, func: Callable[..., Any], args: tuple[Any, ...
 
 
 def _operated(
-    mode: SpmdTypeMode,
+    mode: Session,
     x: Tensor,
     given: TensorType,
     axes: Sequence[str],
@@ -102,7 +103,7 @@ def _operated(
 
 
 def _check_source(
-    mode: SpmdTypeMode, x: Tensor, note: Note, atom: str, name: str, src: SpmdType, dst: SpmdType
+    mode: Session, x: Tensor, note: Note, atom: str, name: str, src: SpmdType, dst: SpmdType
 ) -> None:
     """Whether `x` is what `src` says."""
     actual = note[0].get(atom)

@@ -9,30 +9,29 @@ element by element.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .errors import SpmdTypeError
 from .explain import shown
+from .inplace import check_write, note_write
 from .provenance import where
 from .rules import RULES, Rule
+from .rules.names import CATS
+from .session import Session
 from .tensor_type import Note, Segments, TensorType
-from .types import R, V
+from .types import R
 
-if TYPE_CHECKING:
-    from .checker import SpmdTypeMode
+__all__ = ["FOREACH", "call", "for_each"]
 
-__all__ = ["CATS", "FOREACH", "call", "collective", "for_each"]
-
-CATS = ("cat", "concat", "concatenate")
 _KEEP = ("mul", "mul_", "div", "div_", "clone", "contiguous", "detach", "to", "float", "bfloat16", "half", "double",
          "__mul__", "__truediv__", "__rmul__", "neg")  # fmt: skip
 
 
 def call(
-    mode: SpmdTypeMode,
+    mode: Session,
     rule: Rule,
     func: Callable[..., Any],
     args: tuple[Any, ...],
@@ -74,7 +73,7 @@ def _arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, i
 
 
 def _pack(
-    mode: SpmdTypeMode,
+    mode: Session,
     func: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -98,7 +97,7 @@ def _pack(
     return result
 
 
-def _viewed(mode: SpmdTypeMode, name: str, x: Tensor, note: Note, segments: Segments, result: Tensor) -> Tensor:
+def _viewed(mode: Session, name: str, x: Tensor, note: Note, segments: Segments, result: Tensor) -> Tensor:
     """A buffer `[1, n]` as `[n]`, or what was gathered, `[blocks * n]`, as `[blocks, n]`."""
     width = sum(size for size, _, _ in segments.parts)
     blocks = x.numel() // width
@@ -121,29 +120,6 @@ def _refuse(name: str, x: Tensor, note: Note) -> SpmdTypeError:
         repairs=[f"split({sizes[:4]}{' ...' if len(sizes) > 4 else ''}) first"],
         rule="packed",
     )
-
-
-def collective(
-    mode: SpmdTypeMode, name: str, x: Tensor, note: Note, axes: Sequence[str], kwargs: Mapping[str, Any], count: int
-) -> tuple[TensorType, Segments]:
-    """What a plain collective among `count` ranks makes of a buffer: the type of each part, on its own."""
-    from .verb_types import verb_type
-
-    segments: Segments = note[4]
-    reduction = {key: value for key, value in kwargs.items() if key == "op"}
-    parts = []
-    for size, found, origins in segments.parts:
-        part: Note = (found, origins, note[2], note[3], None)
-        changed = dict(verb_type(mode, name, x, found, part, axes, reduction, count).types)
-        if name == "all_gather":
-            for axis in axes:  # rows of all ranks, one after the other
-                changed[axis] = R
-        elif name == "reduce_scatter":
-            for axis in axes:
-                changed[axis] = V
-        left = {axis: origin for axis, origin in (origins or {}).items() if axis not in axes}
-        parts.append((size, TensorType.of(changed, found.rest), left or None))
-    return note[0], Segments(segments.dim, tuple(parts))
 
 
 # --- lists ---
@@ -171,10 +147,8 @@ def _bases() -> dict[Callable[..., Any], tuple[Callable[..., Any], bool]]:
 FOREACH = _bases()
 
 
-def for_each(mode: SpmdTypeMode, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def for_each(mode: Session, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A function of lists, judged element by element as the function of tensors that it is."""
-    from .inplace import check_write, note_write
-
     base, inplace = FOREACH[func]
     rule = RULES.get(base) or Rule(base.__name__, None)
     lists = [x for x in args if isinstance(x, (list, tuple)) and x and isinstance(x[0], Tensor)]

@@ -7,7 +7,7 @@ shape of a result, the ranks run different programs, which is a *read*: the chec
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, SupportsIndex
+from typing import Any, SupportsIndex
 
 from torch import Tensor
 
@@ -15,11 +15,9 @@ from ..comm.coordinates import Coordinate, find
 from .axes import atoms_of
 from .rules import Rule
 from .rules.spec import Spec
+from .session import Session
 from .tensor_type import COUNTED, Note, note_of
 from .types import R, Shard, SpmdType, V
-
-if TYPE_CHECKING:
-    from .checker import SpmdTypeMode
 
 __all__ = ["Pieces", "coordinates", "counted", "counts", "picked"]
 
@@ -91,7 +89,7 @@ class Pieces(tuple[Tensor, ...]):
         return self._pick(index) if isinstance(index, Coordinate) else super().__getitem__(index)
 
 
-def picked(mode: SpmdTypeMode, rule: Rule, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def picked(mode: Session, rule: Rule, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The result of a function that cuts a tensor, such that picking a piece by rank is seen."""
     if rule.name not in _CUTS or not isinstance(result, (tuple, list)):
         return result

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..comm import context
 from .judge import Operand
 from .random import TENSOR_PARALLEL, streams
 from .rules import Rule
+from .session import Session
 from .tensor_type import EQUAL, UNIFORM_TYPE, ZERO_TYPE, TensorType
 from .types import R, SpmdType, V
-
-if TYPE_CHECKING:
-    from .checker import SpmdTypeMode
 
 __all__ = ["drawing", "draws", "made_type", "stream_type"]
 
@@ -23,13 +21,13 @@ def draws(rule: Rule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return bool(rule.random(*args, **kwargs)) if callable(rule.random) else rule.random
 
 
-def drawing(mode: SpmdTypeMode) -> tuple[bool, tuple[str, ...]]:
+def drawing(mode: Session) -> tuple[bool, tuple[str, ...]]:
     """All that decides about the type of random numbers: whether they differ by tp rank, and the axes of the mesh."""
     own = context.is_initialized() and streams().drawing == TENSOR_PARALLEL
     return own, mode._atoms(("pp", "dp", "cp", "tp"))
 
 
-def stream_type(mode: SpmdTypeMode, like: TensorType | None = None) -> tuple[TensorType, tuple[str, ...]]:
+def stream_type(mode: Session, like: TensorType | None = None) -> tuple[TensorType, tuple[str, ...]]:
     """The type of random numbers that are drawn now: equal on tp, unless they come from the tensor-parallel stream.
 
     Args:
@@ -55,7 +53,7 @@ def stream_type(mode: SpmdTypeMode, like: TensorType | None = None) -> tuple[Ten
 
 
 def made_type(
-    mode: SpmdTypeMode, rule: Rule, given: Sequence[Operand], numbers: Sequence[Operand]
+    mode: Session, rule: Rule, given: Sequence[Operand], numbers: Sequence[Operand]
 ) -> tuple[TensorType, tuple[str, ...]]:
     """The type of what a factory makes, and what had to be assumed.
 

@@ -18,6 +18,7 @@ from .errors import SpmdTypeError
 from .explain import shown
 from .provenance import where
 from .tensor_type import note_of, tensors_in
+from .watching import active
 
 __all__ = ["check", "install", "refuse", "remove"]
 
@@ -98,8 +99,6 @@ def _guarded(original: Callable[..., Any], method: str) -> Callable[..., Any]:
     verb = _VERBS[method]
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        from .checker import active
-
         if active() is not None and not _called_by_comm():
             refuse(verb, (args, tuple(kwargs.values())), verb)
         return original(self, *args, **kwargs)

@@ -6,7 +6,7 @@ The part of `SpmdTypeMode` that is not about calls: handlers, messages and repor
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
 from typing import Any
@@ -18,11 +18,10 @@ from torch.overrides import TorchFunctionMode
 from ..comm import context
 from ..mesh import Mesh
 from .axes import atoms_of, mesh_of
-from .explain import missing_type
-from .inplace import stale
+from .judge import Judgement
 from .provenance import where
-from .sources import parameter_type
-from .tensor_type import EQUAL, NAME, NOTE, Note, TensorType, note_of, tensors_in, version, without_shards
+from .rules import Rule
+from .tensor_type import EQUAL, NAME, NOTE, Note, Origin, TensorType, note_of, tensors_in, version
 from .types import R
 
 __all__ = ["Session", "in_backward"]
@@ -54,33 +53,41 @@ class Session(TorchFunctionMode):
         self.known: dict[Any, Any] = {}  # operators that were judged, on this mesh
         self.told = 0  # how often something was assumed or trusted
 
+    # --- what the mode knows to do, and handlers ask of it
+
     def note(self, x: Tensor, function: str) -> Note | None:
         """What is known of an operand. None in backward passes, where native derivatives are right by construction.
 
         Raises:
             SpmdTypeError: it has no type; or its memory was written behind the checker's back.
         """
-        note = note_of(x)
-        if note is None:
-            found = None
-            if self.mesh is not None and isinstance(x, nn.Parameter):
-                found = parameter_type(x, self.mesh, self.tied.get(id(x)), self.level)
-            elif in_backward():
-                return None
-            elif not self.strict:
-                self.assume(f"a tensor {list(x.shape)} made before the check is equal on all ranks")
-                found = EQUAL
-            if found is None:
-                raise missing_type(self, x, function)
-            note = (found, None, self.session, version(x), None)
-            x.__dict__[NOTE] = note
-        elif note[2] != self.session:  # written outside of any mode: what it says holds from now on
-            found = note[0] if self.level == "G" else without_shards(note[0])
-            note = (found, note[1], self.session, version(x), note[4])
-            x.__dict__[NOTE] = note
-        elif note[3] != version(x):
-            note = stale(self, x, note)  # type: ignore[arg-type]
-        return note
+        raise NotImplementedError
+
+    def judge(
+        self,
+        rule: Rule,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        tensors: Sequence[Tensor],
+        notes: Sequence[Note],
+    ) -> Judgement:
+        """Types of the results of a call.
+
+        Raises:
+            SpmdTypeError: the types do not go together.
+        """
+        raise NotImplementedError
+
+    def origins(self, judgement: Judgement | None, notes: Sequence[Note]) -> dict[str, Origin] | None:
+        """Where the types of a result began: where those of its operands did, or here."""
+        raise NotImplementedError
+
+    def adopt(self, param: Tensor, grad: Tensor) -> Tensor:
+        """Backward accumulates the gradient of `param` in `grad`."""
+        raise NotImplementedError
+
+    # --- the mesh
 
     def axes_of(self, found: TensorType) -> list[str]:
         """All axes that matter for a tensor: those of the mesh, or without one those it was given types on."""

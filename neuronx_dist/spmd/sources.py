@@ -1,4 +1,4 @@
-"""Where types come from: what users declare, and what a parameter's layout says."""
+"""What users and layers declare about the types of tensors."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 
-from ..mesh import DENSE_AXES, Mesh
-from .axes import atoms_of, mesh_atoms
+from ..comm import context
+from ..mesh import Mesh
+from .axes import atoms_of
 from .errors import SpmdTypeError
-from .spec import spec_of
 from .tensor_type import FRESH, NAME, TensorType, note_of, write
 from .types import UNIFORM, ZERO, I, LocalType, P, R, Shard, SpmdType, V
+from .watching import active
 
 __all__ = [
     "assert_local_type",
@@ -21,15 +22,13 @@ __all__ = [
     "get_local_type",
     "gradient",
     "has_local_type",
-    "input_type",
     "local",
     "mark_shard",
-    "parameter_type",
     "trust",
 ]
 
 
-_SHARD_OF = "_spmd_shard_of"
+SHARD_OF = "_spmd_shard_of"  # key of the tensors' `__dict__`: (the parameter, the group of its pieces)
 
 
 def has_local_type(x: torch.Tensor) -> bool:
@@ -43,8 +42,6 @@ def get_local_type(x: torch.Tensor) -> dict[Any, SpmdType]:
     Raises:
         SpmdTypeError: it has none.
     """
-    from .checker import active
-
     mode = active()
     note = _present(mode, x)
     if note is None:
@@ -75,8 +72,6 @@ def assert_type(x: torch.Tensor, types: Mapping[Any, SpmdType]) -> torch.Tensor:
         >>> get_local_type(t)
         {'tp': I}
     """
-    from .checker import active
-
     mode = active()
     with torch._C.DisableTorchFunction():
         return _assert_type(mode, x, types)
@@ -139,8 +134,6 @@ def trust(x: torch.Tensor, axis: Any, kind: SpmdType) -> torch.Tensor:
 
     Nothing is done where no check is under way. Unlike `reinterpret` it leaves no trace in autograd.
     """
-    from .checker import active
-
     mode = active()
     note = _present(mode, x)
     if mode is None or note is None:
@@ -168,8 +161,6 @@ def local(x: torch.Tensor) -> torch.Tensor:
     For code that works on the local part by intention, such as packing it into a buffer. Nothing is done where no
     check is under way.
     """
-    from .checker import active
-
     mode = active()
     note = _present(mode, x)
     if mode is None or note is None or not note[0].sharded:
@@ -186,13 +177,10 @@ def gradient(grad: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
 
     For accumulators other than `param.grad`, of which it knows.
     """
-    from .autograd import adopt
-    from .checker import active
-
     mode = active()
     if mode is not None:
         with torch._C.DisableTorchFunction():
-            adopt(mode, param, grad)
+            mode.adopt(param, grad)
     return grad
 
 
@@ -206,7 +194,7 @@ def _present(mode: Any, x: torch.Tensor) -> Any:
 
 def mark_shard(shard: torch.Tensor, param: torch.Tensor, group: Any) -> None:
     """Says that `shard` is this rank's piece, among the ranks of `group`, of `param`: it varies over them."""
-    shard.__dict__[_SHARD_OF] = (param, group)
+    shard.__dict__[SHARD_OF] = (param, group)
 
 
 def forget(x: torch.Tensor, axis: Any) -> torch.Tensor:
@@ -215,8 +203,6 @@ def forget(x: torch.Tensor, axis: Any) -> torch.Tensor:
     For what is meant to be local although a dim is sharded, such as a block-diagonal weight: each rank's block times
     its own piece is the result, and no sum over the ranks is missing.
     """
-    from .checker import active
-
     mode = active()
     note = _present(mode, x)
     if note is None:
@@ -234,56 +220,10 @@ def forget(x: torch.Tensor, axis: Any) -> torch.Tensor:
     return result
 
 
-def parameter_type(param: torch.Tensor, mesh: Mesh, holders: Any = None, level: str = "G") -> TensorType:
-    """The type of a parameter, from its layout (`spec_of`).
-
-    On the axis that it is sharded over S(dim), or V where that is not followed. Else on tp I, but R if its gradient is
-    a part on every rank (`sequence_parallel`); R on dp and cp, whose ranks use it on their own data; on pp V, for each
-    stage has its own, but R if several hold it (`holders`).
-    """
-    origin = param.__dict__.get(_SHARD_OF)
-    if origin is not None:
-        whole, group = origin
-        note = note_of(whole)
-        base = note[0] if note is not None else parameter_type(whole, mesh, holders, level)
-        kinds = {axis: V if isinstance(kind, Shard) else kind for axis, kind in base}
-        return TensorType.of({**kinds, **dict.fromkeys(atoms_of(group, mesh), V)}, base.rest)
-    spec = spec_of(param)
-    types: dict[str, SpmdType] = {}
-    table = mesh_atoms(mesh)
-    for axis in ("dp", "cp"):
-        types.update(dict.fromkeys(table[axis], R))
-    types.update(dict.fromkeys(table["tp"], R if spec.sequence_parallel else I))
-    types.update(dict.fromkeys(table["pp"], V if holders is None else R))
-    if getattr(param, "expert_model_parallel", False):
-        types.update(dict.fromkeys(table["ep"], V))
-    if spec.axis is not None and spec.dim is not None:
-        kind: SpmdType = Shard(spec.dim, spec.stride) if level == "G" else V
-        types.update(dict.fromkeys(atoms_of(spec.axis, mesh), kind))
-    return TensorType.of(types)
-
-
-def input_type(
-    x: torch.Tensor, mesh: Mesh, types: Mapping[Any, SpmdType] | None = None, level: str = "G"
-) -> TensorType:
-    """The type of an input of the model: sharded on dim 0 over dp and equal elsewhere, but for what `types` says.
-
-    0-dim tensors, and integers that count, are equal everywhere.
-    """
-    found: dict[str, SpmdType] = dict.fromkeys(atoms_of(DENSE_AXES, mesh), R)
-    if x.dim():
-        found.update(dict.fromkeys(mesh_atoms(mesh)["dp"], Shard(0) if level == "G" else V))
-    for axis, kind in (types or {}).items():
-        found.update(dict.fromkeys(atoms_of(axis, mesh), kind))
-    return TensorType.of(found)
-
-
 def _since(origins: Any, axis: str, kind: SpmdType) -> list[str]:
     origin = (origins or {}).get(axis)
     return [f"{kind} on {axis} since {origin}"] if origin is not None and origin.letter == kind.letter else []
 
 
 def _current_mesh() -> Mesh | None:
-    from ..comm import context
-
     return context.current().mesh if context.is_initialized() else None

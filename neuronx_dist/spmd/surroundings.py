@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from . import raw
 from .tensor_type import READONLY, note_of
+from .watching import active
 
 __all__ = ["surroundings"]
 
@@ -31,8 +32,6 @@ _stance: Any = None
 
 
 def _new(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
-    from .checker import active
-
     param = _NEW(cls, data, requires_grad)
     mode = active()
     note = note_of(data) if mode is not None and isinstance(data, Tensor) else None

@@ -14,21 +14,21 @@ from torch import Tensor
 
 from .. import comm
 from ..comm import Handle
-from . import packing
 from .axes import atoms_of
-from .checker import HANDLERS, SpmdTypeMode
 from .errors import SpmdTypeError
 from .explain import operator_error
 from .inplace import note_write
 from .operators import cut, joined
 from .provenance import where
+from .session import Session
 from .tensor_type import Note, Segments, TensorType
 from .types import UNIFORM, ZERO, I, R, Shard, SpmdType, V
+from .watching import HANDLERS
 
 __all__ = ["verb_type"]
 
 
-def _verb(mode: SpmdTypeMode, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _verb(mode: Session, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     listed, axis = isinstance(args[0], (list, tuple)), args[1]
     xs: Sequence[Tensor] = args[0] if listed else args[:1]
     name = func.__name__
@@ -47,7 +47,7 @@ def _verb(mode: SpmdTypeMode, func: Callable[..., Any], args: tuple[Any, ...], k
     types: list[tuple[TensorType, Any, Any]] = []
     for x, note in known:
         if isinstance(note[4], Segments):
-            found, extra = packing.collective(mode, name, x, note, axes, kwargs, communicator.size)
+            found, extra = _packed(mode, name, x, note, axes, kwargs, communicator.size)
         else:
             found, extra = verb_type(mode, name, x, note[0], note, axes, kwargs, communicator.size), None
         origins = {atom: origin for atom, origin in (note[1] or {}).items() if atom not in axes}
@@ -68,7 +68,7 @@ def _verb(mode: SpmdTypeMode, func: Callable[..., Any], args: tuple[Any, ...], k
 
 
 def verb_type(
-    mode: SpmdTypeMode,
+    mode: Session,
     name: str,
     x: Tensor,
     found: TensorType,
@@ -90,6 +90,27 @@ def verb_type(
         if getattr(found.rest, "along", None):
             return TensorType.of(types, R)
     return TensorType.of(types, found.rest)
+
+
+def _packed(
+    mode: Session, name: str, x: Tensor, note: Note, axes: Sequence[str], kwargs: Mapping[str, Any], count: int
+) -> tuple[TensorType, Segments]:
+    """What a plain collective among `count` ranks makes of a buffer: the type of each part, on its own."""
+    segments: Segments = note[4]
+    reduction = {key: value for key, value in kwargs.items() if key == "op"}
+    parts = []
+    for size, found, origins in segments.parts:
+        part: Note = (found, origins, note[2], note[3], None)
+        changed = dict(verb_type(mode, name, x, found, part, axes, reduction, count).types)
+        if name == "all_gather":
+            for axis in axes:  # rows of all ranks, one after the other
+                changed[axis] = R
+        elif name == "reduce_scatter":
+            for axis in axes:
+                changed[axis] = V
+        left = {axis: origin for axis, origin in (origins or {}).items() if axis not in axes}
+        parts.append((size, TensorType.of(changed, found.rest), left or None))
+    return note[0], Segments(segments.dim, tuple(parts))
 
 
 def _beside(
@@ -118,7 +139,7 @@ def _beside(
 class _Operand(NamedTuple):
     """What a verb is called with: a tensor, and its type on one axis."""
 
-    mode: SpmdTypeMode
+    mode: Session
     verb: str
     x: Tensor
     note: Note
@@ -202,7 +223,7 @@ _VERBS: dict[str, Callable[[_Operand], SpmdType]] = {
 HANDLERS.update(dict.fromkeys([getattr(comm, _name) for _name in _VERBS], _verb))
 
 
-def _send(mode: SpmdTypeMode, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _send(mode: Session, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     mode.operators += 1
     mode.collectives += 1
     if mode.sent is not None:
@@ -211,7 +232,7 @@ def _send(mode: SpmdTypeMode, func: Callable[..., Any], args: tuple[Any, ...], k
         return func(*args, **kwargs)
 
 
-def _recv(mode: SpmdTypeMode, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _recv(mode: Session, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     mode.operators += 1
     mode.collectives += 1
     with mode.pause():

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from neuronx_dist import comm
+from neuronx_dist.call_site import call_site
 from neuronx_dist.comm import CommError, CommTimeout, Communicator, RemoteRankError
 from neuronx_dist.comm.base import DONE
-from neuronx_dist.call_site import call_site
 
 X = torch.ones(2)
 CALLS = {

@@ -11,7 +11,7 @@ from neuronx_dist.mesh import Mesh
 from neuronx_dist.parallel_layers.grads import reduce_gradients
 from neuronx_dist.parallel_layers.linear import ColumnParallelLinear, RowParallelLinear
 from neuronx_dist.spmd import I, P, R, S, SpmdTypeError, V, convert, get_local_type, trust, typecheck
-from neuronx_dist.spmd.checker import see_through
+from neuronx_dist.spmd.watching import active, see_through
 
 MESH = Mesh(4, tp=2)
 
@@ -42,7 +42,7 @@ def test_nothing_is_installed_when_it_is_off():
     with typecheck():
         assert torch.autograd.Function.__dict__["apply"] is not before
     assert torch.autograd.Function.__dict__["apply"] is before
-    assert spmd.checker.active() is None
+    assert active() is None
 
 
 def test_a_tensor_without_a_type_is_an_error_that_says_how_to_declare_it(mode):

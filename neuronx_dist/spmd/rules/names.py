@@ -15,7 +15,9 @@ from torch import Tensor
 
 from .spec import RULES, Rule
 
-__all__ = ["getter", "in_place", "out_of_place", "register"]
+__all__ = ["CATS", "getter", "in_place", "out_of_place", "register"]
+
+CATS = ("cat", "concat", "concatenate")
 
 _PLACES = (torch, Tensor, torch.special, torch.linalg, F, torch._C._nn)
 

@@ -1,0 +1,61 @@
+"""The types that tensors have from the start: parameters by their layout, inputs by the data that they are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ..mesh import DENSE_AXES, Mesh
+from .axes import atoms_of, mesh_atoms
+from .sources import SHARD_OF
+from .spec import spec_of
+from .tensor_type import TensorType, note_of
+from .types import I, R, Shard, SpmdType, V
+
+__all__ = ["input_type", "parameter_type"]
+
+
+def parameter_type(param: torch.Tensor, mesh: Mesh, holders: Any = None, level: str = "G") -> TensorType:
+    """The type of a parameter, from its layout (`spec_of`).
+
+    On the axis that it is sharded over S(dim), or V where that is not followed. Else on tp I, but R if its gradient is
+    a part on every rank (`sequence_parallel`); R on dp and cp, whose ranks use it on their own data; on pp V, for each
+    stage has its own, but R if several hold it (`holders`).
+    """
+    origin = param.__dict__.get(SHARD_OF)
+    if origin is not None:
+        whole, group = origin
+        note = note_of(whole)
+        base = note[0] if note is not None else parameter_type(whole, mesh, holders, level)
+        kinds = {axis: V if isinstance(kind, Shard) else kind for axis, kind in base}
+        return TensorType.of({**kinds, **dict.fromkeys(atoms_of(group, mesh), V)}, base.rest)
+    spec = spec_of(param)
+    types: dict[str, SpmdType] = {}
+    table = mesh_atoms(mesh)
+    for axis in ("dp", "cp"):
+        types.update(dict.fromkeys(table[axis], R))
+    types.update(dict.fromkeys(table["tp"], R if spec.sequence_parallel else I))
+    types.update(dict.fromkeys(table["pp"], V if holders is None else R))
+    if getattr(param, "expert_model_parallel", False):
+        types.update(dict.fromkeys(table["ep"], V))
+    if spec.axis is not None and spec.dim is not None:
+        kind: SpmdType = Shard(spec.dim, spec.stride) if level == "G" else V
+        types.update(dict.fromkeys(atoms_of(spec.axis, mesh), kind))
+    return TensorType.of(types)
+
+
+def input_type(
+    x: torch.Tensor, mesh: Mesh, types: Mapping[Any, SpmdType] | None = None, level: str = "G"
+) -> TensorType:
+    """The type of an input of the model: sharded on dim 0 over dp and equal elsewhere, but for what `types` says.
+
+    0-dim tensors, and integers that count, are equal everywhere.
+    """
+    found: dict[str, SpmdType] = dict.fromkeys(atoms_of(DENSE_AXES, mesh), R)
+    if x.dim():
+        found.update(dict.fromkeys(mesh_atoms(mesh)["dp"], Shard(0) if level == "G" else V))
+    for axis, kind in (types or {}).items():
+        found.update(dict.fromkeys(atoms_of(axis, mesh), kind))
+    return TensorType.of(found)
