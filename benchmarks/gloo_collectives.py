@@ -1,4 +1,4 @@
-"""gloo's own all_gather and reduce_scatter against ours, which are made of messages and of all_to_all (`comm/c10d.py`).
+"""gloo's own all_gather and reduce_scatter against ours, made of messages and of all_to_all (`comm/backends/c10d.py`).
 
 Real processes on loopback, the two taking turns; wall time of the slowest rank and CPU time of all ranks together, per
 call, medians, with the median of the rounds' ratios. Sizes are of the larger side: the gathered tensor, or the one that
@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 import neuronx_dist as nxd
 from neuronx_dist import comm
-from neuronx_dist.comm.c10d import C10dCommunicator
+from neuronx_dist.comm.backends.c10d import C10dCommunicator
 
 UNITS = {"K": 1 << 10, "M": 1 << 20}
 VERBS = ("all_gather", "reduce_scatter")

@@ -26,7 +26,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import neuronx_dist as nxd
 from neuronx_dist import comm, spmd
-from neuronx_dist.comm.c10d import C10dBackend
+from neuronx_dist.comm.backends.c10d import C10dBackend
 from neuronx_dist.parallel_layers import fuse_columns
 from neuronx_dist.spmd import I, P, R, S
 

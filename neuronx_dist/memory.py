@@ -22,8 +22,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from . import comm
+from .comm.backends.c10d import C10dCommunicator
 from .comm.base import Backend, Communicator, WorkLike
-from .comm.c10d import C10dCommunicator
 from .layout import Layout, format_bytes, format_count
 from .meter import MemoryMeter, Phase, measure_peak
 

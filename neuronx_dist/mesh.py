@@ -84,7 +84,7 @@ class Mesh:
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Coordinates of a global rank on every axis of both views."""
-        knows = getattr(rank, "mesh_coordinates", None)  # a rank whose reads are noted: comm/coordinates.py
+        knows = getattr(rank, "mesh_coordinates", None)  # a rank whose reads are noted: comm/rank_values.py
         if knows is not None and (known := knows(self)) is not None:
             return known
         if not 0 <= rank < self.world_size:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..comm.check import Event
+from ..comm.backends.observed import Event
 from ..mesh import Mesh
 from ..pipeline.schedule import one_f_one_b, simulate
 from .explore import Explored, Program

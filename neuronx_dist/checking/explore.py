@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..comm.check import Event
+from ..comm.backends.observed import Event
 from ..mesh import DENSE_AXES, Mesh
 from .program import PHASES, Phase, Played, Subject
 from .sources import Wire

@@ -24,8 +24,8 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 
 from .. import comm
 from ..call_site import DRIVER, hide
-from ..comm.check import CheckBackend, Event
-from ..comm.coordinates import Read
+from ..comm.backends.observed import CheckBackend, Event
+from ..comm.rank_values import Read
 from ..mesh import Mesh
 from ..optimizer import MasterWeightsOptimizer, NeuronZero1Optimizer
 from ..parallel_layers.gradient import parameters_of

@@ -10,7 +10,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from ..call_site import DRIVER, LIBRARY, USER, frames
-from ..comm.coordinates import Coordinate, find
+from ..comm.rank_values import Coordinate, find
 from ..spmd.checker import SpmdTypeMode
 from ..spmd.tensor_type import TensorType, type_of
 

@@ -7,7 +7,8 @@ every call (`recording.py`). Nothing here is differentiable; see `neuronx_dist.s
 from collections.abc import Sequence
 
 from ..call_site import TRANSPORT, hide
-from . import context, threads
+from . import context
+from .backends import threads
 from .base import Communicator, Handle
 from .context import Context, communicator, current, is_initialized
 from .errors import CommError, CommTimeout, RemoteRankError

@@ -14,7 +14,7 @@ from typing import Any
 
 from ..mesh import Axis, Mesh
 from .base import Backend, Communicator
-from .coordinates import member
+from .rank_values import member
 
 __all__ = ["AxisLike", "Context", "communicator", "current", "is_initialized", "set_default", "use"]
 

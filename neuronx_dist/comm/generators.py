@@ -7,7 +7,8 @@ from contextlib import contextmanager
 
 import torch
 
-from . import context, xla
+from . import context
+from .backends import xla
 
 __all__ = ["State", "as_they_were", "autocast", "device_has_own_program", "get_state", "seed", "set_state"]
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from .backends.xla import upload
 from .select import in_one_program
-from .xla import upload
 
 __all__ = ["as_inputs", "on_host", "upload"]
 

@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 
 from ..mesh import Axis, Mesh
-from . import context, xla
-from .c10d import C10dBackend
-from .debug import watcher
+from . import context
+from .backends import xla
+from .backends.agreement import watcher
+from .backends.c10d import C10dBackend
 from .failure import FailureMonitor
 
 __all__ = ["connect", "disconnect", "end_step", "init_distributed", "world"]

@@ -7,12 +7,12 @@ from contextlib import contextmanager
 
 from ..mesh import Mesh
 from . import recording
+from .backends.observed import CheckBackend
+from .backends.shapes import ShapesBackend
 from .base import Backend
-from .check import CheckBackend
 from .context import Context, current, is_initialized, use
-from .coordinates import Coordinate
+from .rank_values import Coordinate
 from .recording import Call
-from .shapes import ShapesBackend
 
 __all__ = ["as_rank", "record"]
 

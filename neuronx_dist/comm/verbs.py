@@ -25,8 +25,8 @@ from ..call_site import reissues
 from . import recording
 from .base import Communicator, Handle, WorkLike, Works
 from .context import AxisLike, communicator
-from .coordinates import plain
 from .operands import check_out, checked_dim, deliver, gathered_shape, scattered_first, wire_dtype
+from .rank_values import plain
 
 __all__ = [
     "all_gather",

@@ -17,7 +17,7 @@ from torch import nn
 
 from .. import comm, spmd
 from ..comm.context import AxisLike
-from ..comm.coordinates import plain
+from ..comm.rank_values import plain
 from ..spmd import I, P, S, ShardedModule, ShardSpec, V, set_spec
 
 __all__ = ["ParallelEmbedding"]

@@ -12,8 +12,9 @@ from collections import namedtuple
 from typing import Any
 
 from .. import comm
-from ..comm import context, xla_groups
-from ..comm.c10d import C10dBackend, C10dCommunicator
+from ..comm import context
+from ..comm.backends import xla_groups
+from ..comm.backends.c10d import C10dBackend, C10dCommunicator
 from ..comm.launch import connect, disconnect, world
 from ..mesh import Axis, Mesh
 from ..topology import LINEAR

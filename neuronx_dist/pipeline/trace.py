@@ -34,7 +34,7 @@ from torch.overrides import TorchFunctionMode
 
 from .. import comm
 from ..call_site import call_site
-from ..comm.shapes import ShapesCommunicator
+from ..comm.backends.shapes import ShapesCommunicator
 from ..spmd.intercept import intercept
 from ..spmd.watching import no_typecheck
 from .effects import Effects, has_tensors, storage_of, tensors_in

@@ -14,7 +14,7 @@ from typing import Any
 
 from ..comm import Communicator, context
 from ..comm.context import AxisLike
-from ..comm.coordinates import plain
+from ..comm.rank_values import plain
 from ..mesh import DENSE_AXES, EXPERT_AXES, Mesh
 
 __all__ = ["atoms_of", "mesh_atoms", "mesh_of", "order_of"]

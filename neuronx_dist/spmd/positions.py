@@ -1,6 +1,6 @@
 """Numbers that differ by rank, in the arguments of torch functions: values, positions, and what decides shapes.
 
-A `Coordinate` (comm/coordinates.py) as a value or a position makes a result vary over its axes. Where it decides the
+A `Coordinate` (comm/rank_values.py) as a value or a position makes a result vary over its axes. Where it decides the
 shape of a result, the ranks run different programs, which is a *read*: the check then plays them one by one.
 """
 
@@ -11,7 +11,7 @@ from typing import Any, SupportsIndex
 
 from torch import Tensor
 
-from ..comm.coordinates import Coordinate, find
+from ..comm.rank_values import Coordinate, find
 from .axes import atoms_of
 from .rules import Rule
 from .rules.spec import Spec

@@ -14,9 +14,9 @@ from typing import Any
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from ..comm import context
-from ..comm.coordinates import plain
 from ..comm.generators import State, as_they_were, autocast, device_has_own_program, get_state, set_state
 from ..comm.generators import seed as set_seed
+from ..comm.rank_values import plain
 
 __all__ = ["RNGStreams", "TENSOR_PARALLEL", "checkpoint", "manual_seed", "streams"]
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
+from ..comm.backends.xla import Issued, upload
 from ..comm.select import in_one_program
-from ..comm.xla import Issued, upload
 from .host_reads import device_waits
 from .programs import Program
 from .traces import Array, Launch, to_array

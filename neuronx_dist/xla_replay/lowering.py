@@ -15,7 +15,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from .. import comm
-from ..comm.xla import Issued, XlaBackend, upload
+from ..comm.backends.xla import Issued, XlaBackend, upload
 from ..mesh import Mesh
 from ..pipeline.stage import add_place
 from .cutting import Cutter, on_device

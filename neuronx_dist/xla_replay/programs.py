@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import combinations
 
-from ..comm.xla import Issued
+from ..comm.backends.xla import Issued
 from ..mesh import DENSE_AXES, EXPERT_AXES, Mesh
 
 __all__ = [

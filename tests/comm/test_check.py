@@ -13,8 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import BaseTorchFunctionMode, TorchFunctionMode
 
 from neuronx_dist import Mesh, comm, spmd
-from neuronx_dist.comm.check import CheckBackend
-from neuronx_dist.comm.coordinates import Coordinate, elsewhere, find, plain
+from neuronx_dist.comm.backends.observed import CheckBackend
+from neuronx_dist.comm.rank_values import Coordinate, elsewhere, find, plain
 from neuronx_dist.parallel_layers import parallel_state
 from neuronx_dist.parallel_layers.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
 from neuronx_dist.parallel_layers.loss_functions import parallel_cross_entropy

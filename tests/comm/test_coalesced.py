@@ -12,8 +12,9 @@ from pool import processes
 from torch.overrides import TorchFunctionMode
 
 from neuronx_dist import comm
-from neuronx_dist.comm import CommError, threads
-from neuronx_dist.comm.check import CheckBackend
+from neuronx_dist.comm import CommError
+from neuronx_dist.comm.backends import threads
+from neuronx_dist.comm.backends.observed import CheckBackend
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.pipeline.trace import record as record_forward
 from neuronx_dist.spmd import I, P, R, S, SpmdTypeError, SpmdTypeMode, V, assert_type

@@ -12,8 +12,8 @@ from pool import WorkerFailure, processes
 from test_verbs import on_every_rank
 
 from neuronx_dist import comm
-from neuronx_dist.comm import debug
-from neuronx_dist.comm.c10d import C10dCommunicator
+from neuronx_dist.comm.backends import agreement as debug
+from neuronx_dist.comm.backends.c10d import C10dCommunicator
 from neuronx_dist.parallel_layers.parallel_state import destroy_model_parallel, initialize_model_parallel
 
 TIMEOUT = 0.5

@@ -10,7 +10,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode, has_torch_function_unary
 
 from neuronx_dist import Mesh, comm
-from neuronx_dist.comm import threads
+from neuronx_dist.comm.backends import threads
 from neuronx_dist.pipeline.recording import TracingError
 from neuronx_dist.pipeline.trace import record as record_forward
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from pool import processes
 
 from neuronx_dist import comm
-from neuronx_dist.comm import threads
+from neuronx_dist.comm.backends import threads
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.parallel_layers import parallel_state as ps
 

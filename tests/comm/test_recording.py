@@ -8,7 +8,8 @@ import torch
 from pool import processes
 
 from neuronx_dist import comm
-from neuronx_dist.comm import Call, threads
+from neuronx_dist.comm import Call
+from neuronx_dist.comm.backends import threads
 from neuronx_dist.mesh import Mesh
 
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from neuronx_dist import comm
-from neuronx_dist.comm import CommError, CommTimeout, RemoteRankError, threads
+from neuronx_dist.comm import CommError, CommTimeout, RemoteRankError
+from neuronx_dist.comm.backends import threads
 from neuronx_dist.mesh import Mesh
 
 TWO = Mesh(2, tp=2)

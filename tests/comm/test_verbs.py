@@ -10,7 +10,7 @@ import torch
 from pool import processes
 
 from neuronx_dist import comm
-from neuronx_dist.comm import threads
+from neuronx_dist.comm.backends import threads
 from neuronx_dist.mesh import Mesh
 
 SIZE = -1  # stands for the number of ranks

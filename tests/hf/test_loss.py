@@ -9,7 +9,7 @@ import torch
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from neuronx_dist import comm
-from neuronx_dist.comm import threads
+from neuronx_dist.comm.backends import threads
 from neuronx_dist.hf import causal_lm_loss
 from neuronx_dist.mesh import Mesh
 

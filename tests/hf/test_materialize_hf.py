@@ -8,7 +8,7 @@ import pytest
 import torch
 from hf_models import llama_config, meta_model
 
-from neuronx_dist.comm import threads
+from neuronx_dist.comm.backends import threads
 from neuronx_dist.hf import full_state_dict, materialize, swap
 from neuronx_dist.mesh import Mesh
 

@@ -11,7 +11,7 @@ import torch
 from hf_models import error, meta_model, swapped
 from transformers import AutoModelForCausalLM
 
-from neuronx_dist.comm import threads
+from neuronx_dist.comm.backends import threads
 from neuronx_dist.hf import load_pretrained, save_pretrained, swap
 from neuronx_dist.mesh import Mesh
 

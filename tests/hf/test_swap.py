@@ -26,7 +26,7 @@ from hf_models import (
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from neuronx_dist import comm
-from neuronx_dist.comm import threads
+from neuronx_dist.comm.backends import threads
 from neuronx_dist.hf import full_state_dict, swap, transformer_layer_class
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.pipeline import trace

@@ -9,7 +9,7 @@ import torch
 from hf_models import SIZES, VOCAB, llama_config, meta_model
 from transformers import AutoModelForCausalLM, GPT2Config
 
-from neuronx_dist.comm import threads
+from neuronx_dist.comm.backends import threads
 from neuronx_dist.hf import UnsupportedModelError, swap
 from neuronx_dist.mesh import Mesh
 

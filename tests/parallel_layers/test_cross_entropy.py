@@ -13,7 +13,7 @@ from layer_parity import close, draw, tp_mesh
 from pool import processes
 
 from neuronx_dist import comm
-from neuronx_dist.comm import threads
+from neuronx_dist.comm.backends import threads
 from neuronx_dist.parallel_layers import parallel_cross_entropy
 
 K = 16

@@ -10,7 +10,7 @@ from pool import processes
 from torch import nn
 
 from neuronx_dist import comm
-from neuronx_dist.comm import threads
+from neuronx_dist.comm.backends import threads
 from neuronx_dist.parallel_layers import ParallelEmbedding
 from neuronx_dist.spmd import ShardSpec, spec_of
 

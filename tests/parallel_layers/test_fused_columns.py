@@ -23,7 +23,7 @@ from layer_parity import (
 from torch import nn
 
 from neuronx_dist import comm
-from neuronx_dist.comm import threads
+from neuronx_dist.comm.backends import threads
 from neuronx_dist.parallel_layers import ColumnParallelLinear, fuse_columns
 
 

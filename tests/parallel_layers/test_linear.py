@@ -26,7 +26,7 @@ from pool import processes
 from torch import nn
 
 from neuronx_dist import comm
-from neuronx_dist.comm import threads
+from neuronx_dist.comm.backends import threads
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.parallel_layers import ColumnParallelLinear, RowParallelLinear
 from neuronx_dist.parallel_layers.layers import linear_with_async_allreduce

@@ -23,7 +23,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from neuronx_dist import comm
-from neuronx_dist.comm import threads
+from neuronx_dist.comm.backends import threads
 from neuronx_dist.parallel_layers import ColumnParallelLinear, RowParallelLinear, fuse_columns
 
 

@@ -8,7 +8,7 @@ from layer_parity import tp_mesh
 from pool import processes
 
 from neuronx_dist import comm
-from neuronx_dist.comm import threads
+from neuronx_dist.comm.backends import threads
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.parallel_layers import mappings
 

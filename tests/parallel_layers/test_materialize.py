@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from neuronx_dist.comm import threads
+from neuronx_dist.comm.backends import threads
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.parallel_layers.embedding import ParallelEmbedding
 from neuronx_dist.parallel_layers.linear import ColumnParallelLinear, RowParallelLinear

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from neuronx_dist import comm
-from neuronx_dist.comm import threads
+from neuronx_dist.comm.backends import threads
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.parallel_layers import ColumnParallelLinear, RowParallelLinear
 from neuronx_dist.parallel_layers.materialize import gather_full

@@ -26,9 +26,9 @@ import torch.distributed as dist
 
 import neuronx_dist
 from neuronx_dist import comm, spmd
+from neuronx_dist.comm.backends.c10d import C10dCommunicator
+from neuronx_dist.comm.backends.threads import ThreadsCommunicator
 from neuronx_dist.comm.base import DONE, Communicator, Works
-from neuronx_dist.comm.c10d import C10dCommunicator
-from neuronx_dist.comm.threads import ThreadsCommunicator
 from neuronx_dist.spmd import collectives
 
 __all__ = ["MUTATIONS", "Site", "find_sites", "hidden_imports", "mutate"]
@@ -188,7 +188,7 @@ class _Mutant(Communicator):
 
 
 def _torch_mutant(name: str, original: Callable[..., Any], mutation: str, args: Any, options: Any) -> Any:
-    """The same for a function of torch.distributed, as it is called in comm/c10d.py."""
+    """The same for a function of torch.distributed, as it is called in comm/backends/c10d.py."""
     drop = mutation == "drop"
     if name == "all_gather_object":
         found, obj = args

@@ -23,15 +23,15 @@ _PASSED_ON = "as it was called, to the communicator underneath; tests/comm/test_
 _COMPARED = "runs in a check only, which compares it with the function's body: tests/checking/mutation"
 _MEASURES = "predicts memory: a stand-in whose values are not used"
 EXEMPT = {
-    "comm/c10d.py:C10dCommunicator.start_all_gather:_all_gather_single#1": _NCCL,
-    "comm/c10d.py:C10dCommunicator.start_reduce_scatter:_reduce_scatter_single#1": _NCCL,
-    "comm/shapes.py:ShapesCommunicator.start_reduce_scatter:self.start_all_reduce#1": _SHAPES,
-    "comm/check.py:CheckCommunicator.start_reduce_scatter:ShapesCommunicator.start_all_reduce#1": _SHAPES,
+    "comm/backends/c10d.py:C10dCommunicator.start_all_gather:_all_gather_single#1": _NCCL,
+    "comm/backends/c10d.py:C10dCommunicator.start_reduce_scatter:_reduce_scatter_single#1": _NCCL,
+    "comm/backends/shapes.py:ShapesCommunicator.start_reduce_scatter:self.start_all_reduce#1": _SHAPES,
+    "comm/backends/observed.py:CheckCommunicator.start_reduce_scatter:ShapesCommunicator.start_all_reduce#1": _SHAPES,
     **{
-        f"comm/check.py:CheckCommunicator.start_{verb}:?.start_{verb}#1": _SHAPES
+        f"comm/backends/observed.py:CheckCommunicator.start_{verb}:?.start_{verb}#1": _SHAPES
         for verb in ("all_reduce", "all_gather", "all_to_all", "permute")
     },
-    **{f"comm/debug.py:Watched.start_{verb}:?.start_{verb}#1": _PASSED_ON for verb in VERBS},
+    **{f"comm/backends/agreement.py:Watched.start_{verb}:?.start_{verb}#1": _PASSED_ON for verb in VERBS},
     "hf/weights.py:save_pretrained:comm.barrier#1": _ORDER,
     "hf/weights.py:save_pretrained:comm.barrier#2": _ORDER,
     **{
@@ -48,8 +48,8 @@ EXEMPT = {
     "optimizer/zero1.py:NeuronZero1Optimizer.load_sharded_state_dict:comm.barrier#1": _ORDER,
     "optimizer/zero1.py:NeuronZero1Optimizer.save_sharded_state_dict:comm.barrier#1": _ORDER,
 }
-# Below comm/c10d.py is torch.distributed: these are run on two processes.
-ON_PROCESSES = sorted(name for name in SITES if name.startswith("comm/c10d.py:") and name not in EXEMPT)
+# Below comm/backends/c10d.py is torch.distributed: these are run on two processes.
+ON_PROCESSES = sorted(name for name in SITES if name.startswith("comm/backends/c10d.py:") and name not in EXEMPT)
 
 
 def mutations_of(name: str) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ from pipeline_models import HIDDEN, SEQ, Block, Model, batch, check_parity, cut,
 from torch import nn
 
 from neuronx_dist import comm
-from neuronx_dist.comm import threads
+from neuronx_dist.comm.backends import threads
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.optimizer import NeuronZero1Optimizer
 from neuronx_dist.pipeline import NxDPPModel

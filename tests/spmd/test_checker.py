@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from neuronx_dist import comm, spmd
-from neuronx_dist.comm.check import CheckBackend
+from neuronx_dist.comm.backends.observed import CheckBackend
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.parallel_layers.grads import reduce_gradients
 from neuronx_dist.parallel_layers.linear import ColumnParallelLinear, RowParallelLinear

@@ -14,7 +14,7 @@ from conformance import CONFORMANCE, EXPERT, TP2
 from pool import processes
 
 from neuronx_dist import comm, spmd
-from neuronx_dist.comm import threads
+from neuronx_dist.comm.backends import threads
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.spmd import I, P, R, S, SpmdTypeError, V
 from neuronx_dist.spmd.collectives import ROWS

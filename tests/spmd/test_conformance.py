@@ -8,7 +8,7 @@ from conformance import CONFORMANCE, TP2
 from pool import processes
 
 from neuronx_dist import comm
-from neuronx_dist.comm import threads
+from neuronx_dist.comm.backends import threads
 from neuronx_dist.spmd.collectives import ROWS
 
 

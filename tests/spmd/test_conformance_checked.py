@@ -10,8 +10,8 @@ from conformance import CONFORMANCE, TP2
 from pool import processes
 
 from neuronx_dist import comm, spmd
-from neuronx_dist.comm import threads
-from neuronx_dist.comm.check import CheckBackend
+from neuronx_dist.comm.backends import threads
+from neuronx_dist.comm.backends.observed import CheckBackend
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.spmd import I, P, R, S, SpmdTypeError, SpmdTypeMode, V, assert_type, get_local_type
 from neuronx_dist.spmd.collectives import ROWS

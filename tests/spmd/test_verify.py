@@ -13,7 +13,7 @@ from pool import processes
 from torch import nn
 
 from neuronx_dist import Mesh, comm
-from neuronx_dist.comm import threads
+from neuronx_dist.comm.backends import threads
 from neuronx_dist.parallel_layers.layers import ColumnParallelLinear, RowParallelLinear
 from neuronx_dist.pipeline import NxDPPModel
 from neuronx_dist.spmd import SpmdTypeError, verify

@@ -9,7 +9,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from neuronx_dist import comm
-from neuronx_dist.comm import threads
+from neuronx_dist.comm.backends import threads
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.xla_replay import Replayed, replay
 

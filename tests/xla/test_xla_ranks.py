@@ -18,7 +18,7 @@ import torch
 from one_device import on_device
 
 from neuronx_dist import comm
-from neuronx_dist.comm import xla
+from neuronx_dist.comm.backends import xla
 from neuronx_dist.comm.errors import CommError
 
 ROOT = Path(__file__).parents[2]

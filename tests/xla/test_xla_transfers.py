@@ -11,8 +11,8 @@ import torch
 import transfer_programs as programs
 
 from neuronx_dist import comm
-from neuronx_dist.comm import xla
-from neuronx_dist.comm.xla_transfer import how_to_transfer, rows_of
+from neuronx_dist.comm.backends import xla
+from neuronx_dist.comm.backends.xla_transfer import how_to_transfer, rows_of
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.xla_replay import replay
 

@@ -20,7 +20,7 @@ from transformers import LlamaForCausalLM
 
 import neuronx_dist as nxd
 from neuronx_dist import comm, hf
-from neuronx_dist.comm.xla_transfer import TRANSFER_VARIABLE
+from neuronx_dist.comm.backends.xla_transfer import TRANSFER_VARIABLE
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.optimizer import MasterWeightsOptimizer, NeuronZero1Optimizer
 from neuronx_dist.xla_replay import ReplayedLoop, replay_loop, training_state

@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 
 from neuronx_dist import comm
-from neuronx_dist.comm.xla_transfer import TRANSFER_VARIABLE
+from neuronx_dist.comm.backends.xla_transfer import TRANSFER_VARIABLE
 
 
 def transferred(mode: str, pairs: Sequence[tuple[int, int]], *xs: torch.Tensor) -> Any:

@@ -14,7 +14,7 @@ from unittest import mock
 from edits import Call, Edit, edits_of, edits_of_function, recorder
 from programs import PROGRAMS
 
-from neuronx_dist.comm import threads
+from neuronx_dist.comm.backends import threads
 from neuronx_dist.spmd import autograd
 from neuronx_dist.spmd.axes import mesh_of
 

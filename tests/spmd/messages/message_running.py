@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from neuronx_dist import comm, spmd
-from neuronx_dist.comm import threads
+from neuronx_dist.comm.backends import threads
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.spmd import Shard, ShardSpec
 

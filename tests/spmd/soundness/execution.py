@@ -21,7 +21,7 @@ from program import Program, local_inputs, run_line
 from torch import Tensor
 
 from neuronx_dist import spmd
-from neuronx_dist.comm import threads
+from neuronx_dist.comm.backends import threads
 from neuronx_dist.spmd import I, P, R, SpmdTypeError
 
 Names = dict[str, Tensor]

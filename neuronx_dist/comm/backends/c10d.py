@@ -16,9 +16,9 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from .base import Backend, Communicator, WorkLike, Works
-from .errors import CommError, CommTimeout, RemoteRankError
-from .failure import FailureMonitor
+from ..base import Backend, Communicator, WorkLike, Works
+from ..errors import CommError, CommTimeout, RemoteRankError
+from ..failure import FailureMonitor
 
 __all__ = ["C10dBackend", "C10dCommunicator"]
 

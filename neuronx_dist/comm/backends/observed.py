@@ -8,7 +8,7 @@
     backend.same_program(other)                  # whether rank `other`, running it, would have done the same
 
 Inside, `comm.rank(axis)`, `current().rank`, `mesh.coordinate(axis, current().rank)`, `mesh.group_of(axis, rank)` and a
-communicator's `rank`, `global_rank` and `ranks` are `Coordinate`s (comm/coordinates.py says what counts as a read).
+communicator's `rank`, `global_rank` and `ranks` are `Coordinate`s (comm/rank_values.py says what counts as a read).
 To check a whole mesh: play rank 0; then, while there is a rank that is not `same_program` to any that was played, play
 it.
 """
@@ -22,10 +22,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..call_site import call_site, call_sites
-from ..mesh import DENSE_AXES, Mesh
-from .base import Backend, Communicator, WorkLike
-from .coordinates import Coordinate, Place, Read, elsewhere, plain
+from ...call_site import call_site, call_sites
+from ...mesh import DENSE_AXES, Mesh
+from ..base import Backend, Communicator, WorkLike
+from ..rank_values import Coordinate, Place, Read, elsewhere, plain
 from .shapes import ShapesCommunicator
 
 __all__ = ["CheckBackend", "CheckCommunicator", "Event"]

@@ -20,11 +20,11 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from ..call_site import call_site
-from .base import WorkLike
+from ...call_site import call_site
+from ..base import WorkLike
+from ..errors import CommError, CommTimeout, RemoteRankError
+from ..failure import FailureMonitor
 from .c10d import C10dCommunicator
-from .errors import CommError, CommTimeout, RemoteRankError
-from .failure import FailureMonitor
 
 __all__ = ["Desk", "Watched", "desk", "watcher"]
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from . import context
-from .base import Communicator
-from .errors import CommError
+from .. import context
+from ..base import Communicator
+from ..errors import CommError
 
 __all__ = ["check_launched", "process_group", "replica_groups"]
 

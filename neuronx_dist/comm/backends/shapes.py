@@ -11,8 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .base import DONE, Backend, Communicator, WorkLike
-from .coordinates import plain
+from ..base import DONE, Backend, Communicator, WorkLike
+from ..rank_values import plain
 
 __all__ = ["ShapesBackend", "ShapesCommunicator"]
 

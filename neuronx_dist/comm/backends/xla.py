@@ -30,13 +30,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..call_site import LIBRARY, TRANSPORT, frames, line_of
-from ..mesh import Mesh
-from . import context
-from .base import DONE, Backend, Communicator, WorkLike
-from .errors import CommError
-from .recording import shape_of
-from .select import in_one_program, only_on
+from ...call_site import LIBRARY, TRANSPORT, frames, line_of
+from ...mesh import Mesh
+from .. import context
+from ..base import DONE, Backend, Communicator, WorkLike
+from ..errors import CommError
+from ..recording import shape_of
+from ..select import in_one_program, only_on
 from .xla_groups import check_launched, replica_groups
 from .xla_transfer import how_to_transfer, rows_of
 
@@ -154,7 +154,7 @@ class XlaCommunicator(Communicator):
         return self._end("all_to_all", scattered, result, gathered)
 
     def start_permute(self, out: torch.Tensor, x: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> WorkLike:
-        """A collective-permute; or all-gathers, from which a rank picks (comm/xla_transfer.py)."""
+        """A collective-permute; or all-gathers, from which a rank picks (comm/backends/xla_transfer.py)."""
         if how_to_transfer() == "permute":
             xm = self._begin(x)
             everywhere = [[group[src], group[dst]] for group in self.groups for src, dst in pairs]

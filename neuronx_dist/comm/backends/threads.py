@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from ..mesh import Mesh
-from .base import DONE, Backend, Communicator, WorkLike
-from .context import Context, use
-from .errors import CommError, CommTimeout, RemoteRankError
+from ...mesh import Mesh
+from ..base import DONE, Backend, Communicator, WorkLike
+from ..context import Context, use
+from ..errors import CommError, CommTimeout, RemoteRankError
 
 __all__ = ["ThreadsBackend", "ThreadsCommunicator", "run"]
 

@@ -1,0 +1,9 @@
+"""What moves the bytes: one module per backend.
+
+c10d.py          process groups of torch.distributed: gloo, NCCL
+agreement.py     the same, and ranks that do different things stop with both call sites (NEURONX_DIST_DEBUG)
+threads.py       ranks as threads of one process
+shapes.py        no other rank at all: results have the right shape, and no values
+observed.py      the same, and it records what one rank does in place of many
+xla.py           torch_xla, one program for all ranks; xla_groups.py, xla_transfer.py
+"""
