@@ -19,9 +19,9 @@ from ..parallel_layers.gradient import DATA_AXES, gradient_of, parameters_of
 from ..spmd.axes import atoms_of
 from ..spmd.checker import SpmdTypeMode
 from ..spmd.errors import SpmdTypeError
-from ..spmd.spec import spec_of
 from ..spmd.tensor_type import NAME, NOTE, TensorType, note_of, type_of, write
 from ..spmd.types import SpmdType, V
+from ..weights.shard_spec import spec_of
 
 __all__ = ["gated"]
 

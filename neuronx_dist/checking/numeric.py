@@ -14,9 +14,9 @@ from .. import comm
 from ..mesh import Mesh
 from ..parallel_layers.gradient import DATA_AXES, gradient_of
 from ..parallel_layers.grads import reduce_gradients
-from ..parallel_layers.materialize import gather_full, local_modules, materialize, parameter_names
 from ..pipeline import NxDPPModel
-from ..spmd.spec import spec_of
+from ..weights.materialize import gather_full, local_modules, materialize, parameter_names
+from ..weights.shard_spec import spec_of
 from .program import Subject, call_model, find_loss
 from .report import Problem
 from .trace import Deadline

@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from .. import comm, spmd
-from ..spmd.spec import set_spec, spec_of
+from ..weights.shard_spec import set_spec, spec_of
 from .plan import Plan, UnsupportedModelError
 
 __all__ = ["apply_sequence_parallel", "check_sequence_parallel", "mark_partial_gradients"]

@@ -26,7 +26,7 @@ from ..parallel_layers.embedding import ParallelEmbedding
 from ..parallel_layers.linear import ColumnParallelLinear, RowParallelLinear, fuse_columns
 from ..parallel_layers.pad import padded_spec
 from ..spmd import random
-from ..spmd.spec import set_spec, spec_of
+from ..weights.shard_spec import set_spec, spec_of
 from .loss import causal_lm_loss
 from .plan import ATTENTION, Plan, UnsupportedModelError, read_plan
 from .sequence_parallel import apply_sequence_parallel, check_sequence_parallel, mark_partial_gradients

@@ -22,7 +22,7 @@ from torch import nn
 from .. import comm
 from ..comm.generators import device_has_own_program
 from ..comm.host import on_host
-from ..parallel_layers.materialize import (
+from ..weights.materialize import (
     gather_full,
     install_parameter,
     is_local,
@@ -32,7 +32,7 @@ from ..parallel_layers.materialize import (
     parameter_names,
     whole_model,
 )
-from ..spmd.spec import ShardSpec, spec_of
+from ..weights.shard_spec import ShardSpec, spec_of
 from .sources import WeightSource, open_source
 
 __all__ = ["full_state_dict", "load_pretrained", "save_pretrained"]

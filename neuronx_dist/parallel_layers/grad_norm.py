@@ -11,7 +11,7 @@ import torch
 from .. import comm, spmd
 from ..comm.select import in_one_program, only_on_first
 from ..spmd import P, V
-from ..spmd.spec import spec_of
+from ..weights.shard_spec import spec_of
 from .gradient import DATA_AXES, Parameters, gradient_of, is_expert, keeping_stages, parameters_of
 
 __all__ = ["clip_grad_norm", "clip_grads_with_norm", "get_grad_norm", "group_of_ranks", "norm_groups", "norm_of"]

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from .. import comm, spmd
-from ..spmd.spec import restamp
+from ..weights.shard_spec import restamp
 
 __all__ = [
     "DATA_AXES",

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from .. import comm
-from ..spmd.spec import spec_of
+from ..weights.shard_spec import spec_of
 from .buckets import cap_in_bytes, cut, overlap, presence
 from .grad_norm import clip_grad_norm, clip_grads_with_norm, get_grad_norm
 from .gradient import (

@@ -1,6 +1,6 @@
 """NxD's import path for the parallel layers (`linear.py`, `embedding.py`)."""
 
-from ..spmd.spec import set_spec
+from ..weights.shard_spec import set_spec
 from .autograd_linear import linear_with_async_allreduce
 from .embedding import ParallelEmbedding
 from .linear import ColumnParallelLinear, RowParallelLinear, fuse_columns

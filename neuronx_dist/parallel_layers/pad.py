@@ -22,9 +22,9 @@ import torch
 from torch import nn
 
 from .. import comm
-from ..spmd.spec import ShardSpec, set_spec, spec_of
+from ..weights.materialize import gather_full
+from ..weights.shard_spec import ShardSpec, set_spec, spec_of
 from .linear import ColumnParallelLinear, RowParallelLinear
-from .materialize import gather_full
 
 __all__ = ["generate_padding_mask", "get_number_of_extra_heads", "pad_model", "padded_spec"]
 

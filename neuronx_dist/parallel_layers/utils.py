@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from .. import comm
 from ..comm.host import as_inputs, on_host, upload
-from .materialize import install_parameter, is_local, join, local_modules, parameter_names, whole_model
+from ..weights.materialize import install_parameter, is_local, join, local_modules, parameter_names, whole_model
 
 T = TypeVar("T")
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from .. import comm
-from ..parallel_layers.materialize import install_parameter
+from ..weights.materialize import install_parameter
 from .partition import Placement
 
 __all__ = ["StageModule"]

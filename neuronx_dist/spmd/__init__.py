@@ -8,12 +8,11 @@ ordinary torch code; `check` does so for whole models on all ranks of a mesh, in
 from typing import Any
 
 from ..call_site import hide
+from ..weights.shard_spec import ShardedModule, ShardSpec, named_specs, restamp, set_spec, spec_of
 from . import verb_types as _verb_types  # noqa: F401 - gives the checker the types of operators and plain verbs
 from .checker import SpmdTypeMode, typecheck
 from .collectives import all_gather, all_reduce, all_to_all, convert, redistribute, reduce_scatter, reinterpret, table
-from .errors import SpmdTypeError
-from .rules import rule as register_rule
-from .sources import (
+from .declarations import (
     assert_local_type,
     assert_type,
     forget,
@@ -24,7 +23,8 @@ from .sources import (
     mark_shard,
     trust,
 )
-from .spec import ShardedModule, ShardSpec, named_specs, restamp, set_spec, spec_of
+from .errors import SpmdTypeError
+from .rules import rule as register_rule
 from .types import I, P, R, S, Shard, SpmdType, V, dual
 from .verify import verify
 from .watching import no_typecheck

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from ..mesh import DENSE_AXES, Mesh
+from ..weights.shard_spec import spec_of
 from .axes import atoms_of, mesh_atoms
-from .sources import SHARD_OF
-from .spec import spec_of
+from .declarations import SHARD_OF
 from .tensor_type import TensorType, note_of
 from .types import I, R, Shard, SpmdType, V
 

@@ -20,8 +20,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from .. import comm
 from ..comm.generators import get_state
+from ..weights.shard_spec import restamp, spec_of
 from .errors import SpmdTypeError
-from .spec import restamp, spec_of
 
 __all__ = ["Verified", "verify"]
 

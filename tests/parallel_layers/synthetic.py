@@ -13,7 +13,7 @@ from torch import nn
 
 from neuronx_dist import comm
 from neuronx_dist.mesh import Mesh
-from neuronx_dist.spmd.spec import ShardSpec, set_spec
+from neuronx_dist.weights.shard_spec import ShardSpec, set_spec
 
 
 @dataclass(frozen=True)

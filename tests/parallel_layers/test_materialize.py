@@ -12,8 +12,8 @@ from neuronx_dist.comm.backends import threads
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.parallel_layers.embedding import ParallelEmbedding
 from neuronx_dist.parallel_layers.linear import ColumnParallelLinear, RowParallelLinear
-from neuronx_dist.parallel_layers.materialize import gather_full, materialize
 from neuronx_dist.spmd import named_specs
+from neuronx_dist.weights.materialize import gather_full, materialize
 
 
 class Block(nn.Module):

@@ -14,8 +14,8 @@ from neuronx_dist.checking.explore import explore
 from neuronx_dist.checking.numeric import compare_values
 from neuronx_dist.checking.program import Subject
 from neuronx_dist.checking.trace import Deadline
-from neuronx_dist.parallel_layers.materialize import gather_full
 from neuronx_dist.spmd.axes import mesh_of
+from neuronx_dist.weights.materialize import gather_full
 
 __all__ = ["Program"]
 

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from .. import comm
+
 __all__ = ["ShardSpec", "ShardedModule", "named_specs", "restamp", "set_spec", "spec_of"]
 
 _ATTRIBUTE = "_shard_spec"
@@ -133,9 +135,7 @@ def spec_of(param: torch.Tensor) -> ShardSpec:
         if getattr(param, "tensor_model_parallel", False):
             dim, count = int(getattr(param, "partition_dim", 0)), int(getattr(param, "num_partitions", 1))
             if count < 1:  # NxD's default of -1 means: the tensor-parallel size
-                from ..comm import size
-
-                count = size("tp")
+                count = comm.size("tp")
             shape = list(param.shape)
             shape[dim] *= count
             return ShardSpec(

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from .. import comm
-from ..spmd.spec import ShardSpec, restamp, spec_of
+from .shard_spec import ShardSpec, restamp, spec_of
 
 __all__ = [
     "gather_full",

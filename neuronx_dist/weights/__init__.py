@@ -1,0 +1,5 @@
+"""How parameters are laid out over ranks, models of which a rank holds a part, and initial values.
+
+shard_spec.py    how one parameter is sharded, and what marks it so
+materialize.py   values for a model that was built on meta
+"""
