@@ -11,8 +11,8 @@ from torch.overrides import TorchFunctionMode
 
 from ..call_site import DRIVER, LIBRARY, USER, frames
 from ..comm.rank_values import Coordinate, find
-from ..spmd.checker import SpmdTypeMode
 from ..spmd.tensor_type import TensorType, type_of
+from .types.mode import SpmdTypeMode
 
 __all__ = ["Deadline", "Op", "OutOfTime", "Trace"]
 

@@ -8,9 +8,10 @@ ordinary torch code; `check` does so for whole models on all ranks of a mesh, in
 from typing import Any
 
 from ..call_site import hide
+from ..checking.types.handlers import verbs as _verb_types  # noqa: F401 - gives the checker the types of operators and plain verbs
+from ..checking.types.mode import SpmdTypeMode, typecheck
+from ..checking.types.rules import rule as register_rule
 from ..weights.shard_spec import ShardedModule, ShardSpec, named_specs, restamp, set_spec, spec_of
-from . import verb_types as _verb_types  # noqa: F401 - gives the checker the types of operators and plain verbs
-from .checker import SpmdTypeMode, typecheck
 from .collectives import all_gather, all_reduce, all_to_all, convert, redistribute, reduce_scatter, reinterpret, table
 from .declarations import (
     assert_local_type,
@@ -24,7 +25,6 @@ from .declarations import (
     trust,
 )
 from .errors import SpmdTypeError
-from .rules import rule as register_rule
 from .types import I, P, R, S, Shard, SpmdType, V, dual
 from .verify import verify
 from .watching import no_typecheck

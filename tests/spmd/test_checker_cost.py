@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.overrides import _get_current_function_mode_stack, handle_torch_function
 
 from neuronx_dist import comm, spmd
+from neuronx_dist.checking.types import memo as memo_module
+from neuronx_dist.checking.types import mode as checker_module
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.spmd import (
     I,
@@ -26,8 +28,6 @@ from neuronx_dist.spmd import (
     convert,
     get_local_type,
 )
-from neuronx_dist.spmd import checker as checker_module
-from neuronx_dist.spmd import memo as memo_module
 from neuronx_dist.spmd import random as random_module
 
 APPLY = torch.autograd.Function.__dict__["apply"]
@@ -128,7 +128,7 @@ def test_another_mode_need_not_judge_again(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_operators_are_judged_once(mode: SpmdTypeMode, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    from neuronx_dist.spmd import operators
+    from neuronx_dist.checking.types.handlers import operators
 
     original = operators._check_source
     monkeypatch.setattr(operators, "_check_source", lambda *args: (calls.append(args), original(*args))[1])

@@ -14,8 +14,8 @@ from unittest import mock
 from edits import Call, Edit, edits_of, edits_of_function, recorder
 from programs import PROGRAMS
 
+from neuronx_dist.checking.types.handlers import autograd
 from neuronx_dist.comm.backends import threads
-from neuronx_dist.spmd import autograd
 from neuronx_dist.spmd.axes import mesh_of
 
 from call_sites import Site, find_sites, mutate  # isort: skip  # tests/parity, on the path since `programs`

@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from neuronx_dist.spmd.rules import RULES
-from neuronx_dist.spmd.rules.indexing import _writes_number, index_sum, scatter_sum, write
+from neuronx_dist.checking.types.rules import RULES
+from neuronx_dist.checking.types.rules.indexing import _writes_number, index_sum, scatter_sum, write
 from tests.spmd.rules.verify_rule import received, verify
 
 

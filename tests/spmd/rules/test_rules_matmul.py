@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from verify_rule import verify
 
-from neuronx_dist.spmd.rules.spec import contraction
+from neuronx_dist.checking.types.rules.spec import contraction
 
 
 def signed(*shape, seed=0):

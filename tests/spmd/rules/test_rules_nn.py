@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from neuronx_dist.spmd.rules import RULES
-from neuronx_dist.spmd.rules.bodies import body
+from neuronx_dist.checking.types.rules import RULES
+from neuronx_dist.checking.types.rules.bodies import body
 from tests.spmd.rules.verify_rule import received, verify
 
 

@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from verify_rule import received, verify
 
-from neuronx_dist.spmd.rules import RULES
-from neuronx_dist.spmd.rules import pointwise as module
-from neuronx_dist.spmd.rules.names import in_place, out_of_place
-from neuronx_dist.spmd.rules.spec import elementwise
+from neuronx_dist.checking.types.rules import RULES
+from neuronx_dist.checking.types.rules import pointwise as module
+from neuronx_dist.checking.types.rules.names import in_place, out_of_place
+from neuronx_dist.checking.types.rules.spec import elementwise
 
 
 def floats(*shape, low=0.2, high=0.9, seed=0):

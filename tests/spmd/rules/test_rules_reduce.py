@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from verify_rule import verify
 
-from neuronx_dist.spmd.rules import RULES
+from neuronx_dist.checking.types.rules import RULES
 
 
 def signed(*shape, seed=0):

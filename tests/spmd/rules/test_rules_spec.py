@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from verify_rule import received, verify
 
-from neuronx_dist.spmd.rules import RULES, Rule, Spec, operands, rule
-from neuronx_dist.spmd.rules.names import getter, in_place, out_of_place
-from neuronx_dist.spmd.rules.spec import (
+from neuronx_dist.checking.types.rules import RULES, Rule, Spec, operands, rule
+from neuronx_dist.checking.types.rules.names import getter, in_place, out_of_place
+from neuronx_dist.checking.types.rules.spec import (
     ALL,
     along,
     contraction,

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-import neuronx_dist.spmd.rules.moves
-import neuronx_dist.spmd.rules.pieces
-import neuronx_dist.spmd.rules.views  # noqa: F401 - registers the rules
-from neuronx_dist.spmd.rules.views import regroup
+import neuronx_dist.checking.types.rules.moves
+import neuronx_dist.checking.types.rules.pieces
+import neuronx_dist.checking.types.rules.views  # noqa: F401 - registers the rules
+from neuronx_dist.checking.types.rules.views import regroup
 from tests.spmd.rules.verify_rule import verify
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from neuronx_dist.spmd.rules import RULES, Rule, Spec, operands
+from neuronx_dist.checking.types.rules import RULES, Rule, Spec, operands
 
 __all__ = ["received", "verify"]
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from .errors import Violation
+from ...spmd.errors import Violation
+from ...spmd.types import Shard, SpmdType, V
 from .rules.spec import Dims, Spec
-from .types import Shard, SpmdType, V
 
 __all__ = ["Place", "locate", "put"]
 

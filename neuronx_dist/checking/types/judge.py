@@ -19,12 +19,12 @@ from collections.abc import Sequence
 from itertools import combinations
 from typing import Any, NamedTuple
 
-from .axes import order_of
-from .errors import Violation
-from .places import Place, locate, put
+from ...spmd.axes import order_of
+from ...spmd.errors import Violation
+from ...spmd.tensor_type import TensorType
+from ...spmd.types import UNIFORM, ZERO, I, P, R, Shard, SpmdType, V, repeated
 from .rules.spec import Dims, Rule, Spec
-from .tensor_type import TensorType
-from .types import UNIFORM, ZERO, I, P, R, Shard, SpmdType, V, repeated
+from .shard_positions import Place, locate, put
 
 __all__ = ["EXPANDS", "Judgement", "Operand", "judge"]
 

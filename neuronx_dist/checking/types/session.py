@@ -15,14 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ..comm import context
-from ..mesh import Mesh
-from .axes import atoms_of, mesh_of
+from ...comm import context
+from ...mesh import Mesh
+from ...spmd.axes import atoms_of, mesh_of
+from ...spmd.tensor_type import EQUAL, NAME, NOTE, Note, Origin, TensorType, note_of, tensors_in, version
+from ...spmd.types import R
 from .judge import Judgement
-from .provenance import where
+from .messages.provenance import where
 from .rules import Rule
-from .tensor_type import EQUAL, NAME, NOTE, Note, Origin, TensorType, note_of, tensors_in, version
-from .types import R
 
 __all__ = ["Session", "in_backward"]
 

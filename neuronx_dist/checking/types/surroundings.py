@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import raw
-from .tensor_type import READONLY, note_of
-from .watching import active
+from ...spmd.tensor_type import READONLY, note_of
+from ...spmd.watching import active
+from . import raw_collectives as raw
 
 __all__ = ["surroundings"]
 

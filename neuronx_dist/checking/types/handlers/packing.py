@@ -14,15 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .errors import SpmdTypeError
-from .explain import shown
+from ....spmd.errors import SpmdTypeError
+from ....spmd.tensor_type import Note, Segments, TensorType
+from ....spmd.types import R
+from ..messages.explain import shown
+from ..messages.provenance import where
+from ..rules import RULES, Rule
+from ..rules.names import CATS
+from ..session import Session
 from .inplace import check_write, note_write
-from .provenance import where
-from .rules import RULES, Rule
-from .rules.names import CATS
-from .session import Session
-from .tensor_type import Note, Segments, TensorType
-from .types import R
 
 __all__ = ["FOREACH", "call", "for_each"]
 

@@ -12,11 +12,11 @@ import ast
 from collections.abc import Sequence
 from typing import Any
 
-from .errors import Violation
+from ....spmd.errors import Violation
+from ....spmd.types import P, R, Shard, SpmdType, V
 from .provenance import Named, Site
 from .rewrites import SPECIAL, declared, otherwise
 from .trials import LAST, Call, Change, Edit, Repair, call_of, changes_of, edit_of, legal, route, size_of, written
-from .types import P, R, Shard, SpmdType, V
 
 __all__ = ["find_repairs", "operator_repairs"]
 

@@ -21,12 +21,12 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from ...spmd.tensor_type import TensorType
+from .handlers.random_numbers import drawing
 from .judge import EXPANDS, Judgement
-from .random_types import drawing
 from .rules import Rule
 from .rules.names import CATS
 from .session import Session
-from .tensor_type import TensorType
 
 __all__ = ["LONG", "NUMBERS", "PLAIN", "SEQUENCES", "SIZE", "TENSORS", "Closer", "Plan", "closer", "details", "keep"]
 

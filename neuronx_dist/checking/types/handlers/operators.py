@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import comm
-from . import collectives
-from .axes import atoms_of, order_of
-from .explain import operator_error
-from .provenance import module_path, where
-from .session import Session
-from .tensor_type import Note, Origin, TensorType
-from .types import UNIFORM, P, R, Shard, SpmdType, V, repeated
-from .watching import HANDLERS
+from .... import comm
+from ....spmd import collectives
+from ....spmd.axes import atoms_of, order_of
+from ....spmd.tensor_type import Note, Origin, TensorType
+from ....spmd.types import UNIFORM, P, R, Shard, SpmdType, V, repeated
+from ....spmd.watching import HANDLERS
+from ..messages.explain import operator_error
+from ..messages.provenance import module_path, where
+from ..session import Session
 
 __all__ = ["cut", "joined"]
 

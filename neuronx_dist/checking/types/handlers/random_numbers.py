@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..comm import context
-from .judge import Operand
-from .random import TENSOR_PARALLEL, streams
-from .rules import Rule
-from .session import Session
-from .tensor_type import EQUAL, UNIFORM_TYPE, ZERO_TYPE, TensorType
-from .types import R, SpmdType, V
+from ....comm import context
+from ....spmd.random import TENSOR_PARALLEL, streams
+from ....spmd.tensor_type import EQUAL, UNIFORM_TYPE, ZERO_TYPE, TensorType
+from ....spmd.types import R, SpmdType, V
+from ..judge import Operand
+from ..rules import Rule
+from ..session import Session
 
 __all__ = ["drawing", "draws", "made_type", "stream_type"]
 

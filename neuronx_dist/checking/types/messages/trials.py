@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .errors import Violation
-from .judge import Operand, judge
+from ....spmd.errors import Violation
+from ....spmd.tensor_type import TensorType, note_of
+from ....spmd.types import I, P, R, Shard, SpmdType, V
+from ..judge import Operand, judge
+from ..rules import Rule
+from ..rules.spec import Spec
 from .provenance import Named, Site, contracts
-from .rules import Rule
-from .rules.spec import Spec
-from .tensor_type import TensorType, note_of
-from .types import I, P, R, Shard, SpmdType, V
 
 __all__ = [
     "Call",
@@ -101,7 +101,7 @@ def call_of(
 
 def size_of(mode: Any, axis: str) -> int | None:
     """Ranks on an axis; None if nobody knows."""
-    from .. import comm
+    from .... import comm
 
     try:
         return int(mode.mesh.size(axis)) if mode.mesh is not None else int(comm.size(axis))
@@ -275,7 +275,7 @@ def edit_of(here: Site | None, node: ast.AST | None, text: str) -> Edit | None:
 
 def route(src: SpmdType, dst: SpmdType) -> tuple[str, bool] | None:
     """The operator that takes `src` to `dst` and keeps the global value, and whether it needs expert_mode."""
-    from .collectives import ROWS
+    from ....spmd.collectives import ROWS
 
     a, b = src.letter, dst.letter
     if a == b and not isinstance(src, Shard):

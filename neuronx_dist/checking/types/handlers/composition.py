@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..comm import context
-from .errors import SpmdTypeError
-from .provenance import where
-from .session import Session
-from .tensor_type import TensorType, note_of
+from ....comm import context
+from ....spmd.errors import SpmdTypeError
+from ....spmd.tensor_type import TensorType, note_of
+from ..messages.provenance import where
+from ..session import Session
 
 __all__ = ["Comparison", "run_node"]
 

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..call_site import call_site
-from .tensor_type import NAME
+from ....call_site import call_site
+from ....spmd.tensor_type import NAME
 
 __all__ = ["Named", "Site", "leaf_of", "module_path", "name_of", "name_operands", "site", "where"]
 

@@ -19,23 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointFunction
 
-from ..comm import context
-from . import autograd, packing, raw
-from .declared import parameter_type
-from .errors import Violation
-from .explain import Call, explain, explain_shapes, missing_type
-from .inplace import OVERWRITES, check_write, note_write, overwritten, stale
-from .intercept import intercept
-from .judge import Judgement, Operand, judge
-from .memo import LONG, NUMBERS, PLAIN, SEQUENCES, TENSORS, Plan, closer, details, keep
-from .positions import coordinates, counted, counts, picked
-from .provenance import module_path, where
-from .random_types import draws, made_type, stream_type
-from .rules import RULES, Rule, operands
-from .rules.names import CATS
-from .session import Session, in_backward
-from .surroundings import surroundings
-from .tensor_type import (
+from ...comm import context
+from ...spmd.errors import Violation
+from ...spmd.intercept import intercept
+from ...spmd.tensor_type import (
     COUNTED,
     EQUAL,
     FRESH,
@@ -50,8 +37,22 @@ from .tensor_type import (
     version,
     without_shards,
 )
-from .types import R, V
-from .watching import HANDLERS, Watcher, entered, left
+from ...spmd.types import R, V
+from ...spmd.watching import HANDLERS, Watcher, entered, left
+from . import raw_collectives as raw
+from .declared import parameter_type
+from .handlers import autograd, packing
+from .handlers.inplace import OVERWRITES, check_write, note_write, overwritten, stale
+from .handlers.random_numbers import draws, made_type, stream_type
+from .handlers.rank_values import coordinates, counted, counts, picked
+from .judge import Judgement, Operand, judge
+from .memo import LONG, NUMBERS, PLAIN, SEQUENCES, TENSORS, Plan, closer, details, keep
+from .messages.explain import Call, explain, explain_shapes, missing_type
+from .messages.provenance import module_path, where
+from .rules import RULES, Rule, operands
+from .rules.names import CATS
+from .session import Session, in_backward
+from .surroundings import surroundings
 
 __all__ = ["SpmdTypeMode", "typecheck"]
 

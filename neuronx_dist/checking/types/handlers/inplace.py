@@ -13,13 +13,13 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from .errors import SpmdTypeError
-from .explain import data_error, shown, write_error
-from .provenance import where
-from .rules import Rule
-from .session import Session, in_backward
-from .tensor_type import NAME, NOTE, READONLY, ZERO_TYPE, Note, TensorType, note_of
-from .types import UNIFORM, ZERO, R, Shard, SpmdType, V
+from ....spmd.errors import SpmdTypeError
+from ....spmd.tensor_type import NAME, NOTE, READONLY, ZERO_TYPE, Note, TensorType, note_of
+from ....spmd.types import UNIFORM, ZERO, R, Shard, SpmdType, V
+from ..messages.explain import data_error, shown, write_error
+from ..messages.provenance import where
+from ..rules import Rule
+from ..session import Session, in_backward
 
 __all__ = ["OVERWRITES", "check_write", "last_write", "note_write", "overwritten", "stale"]
 

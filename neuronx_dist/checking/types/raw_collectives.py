@@ -13,12 +13,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..call_site import LIBRARY, TRANSPORT, frames
-from .errors import SpmdTypeError
-from .explain import shown
-from .provenance import where
-from .tensor_type import note_of, tensors_in
-from .watching import active
+from ...call_site import LIBRARY, TRANSPORT, frames
+from ...spmd.errors import SpmdTypeError
+from ...spmd.tensor_type import note_of, tensors_in
+from ...spmd.watching import active
+from .messages.explain import shown
+from .messages.provenance import where
 
 __all__ = ["check", "install", "refuse", "remove"]
 

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from .errors import Violation
+from ....spmd.errors import Violation
+from ....spmd.tensor_type import Origin, note_of
+from ....spmd.types import I, P, R, Shard, SpmdType, V
+from ..rules import RULES
 from .provenance import Named, Site
-from .rules import RULES
-from .tensor_type import Origin, note_of
 from .trials import Call, Change, Edit, Repair, call_of, contracted, edit_of, legal, misfit, on_meta, written
-from .types import I, P, R, Shard, SpmdType, V
 
 __all__ = ["SPECIAL", "declared", "fitting_sizes", "origin_repair", "otherwise"]
 

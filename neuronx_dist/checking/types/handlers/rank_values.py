@@ -11,13 +11,13 @@ from typing import Any, SupportsIndex
 
 from torch import Tensor
 
-from ..comm.rank_values import Coordinate, find
-from .axes import atoms_of
-from .rules import Rule
-from .rules.spec import Spec
-from .session import Session
-from .tensor_type import COUNTED, Note, note_of
-from .types import R, Shard, SpmdType, V
+from ....comm.rank_values import Coordinate, find
+from ....spmd.axes import atoms_of
+from ....spmd.tensor_type import COUNTED, Note, note_of
+from ....spmd.types import R, Shard, SpmdType, V
+from ..rules import Rule
+from ..rules.spec import Spec
+from ..session import Session
 
 __all__ = ["Pieces", "coordinates", "counted", "counts", "picked"]
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from ..mesh import DENSE_AXES, Mesh
-from ..weights.shard_spec import spec_of
-from .axes import atoms_of, mesh_atoms
-from .declarations import SHARD_OF
-from .tensor_type import TensorType, note_of
-from .types import I, R, Shard, SpmdType, V
+from ...mesh import DENSE_AXES, Mesh
+from ...spmd.axes import atoms_of, mesh_atoms
+from ...spmd.declarations import SHARD_OF
+from ...spmd.tensor_type import TensorType, note_of
+from ...spmd.types import I, R, Shard, SpmdType, V
+from ...weights.shard_spec import spec_of
 
 __all__ = ["input_type", "parameter_type"]
 

@@ -8,14 +8,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .errors import SpmdTypeError, Violation
-from .judge import Operand, judge
+from ....spmd.errors import SpmdTypeError, Violation
+from ....spmd.tensor_type import Note, TensorType, note_of
+from ....spmd.types import I, P, R, Shard, SpmdType, V
+from ..judge import Operand, judge
+from ..rules import RULES
+from ..session import Session
 from .provenance import Named, leaf_of, module_path, name_of, name_operands, site, where
 from .repairs import find_repairs, operator_repairs
 from .rewrites import fitting_sizes, origin_repair
-from .rules import RULES
-from .session import Session
-from .tensor_type import Note, TensorType, note_of
 from .trials import (
     Call,
     Repair,
@@ -30,7 +31,6 @@ from .trials import (
     size_of,
     unreduced,
 )
-from .types import I, P, R, Shard, SpmdType, V
 
 __all__ = [
     "Call",

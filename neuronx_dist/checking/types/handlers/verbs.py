@@ -12,18 +12,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import comm
-from ..comm import Handle
-from .axes import atoms_of
-from .errors import SpmdTypeError
-from .explain import operator_error
+from .... import comm
+from ....comm import Handle
+from ....spmd.axes import atoms_of
+from ....spmd.errors import SpmdTypeError
+from ....spmd.tensor_type import Note, Segments, TensorType
+from ....spmd.types import UNIFORM, ZERO, I, R, Shard, SpmdType, V
+from ....spmd.watching import HANDLERS
+from ..messages.explain import operator_error
+from ..messages.provenance import where
+from ..session import Session
 from .inplace import note_write
 from .operators import cut, joined
-from .provenance import where
-from .session import Session
-from .tensor_type import Note, Segments, TensorType
-from .types import UNIFORM, ZERO, I, R, Shard, SpmdType, V
-from .watching import HANDLERS
 
 __all__ = ["verb_type"]
 

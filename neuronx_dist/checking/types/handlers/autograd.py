@@ -17,15 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..comm import context
+from ....comm import context
+from ....spmd.errors import SpmdTypeError
+from ....spmd.tensor_type import NOTE, READONLY, TensorType, note_of
+from ....spmd.types import I, P, R, Shard, SpmdType, V
+from ..messages.explain import gradient_error, loss_error, shown
+from ..messages.provenance import where
+from ..session import Session
 from .composition import Comparison, run_node
-from .errors import SpmdTypeError
-from .explain import gradient_error, loss_error, shown
 from .inplace import last_write
-from .provenance import where
-from .session import Session
-from .tensor_type import NOTE, READONLY, TensorType, note_of
-from .types import I, P, R, Shard, SpmdType, V
 
 __all__ = ["adopt", "apply_function", "check_loss", "handlers"]
 
