@@ -3,10 +3,9 @@
 The names here are what a training script imports; `docs/architecture.md` says where everything lives.
 """
 
-from typing import Any
-
 from . import comm, parallel_layers, spmd
 from .comm.launch import init_distributed
+from .lazy_names import lazy_names
 from .mesh import Mesh
 from .parallel_layers import parallel_state
 from .parallel_layers.embedding import ParallelEmbedding
@@ -17,14 +16,14 @@ from .parallel_layers.parallel_state import destroy_model_parallel, initialize_m
 
 __version__ = "0.1.0"
 
-# Loaded when first asked for, so that importing the package stays quick.
+# Name -> its module. Loaded when first asked for, so that importing the package stays quick.
 _LAZY = {
     "Layout": "layout",
     "MasterWeightsOptimizer": "optimizer",
     "NeuronZero1Optimizer": "optimizer",
     "NxDPPModel": "pipeline",
     "clip_grad_norm": "parallel_layers.grads",
-    "hf": "",
+    "hf": "hf",
     "global_num_items": "parallel_layers.grads",
     "materialize": "parallel_layers.materialize",
     "model_parallel_manual_seed": "parallel_layers.random",
@@ -53,16 +52,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import import_module
-
-    if not _LAZY[name]:
-        return import_module(f".{name}", __name__)
-    value = getattr(import_module(f".{_LAZY[name]}", __name__), name)
-    globals()[name] = value
-    return value
+__getattr__ = lazy_names(__name__, _LAZY)
 
 
 def __dir__() -> list[str]:

@@ -13,9 +13,12 @@ report.py    what was found; api.py: `check`
 """
 
 from ..call_site import hide
-from .api import check
-from .report import Problem, Report
+from ..lazy_names import lazy_names
 
 __all__ = ["Problem", "Report", "check"]
 
 hide(__name__)
+
+__getattr__ = lazy_names(
+    __name__, {"Problem": "checking.report", "Report": "checking.report", "check": "checking.api"}
+)

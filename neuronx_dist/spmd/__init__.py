@@ -1,16 +1,17 @@
 """SPMD types: typed, differentiable collectives, and the checker that proves a program's types.
 
-`R, I, V, P, S(i)` are the types (`types.py`), the operators are rows of one table (`collectives.py`), `spec.py` says
-how parameters are laid out, `random.py` holds the random streams. `SpmdTypeMode` (`checker.py`) follows types through
-ordinary torch code; `check` does so for whole models on all ranks of a mesh, in one process (`neuronx_dist.checking`).
+types.py          R, I, V, P, S(i); tensor_type.py: the type of a tensor, and how it is written on tensors
+collectives.py    the operators, which are rows of one table
+declarations.py   what users and layers tell the checker about a tensor
+watching.py       whether a checker is at work; functions that it treats in a way of their own
+axes.py           axes as the types name them; random.py: random streams; verify.py: equal values, at run time
+
+`SpmdTypeMode` follows types through ordinary torch code; `check` does so for whole models on all ranks of a mesh, in
+one process. Both live in `neuronx_dist.checking`, which is loaded when they are asked for.
 """
 
-from typing import Any
-
 from ..call_site import hide
-from ..checking.types.handlers import verbs as _verb_types  # noqa: F401 - gives the checker the types of operators and plain verbs
-from ..checking.types.mode import SpmdTypeMode, typecheck
-from ..checking.types.rules import rule as register_rule
+from ..lazy_names import lazy_names
 from ..weights.shard_spec import ShardedModule, ShardSpec, named_specs, restamp, set_spec, spec_of
 from .collectives import all_gather, all_reduce, all_to_all, convert, redistribute, reduce_scatter, reinterpret, table
 from .declarations import (
@@ -73,10 +74,11 @@ __all__ = [
 hide(__name__)
 
 
-def __getattr__(name: str) -> Any:
-    """`check` stands on the whole package, and is looked up when it is used."""
-    if name == "check":
-        from ..checking import check
-
-        return check
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+# The checker stands above this room: a training run loads none of it.
+_LAZY = {
+    "SpmdTypeMode": "checking.types.mode",
+    "check": "checking.api",
+    "register_rule": "checking.types.rules:rule",
+    "typecheck": "checking.types.mode",
+}
+__getattr__ = lazy_names(__name__, _LAZY)

@@ -1,4 +1,4 @@
-"""`python -m neuronx_dist.spmd check`: its exit codes, its JSON, and what it says of a wrong command."""
+"""`neuronx-dist check`: its exit codes, its JSON, and what it says of a wrong command."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from neuronx_dist.spmd import __main__ as command
+from neuronx_dist import __main__ as command
 
 MODELS = str(Path(__file__).with_name("checked_models.py"))
 ROOT = Path(__file__).resolve().parents[2]

@@ -1,4 +1,4 @@
-"""Checks a parallel model from the command line: `python -m neuronx_dist.spmd check file.py:model_fn --mesh tp=4`."""
+"""`neuronx-dist check file.py:model_fn --mesh tp=4`: checks a parallel model from the command line."""
 
 from __future__ import annotations
 
@@ -9,6 +9,11 @@ import importlib.util
 import sys
 from pathlib import Path
 from typing import Any
+
+from ..spmd.axes import mesh_of
+from .api import check
+
+__all__ = ["add_arguments", "run"]
 
 _EXAMPLE = """\
 example:
@@ -28,59 +33,42 @@ example:
       nxd.reduce_gradients(model)
       optimizer.step()
 
-  $ python -m neuronx_dist.spmd check model.py:model_fn --mesh dp=2,tp=4 --step step
+  $ neuronx-dist check model.py:model_fn --mesh dp=2,tp=4 --step step
   ok: 27 operators, 2 collectives, 8 ranks with one program; ...
 
 The exit code is 0 if all is well, 1 if there is a problem, 2 if the command cannot be understood.
 """
 
 
-class _Usage(Exception):
-    """The command names something that is not there."""
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Runs the command; returns its exit code."""
-    parser = argparse.ArgumentParser(prog="python -m neuronx_dist.spmd", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
-    check = commands.add_parser(
-        "check",
-        help="play a training step of every rank in this process, and compare them",
-        description="Plays a training step of every rank that can differ, without processes, weights or values.",
-        epilog=_EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    check.add_argument("model", metavar="file.py:model_fn", help="a function that builds the model of a rank")
-    check.add_argument("--mesh", required=True, metavar="pp=2,dp=2,tp=4", help="sizes of the axes; others are 1")
-    check.add_argument(
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What `check` takes."""
+    parser.description = "Plays a training step of every rank that can differ, without processes, weights or values."
+    parser.epilog = _EXAMPLE
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("model", metavar="file.py:model_fn", help="a function that builds the model of a rank")
+    parser.add_argument("--mesh", required=True, metavar="pp=2,dp=2,tp=4", help="sizes of the axes; others are 1")
+    parser.add_argument(
         "--inputs",
         metavar="[file.py:]name",
         help="example inputs of one rank: a function or a value; default: example_inputs of the model's file",
     )
-    check.add_argument("--step", metavar="[file.py:]name", help="step(model, optimizer, inputs): a whole training step")
-    check.add_argument("--optimizer", metavar="[file.py:]name", help="optimizer(params); default: SGD")
-    check.add_argument(
+    parser.add_argument("--step", metavar="[file.py:]name", help="step(model, optimizer, inputs): a training step")
+    parser.add_argument("--optimizer", metavar="[file.py:]name", help="optimizer(params); default: SGD")
+    parser.add_argument(
         "--option", action="append", default=[], metavar="name=value", help="an argument of model_fn; may be repeated"
     )
-    check.add_argument("--level", choices=("G", "L", "none"), default="G", help="what to prove of the types (G)")
-    check.add_argument("--numeric", action="store_true", help="run it with values too; for toy sizes")
-    check.add_argument("--time-limit", type=float, metavar="SECONDS", help="stop after so long, without a verdict")
-    check.add_argument("--json", action="store_true", help="print the report as JSON")
-    try:
-        args = parser.parse_args(argv)
-    except SystemExit as ended:  # help is 0, a mistake 2
-        return int(ended.code or 0)
-    try:
-        return _check(args)
-    except _Usage as error:
-        print(f"{parser.prog} check: {error}", file=sys.stderr)
-        return 2
+    parser.add_argument("--level", choices=("G", "L", "none"), default="G", help="what to prove of the types (G)")
+    parser.add_argument("--numeric", action="store_true", help="run it with values too; for toy sizes")
+    parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="stop after so long, without a verdict")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
 
 
-def _check(args: argparse.Namespace) -> int:
-    from ..checking import check
-    from .axes import mesh_of
+def run(args: argparse.Namespace) -> int:
+    """Checks what `args` name; returns the exit code.
 
+    Raises:
+        argparse.ArgumentError: the command names something that is not there.
+    """
     file = args.model.rpartition(":")[0]
     model_fn = _load(args.model, "")
     inputs = _load(args.inputs or "example_inputs", file)
@@ -88,7 +76,7 @@ def _check(args: argparse.Namespace) -> int:
         mesh = _sizes(args.mesh)
         mesh_of(mesh)
     except ValueError as error:
-        raise _Usage(f"--mesh {args.mesh}: {error}") from None
+        raise _usage_error(f"--mesh {args.mesh}: {error}") from None
     report = check(
         model_fn,
         inputs,
@@ -104,17 +92,21 @@ def _check(args: argparse.Namespace) -> int:
     return 0 if report.ok else 1
 
 
+def _usage_error(text: str) -> argparse.ArgumentError:
+    return argparse.ArgumentError(None, text)
+
+
 def _load(name: str, file: str) -> Any:
     """What `file.py:name` or `package.module:name` is; a bare `name` is looked up in `file`."""
     place, _, attribute = name.rpartition(":")
     place = place or file
     if not place:
-        raise _Usage(f"{name!r} names no file: write file.py:function")
+        raise _usage_error(f"{name!r} names no file: write file.py:function")
     module = _module(place)
     found: Any = module
     for part in attribute.split("."):
         if not hasattr(found, part):
-            raise _Usage(f"{place} has no {attribute!r}; it has {_listed(module)}")
+            raise _usage_error(f"{place} has no {attribute!r}; it has {_listed(module)}")
         found = getattr(found, part)
     return found
 
@@ -128,7 +120,7 @@ def _module(place: str) -> Any:
     if place.endswith(".py"):
         path = Path(place).resolve()
         if not path.is_file():
-            raise _Usage(f"there is no file {place} (seen from {Path.cwd()})")
+            raise _usage_error(f"there is no file {place} (seen from {Path.cwd()})")
         if str(path.parent) not in sys.path:
             sys.path.insert(0, str(path.parent))  # as Python does for a script: it may import its neighbours
         spec = importlib.util.spec_from_file_location(path.stem, path)
@@ -140,7 +132,7 @@ def _module(place: str) -> Any:
         try:
             module = importlib.import_module(place)
         except ModuleNotFoundError as error:
-            raise _Usage(f"cannot import {place}: {error}") from None
+            raise _usage_error(f"cannot import {place}: {error}") from None
     _modules[place] = module
     return module
 
@@ -156,7 +148,7 @@ def _sizes(text: str) -> dict[str, int]:
     for part in text.split(","):
         axis, equals, size = part.partition("=")
         if not equals or not size.strip().isdigit():
-            raise _Usage(f"--mesh {text}: {part!r} is not axis=size, such as tp=4")
+            raise _usage_error(f"--mesh {text}: {part!r} is not axis=size, such as tp=4")
         sizes[axis.strip()] = int(size)
     return sizes
 
@@ -165,12 +157,8 @@ def _option(text: str) -> tuple[str, Any]:
     """`name=value`; a value that is no Python literal is a string."""
     name, equals, value = text.partition("=")
     if not equals:
-        raise _Usage(f"--option {text}: write name=value")
+        raise _usage_error(f"--option {text}: write name=value")
     try:
         return name, ast.literal_eval(value)
     except (ValueError, SyntaxError):
         return name, value
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,0 +1,39 @@
+"""Names of a package that are imported when they are first asked for: `spmd.check`, `neuronx_dist.NxDPPModel`.
+
+They keep `import neuronx_dist` light, and they are the only way in which a lower room names a higher one. The test of
+the package's structure lists all that do.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+__all__ = ["lazy_names"]
+
+
+def lazy_names(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
+    """The `__getattr__` of a package.
+
+    Args:
+        package: its `__name__`.
+        modules: name -> the module that defines it, relative to `neuronx_dist`, or `module:attribute` where it has
+            another name there; `name` itself where it is a module.
+
+    Example:
+        __getattr__ = lazy_names(__name__, {"check": "checking.api"})
+    """
+    root = __name__.partition(".")[0]
+
+    def resolve(name: str) -> Any:
+        if name not in modules:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        path, _, attribute = modules[name].partition(":")
+        module = importlib.import_module(f"{root}.{path}")
+        value = module if path == name else getattr(module, attribute or name)
+        setattr(sys.modules[package], name, value)
+        return value
+
+    return resolve
