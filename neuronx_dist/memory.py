@@ -159,7 +159,7 @@ def _play(
     from .optimizer import MasterWeightsOptimizer, NeuronZero1Optimizer
     from .parallel_layers.grads import reduce_gradients
     from .pipeline import NxDPPModel
-    from .pipeline.inputs import Batch
+    from .pipeline.run.microbatches import Batch
     from .pipeline.schedule import one_f_one_b
 
     meter = MemoryMeter()

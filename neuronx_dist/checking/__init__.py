@@ -1,15 +1,8 @@
 """Whole models proven right in one process, before a job starts: `neuronx_dist.spmd.check`.
 
-fakes.py     tensors with shapes and no values in the place of a model's
-trace.py     what a program calls
-program.py   plays one rank on fake tensors, in phases that can be played again for another rank
-explore.py   which ranks to play: those whose program can differ, because it looked at a coordinate
-gate.py      no gradient may be a part of a sum when the optimizer uses it
-sources.py   types of inputs, and of what stages send one another
-compare.py   all ranks' collectives, group by group; messages between stages; the schedule
-branches.py  what ranks do differently beside communicating
-numeric.py   the same step with real values at toy size, on threads and in one process
-report.py    what was found; api.py: `check`
+types/      the type checker: SPMD types follow tensors through torch
+programs/   a training step of every rank, played in one process and compared
+report.py   what was found; api.py: `check`; command.py: `neuronx-dist check`
 """
 
 from ..call_site import hide

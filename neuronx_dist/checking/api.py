@@ -10,12 +10,12 @@ from ..call_site import LIBRARY, USER, nearest_line, owner_of
 from ..mesh import DENSE_AXES, Mesh
 from ..spmd.axes import mesh_of
 from ..spmd.errors import SpmdTypeError
-from .branches import compare_branches, differences
-from .compare import compare_events, compare_schedule
-from .explore import Explored, Failure, explore
-from .program import ReadsValues, Subject
+from .programs.branches import compare_branches, differences
+from .programs.calls import Deadline, OutOfTime
+from .programs.compare import compare_events, compare_schedule
+from .programs.explore import Explored, Failure, explore
+from .programs.played import ReadsValues, Subject
 from .report import Problem, Report
-from .trace import Deadline, OutOfTime
 
 __all__ = ["check"]
 
@@ -91,7 +91,7 @@ def check(
         for problem in compared or compare_branches(found):
             report.add(problem)
     if numeric and report.ok:
-        from .numeric import compare_values
+        from .programs.numeric import compare_values
 
         try:
             for problem in compare_values(subject, grid, deadline, report.notes):

@@ -1,8 +1,8 @@
 """Pipeline parallelism: record a forward (`trace`), cut it into stages (`partition`), and run them by a schedule."""
 
+from .cut.partition import create_partitions
 from .model import NxDPPModel
-from .partition import create_partitions
-from .recording import TracingError
+from .record.recording import TracingError
 from .schedule import Kind, Task, format_schedule, inference, one_f_one_b, simulate
 
 __all__ = [

@@ -24,8 +24,7 @@ from ..comm.select import in_one_program
 from ..parallel_layers import PARALLEL_MODULES
 from ..parallel_layers.grads import reduce_gradients
 from ..spmd.watching import active
-from .inputs import Batch, evaluating, find_loss
-from .partition import (
+from .cut.partition import (
     check_cuts,
     check_placement,
     create_partitions,
@@ -34,13 +33,14 @@ from .partition import (
     place_by_registration,
     split,
 )
-from .recording import Recording, TensorSpec
-from .rounds import Lockstep, Transfers
-from .runtime import Channels, Run
+from .cut.stage import Stage
+from .record.recorder import record
+from .record.recording import Recording, TensorSpec
+from .run.executor import Channels, Run
+from .run.lockstep import Lockstep, Transfers
+from .run.microbatches import Batch, evaluating, find_loss
 from .schedule import Task, inference, one_f_one_b
-from .stage import Stage
 from .stage_module import StageModule
-from .trace import record
 
 __all__ = ["NxDPPModel"]
 

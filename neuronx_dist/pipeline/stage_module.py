@@ -11,7 +11,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from .. import comm
 from ..weights.materialize import install_parameter
-from .partition import Placement
+from .cut.partition import Placement
 
 __all__ = ["StageModule"]
 

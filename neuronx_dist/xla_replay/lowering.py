@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from .. import comm
 from ..comm.backends.xla import Issued, XlaBackend, upload
 from ..mesh import Mesh
-from ..pipeline.stage import add_place
+from ..pipeline.cut.stage import add_place
 from .cutting import Cutter, on_device
 from .host_reads import INSTEAD, device_waits, reads_guarded
 from .traces import Step, Trace, Value

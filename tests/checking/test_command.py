@@ -80,10 +80,10 @@ def test_the_help_has_an_example_that_works(capsys, tmp_path):
     assert code == 0 and "model.py" in out
     example = out.split("# model.py\n")[1].split("$ ")[0]
     (tmp_path / "model.py").write_text("\n".join(line[2:] for line in example.splitlines()))
-    asked = re.search(r"\$ python (-m .*)", out)
+    asked = re.search(r"\$ neuronx-dist (.*)", out)
     assert asked
     done = subprocess.run(
-        [sys.executable, *asked[1].split()],
+        [sys.executable, "-m", "neuronx_dist", *asked[1].split()],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,

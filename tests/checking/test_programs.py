@@ -12,9 +12,9 @@ import torch
 
 import neuronx_dist as nxd
 from neuronx_dist import Mesh, comm, spmd
-from neuronx_dist.checking.explore import explore
-from neuronx_dist.checking.program import Subject
-from neuronx_dist.checking.trace import Deadline
+from neuronx_dist.checking.programs.calls import Deadline
+from neuronx_dist.checking.programs.explore import explore
+from neuronx_dist.checking.programs.played import Subject
 
 MESH = {"dp": 2, "tp": 4}
 
@@ -337,7 +337,7 @@ def test_a_batch_that_is_not_divisible_into_microbatches():
 
 
 def test_the_schedule_is_simulated_over_all_microbatches(monkeypatch):
-    from neuronx_dist.checking import compare
+    from neuronx_dist.checking.programs import compare
     from neuronx_dist.pipeline.schedule import one_f_one_b
 
     asked = []

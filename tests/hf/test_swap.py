@@ -29,7 +29,7 @@ from neuronx_dist import comm
 from neuronx_dist.comm.backends import threads
 from neuronx_dist.hf import full_state_dict, swap, transformer_layer_class
 from neuronx_dist.mesh import Mesh
-from neuronx_dist.pipeline import trace
+from neuronx_dist.pipeline.record import recorder as trace
 from neuronx_dist.spmd import spec_of
 from neuronx_dist.spmd.random import manual_seed
 

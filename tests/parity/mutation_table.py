@@ -77,7 +77,7 @@ _EMBEDDING = "parallel_layers/embedding.py:ParallelEmbedding.forward:"
 _REGIONS = "parallel_layers/mappings.py:"
 
 CASES: dict[str, Callable[[], None]] = {
-    "checking/numeric.py:_step:comm.all_reduce#1": compared_values,
+    "checking/programs/numeric.py:_step:comm.all_reduce#1": compared_values,
     **{f"comm/verbs.py:{v}:comm.start_{v}#1": verbs_on_threads for v in VERBS},
     **{
         f"comm/base.py:Communicator.start_coalesced:self.start_{v}#1": verbs_on_threads
@@ -147,8 +147,8 @@ CASES: dict[str, Callable[[], None]] = {
     ),
     "pipeline/model.py:NxDPPModel._report:comm.all_reduce#1": partial(steps_of_a_pipeline, Case(dp=2)),
     "pipeline/model.py:NxDPPModel._report:comm.broadcast#1": partial(steps_of_a_pipeline, Case(pp=2)),
-    "pipeline/rounds.py:Lockstep._transfer:comm.permute#1": partial(steps_in_rounds, Case(pp=2)),
-    **{f"pipeline/runtime.py:Run.{call}#1": partial(steps_of_a_pipeline, Case(pp=2)) for call in MESSAGES},
+    "pipeline/run/lockstep.py:Lockstep._transfer:comm.permute#1": partial(steps_in_rounds, Case(pp=2)),
+    **{f"pipeline/run/executor.py:Run.{call}#1": partial(steps_of_a_pipeline, Case(pp=2)) for call in MESSAGES},
     "pipeline/stage_module.py:StageModule.sync_tied_weights:comm.broadcast#1": tied_copies,
     "spmd/verify.py:_exchange:comm.gather_objects#1": unequal_values,
 }

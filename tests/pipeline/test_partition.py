@@ -12,8 +12,8 @@ from test_parity import Skip, WeightOutside
 from neuronx_dist import comm
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.pipeline import create_partitions
-from neuronx_dist.pipeline.partition import check_cuts, place_by_recording, place_by_registration, split
-from neuronx_dist.pipeline.trace import record
+from neuronx_dist.pipeline.cut.partition import check_cuts, place_by_recording, place_by_registration, split
+from neuronx_dist.pipeline.record.recorder import record
 
 
 @pytest.mark.parametrize(

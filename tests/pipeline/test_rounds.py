@@ -23,7 +23,7 @@ from neuronx_dist.comm.backends import threads
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.optimizer import NeuronZero1Optimizer
 from neuronx_dist.pipeline import NxDPPModel
-from neuronx_dist.pipeline.rounds import Lockstep
+from neuronx_dist.pipeline.run.lockstep import Lockstep
 from neuronx_dist.pipeline.schedule import Kind, Task, inference, one_f_one_b, rounds, simulate
 
 PP2 = Mesh(2, pp=2)

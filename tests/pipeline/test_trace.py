@@ -17,10 +17,10 @@ from torch import nn
 from neuronx_dist import comm, spmd
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.pipeline import TracingError
-from neuronx_dist.pipeline.partition import split
-from neuronx_dist.pipeline.recording import Recording
-from neuronx_dist.pipeline.stage import Stage
-from neuronx_dist.pipeline.trace import record
+from neuronx_dist.pipeline.cut.partition import split
+from neuronx_dist.pipeline.cut.stage import Stage
+from neuronx_dist.pipeline.record.recorder import record
+from neuronx_dist.pipeline.record.recording import Recording
 
 
 def recorded(model: nn.Module, inputs: dict[str, Any], leaf_classes: Any = (Block,)) -> Recording:

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from neuronx_dist import Mesh, comm, spmd
-from neuronx_dist.checking import numeric
-from neuronx_dist.checking.explore import explore
-from neuronx_dist.checking.numeric import compare_values
-from neuronx_dist.checking.program import Subject
-from neuronx_dist.checking.trace import Deadline
+from neuronx_dist.checking.programs import numeric
+from neuronx_dist.checking.programs.calls import Deadline
+from neuronx_dist.checking.programs.explore import explore
+from neuronx_dist.checking.programs.numeric import compare_values
+from neuronx_dist.checking.programs.played import Subject
 from neuronx_dist.spmd.axes import mesh_of
 from neuronx_dist.weights.materialize import gather_full
 

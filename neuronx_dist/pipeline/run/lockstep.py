@@ -24,13 +24,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .. import comm
-from ..comm.host import upload
-from ..parallel_layers.gradient import gradient_of, missing_gradient
-from .partition import StagePlan
-from .recording import TensorSpec
-from .runtime import Run, off_the_wire, on_the_wire, tensor_spec, wire_shape
-from .schedule import Kind, Task, rounds
+from ... import comm
+from ...comm.host import upload
+from ...parallel_layers.gradient import gradient_of, missing_gradient
+from ..cut.partition import StagePlan
+from ..record.recording import TensorSpec
+from ..schedule import Kind, Task, rounds
+from .executor import Run, off_the_wire, on_the_wire, tensor_spec, wire_shape
 
 __all__ = ["Lockstep", "Transfers"]
 

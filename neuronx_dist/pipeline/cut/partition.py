@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from .recording import Info, Recording, TracingError, is_leaf
+from ..record.recording import Info, Recording, TracingError, is_leaf
 
 __all__ = [
     "Placement",

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
-from ..call_site import PACKAGE, USER, nearest_line
-from ..pipeline.inputs import Batch
-from ..spmd.tensor_type import TensorType, type_of, write
-from ..spmd.types import LocalType, Shard
-from .types.declared import input_type
-from .types.mode import SpmdTypeMode
+from ...call_site import PACKAGE, USER, nearest_line
+from ...pipeline.run.microbatches import Batch
+from ...spmd.tensor_type import TensorType, type_of, write
+from ...spmd.types import LocalType, Shard
+from ..types.declared import input_type
+from ..types.mode import SpmdTypeMode
 
 __all__ = ["Types", "Wire", "declare_inputs"]
 

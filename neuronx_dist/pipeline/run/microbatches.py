@@ -10,8 +10,8 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx, nn
 
-from ..comm.host import upload
-from .recording import Recording
+from ...comm.host import upload
+from ..record.recording import Recording
 
 __all__ = ["Batch", "evaluating", "find_loss"]
 

@@ -32,11 +32,11 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.overrides import TorchFunctionMode
 
-from .. import comm
-from ..call_site import call_site
-from ..comm.backends.shapes import ShapesCommunicator
-from ..spmd.intercept import intercept
-from ..spmd.watching import no_typecheck
+from ... import comm
+from ...call_site import call_site
+from ...comm.backends.shapes import ShapesCommunicator
+from ...spmd.intercept import intercept
+from ...spmd.watching import no_typecheck
 from .effects import Effects, has_tensors, storage_of, tensors_in
 from .recording import Info, Recording, TensorSpec, TracingError, is_leaf, pack, part
 

@@ -20,10 +20,10 @@ import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from .. import comm
-from .recording import TensorSpec
-from .schedule import Kind, Task, send_window
-from .stage import Stage, add_place
+from ... import comm
+from ..cut.stage import Stage, add_place
+from ..record.recording import TensorSpec
+from ..schedule import Kind, Task, send_window
 
 __all__ = ["Channels", "Run", "off_the_wire", "on_the_wire", "tensor_spec", "wire_shape"]
 

@@ -11,11 +11,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..comm.backends.observed import Event
-from ..mesh import Mesh
-from ..pipeline.schedule import one_f_one_b, simulate
+from ...comm.backends.observed import Event
+from ...mesh import Mesh
+from ...pipeline.schedule import one_f_one_b, simulate
+from ..report import Problem
 from .explore import Explored, Program
-from .report import Problem
 
 __all__ = ["compare_events", "compare_schedule"]
 

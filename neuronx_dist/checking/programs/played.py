@@ -22,22 +22,22 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
-from .. import comm
-from ..call_site import DRIVER, hide
-from ..comm.backends.observed import CheckBackend, Event
-from ..comm.rank_values import Read
-from ..mesh import Mesh
-from ..optimizer import MasterWeightsOptimizer, NeuronZero1Optimizer
-from ..parallel_layers.gradient import parameters_of
-from ..parallel_layers.grads import reduce_gradients
-from ..pipeline import NxDPPModel
-from ..pipeline.inputs import Batch
-from ..pipeline.recording import Recording
-from ..pipeline.trace import record
+from ... import comm
+from ...call_site import DRIVER, hide
+from ...comm.backends.observed import CheckBackend, Event
+from ...comm.rank_values import Read
+from ...mesh import Mesh
+from ...optimizer import MasterWeightsOptimizer, NeuronZero1Optimizer
+from ...parallel_layers.gradient import parameters_of
+from ...parallel_layers.grads import reduce_gradients
+from ...pipeline import NxDPPModel
+from ...pipeline.record.recorder import record
+from ...pipeline.record.recording import Recording
+from ...pipeline.run.microbatches import Batch
+from .calls import Deadline, Op, Trace
 from .fakes import QuietFakeMode, fake_inputs, make_fake, no_messages, optimizers_of
 from .gate import gated
-from .sources import Types, Wire, declare_inputs
-from .trace import Deadline, Op, Trace
+from .inputs_and_wire import Types, Wire, declare_inputs
 
 __all__ = ["PHASES", "Phase", "Played", "ReadsValues", "Subject", "call_model", "default_optimizer", "find_loss"]
 

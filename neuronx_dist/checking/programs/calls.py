@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch.overrides import TorchFunctionMode
 
-from ..call_site import DRIVER, LIBRARY, USER, frames
-from ..comm.rank_values import Coordinate, find
-from ..spmd.tensor_type import TensorType, type_of
-from .types.mode import SpmdTypeMode
+from ...call_site import DRIVER, LIBRARY, USER, frames
+from ...comm.rank_values import Coordinate, find
+from ...spmd.tensor_type import TensorType, type_of
+from ..types.mode import SpmdTypeMode
 
 __all__ = ["Deadline", "Op", "OutOfTime", "Trace"]
 

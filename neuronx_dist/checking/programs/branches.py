@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from difflib import SequenceMatcher
 from typing import Any
 
-from ..mesh import DENSE_AXES, Mesh
-from ..spmd.axes import mesh_atoms
-from ..spmd.tensor_type import TensorType
+from ...mesh import DENSE_AXES, Mesh
+from ...spmd.axes import mesh_atoms
+from ...spmd.tensor_type import TensorType
+from ..report import Problem
+from .calls import Op
 from .explore import Explored, Program
-from .report import Problem
-from .trace import Op
 
 __all__ = ["compare_branches", "differences"]
 

@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..comm.backends.observed import Event
-from ..mesh import DENSE_AXES, Mesh
-from .program import PHASES, Phase, Played, Subject
-from .sources import Wire
-from .trace import Deadline, Op, OutOfTime
+from ...comm.backends.observed import Event
+from ...mesh import DENSE_AXES, Mesh
+from .calls import Deadline, Op, OutOfTime
+from .inputs_and_wire import Wire
+from .played import PHASES, Phase, Played, Subject
 
 __all__ = ["Explored", "Failure", "Program", "explore"]
 

@@ -10,16 +10,16 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
-from .. import comm
-from ..mesh import Mesh
-from ..parallel_layers.gradient import DATA_AXES, gradient_of
-from ..parallel_layers.grads import reduce_gradients
-from ..pipeline import NxDPPModel
-from ..weights.materialize import gather_full, local_modules, materialize, parameter_names
-from ..weights.shard_spec import spec_of
-from .program import Subject, call_model, find_loss
-from .report import Problem
-from .trace import Deadline
+from ... import comm
+from ...mesh import Mesh
+from ...parallel_layers.gradient import DATA_AXES, gradient_of
+from ...parallel_layers.grads import reduce_gradients
+from ...pipeline import NxDPPModel
+from ...weights.materialize import gather_full, local_modules, materialize, parameter_names
+from ...weights.shard_spec import spec_of
+from ..report import Problem
+from .calls import Deadline
+from .played import Subject, call_model, find_loss
 
 __all__ = ["compare_values"]
 

@@ -1,0 +1,1 @@
+"""Cutting a recording into stages: where to cut (partition.py), and a stage as a function (stage.py)."""

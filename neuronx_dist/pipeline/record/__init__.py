@@ -1,0 +1,5 @@
+"""A model's forward, run once on fake tensors, as a graph of what it calls.
+
+recorder.py    runs the forward and writes down its calls; recording.py: the graph, and what is known of each value
+effects.py     what a call changes in place
+"""
