@@ -22,14 +22,14 @@ _LAZY = {
     "MasterWeightsOptimizer": "optimizer",
     "NeuronZero1Optimizer": "optimizer",
     "NxDPPModel": "pipeline",
-    "clip_grad_norm": "parallel_layers.grads",
+    "clip_grad_norm": "gradients.norm",
     "hf": "hf",
-    "global_num_items": "parallel_layers.grads",
-    "materialize": "parallel_layers.materialize",
+    "global_num_items": "gradients.reduce",
+    "materialize": "weights.materialize",
     "model_parallel_manual_seed": "parallel_layers.random",
     "move_model_to_device": "parallel_layers.utils",
     "pad_model": "parallel_layers.pad",
-    "reduce_gradients": "parallel_layers.grads",
+    "reduce_gradients": "gradients.reduce",
 }
 
 __all__ = [

@@ -156,8 +156,8 @@ def _play(
     from transformers import AutoModelForCausalLM
 
     from . import hf
+    from .gradients.reduce import reduce_gradients
     from .optimizer import MasterWeightsOptimizer, NeuronZero1Optimizer
-    from .parallel_layers.grads import reduce_gradients
     from .pipeline import NxDPPModel
     from .pipeline.run.microbatches import Batch
     from .pipeline.schedule import one_f_one_b

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from .. import spmd
 from ..comm import Communicator
 from ..comm.select import own_slot
-from ..parallel_layers.gradient import gradient_of
+from ..gradients.gradient import gradient_of
 
 __all__ = ["Shard"]
 

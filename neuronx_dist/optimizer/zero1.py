@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 from .. import comm, spmd
-from ..parallel_layers.buckets import cap_in_bytes, cut, overlap, presence
-from ..parallel_layers.grad_norm import clip_grads_with_norm, group_of_ranks, norm_groups, norm_of
-from ..parallel_layers.gradient import DATA_AXES, data_axis, gradient_dtype, is_expert
+from ..gradients.buckets import cap_in_bytes, cut, overlap, presence
+from ..gradients.gradient import DATA_AXES, data_axis, gradient_dtype, is_expert
+from ..gradients.norm import clip_grads_with_norm, group_of_ranks, norm_groups, norm_of
 from ..parallel_layers.utils import load_optimizer_state_dict, move_all_tensor_to_cpu
 from .shards import Shard
 

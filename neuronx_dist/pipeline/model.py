@@ -21,8 +21,8 @@ from torch import nn
 
 from .. import comm, spmd
 from ..comm.select import in_one_program
+from ..gradients.reduce import reduce_gradients
 from ..parallel_layers import PARALLEL_MODULES
-from ..parallel_layers.grads import reduce_gradients
 from ..spmd.watching import active
 from .cut.partition import (
     check_cuts,

@@ -249,7 +249,7 @@ def test_layers_loss_and_seeds_look_at_nothing():
 
 
 def test_the_norm_of_the_gradients_reads_tp_once():
-    from neuronx_dist.parallel_layers.grads import clip_grad_norm
+    from neuronx_dist.gradients.reduce import clip_grad_norm
 
     with _Observed(Mesh(8, tp=4), 2) as seen:
         layer = RowParallelLinear(16, 8, input_is_parallel=True)

@@ -10,9 +10,9 @@ from synthetic import LAYOUTS, MESHES, Model, assemble, mean_gradient, relative_
 from torch import nn
 
 from neuronx_dist import comm
+from neuronx_dist.gradients.buckets import cut
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.parallel_layers import grads
-from neuronx_dist.parallel_layers.buckets import cut
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 

@@ -50,7 +50,11 @@ from transformers import LlamaForCausalLM  # noqa: E402
 import neuronx_dist as nxd  # noqa: E402
 from neuronx_dist import comm, hf, spmd  # noqa: E402
 from neuronx_dist.mesh import Mesh  # noqa: E402
-from neuronx_dist.parallel_layers import grads, mappings, parallel_state  # noqa: E402
+from neuronx_dist.parallel_layers import (  # noqa: E402
+    grads,
+    mappings,
+    parallel_state,
+)
 
 __all__ = [
     "compared_values",

@@ -228,7 +228,7 @@ def test_gradients_are_reduced_once_a_step() -> None:
         pipeline.run_train(**batch())
         pipeline.zero_grad()
         pipeline.run_train(**batch())
-        from neuronx_dist.parallel_layers.grads import reduce_gradients
+        from neuronx_dist.gradients.reduce import reduce_gradients
 
         with pytest.raises(RuntimeError, match="reduced"):
             reduce_gradients(pipeline)

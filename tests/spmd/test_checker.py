@@ -7,8 +7,8 @@ from torch import nn
 
 from neuronx_dist import comm, spmd
 from neuronx_dist.comm.backends.observed import CheckBackend
+from neuronx_dist.gradients.reduce import reduce_gradients
 from neuronx_dist.mesh import Mesh
-from neuronx_dist.parallel_layers.grads import reduce_gradients
 from neuronx_dist.parallel_layers.linear import ColumnParallelLinear, RowParallelLinear
 from neuronx_dist.spmd import I, P, R, S, SpmdTypeError, V, convert, get_local_type, trust, typecheck
 from neuronx_dist.spmd.watching import active, see_through

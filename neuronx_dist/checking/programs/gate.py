@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from ...gradients.gradient import DATA_AXES, gradient_of, parameters_of
 from ...optimizer import NeuronZero1Optimizer
-from ...parallel_layers.gradient import DATA_AXES, gradient_of, parameters_of
 from ...spmd.axes import atoms_of
 from ...spmd.errors import SpmdTypeError
 from ...spmd.tensor_type import NAME, NOTE, TensorType, note_of, type_of, write

@@ -11,9 +11,9 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from ... import comm
+from ...gradients.gradient import DATA_AXES, gradient_of
+from ...gradients.reduce import reduce_gradients
 from ...mesh import Mesh
-from ...parallel_layers.gradient import DATA_AXES, gradient_of
-from ...parallel_layers.grads import reduce_gradients
 from ...pipeline import NxDPPModel
 from ...weights.materialize import gather_full, local_modules, materialize, parameter_names
 from ...weights.shard_spec import spec_of

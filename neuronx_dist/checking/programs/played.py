@@ -26,10 +26,10 @@ from ... import comm
 from ...call_site import DRIVER, hide
 from ...comm.backends.observed import CheckBackend, Event
 from ...comm.rank_values import Read
+from ...gradients.gradient import parameters_of
+from ...gradients.reduce import reduce_gradients
 from ...mesh import Mesh
 from ...optimizer import MasterWeightsOptimizer, NeuronZero1Optimizer
-from ...parallel_layers.gradient import parameters_of
-from ...parallel_layers.grads import reduce_gradients
 from ...pipeline import NxDPPModel
 from ...pipeline.record.recorder import record
 from ...pipeline.record.recording import Recording

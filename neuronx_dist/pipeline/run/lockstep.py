@@ -26,7 +26,7 @@ import torch
 
 from ... import comm
 from ...comm.host import upload
-from ...parallel_layers.gradient import gradient_of, missing_gradient
+from ...gradients.gradient import gradient_of, missing_gradient
 from ..cut.partition import StagePlan
 from ..record.recording import TensorSpec
 from ..schedule import Kind, Task, rounds

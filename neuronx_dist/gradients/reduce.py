@@ -1,0 +1,222 @@
+"""Gradients after backward: reducing them over the mesh, and the number of items that a loss is divided by.
+
+The one rule (docs/architecture.md): the engine divides each microbatch's loss by the number of microbatches, gradients
+are averaged over dp x cp, and the loss is given `global_num_items`; the result is the mean over the whole global batch.
+
+    local gradients
+      -> sum over tp            parameters that see a shard of the sequence only (`sequence_parallel`)
+      -> sum over their stages  tied weights (pipeline models)
+      -> mean over dp x cp      all of them
+         or sum over edp / (dp * cp): experts (`expert_model_parallel`), which got the tokens of their ep group already
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import comm
+from ..weights.shard_spec import spec_of
+from .buckets import cap_in_bytes, cut, overlap, presence
+from .gradient import (
+    DATA_AXES,
+    Parameters,
+    data_axis,
+    gradient_of,
+    keeping_stages,
+    mark,
+    missing_gradient,
+    parameters_of,
+    reduced_twice,
+    set_gradient,
+    stages_of,
+)
+
+__all__ = [
+    "allreduce_context_parallel_gradients",
+    "allreduce_sequence_parallel_gradients",
+    "bucket_allreduce_gradients",
+    "global_num_items",
+    "reduce_gradients",
+]
+
+_BUCKET_CAP_MB = 100.0  # two are in flight: large enough for full bandwidth, small beside the gradients
+
+
+@torch.no_grad()
+def reduce_gradients(
+    model: nn.Module,
+    average_over_data: bool = True,
+    *,
+    bucket_cap_mb: float | None = None,
+    reduce_dtype: torch.dtype | None = None,
+) -> None:
+    """Makes every gradient what one process would have, in place: once per step, after the last backward.
+
+    A gradient that is missing on this rank counts as zero, and stays None if no other rank of the group has it.
+    Gradients accumulate before the reduction, not on top of a reduced one: call `zero_grad` first.
+
+    Args:
+        model: its parameters that require a gradient (`local_parameters()` of a pipeline model) and, if it has one,
+            `tied_groups()`: a list of (parameter, communicator of the ranks that hold a copy).
+        average_over_data: False leaves out the mean over dp x cp, which ZeRO-1 does itself.
+        bucket_cap_mb: MB of a flat buffer, of which two are held at a time; None: `ALLREDUCE_BUCKET_CAP_MB`, else 100.
+        reduce_dtype: sum in this dtype if it is wider than the gradient's.
+
+    Raises:
+        RuntimeError: they have been reduced already since the last backward or `zero_grad`.
+    """
+    params = [param for param in parameters_of(model) if param.requires_grad]
+    for grad in map(gradient_of, params):
+        if grad is not None and stages_of(grad):
+            raise reduced_twice(stages_of(grad))
+
+    cap = cap_in_bytes(bucket_cap_mb, "ALLREDUCE_BUCKET_CAP_MB", _BUCKET_CAP_MB)
+    options: dict[str, Any] = {"cap": cap, "reduce_dtype": reduce_dtype}
+    _reduce_params([param for param in params if spec_of(param).sequence_parallel], "tp", **options)
+
+    tied: dict[comm.Communicator, list[torch.Tensor]] = {}
+    for param, holders in getattr(model, "tied_groups", list)():
+        tied.setdefault(holders, []).append(param)
+    for holders, copies in tied.items():
+        _reduce_params(copies, holders, **options)
+
+    if average_over_data:
+        by_axis: dict[tuple[str, ...], list[torch.Tensor]] = {}
+        for param in params:
+            by_axis.setdefault(data_axis(param), []).append(param)
+        for axis, members in by_axis.items():
+            _reduce_params(members, axis, scale=1.0 / comm.size(DATA_AXES), **options)
+    mark([grad for grad in map(gradient_of, params) if grad is not None], "step")
+
+
+@torch.no_grad()
+def bucket_allreduce_gradients(grads_list: Iterable[torch.Tensor], reduce_over_ep_group: bool = False) -> None:
+    """NxD's name for the mean over the data, in place, of a list of gradients.
+
+    With expert parallelism the sum is over edp only, and a second call with `reduce_over_ep_group=True`, for all but
+    the experts, sums over ep, which completes their mean.
+
+    Raises:
+        RuntimeError: a gradient has been through the same reduction already since the last backward.
+    """
+    if reduce_over_ep_group:
+        _reduce_list(list(grads_list), "ep", "ep", 1.0)
+    else:
+        axis = ("edp",) if comm.size("ep") > 1 else DATA_AXES
+        _reduce_list(list(grads_list), axis, "data", 1.0 / comm.size(DATA_AXES))
+
+
+@torch.no_grad()
+def allreduce_sequence_parallel_gradients(optimizer: torch.optim.Optimizer | nn.Module | Parameters) -> None:
+    """NxD's name for the sum over tp, in place, of the gradients of `sequence_parallel` parameters.
+
+    Raises:
+        RuntimeError: it has been done since the last backward, for instance by `run_train` or `reduce_gradients`.
+    """
+    params = [param for param in parameters_of(optimizer) if spec_of(param).sequence_parallel]
+    _reduce_list([grad for grad in map(gradient_of, params) if grad is not None], "tp", "tp", 1.0)
+
+
+@torch.no_grad()
+def allreduce_context_parallel_gradients(optimizer: torch.optim.Optimizer | nn.Module | Parameters) -> None:
+    """NxD's name for the mean over cp, in place.
+
+    `bucket_allreduce_gradients` and ZeRO-1 average over dp x cp, so that going before them it changes nothing.
+    """
+    grads = [grad for grad in map(gradient_of, parameters_of(optimizer)) if grad is not None]
+    _reduce_list(grads, "cp", "cp", 1.0 / comm.size("cp"))
+
+
+@torch.no_grad()
+def global_num_items(
+    labels: torch.Tensor,
+    num_microbatches: int = 1,
+    ignore_index: int = -100,
+    shift: bool = True,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """What each microbatch's summed loss is divided by, so that the engine's means are the mean over the global batch.
+
+        num_items = N / (num_microbatches * dp * cp)      N: valid labels in the global batch, at least 1
+
+    With `loss = sum(nll) / num_items` (Hugging Face's `num_items_in_batch`), the mean over microbatches, dp and cp is
+    the sum over the global batch / N, however unevenly ignored labels are spread; without any valid label it is 0.
+
+    Args:
+        labels: this rank's labels of the whole step, `[batch, seq]`.
+        shift: the loss predicts the next token, so that the first label of a row is not used. False for labels which
+            are shifted already.
+        dtype: of the result; fp32 is exact up to 2**24 labels if num_microbatches * dp * cp is a power of two.
+
+    Returns:
+        0-dim tensor on the device of the labels, the same on all ranks. One integer all-reduce over dp x cp.
+    """
+    if num_microbatches < 1:
+        raise ValueError(f"num_microbatches must be at least 1, got {num_microbatches}")
+    used = labels[..., 1:] if shift else labels
+    count = comm.all_reduce((used != ignore_index).sum(), DATA_AXES)
+    return count.clamp(min=1).to(dtype) / (num_microbatches * comm.size(DATA_AXES))
+
+
+def _reduce_list(grads: Sequence[torch.Tensor], axis: Any, stage: str, scale: float) -> None:
+    for grad in grads:
+        if stages_of(grad) & {stage, "step"}:
+            raise reduced_twice(stages_of(grad))
+    cap = cap_in_bytes(None, "ALLREDUCE_BUCKET_CAP_MB", _BUCKET_CAP_MB)
+    with keeping_stages(grads):
+        _all_reduce(grads, [True] * len(grads), comm.communicator(axis), scale=scale, cap=cap)
+    mark(grads, stage)
+
+
+def _reduce_params(params: Sequence[torch.Tensor], axis: Any, **options: Any) -> None:
+    group = comm.communicator(axis)
+    if group.size == 1:  # nobody else can have what is missing here
+        params = [param for param in params if gradient_of(param) is not None]
+    held = [gradient_of(param) for param in params]
+    grads = [missing_gradient(param) if grad is None else grad for param, grad in zip(params, held)]
+    somewhere = _all_reduce(grads, [grad is not None for grad in held], group, **options)
+    for param, mine, grad, found in zip(params, held, grads, somewhere):
+        if mine is None and found:
+            set_gradient(param, grad)
+
+
+def _all_reduce(
+    grads: Sequence[torch.Tensor],
+    held: Sequence[bool],
+    group: comm.Communicator,
+    *,
+    cap: int,
+    scale: float = 1.0,
+    reduce_dtype: torch.dtype | None = None,
+) -> list[bool]:
+    """Sums `scale *` gradients over a group, in place and in buckets.
+
+    `held` says which of them are this rank's own, not zeros in their place; returns which of them any rank has.
+    """
+    somewhere = list(held)
+    if group.size == 1:
+        if scale != 1.0 and grads:
+            torch._foreach_mul_(list(grads), scale)
+        return somewhere
+
+    def start(bucket: list[int]) -> Any:
+        flags = presence([held[i] for i in bucket], grads[bucket[0]], group)
+        parts = [*(grads[i] for i in bucket), flags]
+        if scale != 1.0:
+            torch._foreach_mul_(parts, scale)  # before the sum: fp16 must not overflow in it
+        return comm.all_reduce(parts, group, reduce_dtype=reduce_dtype, out=parts, async_op=True)
+
+    def finish(bucket: list[int], handle: Any) -> None:
+        for i, flag in zip(bucket, handle.wait()[-1]):
+            # Waits for the device where a gradient is missing, and only there.
+            somewhere[i] = held[i] or bool(flag > 0)
+
+    def kind(i: int) -> tuple[torch.dtype, torch.device]:
+        return grads[i].dtype, grads[i].device
+
+    overlap(cut(range(len(grads)), kind, lambda i: grads[i].numel() * grads[i].element_size(), cap), start, finish)
+    return somewhere
