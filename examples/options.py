@@ -6,7 +6,7 @@ import argparse
 from itertools import count
 from pathlib import Path
 
-from neuronx_dist.layout import Layout
+from neuronx_dist.planning.layout import Layout
 
 
 def arguments(description: str | None, argv: list[str] | None = None) -> argparse.Namespace:

@@ -24,9 +24,9 @@ from text_data import TextData, data_parallel_rows
 import neuronx_dist as nxd
 from neuronx_dist import comm, hf, spmd
 from neuronx_dist.comm.launch import end_step
-from neuronx_dist.layout import Layout
-from neuronx_dist.memory import estimate_memory
 from neuronx_dist.optimizer import MasterWeightsOptimizer, NeuronZero1Optimizer
+from neuronx_dist.planning.layout import Layout
+from neuronx_dist.planning.memory import estimate_memory
 
 INPUTS = ["input_ids", "labels", "num_items_in_batch"]
 

@@ -18,7 +18,7 @@ __version__ = "0.1.0"
 
 # Name -> its module. Loaded when first asked for, so that importing the package stays quick.
 _LAZY = {
-    "Layout": "layout",
+    "Layout": "planning.layout",
     "MasterWeightsOptimizer": "optimizer",
     "NeuronZero1Optimizer": "optimizer",
     "NxDPPModel": "pipeline",

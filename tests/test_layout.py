@@ -5,15 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from neuronx_dist.layout import (
-    Layout,
-    LayoutError,
-    ModelShape,
-    format_bytes,
-    format_count,
-    padded_heads,
-    stage_layers,
-)
+from neuronx_dist.model_shape import ModelShape, padded_heads, stage_layers
+from neuronx_dist.planning.layout import Layout, LayoutError, format_bytes, format_count
 
 SMOLLM = ModelShape(layers=30, heads=9, kv_heads=3, intermediate=1536, vocab=49152, max_positions=8192)
 PLAIN = ModelShape(layers=8, heads=8, kv_heads=8, intermediate=512, vocab=256, max_positions=2048)

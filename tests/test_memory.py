@@ -13,10 +13,10 @@ from pool import processes
 from torch import nn
 
 from neuronx_dist import comm
-from neuronx_dist.layout import Layout, LayoutError
-from neuronx_dist.memory import estimate_memory
 from neuronx_dist.mesh import Mesh
-from neuronx_dist.meter import measure_peak
+from neuronx_dist.planning.layout import Layout, LayoutError
+from neuronx_dist.planning.memory import estimate_memory
+from neuronx_dist.planning.meter import measure_peak
 
 GIB = 2**30
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from ..layout import ModelShape, padded_heads
+from ..model_shape import ModelShape, padded_heads
 
 __all__ = ["ATTENTION", "Plan", "UnsupportedModelError", "read_plan", "transformer_layer_class"]
 

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from .. import comm, spmd
-from ..layout import padded_heads
+from ..model_shape import padded_heads
 from ..parallel_layers.embedding import ParallelEmbedding
 from ..parallel_layers.linear import ColumnParallelLinear, RowParallelLinear, fuse_columns
 from ..parallel_layers.pad import padded_spec

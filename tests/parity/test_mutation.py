@@ -43,8 +43,8 @@ EXEMPT = {
             "RowLinear.composition:spmd.reduce_scatter",
         )
     },
-    "memory.py:_Wire.start_all_gather:?.start_all_gather#1": _MEASURES,
-    "memory.py:_Wire.start_reduce_scatter:?.start_reduce_scatter#1": _MEASURES,
+    "planning/memory.py:_Wire.start_all_gather:?.start_all_gather#1": _MEASURES,
+    "planning/memory.py:_Wire.start_reduce_scatter:?.start_reduce_scatter#1": _MEASURES,
     "optimizer/zero1.py:NeuronZero1Optimizer.load_sharded_state_dict:comm.barrier#1": _ORDER,
     "optimizer/zero1.py:NeuronZero1Optimizer.save_sharded_state_dict:comm.barrier#1": _ORDER,
 }

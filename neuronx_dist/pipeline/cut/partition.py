@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import fx, nn
 
+from ...model_shape import stage_layers
 from ..record.recording import Info, Recording, TracingError, is_leaf
 
 __all__ = [
@@ -48,9 +49,7 @@ def create_partitions(num_stages: int, layer_names: Sequence[str]) -> list[str]:
             f"{len(layer_names)}: use a pipeline_model_parallel_size of at most {max(1, len(layer_names))}, or check "
             f"transformer_layer_cls"
         )
-    each, left = divmod(len(layer_names), num_stages)
-    sizes = [each + (stage >= num_stages - left) for stage in range(num_stages)]
-    return [layer_names[sum(sizes[: stage + 1]) - 1] for stage in range(num_stages - 1)]
+    return [layer_names[layers.stop - 1] for layers in stage_layers(len(layer_names), num_stages)[:-1]]
 
 
 def check_cuts(cuts: Sequence[str], names: Sequence[str], num_stages: int) -> None:

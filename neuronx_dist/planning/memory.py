@@ -21,9 +21,14 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from . import comm
-from .comm.backends.c10d import C10dCommunicator
-from .comm.base import Backend, Communicator, WorkLike
+from .. import comm, hf
+from ..comm.backends.c10d import C10dCommunicator
+from ..comm.base import Backend, Communicator, WorkLike
+from ..gradients.reduce import reduce_gradients
+from ..optimizer import MasterWeightsOptimizer, NeuronZero1Optimizer
+from ..pipeline import NxDPPModel
+from ..pipeline.run.microbatches import Batch
+from ..pipeline.schedule import one_f_one_b
 from .layout import Layout, format_bytes, format_count
 from .meter import MemoryMeter, Phase, measure_peak
 
@@ -154,13 +159,6 @@ def _play(
 ) -> tuple[StageMemory, int]:
     """A step of one rank; also the number of parameters of the whole model."""
     from transformers import AutoModelForCausalLM
-
-    from . import hf
-    from .gradients.reduce import reduce_gradients
-    from .optimizer import MasterWeightsOptimizer, NeuronZero1Optimizer
-    from .pipeline import NxDPPModel
-    from .pipeline.run.microbatches import Batch
-    from .pipeline.schedule import one_f_one_b
 
     meter = MemoryMeter()
     with ExitStack() as stack:
