@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from .. import comm, spmd
+from ..weights.partial_model import partial_model
 from ..weights.shard_spec import restamp
 
 __all__ = [
@@ -42,7 +43,7 @@ def parameters_of(source: torch.optim.Optimizer | nn.Module | Parameters) -> lis
         return [param for group in groups for param in group["params"]]
     if isinstance(source, nn.Module):
         restamp(source)  # a copied or re-wrapped parameter has lost what says how it is laid out
-        return list(getattr(source, "local_parameters", source.parameters)())
+        return [param for _, param in partial_model(source).local_named_parameters()]
     return list(dict.fromkeys(source))  # type: ignore[arg-type]
 
 

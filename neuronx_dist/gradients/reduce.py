@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from .. import comm
+from ..weights.partial_model import partial_model
 from ..weights.shard_spec import spec_of
 from .buckets import cap_in_bytes, cut, overlap, presence
 from .gradient import (
@@ -60,8 +61,7 @@ def reduce_gradients(
     Gradients accumulate before the reduction, not on top of a reduced one: call `zero_grad` first.
 
     Args:
-        model: its parameters that require a gradient (`local_parameters()` of a pipeline model) and, if it has one,
-            `tied_groups()`: a list of (parameter, communicator of the ranks that hold a copy).
+        model: a module, or a `PartialModel` such as a pipeline model, whose tied weights are summed over their holders.
         average_over_data: False leaves out the mean over dp x cp, which ZeRO-1 does itself.
         bucket_cap_mb: MB of a flat buffer, of which two are held at a time; None: `ALLREDUCE_BUCKET_CAP_MB`, else 100.
         reduce_dtype: sum in this dtype if it is wider than the gradient's.
@@ -79,8 +79,8 @@ def reduce_gradients(
     _reduce_params([param for param in params if spec_of(param).sequence_parallel], "tp", **options)
 
     tied: dict[comm.Communicator, list[torch.Tensor]] = {}
-    for param, holders in getattr(model, "tied_groups", list)():
-        tied.setdefault(holders, []).append(param)
+    for copy, holders in partial_model(model).tied_groups():
+        tied.setdefault(holders, []).append(copy)
     for holders, copies in tied.items():
         _reduce_params(copies, holders, **options)
 

@@ -10,7 +10,8 @@
 `import neuronx_dist` does not import this package's dependency, transformers: a model brings it.
 """
 
-from ..weights.materialize import gather_full, materialize
+from ..weights.materialize import materialize
+from ..weights.shard_spec import gather_full
 from .loss import causal_lm_loss
 from .plan import UnsupportedModelError, transformer_layer_class
 from .sources import has_weights

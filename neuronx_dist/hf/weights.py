@@ -22,17 +22,9 @@ from torch import nn
 from .. import comm
 from ..comm.generators import device_has_own_program
 from ..comm.host import on_host
-from ..weights.materialize import (
-    gather_full,
-    install_parameter,
-    is_local,
-    join,
-    local_modules,
-    materialize_buffers,
-    parameter_names,
-    whole_model,
-)
-from ..weights.shard_spec import ShardSpec, spec_of
+from ..weights.materialize import install_parameter, materialize_buffers
+from ..weights.partial_model import Slot, buffer_slots, parameter_names, parameter_slots, partial_model
+from ..weights.shard_spec import ShardSpec, gather_full, spec_of
 from .sources import WeightSource, open_source
 
 __all__ = ["full_state_dict", "load_pretrained", "save_pretrained"]
@@ -60,27 +52,25 @@ def load_pretrained(
     """
     weights = open_source(source)
     aliases = parameter_names(model)
-    _check(whole_model(model), aliases, weights)
+    _check(partial_model(model).original_module, aliases, weights)
     present = set(weights.names())
     filled: set[int] = set()
-    for prefix, module in local_modules(model):
-        for key, param in module._parameters.items():
-            if param is None or id(param) in filled or not is_local(model, join(prefix, key)):
-                continue
-            filled.add(id(param))
-            name = next(alias for alias in aliases[id(param)] if alias in present)
-            local = _read_slice(weights, name, spec_of(param))
-            if param.is_meta:
-                # `copy` also where nothing changes: a view would keep the whole tensor, or share the source's memory.
-                install_parameter(param, local.to(device=device, dtype=dtype or param.dtype, copy=True).contiguous())
-            else:
-                with torch.no_grad():
-                    param.copy_(local)
-    for _, module, key, name in _persistent_buffers(model):
-        buffer = module._buffers[key]
-        assert buffer is not None
-        where = device if buffer.is_meta else buffer.device
-        module._buffers[key] = weights.read(name).to(device=where, dtype=buffer.dtype, copy=True)
+    for slot in parameter_slots(model):
+        param = slot.tensor
+        if id(param) in filled:
+            continue
+        filled.add(id(param))
+        name = next(alias for alias in aliases[id(param)] if alias in present)
+        local = _read_slice(weights, name, spec_of(param))
+        if param.is_meta:
+            # `copy` also where nothing changes: a view would keep the whole tensor, or share the source's memory.
+            install_parameter(param, local.to(device=device, dtype=dtype or param.dtype, copy=True).contiguous())
+        else:
+            with torch.no_grad():
+                param.copy_(local)
+    for name, module, key, buffer in _persistent_buffers(model):
+        target = device if buffer.is_meta else buffer.device
+        module._buffers[key] = weights.read(name).to(device=target, dtype=buffer.dtype, copy=True)
     return materialize_buffers(model, device=device)
 
 
@@ -134,7 +124,7 @@ def save_pretrained(model: Any, folder: str | PathLike[str], tokenizer: Any = No
                 "weight_map": {name: entry[0] for name, entry in everywhere.items()},
             }
             (path / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
-        _write_configs(whole_model(model), path, tokenizer)
+        _write_configs(partial_model(model).original_module, path, tokenizer)
     comm.barrier("world")
 
 
@@ -154,28 +144,20 @@ def full_state_dict(model: nn.Module, *, gradients: bool = False) -> dict[str, t
 def _full_tensors(model: nn.Module, gradients: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
     """`(name, whole tensor)` of this stage, gathered over tp, one at a time; a tied weight where its first name is."""
     aliases = parameter_names(model)
-    held = [param.grad if gradients else param for param in whole_model(model).parameters()]
-    on_host([tensor for tensor in held if tensor is not None], copy=False)  # what is still to be computed, at once
-    for prefix, module in local_modules(model):
-        for key, param in module._parameters.items():
-            name = join(prefix, key)
-            if param is None or aliases[id(param)][0] != name or not is_local(model, name):
-                continue
-            tensor = param.grad if gradients else param
-            if tensor is not None:
-                yield name, gather_full(tensor, spec_of(param))
+    tensors = [param.grad if gradients else param for param in partial_model(model).original_module.parameters()]
+    on_host([tensor for tensor in tensors if tensor is not None], copy=False)  # what is still to be computed, at once
+    for name, _, _, param in parameter_slots(model):
+        tensor = param.grad if gradients else param
+        if tensor is not None and aliases[id(param)][0] == name:
+            yield name, gather_full(tensor, spec_of(param))
     if not gradients:
-        for buffer, _, _, name in _persistent_buffers(model):
-            yield name, buffer
+        for slot in _persistent_buffers(model):
+            yield slot.name, slot.tensor
 
 
-def _persistent_buffers(model: nn.Module) -> Iterator[tuple[torch.Tensor, nn.Module, str, str]]:
-    """`(buffer, its module, its name there, its qualified name)` for the buffers that a state dict holds."""
-    for prefix, module in local_modules(model):
-        for key, buffer in list(module._buffers.items()):
-            name = join(prefix, key)
-            if buffer is not None and key not in module._non_persistent_buffers_set and is_local(model, name):
-                yield buffer, module, key, name
+def _persistent_buffers(model: nn.Module) -> Iterator[Slot]:
+    """The buffers that a state dict holds."""
+    return (slot for slot in buffer_slots(model) if slot.key not in slot.module._non_persistent_buffers_set)
 
 
 def _read_slice(weights: WeightSource, name: str, spec: ShardSpec) -> torch.Tensor:
@@ -214,8 +196,8 @@ def _check(model: nn.Module, aliases: dict[int, list[str]], weights: WeightSourc
     parameters = {id(param): param for param in model.parameters()}
     for identity, names in aliases.items():
         check_one(names, spec_of(parameters[identity]).unpadded_shape)
-    for buffer, _, _, name in _persistent_buffers(model):
-        check_one([name], tuple(buffer.shape))
+    for slot in _persistent_buffers(model):
+        check_one([slot.name], tuple(slot.tensor.shape))
     ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     # Old Llama checkpoints hold rotary frequencies, which are not weights any more.
     left_over = sorted(

@@ -22,8 +22,7 @@ import torch
 from torch import nn
 
 from .. import comm
-from ..weights.materialize import gather_full
-from ..weights.shard_spec import ShardSpec, set_spec, spec_of
+from ..weights.shard_spec import ShardSpec, gather_full, set_spec, spec_of
 from .linear import ColumnParallelLinear, RowParallelLinear
 
 __all__ = ["generate_padding_mask", "get_number_of_extra_heads", "pad_model", "padded_spec"]

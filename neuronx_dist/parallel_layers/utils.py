@@ -11,7 +11,8 @@ from torch.utils import _pytree as pytree
 
 from .. import comm
 from ..comm.host import as_inputs, on_host, upload
-from ..weights.materialize import install_parameter, is_local, join, local_modules, parameter_names, whole_model
+from ..weights.materialize import install_parameter
+from ..weights.partial_model import buffer_slots, parameter_names, parameter_slots, partial_model
 
 T = TypeVar("T")
 
@@ -243,11 +244,10 @@ def _move_parameter(param: nn.Parameter, device: Any, name: str) -> None:
 
 
 def _refuse_meta(model: nn.Module, device: Any) -> None:
-    for prefix, module in local_modules(model):
-        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-            if tensor is not None and tensor.is_meta and is_local(model, join(prefix, name)):
-                raise RuntimeError(
-                    f"move_model_to_device: {join(prefix, name)} of {type(whole_model(model)).__name__} is on the meta "
-                    f"device and has no value to move to {device}: use neuronx_dist.materialize(model, seed, "
-                    "device=...) or load weights"
-                )
+    for slot in (*parameter_slots(model), *buffer_slots(model)):
+        if slot.tensor.is_meta:
+            name = type(partial_model(model).original_module).__name__
+            raise RuntimeError(
+                f"move_model_to_device: {slot.name} of {name} is on the meta device and has no value to "
+                f"move to {device}: use neuronx_dist.materialize(model, seed, device=...) or load weights"
+            )

@@ -282,7 +282,7 @@ class NxDPPModel(StageModule):
         if self.device.type == "meta":
             self._refuse_meta()
         program = self._program(batch)
-        if not self._synced:
+        if not self.tied_weights_synced:
             self.sync_tied_weights()
         kind = Run if program.transfers is None else partial(Lockstep, program.transfers, self.local_parameters())
         run = kind(

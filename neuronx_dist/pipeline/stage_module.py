@@ -11,6 +11,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from .. import comm
 from ..weights.materialize import install_parameter
+from ..weights.partial_model import join
 from .cut.partition import Placement
 
 __all__ = ["StageModule"]
@@ -40,7 +41,7 @@ class StageModule(nn.Module):
         self.peak_in_flight = 0
         self._tied: list[_Tied] = []
         self._aliases: dict[str, list[str]] = {}  # all names of a parameter that has several
-        self._synced = False
+        self.tied_weights_synced = False
 
     @property
     def partitioned(self) -> bool:
@@ -78,7 +79,7 @@ class StageModule(nn.Module):
         for name, param in self.original_module.named_parameters(recurse=recurse, remove_duplicate=False):
             if self.is_local(name) and not (remove_duplicate and id(param) in seen):
                 seen.add(id(param))
-                yield _join(prefix, name), param
+                yield join(prefix, name), param
 
     def local_parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         for _, param in self.local_named_parameters(recurse=recurse):
@@ -89,7 +90,7 @@ class StageModule(nn.Module):
     ) -> Iterator[tuple[str, torch.Tensor]]:
         for name, buffer in self.original_module.named_buffers("", recurse, remove_duplicate):
             if self.is_local(name):
-                yield _join(prefix, name), buffer
+                yield join(prefix, name), buffer
 
     def local_buffers(self, recurse: bool = True) -> Iterator[torch.Tensor]:
         for _, buffer in self.local_named_buffers(recurse=recurse):
@@ -101,7 +102,7 @@ class StageModule(nn.Module):
         """Modules of this stage, and the containers around them."""
         for name, module in self.original_module.named_modules(memo, "", remove_duplicate):
             if self._concerns(name, module):
-                yield _join(prefix, name) if name else prefix, module
+                yield join(prefix, name) if name else prefix, module
 
     def local_modules(self) -> Iterator[nn.Module]:
         for _, module in self.local_named_modules():
@@ -187,7 +188,7 @@ class StageModule(nn.Module):
         for prefix, module in self.original_module.named_modules(remove_duplicate=False):
             for table in (module._parameters, module._buffers):
                 for name, tensor in table.items():
-                    if tensor is None or id(tensor) in kept or tensor.is_meta or self.is_local(_join(prefix, name)):
+                    if tensor is None or id(tensor) in kept or tensor.is_meta or self.is_local(join(prefix, name)):
                         continue
                     if id(tensor) not in turned:
                         meta: torch.Tensor = torch.empty_like(tensor, device="meta")
@@ -202,12 +203,12 @@ class StageModule(nn.Module):
         """Gives this stage's meta tensors memory on the CPU, and has `init_fn` fill those of each module."""
         for name, module in self.local_named_modules():
             own = [*module._parameters.items(), *module._buffers.items()]
-            if any(t is not None and t.is_meta and self.is_local(_join(name, key)) for key, t in own):
+            if any(t is not None and t.is_meta and self.is_local(join(name, key)) for key, t in own):
                 for key, param in module._parameters.items():
-                    if param is not None and param.is_meta and self.is_local(_join(name, key)):
+                    if param is not None and param.is_meta and self.is_local(join(name, key)):
                         install_parameter(param, torch.empty_like(param, device="cpu"))
                 for key, buffer in module._buffers.items():
-                    if buffer is not None and buffer.is_meta and self.is_local(_join(name, key)):
+                    if buffer is not None and buffer.is_meta and self.is_local(join(name, key)):
                         module._buffers[key] = torch.empty_like(buffer, device="cpu")
                 init_fn(module)
 
@@ -223,7 +224,7 @@ class StageModule(nn.Module):
         for tied in self._tied:
             value = self.original_module.get_parameter(tied.name).detach()
             comm.broadcast(value, tied.holders, src=0, out=value)
-        self._synced = True
+        self.tied_weights_synced = True
 
     def _mark_tied(self) -> None:
         for tied in self._tied:
@@ -278,7 +279,3 @@ class StageModule(nn.Module):
             if name == "original_module":
                 raise
             return getattr(self.original_module, name)
-
-
-def _join(prefix: str, name: str) -> str:
-    return f"{prefix}.{name}" if prefix else name

@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from .. import comm
 from ..comm.generators import get_state
+from ..weights.partial_model import PartialModel, partial_model
 from ..weights.shard_spec import restamp, spec_of
 from .errors import SpmdTypeError
 
@@ -129,9 +130,9 @@ def _tied(model: nn.Module, digests: dict[str, _Digest], compared: dict[str, int
     names = {id(param): name for name, param in _named(model)}
     findings: list[_Finding] = []
     pp = frozenset(["pp"])
-    for module in model.modules():
-        later = not getattr(module, "_synced", True)
-        for param, holders in getattr(module, "tied_groups", list)():
+    for part in (module for module in model.modules() if isinstance(module, PartialModel)):
+        later = not part.tied_weights_synced
+        for param, holders in part.tied_groups():
             value = _Value("a tied weight", param.detach(), frozenset() if later else pp, pp)
             if later:
                 value = value._replace(hint="the pipeline makes them equal at its first step")
@@ -145,8 +146,7 @@ def _tied(model: nn.Module, digests: dict[str, _Digest], compared: dict[str, int
 
 def _named(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """This rank's parameters: of a pipeline, its stage's."""
-    named = getattr(model, "local_named_parameters", None) or model.named_parameters
-    yield from named()
+    yield from partial_model(model).local_named_parameters()
 
 
 def _parameters(model: nn.Module | None) -> Iterator[_Value]:

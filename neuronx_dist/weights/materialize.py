@@ -16,26 +16,17 @@ import copy
 import hashlib
 import inspect
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
 from .. import comm
-from .shard_spec import ShardSpec, restamp, spec_of
+from .partial_model import buffer_slots, parameter_names, parameter_slots, partial_model
+from .shard_spec import ShardSpec, spec_of
 
-__all__ = [
-    "gather_full",
-    "install_parameter",
-    "is_local",
-    "join",
-    "local_modules",
-    "materialize",
-    "materialize_buffers",
-    "parameter_names",
-    "whole_model",
-]
+__all__ = ["install_parameter", "materialize", "materialize_buffers"]
 
 Initialiser = Callable[[nn.Module], Any]
 
@@ -70,20 +61,21 @@ def materialize(
         ValueError: no initialiser sets a parameter or buffer; the message names it.
     """
     names = parameter_names(model)
-    for path, module in local_modules(model):
-        for key, param in list(module._parameters.items()):
-            if param is None or not param.is_meta or not is_local(model, join(path, key)):
-                continue
-            spec = spec_of(param)
-            # A tied weight is initialised as its first owner would, even if that one lives in another pipeline stage.
-            qualified = names[id(param)][0]
-            prefix, _, name = qualified.rpartition(".")
-            owner = _stand_in(whole_model(model).get_submodule(prefix))
-            value = torch.empty(spec.unpadded_shape, dtype=torch.float32)
-            full = _draw(owner, name, value, qualified, seed, _initialisers(model, prefix, init_fn))
-            local = _own_slice(full, spec).to(device=device, dtype=dtype or param.dtype, copy=True)
-            install_parameter(param, local.contiguous())
-            del full, value, owner  # before the next one is drawn
+    whole = partial_model(model).original_module
+    for slot in parameter_slots(model):
+        param = slot.tensor
+        if not param.is_meta:
+            continue
+        spec = spec_of(param)
+        # A tied weight is initialised as its first owner would, even if that one lives in another pipeline stage.
+        qualified = names[id(param)][0]
+        prefix, _, name = qualified.rpartition(".")
+        owner = _stand_in(whole.get_submodule(prefix))
+        value = torch.empty(spec.unpadded_shape, dtype=torch.float32)
+        full = _draw(owner, name, value, qualified, seed, _initialisers(whole, prefix, init_fn))
+        local = _own_slice(full, spec).to(device=device, dtype=dtype or param.dtype, copy=True)
+        install_parameter(param, local.contiguous())
+        del full, value, owner  # before the next one is drawn
     return materialize_buffers(model, seed, device, init_fn)
 
 
@@ -91,70 +83,24 @@ def materialize_buffers(
     model: nn.Module, seed: int = 0, device: str | torch.device = "cpu", init_fn: Initialiser | None = None
 ) -> nn.Module:
     """The buffers' part of `materialize`: those on meta (rotary frequencies, ...) get real values from initialisers."""
-    for prefix, module in local_modules(model):
-        for name, buffer in list(module._buffers.items()):
-            if buffer is None or not buffer.is_meta or not is_local(model, join(prefix, name)):
-                continue
+    whole = partial_model(model).original_module
+    for name, module, key, buffer in buffer_slots(model):
+        if buffer.is_meta:
             value = torch.empty(buffer.shape, dtype=buffer.dtype)
-            full = _draw(
-                _stand_in(module), name, value, join(prefix, name), seed, _initialisers(model, prefix, init_fn)
-            )
-            module._buffers[name] = full.to(device)
+            initialisers = _initialisers(whole, name.rpartition(".")[0], init_fn)
+            module._buffers[key] = _draw(_stand_in(module), key, value, name, seed, initialisers).to(device)
     return model
 
 
-def install_parameter(param: nn.Parameter, value: torch.Tensor) -> None:
+def install_parameter(param: torch.Tensor, value: torch.Tensor) -> None:
     """Gives a meta parameter a value; it stays the same object, so that ties, attributes and optimizers hold."""
     real = nn.Parameter(value, requires_grad=param.requires_grad)
     real.__dict__.update(param.__dict__)
     torch.utils.swap_tensors(param, real)
 
 
-def gather_full(tensor: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
-    """The whole, un-padded tensor from the shards `[spec.local_shape]` of all ranks of its axis, on each of them.
-
-    A collective, not differentiable. For parameters and whatever is laid out like one (gradients, optimizer states).
-    """
-    if spec.axis is None:
-        return tensor.detach()
-    shards = comm.all_gather(tensor.detach().unsqueeze(0), spec.axis, dim=0)
-    return spec.assemble(list(shards))
-
-
-def local_modules(model: nn.Module) -> Iterable[tuple[str, nn.Module]]:
-    """`(name in the whole model, module)` of the modules that this rank holds: of a pipeline model its stage."""
-    local = getattr(model, "local_named_modules", None)
-    return local() if local is not None else model.named_modules()
-
-
-def is_local(model: nn.Module, name: str) -> bool:
-    """Whether this rank holds the tensor: containers are on all stages of a pipeline, their own parameters are not."""
-    local = getattr(model, "is_local", None)
-    return local is None or bool(local(name))
-
-
-def whole_model(model: nn.Module) -> nn.Module:
-    """The model with all its stages: what a pipeline model was made from, else the model itself."""
-    whole: nn.Module = getattr(model, "original_module", model)
-    return whole
-
-
-def parameter_names(model: nn.Module) -> dict[int, list[str]]:
-    """All names of each parameter in the whole model, by `id`, in order: more than one where weights are tied."""
-    names: dict[int, list[str]] = {}
-    restamp(whole_model(model))
-    for name, param in whole_model(model).named_parameters(remove_duplicate=False):
-        names.setdefault(id(param), []).append(name)
-    return names
-
-
 def _own_slice(full: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
     return spec.local_slice(full, comm.rank(spec.axis)) if spec.axis is not None else full
-
-
-def join(prefix: str, name: str) -> str:
-    """Qualified name of what is called `name` in the module at `prefix`."""
-    return f"{prefix}.{name}" if prefix else name
 
 
 def _stand_in(module: nn.Module) -> nn.Module:
@@ -174,10 +120,10 @@ def _on_meta(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     return nn.Parameter(meta, requires_grad=False) if isinstance(tensor, nn.Parameter) else meta
 
 
-def _initialisers(model: nn.Module, prefix: str, init_fn: Initialiser | None) -> list[Initialiser]:
+def _initialisers(whole: nn.Module, prefix: str, init_fn: Initialiser | None) -> list[Initialiser]:
     """What to try on module `prefix`, in order; see `materialize`."""
     found: list[Initialiser] = [init_fn] if init_fn is not None else []
-    ancestors: list[nn.Module] = [whole_model(model)]
+    ancestors: list[nn.Module] = [whole]
     for name in prefix.split(".") if prefix else ():
         ancestors.append(ancestors[-1].get_submodule(name))
     init_method = getattr(ancestors[-1], "init_method", None)

@@ -16,7 +16,7 @@ from torch import nn
 
 from .. import comm
 
-__all__ = ["ShardSpec", "ShardedModule", "named_specs", "restamp", "set_spec", "spec_of"]
+__all__ = ["ShardSpec", "ShardedModule", "gather_full", "named_specs", "restamp", "set_spec", "spec_of"]
 
 _ATTRIBUTE = "_shard_spec"
 _TABLE = "_shard_specs"
@@ -145,6 +145,17 @@ def spec_of(param: torch.Tensor) -> ShardSpec:
     if spec.sequence_parallel != sequence_parallel:  # scripts set this attribute by hand
         spec = replace(spec, sequence_parallel=sequence_parallel)
     return spec
+
+
+def gather_full(tensor: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
+    """The whole, un-padded tensor from the shards `[spec.local_shape]` of all ranks of its axis, on each of them.
+
+    A collective, not differentiable. For parameters and whatever is laid out like one (gradients, optimizer states).
+    """
+    if spec.axis is None:
+        return tensor.detach()
+    shards = comm.all_gather(tensor.detach().unsqueeze(0), spec.axis, dim=0)
+    return spec.assemble(list(shards))
 
 
 def named_specs(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, ShardSpec]]:

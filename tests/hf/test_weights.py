@@ -230,9 +230,19 @@ class Stage:
             (f"model.layers.{last}.", "model.norm", "lm_head"),
         )
 
+    partitioned = tied_weights_synced = True
+
+    def is_local(self, name: str) -> bool:
+        return f"{name}.".startswith(self.mine[comm.rank("pp")])
+
     def local_named_modules(self) -> Any:
-        mine = self.mine[comm.rank("pp")]
-        return ((name, module) for name, module in self.original_module.named_modules() if f"{name}.".startswith(mine))
+        return ((name, module) for name, module in self.original_module.named_modules() if self.is_local(name))
+
+    def local_named_parameters(self) -> Any:
+        return ((name, param) for name, param in self.original_module.named_parameters() if self.is_local(name))
+
+    def tied_groups(self) -> Any:
+        return []
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -73,7 +73,9 @@ def share(total: torch.Tensor, index: int, count: int, *key: int | str) -> torch
 
 
 class Model(nn.Module):
-    """The parameters of the current rank."""
+    """The parameters of the current rank: a `PartialModel` that has nothing of other ranks."""
+
+    partitioned = tied_weights_synced = True
 
     def __init__(self, dtype: torch.dtype = torch.float64) -> None:
         super().__init__()
@@ -101,6 +103,19 @@ class Model(nn.Module):
                 getattr(self, name).shared = True
         ends = [sorted({group[0], group[-1]}) for group in self.mesh.groups("pp")]
         self._tied = comm.new_group(ends, "tied") if self.mesh.pp > 1 else None
+
+    @property
+    def original_module(self) -> nn.Module:
+        return self
+
+    def is_local(self, name: str) -> bool:
+        return True
+
+    def local_named_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        return self.named_modules()
+
+    def local_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return self.named_parameters()
 
     def tied_groups(self) -> list[tuple[nn.Parameter, comm.Communicator]]:
         if self._tied is None:

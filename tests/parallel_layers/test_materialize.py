@@ -13,7 +13,8 @@ from neuronx_dist.mesh import Mesh
 from neuronx_dist.parallel_layers.embedding import ParallelEmbedding
 from neuronx_dist.parallel_layers.linear import ColumnParallelLinear, RowParallelLinear
 from neuronx_dist.spmd import named_specs
-from neuronx_dist.weights.materialize import gather_full, materialize
+from neuronx_dist.weights.materialize import materialize
+from neuronx_dist.weights.shard_spec import gather_full
 
 
 class Block(nn.Module):

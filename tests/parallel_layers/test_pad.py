@@ -15,7 +15,7 @@ from neuronx_dist.mesh import Mesh
 from neuronx_dist.parallel_layers import ColumnParallelLinear, RowParallelLinear
 from neuronx_dist.parallel_layers.pad import generate_padding_mask, get_number_of_extra_heads, pad_model
 from neuronx_dist.spmd import spec_of
-from neuronx_dist.weights.materialize import gather_full
+from neuronx_dist.weights.shard_spec import gather_full
 
 HIDDEN, HEAD_DIM = 12, 4
 

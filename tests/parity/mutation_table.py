@@ -132,7 +132,7 @@ CASES: dict[str, Callable[[], None]] = {
     "gradients/norm.py:norm_of:comm.all_reduce#1": norms,
     "gradients/reduce.py:global_num_items:comm.all_reduce#1": number_of_labels,
     "gradients/reduce.py:_all_reduce.start:comm.all_reduce#1": partial(one_step, Case(dp=2)),
-    "weights/materialize.py:gather_full:comm.all_gather#1": partial(one_step, TP),
+    "weights/shard_spec.py:gather_full:comm.all_gather#1": partial(one_step, TP),
     "parallel_layers/parallel_state.py:gather_python_object:comm.gather_objects#1": python_objects,
     "hf/sequence_parallel.py:_scatter_embedding.scatter:spmd.reduce_scatter#1": partial(one_step, TP_SP),
     "hf/sequence_parallel.py:_gather_sequence.gather:spmd.all_gather#1": partial(one_step, TP_SP),

@@ -213,7 +213,7 @@ def pipeline(how: str) -> object:
         if how in ("tied", "later") and comm.rank("pp") == 1:
             dict(model.local_named_parameters())["head.weight"].add_(1)
         if how == "later":
-            model._synced = False  # loaded since, and no step run
+            model.tied_weights_synced = False  # loaded since, and no step run
         if how == "norm" and comm.rank("world") == 3:
             next(p for n, p in model.local_named_parameters() if n.endswith("norm.weight")).add_(1)
     with warnings.catch_warnings(record=True):

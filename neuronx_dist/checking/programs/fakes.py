@@ -12,6 +12,8 @@ import torch.utils._pytree as pytree
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from ...weights.partial_model import PartialModel, join, partial_model
+
 __all__ = ["QuietFakeMode", "fake_inputs", "make_fake", "no_messages", "optimizers_of"]
 
 
@@ -51,13 +53,12 @@ def make_fake(
         `(old, new)` by id of the old tensor.
     """
     fakes = _Fakes(mode, device)
-    whole = getattr(model, "original_module", model)
-    is_local = getattr(model, "is_local", None)
+    part = partial_model(model)
+    whole, is_partial = part.original_module, isinstance(model, PartialModel)
     for prefix, module in whole.named_modules(remove_duplicate=False):
         for table in (module._parameters, module._buffers):
             for name, tensor in table.items():
-                qualified = f"{prefix}.{name}" if prefix else name
-                if tensor is not None and (is_local is None or is_local(qualified)):
+                if tensor is not None and part.is_local(join(prefix, name)):
                     table[name] = fakes.of(tensor)
     # A tied weight has several names, and a plain attribute may be a buffer under another one.
     for module in whole.modules():
@@ -66,7 +67,7 @@ def make_fake(
                 if isinstance(value, torch.Tensor) and id(value) in fakes.made:
                     table[name] = fakes.of(value)
         for name, value in module.__dict__.items():
-            if isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor) and _is_alone(value, is_local):
+            if isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor) and _is_alone(value, is_partial):
                 module.__dict__[name] = fakes.of(value)
     for found in optimizers_of(optimizer):
         for group in found.param_groups:
@@ -80,9 +81,9 @@ def make_fake(
     return fakes.made
 
 
-def _is_alone(value: torch.Tensor, is_local: Any) -> bool:
-    """Of a pipeline model a plain attribute on meta may be another stage's; elsewhere all of them are this rank's."""
-    return is_local is None or not value.is_meta or value.numel() < 2**16
+def _is_alone(value: torch.Tensor, is_partial: bool) -> bool:
+    """Of a partial model a plain attribute on meta may be another rank's; elsewhere all of them are this rank's."""
+    return not is_partial or not value.is_meta or value.numel() < 2**16
 
 
 def optimizers_of(optimizer: Any) -> Iterator[Any]:

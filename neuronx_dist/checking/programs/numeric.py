@@ -15,8 +15,9 @@ from ...gradients.gradient import DATA_AXES, gradient_of
 from ...gradients.reduce import reduce_gradients
 from ...mesh import Mesh
 from ...pipeline import NxDPPModel
-from ...weights.materialize import gather_full, local_modules, materialize, parameter_names
-from ...weights.shard_spec import spec_of
+from ...weights.materialize import materialize
+from ...weights.partial_model import parameter_names, partial_model
+from ...weights.shard_spec import gather_full, spec_of
 from ..report import Problem
 from .calls import Deadline
 from .played import Subject, call_model, find_loss
@@ -82,7 +83,7 @@ def _fill(model: nn.Module) -> None:
     """Values for all that is on meta, in float64, so that only real differences are left."""
     materialize(model, SEED)
     model.double()
-    for _, module in local_modules(model):
+    for _, module in partial_model(model).local_named_modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_floating_point():
                 module._buffers[name] = buffer.double()
@@ -90,9 +91,8 @@ def _fill(model: nn.Module) -> None:
 
 def _names(model: nn.Module) -> dict[str, nn.Parameter]:
     """This rank's parameters by the first name of each in the whole model."""
-    names = parameter_names(model)
-    local = getattr(model, "local_named_parameters", model.named_parameters)
-    return {names[id(param)][0] if id(param) in names else name: param for name, param in local()}
+    names, local = parameter_names(model), partial_model(model).local_named_parameters()
+    return {names[id(param)][0] if id(param) in names else name: param for name, param in local}
 
 
 def _inputs(given: Any, model: nn.Module, parts: int) -> Any:

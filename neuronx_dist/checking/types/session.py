@@ -20,6 +20,7 @@ from ...mesh import Mesh
 from ...spmd.axes import atoms_of, mesh_of
 from ...spmd.tensor_type import EQUAL, NAME, NOTE, Note, Origin, TensorType, note_of, tensors_in, version
 from ...spmd.types import R
+from ...weights.partial_model import partial_model
 from .judge import Judgement
 from .messages.provenance import where
 from .rules import Rule
@@ -163,9 +164,9 @@ class Session(TorchFunctionMode):
         self.modules.update((id(child), name) for name, child in module.named_modules())
         for name, param in module.named_parameters():
             param.__dict__[NAME] = name
-        held = getattr(module, "tied_groups", None)
-        if held is not None and getattr(module, "partitioned", True):
-            self.tied.update((id(param), group) for param, group in held())
+        part = partial_model(module)
+        if part.partitioned:
+            self.tied.update((id(param), group) for param, group in part.tied_groups())
         for child_name, child in module.named_modules():
             plain = [(n, x) for n, x in child.__dict__.items() if isinstance(x, Tensor)]
             for name, x in [*child._buffers.items(), *plain]:

@@ -15,7 +15,7 @@ from neuronx_dist.checking.programs.explore import explore
 from neuronx_dist.checking.programs.numeric import compare_values
 from neuronx_dist.checking.programs.played import Subject
 from neuronx_dist.spmd.axes import mesh_of
-from neuronx_dist.weights.materialize import gather_full
+from neuronx_dist.weights.shard_spec import gather_full
 
 __all__ = ["Program"]
 

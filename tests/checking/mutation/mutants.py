@@ -133,7 +133,7 @@ EXEMPT = {
     "hf/weights.py": "writes and reads weights",
     "optimizer/zero1.py:NeuronZero1Optimizer.save_sharded_state_dict": "writes files",
     "optimizer/zero1.py:NeuronZero1Optimizer.load_sharded_state_dict": "reads files",
-    "weights/materialize.py:gather_full": "gives tests and files the whole of a tensor",
+    "weights/shard_spec.py:gather_full": "gives tests and files the whole of a tensor",
     "parallel_layers/pad.py": "marks the weights of other sizes, before training",
     "parallel_layers/parallel_state.py": "Python objects",
     "pipeline/run/lockstep.py": "in place of the messages of pipeline/run/executor.py, where there are none (XLA)",

@@ -1,0 +1,121 @@
+"""A model of which this rank holds a part, such as the stage of a pipeline; and an ordinary module seen as one.
+
+Gradients, checkpoints, initial weights and the checker ask a model only what `PartialModel` answers:
+
+    for name, param in partial_model(model).local_named_parameters():
+        ...                     # of a pipeline model those of this stage, of any other module all
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import torch
+from torch import nn
+
+from ..comm import Communicator
+from .shard_spec import restamp
+
+__all__ = ["PartialModel", "Slot", "buffer_slots", "join", "parameter_names", "parameter_slots", "partial_model"]
+
+
+@runtime_checkable
+class PartialModel(Protocol):
+    """A model of which this rank holds a part. Names are those of the whole model.
+
+    Attributes:
+        original_module: the whole model; what other ranks hold is on the meta device.
+        partitioned: whether it is known yet which part is local.
+        tied_weights_synced: whether the copies of a tied weight have been made equal.
+    """
+
+    @property
+    def original_module(self) -> nn.Module: ...
+
+    @property
+    def partitioned(self) -> bool: ...
+
+    @property
+    def tied_weights_synced(self) -> bool: ...
+
+    def is_local(self, name: str) -> bool:
+        """Whether this rank holds the parameter, buffer or module of this name."""
+
+    def local_named_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """Modules of this rank, and the containers around them."""
+
+    def local_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Parameters of this rank, each once; a tied weight by the first name that it has here."""
+
+    def tied_groups(self) -> list[tuple[nn.Parameter, Communicator]]:
+        """`(this rank's copy, the ranks that hold one)` of each weight that several parts hold."""
+
+
+class _WholeModel:
+    """An ordinary module: all of it is local."""
+
+    partitioned = True
+    tied_weights_synced = True
+
+    def __init__(self, module: nn.Module) -> None:
+        self.original_module = module
+
+    def is_local(self, name: str) -> bool:
+        return True
+
+    def local_named_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        return self.original_module.named_modules()
+
+    def local_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return self.original_module.named_parameters()
+
+    def tied_groups(self) -> list[tuple[nn.Parameter, Communicator]]:
+        return []
+
+
+def partial_model(model: nn.Module | PartialModel) -> PartialModel:
+    """The model itself if it is partial; else a view of it in which everything is local."""
+    return model if isinstance(model, PartialModel) else _WholeModel(model)
+
+
+class Slot(NamedTuple):
+    """Where a module registers a tensor: `module._parameters[key]` or `module._buffers[key]`; `name`: in the model."""
+
+    name: str
+    module: nn.Module
+    key: str
+    tensor: torch.Tensor
+
+
+def parameter_slots(model: nn.Module | PartialModel) -> Iterator[Slot]:
+    """The slots of this rank's parameters; a tied weight has several. Slots may be filled anew meanwhile."""
+    part = partial_model(model)
+    for prefix, module in part.local_named_modules():
+        for key, param in list(module._parameters.items()):
+            if param is not None and part.is_local(join(prefix, key)):
+                yield Slot(join(prefix, key), module, key, param)
+
+
+def buffer_slots(model: nn.Module | PartialModel) -> Iterator[Slot]:
+    """The slots of this rank's buffers. Slots may be filled anew meanwhile."""
+    part = partial_model(model)
+    for prefix, module in part.local_named_modules():
+        for key, buffer in list(module._buffers.items()):
+            if buffer is not None and part.is_local(join(prefix, key)):
+                yield Slot(join(prefix, key), module, key, buffer)
+
+
+def parameter_names(model: nn.Module | PartialModel) -> dict[int, list[str]]:
+    """All names of each parameter in the whole model, by `id`, in order: more than one where weights are tied."""
+    whole = partial_model(model).original_module
+    restamp(whole)
+    names: dict[int, list[str]] = {}
+    for name, param in whole.named_parameters(remove_duplicate=False):
+        names.setdefault(id(param), []).append(name)
+    return names
+
+
+def join(prefix: str, name: str) -> str:
+    """Qualified name of what is called `name` in the module at `prefix`."""
+    return f"{prefix}.{name}" if prefix else name
