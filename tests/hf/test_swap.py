@@ -92,7 +92,7 @@ def test_biases(sequence_parallel: bool) -> None:
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("architecture", ["qwen2", "qwen3", "mistral", "granite", "starcoder2"])
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen3", "mistral", "granite", "starcoder2", "stablelm"])
 def test_other_architectures(architecture: str, sequence_parallel: bool) -> None:
     from transformers import AutoConfig
 
@@ -106,6 +106,7 @@ def test_other_architectures(architecture: str, sequence_parallel: bool) -> None
         initializer_range=0.2,
         pad_token_id=None,
         attention_dropout=0.0,
+        hidden_dropout=0.0,
         residual_dropout=0.0,
         embedding_dropout=0.0,
     )
