@@ -63,15 +63,15 @@ class Style:
 
 
 def _column(linear: nn.Linear, size: int, options: Mapping[str, Any]) -> ShardedModule:
-    given = {"gather_output": False, **options}
+    layer_options = {"gather_output": False, **options}
     has_bias, dtype = linear.bias is not None, linear.weight.dtype
-    return ColumnParallelLinear(linear.in_features, size, bias=has_bias, dtype=dtype, device="meta", **given)
+    return ColumnParallelLinear(linear.in_features, size, bias=has_bias, dtype=dtype, device="meta", **layer_options)
 
 
 def _row(linear: nn.Linear, size: int, options: Mapping[str, Any]) -> ShardedModule:
-    given = {"input_is_parallel": True, **options}
+    layer_options = {"input_is_parallel": True, **options}
     has_bias, dtype = linear.bias is not None, linear.weight.dtype
-    return RowParallelLinear(size, linear.out_features, bias=has_bias, dtype=dtype, device="meta", **given)
+    return RowParallelLinear(size, linear.out_features, bias=has_bias, dtype=dtype, device="meta", **layer_options)
 
 
 def _embedding(table: nn.Embedding, size: int, options: Mapping[str, Any]) -> ShardedModule:
@@ -133,8 +133,8 @@ def _check(model: nn.Module, plans: Sequence[LayerPlan]) -> None:
         elif layer is None:
             problems.append(f"{plan.name} is no module of this {type(model).__name__}")
         elif style.layer_type is not None and type(layer) is not style.layer_type:
-            wanted = f"torch.nn.{style.layer_type.__name__}"
-            problems.append(f"{plan.name} is a {type(layer).__name__}, and the style {plan.style!r} replaces {wanted}")
+            actual, expected = type(layer).__name__, style.layer_type.__name__
+            problems.append(f"{plan.name} is a {actual}, and the style {plan.style!r} replaces torch.nn.{expected}")
         elif style.build is not None:
             size = getattr(layer, style.size_attribute)
             padded = size if plan.padded_size is None else plan.padded_size

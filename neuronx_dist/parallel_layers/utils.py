@@ -143,8 +143,8 @@ def move_all_tensor_to_cpu(data: T, convert: bool = True) -> T:
         convert: False leaves the tensors where they are, and only waits until their values are there: then ranks may
             take turns at copying.
     """
-    found = on_host([x for x in pytree.tree_leaves(data) if isinstance(x, torch.Tensor)], copy=convert)
-    copies = iter(found)
+    on_cpu = on_host([x for x in pytree.tree_leaves(data) if isinstance(x, torch.Tensor)], copy=convert)
+    copies = iter(on_cpu)
     return pytree.tree_map_only(torch.Tensor, lambda _: next(copies), data) if convert else data
 
 

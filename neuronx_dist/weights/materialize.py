@@ -122,20 +122,20 @@ def _on_meta(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
 
 def _initialisers(whole: nn.Module, prefix: str, init_fn: Initialiser | None) -> list[Initialiser]:
     """What to try on module `prefix`, in order; see `materialize`."""
-    found: list[Initialiser] = [init_fn] if init_fn is not None else []
+    initialisers: list[Initialiser] = [init_fn] if init_fn is not None else []
     ancestors: list[nn.Module] = [whole]
     for name in prefix.split(".") if prefix else ():
         ancestors.append(ancestors[-1].get_submodule(name))
     init_method = getattr(ancestors[-1], "init_method", None)
     if init_method is not None and init_method is not _default_init_method(ancestors[-1]):
-        found.append(lambda stand_in: init_method(stand_in.weight))
+        initialisers.append(lambda stand_in: init_method(stand_in.weight))
     for ancestor in reversed(ancestors):
         convention = getattr(ancestor, "_init_weights", None)
         if callable(convention):
-            found.append(convention)
+            initialisers.append(convention)
             break
-    found.append(_reset_parameters)
-    return found
+    initialisers.append(_reset_parameters)
+    return initialisers
 
 
 def _default_init_method(layer: nn.Module) -> Any:
