@@ -82,7 +82,7 @@ def _renumbered(module: Any, ranks: tuple[int, ...]) -> Any:
                 groups = np.array(operation.attributes[name])
                 if not groups.size:  # all ranks
                     continue
-                ours = [[position[rank] for rank in group] for group in groups.tolist() if set(group) <= position.keys()]
+                ours = [[position[r] for r in group] for group in groups.tolist() if set(group) <= position.keys()]
                 operation.attributes[name] = ir.DenseIntElementsAttr.get(
                     np.array(ours, np.int64).reshape(-1, groups.shape[-1])
                 )
