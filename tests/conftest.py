@@ -8,9 +8,10 @@ import os
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-import pool
 import pytest
 import torch
+
+from tests.support import pool
 
 torch.set_num_threads(1)
 

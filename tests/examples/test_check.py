@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
+from tests.support.paths import ROOT
+
 pytest.importorskip("transformers")
 
-ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = str(ROOT / "examples" / "train_llama.py")
 SMALL = ["--steps", "1", "--global-batch", "4", "--seq-len", "32", "--microbatches", "2", "--tp", "2"]
 

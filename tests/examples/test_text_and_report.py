@@ -3,16 +3,12 @@
 import io
 import json
 import random
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-
-from reporting import Report, loss_curve
-from text_data import ByteTokenizer, TextData, data_parallel_rows
+from examples.reporting import Report, loss_curve
+from examples.text_data import ByteTokenizer, TextData, data_parallel_rows
 
 
 def some_text(size: int) -> str:
@@ -160,7 +156,7 @@ def test_other_ranks_say_and_write_nothing(tmp_path, capsys):
 
 def test_evaluation_time_counts_for_no_step(monkeypatch):
     clock = iter([0.0, 0.0, 1.0, 1.0, 100.0, 101.0, 101.0])
-    monkeypatch.setattr("reporting.time.perf_counter", lambda: next(clock))
+    monkeypatch.setattr("examples.reporting.time.perf_counter", lambda: next(clock))
     report = Report(2, 500, terminal=False, active=False)
     with report:
         report.step(1, loss=1.0, grad_norm=1.0, lr=1.0)

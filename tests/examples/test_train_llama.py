@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.paths import ROOT
+
 pytest.importorskip("transformers")
 
-ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = [str(ROOT / "examples" / "train_llama.py")]
 SMALL = ["--steps", "4", "--global-batch", "4", "--seq-len", "32", "--microbatches", "2", "--log-every", "1"]
 

@@ -6,13 +6,13 @@ import math
 
 import pytest
 import torch
-from synthetic import LAYOUTS, MESHES, Model, assemble, mean_gradient, relative_error, stages, weight
 from torch import nn
 
 from neuronx_dist import comm
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.parallel_layers import grads
 from neuronx_dist.parallel_layers.buckets import cut
+from tests.support.synthetic import LAYOUTS, MESHES, Model, assemble, mean_gradient, relative_error, stages, weight
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 

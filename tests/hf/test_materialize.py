@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from hf_models import llama_config, meta_model
 
 from neuronx_dist.comm import threads
 from neuronx_dist.hf import full_state_dict, materialize, swap
 from neuronx_dist.mesh import Mesh
+from tests.hf.models import llama_config, meta_model
 
 
 def _weights(tp: int, config: Any, **options: Any) -> dict[str, torch.Tensor]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from llama_training import Case
-from mutation_cases import (
+from tests.parity.mutation_cases import (
     _column,
     _joined_features,
     _joined_sequence,
@@ -36,6 +35,7 @@ from mutation_cases import (
     verbs_on_threads,
     written_folder,
 )
+from tests.support.llama_training import Case
 
 __all__ = ["CASES"]
 

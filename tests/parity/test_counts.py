@@ -6,10 +6,8 @@ The tables are read from the page itself, so that neither it nor the code can ch
 from __future__ import annotations
 
 import re
-import sys
 import weakref
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,16 +15,14 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-sys.path.insert(0, str(Path(__file__).parent / "parity"))
-
-from llama_training import SEQ, Case, batch, build, initial_state, inputs, make_optimizer, step_of
-
 import neuronx_dist as nxd
 from neuronx_dist import comm, hf
 from neuronx_dist.hf import causal_lm_loss
 from neuronx_dist.parallel_layers import autograd_linear
+from tests.support.llama_training import SEQ, Case, batch, build, initial_state, inputs, make_optimizer, step_of
+from tests.support.paths import DOCS
 
-PAGE = (Path(__file__).parent.parent / "docs" / "architecture.md").read_text()
+PAGE = (DOCS / "architecture.md").read_text()
 Counts = Counter[str]
 
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from call_sites import MUTATIONS, find_sites, hidden_imports, mutate
-from mutation_cases import values_of_every_verb
-from mutation_table import CASES, VERBS
-from pool import processes
+
+from tests.parity.mutation_cases import values_of_every_verb
+from tests.parity.mutation_table import CASES, VERBS
+from tests.support.call_sites import MUTATIONS, find_sites, hidden_imports, mutate
+from tests.support.pool import processes
 
 SITES = find_sites()
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from pool import processes
 from torch import nn
 
 from neuronx_dist import comm
@@ -17,6 +16,7 @@ from neuronx_dist.layout import Layout, LayoutError
 from neuronx_dist.memory import estimate_memory
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.meter import measure_peak
+from tests.support.pool import processes
 
 GIB = 2**30
 

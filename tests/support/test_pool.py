@@ -7,9 +7,9 @@ import time
 
 import pytest
 import torch
-from pool import WorkerFailure, processes
 
 from neuronx_dist import comm
+from tests.support.pool import WorkerFailure, processes
 
 
 def where(scale):

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.paths import ROOT
+
 SCRIPT = """
 import torch
 from neuronx_dist import ColumnParallelLinear, RowParallelLinear, comm, materialize
@@ -34,7 +36,7 @@ def command(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]
     return subprocess.run(
         [sys.executable, "-m", "neuronx_dist.xla_replay", *arguments],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=200,

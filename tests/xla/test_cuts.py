@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import cut_programs as programs
 import pytest
 import torch
-from compare import assert_close, draw, on_threads, same_as_threads
 
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.xla_replay import ProgramsDiffer, lower, replay, replay_loop
+from tests.xla.compare import assert_close, draw, on_threads, same_as_threads
+from tests.xla.programs import cuts as programs
 
 TP2 = Mesh(4, tp=2)
 STAGES = Mesh(4, tp=2, pp=2)

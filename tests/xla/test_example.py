@@ -10,11 +10,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from compare import assert_close
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-ROOT = Path(__file__).parents[2]
+from tests.support.paths import ROOT
+from tests.xla.compare import assert_close
+
 STEPS = 20
 OPTIONS = ("--zero1", "--steps", str(STEPS), "--warmup", "5", "--microbatches", "2", "--global-batch", "8")
 

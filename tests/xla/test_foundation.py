@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import foundation_programs as programs
 import pytest
 import torch
-import training_programs
-from foundation_programs import CPU, XLA
-from llama_training import distance
-from one_device import on_device
-from pool import processes
-from training_programs import Training
 
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.xla_replay import replay_loop
+from tests.support.llama_training import distance
+from tests.support.pool import processes
+from tests.xla.one_device import on_device
+from tests.xla.programs import foundation as programs
+from tests.xla.programs import training as training_programs
+from tests.xla.programs.foundation import CPU, XLA
+from tests.xla.programs.training import Training
 
 CLOSE = dict(rel=1e-5, abs=0)
 

@@ -9,15 +9,15 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-import golden_programs as programs
 import pytest
 import torch
-from compare import draw, same_as_threads
-from golden_programs import BACKWARD, TABLES
-from operator_programs import CONFORMANCE
 
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.xla_replay import Collective, lower
+from tests.xla.compare import draw, same_as_threads
+from tests.xla.programs import golden as programs
+from tests.xla.programs.golden import BACKWARD, TABLES
+from tests.xla.programs.operators import CONFORMANCE
 
 TP2 = Mesh(4, tp=2)  # tp: {0,1} {2,3}; dp: {0,2} {1,3}
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 
-import layer_programs as programs
 import pytest
 import torch
-from compare import draw, same_as_threads
 
 from neuronx_dist.mesh import Mesh
+from tests.xla.compare import draw, same_as_threads
+from tests.xla.programs import layers as programs
 
 AR, AG, RS, A2A = "all-reduce", "all-gather", "reduce-scatter", "all-to-all"
 

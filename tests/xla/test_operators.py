@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from compare import assert_close, draw, on_threads, same_as_threads
-from operator_programs import CONFORMANCE, after_a_nan, every_operator, every_verb
 
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.xla_replay import replay
+from tests.xla.compare import assert_close, draw, on_threads, same_as_threads
+from tests.xla.programs.operators import CONFORMANCE, after_a_nan, every_operator, every_verb
 
 TP2 = Mesh(4, tp=2)  # two tensor-parallel groups: {0,1} and {2,3}
 

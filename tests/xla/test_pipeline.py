@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-import training_programs as programs
-from llama_training import distance, reference
-from training_parity import TOLERANCE, assert_trains_as_elsewhere, replayed
-from training_programs import Training
 
 from neuronx_dist.mesh import Mesh
+from tests.support.llama_training import distance, reference
+from tests.xla.programs import training as programs
+from tests.xla.programs.training import Training
+from tests.xla.training_parity import TOLERANCE, assert_trains_as_elsewhere, replayed
 
 TRANSFERS = [("pp_forward", "{{0,2},{1,3}}"), ("pp_backward", "{{2,0},{3,1}}")]
 CASES = {

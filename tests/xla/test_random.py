@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import random_programs as programs
 import torch
-from one_device import on_device
 
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.xla_replay import replay
+from tests.xla.one_device import on_device
+from tests.xla.programs import random_numbers as programs
 
 TP2 = Mesh(4, tp=2)
 ONES = torch.ones(64, 64)

@@ -10,18 +10,16 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-import rank_programs as programs
 import torch
-from one_device import on_device
 
 from neuronx_dist import comm
 from neuronx_dist.comm import xla
 from neuronx_dist.comm.errors import CommError
-
-ROOT = Path(__file__).parents[2]
+from tests.support.paths import ROOT
+from tests.xla.one_device import on_device
+from tests.xla.programs import ranks as programs
 
 THREADS = """
 import json, threading

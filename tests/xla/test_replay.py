@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import layer_programs as programs
 import pytest
 import torch
-from compare import draw
 
 from neuronx_dist.mesh import Mesh
+from neuronx_dist.parallel_layers import autograd_linear
 from neuronx_dist.xla_replay import ProgramsDiffer, ReplicaGroupsWrong, lower, replay, replay_loop
+from tests.support.paths import file_name
+from tests.xla.compare import draw
+from tests.xla.programs import layers as programs
 
 TP2 = Mesh(4, tp=2)
 
@@ -59,7 +61,7 @@ def test_the_table_of_collectives():
     program = replay(programs.pair, TP2, [({}, draw(8, 4, 16).requires_grad_())] * 4)
     lines = program.table().splitlines()
     assert len(lines) == 4 and lines[0].split() == ["#", "collective", "axis", "operand", "bytes", "groups", "from"]
-    for cell in ("all-reduce add", "f32[8, 4, 16]", "2,048", "0-1 2-3", "linear.py"):
+    for cell in ("all-reduce add", "f32[8, 4, 16]", "2,048", "0-1 2-3", file_name(autograd_linear)):
         assert cell in lines[1]
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import layer_programs as programs
 import pytest
-from compare import draw, same_as_threads
 
 from neuronx_dist.mesh import Mesh
+from tests.xla.compare import draw, same_as_threads
+from tests.xla.programs import layers as programs
 
 GROUPS = {
     "trn1": {"tp": ((0, 2, 4, 6), (1, 3, 5, 7)), "dp,cp": ((0, 1), (2, 3), (4, 5), (6, 7))},

@@ -6,11 +6,11 @@ from collections import Counter
 
 import pytest
 import torch
-import training_programs as programs
-from training_parity import assert_trains_as_elsewhere, replayed
-from training_programs import Training
 
 from neuronx_dist.mesh import Mesh
+from tests.xla.programs import training as programs
+from tests.xla.programs.training import Training
+from tests.xla.training_parity import assert_trains_as_elsewhere, replayed
 
 MESH = Mesh(4, tp=2)
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-import transfer_programs as programs
 
 from neuronx_dist import comm
 from neuronx_dist.comm import xla
 from neuronx_dist.comm.xla_transfer import how_to_transfer, rows_of
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.xla_replay import replay
+from tests.xla.programs import transfers as programs
 
 TP4, TP3, TP2 = Mesh(4, tp=4), Mesh(3, tp=3), Mesh(4, tp=2)
 CHAIN, BACK = [(0, 1), (1, 2), (2, 3)], [(1, 0), (2, 1), (3, 2)]

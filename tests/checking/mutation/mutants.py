@@ -11,14 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-from edits import Call, Edit, edits_of, edits_of_function, recorder
-from programs import PROGRAMS
-
 from neuronx_dist.comm import threads
 from neuronx_dist.spmd import autograd
 from neuronx_dist.spmd.axes import mesh_of
-
-from call_sites import Site, find_sites, mutate  # isort: skip  # tests/parity, on the path since `programs`
+from tests.checking.mutation.edits import Call, Edit, edits_of, edits_of_function, recorder
+from tests.checking.mutation.programs import PROGRAMS
+from tests.support.call_sites import Site, find_sites, mutate
 
 __all__ = [
     "EQUIVALENT",

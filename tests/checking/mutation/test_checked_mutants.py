@@ -12,8 +12,20 @@ from __future__ import annotations
 import os
 
 import pytest
-from mutants import EQUIVALENT, EXEMPT, PROGRAM_OF, SCOPE, SITES, UNSEEN, checked, edits_at, some, values_differ
-from programs import PROGRAMS
+
+from tests.checking.mutation.mutants import (
+    EQUIVALENT,
+    EXEMPT,
+    PROGRAM_OF,
+    SCOPE,
+    SITES,
+    UNSEEN,
+    checked,
+    edits_at,
+    some,
+    values_differ,
+)
+from tests.checking.mutation.programs import PROGRAMS
 
 FULL = os.environ.get("NXD_FULL") == "1"
 NOT_SEEN = {**UNSEEN, **EQUIVALENT}

@@ -7,14 +7,14 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from neuronx_dist.spmd import __main__ as command
+from tests.checking.programs import checked_models
+from tests.support.paths import ROOT, file_name
 
-MODELS = str(Path(__file__).with_name("checked_models.py"))
-ROOT = Path(__file__).resolve().parents[2]
+MODELS = checked_models.__file__
 
 
 def run(capsys, *args: str) -> tuple[int, str, str]:
@@ -30,7 +30,7 @@ def test_the_exit_code_is_0_and_the_report_a_line(capsys):
 
 def test_the_exit_code_is_1_with_a_problem(capsys):
     code, out, _ = run(capsys, f"{MODELS}:model_fn", "--mesh", "dp=2,tp=4", "--option", "defect=twice")
-    assert code == 1 and "1 problem found" in out and "checked_models.py" in out
+    assert code == 1 and "1 problem found" in out and file_name(checked_models) in out
     code, out, _ = run(
         capsys, f"{MODELS}:model_fn", "--mesh", "dp=2,tp=4", "--option", "defect=order", "--level", "none"
     )

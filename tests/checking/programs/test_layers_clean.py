@@ -5,25 +5,29 @@ from __future__ import annotations
 import functools
 import re
 
-import layer_models as models
 import pytest
 import torch
 
 import neuronx_dist as nxd
 from neuronx_dist import comm, spmd
+from neuronx_dist.parallel_layers import buckets, embedding, grad_norm, loss_functions, mappings
+from tests.checking.programs import layer_models as models
+from tests.support.paths import file_name
 
 X = torch.randn(models.ROWS, models.SEQ, models.HIDDEN)
 IDS = torch.zeros(models.ROWS, models.SEQ, dtype=torch.long)
 MESH = {"dp": 2, "cp": 2, "tp": 4}
 
 # What cannot be proven, by file: each line here is a hole. Shapes and axes are left out.
-FLAGS = {"buckets.py: that [] is P on *"}  # which ranks have a gradient
-NORM = {"grad_norm.py: that [] is P on *"}  # gradients of one rank of several with the same
-LOOKUP = {"embedding.py: that [] is P on *",
-          "embedding.py: embedding: a lookup in a sharded dim 0 by positions that vary"}  # fmt: skip
-TARGET = {"loss_functions.py: that [] is P on *",
-          "loss_functions.py: gather: a lookup in a sharded dim 2 by positions that vary"}  # fmt: skip
-EXPERTS = {"mappings.py: all_to_all: what varies over * is sharded on dim 0"}  # parameters say ep, and not which dim
+FLAGS = {f"{file_name(buckets)}: that [] is P on *"}  # which ranks have a gradient
+NORM = {f"{file_name(grad_norm)}: that [] is P on *"}  # gradients of one rank of several with the same
+LOOKUP = {f"{file_name(embedding)}: that [] is P on *",
+          f"{file_name(embedding)}: embedding: a lookup in a sharded dim 0 by positions that vary"}  # fmt: skip
+TARGET = {f"{file_name(loss_functions)}: that [] is P on *",
+          f"{file_name(loss_functions)}: gather: a lookup in a sharded dim 2 by positions that vary"}  # fmt: skip
+EXPERTS = {
+    f"{file_name(mappings)}: all_to_all: what varies over * is sharded on dim 0"
+}  # parameters say ep, and not which dim
 
 
 def holes(report) -> set[str]:
@@ -76,7 +80,7 @@ def test_region_functions(name):
         report = spmd.check(lambda: models.Mapped(name), X, {"cp": 2}, in_types={"cp": spmd.S(1)})
     else:
         report = spmd.check(lambda: models.Mapped(name), X, {"dp": 2, "tp": 2})
-    summands = "layer_models.py: all_reduce: the values that vary over * are summands"
+    summands = f"{file_name(models)}: all_reduce: the values that vary over * are summands"
     clean(report, needed={summands} if name == "all_to_all" else set())  # pieces change places: no shards any longer
 
 
@@ -107,7 +111,7 @@ def test_another_group_than_tp(axis):
 
 # --- recomputation and random numbers --------------------------------------------------------------------------------
 
-SAME = {"layer_models.py: random numbers are the same on every piece along tp: draw them inside of fork()"}
+SAME = {f"{file_name(models)}: random numbers are the same on every piece along tp: draw them inside of fork()"}
 
 
 @pytest.mark.parametrize("checkpointing", models.CHECKPOINTS)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,10 +12,10 @@ import torch
 import neuronx_dist as nxd
 from neuronx_dist import spmd
 from neuronx_dist.parallel_layers.linear import RowParallelLinear
+from tests.support.paths import ROOT
 
 transformers = pytest.importorskip("transformers")
 
-ROOT = Path(__file__).resolve().parents[2]
 ROWS, SEQ = 8, 16
 
 

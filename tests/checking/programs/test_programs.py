@@ -6,7 +6,6 @@ import json
 import linecache
 import re
 
-import checked_models as models
 import pytest
 import torch
 
@@ -15,6 +14,7 @@ from neuronx_dist import Mesh, comm, spmd
 from neuronx_dist.checking.explore import explore
 from neuronx_dist.checking.program import Subject
 from neuronx_dist.checking.trace import Deadline
+from tests.checking.programs import checked_models as models
 
 MESH = {"dp": 2, "tp": 4}
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import checked_models as models
 import pytest
 import torch
 
 from neuronx_dist import Mesh, spmd
+from tests.checking.programs import checked_models as models
 
 MESHES = [Mesh(8, tp=4, topology=name, ranks_per_node=8) for name in ("trn1", "trn2")]
 

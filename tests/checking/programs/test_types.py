@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import checked_models as models
 import pytest
 import torch
 
 import neuronx_dist as nxd
 from neuronx_dist import spmd
+from tests.checking.programs import checked_models as models
 
 MESH = {"dp": 2, "tp": 4}
 

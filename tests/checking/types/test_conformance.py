@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conformance import CONFORMANCE, TP2
-from pool import processes
 
 from neuronx_dist import comm, spmd
 from neuronx_dist.comm import threads
@@ -15,6 +13,8 @@ from neuronx_dist.comm.check import CheckBackend
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.spmd import I, P, R, S, SpmdTypeError, SpmdTypeMode, V, assert_type, get_local_type
 from neuronx_dist.spmd.collectives import ROWS
+from tests.support.conformance import CONFORMANCE, TP2
+from tests.support.pool import processes
 
 OPERATORS = {
     name: getattr(spmd, name)

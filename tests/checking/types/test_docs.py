@@ -1,11 +1,10 @@
 """The examples of docs/type-system.md and docs/checked-code.md do what they say."""
 
 import doctest
-from pathlib import Path
 
 import pytest
 
-DOCS = Path(__file__).parents[2] / "docs"
+from tests.support.paths import DOCS
 
 
 @pytest.mark.parametrize(("name", "at_least"), [("type-system.md", 7), ("checked-code.md", 14)])

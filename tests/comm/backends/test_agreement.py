@@ -5,17 +5,19 @@ from __future__ import annotations
 import os
 import re
 import time
+from pathlib import Path
 
 import pytest
 import torch
-from pool import WorkerFailure, processes
-from test_verbs import on_every_rank
 
 from neuronx_dist import comm
 from neuronx_dist.comm import debug
 from neuronx_dist.comm.c10d import C10dCommunicator
 from neuronx_dist.parallel_layers.parallel_state import destroy_model_parallel, initialize_model_parallel
+from tests.comm.test_verbs import on_every_rank
+from tests.support.pool import WorkerFailure, processes
 
+THIS = Path(__file__).name
 TIMEOUT = 0.5
 X = (4, 6)
 
@@ -54,11 +56,11 @@ def line_of(text):
 
 
 def both_sites(message, one, other):
-    places = {f"test_debug.py:{line_of(one)}", f"test_debug.py:{line_of(other)}"}
+    places = {f"{THIS}:{line_of(one)}", f"{THIS}:{line_of(other)}"}
     told_by = [part for part in re.split(r"--- rank \d of \d", message) if "was told" in part]
     assert len(told_by) == 2, message
     for part in told_by:
-        found = set(re.findall(r"test_debug\.py:\d+", part.split("RuntimeError: rank")[1]))
+        found = set(re.findall(rf"{THIS}:\d+", part.split("RuntimeError: rank")[1]))
         assert places <= found, (places, found, part)
 
 
@@ -122,8 +124,8 @@ def test_a_rank_that_misses_a_collective():
     there, here = line_of("missing: there"), line_of("missing: here")
     assert re.search(
         r"rank 1 did not come within 0.5 s; the last that it began: all_reduce\(max\) of \[4, 6\] float32 over world "
-        rf"at \S+test_debug.py:{there}\\n +rank 0: reduce_scatter\(sum\) of \[2, 2, 6\] float32 over tp at "
-        rf"\S+test_debug.py:{here}",
+        rf"at \S+{THIS}:{there}\\n +rank 0: reduce_scatter\(sum\) of \[2, 2, 6\] float32 over tp at "
+        rf"\S+{THIS}:{here}",
         message,
     ), message
 

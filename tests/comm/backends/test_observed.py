@@ -15,11 +15,13 @@ from torch.overrides import BaseTorchFunctionMode, TorchFunctionMode
 from neuronx_dist import Mesh, comm, spmd
 from neuronx_dist.comm.check import CheckBackend
 from neuronx_dist.comm.coordinates import Coordinate, elsewhere, find, plain
-from neuronx_dist.parallel_layers import parallel_state
+from neuronx_dist.parallel_layers import autograd_linear, grad_norm, loss_functions, parallel_state
 from neuronx_dist.parallel_layers.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
 from neuronx_dist.parallel_layers.loss_functions import parallel_cross_entropy
 from neuronx_dist.parallel_layers.random import model_parallel_manual_seed
 from neuronx_dist.pipeline import NxDPPModel
+from neuronx_dist.spmd import collectives
+from tests.support.paths import file_name
 
 MESH = Mesh(16, tp=2, pp=2, cp=2)  # dp=2
 
@@ -245,7 +247,9 @@ def test_layers_loss_and_seeds_look_at_nothing():
             assert event.where.startswith(__file__) and event.axis == "tp" and event.ranks == (0, 1, 2, 3)
             assert event.awaited is not None and event.awaited > event.number
         inside = [event.inside.rsplit("/", 1)[1].split(":")[0] for event in seen.backend.events]
-        assert inside[:4] == ["collectives.py", "autograd_linear.py", "loss_functions.py", "loss_functions.py"]
+        assert inside[:4] == [
+            file_name(module) for module in (collectives, autograd_linear, loss_functions, loss_functions)
+        ]
 
 
 def test_the_norm_of_the_gradients_reads_tp_once():
@@ -258,7 +262,7 @@ def test_the_norm_of_the_gradients_reads_tp_once():
         clip_grad_norm(layer.parameters(), 1.0)
         assert seen.axes == {"tp"}
         assert [r for r in range(8) if seen.backend.same_program(r)] == [1, 2, 3, 5, 6, 7]
-        assert all("grad_norm.py:" in read.inside and __file__ in read.where for read in seen.backend.reads)
+        assert all(f"{file_name(grad_norm)}:" in read.inside and __file__ in read.where for read in seen.backend.reads)
 
 
 class Layer(nn.Module):
@@ -347,7 +351,7 @@ def test_call_sites_under_a_mode_are_those_of_the_caller():
             spmd.all_reduce(x, "tp", dst=spmd.R)
         first, second = seen.backend.events
         assert first.where == first.inside == f"{__file__}:{line}"
-        assert second.where == f"{__file__}:{line + 1}" and "spmd/collectives.py:" in second.inside
+        assert second.where == f"{__file__}:{line + 1}" and f"{collectives.__file__}:" in second.inside
 
 
 def _line() -> int:

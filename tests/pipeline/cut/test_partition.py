@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from pipeline_models import SEQ, Block, Model, batch, make
-from test_parity import Skip, WeightOutside
 
 from neuronx_dist import comm
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.pipeline import create_partitions
 from neuronx_dist.pipeline.partition import check_cuts, place_by_recording, place_by_registration, split
 from neuronx_dist.pipeline.trace import record
+from tests.pipeline.test_parity import Skip, WeightOutside
+from tests.support.pipeline_models import SEQ, Block, Model, batch, make
 
 
 @pytest.mark.parametrize(

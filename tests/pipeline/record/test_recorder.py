@@ -1,17 +1,16 @@
-"""What is recorded is what the model does: layers get the same arguments, None included; values cannot be branched "
-"on."""
+"""What is recorded is what the model does: layers get the same arguments, None included; no branch on values."""
 
 from __future__ import annotations
 
 import copy
 import inspect
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.utils._pytree as pytree
-from pipeline_models import Block, Model, batch, make, on_ranks
 from torch import nn
 
 from neuronx_dist import comm, spmd
@@ -21,6 +20,9 @@ from neuronx_dist.pipeline.partition import split
 from neuronx_dist.pipeline.recording import Recording
 from neuronx_dist.pipeline.stage import Stage
 from neuronx_dist.pipeline.trace import record
+from tests.support.pipeline_models import Block, Model, batch, make, on_ranks
+
+THIS = Path(__file__).name
 
 
 def recorded(model: nn.Module, inputs: dict[str, Any], leaf_classes: Any = (Block,)) -> Recording:
@@ -134,12 +136,12 @@ class Branching(Model):
 def test_a_branch_on_values_names_its_line(way: str) -> None:
     lines = inspect.getsource(inspect.getmodule(Branching)).splitlines()  # type: ignore[arg-type]
     line = next(number for number, text in enumerate(lines, 1) if text.endswith(f"# line of {way}"))
-    with pytest.raises(TracingError, match=rf"test_trace\.py:{line}: .*needs the values of a tensor"):
+    with pytest.raises(TracingError, match=rf"{THIS}:{line}: .*needs the values of a tensor"):
         recorded(make(Branching, way=way), batch())
 
 
 def test_a_branch_on_values_inside_a_pipeline_ends_all_ranks() -> None:
-    with pytest.raises(TracingError, match=r"test_trace\.py:\d+"):
+    with pytest.raises(TracingError, match=rf"{THIS}:\d+"):
         on_ranks(
             Mesh(2, pp=2), make(Branching, way="bool"), lambda pipeline: pipeline.run_train(**batch()),
             output_loss_value_spec=True,
@@ -167,7 +169,8 @@ def test_nothing_changes_and_no_random_number_is_drawn() -> None:
 def test_random_calls_are_drawn_anew_on_one_stage() -> None:
     class Noisy(Model):
         def body(self, x: torch.Tensor) -> torch.Tensor:
-            noise = torch.rand(x.shape[1], 1, dtype=x.dtype)
+            # One number for each position would be a constant over hidden, which the layers' norms remove.
+            noise = torch.rand(x.shape[1], x.shape[2], dtype=x.dtype)
             for layer in self.layers:
                 x = layer(x) + noise
             return x

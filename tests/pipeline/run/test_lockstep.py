@@ -13,9 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-import test_parity
 import torch
-from pipeline_models import HIDDEN, SEQ, Block, Model, batch, check_parity, cut, error, make, on_ranks, reference, train
 from torch import nn
 
 from neuronx_dist import comm
@@ -25,6 +23,23 @@ from neuronx_dist.optimizer import NeuronZero1Optimizer
 from neuronx_dist.pipeline import NxDPPModel
 from neuronx_dist.pipeline.rounds import Lockstep
 from neuronx_dist.pipeline.schedule import Kind, Task, inference, one_f_one_b, rounds, simulate
+from tests.pipeline import test_parity
+from tests.support import pipeline_models
+from tests.support.paths import file_name
+from tests.support.pipeline_models import (
+    HIDDEN,
+    SEQ,
+    Block,
+    Model,
+    batch,
+    check_parity,
+    cut,
+    error,
+    make,
+    on_ranks,
+    reference,
+    train,
+)
 
 PP2 = Mesh(2, pp=2)
 
@@ -295,7 +310,9 @@ def test_errors_name_task_and_stage() -> None:
     model = make()
     model.layers[2] = Failing().double()
     model.layers[2].countdown = 1
-    with pytest.raises(IndexError, match=r"^F1 on stage 1 of 2: layers_2 \(.*pipeline_models.py:\d+\): no such thing"):
+    with pytest.raises(
+        IndexError, match=rf"^F1 on stage 1 of 2: layers_2 \(.*{file_name(pipeline_models)}:\d+\): no such thing"
+    ):
         train(PP2, model, batch(), 4)
 
 

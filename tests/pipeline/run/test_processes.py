@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from pipeline_models import Block, batch, cut, error, make, reference
-from pool import WorkerFailure, processes
-from test_parity import Skip
 
 from neuronx_dist import comm
 from neuronx_dist.pipeline import NxDPPModel
+from tests.pipeline.test_parity import Skip
+from tests.support.pipeline_models import Block, batch, cut, error, make, reference
+from tests.support.pool import WorkerFailure, processes
 
 
 def step(model: Any, inputs: dict[str, Any], microbatches: int) -> Any:

@@ -13,13 +13,13 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 from torch import nn
-from training_programs import Training, make_model, make_optimizer, rows_of
 
 import neuronx_dist as nxd
 from neuronx_dist import Mesh, comm, hf
 from neuronx_dist.comm.launch import end_step
 from neuronx_dist.optimizer import MasterWeightsOptimizer, NeuronZero1Optimizer
 from neuronx_dist.parallel_layers import random, utils
+from tests.xla.programs.training import Training, make_model, make_optimizer, rows_of
 
 XLA, CPU = "xla:0", "cpu"
 
@@ -136,8 +136,9 @@ def move_what_cannot() -> dict[str, str]:
 
 def llama_moved() -> dict[str, Any]:
     """A Llama of Hugging Face with tied embeddings, its layers swapped, filled on the CPU and then moved."""
-    from llama_training import Options, batch, config, initial_state
     from transformers import LlamaForCausalLM
+
+    from tests.support.llama_training import Options, batch, config, initial_state
 
     options = Options(tied=True, dtype=torch.float32)
     model = LlamaForCausalLM(config(options))

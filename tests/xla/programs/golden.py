@@ -6,14 +6,14 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-import layer_programs
 import torch
-from operator_programs import CONFORMANCE
 from torch import nn
 
 import neuronx_dist as nxd
 from neuronx_dist import comm, spmd
 from neuronx_dist.spmd import I, P, R, S
+from tests.xla.programs import layers as layer_programs
+from tests.xla.programs.operators import CONFORMANCE
 
 F32, BF16 = torch.float32, torch.bfloat16
 BACKWARD = ", backward"

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import torch
 
 from neuronx_dist import comm
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "spmd"))
-
-from conformance import CONFORMANCE
+from tests.support.conformance import CONFORMANCE
 
 
 def every_operator(x: list[torch.Tensor], g: list[torch.Tensor]) -> list[dict[str, torch.Tensor]]:

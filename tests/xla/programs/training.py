@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "parity"))
-
-from llama_training import Options, batch, config, initial_state
 from torch import nn
 from transformers import LlamaForCausalLM
 
@@ -24,6 +18,7 @@ from neuronx_dist.comm.xla_transfer import TRANSFER_VARIABLE
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.optimizer import MasterWeightsOptimizer, NeuronZero1Optimizer
 from neuronx_dist.xla_replay import ReplayedLoop, replay_loop, training_state
+from tests.support.llama_training import Options, batch, config, initial_state
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ numbers in the expected messages count from a program's `def`.
 
 import torch
 import torch.nn.functional as F
-from message_running import ids, p, program, t
 from torch import nn
 
 from neuronx_dist import comm, spmd
@@ -19,6 +18,7 @@ from neuronx_dist.parallel_layers import (
 )
 from neuronx_dist.parallel_layers.mappings import reduce_scatter_to_sequence_parallel_region
 from neuronx_dist.spmd import I, P, R, S, V
+from tests.checking.types.messages.running import ids, p, program, t
 
 MLP = dict(x=t(I, 4, 8), w1=p(S(0), 16, 8), w2=p(S(1), 8, 16))
 NORM = dict(gain=p(I, 8))

@@ -7,15 +7,16 @@ import os
 import sys
 from pathlib import Path
 
-import message_programs  # noqa: F401 - fills PROGRAMS
 import pytest
 import torch
 import torch.nn.functional as F
-from message_running import PROGRAMS, apply, check, message, parity
 
 from neuronx_dist import comm
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.spmd import I, P, R, S, SpmdTypeError, SpmdTypeMode, assert_type
+from tests.checking.types.messages import programs  # fills PROGRAMS
+from tests.checking.types.messages.running import PROGRAMS, apply, check, message, parity
+from tests.support.paths import file_name
 
 EXPECTED = Path(__file__).parent / "expected"
 TOLERANCE = 1e-9
@@ -51,7 +52,7 @@ def test_message(name):
 def test_message_has_all_parts(name):
     error = found(name)
     assert error.what and error.why and error.repairs and error.rule
-    assert "message_programs.py:" in str(error)
+    assert f"{file_name(programs)}:" in str(error)
 
 
 @POSITIONS

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from neuronx_dist.spmd.rules import RULES
 from neuronx_dist.spmd.rules.indexing import _writes_number, index_sum, scatter_sum, write
-from tests.spmd.rules.verify_rule import received, verify
+from tests.checking.types.rules.verify_rule import received, verify
 
 
 def x(*shape: int) -> Tensor:

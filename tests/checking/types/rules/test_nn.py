@@ -7,7 +7,7 @@ from torch import Tensor
 
 from neuronx_dist.spmd.rules import RULES
 from neuronx_dist.spmd.rules.bodies import body
-from tests.spmd.rules.verify_rule import received, verify
+from tests.checking.types.rules.verify_rule import received, verify
 
 
 def x(*shape: int, seed: int = 0) -> Tensor:

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.overrides import get_overridable_functions, get_testing_overrides, resolve_name
 
 from neuronx_dist.spmd.rules import RULES
-from tests.spmd.rules.verify_rule import received, verify
+from tests.checking.types.rules.verify_rule import received, verify
 
 KINDS = {"op", "factory", "uniform", "zero", "random", "copy_of_meta", "scalar", "pass", "decompose"}
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from verify_rule import received, verify
 
 from neuronx_dist.spmd.rules import RULES
 from neuronx_dist.spmd.rules import pointwise as module
 from neuronx_dist.spmd.rules.names import in_place, out_of_place
 from neuronx_dist.spmd.rules.spec import elementwise
+from tests.checking.types.rules.verify_rule import received, verify
 
 
 def floats(*shape, low=0.2, high=0.9, seed=0):

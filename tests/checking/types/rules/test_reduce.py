@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from verify_rule import verify
 
 from neuronx_dist.spmd.rules import RULES
+from tests.checking.types.rules.verify_rule import verify
 
 
 def signed(*shape, seed=0):

@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from verify_rule import received, verify
 
 from neuronx_dist.spmd.rules import RULES, Rule, Spec, operands, rule
 from neuronx_dist.spmd.rules.names import getter, in_place, out_of_place
@@ -24,6 +23,7 @@ from neuronx_dist.spmd.rules.spec import (
     reduction,
     same,
 )
+from tests.checking.types.rules.verify_rule import received, verify
 
 
 @pytest.fixture

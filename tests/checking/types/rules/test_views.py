@@ -10,7 +10,7 @@ import neuronx_dist.spmd.rules.moves
 import neuronx_dist.spmd.rules.pieces
 import neuronx_dist.spmd.rules.views  # noqa: F401 - registers the rules
 from neuronx_dist.spmd.rules.views import regroup
-from tests.spmd.rules.verify_rule import verify
+from tests.checking.types.rules.verify_rule import verify
 
 
 def x(*shape: int) -> Tensor:

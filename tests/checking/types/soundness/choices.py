@@ -7,11 +7,11 @@ import re
 from typing import Any
 
 import torch
-from denotation import Claim
-from program import Input
 from torch import Tensor
 
 from neuronx_dist.spmd import I, P, R, S, V
+from tests.checking.types.soundness.denotation import Claim
+from tests.checking.types.soundness.program import Input
 
 
 class Choices:

@@ -11,14 +11,14 @@ from collections import Counter
 from collections.abc import Iterator
 
 import torch
-from denotation import Claim, Wrong, assemble, difference, whole_shape
-from execution import run_all, whole_run
-from generator import Generator, Rejection, Unsound
-from program import Program, Step, local_inputs
 
 from neuronx_dist.comm.errors import CommError
 from neuronx_dist.spmd import I, P, R, S
 from neuronx_dist.spmd.types import SpmdType
+from tests.checking.types.soundness.denotation import Claim, Wrong, assemble, difference, whole_shape
+from tests.checking.types.soundness.execution import run_all, whole_run
+from tests.checking.types.soundness.generator import Generator, Rejection, Unsound
+from tests.checking.types.soundness.program import Program, Step, local_inputs
 
 GRID = {"tp": 2}
 

@@ -16,13 +16,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from denotation import Claim, Wrong, alike, assemble, claim_of, difference
-from program import Program, local_inputs, run_line
 from torch import Tensor
 
 from neuronx_dist import spmd
 from neuronx_dist.comm import threads
 from neuronx_dist.spmd import I, P, R, SpmdTypeError
+from tests.checking.types.soundness.denotation import Claim, Wrong, alike, assemble, claim_of, difference
+from tests.checking.types.soundness.program import Program, local_inputs, run_line
 
 Names = dict[str, Tensor]
 _CUT = ("detach", "no_grad", "item()", "float(", "bool(", "int(", "> 0", "comm.")  # where derivatives end

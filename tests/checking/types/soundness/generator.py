@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from choices import Choices
-from denotation import Claim, claim_of, whole_shape
-from program import Program, Step, local_inputs, run_line
-from program_ops import OPERATIONS, SAME, Proposal
 from torch import Tensor
 
 from neuronx_dist import comm, spmd
 from neuronx_dist.spmd import SpmdTypeError
+from tests.checking.types.soundness.choices import Choices
+from tests.checking.types.soundness.denotation import Claim, claim_of, whole_shape
+from tests.checking.types.soundness.program import Program, Step, local_inputs, run_line
+from tests.checking.types.soundness.program_ops import OPERATIONS, SAME, Proposal
 
 _WEIGHTS = [weight for weight, _ in OPERATIONS]
 _GROUPS = [group for _, group in OPERATIONS]

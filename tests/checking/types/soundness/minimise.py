@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from denotation import Wrong
-from execution import verify
-from generator import Generator, Unsound
-from program import Program
-
 from neuronx_dist.comm.errors import CommError
+from tests.checking.types.soundness.denotation import Wrong
+from tests.checking.types.soundness.execution import verify
+from tests.checking.types.soundness.generator import Generator, Unsound
+from tests.checking.types.soundness.program import Program
 
 
 def wrong(program: Program) -> tuple[Program, str]:

@@ -10,12 +10,12 @@ from typing import Any
 import spmd_types as published
 import torch
 import torch.distributed as dist
-from program import BUILTINS, Program, Step, local_inputs
 from spmd_types.checker import typecheck
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from neuronx_dist.spmd.types import Shard
+from tests.checking.types.soundness.program import BUILTINS, Program, Step, local_inputs
 
 
 def _type(kind: Any) -> Any:

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from denotation import Claim, Grid, coordinates, distribute
 from torch import Tensor
 
 from neuronx_dist import comm, spmd
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.spmd import I, P, R, S, V
+from tests.checking.types.soundness.denotation import Claim, Grid, coordinates, distribute
 
 BUILTINS: dict[str, Any] = {"torch": torch, "F": F, "spmd": spmd, "comm": comm, "I": I, "P": P, "R": R, "S": S, "V": V,
                             "math": math}  # fmt: skip

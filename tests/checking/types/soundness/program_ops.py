@@ -11,11 +11,12 @@ import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from denotation import Claim, whole_shape
 from torch import Tensor
 
+from tests.checking.types.soundness.denotation import Claim, whole_shape
+
 if TYPE_CHECKING:
-    from generator import Generator
+    from tests.checking.types.soundness.generator import Generator
 
 SAME = "same"
 ELEMENTS = """

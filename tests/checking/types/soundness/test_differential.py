@@ -15,12 +15,12 @@ import pytest
 
 pytest.importorskip("spmd_types")
 
-import peer
 import torch
-from generator import Generator, Rejection, Unsound
-from program import Program, Step
 
 from neuronx_dist.spmd.types import Shard
+from tests.checking.types.soundness import peer
+from tests.checking.types.soundness.generator import Generator, Rejection, Unsound
+from tests.checking.types.soundness.program import Program, Step
 
 FULL = bool(os.environ.get("NXD_FULL"))
 FIRST = int(os.environ.get("NXD_SEED", "0"))

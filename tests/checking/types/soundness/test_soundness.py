@@ -11,14 +11,14 @@ import os
 
 import pytest
 import torch
-from completeness import measure
-from execution import verify
-from generator import Generator, Unsound
-from minimise import minimise, wrong
-from program import Input, Program, Step
 
 from neuronx_dist.comm.errors import CommError
 from neuronx_dist.spmd import I, P, R, S, V
+from tests.checking.types.soundness.completeness import measure
+from tests.checking.types.soundness.execution import verify
+from tests.checking.types.soundness.generator import Generator, Unsound
+from tests.checking.types.soundness.minimise import minimise, wrong
+from tests.checking.types.soundness.program import Input, Program, Step
 
 FULL = bool(os.environ.get("NXD_FULL"))
 PROGRAMS = 2500 if FULL else 330
@@ -78,7 +78,7 @@ def test_few_steps_that_are_right_are_rejected():
 
 
 def _x(number: int, shape: tuple[int, ...], kind, grad: bool = True) -> Input:
-    from denotation import Claim
+    from tests.checking.types.soundness.denotation import Claim
 
     return Input(f"v{number}", shape, Claim((("tp", kind),)), "float", grad)
 
