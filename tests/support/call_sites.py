@@ -1,7 +1,8 @@
 """Every place in the package that communicates, found in its source; and mutants of what happens there.
 
-A call site is `file:function:verb#k`, the k-th call of that verb in that function. `mutate(site, mutation)` makes that
-one call wrong while the program runs, and leaves all others alone:
+A call site is `function:verb#k`, the k-th call of that verb in that function, named with its class. A name does not say
+the file, so that it stays when the file moves: two functions of one name that communicate are an error, which says where
+both are. `mutate(site, mutation)` makes that one call wrong while the program runs, and leaves all others alone:
 
     drop     it does not happen: a rank keeps what it has
     double   a sum is counted twice; the last rank's piece of a gather is there twice, in place of the first's
@@ -19,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -31,10 +33,12 @@ from neuronx_dist.comm.c10d import C10dCommunicator
 from neuronx_dist.comm.threads import ThreadsCommunicator
 from neuronx_dist.spmd import collectives
 
-__all__ = ["MUTATIONS", "Site", "find_sites", "hidden_imports", "mutate"]
+__all__ = ["MUTATIONS", "Site", "find_sites", "hidden_imports", "mutate", "sites_of"]
 
 MUTATIONS = ("drop", "double", "scale")
 PACKAGE = Path(neuronx_dist.__file__).parent
+_OPERATORS_OF_TYPES = Path(str(collectives.__file__))  # here the operators are called by their bare names
+_DOORS = (Path(str(comm.__file__)), Path(str(spmd.__file__)))  # these import the verbs, for others to call
 
 _VERBS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute", "broadcast", "send", "recv")
 _OBJECT_VERBS = ("gather_objects", "broadcast_object", "barrier")
@@ -53,21 +57,41 @@ class Site(NamedTuple):
     first_line: int
     last_line: int
 
+    def is_in(self, *places: ModuleType) -> bool:
+        """Whether it stands in one of these modules; a package has all the files in its folder."""
+        files = [Path(str(place.__file__)) for place in places]
+        return any(
+            file.parent in Path(self.file).parents if file.name == "__init__.py" else file == Path(self.file)
+            for file in files
+        )
+
 
 def find_sites(also: Sequence[str] = ()) -> dict[str, Site]:
     """All call sites of the package, by name; those of the functions `also`, called by their bare names, too."""
+    return sites_of(sorted(PACKAGE.rglob("*.py")), also)
+
+
+def sites_of(paths: Sequence[Path], also: Sequence[str] = ()) -> dict[str, Site]:
+    """The call sites of these files.
+
+    Raises:
+        ValueError: functions of one name in two files communicate; a call site's name must mean one place.
+    """
     sites: dict[str, Site] = {}
-    for path in sorted(PACKAGE.rglob("*.py")):
-        file = path.relative_to(PACKAGE).as_posix()
+    for path in paths:
         seen: Counter[str] = Counter()
         for function, call in _calls(ast.parse(path.read_text())):
-            verb = _verb(call.func, file)
+            verb = _verb(call.func, path)
             if isinstance(call.func, ast.Name) and call.func.id in also:
                 verb = call.func.id
             if verb is not None:
                 seen[f"{function}:{verb}"] += 1
-                name = f"{file}:{function}:{verb}#{seen[f'{function}:{verb}']}"
-                sites[name] = Site(name, verb, str(path), call.lineno, call.end_lineno or call.lineno)
+                name = f"{function}:{verb}#{seen[f'{function}:{verb}']}"
+                site = Site(name, verb, str(path), call.lineno, call.end_lineno or call.lineno)
+                if name in sites:
+                    places = " and ".join(f"{one.file}:{one.first_line}" for one in (sites[name], site))
+                    raise ValueError(f"two call sites are {name!r}: {places}. Give one of the functions another name")
+                sites[name] = site
     return sites
 
 
@@ -79,9 +103,9 @@ def _calls(tree: ast.AST, inside: tuple[str, ...] = ()) -> Iterator[tuple[str, a
         yield from _calls(node, (*inside, node.name) if named else inside)  # type: ignore[attr-defined]
 
 
-def _verb(function: ast.expr, file: str) -> str | None:
+def _verb(function: ast.expr, path: Path) -> str | None:
     if isinstance(function, ast.Name):
-        is_operator = file == "spmd/collectives.py" and function.id in _OPERATORS
+        is_operator = path == _OPERATORS_OF_TYPES and function.id in _OPERATORS
         return function.id if is_operator or function.id in _NCCL else None
     if not isinstance(function, ast.Attribute):
         return None
@@ -97,7 +121,6 @@ def hidden_imports() -> list[str]:
     """Imports of a verb by its bare name, whose calls `find_sites` would not see."""
     found = []
     for path in sorted(PACKAGE.rglob("*.py")):
-        file = path.relative_to(PACKAGE).as_posix()
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[-1] in (
                 "comm",
@@ -106,8 +129,8 @@ def hidden_imports() -> list[str]:
                 "collectives",
             ):
                 names = {alias.name for alias in node.names} & {*_VERBS, *_OBJECT_VERBS, *_OPERATORS, "*"}
-                if names and file not in ("comm/__init__.py", "spmd/__init__.py"):
-                    found.append(f"{file} imports {', '.join(sorted(names))}")
+                if names and path not in _DOORS:
+                    found.append(f"{path} imports {', '.join(sorted(names))}")
     return found
 
 
@@ -188,7 +211,7 @@ class _Mutant(Communicator):
 
 
 def _torch_mutant(name: str, original: Callable[..., Any], mutation: str, args: Any, options: Any) -> Any:
-    """The same for a function of torch.distributed, as it is called in comm/c10d.py."""
+    """The same for a function of torch.distributed, as `C10dCommunicator` calls it."""
     drop = mutation == "drop"
     if name == "all_gather_object":
         found, obj = args
@@ -273,8 +296,8 @@ def mutate(site: Site, mutation: str | Callable[..., Any]) -> Iterator[list[int]
 
         return call
 
-    in_comm = Path(site.file).parent == PACKAGE / "comm"
-    if not owner and not in_comm and Path(site.file).name != "collectives.py":
+    in_comm = site.is_in(comm)
+    if not owner and not in_comm and not site.is_in(collectives):
         place = ".".join(Path(site.file).relative_to(PACKAGE.parent).with_suffix("").parts)
         patch(sys.modules[place], name, function)
     elif in_comm and owner != "dist":

@@ -16,8 +16,8 @@ import pytest
 from tests.checking.mutation.mutants import (
     EQUIVALENT,
     EXEMPT,
+    OUTSIDE,
     PROGRAM_OF,
-    SCOPE,
     SITES,
     UNSEEN,
     checked,
@@ -37,7 +37,7 @@ def mutants_of(name):
 
 
 def test_every_site_has_a_program():
-    sites = {name for name in SITES if name.startswith(SCOPE) and not name.startswith(tuple(EXEMPT))}
+    sites = {name for name, site in SITES.items() if not site.is_in(*OUTSIDE) and not name.startswith(tuple(EXEMPT))}
     assert sites == set(PROGRAM_OF)
     assert set(PROGRAM_OF.values()) <= set(PROGRAMS)
     assert not set(UNSEEN) & set(EQUIVALENT)
