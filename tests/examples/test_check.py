@@ -12,6 +12,8 @@ from tests.support.paths import ROOT
 
 pytest.importorskip("transformers")
 
+pytestmark = pytest.mark.process
+
 SCRIPT = str(ROOT / "examples" / "train_llama.py")
 SMALL = ["--steps", "1", "--global-batch", "4", "--seq-len", "32", "--microbatches", "2", "--tp", "2"]
 

@@ -1,8 +1,8 @@
 """Every place in the package that communicates, found in its source; and mutants of what happens there.
 
 A call site is `function:verb#k`, the k-th call of that verb in that function, named with its class. A name does not say
-the file, so that it stays when the file moves: two functions of one name that communicate are an error, which says where
-both are. `mutate(site, mutation)` makes that one call wrong while the program runs, and leaves all others alone:
+the file, so that it stays when the file moves. Two functions of one name that both communicate are an error that says
+where they are. `mutate(site, mutation)` makes that one call wrong while the program runs, and leaves all others alone:
 
     drop     it does not happen: a rank keeps what it has
     double   a sum is counted twice; the last rank's piece of a gather is there twice, in place of the first's

@@ -240,6 +240,6 @@ def table(values: bool) -> Iterator[str]:
     yield from (f"{count:5} {what}" for what, count in sorted(counts.items()))
 
 
-if __name__ == "__main__":  # a table of all mutants: python mutants.py [--values]
+if __name__ == "__main__":  # a table of all mutants: python -m tests.checking.mutation.mutants [--values]
     for line in table("--values" in sys.argv):
         print(line, flush=True)

@@ -4,7 +4,7 @@ Every call site of the layers, of the reduction of gradients, of the optimizer a
 that uses it. What types cannot see is listed, with the reason, in `mutants.UNSEEN`. A usual run takes one mutant of
 each kind at each site; NXD_FULL=1 takes all, and compares with what numbers show.
 
-    python tests/checking/mutation/mutants.py --values        # the table
+    python -m tests.checking.mutation.mutants --values        # the table
 """
 
 from __future__ import annotations

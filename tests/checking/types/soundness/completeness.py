@@ -1,6 +1,6 @@
 """What the checker rejects although it is right: the step has a meaning on the ranks, and so have its gradients.
 
-`python completeness.py 2000` prints the commonest.
+`python -m tests.checking.types.soundness.completeness 2000` prints the commonest.
 """
 
 from __future__ import annotations
