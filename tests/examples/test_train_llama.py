@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.paths import ROOT
+from tests.support.paths import EXAMPLES, ROOT
 
 pytest.importorskip("transformers")
 
 pytestmark = pytest.mark.process
 
-SCRIPT = [str(ROOT / "examples" / "train_llama.py")]
+SCRIPT = EXAMPLES / "train_llama.py"
 SMALL = ["--steps", "4", "--global-batch", "4", "--seq-len", "32", "--microbatches", "2", "--log-every", "1"]
 
 
@@ -39,7 +39,7 @@ def run(command, processes=1, timeout=240, **environment):
 def trained(tmp_path_factory):
     """A short run of the example in one process."""
     out = tmp_path_factory.mktemp("train") / "run"
-    code, text = run([*SCRIPT, *SMALL, "--out", str(out)])
+    code, text = run([str(SCRIPT), *SMALL, "--out", str(out)])
     assert code == 0, text
     return out, text
 
@@ -66,7 +66,7 @@ def test_one_process_without_torchrun_leaves_metrics_curve_and_model(trained):
 def test_processes_give_the_losses_of_one(trained, tmp_path):
     out = tmp_path / "run"
     flags = ["--tp", "2", "--pp", "2", "--sequence-parallel", "--out", str(out)]
-    code, text = run([*SCRIPT, *SMALL, *flags], processes=4)
+    code, text = run([str(SCRIPT), *SMALL, *flags], processes=4)
     assert code == 0, text
     assert losses(out) == pytest.approx(losses(trained[0]), rel=1e-5)
 
@@ -74,42 +74,60 @@ def test_processes_give_the_losses_of_one(trained, tmp_path):
 def test_a_saved_folder_is_trained_further_in_another_layout_and_in_bfloat16(trained, tmp_path):
     out = tmp_path / "run"
     flags = ["--model", str(trained[0] / "model"), "--zero1", "--dtype", "bfloat16", "--out", str(out)]
-    code, text = run([*SCRIPT, *SMALL, *flags], processes=2)
+    code, text = run([str(SCRIPT), *SMALL, *flags], processes=2)
     assert code == 0, text
     assert losses(out)[0] < losses(trained[0])[-1] + 0.1  # it goes on from where the first run ended
 
 
 def test_verify_prints_a_table_and_agrees(tmp_path):
-    code, text = run([*SCRIPT, *SMALL, "--verify"], processes=2)
+    code, text = run([str(SCRIPT), *SMALL, "--verify"], processes=2)
     assert code == 0, text
     assert "one process" in text and "tp 2 × pp 1 × dp 1 + sequence parallel" in text
     assert "all layouts agree to 1e-05" in text
     assert not (Path.cwd() / "runs").exists() or "runs" not in text
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--tp", "3"], "1 processes are not divisible by tp 3"),
-        (["--global-batch", "6"], "a global batch of 6 is not divisible by dp 1 × 4 microbatches = 4"),
-        (["--pp", "5"], "5 pipeline stages for 4 layers"),
-        (["--data", "/no/such/folder"], "no file or folder /no/such/folder"),
-        (["--out", "."], ". exists, and a run does not write over another"),
-        (["--model", "/no/such/model"], "has no config.json"),
-        (["--device", "xla"], "device 'xla'"),
-    ],
-)
-def test_what_cannot_work_is_refused_with_the_numbers(flags, message):
-    code, text = run([*SCRIPT, *flags])
-    assert code == 1 and message in text and "Traceback" not in text, text
+# Commands that end at once, in one interpreter that has imported what they import: each in a fork of it.
+SEVERAL = """
+import json, os, runpy, sys
+import train_llama, transformers
+script, results = train_llama.__file__, []
+for flags in json.loads(sys.argv[1]):
+    read, write = os.pipe()
+    if not (child := os.fork()):
+        os.dup2(write, 1), os.dup2(write, 2)
+        sys.argv = [script, *flags]
+        runpy.run_path(script, run_name="__main__")
+        sys.exit()
+    os.close(write)
+    with os.fdopen(read) as output:
+        text = output.read()
+    results.append((os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), text))
+print(json.dumps(results))
+"""
 
 
-def test_a_model_without_a_plan_is_refused_by_name(tmp_path):
+def test_what_cannot_work_is_refused_with_the_numbers(tmp_path):
     from transformers import GPT2Config
 
-    GPT2Config(n_layer=4, n_embd=32, n_head=2, vocab_size=256).save_pretrained(tmp_path / "gpt2")
-    code, text = run([*SCRIPT, "--model", str(tmp_path / "gpt2"), "--out", str(tmp_path / "run")])
-    assert code == 1 and "GPT2LMHeadModel" in text and "c_attn" in text and "Traceback" not in text, text
+    unplanned = tmp_path / "gpt2"
+    GPT2Config(n_layer=4, n_embd=32, n_head=2, vocab_size=256).save_pretrained(unplanned)
+    refusals = [
+        (["--tp", "3"], ["1 processes are not divisible by tp 3"]),
+        (["--global-batch", "6"], ["a global batch of 6 is not divisible by dp 1 × 4 microbatches = 4"]),
+        (["--pp", "5"], ["5 pipeline stages for 4 layers"]),
+        (["--data", "/no/such/folder"], ["no file or folder /no/such/folder"]),
+        (["--out", "."], [". exists, and a run does not write over another"]),
+        (["--model", "/no/such/model"], ["has no config.json"]),
+        (["--model", str(unplanned), "--out", str(tmp_path / "run")], ["GPT2LMHeadModel", "c_attn"]),
+        (["--device", "xla"], ["device 'xla'"]),
+    ]
+    path = f"{SCRIPT.parent}:{os.environ.get('PYTHONPATH', '')}"
+    code, text = run(["-c", SEVERAL, json.dumps([flags for flags, _ in refusals])], PYTHONPATH=path)
+    assert code == 0, text
+    results = json.loads(text.splitlines()[-1])
+    for (flags, messages), (code, text) in zip(refusals, results, strict=True):
+        assert code == 1 and all(message in text for message in messages) and "Traceback" not in text, (flags, text)
 
 
 def readme_block(number):

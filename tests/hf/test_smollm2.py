@@ -15,6 +15,8 @@ from neuronx_dist.hf import load_pretrained, save_pretrained, swap
 from neuronx_dist.mesh import Mesh
 from tests.hf.models import error, meta_model, swapped
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def smollm2() -> Any:

@@ -22,6 +22,8 @@ from neuronx_dist.parallel_layers import autograd_linear
 from tests.support.llama_training import SEQ, Case, batch, build, initial_state, inputs, make_optimizer, step_of
 from tests.support.paths import DOCS
 
+pytestmark = pytest.mark.slow
+
 PAGE = (DOCS / "architecture.md").read_text()
 Counts = Counter[str]
 

@@ -18,6 +18,8 @@ from neuronx_dist.mesh import Mesh
 from neuronx_dist.spmd import ShardSpec, set_spec
 from tests.support.llama_training import IGNORED, SEQ, VOCAB, Report, batch, differences, mean_loss
 
+pytestmark = pytest.mark.slow
+
 HIDDEN, STEPS, MICROBATCHES = 12, 5, 2
 TOLERANCE = 1e-10
 

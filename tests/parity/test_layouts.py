@@ -19,6 +19,8 @@ from tests.parity.layout_cases import CLIP, FACTORS, LAYOUTS, covering_set, floa
 from tests.support.llama_training import Case, reference, train, worst_difference
 from tests.support.pool import processes
 
+pytestmark = pytest.mark.slow
+
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 COVERING = covering_set()
 FULL = whole_matrix() if os.environ.get("NXD_FULL") else []

@@ -14,6 +14,8 @@ from tests.parity.layout_cases import CLIP
 from tests.support.llama_training import Case, train, worst_difference
 from tests.support.pool import processes
 
+pytestmark = pytest.mark.slow
+
 TOLERANCE = 1e-10  # of float64, as in test_layouts.py
 CASES = [
     Case(tp=4, dp=2, sequence_parallel=True, optimizer="zero1", microbatches=2, clip=CLIP),

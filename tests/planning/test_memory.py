@@ -18,6 +18,8 @@ from neuronx_dist.mesh import Mesh
 from neuronx_dist.meter import measure_peak
 from tests.support.pool import processes
 
+pytestmark = pytest.mark.slow
+
 GIB = 2**30
 
 

@@ -27,6 +27,8 @@ from tests.checking.mutation.mutants import (
 )
 from tests.checking.mutation.programs import PROGRAMS
 
+pytestmark = pytest.mark.slow
+
 FULL = os.environ.get("NXD_FULL") == "1"
 NOT_SEEN = {**UNSEEN, **EQUIVALENT}
 SHARE = 0.95

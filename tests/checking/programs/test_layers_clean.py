@@ -14,6 +14,8 @@ from neuronx_dist.parallel_layers import buckets, embedding, grad_norm, loss_fun
 from tests.checking.programs import layer_models as models
 from tests.support.paths import file_name
 
+pytestmark = pytest.mark.slow
+
 X = torch.randn(models.ROWS, models.SEQ, models.HIDDEN)
 IDS = torch.zeros(models.ROWS, models.SEQ, dtype=torch.long)
 MESH = {"dp": 2, "cp": 2, "tp": 4}

@@ -14,6 +14,8 @@ from neuronx_dist import spmd
 from neuronx_dist.parallel_layers.linear import RowParallelLinear
 from tests.support.paths import ROOT
 
+pytestmark = pytest.mark.slow
+
 transformers = pytest.importorskip("transformers")
 
 ROWS, SEQ = 8, 16

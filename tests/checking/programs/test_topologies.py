@@ -10,6 +10,8 @@ import torch
 from neuronx_dist import Mesh, spmd
 from tests.checking.programs import checked_models as models
 
+pytestmark = pytest.mark.slow
+
 MESHES = [Mesh(8, tp=4, topology=name, ranks_per_node=8) for name in ("trn1", "trn2")]
 
 

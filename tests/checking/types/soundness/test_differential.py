@@ -22,6 +22,8 @@ from tests.checking.types.soundness import peer
 from tests.checking.types.soundness.generator import Generator, Rejection, Unsound
 from tests.checking.types.soundness.program import Program, Step
 
+pytestmark = pytest.mark.slow
+
 FULL = bool(os.environ.get("NXD_FULL"))
 FIRST = int(os.environ.get("NXD_SEED", "0"))
 LEFT_OUT = ("comm.", "forget(")  # what the published package has not

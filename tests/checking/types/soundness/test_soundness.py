@@ -20,6 +20,8 @@ from tests.checking.types.soundness.generator import Generator, Unsound
 from tests.checking.types.soundness.minimise import minimise, wrong
 from tests.checking.types.soundness.program import Input, Program, Step
 
+pytestmark = pytest.mark.slow
+
 FULL = bool(os.environ.get("NXD_FULL"))
 PROGRAMS = 2500 if FULL else 330
 FIRST = int(os.environ.get("NXD_SEED", "0"))
