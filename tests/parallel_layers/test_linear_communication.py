@@ -136,6 +136,7 @@ def order_of(layer, x):
     return events + [call.verb for call in calls][done:]
 
 
+@pytest.mark.slow
 def test_the_input_gradient_is_on_its_way_while_the_weight_gradient_is_computed():
     """By order, not by time: launched before the weight gradient, awaited after it."""
 

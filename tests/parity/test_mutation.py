@@ -80,6 +80,7 @@ def test_cases_are_green(name: str) -> None:
     CASES[name]()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_mutants_are_red(name: str) -> None:
     for mutation in mutations_of(name):

@@ -14,6 +14,7 @@ from neuronx_dist.pipeline import TracingError
 from tests.support.pipeline_models import BATCH, HIDDEN, SEQ, VOCAB, Block, Model, batch, check_parity, make
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("microbatches", [1, 2, 4, 8])
 @pytest.mark.parametrize("pp", [1, 2, 4])
@@ -263,6 +264,7 @@ MODELS: list[Any] = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pp,microbatches", [(1, 2), (2, 1), (4, 4)])
 @pytest.mark.parametrize("model_class", MODELS, ids=lambda c: c.__name__)
 def test_whatever_lies_between_layers(model_class: Any, pp: int, microbatches: int) -> None:

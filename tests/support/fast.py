@@ -25,7 +25,7 @@ __all__ = ["limit", "mark", "watch_processes", "Total"]
 TEST_SECONDS = 5.0
 TIER_SECONDS = 150.0
 _PROPERTY = "cpu seconds in the fast tier"
-_STARTERS = {"processes", "subprocess", "on_device"}
+_STARTERS = {"processes", "subprocess"}
 _started: list[str] = []
 _known: dict[FunctionType, bool] = {}
 

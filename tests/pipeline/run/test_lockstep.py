@@ -138,6 +138,7 @@ def test_a_deadlock_says_where() -> None:
 # --- what comes out of it ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("microbatches", [1, 2, 5])
 @pytest.mark.parametrize("pp", [2, 3, 4])
@@ -145,6 +146,7 @@ def test_any_number_of_stages_and_microbatches(pp: int, microbatches: int, tied:
     check_parity(Mesh(pp, pp=pp), make(tied=tied), batch(rows=10), microbatches)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pp,microbatches", [(2, 1), (4, 4)])
 @pytest.mark.parametrize("model_class", test_parity.MODELS, ids=lambda c: c.__name__)
 def test_whatever_lies_between_layers(model_class: Any, pp: int, microbatches: int) -> None:
