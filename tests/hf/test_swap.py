@@ -10,7 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-from hf_models import (
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
+
+from neuronx_dist import comm
+from neuronx_dist.comm.backends import threads
+from neuronx_dist.hf import full_state_dict, swap, transformer_layer_class
+from neuronx_dist.mesh import Mesh
+from neuronx_dist.pipeline.record import recorder as trace
+from neuronx_dist.spmd import spec_of
+from neuronx_dist.spmd.random import manual_seed
+from tests.hf.models import (
     SIZES,
     VOCAB,
     batch,
@@ -23,15 +32,6 @@ from hf_models import (
     sum_partial_gradients,
     swapped,
 )
-from transformers import AutoModelForCausalLM, LlamaForCausalLM
-
-from neuronx_dist import comm
-from neuronx_dist.comm.backends import threads
-from neuronx_dist.hf import full_state_dict, swap, transformer_layer_class
-from neuronx_dist.mesh import Mesh
-from neuronx_dist.pipeline.record import recorder as trace
-from neuronx_dist.spmd import spec_of
-from neuronx_dist.spmd.random import manual_seed
 
 TOLERANCE = 1e-10
 
