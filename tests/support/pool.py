@@ -17,7 +17,6 @@ import multiprocessing
 import os
 import pickle
 import signal
-import sys
 import tempfile
 import time
 import traceback
@@ -89,7 +88,7 @@ class _Pool:
         payload = pickle.dumps((function, args))
         ranks: dict[Connection, int] = {}
         for rank, worker in enumerate(self.workers[:size]):
-            worker.connection.send((list(sys.path), payload, rank, size, str(store), mesh, timeout))
+            worker.connection.send((payload, rank, size, str(store), mesh, timeout))
             ranks[worker.connection] = rank
         results: list[Any] = [None] * size
         failures: list[tuple[int, str, str]] = []  # rank, kind, traceback
@@ -193,10 +192,9 @@ def _serve(connection: Connection, stacks: str) -> None:
         faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
         while True:
             try:
-                path, payload, *place = connection.recv()
+                payload, *place = connection.recv()
             except EOFError:
                 return
-            sys.path[:] = path
             try:
                 answer = ("result", _be_rank(payload, *place))
                 data = pickle.dumps(answer)
