@@ -22,8 +22,15 @@ from torch import nn
 from .. import comm
 from ..comm.generators import device_has_own_program
 from ..comm.host import on_host
-from ..weights.materialize import install_parameter, materialize_buffers
-from ..weights.partial_model import Slot, buffer_slots, parameter_names, parameter_slots, partial_model
+from ..weights.materialize import materialize_buffers
+from ..weights.partial_model import (
+    Slot,
+    buffer_slots,
+    install_parameter,
+    parameter_names,
+    parameter_slots,
+    partial_model,
+)
 from ..weights.shard_spec import ShardSpec, gather_full, spec_of
 from .sources import WeightSource, open_source
 

@@ -11,8 +11,7 @@ from torch.utils import _pytree as pytree
 
 from .. import comm
 from ..comm.host import as_inputs, on_host, upload
-from ..weights.materialize import install_parameter
-from ..weights.partial_model import buffer_slots, parameter_names, parameter_slots, partial_model
+from ..weights.partial_model import buffer_slots, install_parameter, parameter_names, parameter_slots, partial_model
 
 T = TypeVar("T")
 

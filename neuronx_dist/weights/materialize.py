@@ -23,10 +23,10 @@ import torch
 from torch import nn
 
 from .. import comm
-from .partial_model import buffer_slots, parameter_names, parameter_slots, partial_model
+from .partial_model import buffer_slots, install_parameter, parameter_names, parameter_slots, partial_model
 from .shard_spec import ShardSpec, spec_of
 
-__all__ = ["install_parameter", "materialize", "materialize_buffers"]
+__all__ = ["materialize", "materialize_buffers"]
 
 Initialiser = Callable[[nn.Module], Any]
 
@@ -90,13 +90,6 @@ def materialize_buffers(
             initialisers = _initialisers(whole, name.rpartition(".")[0], init_fn)
             module._buffers[key] = _draw(_stand_in(module), key, value, name, seed, initialisers).to(device)
     return model
-
-
-def install_parameter(param: torch.Tensor, value: torch.Tensor) -> None:
-    """Gives a meta parameter a value; it stays the same object, so that ties, attributes and optimizers hold."""
-    real = nn.Parameter(value, requires_grad=param.requires_grad)
-    real.__dict__.update(param.__dict__)
-    torch.utils.swap_tensors(param, real)
 
 
 def _own_slice(full: torch.Tensor, spec: ShardSpec) -> torch.Tensor:

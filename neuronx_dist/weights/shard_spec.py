@@ -54,8 +54,7 @@ class ShardSpec:
         if self.full_shape[self.dim] % blocks:
             raise ValueError(
                 f"ShardSpec: dim {self.dim} of shape {self.full_shape} is not divisible by {self.num_partitions} "
-                "partitions"
-                + (f" of {self.stride} fused blocks" if self.stride > 1 else "")
+                "partitions" + (f" of {self.stride} fused blocks" if self.stride > 1 else "")
             )
         if self.unpadded is not None and (self.unpadded > self.full_shape[self.dim] or self.unpadded % self.stride):
             raise ValueError(
