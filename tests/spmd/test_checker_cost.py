@@ -27,6 +27,7 @@ from neuronx_dist.spmd import (
     assert_type,
     convert,
     get_local_type,
+    watching,
 )
 from neuronx_dist.spmd import random as random_module
 
@@ -345,7 +346,7 @@ def test_nothing_is_installed_when_it_is_off() -> None:
     def off() -> None:
         assert torch.autograd.Function.__dict__["apply"] is APPLY
         assert _get_current_function_mode_stack() == []
-        assert checker_module.active() is None
+        assert watching.active() is None
 
     off()
     x, y, untyped = torch.randn(4), torch.randn(4), torch.randn(4)
