@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from .names import out_of_place
 from .spec import ALL, Spec, elementwise, labels, operands, rule, same
-from .views import Labels, plain
+from .views import Labels, as_int
 
 __all__: list[str] = []
 
@@ -30,7 +30,7 @@ def _filled(size: Any, fill_value: Any, *args: Any, **kwargs: Any) -> Spec:
     """`full(size, value)`: the value may be a tensor of one element."""
     found = Labels()
     values = [[()] * fill_value.dim()] if isinstance(fill_value, Tensor) else []
-    return found.spec(values, [found.dims(plain(length) for length in size)])
+    return found.spec(values, [found.dims(as_int(length) for length in size)])
 
 
 def _new_filled(input: Tensor, *args: Any, **kwargs: Any) -> Spec:
@@ -111,7 +111,7 @@ rule(
 def multinomial(input: Tensor, num_samples: int, replacement: bool = False, *, generator: Any = None) -> Spec:
     dims = labels(input.ndim)
     why = "multinomial draws positions of the whole of it"
-    sizes = {**dict(enumerate(input.shape)), input.ndim: plain(num_samples)}
+    sizes = {**dict(enumerate(input.shape)), input.ndim: as_int(num_samples)}
     return Spec((dims,), ((*dims[:-1], (input.ndim,)),), sizes, fixed={input.ndim - 1: why})
 
 

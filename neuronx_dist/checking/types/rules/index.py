@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .pieces import cut
-from .views import Labels, plain
+from .views import Labels, as_int
 
 __all__ = ["Indexed", "index_operands", "indexed"]
 
@@ -111,7 +111,7 @@ def indexed(found: Labels, shape: Sequence[int], index: Any) -> Indexed:
 
 
 def _sliced(found: Labels, length: int, item: slice) -> tuple[Dim, Dim]:
-    start, stop, step = (None if value is None else plain(value) for value in (item.start, item.stop, item.step))
+    start, stop, step = (None if value is None else as_int(value) for value in (item.start, item.stop, item.step))
     if step not in (None, 1):
         count = len(range(*slice(start, stop, step).indices(length)))
         return (found.new(length, STEPS, selected=True),), (found.new(count),)

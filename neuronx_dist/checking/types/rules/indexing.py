@@ -12,7 +12,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from .index import indexed
 from .spec import Spec, along, derive, elementwise, labels, nonzero, rule
-from .views import FIRST, Labels, plain
+from .views import FIRST, Labels, as_int
 
 __all__ = ["index_sum", "scatter_sum", "write"]
 
@@ -369,7 +369,7 @@ def embedding_bag(
 @rule(F.one_hot)
 def one_hot(input: Tensor, num_classes: int = -1) -> Spec:
     dims = labels(input.ndim + 1)
-    return Spec((dims[:-1],), (dims,), dict(enumerate((*input.shape, max(0, plain(num_classes))))))
+    return Spec((dims[:-1],), (dims,), dict(enumerate((*input.shape, max(0, as_int(num_classes))))))
 
 
 # --- as many results as values say ---
@@ -404,6 +404,6 @@ derive(torch.masked_scatter, Tensor.masked_scatter_, inplace=0)
 def nonzeros(input: Tensor, *, as_tuple: bool = False, **kwargs: Any) -> Spec:
     spec = along(input.shape, None, "it gives positions in the shard")
     new = len(spec.sizes)
-    sizes = {**spec.sizes, new: plain(kwargs.get("size", 0)), new + 1: input.ndim}
+    sizes = {**spec.sizes, new: as_int(kwargs.get("size", 0)), new + 1: input.ndim}
     outs = (((new,),),) * max(1, input.ndim) if as_tuple else (((new,), (new + 1,)),)
     return spec._replace(outs=outs, sizes=sizes)

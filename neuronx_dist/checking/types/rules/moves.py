@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .spec import Spec, along, derive, labels, rule, same
-from .views import FIRST, Labels, each_of, plain, sizes_of, swapped
+from .views import FIRST, Labels, as_int, each_of, sizes_of, swapped
 
 # --- copies of values along dims ---
 
@@ -116,7 +116,7 @@ def repeat_interleave(input: Tensor, repeats: Any = None, dim: int | None = None
         outs = [new] if dim is None else [new if d in at else dims[d] for d in range(input.ndim)]
         given: list[tuple[int, ...]] = [(found.new(size, why),) if size != 1 else () for size in repeats.shape]
         return found.spec([dims, given], [outs])
-    inner = (found.new(plain(repeats)),) if plain(repeats) != 1 else ()
+    inner = (found.new(as_int(repeats)),) if as_int(repeats) != 1 else ()
     if dim is None:
         outs = [tuple(label for d in dims for label in d) + inner]
     else:
@@ -156,7 +156,7 @@ def roll(input: Tensor, shifts: Any, dims: Any = None) -> Spec:
 
 @rule(torch.rot90, Tensor.rot90, linear=FIRST)
 def rot90(input: Tensor, k: int = 1, dims: Any = (0, 1)) -> Spec:
-    turns = plain(k) % 4
+    turns = as_int(k) % 4
     spec = swapped(input, *dims) if turns % 2 else same(input.shape)
     reversed_ = {0: (), 1: (dims[1],), 2: dims, 3: (dims[0],)}[turns]
     return spec._replace(fixed={dim % input.ndim: "rot90 turns its order round" for dim in reversed_})
@@ -175,7 +175,7 @@ derive(torch.tril, Tensor.tril_, Tensor.triu_, inplace=0)
 
 @rule(torch.diagonal, Tensor.diagonal, torch.linalg.diagonal, linear=FIRST, aliases=True)
 def diagonal(input: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Spec:
-    return _diagonal(input.shape, plain(offset), dim1, dim2)
+    return _diagonal(input.shape, as_int(offset), dim1, dim2)
 
 
 def _diagonal(shape: Sequence[int], offset: int, dim1: int, dim2: int) -> Spec:
@@ -192,8 +192,8 @@ def _diagonal(shape: Sequence[int], offset: int, dim1: int, dim2: int) -> Spec:
 @rule(torch.diag, Tensor.diag, linear=FIRST)
 def diag(input: Tensor, diagonal: int = 0) -> Spec:
     if input.ndim == 2:
-        return _diagonal(input.shape, plain(diagonal), 0, 1)
-    return _onto_diagonal(input.shape, plain(diagonal))
+        return _diagonal(input.shape, as_int(diagonal), 0, 1)
+    return _onto_diagonal(input.shape, as_int(diagonal))
 
 
 def _onto_diagonal(shape: Sequence[int], offset: int, dim1: int = -2, dim2: int = -1) -> Spec:
@@ -209,24 +209,24 @@ def _onto_diagonal(shape: Sequence[int], offset: int, dim1: int = -2, dim2: int 
 
 @rule(torch.diag_embed, Tensor.diag_embed, linear=FIRST)
 def diag_embed(input: Tensor, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Spec:
-    return _onto_diagonal(input.shape, plain(offset), dim1, dim2)
+    return _onto_diagonal(input.shape, as_int(offset), dim1, dim2)
 
 
 @rule(torch.diagflat, Tensor.diagflat, linear=FIRST)
 def diagflat(input: Tensor, offset: int = 0) -> Spec:
     found = Labels()
     dims = [(found.new(size, "diagflat puts it on the diagonal of two dims"),) for size in input.shape]
-    size = prod(input.shape) + abs(plain(offset))
+    size = prod(input.shape) + abs(as_int(offset))
     return found.spec([dims], [found.dims((size, size))])
 
 
 @rule(Tensor.unfold, linear=FIRST, aliases=True)
 def unfold(input: Tensor, dimension: int, size: int, step: int) -> Spec:
     if not input.ndim:
-        return Spec(((),), (((0,),),), {0: plain(size)})
+        return Spec(((),), (((0,),),), {0: as_int(size)})
     found = Labels()
     dims = found.dims(input.shape)
-    at, width, step = dimension % input.ndim, plain(size), plain(step)
+    at, width, step = dimension % input.ndim, as_int(size), as_int(step)
     length = input.shape[at]
     if width == step and length % width == 0:  # windows side by side: a view
         dims[at] = (found.new(length // width), found.new(width))
@@ -241,7 +241,7 @@ def unfold(input: Tensor, dimension: int, size: int, step: int) -> Spec:
 def as_strided(input: Tensor, size: Any, stride: Any = None, storage_offset: Any = None) -> Spec:
     found = Labels()
     dims = [(found.new(length, "as_strided reads memory, not dims"),) for length in input.shape]
-    return found.spec([dims], [found.dims(plain(length) for length in size)])
+    return found.spec([dims], [found.dims(as_int(length) for length in size)])
 
 
 # --- complex numbers as pairs ---

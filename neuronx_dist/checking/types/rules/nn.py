@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .spec import Spec, elementwise, labels, nonzero, operands, rule
-from .views import FIRST, Labels, plain
+from .views import FIRST, Labels, as_int
 
 __all__: list[str] = []
 
@@ -43,7 +43,7 @@ def group_norm(input: Tensor, num_groups: int, *args: Any, **kwargs: Any) -> Spe
     found = Labels()
     why = "group_norm normalises over it"
     samples = (found.new(input.shape[0]),)
-    groups = plain(num_groups)
+    groups = as_int(num_groups)
     channels = (found.new(groups), found.new(input.shape[1] // groups, why))
     dims = [samples, channels, *((found.new(size, why),) for size in input.shape[2:])]
     return found.spec([dims, *[[channels]] * len(operands(args, kwargs))], [dims])
@@ -150,7 +150,7 @@ def pad(input: Tensor, pad: Sequence[int], mode: str = "constant", value: Any = 
     dims = found.dims(input.shape)
     out = list(dims)
     for number in range(len(pad) // 2):
-        before, after = plain(pad[2 * number]), plain(pad[2 * number + 1])
+        before, after = as_int(pad[2 * number]), as_int(pad[2 * number + 1])
         at = input.dim() - 1 - number
         if before or after:
             found.fixed[at] = f"pad({before}, {after}) adds to the ends of it"
@@ -171,7 +171,7 @@ def _each(value: Any, count: int, default: Any) -> list[int]:
     if value is None or value == ():
         value = default
     listed = list(value) if isinstance(value, (tuple, list)) else [value]
-    return [plain(number) for number in (listed * count if len(listed) == 1 else listed)]
+    return [as_int(number) for number in (listed * count if len(listed) == 1 else listed)]
 
 
 def _windows(size: int, kernel: int, stride: int, padding: int, dilation: int, ceil: bool) -> int:
@@ -221,7 +221,7 @@ def _resized(count: int, outs: int = 1) -> Callable[..., Spec]:
         lead = found.dims(input.shape[:-count])
         ins = [*lead, *((found.new(size, "it is resized as a whole"),) for size in input.shape[-count:])]
         out = [
-            (found.new(size if wanted is None else plain(wanted)),) for size, wanted in zip(input.shape[-count:], sizes)
+            (found.new(old if new is None else as_int(new)),) for old, new in zip(input.shape[-count:], sizes)
         ]
         return found.spec([ins], [[*lead, *out]] * outs)
 
@@ -246,7 +246,7 @@ def interpolate(input: Tensor, size: Any = None, scale_factor: Any = None, *args
 @rule(F.pixel_shuffle, linear=FIRST, aliases=True)
 def pixel_shuffle(input: Tensor, upscale_factor: int) -> Spec:
     found = Labels()
-    r = plain(upscale_factor)
+    r = as_int(upscale_factor)
     *lead, channels, height, width = input.shape
     dims = found.dims(lead)
     c, h, w, down, across = (found.new(size) for size in (channels // (r * r), height, width, r, r))
@@ -256,7 +256,7 @@ def pixel_shuffle(input: Tensor, upscale_factor: int) -> Spec:
 @rule(F.pixel_unshuffle, linear=FIRST, aliases=True)
 def pixel_unshuffle(input: Tensor, downscale_factor: int) -> Spec:
     found = Labels()
-    r = plain(downscale_factor)
+    r = as_int(downscale_factor)
     *lead, channels, height, width = input.shape
     dims = found.dims(lead)
     c, h, w, down, across = (found.new(size) for size in (channels, height // r, width // r, r, r))
@@ -268,7 +268,7 @@ def channel_shuffle(input: Tensor, groups: int) -> Spec:
     found = Labels()
     samples, channels, *rest = input.shape
     dims = found.dims((samples, *rest))
-    groups = plain(groups)
+    groups = as_int(groups)
     outer, inner = found.new(groups), found.new(channels // groups)
     return found.spec([[dims[0], (outer, inner), *dims[1:]]], [[dims[0], (inner, outer), *dims[1:]]])
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from .pieces import cut
 from .pointwise import pointwise, unary
 from .spec import RULES, Spec, along, derive, labels, operands, rule
-from .views import FIRST, Labels, plain
+from .views import FIRST, Labels, as_int
 
 __all__: list[str] = []
 
@@ -57,8 +57,8 @@ def slice_scatter(input: Tensor, src: Tensor, dim: int = 0, start: Any = None, e
     dims = found.dims(input.shape[:dim]) + [()] + found.dims(input.shape[dim + 1 :])
     why = "slice_scatter writes a range of its positions"
     size = input.shape[dim]
-    first, last, _ = slice(*(None if at is None else plain(at) for at in (start, end))).indices(size)
-    if plain(step) == 1:
+    first, last, _ = slice(*(None if at is None else as_int(at) for at in (start, end))).indices(size)
+    if as_int(step) == 1:
         whole, (part,) = cut(found, size, [(first, max(0, last - first))], why)
     else:
         whole, part = (found.new(size, why, selected=True),), (found.new(src.shape[dim]),)
@@ -107,7 +107,7 @@ def _transformed(count: int | None, real: str = "") -> Callable[..., Spec]:
         for number, at in enumerate(over):
             at %= input.dim()
             found.fixed[at] = "a Fourier transform goes over all of it"
-            size = input.shape[at] if given is None or given[number] == -1 else plain(given[number])
+            size = input.shape[at] if given is None or given[number] == -1 else as_int(given[number])
             if number == len(over) - 1 and real:
                 size = size // 2 + 1 if real == "to" else 2 * (size - 1) if given is None else size
             out[at] = (found.new(size),)

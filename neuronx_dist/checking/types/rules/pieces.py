@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .spec import ALL, Spec, derive, labels, rule
-from .views import FIRST, Labels, plain, raised
+from .views import FIRST, Labels, as_int, raised
 
 __all__ = ["cut", "joined"]
 
@@ -80,15 +80,15 @@ def split(*args: Any, dim: int = 0, **kwargs: Any) -> Spec:
     tensor, size = given[:2]
     dim = given[2] if len(given) > 2 else dim
     if isinstance(size, int):
-        length = tensor.shape[dim]
-        return _cut_dim(tensor.shape, dim, _in_steps(length, plain(size)), f"split({plain(size)}) cuts it into pieces")
-    sizes = [plain(each) for each in size]
+        length, size = tensor.shape[dim], as_int(size)
+        return _cut_dim(tensor.shape, dim, _in_steps(length, size), f"split({size}) cuts it into pieces")
+    sizes = [as_int(each) for each in size]
     return _cut_dim(tensor.shape, dim, _in_sizes(sizes), f"split({sizes}) cuts it into pieces")
 
 
 @rule(torch.chunk, Tensor.chunk, torch.unsafe_chunk, Tensor.unsafe_chunk, linear=FIRST, aliases=True)
 def chunk(input: Tensor, chunks: int, dim: int = 0) -> Spec:
-    length, count = input.shape[dim], plain(chunks)
+    length, count = input.shape[dim], as_int(chunks)
     pieces = _in_steps(length, -(-length // count)) if length else [(0, 0)] * count
     return _cut_dim(input.shape, dim, pieces, f"chunk({count}) cuts it into pieces", count == 1)
 
@@ -110,7 +110,7 @@ def tensor_split(input: Tensor, *args: Any, dim: int = 0, **kwargs: Any) -> Spec
     if isinstance(where, Tensor):
         where = where.tolist()
     length = input.shape[dim]
-    pieces = _evenly(length, plain(where)) if isinstance(where, int) else _at(length, [plain(at) for at in where])
+    pieces = _evenly(length, as_int(where)) if isinstance(where, int) else _at(length, [as_int(at) for at in where])
     spec = _cut_dim(input.shape, dim, pieces, "tensor_split cuts it into pieces")
     return spec._replace(ins=spec.ins + (None,) * any(isinstance(value, Tensor) for value in given))
 
@@ -135,10 +135,10 @@ def narrow(input: Tensor, dim: int, start: Any, length: int) -> Spec:
     size = input.shape[dim]
     why = "narrow takes a range of its positions"
     if isinstance(start, Tensor):
-        spec = _cut_dim(input.shape, dim, [(1, plain(length))], why)
+        spec = _cut_dim(input.shape, dim, [(1, as_int(length))], why)
         return spec._replace(ins=(*spec.ins, ()))
-    first = plain(start)
-    return _cut_dim(input.shape, dim, [(first + size if first < 0 else first, plain(length))], why)
+    first = as_int(start)
+    return _cut_dim(input.shape, dim, [(first + size if first < 0 else first, as_int(length))], why)
 
 
 derive(torch.narrow, torch.narrow_copy, Tensor.narrow_copy, aliases=False)

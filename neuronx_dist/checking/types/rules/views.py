@@ -12,14 +12,14 @@ from torch import Tensor
 from .names import getter
 from .spec import Spec, derive, labels, normal_dims, rule, same
 
-__all__ = ["FIRST", "Labels", "each_of", "plain", "raised", "regroup", "sizes_of", "swapped"]
+__all__ = ["FIRST", "Labels", "each_of", "as_int", "raised", "regroup", "sizes_of", "swapped"]
 
 FIRST = ((0,),)
 """For `Rule.linear`: linear in operand 0, the others are indices or shapes."""
 
 
-def plain(value: Any) -> int:
-    """A whole number as a plain int, also where it is of a subclass that notes who reads it."""
+def as_int(value: Any) -> int:
+    """A whole number as an int of Python's own, also where it is a `RankValue`, which notes who reads it."""
     return int.__pos__(value) if isinstance(value, int) else int(value)
 
 
@@ -29,7 +29,7 @@ def sizes_of(values: Sequence[Any], named: Any = None) -> tuple[int, ...]:
         values = (named,)
     if len(values) == 1 and not isinstance(values[0], int):
         values = values[0]
-    return tuple(plain(value) for value in values)
+    return tuple(as_int(value) for value in values)
 
 
 class Labels:
@@ -273,8 +273,8 @@ def ravel(input: Tensor) -> Spec:
 @rule(torch.unflatten, Tensor.unflatten, linear=FIRST, aliases=True)
 def unflatten(input: Tensor, dim: Any = None, sizes: Any = None) -> Spec:
     shape = list(input.shape)
-    at = plain(dim) % len(shape)
-    into, inferred = _filled(shape[at : at + 1], tuple(plain(size) for size in sizes))
+    at = as_int(dim) % len(shape)
+    into, inferred = _filled(shape[at : at + 1], tuple(as_int(size) for size in sizes))
     target = [*shape[:at], *into, *shape[at + 1 :]]
     return regroup(shape, target, None if inferred is None else at + inferred, "unflatten")
 
