@@ -205,8 +205,8 @@ class Backend:
     name = "none"
     has_messages = True
 
-    def place(self, mesh: Mesh, rank: int) -> int:
-        """What `current().rank` is to be: the rank, or one that notes who looks at it."""
+    def current_rank(self, mesh: Mesh, rank: int) -> int:
+        """What `current().rank` is to be: the rank as it is, or as an int that notes who looks at it."""
         return rank
 
     def communicator(

@@ -14,7 +14,7 @@ from typing import Any
 
 from ..mesh import Axis, Mesh
 from .base import Backend, Communicator
-from .rank_values import member
+from .rank_values import is_member
 
 __all__ = ["AxisLike", "Context", "communicator", "current", "is_initialized", "set_default", "use"]
 
@@ -27,7 +27,7 @@ class Context:
     def __init__(self, mesh: Mesh, rank: int, backend: Backend) -> None:
         mesh.coordinates(rank)  # raises for a rank outside the world
         self.mesh = mesh
-        self.rank = backend.place(mesh, rank)
+        self.rank = backend.current_rank(mesh, rank)
         self.backend = backend
         self.extras: dict[
             str, Any
@@ -59,7 +59,7 @@ class Context:
             )
         others = [[rank] for rank in range(self.mesh.world_size) if rank not in seen]
         made = self.backend.communicator(label, [*groups, *others], self.rank, own=True)
-        return made if member(self.rank, seen) else None
+        return made if is_member(self.rank, seen) else None
 
 
 _default: Context | None = None

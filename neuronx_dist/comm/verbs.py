@@ -26,7 +26,7 @@ from . import recording
 from .base import Communicator, Handle, WorkLike, Works
 from .context import AxisLike, communicator
 from .operands import check_out, checked_dim, deliver, gathered_shape, scattered_first, wire_dtype
-from .rank_values import plain
+from .rank_values import concrete
 
 __all__ = [
     "all_gather",
@@ -308,7 +308,7 @@ def broadcast_object(obj: Any, axis: AxisLike = "world", src: int = 0) -> Any:
     """The object of the rank with group index `src`, on every rank. Not for the hot path."""
     comm = communicator(axis)
     _index(comm, src, "broadcast_object", "src")
-    return gather_objects(obj if plain(comm.rank) == src else None, comm)[src]
+    return gather_objects(obj if concrete(comm.rank) == src else None, comm)[src]
 
 
 @reissues

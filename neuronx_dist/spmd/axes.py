@@ -14,7 +14,7 @@ from typing import Any
 
 from ..comm import Communicator, context
 from ..comm.context import AxisLike
-from ..comm.rank_values import plain
+from ..comm.rank_values import concrete
 from ..mesh import DENSE_AXES, EXPERT_AXES, Mesh
 
 __all__ = ["atoms_of", "mesh_atoms", "mesh_of", "order_of"]
@@ -101,7 +101,7 @@ def atoms_of(axis: AxisLike, mesh: Mesh | None) -> tuple[str, ...]:
     communicator = axis if isinstance(axis, Communicator) else context.communicator(axis)
     if communicator.size == 1:
         return ()
-    return _of_ranks(communicator.axis, tuple(plain(rank) for rank in communicator.ranks), mesh)
+    return _of_ranks(communicator.axis, tuple(concrete(rank) for rank in communicator.ranks), mesh)
 
 
 @lru_cache(maxsize=1024)

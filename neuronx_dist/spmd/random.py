@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from ..comm import context
 from ..comm.generators import State, as_they_were, autocast, device_has_own_program, get_state, set_state
 from ..comm.generators import seed as set_seed
-from ..comm.rank_values import plain
+from ..comm.rank_values import concrete
 
 __all__ = ["RNGStreams", "TENSOR_PARALLEL", "checkpoint", "manual_seed", "streams"]
 
@@ -85,7 +85,7 @@ def manual_seed(seed: int) -> None:
     here = context.current()
     found = streams()
     found.reset()
-    found.add(TENSOR_PARALLEL, seed + 2718 + plain(here.mesh.coordinate("tp", here.rank)))
+    found.add(TENSOR_PARALLEL, seed + 2718 + concrete(here.mesh.coordinate("tp", here.rank)))
     set_seed(seed)
 
 

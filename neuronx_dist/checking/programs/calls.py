@@ -10,7 +10,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from ...call_site import DRIVER, LIBRARY, USER, frames
-from ...comm.rank_values import Coordinate, find
+from ...comm.rank_values import RankValue, rank_values_in
 from ...spmd.tensor_type import TensorType, type_of
 from ..types.mode import SpmdTypeMode
 
@@ -65,7 +65,7 @@ class Op(NamedTuple):
 
     Attributes:
         name: of the function.
-        scalars: Python numbers among its arguments, and the shapes of its tensors, in order; of a Coordinate its axes
+        scalars: Python numbers among its arguments, and the shapes of its tensors, in order; of a RankValue its axes
             and its values on all ranks.
         site: (file, line) of the nearest frame that is neither torch's nor ours.
         inside: whether that frame called it through this package.
@@ -118,22 +118,22 @@ class Trace(TorchFunctionMode):
 
 
 def _scalars(args: Iterable[Any], found: list[Any]) -> bool:
-    """Adds the numbers and shapes in `args`; whether a Coordinate is among them."""
-    coordinates = False
+    """Adds the numbers and shapes in `args`; whether a RankValue is among them."""
+    holds_rank_value = False
     for x in args:
         kind = type(x)
         if isinstance(x, torch.Tensor):
             found.append(tuple(x.shape))
-        elif kind is Coordinate:
+        elif kind is RankValue:
             found.append((x.names, x.table))
-            coordinates = True
+            holds_rank_value = True
         elif kind in (int, float, bool, complex):
             found.append(x)
         elif kind in (tuple, list) or isinstance(x, tuple):
-            coordinates |= _scalars(x, found)
+            holds_rank_value |= _scalars(x, found)
         elif kind is slice:
-            coordinates |= _scalars((x.start, x.stop, x.step), found)
-    return coordinates
+            holds_rank_value |= _scalars((x.start, x.stop, x.step), found)
+    return holds_rank_value
 
 
 def _judge(name: str, args: Any, kwargs: Any) -> None:
@@ -149,17 +149,17 @@ def _judge(name: str, args: Any, kwargs: Any) -> None:
         read = [x for x in indices if not isinstance(x, int) and not _moves(x)]
     else:
         read = (args, kwargs)
-    for coordinate in find(read):
-        coordinate.read()
+    for rank_value in rank_values_in(read):
+        rank_value.read()
 
 
 def _moves(index: Any) -> bool:
     """Whether a slice is as long on every rank, and only lies elsewhere."""
-    if not isinstance(index, slice) or isinstance(index.step, Coordinate):
+    if not isinstance(index, slice) or isinstance(index.step, RankValue):
         return False
     if not isinstance(index.start, int) or not isinstance(index.stop, int):
-        return not isinstance(index.start, Coordinate) and not isinstance(index.stop, Coordinate)
-    return not isinstance(index.stop - index.start, Coordinate)
+        return not isinstance(index.start, RankValue) and not isinstance(index.stop, RankValue)
+    return not isinstance(index.stop - index.start, RankValue)
 
 
 def _type_of(result: Any) -> TensorType | None:

@@ -272,9 +272,9 @@ class Recordings:
             there = played.mesh.coordinates(other)
             if kind == inside and all(read.answer(here) == read.answer(there) for _, read in reads):
                 for name, read in reads:  # this rank has asked them too
-                    place = phases[name]._place
-                    assert place is not None
-                    place.read(read.names, read.answers)
+                    observed = phases[name]._observed
+                    assert observed is not None
+                    observed.read(read.names, read.answers)
                 return recording
         before = {name: len(backend.reads) for name, backend in phases.items()}
         recording = record(module, inputs, leaf_classes, device)

@@ -30,7 +30,7 @@ from .session import Session
 
 __all__ = ["LONG", "NUMBERS", "PLAIN", "SEQUENCES", "SIZE", "TENSORS", "Closer", "Plan", "closer", "details", "keep"]
 
-# Classes of arguments, exactly: a subclass, such as a Coordinate, means something of its own.
+# Classes of arguments, exactly: a subclass, such as a RankValue, means something of its own.
 TENSORS = frozenset({Tensor, nn.Parameter, FakeTensor})
 PLAIN = frozenset({int, str, type(None), type(...), torch.dtype, torch.device, torch.Size,
                    torch.layout, torch.memory_format})  # fmt: skip

@@ -44,7 +44,7 @@ from .declared import parameter_type
 from .handlers import autograd, packing
 from .handlers.inplace import OVERWRITES, check_write, note_write, overwritten, stale
 from .handlers.random_numbers import draws, made_type, stream_type
-from .handlers.rank_values import coordinates, counted, counts, picked
+from .handlers.rank_values import counted, counts, picked, rank_values
 from .judge import Judgement, Operand, judge
 from .memo import LONG, NUMBERS, PLAIN, SEQUENCES, TENSORS, Plan, closer, details, keep
 from .messages.explain import Call, explain, explain_shapes, missing_type
@@ -314,7 +314,7 @@ class SpmdTypeMode(Session):
         given = [Operand(note[0], enabled and x.requires_grad) for x, note in zip(tensors, notes)]
         if func in OVERWRITES:
             given[0] = Operand(overwritten(given[0].type), given[0].differentiable)
-        varying = coordinates(rule, args, kwargs)
+        varying = rank_values(rule, args, kwargs)
         numbers = [Operand(TensorType.of(dict.fromkeys(self._atoms(c.axes), V), R), False) for c in varying]
         if rule.kind not in ("op", "scalar", "decompose"):
             made, assumed = made_type(self, rule, given, numbers)

@@ -49,7 +49,7 @@ class Session(TorchFunctionMode):
         self.received: Callable[[Tensor, Any], TensorType | None] | None = None  # types of what `recv` gives
         self.sent: Callable[[Tensor, Any], None] | None = None
         self.probing = 0
-        self.symbolic = False  # ranks are Coordinates
+        self.symbolic = False  # ranks are RankValues
         self.known: dict[Any, Any] = {}  # operators that were judged, on this mesh
         self.told = 0  # how often something was assumed or trusted
 

@@ -1,6 +1,6 @@
 """Numbers that differ by rank, in the arguments of torch functions: values, positions, and what decides shapes.
 
-A `Coordinate` (comm/rank_values.py) as a value or a position makes a result vary over its axes. Where it decides the
+A `RankValue` (comm/rank_values.py) as a value or a position makes a result vary over its axes. Where it decides the
 shape of a result, the ranks run different programs, which is a *read*: the check then plays them one by one.
 """
 
@@ -11,7 +11,7 @@ from typing import Any, SupportsIndex
 
 from torch import Tensor
 
-from ....comm.rank_values import Coordinate, find
+from ....comm.rank_values import RankValue, concrete, rank_values_in
 from ....spmd.axes import atoms_of
 from ....spmd.tensor_type import COUNTED, Note, note_of
 from ....spmd.types import R, Shard, SpmdType, V
@@ -19,31 +19,31 @@ from ..rules import Rule
 from ..rules.spec import Spec
 from ..session import Session
 
-__all__ = ["Pieces", "coordinates", "counted", "counts", "picked"]
+__all__ = ["Pieces", "counted", "counts", "picked", "rank_values"]
 
 _VALUES = {"tensor", "full", "full_like", "new_full", "scalar_tensor", "as_tensor", "new_tensor", "asarray"}
 _POSITIONS = {"narrow", "select", "__getitem__", "getitem", "roll", "index_select"}
 _CUTS = {"chunk", "split", "split_with_sizes", "tensor_split", "unbind"}
 
 
-def coordinates(rule: Rule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Coordinate]:
-    """The Coordinates in a call that are values or positions; those that decide a shape are read."""
-    found = find((args, kwargs))
-    if not found:
-        return found
+def rank_values(rule: Rule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[RankValue]:
+    """The RankValues in a call that are values or positions; those that decide a shape are read."""
+    numbers = rank_values_in((args, kwargs))
+    if not numbers:
+        return numbers
     if rule.kind != "op":
         decides = rule.name not in _VALUES
     elif rule.name == "narrow":
         length = args[3] if len(args) > 3 else kwargs.get("length")
-        decides = isinstance(length, Coordinate)
+        decides = isinstance(length, RankValue)
     elif rule.name in _POSITIONS:
-        decides = any(isinstance(width, Coordinate) for width in _widths(args[1:]))
+        decides = any(isinstance(width, RankValue) for width in _widths(args[1:]))
     else:
         decides = rule.aliases or rule.name in ("repeat", "repeat_interleave", "expand", "pad", *_CUTS)
     if decides:
-        for coordinate in found:
-            coordinate.read()
-    return found
+        for number in numbers:
+            number.read()
+    return numbers
 
 
 def _widths(index: Any) -> list[Any]:
@@ -83,10 +83,10 @@ def counted(rule: Rule, spec: Spec, tensors: Sequence[Tensor], notes: Sequence[N
 class Pieces(tuple[Tensor, ...]):
     """What cuts a tensor returns: `pieces[rank]` is another piece on every rank."""
 
-    _pick: Callable[[Coordinate], Tensor]
+    _pick: Callable[[RankValue], Tensor]
 
     def __getitem__(self, index: SupportsIndex | slice) -> Any:
-        return self._pick(index) if isinstance(index, Coordinate) else super().__getitem__(index)
+        return self._pick(index) if isinstance(index, RankValue) else super().__getitem__(index)
 
 
 def picked(mode: Session, rule: Rule, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -97,8 +97,8 @@ def picked(mode: Session, rule: Rule, result: Any, args: tuple[Any, ...], kwargs
     given = [x for x in args[1:] if isinstance(x, int)]
     dim = kwargs.get("dim", given[-1] if len(given) > (rule.name in ("chunk", "split")) else 0)
 
-    def pick(index: Coordinate) -> Tensor:
-        piece: Tensor = tuple.__getitem__(pieces, index.table[index.place.index(index.names)])
+    def pick(index: RankValue) -> Tensor:
+        piece: Tensor = tuple.__getitem__(pieces, concrete(index))
         note = note_of(piece)
         if note is None:
             return piece
