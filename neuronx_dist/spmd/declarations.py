@@ -51,7 +51,7 @@ def get_local_type(x: torch.Tensor) -> dict[Any, SpmdType]:
             repairs=['assert_type(x, {"tp": R}) declares it'],
             rule="no_type",
         )
-    return {axis: R if kind.letter in "R0" else kind for axis, kind in note[0]}
+    return {axis: R if kind.letter in "R0" else kind for axis, kind in note.type}
 
 
 def assert_type(x: torch.Tensor, types: Mapping[Any, SpmdType]) -> torch.Tensor:
@@ -91,9 +91,9 @@ def _assert_type(mode: Any, x: torch.Tensor, types: Mapping[Any, SpmdType]) -> t
             raise ValueError(f"{kind!r} on axis {axis!r} is not an SPMD type: use R, I, V, P or S(dim)")
         given.update(dict.fromkeys(atoms_of(axis, mesh), kind))
     note = note_of(x) if mode is None else mode.note(x, "assert_type") if note_of(x) is not None else None
-    old = note[0] if note is not None else TensorType.of({})
-    new, origins = dict(old.types), note[1] if note is not None else None
-    fresh = note is not None and note[4] == FRESH
+    old = note.type if note is not None else TensorType.of({})
+    new, origins = dict(old.types), note.origins if note is not None else None
+    fresh = note is not None and note.extra == FRESH
     for axis, kind in given.items():
         before = old.get(axis)
         if fresh or before is None or before is ZERO or (before is UNIFORM and kind.letter in "RI"):
@@ -120,7 +120,7 @@ def _assert_type(mode: Any, x: torch.Tensor, types: Mapping[Any, SpmdType]) -> t
         x,
         TensorType.of(new, old.rest),
         origins,
-        note[2] if note is not None else mode.session if mode is not None else 0,
+        note.session if note is not None else mode.session if mode is not None else 0,
     )
     return x
 
@@ -139,7 +139,7 @@ def trust(x: torch.Tensor, axis: Any, kind: SpmdType) -> torch.Tensor:
     if mode is None or note is None:
         return x
     with torch._C.DisableTorchFunction():
-        found = note[0]
+        found = note.type
         atoms = atoms_of(axis, mode.mesh)
         for atom in atoms:
             before = found.get(atom)
@@ -149,9 +149,9 @@ def trust(x: torch.Tensor, axis: Any, kind: SpmdType) -> torch.Tensor:
                 and before.letter in ("R0V" if kind is V else "RV0" if x.requires_grad else "RIV0")
             ):
                 found = found.with_axis(atom, kind)
-        if found is not note[0]:
+        if found is not note.type:
             mode.trust(f"that {list(x.shape)} is {kind} on {', '.join(atoms)}")
-            write(x, found, note[1], note[2], note[4])
+            write(x, found, note.origins, note.session, note.extra)
     return x
 
 
@@ -163,12 +163,12 @@ def local(x: torch.Tensor) -> torch.Tensor:
     """
     mode = active()
     note = _present(mode, x)
-    if mode is None or note is None or not note[0].sharded:
+    if mode is None or note is None or not note.type.sharded:
         return x
     with torch._C.DisableTorchFunction():
         result = x.view_as(x)
-        types = {axis: V if isinstance(kind, Shard) else kind for axis, kind in note[0]}
-        write(result, TensorType.of(types, note[0].rest), note[1], note[2])
+        types = {axis: V if isinstance(kind, Shard) else kind for axis, kind in note.type}
+        write(result, TensorType.of(types, note.type.rest), note.origins, note.session)
     return result
 
 
@@ -209,14 +209,14 @@ def forget(x: torch.Tensor, axis: Any) -> torch.Tensor:
         return x
     with torch._C.DisableTorchFunction():
         result = x.view_as(x)
-    found = note[0]
+    found = note.type
     for atom in atoms_of(axis, mode.mesh if mode is not None else _current_mesh()):
         if isinstance(found.get(atom), Shard):
             found = found.with_axis(atom, V)
             if mode is not None:
                 mode.trust(f"forget: sharding over {atom} is not followed")
     with torch._C.DisableTorchFunction():
-        write(result, found, note[1], note[2])
+        write(result, found, note.origins, note.session)
     return result
 
 

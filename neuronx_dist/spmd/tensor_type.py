@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,6 +28,7 @@ __all__ = [
     "Segments",
     "TensorType",
     "note_of",
+    "origins_of",
     "tensors_in",
     "type_of",
     "version",
@@ -142,22 +143,33 @@ class Origin:
         return OrderedDict, ()
 
 
-# What the checker knows of one tensor is a plain tuple, `tensor.__dict__[NOTE]`, because one is made for every result:
-#
-#   (type, origins, session, version, extra)
-#
-#   type      TensorType
-#   origins   axis -> Origin for axes whose type began somewhere worth telling, or None
-#   session   serial number of the mode that wrote it; 0: written outside of any
-#   version   torch's version counter then: a higher one means that somebody wrote to the memory since
-#   extra     `Segments` of a flat buffer, `READONLY` for what `.data` gave, `FRESH` for random numbers of which nothing
-#             was declared yet, `COUNTED` for 0, 1, 2, ..., or None
+class Note(NamedTuple):
+    """What the checker knows of one tensor.
+
+    Attributes:
+        type: its type.
+        origins: axis -> Origin, for axes whose type began somewhere worth telling; or None.
+        session: serial number of the mode that wrote this; 0: written outside of any.
+        version: torch's version counter then: a higher one means that somebody wrote to the memory since.
+        extra: `Segments` of a flat buffer, `READONLY` for what `.data` gave, `FRESH` for random numbers of which
+            nothing was declared yet, `COUNTED` for 0, 1, 2, ...; or None.
+    """
+
+    type: TensorType
+    origins: dict[str, Origin] | None
+    session: int
+    version: int
+    extra: Any
+
+
+# A tensor holds its note as a plain tuple of the same fields, `tensor.__dict__[NOTE]`: one is made for every result of
+# every call and unpacked for every operand, and making a NamedTuple takes four times as long as a tuple, unpacking one
+# three times. `note_of` gives the fields their names; only the mode's fast path goes without.
 NOTE = "_spmd"
 NAME = "_spmd_name"  # what the user calls it: "layers.3.mlp.down_proj.weight"
 READONLY = "readonly"
 FRESH = "fresh"
 COUNTED = "counted"
-Note = tuple[TensorType, "dict[str, Origin] | None", int, int, Any]
 
 
 class Segments:
@@ -178,16 +190,27 @@ class Segments:
         return OrderedDict, ()
 
 
+_new_note = tuple.__new__  # `Note(*fields)` goes through a function in Python
+
+
 def note_of(x: torch.Tensor) -> Note | None:
     """What is known of a tensor, None if nothing is."""
-    note: Note | None = x.__dict__.get(NOTE)
-    return note if note is None or note[0].__class__ is TensorType else None  # of a file: see `__reduce__`
+    fields = x.__dict__.get(NOTE)
+    if fields is None or fields[0].__class__ is not TensorType:  # the latter of a file: see `__reduce__`
+        return None
+    return _new_note(Note, fields)
 
 
 def type_of(x: torch.Tensor) -> TensorType | None:
     """The type of a tensor, None if it has none."""
+    fields = x.__dict__.get(NOTE)
+    return fields[0] if fields is not None and fields[0].__class__ is TensorType else None
+
+
+def origins_of(x: torch.Tensor) -> dict[str, Origin]:
+    """Where the type of a tensor began, by axis; empty if it has none."""
     note = note_of(x)
-    return None if note is None else note[0]
+    return (note.origins if note is not None else None) or {}
 
 
 def version(x: torch.Tensor) -> int:

@@ -10,7 +10,7 @@ import torch
 from ...mesh import DENSE_AXES, Mesh
 from ...spmd.axes import atoms_of, mesh_atoms
 from ...spmd.declarations import SHARD_OF
-from ...spmd.tensor_type import TensorType, note_of
+from ...spmd.tensor_type import TensorType, type_of
 from ...spmd.types import I, R, Shard, SpmdType, V
 from ...weights.shard_spec import spec_of
 
@@ -27,8 +27,7 @@ def parameter_type(param: torch.Tensor, mesh: Mesh, holders: Any = None, level: 
     origin = param.__dict__.get(SHARD_OF)
     if origin is not None:
         whole, group = origin
-        note = note_of(whole)
-        base = note[0] if note is not None else parameter_type(whole, mesh, holders, level)
+        base = type_of(whole) or parameter_type(whole, mesh, holders, level)
         kinds = {axis: V if isinstance(kind, Shard) else kind for axis, kind in base}
         return TensorType.of({**kinds, **dict.fromkeys(atoms_of(group, mesh), V)}, base.rest)
     spec = spec_of(param)

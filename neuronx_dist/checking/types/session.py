@@ -51,7 +51,7 @@ class Session(TorchFunctionMode):
         self.probing = 0
         self.symbolic = False  # ranks are RankValues
         self.known: dict[Any, Any] = {}  # operators that were judged, on this mesh
-        self.told = 0  # how often something was assumed or trusted
+        self.num_assumptions = 0  # how often something was assumed or trusted
 
     # --- what the mode knows to do, and handlers ask of it
 
@@ -148,13 +148,13 @@ class Session(TorchFunctionMode):
 
     def assume(self, text: str) -> None:
         """Notes what could not be proven."""
-        self.told += 1
+        self.num_assumptions += 1
         here = text, where()
         self.assumed[here] = self.assumed.get(here, 0) + 1
 
     def trust(self, text: str) -> None:
         """Notes a declaration that was taken at its word."""
-        self.told += 1
+        self.num_assumptions += 1
         here = text, where()
         self.trusted[here] = self.trusted.get(here, 0) + 1
 

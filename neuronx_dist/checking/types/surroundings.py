@@ -35,9 +35,9 @@ def _new(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
     param = _NEW(cls, data, requires_grad)
     mode = active()
     note = note_of(data) if mode is not None and isinstance(data, Tensor) else None
-    if mode is not None and note is not None and note[0].rest is None and note[0].types and param is not data:
-        if note[4] is None or note[4] == READONLY:
-            mode.stamp(param, note[0], note[1])
+    if mode is not None and note is not None and note.type.rest is None and note.type.types and param is not data:
+        if note.extra is None or note.extra == READONLY:
+            mode.stamp(param, note.type, note.origins)
     return param
 
 

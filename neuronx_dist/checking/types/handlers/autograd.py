@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ....comm import context
 from ....spmd.errors import SpmdTypeError
-from ....spmd.tensor_type import NOTE, READONLY, TensorType, note_of
+from ....spmd.tensor_type import READONLY, TensorType, note_of, origins_of, write
 from ....spmd.types import I, P, R, Shard, SpmdType, V
 from ..messages.explain import gradient_error, loss_error, shown
 from ..messages.provenance import where
@@ -58,7 +58,7 @@ def apply_function(
     quiet = torch._C.DisableTorchFunction
     with quiet():
         notes = [mode.note(x, cls.__name__) if isinstance(x, Tensor) else None for x in args]
-    signature = _Signature(mode, cls.__name__, [None if note is None else note[0] for note in notes])
+    signature = _Signature(mode, cls.__name__, [None if note is None else note.type for note in notes])
     hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
     if hooked and not rehearsal and torch.is_grad_enabled():
         _rehearse(mode, original, cls, args, kwargs, signature.inputs)
@@ -70,7 +70,7 @@ def apply_function(
         node: Any = differentiable[0].grad_fn if differentiable else None
         for x in outputs:
             note = note_of(x) if isinstance(x, Tensor) else None
-            signature.outputs.append(None if note is None else note[0])
+            signature.outputs.append(None if note is None else note.type)
         if node is not None and hasattr(type(node), "_forward_cls"):
             node._spmd = signature
     if node is not None and hasattr(node, "_spmd"):
@@ -78,7 +78,7 @@ def apply_function(
         with quiet():
             for x, found in zip(outputs, signature.outputs):
                 if found is not None:
-                    mode.stamp(x, found, (note_of(x) or (None, None))[1])
+                    mode.stamp(x, found, origins_of(x) or None)
     if comparison.active:
         comparison.compare(outputs, signature.outputs)
     return result
@@ -108,7 +108,7 @@ def _rehearse(
                 note = note_of(x)
                 x = x.detach().clone().requires_grad_(x.requires_grad)
                 if found is not None:
-                    mode.stamp(x, found, note[1] if note is not None else None)
+                    mode.stamp(x, found, note.origins if note is not None else None)
             copies.append(x)
     events: list[Any] = getattr(context.current().backend if context.is_initialized() else None, "events", [])
     begin, counts = len(events), (mode.operators, mode.collectives)
@@ -165,7 +165,7 @@ def _saved(ctx: Any) -> tuple[Any, ...]:
     saved: tuple[Any, ...] = torch._C._FunctionBase.saved_tensors.__get__(ctx)  # type: ignore[attr-defined]
     for x, note in zip(saved, getattr(ctx, "_spmd_saved", ())):
         if note is not None and isinstance(x, Tensor) and note_of(x) is None:
-            x.__dict__[NOTE] = (*note[:3], x._version, note[4])
+            write(x, note.type, note.origins, note.session, note.extra)
     return saved
 
 
@@ -179,8 +179,8 @@ def _verify(signature: _Signature, cls: Any, grads: Sequence[Any]) -> None:
             signature.mode.assume(f"{signature.name}.backward: the type of gradient {index}")
             continue
         expected = given.of_gradient()
-        for axis in sorted({*expected.types, *note[0].types}):
-            wanted, found = expected.get(axis), note[0].get(axis)
+        for axis in sorted({*expected.types, *note.type.types}):
+            wanted, found = expected.get(axis), note.type.get(axis)
             if wanted is None or found is None or _fits(found, wanted):
                 continue
             raise gradient_error(cls, signature.where, given.get(axis), index, grad, axis, wanted)
@@ -282,7 +282,7 @@ def _grad(mode: Session, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     for x, grad in zip(inputs, result):
         note = mode.note(x, "grad") if isinstance(x, Tensor) else None
         if note is not None and isinstance(grad, Tensor):
-            mode.stamp(grad, note[0].of_gradient())
+            mode.stamp(grad, note.type.of_gradient())
     return result
 
 
@@ -303,12 +303,12 @@ def check_loss(mode: Session, loss: Tensor, gradient: Tensor | None = None) -> N
     note = mode.note(loss, "backward")
     if note is None:
         return
-    found = note[0]
+    found = note.type
     if gradient is not None:
         seed = mode.note(gradient, "backward")
         wanted = found.of_gradient()
-        for axis in {*wanted.types, *(seed[0].types if seed is not None else ())}:
-            have, want = seed[0].get(axis) if seed is not None else None, wanted.get(axis)
+        for axis in {*wanted.types, *(seed.type.types if seed is not None else ())}:
+            have, want = seed.type.get(axis) if seed is not None else None, wanted.get(axis)
             if (
                 have is not None
                 and want is not None
@@ -347,19 +347,19 @@ def adopt(mode: Session, param: Tensor, grad: Tensor) -> Tensor:
         note = mode.note(param, "grad")
     if note is None:
         return grad
-    wanted, have = mode.named(note[0]).of_gradient(), note_of(grad)
+    wanted, have = mode.named(note.type).of_gradient(), note_of(grad)
     known = last_write(mode, grad) if have is not None else None
-    if have is None or have[2] != mode.session:
+    if have is None or have.session != mode.session:
         mode.stamp(grad, wanted)
-    elif have[3] != grad._version and (known is None or known.version != grad._version):
-        if have[0] is not wanted:
+    elif have.version != grad._version and (known is None or known.version != grad._version):
+        if have.type is not wanted:
             raise SpmdTypeError(
-                f"the gradient of {shown(param, note[0])}",
-                f"it was {have[0]} when backward added to it, which gives {wanted}: the sum is neither",
+                f"the gradient of {shown(param, note.type)}",
+                f"it was {have.type} when backward added to it, which gives {wanted}: the sum is neither",
                 repairs=["reduce gradients once, after the last backward", "zero_grad() before the next backward"],
                 rule="accumulated",
             )
-        mode.stamp(grad, wanted, have[1])
+        mode.stamp(grad, wanted, have.origins)
     return grad
 
 
@@ -367,7 +367,7 @@ def _get_data(mode: Session, func: Any, args: tuple[Any, ...], kwargs: dict[str,
     result = func(*args, **kwargs)
     note = mode.note(args[0], "data") if note_of(args[0]) is not None or isinstance(args[0], nn.Parameter) else None
     if note is not None:
-        result.__dict__[NOTE] = (note[0], note[1], mode.session, result._version, READONLY)
+        mode.stamp(result, note.type, note.origins, READONLY)
     return result
 
 
@@ -375,10 +375,10 @@ def _set_data(mode: Session, func: Any, args: tuple[Any, ...], kwargs: dict[str,
     target, value = args
     old, new = note_of(target), note_of(value)
     result = func(*args, **kwargs)
-    if old is not None and (new is None or new[0] is not old[0]) and not isinstance(target, nn.Parameter):
-        mode.stamp(target, new[0] if new is not None else old[0])
+    if old is not None and (new is None or new.type is not old.type) and not isinstance(target, nn.Parameter):
+        mode.stamp(target, new.type if new is not None else old.type)
     elif old is not None:
-        mode.stamp(target, old[0], old[1])
+        mode.stamp(target, old.type, old.origins)
     return result
 
 

@@ -57,7 +57,7 @@ class Comparison:
                     x, given = x.detach().requires_grad_(x.requires_grad), x
                     note = note_of(given)
                     if found is not None and note is not None:
-                        mode.stamp(x, found, note[1])
+                        mode.stamp(x, found, note.origins)
                 copies.append(x)
         begin = len(self.events)
         result = self.cls.composition(*copies)
@@ -67,15 +67,15 @@ class Comparison:
             note = note_of(x)
             if note is None or found is None:
                 continue
-            for axis in {*found.types, *note[0].types}:
-                pair = found.get(axis), note[0].get(axis)
+            for axis in {*found.types, *note.type.types}:
+                pair = found.get(axis), note.type.get(axis)
                 if not torch.is_grad_enabled() and all(kind is not None and kind.letter in "RI" for kind in pair):
                     continue  # equal on all ranks, and nothing flows back
                 if pair[0] != pair[1]:
                     raise SpmdTypeError(
                         f"{name} at {where()}",
                         f"result {index} of its body is {found.get(axis)} on {axis}, of its composition "
-                        f"{note[0].get(axis)}",
+                        f"{note.type.get(axis)}",
                         axis=axis,
                         rule="composition",
                     )

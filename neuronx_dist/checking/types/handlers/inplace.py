@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ....spmd.errors import SpmdTypeError
-from ....spmd.tensor_type import NAME, NOTE, READONLY, ZERO_TYPE, Note, TensorType, note_of
+from ....spmd.tensor_type import NAME, READONLY, ZERO_TYPE, Note, TensorType, note_of, type_of
 from ....spmd.types import UNIFORM, ZERO, R, Shard, SpmdType, V
 from ..messages.explain import data_error, shown, write_error
 from ..messages.provenance import where
@@ -47,9 +47,9 @@ def check_write(
     note = note_of(target)
     if note is None:
         return
-    if note[4] == READONLY:
+    if note.extra == READONLY:
         raise data_error(mode, rule.name, target, note)
-    old = note[0]
+    old = note.type
     if old is found:
         return
     differentiable = target.requires_grad
@@ -61,7 +61,7 @@ def check_write(
         before, after = old.get(axis), found.get(axis)
         if _same(before, after) and not (view and f"{before}{after}" in ("RI", "IR")):
             continue
-        raise write_error(mode, rule.name, target, tensors, [note[0] for note in notes], axis, after)
+        raise write_error(mode, rule.name, target, tensors, [note.type for note in notes], axis, after)
 
 
 def _same(before: SpmdType | None, after: SpmdType | None) -> bool:
@@ -89,8 +89,7 @@ def _is_leaf(x: Tensor) -> bool:
 
 def note_write(mode: Session, target: Tensor, found: TensorType, origins: Any, extra: Any = None) -> None:
     """Writes down what `target`, and with it its memory, became."""
-    note = note_of(target)
-    old = note[0] if note is not None else None
+    old = type_of(target)
     # What autograd did not see leaves the gradient as it was.
     unseen = target.requires_grad and not torch.is_grad_enabled()
     if unseen and old is not None and _is_leaf(target):  # of zeros it is not known yet
@@ -147,16 +146,17 @@ def stale(mode: Session, x: Tensor, note: Note) -> Note:
     known = last_write(mode, x)
     kinds: list[tuple[TensorType, TensorType, bool, bool]] = []
     if known is not None and known.version == x._version:
-        kinds = [kind for kind, version in sorted(known.kinds.items(), key=lambda item: item[1]) if version > note[3]]
+        in_order = sorted(known.kinds.items(), key=lambda item: item[1])
+        kinds = [kind for kind, version in in_order if version > note.version]
     else:
         if not in_backward() and not (x.grad_fn is None and isinstance(x, nn.Parameter)):
             raise SpmdTypeError(
-                f"{shown(x, note[0])} was written in place where types do not see it, before {where()}",
+                f"{shown(x, note.type)} was written in place where types do not see it, before {where()}",
                 "what it holds now is not known to have its type",
                 repairs=["write to it by torch functions, inside of the check", "make a new tensor"],
                 rule="stale",
             )  # autograd and optimizers write what they made
-    found = note[0]
+    found = note.type
     for old, new, full, differentiable in kinds:
         types: dict[str, SpmdType] = {}
         for axis in {*found.types, *old.types, *new.types}:
@@ -184,9 +184,8 @@ def stale(mode: Session, x: Tensor, note: Note) -> Note:
         if rest is not None and new.rest is not None:
             rest = _joined(rest, old.rest, new.rest, full, differentiable) or rest
         found = TensorType.of(types, rest)
-    fresh: Note = (found, note[1], mode.session, x._version, note[4])
-    x.__dict__[NOTE] = fresh
-    return fresh
+    mode.stamp(x, found, note.origins, note.extra)
+    return note._replace(type=found, session=mode.session, version=x._version)
 
 
 def _joined(

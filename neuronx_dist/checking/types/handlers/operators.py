@@ -43,18 +43,18 @@ def _operator(mode: Session, func: Callable[..., Any], args: tuple[Any, ...], kw
         axes = mode.known[axis] = atoms_of(axis, mode.mesh)
     stack = kwargs.get("gather_dim", kwargs.get("scatter_dim", 0))
     count = comm.communicator(axis).size if isinstance(src, Shard) or isinstance(dst, Shard) else 0
-    key = (func, note[0], axes, src, dst, x.shape, x.requires_grad, torch.is_grad_enabled(), stack, count)
+    key = (func, note.type, axes, src, dst, x.shape, x.requires_grad, torch.is_grad_enabled(), stack, count)
     found = mode.known.get(key)
     if found is None:
-        told = mode.told
+        num_assumptions = mode.num_assumptions
         for atom in axes:
             _check_source(mode, x, note, atom, name, src, dst)
         if name == "reinterpret" and src is V and axes:
             mode.trust(f"reinterpret({src}, {dst}): the values of the ranks of {', '.join(axes)} are summands")
         elif row.expert and axes:
             mode.trust(f"{name}({src}, {dst})")
-        found = _operated(mode, x, note[0], axes, name, src, dst, stack, count)
-        if told == mode.told:  # else it is to be told at every call
+        found = _operated(mode, x, note.type, axes, name, src, dst, stack, count)
+        if num_assumptions == mode.num_assumptions:  # else it is to be assumed again at every call
             mode.known[key] = found
     mode.operators += 1
     if row.communicates and axes:
@@ -63,7 +63,7 @@ def _operator(mode: Session, func: Callable[..., Any], args: tuple[Any, ...], kw
         mode.record(name, (args[1:], kwargs), where())
     with mode.pause():
         result = func(*args, **kwargs)
-    origins = note[1]
+    origins = note.origins
     if dst.letter in "PIRV" and axes:
         origin = Origin(f"{name}({src}, {dst})", where(), module_path(mode.modules), dst.letter)
         origins = {**(origins or {}), **dict.fromkeys(axes, origin)}
@@ -106,7 +106,7 @@ def _check_source(
     mode: Session, x: Tensor, note: Note, atom: str, name: str, src: SpmdType, dst: SpmdType
 ) -> None:
     """Whether `x` is what `src` says."""
-    actual = note[0].get(atom)
+    actual = note.type.get(atom)
     if actual is None:
         raise operator_error(mode, name, x, note, atom, src, dst, f"it has no type on {atom}", "no_type")
     if actual.letter == "0" or actual is UNIFORM:  # constants are of any type

@@ -38,20 +38,20 @@ def call(
     kwargs: dict[str, Any],
     tensors: Sequence[Tensor],
     notes: Sequence[Note],
-) -> Any:
-    """A call that puts a buffer together or has one as operand; NotImplemented if it is a call like others."""
+) -> Any | None:
+    """The result of a call that puts a buffer together or has one as operand; None if it is a call like others."""
     if rule.name in CATS:
         for part, note in zip(tensors, notes):
-            if isinstance(note[4], Segments):
+            if isinstance(note.extra, Segments):
                 raise _refuse(rule.name, part, note)
         return _pack(mode, func, args, kwargs, tensors, notes)
-    x, segments = tensors[0], notes[0][4]
+    x, segments = tensors[0], notes[0].extra
     if not isinstance(segments, Segments):
-        index = next(i for i, note in enumerate(notes) if isinstance(note[4], Segments))
+        index = next(i for i, note in enumerate(notes) if isinstance(note.extra, Segments))
         raise _refuse(rule.name, tensors[index], notes[index])
-    if rule.name in _KEEP and all(not note[0].types for note in notes[1:]):
+    if rule.name in _KEEP and all(not note.type.types for note in notes[1:]):
         result = func(*args, **kwargs)
-        mode.stamp(result, notes[0][0], notes[0][1], segments)
+        mode.stamp(result, notes[0].type, notes[0].origins, segments)
         return result
     if rule.name in ("view", "reshape", "flatten", "ravel"):
         result = func(*args, **kwargs)
@@ -79,19 +79,20 @@ def _pack(
     kwargs: dict[str, Any],
     tensors: Sequence[Tensor],
     notes: Sequence[Note],
-) -> Any:
+) -> Tensor | None:
+    """The buffer that `cat` makes of tensors of different types; None if it makes a tensor like others."""
     dim = (args[1] if len(args) > 1 else kwargs.get("dim", kwargs.get("axis", 0))) % max(1, tensors[0].dim())
-    types = {note[0] for note in notes}
+    types = {note.type for note in notes}
     flat = tensors[0].dim() == 1 or (tensors[0].dim() == 2 and dim == 1)
     if not flat or kwargs.get("out") is not None:
-        return NotImplemented
+        return None
     if len(types) == 1 and not next(iter(types)).sharded:
-        return NotImplemented
+        return None
     # Of tensors sharded alike along another dim the usual rule says more.
     if tensors[0].dim() == 2 and len(types) == 1:
-        return NotImplemented
+        return None
     result = func(*args, **kwargs)
-    parts = tuple((x.shape[dim], note[0], note[1]) for x, note in zip(tensors, notes))
+    parts = tuple((x.shape[dim], note.type, note.origins) for x, note in zip(tensors, notes))
     mode.operators += 1
     mode.stamp(result, TensorType.of({}), None, Segments(dim, parts))
     return result
@@ -102,18 +103,18 @@ def _viewed(mode: Session, name: str, x: Tensor, note: Note, segments: Segments,
     width = sum(size for size, _, _ in segments.parts)
     blocks = x.numel() // width
     if result.dim() == 1 and blocks == 1:
-        mode.stamp(result, note[0], note[1], Segments(0, segments.parts))
+        mode.stamp(result, note.type, note.origins, Segments(0, segments.parts))
     elif result.dim() == 2 and list(result.shape) == [blocks, width]:
-        mode.stamp(result, note[0], note[1], Segments(1, segments.parts))
+        mode.stamp(result, note.type, note.origins, Segments(1, segments.parts))
     elif result.shape == x.shape:
-        mode.stamp(result, note[0], note[1], segments)
+        mode.stamp(result, note.type, note.origins, segments)
     else:
         raise _refuse(name, x, note)
     return result
 
 
 def _refuse(name: str, x: Tensor, note: Note) -> SpmdTypeError:
-    sizes = [size for size, _, _ in note[4].parts]
+    sizes = [size for size, _, _ in note.extra.parts]
     return SpmdTypeError(
         f"{name} at {where()} is given {shown(x, None)}, a buffer packed of tensors of different types (sizes {sizes})",
         "it can be scaled, cast, communicated, and split into these sizes",
@@ -164,7 +165,7 @@ def for_each(mode: Session, func: Callable[..., Any], args: tuple[Any, ...], kwa
             note = mode.note(x, rule.name)
             if note is None:
                 break
-            if isinstance(note[4], Segments):
+            if isinstance(note.extra, Segments):
                 raise _refuse(rule.name, x, note)
             notes.append(note)
         if len(notes) < len(tensors):

@@ -63,7 +63,7 @@ def counts(rule: Rule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 def counted(rule: Rule, spec: Spec, tensors: Sequence[Tensor], notes: Sequence[Note]) -> Spec:
     """`x[arange(len(x))[:, None], i]`: dim 0 of x stays where it is, though a tensor indexes it."""
-    if rule.name != "__getitem__" or not any(note[4] == COUNTED for note in notes[1:]) or not spec.ins:
+    if rule.name != "__getitem__" or not any(note.extra == COUNTED for note in notes[1:]) or not spec.ins:
         return spec
     ins, fixed = [*spec.ins], dict(spec.fixed)
     given = [*(ins[0] or ())]
@@ -72,7 +72,7 @@ def counted(rule: Rule, spec: Spec, tensors: Sequence[Tensor], notes: Sequence[N
         return spec
     for index, dim in enumerate(looked, 1):
         wide = [labels for labels in ins[index] or () if any(spec.sizes[label] != 1 for label in labels)]
-        if notes[index][4] == COUNTED and len(wide) == 1 and len(wide[0]) == 1:
+        if notes[index].extra == COUNTED and len(wide) == 1 and len(wide[0]) == 1:
             if spec.sizes[wide[0][0]] == tensors[0].shape[dim]:
                 fixed.pop(given[dim][0], None)
                 given[dim], ins[index] = wide[0], None
@@ -104,13 +104,13 @@ def picked(mode: Session, rule: Rule, result: Any, args: tuple[Any, ...], kwargs
             return piece
         atoms = atoms_of(tuple(index.names), mode.mesh) if mode.mesh is not None else ()
         own = len(index.names) == 1 and index.table == tuple(range(len(pieces))) and rule.name != "unbind"
-        found = note[0]
+        found = note.type
         for atom in atoms:
             before = found.get(atom)
             kind: SpmdType = Shard(dim % piece.dim()) if own and before is R and mode.level == "G" else V
             if before is None or before.letter != "P":
                 found = found.with_axis(atom, kind)
-        mode.stamp(piece, found, note[1], note[4])
+        mode.stamp(piece, found, note.origins, note.extra)
         return piece
 
     pieces._pick = pick

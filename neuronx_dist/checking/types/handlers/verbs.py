@@ -46,11 +46,11 @@ def _verb(mode: Session, func: Callable[..., Any], args: tuple[Any, ...], kwargs
             return func(*args, **kwargs)
     types: list[tuple[TensorType, Any, Any]] = []
     for x, note in known:
-        if isinstance(note[4], Segments):
+        if isinstance(note.extra, Segments):
             found, extra = _packed(mode, name, x, note, axes, kwargs, communicator.size)
         else:
-            found, extra = verb_type(mode, name, x, note[0], note, axes, kwargs, communicator.size), None
-        origins = {atom: origin for atom, origin in (note[1] or {}).items() if atom not in axes}
+            found, extra = verb_type(mode, name, x, note.type, note, axes, kwargs, communicator.size), None
+        origins = {atom: origin for atom, origin in (note.origins or {}).items() if atom not in axes}
         types.append((found, origins or None, extra))
     with mode.pause():
         result = func(*args, **kwargs)
@@ -96,11 +96,11 @@ def _packed(
     mode: Session, name: str, x: Tensor, note: Note, axes: Sequence[str], kwargs: Mapping[str, Any], count: int
 ) -> tuple[TensorType, Segments]:
     """What a plain collective among `count` ranks makes of a buffer: the type of each part, on its own."""
-    segments: Segments = note[4]
+    segments: Segments = note.extra
     reduction = {key: value for key, value in kwargs.items() if key == "op"}
     parts = []
     for size, found, origins in segments.parts:
-        part: Note = (found, origins, note[2], note[3], None)
+        part = note._replace(type=found, origins=origins, extra=None)
         changed = dict(verb_type(mode, name, x, found, part, axes, reduction, count).types)
         if name == "all_gather":
             for axis in axes:  # rows of all ranks, one after the other
@@ -110,7 +110,7 @@ def _packed(
                 changed[axis] = V
         left = {axis: origin for axis, origin in (origins or {}).items() if axis not in axes}
         parts.append((size, TensorType.of(changed, found.rest), left or None))
-    return note[0], Segments(segments.dim, tuple(parts))
+    return note.type, Segments(segments.dim, tuple(parts))
 
 
 def _beside(

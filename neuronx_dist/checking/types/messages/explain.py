@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ....spmd.errors import SpmdTypeError, Violation
-from ....spmd.tensor_type import Note, TensorType, note_of
+from ....spmd.tensor_type import Note, TensorType, note_of, origins_of, type_of
 from ....spmd.types import I, P, R, Shard, SpmdType, V
 from ..judge import Operand, judge
 from ..rules import RULES
@@ -61,10 +61,10 @@ def _place(mode: Session) -> str:
 def since(x: Tensor, name: str, axis: str, note: Note | None = None) -> list[str]:
     """Where the type of a tensor on an axis began: one line, or none if nobody knows."""
     note = note or note_of(x)
-    kind = note[0].get(axis) if note is not None else None
+    kind = note.type.get(axis) if note is not None else None
     if note is None or kind is None:
         return []
-    origin = (note[1] or {}).get(axis)
+    origin = (note.origins or {}).get(axis)
     label = name or "it"
     if origin is not None and origin.letter == kind.letter:
         return [f"{label} is {kind} on {axis} since {origin}"]
@@ -72,9 +72,9 @@ def since(x: Tensor, name: str, axis: str, note: Note | None = None) -> list[str
         return []
 
     def varies(leaf: Tensor) -> bool:
-        held = note_of(leaf)
-        found = held[0].get(axis) if held is not None else None
-        return found is not None and found.letter in "SV"
+        leaf_type = type_of(leaf)
+        kind = leaf_type.get(axis) if leaf_type is not None else None
+        return kind is not None and kind.letter in "SV"
 
     if kind.letter == "V" and unreduced(x, axis):
         product = "comes from a product of two tensors that vary: if these are pieces of the dim that is summed over"
@@ -82,9 +82,9 @@ def since(x: Tensor, name: str, axis: str, note: Note | None = None) -> list[str
     leaf = leaf_of(x, varies)
     if leaf is None:
         return []
-    held = note_of(leaf)
-    assert held is not None
-    through = f"{shown(leaf, None)} {{{axis}: {held[0].get(axis)}}}"
+    leaf_type = type_of(leaf)
+    assert leaf_type is not None
+    through = f"{shown(leaf, None)} {{{axis}: {leaf_type.get(axis)}}}"
     return [f"{label} is {kind} on {axis} through {through}"]
 
 
@@ -219,7 +219,7 @@ def operator_error(
     here = site()
     named: Named = name_operands([x], here)[0]
     arrow = f", src={src}, dst={dst}" if src is not None else ""
-    actual: SpmdType | None = note[0].get(axis)
+    actual: SpmdType | None = note.type.get(axis)
     if actual is not None:
         repairs = operator_repairs(name, actual, axis, dst, named, here, rule)
     else:
@@ -230,7 +230,7 @@ def operator_error(
     if why.startswith("it is ") and named.label:
         why = named.label + why[2:]
     return SpmdTypeError(
-        f"{name}({shown(x, note[0], named.label)}, {axis!r}{arrow}) at {_place(mode)}",
+        f"{name}({shown(x, note.type, named.label)}, {axis!r}{arrow}) at {_place(mode)}",
         f"on {axis}, {why}",
         where_from=since(x, named.label, axis, note),
         repairs=repairs,
@@ -238,7 +238,7 @@ def operator_error(
         rule=rule,
         src=src,
         dst=dst,
-        types=[note[0]],
+        types=[note.type],
     )
 
 
@@ -246,8 +246,7 @@ def loss_error(mode: Session, loss: Tensor, found: TensorType, axis: str, kind: 
     """The error for a loss at which backward cannot start: one that is R, or varies."""
     here = site()
     name = name_operands([loss], here)[0]
-    note = note_of(loss)
-    origin = ((note[1] or {}) if note is not None else {}).get(axis)
+    origin = origins_of(loss).get(axis)
     repairs: list[Repair] = []
 
     def offer(code: str, words: str = "") -> None:
@@ -285,7 +284,7 @@ def gradient_error(
     function = function.__name__
     note = note_of(grad)
     assert note is not None
-    found = note[0].get(axis)
+    found = note.type.get(axis)
     code = f"grad_{name}"
     scatter = f'comm.reduce_scatter({code}, "{axis}", dim={getattr(wanted, "dim", 0)})'
     if found is P and wanted.letter in "RI":
@@ -303,9 +302,9 @@ def gradient_error(
         words = "that is not the gradient of what it is given"
         gather = f'comm.all_gather({code}, "{axis}", dim={getattr(found, "dim", 0)})'
         repairs = [f"{scatter} in {function}.backward", f"{gather} in {function}.backward"]
-    origin = (note[1] or {}).get(axis)
+    origin = (note.origins or {}).get(axis)
     return SpmdTypeError(
-        f"{function}.backward, of the call at {called}, returns {shown(grad, note[0], code)}",
+        f"{function}.backward, of the call at {called}, returns {shown(grad, note.type, code)}",
         f"on {axis} {name} is {given}, so that its gradient is {wanted}, not {found}: {words}",
         where_from=[f"{code} is {found} on {axis} since {origin}"] if origin and origin.letter == found.letter else [],  # type: ignore[union-attr]
         repairs=repairs,
@@ -328,9 +327,9 @@ def write_error(
     names = name_operands(tensors, here)
     at = next((i for i, x in enumerate(tensors) if x is target), None)
     label = names[at].label if at is not None else name_of(target)
-    note = note_of(target)
-    assert note is not None
-    before = note[0].get(axis)
+    target_type = type_of(target)
+    assert target_type is not None
+    before = target_type.get(axis)
     repairs: list[Repair | str] = []
     lines = []
     for x, found, operand in zip(tensors, types, names):
@@ -361,7 +360,7 @@ def data_error(mode: Session, name: str, target: Tensor, note: Note) -> SpmdType
     """The error for a write through `.data`."""
     label = name_of(target)
     return SpmdTypeError(
-        f"{name} at {_place(mode)} writes to {shown(target, note[0], label)}, which came from .data",
+        f"{name} at {_place(mode)} writes to {shown(target, note.type, label)}, which came from .data",
         "autograd does not see writes through .data, and neither do types",
         repairs=[f"with torch.no_grad(): write to {label.removesuffix('.data') or 'the tensor itself'}"],
         rule="data",

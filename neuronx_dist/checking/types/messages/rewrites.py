@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ....spmd.errors import Violation
-from ....spmd.tensor_type import Origin, note_of
+from ....spmd.tensor_type import Origin, origins_of, type_of
 from ....spmd.types import I, P, R, Shard, SpmdType, V
 from ..rules import RULES
 from .provenance import Named, Site
@@ -101,9 +101,9 @@ def _invariant(mode: Any, violation: Violation, call: Call, names: Any, here: Si
         if index >= len(call.tensors):
             yield Repair("draw the numbers outside of fork(): the default stream is the same on all ranks of tp")
             continue
-        note = note_of(call.tensors[index])
-        origin = ((note[1] or {}) if note is not None else {}).get(axis)
-        kind = note[0].get(axis) if note is not None else None
+        type_ = type_of(call.tensors[index])
+        origin = origins_of(call.tensors[index]).get(axis)
+        kind = type_.get(axis) if type_ is not None else None
         if kind is R and origin is not None and origin.letter == "R":
             repair = origin_repair(origin, I)
             change = Change("", I, tuple(call.tensors[index].shape), 0)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ....spmd.errors import Violation
-from ....spmd.tensor_type import TensorType, note_of
+from ....spmd.tensor_type import TensorType, type_of
 from ....spmd.types import I, P, R, Shard, SpmdType, V
 from ..judge import Operand, judge
 from ..rules import Rule
@@ -195,12 +195,12 @@ def unreduced(x: Tensor, axis: str) -> bool:
     """Whether what varies is, as far as autograd remembers, a sum over pieces that was not reduced."""
 
     def varies(leaf: Tensor) -> bool:
-        note = note_of(leaf)
-        kind = note[0].get(axis) if note is not None else None
+        leaf_type = type_of(leaf)
+        kind = leaf_type.get(axis) if leaf_type is not None else None
         return kind is not None and kind.letter in "VS"
 
-    note = note_of(x)
-    kind = note[0].get(axis) if note is not None else None
+    type_ = type_of(x)
+    kind = type_.get(axis) if type_ is not None else None
     return kind is P or (kind is V and contracts(x, varies))
 
 
