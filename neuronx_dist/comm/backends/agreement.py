@@ -2,8 +2,8 @@
 
 Before a collective every rank writes what it is about to start, and where, into the job's store, and waits for the
 others of the group: if they are not about to do the same, or one does not come in time, it raises an error that has
-both call sites, and the collective does not begin. Sends and receives are compared when they are awaited. Nothing is communicated
-over the groups themselves.
+both call sites, and the collective does not begin. Sends and receives are compared when they are awaited. Nothing is
+communicated over the groups themselves.
 
 It costs some round trips to the store for each collective, and asynchronous ones wait at their start for the others to
 start. Off, it costs nothing: communicators are not watched.
