@@ -18,7 +18,7 @@ from ..mesh import Mesh
 from . import recording
 from .errors import CommError
 
-__all__ = ["Backend", "Communicator", "Handle", "Works", "Done", "DONE"]
+__all__ = ["Backend", "Communicator", "DeviceGenerator", "Handle", "Works", "Done", "DONE"]
 
 
 class WorkLike(Protocol):
@@ -195,15 +195,27 @@ class Handle:
         return self._result
 
 
+class DeviceGenerator(Protocol):
+    """The default random generator of devices that torch itself cannot ask for it."""
+
+    device_type: str
+
+    def get_state(self) -> torch.Tensor: ...
+
+    def set_state(self, state: torch.Tensor) -> None: ...
+
+
 class Backend:
     """Makes communicators. One object per rank.
 
     Attributes:
         has_messages: whether two ranks can exchange a message in which no other rank takes part (`send` and `recv`).
+        generator: of the ranks' devices, where torch does not know it (XLA); else None.
     """
 
     name = "none"
     has_messages = True
+    generator: DeviceGenerator | None = None
 
     def current_rank(self, mesh: Mesh, rank: int) -> int:
         """What `current().rank` is to be: the rank as it is, or as an int that notes who looks at it."""

@@ -6,10 +6,25 @@ from collections.abc import Sequence
 
 import torch
 
-from .backends.xla import upload
-from .select import in_one_program
+from .select import XLA, in_one_program
 
 __all__ = ["as_inputs", "on_host", "upload"]
+
+
+def upload(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """A CPU tensor on an XLA device, as an input of programs, whatever its value.
+
+    `tensor.to(device)` makes a 0-dim tensor of 0 or 1 a constant of the program: a learning rate that warms up from 0
+    would be compiled twice.
+    """
+    device = torch.device(device)
+    if tensor.dim() or device.type != XLA or tensor.device.type != "cpu":
+        return tensor.to(device)
+    import torch_xla
+
+    target = device if device.index is not None else torch_xla.device()
+    moved: torch.Tensor = torch_xla._XLAC._xla_tensors_from_aten([tensor.detach()], [str(target)])[0]
+    return moved
 
 
 def on_host(tensors: Sequence[torch.Tensor], copy: bool = True) -> list[torch.Tensor]:

@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from ..comm.backends.xla import Issued, upload
+from ..comm.backends.xla import Issued
+from ..comm.host import upload
 from ..comm.select import in_one_program
 from .host_reads import device_waits
 from .programs import Program
