@@ -12,7 +12,7 @@ from ..mesh import Mesh
 from .axes import atoms_of
 from .errors import SpmdTypeError
 from .tensor_type import FRESH, NAME, TensorType, note_of, write
-from .types import UNIFORM, ZERO, I, LocalType, P, R, Shard, SpmdType, V
+from .types import SAME, UNIFORM, ZERO, I, LocalType, P, R, Shard, SpmdType, V
 from .watching import active
 
 __all__ = [
@@ -79,7 +79,7 @@ def assert_type(x: torch.Tensor, types: Mapping[Any, SpmdType]) -> torch.Tensor:
 
 def _assert_type(mode: Any, x: torch.Tensor, types: Mapping[Any, SpmdType]) -> torch.Tensor:
     mesh = mode.mesh if mode is not None else _current_mesh()
-    given: dict[str, SpmdType] = {}
+    declared: dict[str, SpmdType] = {}
     for axis, kind in types.items():
         if isinstance(kind, Shard):
             if not -x.dim() <= kind.dim < x.dim():
@@ -89,14 +89,14 @@ def _assert_type(mode: Any, x: torch.Tensor, types: Mapping[Any, SpmdType]) -> t
                 kind = V
         elif not isinstance(kind, LocalType):
             raise ValueError(f"{kind!r} on axis {axis!r} is not an SPMD type: use R, I, V, P or S(dim)")
-        given.update(dict.fromkeys(atoms_of(axis, mesh), kind))
+        declared.update(dict.fromkeys(atoms_of(axis, mesh), kind))
     note = note_of(x) if mode is None else mode.note(x, "assert_type") if note_of(x) is not None else None
     old = note.type if note is not None else TensorType.of({})
     new, origins = dict(old.types), note.origins if note is not None else None
     fresh = note is not None and note.extra == FRESH
-    for axis, kind in given.items():
+    for axis, kind in declared.items():
         before = old.get(axis)
-        if fresh or before is None or before is ZERO or (before is UNIFORM and kind.letter in "RI"):
+        if fresh or before is None or before is ZERO or (before is UNIFORM and kind.letter in SAME):
             new[axis] = kind
         elif before == kind or (before.letter == "S" and kind is V):
             continue
@@ -128,9 +128,18 @@ def _assert_type(mode: Any, x: torch.Tensor, types: Mapping[Any, SpmdType]) -> t
 assert_local_type = assert_type
 
 
+# What `trust` believes: the declared type -> letters of the types that the checker may know a tensor by until then.
+_MAY_BE_TRUSTED: dict[SpmdType, frozenset[str]] = {
+    V: frozenset("R0"),  # computed from equal numbers, as far as types see, and from the offset of this rank's piece
+    P: frozenset("RIV0"),  # zeros but for what this rank holds, so that the sum over the ranks is the value
+}
+
+
 def trust(x: torch.Tensor, axis: Any, kind: SpmdType) -> torch.Tensor:
-    """Tells the checker what it cannot know, and returns `x`: that a value is V (a position that was counted from this
-    rank's own offset), or that what varies is P (zeros, but for what this rank holds). Reports list it.
+    """Tells the checker what it cannot know, and returns `x`.
+
+    Namely that a value is V (a position that was counted from this rank's own offset), or that what varies is P (zeros,
+    but for what this rank holds). Reports list it.
 
     Nothing is done where no check is under way. Unlike `reinterpret` it leaves no trace in autograd.
     """
@@ -139,19 +148,18 @@ def trust(x: torch.Tensor, axis: Any, kind: SpmdType) -> torch.Tensor:
     if mode is None or note is None:
         return x
     with torch._C.DisableTorchFunction():
-        found = note.type
+        type_ = note.type
+        believable = _MAY_BE_TRUSTED.get(kind, _MAY_BE_TRUSTED[P])
+        if x.requires_grad:  # the gradient of an I is one value, of its parts it would be several
+            believable -= {"I"}
         atoms = atoms_of(axis, mode.mesh)
         for atom in atoms:
-            before = found.get(atom)
-            if (
-                before is not kind
-                and before is not None
-                and before.letter in ("R0V" if kind is V else "RV0" if x.requires_grad else "RIV0")
-            ):
-                found = found.with_axis(atom, kind)
-        if found is not note.type:
+            before = type_.get(atom)
+            if before is not kind and before is not None and before.letter in believable:
+                type_ = type_.with_axis(atom, kind)
+        if type_ is not note.type:
             mode.trust(f"that {list(x.shape)} is {kind} on {', '.join(atoms)}")
-            write(x, found, note.origins, note.session, note.extra)
+            write(x, type_, note.origins, note.session, note.extra)
     return x
 
 
@@ -209,14 +217,14 @@ def forget(x: torch.Tensor, axis: Any) -> torch.Tensor:
         return x
     with torch._C.DisableTorchFunction():
         result = x.view_as(x)
-    found = note.type
+    type_ = note.type
     for atom in atoms_of(axis, mode.mesh if mode is not None else _current_mesh()):
-        if isinstance(found.get(atom), Shard):
-            found = found.with_axis(atom, V)
+        if isinstance(type_.get(atom), Shard):
+            type_ = type_.with_axis(atom, V)
             if mode is not None:
                 mode.trust(f"forget: sharding over {atom} is not followed")
     with torch._C.DisableTorchFunction():
-        write(result, found, note.origins, note.session)
+        write(result, type_, note.origins, note.session)
     return result
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from ...mesh import DENSE_AXES, Mesh
 from ...spmd.axes import mesh_atoms
 from ...spmd.tensor_type import TensorType
+from ...spmd.types import SAME
 from ..report import Problem
 from .calls import Op
 from .explore import Explored, Program
@@ -78,7 +79,7 @@ def _equal_on(found: TensorType | None, axes: list[str]) -> str | None:
     if found is None or not axes:
         return None
     kinds = [(axis, found.get(axis)) for axis in axes]
-    if any(kind is None or kind.letter not in "RIU" for _, kind in kinds):
+    if any(kind is None or kind.letter not in SAME for _, kind in kinds):
         return None
     return kinds[0][0]
 

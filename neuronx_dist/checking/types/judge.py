@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from ...spmd.axes import order_of
 from ...spmd.errors import Violation
 from ...spmd.tensor_type import TensorType
-from ...spmd.types import UNIFORM, ZERO, I, P, R, Shard, SpmdType, V, repeated
+from ...spmd.types import SAME, UNIFORM, VARYING, ZERO, I, P, R, Shard, SpmdType, V, repeated
 from .rules.spec import Dims, Rule, Spec
 from .shard_positions import Place, locate, put
 
@@ -112,7 +112,7 @@ def _on_axis(call: _Call, axis: str, given: Sequence[SpmdType | None]) -> list[S
             raise Violation("no_type", axis, f"it has no type on {axis}, the others have", [index])
     known: list[SpmdType] = kinds  # type: ignore[assignment]
     letters = [kind.letter for kind in known]
-    varying = [index for index, letter in enumerate(letters) if letter in "VS"]
+    varying = [index for index, letter in enumerate(letters) if letter in VARYING]
     partial = [index for index, letter in enumerate(letters) if letter == "P"]
     if not varying and not partial:
         return _equals(call, axis, known)
@@ -273,7 +273,7 @@ def _sharded(
     # A dim of size 1 that stays may be one that broadcasts: of size 1 in one process too.
     alone = spec.sizes[label] == 1 and label not in spec.reduced and name not in EXACT
     whole = [
-        i for i in having if kinds[i].letter in "RI" and kinds[i] is not UNIFORM
+        i for i in having if kinds[i].letter in SAME and kinds[i] is not UNIFORM
         and not (alone and i != call.rule.inplace and not _elsewhere(call.operands[i].type, spec.ins[i], label))
         and not _repeats(kinds[i], spec.ins[i], label)
     ]  # fmt: skip

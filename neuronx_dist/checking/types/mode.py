@@ -38,7 +38,7 @@ from ...spmd.tensor_type import (
     version,
     without_shards,
 )
-from ...spmd.types import R, V
+from ...spmd.types import DIFFERING, R, V
 from ...spmd.watching import HANDLERS, Watcher, entered, left
 from . import raw_collectives as raw
 from .declared import parameter_type
@@ -424,7 +424,7 @@ class SpmdTypeMode(Session):
         """Of a call that makes a Python number."""
         for index, operand in enumerate(call.operands):
             for axis, spmd_type in operand.type:
-                if spmd_type.letter in "VSP" and axis != "pp":
+                if spmd_type.letter in DIFFERING and axis != "pp":
                     why = (
                         f"a Python number made of it would differ between the ranks of {axis}, and what it decides "
                         "could not be followed"

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ....comm import context
 from ....spmd.errors import SpmdTypeError
 from ....spmd.tensor_type import READONLY, TensorType, note_of, origins_of, write
-from ....spmd.types import I, P, R, Shard, SpmdType, V
+from ....spmd.types import SAME, VARYING, I, P, R, Shard, SpmdType, V
 from ..messages.explain import gradient_error, loss_error, shown
 from ..messages.provenance import where
 from ..session import Session
@@ -186,16 +186,17 @@ def _verify(signature: _Signature, cls: Any, grads: Sequence[Any]) -> None:
             raise gradient_error(cls, signature.where, given.get(axis), index, grad, axis, wanted)
 
 
-def _fits(found: SpmdType, wanted: SpmdType) -> bool:
-    if found.letter == "0" or found is wanted:
+def _fits(actual: SpmdType, expected: SpmdType) -> bool:
+    """Whether a gradient of type `actual` may stand where one of type `expected` belongs."""
+    if actual.letter == "0" or actual is expected:
         return True
-    if wanted.letter in "RI":
-        return found.letter in "RI"
-    if wanted.letter == "P":  # what varies is each rank's own part, where nothing is known of dims
-        return found is P or found is V
-    if isinstance(wanted, Shard) and isinstance(found, Shard):
-        return wanted.dim == found.dim and wanted.stride == found.stride
-    return found.letter in "VSRI"  # V; what is equal everywhere may be each rank's own
+    if expected.letter in SAME:
+        return actual.letter in SAME
+    if expected.letter == "P":  # what varies is each rank's own part, where nothing is known of dims
+        return actual is P or actual is V
+    if isinstance(expected, Shard) and isinstance(actual, Shard):
+        return expected.dim == actual.dim and expected.stride == actual.stride
+    return actual.letter in VARYING | SAME  # V; what is equal everywhere may be each rank's own
 
 
 # --- I or R -----------------------------------------------------------------------------------------------------------
@@ -208,7 +209,7 @@ def _choose(signature: _Signature, cls: Any, args: Sequence[Any], outputs: Seque
     axes = {axis for found in (*signature.inputs, *signature.outputs) if found is not None for axis in found.types}
     for axis in sorted(axes):
         kinds = [(x, found.get(axis)) for x, found in zip(args, signature.inputs) if found is not None]
-        equal = [found for found in signature.outputs if found is not None and (found.get(axis) or R).letter in "RI"]
+        equal = [found for found in signature.outputs if found is not None and (found.get(axis) or R).letter in SAME]
         if not equal:
             continue
         receiving = {kind.letter for x, kind in kinds if kind is not None and x.requires_grad}
@@ -240,7 +241,7 @@ def _with(types: Sequence[TensorType | None], flavours: dict[str, SpmdType]) -> 
     found = []
     for given in types:
         for axis, kind in flavours.items():
-            if given is not None and (given.get(axis) or R).letter in "RI":
+            if given is not None and (given.get(axis) or R).letter in SAME:
                 given = given.with_axis(axis, kind)
         found.append(given)
     return found

@@ -18,6 +18,7 @@ from torch import Tensor
 from ....comm import context
 from ....spmd.errors import SpmdTypeError
 from ....spmd.tensor_type import TensorType, note_of
+from ....spmd.types import SAME
 from ..messages.provenance import where
 from ..session import Session
 
@@ -69,7 +70,7 @@ class Comparison:
                 continue
             for axis in {*found.types, *note.type.types}:
                 pair = found.get(axis), note.type.get(axis)
-                if not torch.is_grad_enabled() and all(kind is not None and kind.letter in "RI" for kind in pair):
+                if not torch.is_grad_enabled() and all(kind is not None and kind.letter in SAME for kind in pair):
                     continue  # equal on all ranks, and nothing flows back
                 if pair[0] != pair[1]:
                     raise SpmdTypeError(

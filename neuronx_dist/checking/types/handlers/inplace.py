@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ....spmd.errors import SpmdTypeError
 from ....spmd.tensor_type import NAME, READONLY, ZERO_TYPE, Note, TensorType, note_of, type_of
-from ....spmd.types import UNIFORM, ZERO, R, Shard, SpmdType, V
+from ....spmd.types import SAME, UNIFORM, VARYING, ZERO, R, Shard, SpmdType, V
 from ..messages.explain import data_error, shown, write_error
 from ..messages.provenance import where
 from ..rules import Rule
@@ -59,16 +59,26 @@ def check_write(
     view = differentiable and target._is_view()
     for axis in sorted({*old.types, *found.types}):
         before, after = old.get(axis), found.get(axis)
-        if _same(before, after) and not (view and f"{before}{after}" in ("RI", "IR")):
+        if _keeps(before, after) and not (view and f"{before}{after}" in ("RI", "IR")):
             continue
         raise write_error(mode, rule.name, target, tensors, [note.type for note in notes], axis, after)
 
 
-def _same(before: SpmdType | None, after: SpmdType | None) -> bool:
+# What may be written to a tensor that keeps its type: its letter -> those of what the write would make of it.
+_TAKES = {
+    "R": frozenset("RI0"),  # one value on all ranks
+    "I": frozenset("RI0"),
+    "V": frozenset("SRI0"),  # what is the same everywhere may be each rank's own
+    "S": frozenset("VRI0"),
+    "P": frozenset("P0"),  # a summand, or nothing
+}
+
+
+def _keeps(before: SpmdType | None, after: SpmdType | None) -> bool:
+    """Whether a tensor that would become `after` by a write may go on as `before`."""
     if before is after or before is None or after is None:
         return True
-    letters = before.letter + after.letter
-    if letters in ("RI", "IR", "R0", "I0", "RR", "II", "VS", "SV", "V0", "S0", "VR", "SR", "VI", "SI", "PP", "P0"):
+    if after.letter in _TAKES.get(before.letter, ()):
         return before.reduction == after.reduction or after.letter == "0"
     return _one(before, after)
 
@@ -165,7 +175,7 @@ def stale(mode: Session, x: Tensor, note: Note) -> Note:
                 kind = before
             elif isinstance(x, nn.Parameter) or (x.requires_grad and not differentiable):
                 # It keeps its type, whichever view of it was written.
-                kind = before if after == old.get(axis) or _same(before, after) else None
+                kind = before if after == old.get(axis) or _keeps(before, after) else None
             else:
                 kind = _joined(before, old.get(axis), after, full, differentiable)
             if kind is None and before is not None:
@@ -206,13 +216,13 @@ def _joined(
         if new is ZERO or held is ZERO or (full and new.letter != "S"):
             return held if new is ZERO else new
         return None
-    if new.letter in "VS":
+    if new.letter in VARYING:
         return held if held is V or (_one(old, new) and held.letter == "S") else V
     if full:
-        kept = (held is R or held.letter == "I") and new.letter in "RI" and not differentiable
+        kept = (held is R or held.letter == "I") and new.letter in SAME and not differentiable
         return held if kept else new
-    if held.letter in "VS":  # constants are as sharded as what they were put into
+    if held.letter in VARYING:  # constants are as sharded as what they were put into
         return held if (new is ZERO or new is UNIFORM) and old is not None and old.letter == held.letter else V
     if new is ZERO or new is UNIFORM:
-        return held if held.letter in "RI" and held is not UNIFORM else R
+        return held if held.letter in SAME and held is not UNIFORM else R
     return new if differentiable or held is ZERO or held is UNIFORM else held

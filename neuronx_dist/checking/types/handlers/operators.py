@@ -15,7 +15,7 @@ from .... import comm
 from ....spmd import collectives
 from ....spmd.axes import atoms_of, order_of
 from ....spmd.tensor_type import Note, Origin, TensorType
-from ....spmd.types import UNIFORM, P, R, Shard, SpmdType, V, repeated
+from ....spmd.types import SAME, UNIFORM, VARYING, P, R, Shard, SpmdType, V, repeated
 from ....spmd.watching import HANDLERS
 from ..messages.explain import operator_error
 from ..messages.provenance import module_path, where
@@ -112,18 +112,18 @@ def _check_source(
     if actual.letter == "0" or actual is UNIFORM:  # constants are of any type
         return
     fixed = not (x.requires_grad and torch.is_grad_enabled())
-    want = src.letter
-    if want in "RI":
-        if actual.letter == want or (fixed and actual.letter in "RI"):
+    declared = src.letter
+    if declared in SAME:
+        if actual.letter == declared or (fixed and actual.letter in SAME):
             return
-    elif want == "P":
+    elif declared == "P":
         if actual is P:
             return
         if actual is V and name in _REDUCTIONS:
             mode.assume(f"{name}: the values that vary over {atom} are summands")
             return
-    elif want == "V":
-        if actual.letter in "VS":
+    elif declared == "V":
+        if actual.letter in VARYING:
             return
     elif isinstance(src, Shard):
         if isinstance(dst, Shard) and dst.dim % x.dim() == src.dim % x.dim():

@@ -8,7 +8,7 @@ from typing import Any
 from ....comm import context
 from ....spmd.random import TENSOR_PARALLEL, streams
 from ....spmd.tensor_type import EQUAL, UNIFORM_TYPE, ZERO_TYPE, TensorType
-from ....spmd.types import R, SpmdType, V
+from ....spmd.types import DIFFERING, R, SpmdType, V
 from ..judge import Operand
 from ..rules import Rule
 from ..session import Session
@@ -70,5 +70,5 @@ def made_type(
         base = UNIFORM_TYPE
     types: dict[str, SpmdType] = {axis: V for operand in numbers for axis, kind in operand.type if kind is V}
     if rule.kind == "factory" and not rule.name.startswith("new_"):  # of `x.new_...` only the dtype is read
-        types.update({axis: kind for operand in given for axis, kind in operand.type if kind.letter in "VSP"})
+        types.update({axis: kind for operand in given for axis, kind in operand.type if kind.letter in DIFFERING})
     return TensorType.of(types, base.rest), ()

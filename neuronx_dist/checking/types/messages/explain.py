@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ....spmd.errors import SpmdTypeError, Violation
 from ....spmd.tensor_type import Note, TensorType, note_of, origins_of, type_of
-from ....spmd.types import I, P, R, Shard, SpmdType, V
+from ....spmd.types import DIFFERING, SAME, VARYING, I, P, R, Shard, SpmdType, V
 from ..judge import Operand, judge
 from ..rules import RULES
 from ..session import Session
@@ -68,13 +68,13 @@ def since(x: Tensor, name: str, axis: str, note: Note | None = None) -> list[str
     label = name or "it"
     if origin is not None and origin.letter == kind.letter:
         return [f"{label} is {kind} on {axis} since {origin}"]
-    if kind.letter not in "SV" or isinstance(x, nn.Parameter):
+    if kind.letter not in VARYING or isinstance(x, nn.Parameter):
         return []
 
     def varies(leaf: Tensor) -> bool:
         leaf_type = type_of(leaf)
         kind = leaf_type.get(axis) if leaf_type is not None else None
-        return kind is not None and kind.letter in "SV"
+        return kind is not None and kind.letter in VARYING
 
     if kind.letter == "V" and unreduced(x, axis):
         product = "comes from a product of two tensors that vary: if these are pieces of the dim that is summed over"
@@ -287,11 +287,11 @@ def gradient_error(
     found = note.type.get(axis)
     code = f"grad_{name}"
     scatter = f'comm.reduce_scatter({code}, "{axis}", dim={getattr(wanted, "dim", 0)})'
-    if found is P and wanted.letter in "RI":
+    if found is P and wanted.letter in SAME:
         words = "each rank returns its part of it, and nobody adds them up"
         repairs = [f'comm.all_reduce({code}, "{axis}") in {function}.backward',
                    f"{call_of('convert', name, axis, I, R)} before the call, whose backward adds them up"]  # fmt: skip
-    elif wanted is P and found is not None and found.letter in "RI":
+    elif wanted is P and found is not None and found.letter in SAME:
         words = "it is added up here, and again where the input is made"
         repairs = [f"drop the reduction over {axis} in {function}.backward",
                    f"{call_of('convert', name, axis, R, I, True)} before the call"]  # fmt: skip
@@ -334,11 +334,11 @@ def write_error(
     lines = []
     for x, found, operand in zip(tensors, types, names):
         kind = found.get(axis)
-        if x is target or kind is None or kind.letter not in "VSP" or before is None:
+        if x is target or kind is None or kind.letter not in DIFFERING or before is None:
             continue
         lines += since(x, operand.label, axis)
         path = route(kind, before)
-        if kind is V and before.letter in "RI":
+        if kind is V and before.letter in SAME:
             code = f'comm.broadcast({operand.code or "x"}, "{axis}", src=0)'
             repairs.append(f"{code}: if that of the first rank is meant")
         elif path is not None:

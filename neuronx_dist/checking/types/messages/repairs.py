@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ....spmd.errors import Violation
-from ....spmd.types import P, R, Shard, SpmdType, V
+from ....spmd.types import SAME, P, R, Shard, SpmdType, V
 from .provenance import Named, Site
 from .rewrites import SPECIAL, declared, otherwise
 from .trials import LAST, Call, Change, Edit, Repair, call_of, changes_of, edit_of, legal, route, size_of, written
@@ -113,7 +113,7 @@ def operator_repairs(
               f"{code}.chunk({n}, {d})], {d})")  # fmt: skip
         return found
     if verb:
-        if actual.letter in "RI" and base in ("all_reduce", "reduce_scatter"):
+        if actual.letter in SAME and base in ("all_reduce", "reduce_scatter"):
             offer(code, ": it is the same on all ranks already, drop this one")
         elif actual.letter == "P" and base != "all_reduce":
             op = "" if actual.reduction == "sum" else f', op="{actual.reduction}"'
@@ -128,14 +128,14 @@ def operator_repairs(
     if actual.letter == dst.letter and actual == dst:
         offer(code, f": it is {actual} already, drop this one")
         return found
-    if base in ("all_reduce", "reduce_scatter") and actual.letter in "RI" and dst.letter in "RI":
+    if base in ("all_reduce", "reduce_scatter") and actual.letter in SAME and dst.letter in SAME:
         offer(code, f": it is the same on all ranks already, drop this one (its gradient is that of {actual})")
     path = route(actual, dst)
     if path is not None:
         operator, expert = path
         src = None if actual is P else actual
         offer(call_of(operator, code, axis, src, dst, expert))
-    if actual is P and dst.letter not in "RI":
+    if actual is P and dst.letter not in SAME:
         offer(call_of("all_reduce", code, axis, None, R))
     if actual is V:
         found.append(Repair(call_of("reinterpret", code, axis, V, P) + ": if the ranks hold summands; then reduce it"))

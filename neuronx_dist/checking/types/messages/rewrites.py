@@ -15,7 +15,7 @@ from torch import nn
 
 from ....spmd.errors import Violation
 from ....spmd.tensor_type import Origin, origins_of, type_of
-from ....spmd.types import I, P, R, Shard, SpmdType, V
+from ....spmd.types import DIFFERING, SAME, I, P, R, Shard, SpmdType, V
 from ..rules import RULES
 from .provenance import Named, Site
 from .trials import Call, Change, Edit, Repair, call_of, contracted, edit_of, legal, misfit, on_meta, written
@@ -33,7 +33,7 @@ def _bias(mode: Any, violation: Violation, call: Call, names: Sequence[Named], h
         return
     bias = added[0]
     kinds = [operand.type.get(axis) for operand in call.operands]
-    if any(kinds[index] is None or kinds[index].letter not in "VSP" for index in (0, 1)):  # type: ignore[union-attr]
+    if any(kinds[index] is None or kinds[index].letter not in DIFFERING for index in (0, 1)):  # type: ignore[union-attr]
         return
     without = Call(call.rule, call.function, call.args[:2], {}, call.tensors[:2], call.operands[:2], None)
     with torch._C.DisableTorchFunction():
@@ -87,7 +87,7 @@ def _plus(mode: Any, violation: Violation, call: Call, names: Sequence[Named], h
     kinds = [operand.type.get(violation.axis) for operand in call.operands]
     pending = next((i for i, kind in enumerate(kinds) if kind is P), None)
     other = kinds[1 - pending] if pending is not None else None
-    if pending is not None and other is not None and other.letter in "RI":
+    if pending is not None and other is not None and other.letter in SAME:
         moved = _moved(here, names[pending].code, names[1 - pending].code, other)
         if moved is not None:
             yield moved

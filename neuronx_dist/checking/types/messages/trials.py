@@ -14,9 +14,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .... import comm
+from ....spmd.collectives import ROWS
 from ....spmd.errors import Violation
 from ....spmd.tensor_type import TensorType, type_of
-from ....spmd.types import I, P, R, Shard, SpmdType, V
+from ....spmd.types import DIFFERING, SAME, VARYING, I, P, R, Shard, SpmdType, V
 from ..judge import Operand, judge
 from ..rules import Rule
 from ..rules.spec import Spec
@@ -101,8 +103,6 @@ def call_of(
 
 def size_of(mode: Any, axis: str) -> int | None:
     """Ranks on an axis; None if nobody knows."""
-    from .... import comm
-
     try:
         return int(mode.mesh.size(axis)) if mode.mesh is not None else int(comm.size(axis))
     except (ValueError, RuntimeError, KeyError):
@@ -186,7 +186,7 @@ def contracted(call: Call, axis: str) -> bool:
     varying = [
         {label for dim in dims or () for label in dim}
         for dims, operand in zip(call.spec.ins, call.operands)
-        if (operand.type.get(axis) or R).letter in "VS"
+        if (operand.type.get(axis) or R).letter in VARYING
     ]
     return any(sum(label in held for held in varying) > 1 for label in call.spec.reduced)
 
@@ -197,7 +197,7 @@ def unreduced(x: Tensor, axis: str) -> bool:
     def varies(leaf: Tensor) -> bool:
         leaf_type = type_of(leaf)
         kind = leaf_type.get(axis) if leaf_type is not None else None
-        return kind is not None and kind.letter in "VS"
+        return kind is not None and kind.letter in VARYING
 
     type_ = type_of(x)
     kind = type_.get(axis) if type_ is not None else None
@@ -222,7 +222,7 @@ def legal(call: Call, axis: str, changes: Mapping[int, Change], result: bool = F
         kind = changed[id(x)].kind if id(x) in changed else operand.type.get(axis) or R
         operands.append(Operand(TensorType.of({axis: kind}), operand.differentiable))
     if call.rule.kind == "scalar":
-        return all(operand.type.types[axis].letter not in "VSP" for operand in operands)
+        return all(operand.type.types[axis].letter not in DIFFERING for operand in operands)
     count = max(1, len(spec.outs)) if spec is not None else 1
     try:
         types = judge(call.rule, spec, operands, call.affine, count).types
@@ -275,15 +275,13 @@ def edit_of(here: Site | None, node: ast.AST | None, text: str) -> Edit | None:
 
 def route(src: SpmdType, dst: SpmdType) -> tuple[str, bool] | None:
     """The operator that takes `src` to `dst` and keeps the global value, and whether it needs expert_mode."""
-    from ....spmd.collectives import ROWS
-
     a, b = src.letter, dst.letter
     if a == b and not isinstance(src, Shard):
         return None
-    operator = {"P": "all_reduce" if b in "RI" else "reduce_scatter", "V": "all_gather", "S": "all_gather"}.get(
+    operator = {"P": "all_reduce" if b in SAME else "reduce_scatter", "V": "all_gather", "S": "all_gather"}.get(
         a, "convert"
     )
-    if a in "VS" and b in "VS":
+    if a in VARYING and b in VARYING:
         operator = "all_to_all"
     row = ROWS.get((operator, a, b))
     return None if row is None or a + b in ("VS", "SV") else (operator, row.expert)
