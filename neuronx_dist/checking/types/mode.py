@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointFunction
 
+from ...call_site import call_site
 from ...comm import context
 from ...spmd.errors import Violation
 from ...spmd.intercept import intercept
@@ -59,7 +60,7 @@ from .memo import (
     store,
 )
 from .messages.explain import Call, explain, explain_shapes, missing_type
-from .messages.provenance import module_path, where
+from .messages.provenance import module_path
 from .rules import RULES, Rule, operands
 from .rules.names import CATS
 from .session import Session, in_backward
@@ -179,7 +180,7 @@ class SpmdTypeMode(Session):
             return self._judge_and_run(func, args, kwargs or _NO_KEYWORDS)  # says more, if it is about shapes
         self.operators += 1
         if self.record is not None:
-            self.record(cached.name, (args, kwargs or _NO_KEYWORDS), where())
+            self.record(cached.name, (args, kwargs or _NO_KEYWORDS), call_site())
         if cached.has_effects:
             origins = self._repeat(cached, origins)
             if cached.written:
@@ -272,7 +273,7 @@ class SpmdTypeMode(Session):
             return packing.for_each(self, func, args, kwargs)
         self.operators += 1
         if self.record is not None:
-            self.record(rule.name, (args, kwargs), where())
+            self.record(rule.name, (args, kwargs), call_site())
         if key is not None:
             extra_key = extra_key_of(rule, [note.type for note in notes])
             if extra_key is not None:
@@ -449,7 +450,7 @@ class SpmdTypeMode(Session):
 
     def _begin(self, born: dict[str, str], origins: dict[str, Origin] | None) -> dict[str, Origin]:
         """The origins of a result: those of its operands, and for the axes in `born` this line."""
-        line, module = where(), module_path(self.modules)
+        line, module = call_site(), module_path(self.modules)
         return {**(origins or {}), **{axis: Origin(what, line, module, "P") for axis, what in born.items()}}
 
     def _repeat(self, cached: CachedJudgement, origins: dict[str, Origin] | None) -> dict[str, Origin] | None:

@@ -13,12 +13,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ...call_site import LIBRARY, TRANSPORT, frames
+from ...call_site import LIBRARY, TRANSPORT, call_site, frames
 from ...spmd.errors import SpmdTypeError
 from ...spmd.tensor_type import note_of, tensors_in
 from ...spmd.watching import active
 from .messages.explain import shown
-from .messages.provenance import where
 
 __all__ = ["install", "refuse", "refuse_raw_collective", "remove"]
 
@@ -74,7 +73,7 @@ def refuse(name: str, arguments: Any, verb: str = "") -> None:
         axis = next(iter(note.type.types), "tp")
         ours = f'spmd.{verb}(x, "{axis}", dst=...) types the result, and its gradient'
         raise SpmdTypeError(
-            f"torch.distributed's {name} at {where()} is given {shown(x, note.type)}",
+            f"torch.distributed's {name} at {call_site()} is given {shown(x, note.type)}",
             "its process group is no axis, what it writes is not seen, and it has no derivative",
             repairs=[
                 f'comm.{verb}(x, "{axis}")',

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from ...call_site import call_site
 from ...comm import context
 from ...mesh import Mesh
 from ...spmd.axes import atoms_of, mesh_of
 from ...spmd.tensor_type import EQUAL, NAME, NOTE, Note, Origin, TensorType, note_of, tensors_in, version
 from ...spmd.types import R
 from .judge import Judgement
-from .messages.provenance import where
 from .rules import Rule
 
 __all__ = ["Session", "in_backward"]
@@ -149,13 +149,13 @@ class Session(TorchFunctionMode):
     def assume(self, text: str) -> None:
         """Notes what could not be proven."""
         self.num_assumptions += 1
-        here = text, where()
+        here = text, call_site()
         self.assumed[here] = self.assumed.get(here, 0) + 1
 
     def trust(self, text: str) -> None:
         """Notes a declaration that was taken at its word."""
         self.num_assumptions += 1
-        here = text, where()
+        here = text, call_site()
         self.trusted[here] = self.trusted.get(here, 0) + 1
 
     def watch(self, module: nn.Module) -> None:

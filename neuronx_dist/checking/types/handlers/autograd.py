@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ....call_site import call_site
 from ....comm import context
 from ....spmd.errors import SpmdTypeError
 from ....spmd.tensor_type import READONLY, TensorType, note_of, origins_of, write
 from ....spmd.types import SAME, VARYING, I, P, R, Shard, SpmdType, V
 from ..messages.explain import gradient_error, loss_error, shown
-from ..messages.provenance import where
 from ..session import Session
 from .composition import Comparison, run_node
 from .inplace import last_write
@@ -38,7 +38,7 @@ class _Signature:
     def __init__(self, mode: Session, name: str, inputs: Sequence[TensorType | None]) -> None:
         self.mode, self.name, self.inputs = mode, name, inputs
         self.outputs: list[TensorType | None] = []
-        self.where = where()
+        self.where = call_site()
         self.probing = False
 
 
@@ -316,7 +316,7 @@ def check_loss(mode: Session, loss: Tensor, gradient: Tensor | None = None) -> N
                 and not (_fits(have, want) or have.letter == "R" and want is not P)
             ):
                 raise SpmdTypeError(
-                    f"backward of {shown(loss, found)} at {where()}",
+                    f"backward of {shown(loss, found)} at {call_site()}",
                     f"on {axis} the gradient that is given must be {want}, it is {have}",
                     axis=axis,
                     rule="loss",

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ....call_site import call_site
 from ....comm import context
 from ....spmd.errors import SpmdTypeError
 from ....spmd.tensor_type import TensorType, note_of
 from ....spmd.types import SAME
-from ..messages.provenance import where
 from ..session import Session
 
 __all__ = ["Comparison", "run_node"]
@@ -74,7 +74,7 @@ class Comparison:
                     continue  # equal on all ranks, and nothing flows back
                 if pair[0] != pair[1]:
                     raise SpmdTypeError(
-                        f"{name} at {where()}",
+                        f"{name} at {call_site()}",
                         f"result {index} of its body is {found.get(axis)} on {axis}, of its composition "
                         f"{note.type.get(axis)}",
                         axis=axis,
@@ -119,7 +119,7 @@ class Comparison:
         if extra:
             parts.append("has " + _listed(extra) + " too many")
         raise SpmdTypeError(
-            f"{self.cls.__name__} at {where()}",
+            f"{self.cls.__name__} at {call_site()}",
             f"{when} of its body and of its composition communicate differently: the body {' and '.join(parts)}",
             rule="composition",
         )

@@ -13,11 +13,11 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
+from ....call_site import call_site
 from ....spmd.errors import SpmdTypeError
 from ....spmd.tensor_type import NAME, READONLY, ZERO_TYPE, Note, TensorType, note_of, type_of
 from ....spmd.types import SAME, UNIFORM, VARYING, ZERO, R, Shard, SpmdType, V
 from ..messages.explain import data_error, shown, write_error
-from ..messages.provenance import where
 from ..rules import Rule
 from ..session import Session, in_backward
 
@@ -161,7 +161,7 @@ def stale(mode: Session, x: Tensor, note: Note) -> Note:
     else:
         if not in_backward() and not (x.grad_fn is None and isinstance(x, nn.Parameter)):
             raise SpmdTypeError(
-                f"{shown(x, note.type)} was written in place where types do not see it, before {where()}",
+                f"{shown(x, note.type)} was written in place where types do not see it, before {call_site()}",
                 "what it holds now is not known to have its type",
                 repairs=["write to it by torch functions, inside of the check", "make a new tensor"],
                 rule="stale",
@@ -182,7 +182,7 @@ def stale(mode: Session, x: Tensor, note: Note) -> Note:
                 name = x.__dict__.get(NAME) or ("a parameter" if isinstance(x, nn.Parameter) else "")
                 raise SpmdTypeError(
                     f"{name + ' ' if name else ''}{shown(x, found)} was written through another view of its memory, "
-                    f"before {where()}",
+                    f"before {call_site()}",
                     f"on {axis} it is {before}, and what was written there is {after}: together they are neither"
                     + (", and what has a gradient keeps its type" if x.requires_grad else ""),
                     axis=axis,

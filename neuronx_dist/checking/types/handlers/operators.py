@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from .... import comm
+from ....call_site import call_site
 from ....spmd import collectives
 from ....spmd.axes import atoms_of, order_of
 from ....spmd.tensor_type import Note, Origin, TensorType
 from ....spmd.types import SAME, UNIFORM, VARYING, P, R, Shard, SpmdType, V, repeated
 from ....spmd.watching import HANDLERS
 from ..messages.explain import operator_error
-from ..messages.provenance import module_path, where
+from ..messages.provenance import module_path
 from ..session import Session
 
 __all__ = ["cut", "joined"]
@@ -60,12 +61,12 @@ def _operator(mode: Session, func: Callable[..., Any], args: tuple[Any, ...], kw
     if row.communicates and axes:
         mode.collectives += 1
     if mode.record is not None:
-        mode.record(name, (args[1:], kwargs), where())
+        mode.record(name, (args[1:], kwargs), call_site())
     with mode.pause():
         result = func(*args, **kwargs)
     origins = note.origins
     if dst.letter in "PIRV" and axes:
-        origin = Origin(f"{name}({src}, {dst})", where(), module_path(mode.modules), dst.letter)
+        origin = Origin(f"{name}({src}, {dst})", call_site(), module_path(mode.modules), dst.letter)
         origins = {**(origins or {}), **dict.fromkeys(axes, origin)}
     mode.stamp(result, found, origins)
     return result

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ....call_site import call_site
 from ....spmd.errors import SpmdTypeError
 from ....spmd.tensor_type import Note, Segments, TensorType
 from ....spmd.types import R
 from ..messages.explain import shown
-from ..messages.provenance import where
 from ..rules import RULES, Rule
 from ..rules.names import CATS
 from ..session import Session
@@ -116,7 +116,8 @@ def _viewed(mode: Session, name: str, x: Tensor, note: Note, segments: Segments,
 def _refuse(name: str, x: Tensor, note: Note) -> SpmdTypeError:
     sizes = [size for size, _, _ in note.extra.parts]
     return SpmdTypeError(
-        f"{name} at {where()} is given {shown(x, None)}, a buffer packed of tensors of different types (sizes {sizes})",
+        f"{name} at {call_site()} is given {shown(x, None)}, a buffer packed of tensors of different types "
+        f"(sizes {sizes})",
         "it can be scaled, cast, communicated, and split into these sizes",
         repairs=[f"split({sizes[:4]}{' ...' if len(sizes) > 4 else ''}) first"],
         rule="packed",

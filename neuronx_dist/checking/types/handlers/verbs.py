@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .... import comm
+from ....call_site import call_site
 from ....comm import Handle
 from ....spmd.axes import atoms_of
 from ....spmd.errors import SpmdTypeError
@@ -20,7 +21,6 @@ from ....spmd.tensor_type import Note, Segments, TensorType
 from ....spmd.types import UNIFORM, ZERO, I, R, Shard, SpmdType, V
 from ....spmd.watching import HANDLERS
 from ..messages.explain import operator_error
-from ..messages.provenance import where
 from ..session import Session
 from .inplace import note_write
 from .operators import cut, joined
@@ -39,7 +39,7 @@ def _verb(mode: Session, func: Callable[..., Any], args: tuple[Any, ...], kwargs
     if axes:
         mode.collectives += 1
     if mode.record is not None:
-        mode.record(f"comm.{name}", (args[2:], {k: v for k, v in kwargs.items() if k != "out"}), where())
+        mode.record(f"comm.{name}", (args[2:], {k: v for k, v in kwargs.items() if k != "out"}), call_site())
     known = [(x, note) for x, note in zip(xs, notes) if note is not None]
     if len(known) < len(notes):  # a backward pass through native code
         with mode.pause():

@@ -8,13 +8,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ....call_site import call_site
 from ....spmd.errors import SpmdTypeError, Violation
 from ....spmd.tensor_type import Note, TensorType, note_of, origins_of, type_of
 from ....spmd.types import DIFFERING, SAME, VARYING, I, P, R, Shard, SpmdType, V
 from ..judge import Operand, judge
 from ..rules import RULES
 from ..session import Session
-from .provenance import Named, leaf_of, module_path, name_of, name_operands, site, where
+from .provenance import Named, leaf_of, module_path, name_of, name_operands, site
 from .repairs import find_repairs, operator_repairs
 from .rewrites import fitting_sizes, origin_repair
 from .trials import (
@@ -55,7 +56,7 @@ def shown(x: Tensor, found: TensorType | None, name: str | None = None) -> str:
 
 
 def _place(mode: Session) -> str:
-    return ", ".join(part for part in (module_path(mode.modules), where()) if part)
+    return ", ".join(part for part in (module_path(mode.modules), call_site()) if part)
 
 
 def since(x: Tensor, name: str, axis: str, note: Note | None = None) -> list[str]:

@@ -20,12 +20,7 @@ from torch import Tensor, nn
 from ....call_site import call_site
 from ....spmd.tensor_type import NAME
 
-__all__ = ["Named", "Site", "leaf_of", "module_path", "name_of", "name_operands", "site", "where"]
-
-
-def where() -> str:
-    """`file:line` of the innermost frame outside of this package and torch."""
-    return call_site()
+__all__ = ["Named", "Site", "leaf_of", "module_path", "name_of", "name_operands", "site"]
 
 
 def module_path(names: Mapping[int, str]) -> str:
@@ -92,7 +87,7 @@ class Named(NamedTuple):
 
 def site() -> Site | None:
     """Where the user's code is."""
-    file, _, line = where().rpartition(":")
+    file, _, line = call_site().rpartition(":")
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not (frame.f_code.co_filename == file and str(frame.f_lineno) == line):
         frame = frame.f_back
