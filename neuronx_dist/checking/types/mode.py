@@ -59,7 +59,7 @@ from .memo import (
     extra_values,
     store,
 )
-from .messages.explain import Call, explain, explain_shapes, missing_type
+from .messages.explain import JudgedCall, explain, explain_shapes, missing_type
 from .messages.provenance import module_path
 from .rules import RULES, Rule, operands
 from .rules.names import CATS
@@ -395,11 +395,11 @@ class SpmdTypeMode(Session):
                 try:
                     func(*args, **kwargs)  # torch's own message, if the arguments are wrong
                 except RuntimeError as error:
-                    call = Call(rule, func, args, kwargs, tensors, given, None)
+                    call = JudgedCall(rule, func, args, kwargs, tensors, given, None)
                     raise (explain_shapes(self, call, error) or error) from None
                 raise
         if rule.kind == "scalar":
-            return self._scalar(Call(rule, func, args, kwargs, tensors, given, spec))
+            return self._scalar(JudgedCall(rule, func, args, kwargs, tensors, given, spec))
         if spec is not None:
             spec = counted(rule, spec, tensors, notes)
         affine = rule.affine is not None and bool(rule.affine(*args, **kwargs))
@@ -411,7 +411,7 @@ class SpmdTypeMode(Session):
         try:
             judgement = judge(rule, spec, [*given, *numbers, *drawn], affine, total)
         except Violation as violation:
-            call = Call(rule, func, args, kwargs, tensors, [*given, *numbers, *drawn], spec, affine)
+            call = JudgedCall(rule, func, args, kwargs, tensors, [*given, *numbers, *drawn], spec, affine)
             raise explain(self, violation, call) from None
         return self._assuming(judgement._replace(assumed=(*judgement.assumed, *assumed)))
 
@@ -421,7 +421,7 @@ class SpmdTypeMode(Session):
             self.assume(text)
         return judgement
 
-    def _scalar(self, call: Call) -> Judgement:
+    def _scalar(self, call: JudgedCall) -> Judgement:
         """Of a call that makes a Python number."""
         for index, operand in enumerate(call.operands):
             for axis, spmd_type in operand.type:
@@ -438,7 +438,8 @@ class SpmdTypeMode(Session):
             return func(*args, **kwargs)
         except RuntimeError as error:
             given = [Operand(note.type, x.requires_grad) for x, note in zip(tensors, notes)]
-            raise (explain_shapes(self, Call(rule, func, args, kwargs, tensors, given, None), error) or error) from None
+            call = JudgedCall(rule, func, args, kwargs, tensors, given, None)
+            raise (explain_shapes(self, call, error) or error) from None
 
     def origins(self, judgement: Judgement | None, notes: Sequence[Note]) -> dict[str, Origin] | None:
         """Where the types of a result began: where those of its operands did, or here."""

@@ -19,7 +19,7 @@ from .provenance import Named, leaf_of, module_path, name_of, name_operands, sit
 from .repairs import find_repairs, operator_repairs
 from .rewrites import fitting_sizes, origin_repair
 from .trials import (
-    Call,
+    JudgedCall,
     Repair,
     call_of,
     changes_of,
@@ -34,7 +34,7 @@ from .trials import (
 )
 
 __all__ = [
-    "Call",
+    "JudgedCall",
     "data_error",
     "explain",
     "explain_shapes",
@@ -89,7 +89,7 @@ def since(x: Tensor, name: str, axis: str, note: Note | None = None) -> list[str
     return [f"{label} is {kind} on {axis} through {through}"]
 
 
-def explain(mode: Session, violation: Violation, call: Call) -> SpmdTypeError:
+def explain(mode: Session, violation: Violation, call: JudgedCall) -> SpmdTypeError:
     """The error for a violation."""
     if mode.probing:  # nobody reads it
         return SpmdTypeError(call.rule.name, violation.why, axis=violation.axis, rule=violation.rule)
@@ -139,7 +139,7 @@ def explain(mode: Session, violation: Violation, call: Call) -> SpmdTypeError:
     )
 
 
-def _beneath(violation: Violation, call: Call) -> Violation:
+def _beneath(violation: Violation, call: JudgedCall) -> Violation:
     """The violation that is left when nothing receives a gradient; this one, if none is."""
     axis = violation.axis
     operands = [
@@ -154,7 +154,7 @@ def _beneath(violation: Violation, call: Call) -> Violation:
     return violation
 
 
-def explain_shapes(mode: Session, call: Call, error: Exception | None = None) -> SpmdTypeError | None:
+def explain_shapes(mode: Session, call: JudgedCall, error: Exception | None = None) -> SpmdTypeError | None:
     """The error for shapes that do not fit, if they would, were an operand gathered or cut; else None."""
     here = site()
     names = name_operands(call.tensors, here)

@@ -16,7 +16,7 @@ from ....spmd.errors import Violation
 from ....spmd.types import SAME, P, R, Shard, SpmdType, V
 from .provenance import Named, Site
 from .rewrites import SPECIAL, declared, otherwise
-from .trials import LAST, Call, Change, Edit, Repair, call_of, changes_of, edit_of, legal, route, size_of, written
+from .trials import LAST, Change, Edit, JudgedCall, Repair, call_of, changes_of, edit_of, legal, route, size_of, written
 
 __all__ = ["find_repairs", "operator_repairs"]
 
@@ -24,7 +24,7 @@ MOST = 4  # repairs that a message shows
 
 
 def find_repairs(
-    mode: Any, violation: Violation, call: Call, names: Sequence[Named], here: Site | None
+    mode: Any, violation: Violation, call: JudgedCall, names: Sequence[Named], here: Site | None
 ) -> list[Repair]:
     """Repairs of a call, best first."""
     axis, rule = violation.axis, violation.rule
@@ -64,7 +64,7 @@ def find_repairs(
     return found[:MOST]
 
 
-def _involved(call: Call, violation: Violation) -> list[int]:
+def _involved(call: JudgedCall, violation: Violation) -> list[int]:
     """Operands to change: those that it is about, then the others; each tensor once."""
     order = [*violation.operands, *range(len(call.tensors))]
     found: list[int] = []
@@ -81,7 +81,7 @@ def _as_repair(change: Change, names: Sequence[Named], here: Site | None) -> Rep
     return Repair(change.code, *(edit_of(here, name.node, code) for name in names))
 
 
-def _repeated(call: Call, index: int, change: Change, names: Sequence[Named], here: Site | None) -> Repair:
+def _repeated(call: JudgedCall, index: int, change: Change, names: Sequence[Named], here: Site | None) -> Repair:
     """The repair of an operand that may be there several times (`y * y`): then on a line before."""
     name = names[index]
     if sum(x is call.tensors[index] for x in call.tensors) == 1 or not name.code.isidentifier():

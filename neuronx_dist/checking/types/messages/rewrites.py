@@ -18,14 +18,16 @@ from ....spmd.tensor_type import Origin, origins_of, type_of
 from ....spmd.types import DIFFERING, SAME, I, P, R, Shard, SpmdType, V
 from ..rules import RULES
 from .provenance import Named, Site
-from .trials import Call, Change, Edit, Repair, call_of, contracted, edit_of, legal, misfit, on_meta, written
+from .trials import Change, Edit, JudgedCall, Repair, call_of, contracted, edit_of, legal, misfit, on_meta, written
 
 __all__ = ["SPECIAL", "declared", "fitting_sizes", "origin_repair", "otherwise"]
 
 _BLOCKS = ("chunk", "split", "unflatten", "tensor_split", "view", "reshape")
 
 
-def _bias(mode: Any, violation: Violation, call: Call, names: Sequence[Named], here: Site | None, size: Any) -> Any:
+def _bias(
+    mode: Any, violation: Violation, call: JudgedCall, names: Sequence[Named], here: Site | None, size: Any
+) -> Any:
     """A bias that would be added to a sum which is not reduced yet: add it afterwards."""
     axis = violation.axis
     added = [index for index in violation.operands if index < len(call.tensors) and index >= 2]
@@ -35,7 +37,7 @@ def _bias(mode: Any, violation: Violation, call: Call, names: Sequence[Named], h
     kinds = [operand.type.get(axis) for operand in call.operands]
     if any(kinds[index] is None or kinds[index].letter not in DIFFERING for index in (0, 1)):  # type: ignore[union-attr]
         return
-    without = Call(call.rule, call.function, call.args[:2], {}, call.tensors[:2], call.operands[:2], None)
+    without = JudgedCall(call.rule, call.function, call.args[:2], {}, call.tensors[:2], call.operands[:2], None)
     with torch._C.DisableTorchFunction():
         spec = call.rule.spec(*call.args[:2]) if call.rule.spec is not None else None
     found = legal(without._replace(spec=spec), axis, {}, result=True)
@@ -80,7 +82,9 @@ def _moved(here: Site, plain: str, added: str, dst: SpmdType) -> Repair | None:
     return None
 
 
-def _plus(mode: Any, violation: Violation, call: Call, names: Sequence[Named], here: Site | None, size: Any) -> Any:
+def _plus(
+    mode: Any, violation: Violation, call: JudgedCall, names: Sequence[Named], here: Site | None, size: Any
+) -> Any:
     """What is added to a sum before its reduction: add it after."""
     if here is None or not isinstance(here.node, ast.BinOp) or not isinstance(here.node.op, ast.Add) or len(names) != 2:
         return
@@ -93,7 +97,7 @@ def _plus(mode: Any, violation: Violation, call: Call, names: Sequence[Named], h
             yield moved
 
 
-def _invariant(mode: Any, violation: Violation, call: Call, names: Any, here: Site | None, size: Any) -> Any:
+def _invariant(mode: Any, violation: Violation, call: JudgedCall, names: Any, here: Site | None, size: Any) -> Any:
     yield from _bias(mode, violation, call, names, here, size)
     yield from _plus(mode, violation, call, names, here, size)
     axis = violation.axis
@@ -134,7 +138,9 @@ def origin_repair(origin: Origin, dst: SpmdType) -> Repair | None:
     return Repair(text)
 
 
-def _reduced(mode: Any, violation: Violation, call: Call, names: Sequence[Named], here: Site | None, size: Any) -> Any:
+def _reduced(
+    mode: Any, violation: Violation, call: JudgedCall, names: Sequence[Named], here: Site | None, size: Any
+) -> Any:
     """A mean over a sharded dim: the sum, over the global count."""
     node, x = here.node if here is not None else None, names[0].code
     if call.spec is None or "mean" not in call.spec.reduced.values() or here is None or not isinstance(node, ast.Call):
@@ -164,13 +170,15 @@ def _reduced(mode: Any, violation: Violation, call: Call, names: Sequence[Named]
     yield Repair(code, edit_of(here, node, f"({code})"))
 
 
-def _ends(call: Call, dim: int) -> bool:
+def _ends(call: JudgedCall, dim: int) -> bool:
     assert call.spec is not None
     dims = call.spec.ins[0]
     return dims is not None and any(label in call.spec.reduced for label in dims[dim])
 
 
-def _fixed(mode: Any, violation: Violation, call: Call, names: Sequence[Named], here: Site | None, size: Any) -> Any:
+def _fixed(
+    mode: Any, violation: Violation, call: JudgedCall, names: Sequence[Named], here: Site | None, size: Any
+) -> Any:
     """Dims along which values mix, or that are cut or looked up: what is usually written for them."""
     index = violation.operands[0]
     axis, name, x = violation.axis, names[index], call.tensors[index]
@@ -207,7 +215,7 @@ def _fixed(mode: Any, violation: Violation, call: Call, names: Sequence[Named], 
                 break
 
 
-def otherwise(mode: Any, violation: Violation, call: Call, names: Sequence[Named]) -> Iterator[Repair]:
+def otherwise(mode: Any, violation: Violation, call: JudgedCall, names: Sequence[Named]) -> Iterator[Repair]:
     """What may help where no operator does."""
     function = call.rule.name
     if call.rule.spec is None and call.rule.kind == "op" and call.function not in RULES:
@@ -229,7 +237,9 @@ def otherwise(mode: Any, violation: Violation, call: Call, names: Sequence[Named
         yield Repair(f"with spmd.no_typecheck(): around it, if this rank's own {own} is meant (to print it)")
 
 
-def declared(call: Call, axis: str, violation: Violation, names: Sequence[Named], here: Site | None) -> list[Repair]:
+def declared(
+    call: JudgedCall, axis: str, violation: Violation, names: Sequence[Named], here: Site | None
+) -> list[Repair]:
     """Types for an operand that has none on an axis, with which the call is legal."""
     found = []
     for index in violation.operands:
@@ -246,7 +256,7 @@ def declared(call: Call, axis: str, violation: Violation, names: Sequence[Named]
 
 
 def fitting_sizes(
-    call: Call, axis: str, size: int | None, names: Sequence[Named], here: Site | None
+    call: JudgedCall, axis: str, size: int | None, names: Sequence[Named], here: Site | None
 ) -> Iterator[Repair]:
     """A size of the whole, given to a view or a split of a shard, divided by the ranks."""
     if not size or len(call.tensors) != 1 or not isinstance(call.operands[0].type.get(axis), Shard):

@@ -25,7 +25,7 @@ from ..rules.spec import Spec
 from .provenance import Named, Site, contracts
 
 __all__ = [
-    "Call",
+    "JudgedCall",
     "Change",
     "Edit",
     "Repair",
@@ -65,7 +65,7 @@ class Repair(str):
         return self
 
 
-class Call(NamedTuple):
+class JudgedCall(NamedTuple):
     """A call that a violation forbids. `operands` are those of the judgement: also of the numbers that it draws."""
 
     rule: Rule
@@ -109,7 +109,7 @@ def size_of(mode: Any, axis: str) -> int | None:
         return None
 
 
-def changes_of(call: Call, index: int, axis: str, size: int | None, name: Named, level: str) -> Iterator[Change]:
+def changes_of(call: JudgedCall, index: int, axis: str, size: int | None, name: Named, level: str) -> Iterator[Change]:
     """What may be done to an operand, and how likely it is what was forgotten (small: likely)."""
     x, kind = call.tensors[index], call.operands[index].type.get(axis)
     if kind is None or kind.letter == "0":
@@ -179,7 +179,7 @@ def _scaled(shape: Sequence[int], dim: int, times: int, over: int) -> tuple[int,
     return (*shape[:dim], shape[dim] * times // over, *shape[dim + 1 :])
 
 
-def contracted(call: Call, axis: str) -> bool:
+def contracted(call: JudgedCall, axis: str) -> bool:
     """Whether the call itself sums over a dim that two operands have which vary: a partial sum, it may be."""
     if call.spec is None:
         return False
@@ -204,7 +204,7 @@ def unreduced(x: Tensor, axis: str) -> bool:
     return kind is P or (kind is V and contracts(x, varies))
 
 
-def legal(call: Call, axis: str, changes: Mapping[int, Change], result: bool = False) -> Any:
+def legal(call: JudgedCall, axis: str, changes: Mapping[int, Change], result: bool = False) -> Any:
     """Whether the call is allowed, on this axis, with some operands changed. With `result`: the types it gives."""
     changed = {id(call.tensors[index]): change for index, change in changes.items()}
     spec = call.spec
@@ -231,7 +231,7 @@ def legal(call: Call, axis: str, changes: Mapping[int, Change], result: bool = F
     return [found.get(axis) for found in types] if result else True
 
 
-def misfit(call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Exception | None:
+def misfit(call: JudgedCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Exception | None:
     """What torch says of arguments on the meta device; None if they fit. Functions of users' are not run."""
     torch_own = (getattr(call.function, "__module__", None) or "torch").startswith("torch")
     try:
@@ -248,7 +248,7 @@ def misfit(call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Exce
     return None
 
 
-def on_meta(call: Call) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def on_meta(call: JudgedCall) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a call without their values."""
     with torch._C.DisableTorchFunction():
         new = {id(x): x.new_empty(x.shape, device="meta") for x in call.tensors}
