@@ -28,9 +28,9 @@ def _forms(names: str) -> list[Any]:
 
 def _filled(size: Any, fill_value: Any, *args: Any, **kwargs: Any) -> Spec:
     """`full(size, value)`: the value may be a tensor of one element."""
-    found = Labels()
+    builder = Labels()
     values = [[()] * fill_value.dim()] if isinstance(fill_value, Tensor) else []
-    return found.spec(values, [found.dims(as_int(length) for length in size)])
+    return builder.spec(values, [builder.dims(as_int(length) for length in size)])
 
 
 def _new_filled(input: Tensor, *args: Any, **kwargs: Any) -> Spec:

@@ -88,18 +88,18 @@ def _by_class(args: tuple[Any, ...], kwargs: dict[str, Any], why: str, looked_up
     """Of `[N, C, ...]` (or `[C]`) scores, and targets `[N, ...]`, or a score for each class."""
     named = _named(args, kwargs, _CLASSES)
     input, target = named["input"], named["target"]
-    found = Labels()
-    scores = found.dims(input.shape)
+    builder = Labels()
+    scores = builder.dims(input.shape)
     at = 0 if input.dim() == 1 else 1
     classes = scores[at]
-    found.fixed[classes[0]] = why
+    builder.fixed[classes[0]] = why
     rest = scores[:at] + scores[at + 1 :]
     if looked_up:
-        found.looked_up.add(classes[0])
+        builder.looked_up.add(classes[0])
     ins = [scores, scores if target.dim() == input.dim() else rest]
     for value in operands(args, kwargs)[2:]:
         ins.append([classes] * value.dim())
-    return _ended(found.spec(ins, [rest]), _reduction(named))
+    return _ended(builder.spec(ins, [rest]), _reduction(named))
 
 
 @rule(F.cross_entropy)
@@ -149,18 +149,18 @@ def multi_margin_loss(*args: Any, **kwargs: Any) -> Spec:
 def _ctc(*args: Any, **kwargs: Any) -> Spec:
     """Only the samples are independent: `log_probs` is [T, N, C], `targets` [N, S]."""
     named = _named(args, kwargs, "log_probs targets input_lengths target_lengths blank reduction zero_infinity")
-    found = Labels()
+    builder = Labels()
     why = "ctc_loss sums over all paths through it"
     batch = named["log_probs"].dim() == 3
-    samples = (found.new(named["log_probs"].shape[1]),) if batch else ()
+    samples = (builder.new(named["log_probs"].shape[1]),) if batch else ()
     ins: list[Any] = []
     for number, x in enumerate(operands(args, kwargs)):
         at = 1 if number == 0 else 0
         own = (
             batch and x.dim() > at and x.shape[at] == named["log_probs"].shape[1] and not (number == 1 and x.dim() < 2)
         )
-        ins.append([samples if own and dim == at else (found.new(n, why),) for dim, n in enumerate(x.shape)])
-    return _ended(found.spec(ins, [[samples] if batch else []]), _reduction(named))
+        ins.append([samples if own and dim == at else (builder.new(n, why),) for dim, n in enumerate(x.shape)])
+    return _ended(builder.spec(ins, [[samples] if batch else []]), _reduction(named))
 
 
 rule(F.ctc_loss)(_ctc)

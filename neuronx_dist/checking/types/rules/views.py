@@ -91,17 +91,17 @@ def regroup(source: Sequence[int], target: Sequence[int], inferred: int | None =
         name: for the reasons.
     """
     sizes, into = list(source), list(target)
-    found = Labels()
+    builder = Labels()
     if 0 in sizes:
         if sizes == into:
             return same(sizes)
         why = f"{name} cannot say where its positions go, the tensor is empty"
-        return found.spec([[(found.new(size, why),) for size in sizes]], [found.dims(into)])
+        return builder.spec([[(builder.new(size, why),) for size in sizes]], [builder.dims(into)])
     ins: list[list[int]] = [[] for _ in sizes]
     outs: list[list[int]] = [[] for _ in into]
 
     def both(i: int, j: int, size: int) -> None:
-        label = found.new(size)
+        label = builder.new(size)
         ins[i].append(label)
         outs[j].append(label)
 
@@ -126,9 +126,9 @@ def regroup(source: Sequence[int], target: Sequence[int], inferred: int | None =
         elif i < end and sizes[i] == 1:
             place = _home(j, opened, into, inferred)
             if place is None:
-                ins[i].append(found.new(1, f"{name} removes it, so it has size 1 in the whole tensor too"))
+                ins[i].append(builder.new(1, f"{name} removes it, so it has size 1 in the whole tensor too"))
             elif place >= stop and outs[place]:  # a dim of the tail, which has its factor already: outside of that
-                label = found.new(1)
+                label = builder.new(1)
                 ins[i].append(label)
                 outs[place].insert(outs[place].index(ins[place - len(into)][-1]), label)
             else:
@@ -137,15 +137,15 @@ def regroup(source: Sequence[int], target: Sequence[int], inferred: int | None =
             left = sizes[i] if i < end else 1
         elif j < stop and into[j] == 1:
             last = j == len(into) - 2 and j == len(sizes) - 1 >= 2
-            split = _split_off(found, ins, outs, i, j, end)
+            split = _split_off(builder, ins, outs, i, j, end)
             if split is not None and not (j == inferred or last):
-                found.weak.add(split)
+                builder.weak.add(split)
             j += 1
             right = into[j] if j < stop else 1
         else:
             common = gcd(left, right)
             if common == 1:
-                i, j = _mixed(found, ins, outs, sizes, into, i, j, left, right, name)
+                i, j = _mixed(builder, ins, outs, sizes, into, i, j, left, right, name)
                 left = right = 1
             else:
                 both(i, j, common)
@@ -157,7 +157,7 @@ def regroup(source: Sequence[int], target: Sequence[int], inferred: int | None =
             if right == 1:
                 j += 1
                 right = into[j] if j < stop else 1
-    return found.spec([ins], [outs])
+    return builder.spec([ins], [outs])
 
 
 def _home(j: int, opened: bool, into: list[int], inferred: int | None) -> int | None:
@@ -171,11 +171,11 @@ def _home(j: int, opened: bool, into: list[int], inferred: int | None) -> int | 
     return len(into) - 1 if into else None
 
 
-def _split_off(found: Labels, ins: list[list[int]], outs: list[list[int]], i: int, j: int, end: int) -> int | None:
+def _split_off(builder: Labels, ins: list[list[int]], outs: list[list[int]], i: int, j: int, end: int) -> int | None:
     """Dim j of the result, of size 1, as the outer factor of dim i of the operand, or the inner one of the last."""
     if not ins:
         return None
-    label = found.new(1)
+    label = builder.new(1)
     outs[j].append(label)
     if i < len(ins):
         ins[i].insert(len(ins[i]) if i < end else 0, label)
@@ -185,7 +185,7 @@ def _split_off(found: Labels, ins: list[list[int]], outs: list[list[int]], i: in
 
 
 def _mixed(
-    found: Labels,
+    builder: Labels,
     ins: list[list[int]],
     outs: list[list[int]],
     sizes: list[int],
@@ -198,17 +198,17 @@ def _mixed(
 ) -> tuple[int, int]:
     """The rest of a group of dims that have no common factor: fixed. Returns its last dims."""
     why = f"{name} from {tuple(sizes)} to {tuple(into)} cuts across it"
-    ins[i].append(found.new(left, why))
-    outs[j].append(found.new(right))
+    ins[i].append(builder.new(left, why))
+    outs[j].append(builder.new(right))
     while left != right:
         if left < right:
             i += 1
             left *= sizes[i]
-            ins[i].append(found.new(sizes[i], why))
+            ins[i].append(builder.new(sizes[i], why))
         else:
             j += 1
             right *= into[j]
-            outs[j].append(found.new(into[j]))
+            outs[j].append(builder.new(into[j]))
     return i, j
 
 
@@ -235,10 +235,10 @@ def view(input: Tensor, *size: Any, dtype: torch.dtype | None = None) -> Spec:
     before, after = input.dtype.itemsize, dtype.itemsize
     if before == after or not shape:
         return same(shape)
-    found = Labels()
-    dims = found.dims(shape[:-1])
-    cut = found.new(shape[-1], "view(dtype) puts neighbouring values into one, or one into several")
-    return found.spec([[*dims, (cut,)]], [[*dims, (found.new(shape[-1] * before // after),)]])
+    builder = Labels()
+    dims = builder.dims(shape[:-1])
+    cut = builder.new(shape[-1], "view(dtype) puts neighbouring values into one, or one into several")
+    return builder.spec([[*dims, (cut,)]], [[*dims, (builder.new(shape[-1] * before // after),)]])
 
 
 @rule(torch.reshape, Tensor.reshape, linear=FIRST, aliases=True)
