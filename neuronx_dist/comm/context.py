@@ -44,11 +44,11 @@ class Context:
             return axis
         if isinstance(axis, (str, tuple)):
             label = axis if isinstance(axis, str) else ",".join(axis)
-            made = self.backend.communicator(label, self.mesh.groups(axis), self.rank)
+            communicator = self.backend.communicator(label, self.mesh.groups(axis), self.rank)
         else:
-            made = self.backend.wrap(axis, self.rank)
-        self._communicators[axis] = made
-        return made
+            communicator = self.backend.wrap(axis, self.rank)
+        self._communicators[axis] = communicator
+        return communicator
 
     def new_group(self, groups: Sequence[Sequence[int]], label: str) -> Communicator | None:
         """A communicator over explicit rank lists: every rank of the world calls this, in the same order."""
@@ -58,8 +58,8 @@ class Context:
                 f"new_group {label!r}: {groups} must be disjoint lists of ranks below {self.mesh.world_size}"
             )
         others = [[rank] for rank in range(self.mesh.world_size) if rank not in seen]
-        made = self.backend.communicator(label, [*groups, *others], self.rank, own=True)
-        return made if is_member(self.rank, seen) else None
+        communicator = self.backend.communicator(label, [*groups, *others], self.rank, own=True)
+        return communicator if is_member(self.rank, seen) else None
 
 
 _default: Context | None = None
@@ -103,13 +103,13 @@ def current() -> Context:
     stack: list[Context] | None = getattr(_local, "stack", None)
     if stack:
         return stack[-1]
-    found = default()
-    if found is None:
+    context = default()
+    if context is None:
         raise RuntimeError(
             "model parallel is not initialized: call neuronx_dist.initialize_model_parallel(...) after "
             "torch.distributed.init_process_group, or work inside `with neuronx_dist.comm.as_rank(mesh, rank):`"
         )
-    return found
+    return context
 
 
 def communicator(axis: AxisLike) -> Communicator:

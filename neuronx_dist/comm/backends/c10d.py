@@ -104,9 +104,9 @@ class C10dCommunicator(Communicator):
         return dist.irecv(out, group=self.group, group_src=src, tag=tag)  # type: ignore[return-value]
 
     def gather_objects(self, obj: Any) -> list[Any]:
-        found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, obj, group=self.group)
-        return found
+        gathered: list[Any] = [None] * self.size
+        dist.all_gather_object(gathered, obj, group=self.group)
+        return gathered
 
     def explain(self, verb: str, error: BaseException) -> NoReturn:
         if isinstance(error, CommError):
@@ -164,12 +164,12 @@ class C10dBackend(Backend):
         # On NCCL a group is a stream of its own, in which messages of two directions can block each other; gloo has no
         # streams, and a group costs it a connection to every member.
         own = own and dist.get_backend() != "gloo"
-        made = [self._group(tuple(ranks), own) for ranks in groups]
+        made_groups = [self._group(tuple(ranks), own) for ranks in groups]
         index = next(index for index, ranks in enumerate(groups) if global_rank in ranks)
         ranks = groups[index]
         if len(ranks) == 1:
             return Communicator(label, ranks, global_rank)
-        group = made[index]
+        group = made_groups[index]
         assert group is not None
         return self._join(group, label, ranks, global_rank)
 
@@ -197,8 +197,8 @@ class C10dBackend(Backend):
         self._by_ranks.clear()
 
     def _join(self, group: dist.ProcessGroup, label: str, ranks: Sequence[int], global_rank: int) -> C10dCommunicator:
-        made = C10dCommunicator(group, label, ranks, global_rank, self.monitor)
-        return made if self._watch is None else self._watch(made)
+        communicator = C10dCommunicator(group, label, ranks, global_rank, self.monitor)
+        return communicator if self._watch is None else self._watch(communicator)
 
     def _group(self, ranks: tuple[int, ...], own: bool) -> dist.ProcessGroup | None:
         """The process group over `ranks`, made once unless `own`; None where there is no need of one.

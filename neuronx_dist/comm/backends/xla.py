@@ -156,8 +156,8 @@ class XlaCommunicator(Communicator):
         """`[1]`, an input of programs: where in `order`, the indices that are gathered, the source is; or after it."""
         key = (device, tuple(pairs))
         if key not in self._sources:
-            place = next((order.index(src) for src, dst in pairs if dst == self.rank), len(order))
-            self._sources[key] = torch.tensor([place], dtype=torch.int64).to(device)
+            index = next((order.index(src) for src, dst in pairs if dst == self.rank), len(order))
+            self._sources[key] = torch.tensor([index], dtype=torch.int64).to(device)
         return self._sources[key]
 
     def start_broadcast(self, buffer: torch.Tensor, src: int) -> WorkLike:
@@ -215,8 +215,8 @@ class XlaCommunicator(Communicator):
             import torch_xla
 
             number = len(self._issued)
-            held = tuple(tuple(group) for group in groups)
-            self._issued.append(Issued(number, verb, self.axis, held, shape_of(x), result.dtype, _sites()))
+            replica_groups = tuple(tuple(group) for group in groups)
+            self._issued.append(Issued(number, verb, self.axis, replica_groups, shape_of(x), result.dtype, _sites()))
             torch_xla._XLAC._set_xla_custom_op_name_prefix(result, f"nxd-{number}-", 1)
 
     def _deliver(self, result: torch.Tensor, out: torch.Tensor) -> WorkLike:
@@ -362,11 +362,11 @@ def ranks_are_threads() -> bool:
 
 def connect(mesh: Mesh) -> None:
     """Makes this process, or thread, a rank of `mesh`. Nothing is to be set up: collectives are in the program."""
-    made = context.Context(mesh, world()[1], XlaBackend(mesh))
+    own_context = context.Context(mesh, world()[1], XlaBackend(mesh))
     if ranks_are_threads():
-        context.set_of_thread(made, _ordinal)
+        context.set_of_thread(own_context, _ordinal)
     else:
-        context.set_default(made)
+        context.set_default(own_context)
 
 
 def disconnect() -> None:
