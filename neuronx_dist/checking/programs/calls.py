@@ -109,30 +109,30 @@ class Trace(TorchFunctionMode):
             if name not in _QUIET:
                 site, inside = user_site()
                 result = func(*args, **kwargs)
-                found = _type_of(result) if self._types is not None else None
-                self.ops.append(Op(name, tuple(scalars), site, inside, found))
+                type_ = _type_of(result) if self._types is not None else None
+                self.ops.append(Op(name, tuple(scalars), site, inside, type_))
                 if len(self.ops) % 64 == 0:
                     self._deadline.check()
                 return result
         return func(*args, **kwargs)
 
 
-def _scalars(args: Iterable[Any], found: list[Any]) -> bool:
+def _scalars(args: Iterable[Any], scalars: list[Any]) -> bool:
     """Adds the numbers and shapes in `args`; whether a RankValue is among them."""
     holds_rank_value = False
     for x in args:
-        kind = type(x)
+        class_ = type(x)
         if isinstance(x, torch.Tensor):
-            found.append(tuple(x.shape))
-        elif kind is RankValue:
-            found.append((x.names, x.table))
+            scalars.append(tuple(x.shape))
+        elif class_ is RankValue:
+            scalars.append((x.names, x.table))
             holds_rank_value = True
-        elif kind in (int, float, bool, complex):
-            found.append(x)
-        elif kind in (tuple, list) or isinstance(x, tuple):
-            holds_rank_value |= _scalars(x, found)
-        elif kind is slice:
-            holds_rank_value |= _scalars((x.start, x.stop, x.step), found)
+        elif class_ in (int, float, bool, complex):
+            scalars.append(x)
+        elif class_ in (tuple, list) or isinstance(x, tuple):
+            holds_rank_value |= _scalars(x, scalars)
+        elif class_ is slice:
+            holds_rank_value |= _scalars((x.start, x.stop, x.step), scalars)
     return holds_rank_value
 
 

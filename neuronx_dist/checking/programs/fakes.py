@@ -51,16 +51,16 @@ def make_fake(
         `(old, new)` by id of the old tensor.
     """
     fakes = _Fakes(mode, device)
-    whole = getattr(model, "original_module", model)
+    full_model = getattr(model, "original_module", model)
     is_local = getattr(model, "is_local", None)
-    for prefix, module in whole.named_modules(remove_duplicate=False):
+    for prefix, module in full_model.named_modules(remove_duplicate=False):
         for table in (module._parameters, module._buffers):
             for name, tensor in table.items():
                 qualified = f"{prefix}.{name}" if prefix else name
                 if tensor is not None and (is_local is None or is_local(qualified)):
                     table[name] = fakes.of(tensor)
     # A tied weight has several names, and a plain attribute may be a buffer under another one.
-    for module in whole.modules():
+    for module in full_model.modules():
         for table in (module._parameters, module._buffers, module.__dict__):
             for name, value in table.items():
                 if isinstance(value, torch.Tensor) and id(value) in fakes.made:
@@ -68,14 +68,14 @@ def make_fake(
         for name, value in module.__dict__.items():
             if isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor) and _is_alone(value, is_local):
                 module.__dict__[name] = fakes.of(value)
-    for found in optimizers_of(optimizer):
-        for group in found.param_groups:
+    for wrapped in optimizers_of(optimizer):
+        for group in wrapped.param_groups:
             group["params"] = [fakes.of(param) for param in group["params"]]
-        _replace(found.__dict__, fakes, set())
-        found.state = type(found.state)(
-            found.state.default_factory, {fakes.known(key): value for key, value in found.state.items()}
+        _replace(wrapped.__dict__, fakes, set())
+        wrapped.state = type(wrapped.state)(
+            wrapped.state.default_factory, {fakes.known(key): value for key, value in wrapped.state.items()}
         )
-        for state in found.state.values():
+        for state in wrapped.state.values():
             _replace(state, fakes, set())
     return fakes.made
 
@@ -90,12 +90,12 @@ def optimizers_of(optimizer: Any) -> Iterator[Any]:
     seen: set[int] = set()
     pending = [optimizer] if optimizer is not None else []
     while pending:
-        found = pending.pop()
-        if id(found) in seen:
+        current = pending.pop()
+        if id(current) in seen:
             continue
-        seen.add(id(found))
-        yield found
-        pending += [value for value in vars(found).values() if isinstance(value, torch.optim.Optimizer)]
+        seen.add(id(current))
+        yield current
+        pending += [value for value in vars(current).values() if isinstance(value, torch.optim.Optimizer)]
 
 
 def fake_inputs(inputs: Any, mode: FakeTensorMode, device: torch.device) -> Any:
