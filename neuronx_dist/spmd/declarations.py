@@ -51,7 +51,7 @@ def get_local_type(x: torch.Tensor) -> dict[Any, SpmdType]:
             repairs=['assert_type(x, {"tp": R}) declares it'],
             rule="no_type",
         )
-    return {axis: R if kind.letter in "R0" else kind for axis, kind in note.type}
+    return {axis: R if spmd_type.letter in "R0" else spmd_type for axis, spmd_type in note.type}
 
 
 def assert_type(x: torch.Tensor, types: Mapping[Any, SpmdType]) -> torch.Tensor:
@@ -80,39 +80,41 @@ def assert_type(x: torch.Tensor, types: Mapping[Any, SpmdType]) -> torch.Tensor:
 def _assert_type(mode: Any, x: torch.Tensor, types: Mapping[Any, SpmdType]) -> torch.Tensor:
     mesh = mode.mesh if mode is not None else _current_mesh()
     declared: dict[str, SpmdType] = {}
-    for axis, kind in types.items():
-        if isinstance(kind, Shard):
-            if not -x.dim() <= kind.dim < x.dim():
-                raise ValueError(f"{kind} on {axis!r}: a tensor of shape {list(x.shape)} has no dim {kind.dim}")
-            kind = Shard(kind.dim % x.dim(), kind.stride, kind.extent)
+    for axis, spmd_type in types.items():
+        if isinstance(spmd_type, Shard):
+            if not -x.dim() <= spmd_type.dim < x.dim():
+                raise ValueError(
+                    f"{spmd_type} on {axis!r}: a tensor of shape {list(x.shape)} has no dim {spmd_type.dim}"
+                )
+            spmd_type = Shard(spmd_type.dim % x.dim(), spmd_type.stride, spmd_type.extent)
             if mode is not None and mode.level == "L":
-                kind = V
-        elif not isinstance(kind, LocalType):
-            raise ValueError(f"{kind!r} on axis {axis!r} is not an SPMD type: use R, I, V, P or S(dim)")
-        declared.update(dict.fromkeys(atoms_of(axis, mesh), kind))
+                spmd_type = V
+        elif not isinstance(spmd_type, LocalType):
+            raise ValueError(f"{spmd_type!r} on axis {axis!r} is not an SPMD type: use R, I, V, P or S(dim)")
+        declared.update(dict.fromkeys(atoms_of(axis, mesh), spmd_type))
     note = note_of(x) if mode is None else mode.note(x, "assert_type") if note_of(x) is not None else None
     old = note.type if note is not None else TensorType.of({})
     new, origins = dict(old.types), note.origins if note is not None else None
     fresh = note is not None and note.extra == FRESH
-    for axis, kind in declared.items():
+    for axis, spmd_type in declared.items():
         before = old.get(axis)
-        if fresh or before is None or before is ZERO or (before is UNIFORM and kind.letter in SAME):
-            new[axis] = kind
-        elif before == kind or (before.letter == "S" and kind is V):
+        if fresh or before is None or before is ZERO or (before is UNIFORM and spmd_type.letter in SAME):
+            new[axis] = spmd_type
+        elif before == spmd_type or (before.letter == "S" and spmd_type is V):
             continue
-        elif before is V and (isinstance(kind, Shard) or kind is P):
+        elif before is V and (isinstance(spmd_type, Shard) or spmd_type is P):
             if mode is not None:
-                mode.trust(f"assert_type: V is {kind} on {axis}")
-            new[axis] = kind
-        elif before is R and kind is I and not x.requires_grad:
-            new[axis] = kind
+                mode.trust(f"assert_type: V is {spmd_type} on {axis}")
+            new[axis] = spmd_type
+        elif before is R and spmd_type is I and not x.requires_grad:
+            new[axis] = spmd_type
         else:
             name = x.__dict__.get(NAME, "")
             raise SpmdTypeError(
                 f"assert_type of {name or 'a tensor'} {list(x.shape)}",
-                f"it is {before} on {axis}, not {kind}",
+                f"it is {before} on {axis}, not {spmd_type}",
                 where_from=_since(origins, axis, before),
-                repairs=[f"redistribute(x, {axis!r}, src={before}, dst={kind}) changes it", f"assert {before}"],
+                repairs=[f"redistribute(x, {axis!r}, src={before}, dst={spmd_type}) changes it", f"assert {before}"],
                 axis=axis,
                 rule="assert",
             )
@@ -175,7 +177,7 @@ def local(x: torch.Tensor) -> torch.Tensor:
         return x
     with torch._C.DisableTorchFunction():
         result = x.view_as(x)
-        types = {axis: V if isinstance(kind, Shard) else kind for axis, kind in note.type}
+        types = {axis: V if isinstance(spmd_type, Shard) else spmd_type for axis, spmd_type in note.type}
         write(result, TensorType.of(types, note.type.rest), note.origins, note.session)
     return result
 
@@ -228,9 +230,9 @@ def forget(x: torch.Tensor, axis: Any) -> torch.Tensor:
     return result
 
 
-def _since(origins: Any, axis: str, kind: SpmdType) -> list[str]:
+def _since(origins: Any, axis: str, spmd_type: SpmdType) -> list[str]:
     origin = (origins or {}).get(axis)
-    return [f"{kind} on {axis} since {origin}"] if origin is not None and origin.letter == kind.letter else []
+    return [f"{spmd_type} on {axis} since {origin}"] if origin is not None and origin.letter == spmd_type.letter else []
 
 
 def _current_mesh() -> Mesh | None:

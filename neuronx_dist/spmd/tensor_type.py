@@ -61,43 +61,45 @@ class TensorType:
 
     @classmethod
     def of(cls, types: Mapping[str, SpmdType], rest: SpmdType | None = None) -> TensorType:
-        named = {axis: kind for axis, kind in types.items() if kind is not rest}
+        named = {axis: spmd_type for axis, spmd_type in types.items() if spmd_type is not rest}
         key = (frozenset(named.items()), rest)
-        found = cls._interned.get(key)
-        if found is None:
-            found = object.__new__(cls)
-            found.types = dict(sorted(named.items()))
-            found.rest = rest
-            found.sharded = any(isinstance(kind, Shard) for kind in named.values())
+        type_ = cls._interned.get(key)
+        if type_ is None:
+            type_ = object.__new__(cls)
+            type_.types = dict(sorted(named.items()))
+            type_.rest = rest
+            type_.sharded = any(isinstance(spmd_type, Shard) for spmd_type in named.values())
             everything = (*named.values(), rest)
-            constant = any(kind is ZERO or kind is UNIFORM for kind in everything)
-            found.shaped = found.sharded or constant or any(getattr(kind, "along", None) for kind in everything)
-            found.graded = constant or any(kind is I for kind in (*named.values(), rest))
-            found.dual = None
-            found = cls._interned.setdefault(key, found)  # another thread may have been faster
-        return found
+            constant = any(spmd_type is ZERO or spmd_type is UNIFORM for spmd_type in everything)
+            type_.shaped = (
+                type_.sharded or constant or any(getattr(spmd_type, "along", None) for spmd_type in everything)
+            )
+            type_.graded = constant or any(spmd_type is I for spmd_type in (*named.values(), rest))
+            type_.dual = None
+            type_ = cls._interned.setdefault(key, type_)  # another thread may have been faster
+        return type_
 
     def get(self, axis: str) -> SpmdType | None:
         return self.types.get(axis, self.rest)
 
-    def with_axis(self, axis: str, kind: SpmdType | None) -> TensorType:
+    def with_axis(self, axis: str, spmd_type: SpmdType | None) -> TensorType:
         """The same but on `axis` (None: not known there)."""
         types = {name: old for name, old in self.types.items() if name != axis}
-        if kind is not None:
-            types[axis] = kind
+        if spmd_type is not None:
+            types[axis] = spmd_type
         return TensorType.of(types, self.rest)
 
     def of_gradient(self) -> TensorType:
         """The type of the gradient."""
         if self.dual is None:
-            self.dual = TensorType.of({axis: dual(kind) for axis, kind in self.types.items()}, self.rest)
+            self.dual = TensorType.of({axis: dual(spmd_type) for axis, spmd_type in self.types.items()}, self.rest)
         return self.dual
 
     def __iter__(self) -> Iterator[tuple[str, SpmdType]]:
         return iter(self.types.items())
 
     def __repr__(self) -> str:
-        named = [f"{axis}: {kind}" for axis, kind in self.types.items()]
+        named = [f"{axis}: {spmd_type}" for axis, spmd_type in self.types.items()]
         return "{" + ", ".join([*named, *([f"others: {self.rest}"] if self.rest is not None else [])]) + "}"
 
     def __deepcopy__(self, memo: Any) -> TensorType:
@@ -108,7 +110,6 @@ class TensorType:
         too.
         """
         return OrderedDict, ()
-
 
 
 UNTYPED = TensorType.of({})
@@ -133,8 +134,8 @@ class Origin:
         self.what, self.where, self.module, self.letter = what, where, module, letter
 
     def __str__(self) -> str:
-        places = [place for place in (self.module, self.where) if place]
-        return f"{self.what}" + (f" ({', '.join(places)})" if places else "")
+        parts = [part for part in (self.module, self.where) if part]
+        return f"{self.what}" + (f" ({', '.join(parts)})" if parts else "")
 
     def __deepcopy__(self, memo: Any) -> Origin:
         return self
@@ -218,9 +219,9 @@ def version(x: torch.Tensor) -> int:
     return 0 if x.is_inference() else x._version
 
 
-def without_shards(found: TensorType) -> TensorType:
+def without_shards(type_: TensorType) -> TensorType:
     """Level L: what is sharded varies."""
-    return TensorType.of({axis: V if kind.letter == "S" else kind for axis, kind in found}, found.rest)
+    return TensorType.of({axis: V if spmd_type.letter == "S" else spmd_type for axis, spmd_type in type_}, type_.rest)
 
 
 def tensors_in(result: Any) -> Sequence[torch.Tensor]:

@@ -97,9 +97,7 @@ class CachedJudgement:
     def of(cls, judgement: Judgement, name: str, note_extra: Any = None, written: bool = False) -> CachedJudgement:
         """The entry for calls that are judged as this one was."""
         types = judgement.types if len(judgement.types) > 1 else judgement.types[0]
-        return cls(
-            types, name, note_extra=note_extra, born=judgement.born, assumed=judgement.assumed, written=written
-        )
+        return cls(types, name, note_extra=note_extra, born=judgement.born, assumed=judgement.assumed, written=written)
 
     @classmethod
     def undecided(cls, name: str, extra_key: ExtraKey) -> CachedJudgement:

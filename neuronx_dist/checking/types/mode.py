@@ -371,15 +371,15 @@ class SpmdTypeMode(Session):
             SpmdTypeError: the types do not go together.
         """
         enabled = torch.is_grad_enabled()
-        given = [Operand(note.type, enabled and x.requires_grad) for x, note in zip(tensors, notes)]
+        operand_types = [Operand(note.type, enabled and x.requires_grad) for x, note in zip(tensors, notes)]
         if func in OVERWRITES:
-            given[0] = Operand(overwritten(given[0].type), given[0].differentiable)
+            operand_types[0] = Operand(overwritten(operand_types[0].type), operand_types[0].differentiable)
         numbers = [
             Operand(TensorType.of(dict.fromkeys(self._atoms(value.axes), V), R), False)
             for value in rank_values(rule, args, kwargs)
         ]
         if rule.kind not in ("op", "scalar", "decompose"):
-            type_, assumed = made_type(self, rule, given, numbers)
+            type_, assumed = made_type(self, rule, operand_types, numbers)
             return self._assuming(Judgement((type_,), {}, assumed))
         if rule.kind == "decompose" and rule.decompose is not None:
             before = dict(self.assumed)
@@ -395,23 +395,23 @@ class SpmdTypeMode(Session):
                 try:
                     func(*args, **kwargs)  # torch's own message, if the arguments are wrong
                 except RuntimeError as error:
-                    call = JudgedCall(rule, func, args, kwargs, tensors, given, None)
+                    call = JudgedCall(rule, func, args, kwargs, tensors, operand_types, None)
                     raise (explain_shapes(self, call, error) or error) from None
                 raise
         if rule.kind == "scalar":
-            return self._scalar(JudgedCall(rule, func, args, kwargs, tensors, given, spec))
+            return self._scalar(JudgedCall(rule, func, args, kwargs, tensors, operand_types, spec))
         if spec is not None:
             spec = counted(rule, spec, tensors, notes)
         affine = rule.affine is not None and bool(rule.affine(*args, **kwargs))
         total = max(1, len(spec.outs)) if spec is not None else 1
         drawn, assumed = [], ()
         if draws(rule, args, kwargs):
-            stream, assumed = stream_type(self, given[0].type)
+            stream, assumed = stream_type(self, operand_types[0].type)
             drawn = [Operand(stream, False)]
         try:
-            judgement = judge(rule, spec, [*given, *numbers, *drawn], affine, total)
+            judgement = judge(rule, spec, [*operand_types, *numbers, *drawn], affine, total)
         except Violation as violation:
-            call = JudgedCall(rule, func, args, kwargs, tensors, [*given, *numbers, *drawn], spec, affine)
+            call = JudgedCall(rule, func, args, kwargs, tensors, [*operand_types, *numbers, *drawn], spec, affine)
             raise explain(self, violation, call) from None
         return self._assuming(judgement._replace(assumed=(*judgement.assumed, *assumed)))
 
@@ -437,8 +437,8 @@ class SpmdTypeMode(Session):
         try:
             return func(*args, **kwargs)
         except RuntimeError as error:
-            given = [Operand(note.type, x.requires_grad) for x, note in zip(tensors, notes)]
-            call = JudgedCall(rule, func, args, kwargs, tensors, given, None)
+            operand_types = [Operand(note.type, x.requires_grad) for x, note in zip(tensors, notes)]
+            call = JudgedCall(rule, func, args, kwargs, tensors, operand_types, None)
             raise (explain_shapes(self, call, error) or error) from None
 
     def origins(self, judgement: Judgement | None, notes: Sequence[Note]) -> dict[str, Origin] | None:

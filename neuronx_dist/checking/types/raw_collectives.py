@@ -68,8 +68,8 @@ def refuse(name: str, arguments: Any, verb: str = "") -> None:
     typed.sort(key=lambda item: not item[1][0].types)  # an empty buffer to write to says little
     for x, note in typed[:1]:
         if not verb:
-            plain = name.replace("isend", "send").replace("irecv", "recv").strip("_")
-            verb = next((verb for verb in sorted({*_VERBS.values()}) if plain.startswith(verb)), "all_reduce")
+            base = name.replace("isend", "send").replace("irecv", "recv").strip("_")
+            verb = next((verb for verb in sorted({*_VERBS.values()}) if base.startswith(verb)), "all_reduce")
         axis = next(iter(note.type.types), "tp")
         ours = f'spmd.{verb}(x, "{axis}", dst=...) types the result, and its gradient'
         raise SpmdTypeError(

@@ -89,20 +89,20 @@ class Session(TorchFunctionMode):
 
     # --- the mesh
 
-    def axes_of(self, found: TensorType) -> list[str]:
+    def axes_of(self, type_: TensorType) -> list[str]:
         """All axes that matter for a tensor: those of the mesh, or without one those it was given types on."""
-        return sorted({*found.types, *self._atoms(("pp", "dp", "cp", "tp"))})
+        return sorted({*type_.types, *self._atoms(("pp", "dp", "cp", "tp"))})
 
     def data_axes(self) -> tuple[str, ...]:
         """Axes along which ranks have other data."""
         return self._atoms(("dp", "cp"))
 
-    def named(self, found: TensorType) -> TensorType:
+    def named(self, type_: TensorType) -> TensorType:
         """The same type with every axis of the mesh named."""
-        if found.rest is None:
-            return found
-        kind = R if found.rest.letter == "R" else found.rest
-        return TensorType.of({**dict.fromkeys(self._atoms(("pp", "dp", "cp", "tp")), kind), **found.types})
+        if type_.rest is None:
+            return type_
+        spmd_type = R if type_.rest.letter == "R" else type_.rest
+        return TensorType.of({**dict.fromkeys(self._atoms(("pp", "dp", "cp", "tp")), spmd_type), **type_.types})
 
     @contextmanager
     def trial(self) -> Iterator[None]:
@@ -137,38 +137,38 @@ class Session(TorchFunctionMode):
     def _stamp(self, result: Any, types: Any, origins: Any, extra: Any = None) -> None:
         several, session = types.__class__ is tuple, self.session
         for index, x in enumerate(tensors_in(result)):
-            found = types[min(index, len(types) - 1)] if several else types
-            x.__dict__[NOTE] = (found, origins, session, version(x), extra)
+            type_ = types[min(index, len(types) - 1)] if several else types
+            x.__dict__[NOTE] = (type_, origins, session, version(x), extra)
 
-    def stamp(self, x: Tensor, found: TensorType, origins: Any = None, extra: Any = None) -> None:
+    def stamp(self, x: Tensor, type_: TensorType, origins: Any = None, extra: Any = None) -> None:
         """Writes a type on a tensor."""
-        x.__dict__[NOTE] = (found, origins, self.session, version(x), extra)
+        x.__dict__[NOTE] = (type_, origins, self.session, version(x), extra)
 
     # --- for messages and reports
 
     def assume(self, text: str) -> None:
         """Notes what could not be proven."""
         self.num_assumptions += 1
-        here = text, call_site()
-        self.assumed[here] = self.assumed.get(here, 0) + 1
+        entry = text, call_site()
+        self.assumed[entry] = self.assumed.get(entry, 0) + 1
 
     def trust(self, text: str) -> None:
         """Notes a declaration that was taken at its word."""
         self.num_assumptions += 1
-        here = text, call_site()
-        self.trusted[here] = self.trusted.get(here, 0) + 1
+        entry = text, call_site()
+        self.trusted[entry] = self.trusted.get(entry, 0) + 1
 
     def watch(self, module: nn.Module) -> None:
         """Learns the names of a model's modules and parameters, and takes its buffers for equal on all ranks."""
         self.modules.update((id(child), name) for name, child in module.named_modules())
         for name, param in module.named_parameters():
             param.__dict__[NAME] = name
-        held = getattr(module, "tied_groups", None)
-        if held is not None and getattr(module, "partitioned", True):
-            self.tied.update((id(param), group) for param, group in held())
+        tied_groups = getattr(module, "tied_groups", None)
+        if tied_groups is not None and getattr(module, "partitioned", True):
+            self.tied.update((id(param), group) for param, group in tied_groups())
         for child_name, child in module.named_modules():
-            plain = [(n, x) for n, x in child.__dict__.items() if isinstance(x, Tensor)]
-            for name, x in [*child._buffers.items(), *plain]:
+            attributes = [(n, x) for n, x in child.__dict__.items() if isinstance(x, Tensor)]
+            for name, x in [*child._buffers.items(), *attributes]:
                 if isinstance(x, Tensor) and note_of(x) is None:
                     x.__dict__[NAME] = f"{child_name}.{name}" if child_name else name
                     self.stamp(x, EQUAL)

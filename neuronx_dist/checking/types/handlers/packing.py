@@ -60,8 +60,8 @@ def call(
         sizes, dim = _arguments(args, kwargs)
         result = func(*args, **kwargs)
         if dim % x.dim() == segments.dim and list(sizes) == [size for size, _, _ in segments.parts]:
-            for piece, (_, found, origins) in zip(result, segments.parts):
-                mode.stamp(piece, found, origins)
+            for piece, (_, type_, origins) in zip(result, segments.parts):
+                mode.stamp(piece, type_, origins)
             return result
     raise _refuse(rule.name, x, notes[0])
 
@@ -128,22 +128,22 @@ def _refuse(name: str, x: Tensor, note: Note) -> SpmdTypeError:
 
 
 def _bases() -> dict[Callable[..., Any], tuple[Callable[..., Any], bool]]:
-    found = {}
+    bases = {}
     for name in dir(torch):
         if name.startswith("_foreach_"):
             base = name.removeprefix("_foreach_")
-            plain = base.removesuffix("_")
+            name_of_base = base.removesuffix("_")
             inplace = base.endswith("_")
-            function = getattr(torch, plain, None) or getattr(Tensor, plain, None)
-            if plain == "norm":
+            function = getattr(torch, name_of_base, None) or getattr(Tensor, name_of_base, None)
+            if name_of_base == "norm":
                 function = torch.linalg.vector_norm
-            elif plain == "zero":
+            elif name_of_base == "zero":
                 function = torch.zeros_like
-            elif plain == "copy":
+            elif name_of_base == "copy":
                 function = torch.clone
             if function is not None:
-                found[getattr(torch, name)] = (function, inplace)
-    return found
+                bases[getattr(torch, name)] = (function, inplace)
+    return bases
 
 
 FOREACH = _bases()
@@ -154,8 +154,8 @@ def for_each(mode: Session, func: Callable[..., Any], args: tuple[Any, ...], kwa
     base, inplace = FOREACH[func]
     rule = RULES.get(base) or Rule(base.__name__, None)
     lists = [x for x in args if isinstance(x, (list, tuple)) and x and isinstance(x[0], Tensor)]
-    plain = {key: value for key, value in kwargs.items() if key not in ("dtype", "non_blocking")}
-    found: list[tuple[TensorType, Any]] = []
+    options = {key: value for key, value in kwargs.items() if key not in ("dtype", "non_blocking")}
+    results: list[tuple[TensorType, Any]] = []
     for index in range(len(lists[0])):
         row = tuple(x[index] if isinstance(x, (list, tuple)) and len(x) == len(lists[0]) else x for x in args)
         if base is torch.clone:
@@ -170,17 +170,17 @@ def for_each(mode: Session, func: Callable[..., Any], args: tuple[Any, ...], kwa
                 raise _refuse(rule.name, x, note)
             notes.append(note)
         if len(notes) < len(tensors):
-            found.append((TensorType.of({}, R), None))
+            results.append((TensorType.of({}, R), None))
             continue
-        judgement = mode.judge(rule, base, row, plain, tensors, notes)
+        judgement = mode.judge(rule, base, row, options, tensors, notes)
         if inplace:
             check_write(mode, rule, lists[0][index], judgement.types[0], tensors, notes)
-        found.append((judgement.types[0], mode.origins(judgement, notes)))
+        results.append((judgement.types[0], mode.origins(judgement, notes)))
     mode.operators += 1
     result = func(*args, **kwargs)
-    for x, (kind, origins) in zip(lists[0] if inplace else result, found):
+    for x, (type_, origins) in zip(lists[0] if inplace else result, results):
         if inplace:
-            note_write(mode, x, kind, origins)
+            note_write(mode, x, type_, origins)
         else:
-            mode.stamp(x, kind, origins)
+            mode.stamp(x, type_, origins)
     return result

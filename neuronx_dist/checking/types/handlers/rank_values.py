@@ -66,17 +66,17 @@ def counted(rule: Rule, spec: Spec, tensors: Sequence[Tensor], notes: Sequence[N
     if rule.name != "__getitem__" or not any(note.extra == COUNTED for note in notes[1:]) or not spec.ins:
         return spec
     ins, fixed = [*spec.ins], dict(spec.fixed)
-    given = [*(ins[0] or ())]
-    looked = [dim for dim, labels in enumerate(given) if len(labels) == 1 and spec.looked_up.intersection(labels)]
+    dims_of_x = [*(ins[0] or ())]
+    looked = [dim for dim, labels in enumerate(dims_of_x) if len(labels) == 1 and spec.looked_up.intersection(labels)]
     if len(looked) != len(tensors) - 1:
         return spec
     for index, dim in enumerate(looked, 1):
         wide = [labels for labels in ins[index] or () if any(spec.sizes[label] != 1 for label in labels)]
         if notes[index].extra == COUNTED and len(wide) == 1 and len(wide[0]) == 1:
             if spec.sizes[wide[0][0]] == tensors[0].shape[dim]:
-                fixed.pop(given[dim][0], None)
-                given[dim], ins[index] = wide[0], None
-    ins[0] = tuple(given)
+                fixed.pop(dims_of_x[dim][0], None)
+                dims_of_x[dim], ins[index] = wide[0], None
+    ins[0] = tuple(dims_of_x)
     return spec._replace(ins=tuple(ins), fixed=fixed)
 
 
@@ -94,8 +94,8 @@ def picked(mode: Session, rule: Rule, result: Any, args: tuple[Any, ...], kwargs
     if rule.name not in _CUTS or not isinstance(result, (tuple, list)):
         return result
     pieces = Pieces(result)
-    given = [x for x in args[1:] if isinstance(x, int)]
-    dim = kwargs.get("dim", given[-1] if len(given) > (rule.name in ("chunk", "split")) else 0)
+    numbers = [x for x in args[1:] if isinstance(x, int)]
+    dim = kwargs.get("dim", numbers[-1] if len(numbers) > (rule.name in ("chunk", "split")) else 0)
 
     def pick(index: RankValue) -> Tensor:
         piece: Tensor = tuple.__getitem__(pieces, concrete(index))
@@ -104,13 +104,13 @@ def picked(mode: Session, rule: Rule, result: Any, args: tuple[Any, ...], kwargs
             return piece
         atoms = atoms_of(tuple(index.names), mode.mesh) if mode.mesh is not None else ()
         own = len(index.names) == 1 and index.table == tuple(range(len(pieces))) and rule.name != "unbind"
-        found = note.type
+        type_ = note.type
         for atom in atoms:
-            before = found.get(atom)
-            kind: SpmdType = Shard(dim % piece.dim()) if own and before is R and mode.level == "G" else V
+            before = type_.get(atom)
+            spmd_type: SpmdType = Shard(dim % piece.dim()) if own and before is R and mode.level == "G" else V
             if before is None or before.letter != "P":
-                found = found.with_axis(atom, kind)
-        mode.stamp(piece, found, note.origins, note.extra)
+                type_ = type_.with_axis(atom, spmd_type)
+        mode.stamp(piece, type_, note.origins, note.extra)
         return piece
 
     pieces._pick = pick
