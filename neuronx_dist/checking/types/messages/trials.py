@@ -109,11 +109,14 @@ def size_of(mode: Any, axis: str) -> int | None:
         return None
 
 
-def changes_of(call: JudgedCall, index: int, axis: str, size: int | None, name: Named, level: str) -> Iterator[Change]:
-    """What may be done to an operand, and how likely it is what was forgotten (small: likely)."""
-    x, spmd_type = call.tensors[index], call.operands[index].type.get(axis)
-    if spmd_type is None or spmd_type.letter == "0":
-        return
+def _companions(call: JudgedCall, index: int, axis: str) -> tuple[set[Shard], bool, tuple[SpmdType, SpmdType]]:
+    """What the other operands of a call say about what is meant by one of them.
+
+    Returns:
+        How they are sharded; whether a sum is pending that nobody reduced; which of I and R, for a value that is the
+        same on all ranks, is likelier, and the other.
+    """
+    x = call.tensors[index]
     others = [
         (operand.type.get(axis), operand.differentiable)
         for i, operand in enumerate(call.operands)
@@ -126,9 +129,18 @@ def changes_of(call: JudgedCall, index: int, axis: str, size: int | None, name: 
     pending = any(k is P for k, _ in others) or contracted(call, axis) or any(
         operand.type.get(axis) is V and unreduced(tensor, axis) for operand, tensor in zip(call.operands, call.tensors)
     )  # fmt: skip
+    # Beside operands that are I and others that are R or vary, or beside none, a value is likely to end in the loss,
+    # which is I.
+    return shards, pending, (R, I) if (replicated or varying) and not invariant else (I, R)
+
+
+def changes_of(call: JudgedCall, index: int, axis: str, size: int | None, name: Named, level: str) -> Iterator[Change]:
+    """What may be done to an operand, and how likely it is what was forgotten (small: likely)."""
+    x, spmd_type = call.tensors[index], call.operands[index].type.get(axis)
+    if spmd_type is None or spmd_type.letter == "0":
+        return
+    shards, pending, (first, second) = _companions(call, index, axis)
     same = tuple(x.shape)
-    # What has both kinds of companions, or none, ends in a loss, which is I.
-    first, second = (R, I) if (replicated or varying) and not invariant else (I, R)
 
     def write(operator: str, src: SpmdType | None, dst: SpmdType | None, expert: bool = False) -> str:
         return call_of(operator, name.code, axis, src, dst, expert)

@@ -76,6 +76,14 @@ class Labels:
 # --- view, reshape, flatten ---
 
 
+def _common_ends(sizes: Sequence[int], into: Sequence[int]) -> tuple[int, int]:
+    """How many dims two shapes have in common at the front, and how many of the others at the end."""
+    shorter = min(len(sizes), len(into))
+    head = next((dim for dim in range(shorter) if sizes[dim] != into[dim]), shorter)
+    tail = next((dim for dim in range(shorter - head) if sizes[-1 - dim] != into[-1 - dim]), shorter - head)
+    return head, tail
+
+
 def regroup(source: Sequence[int], target: Sequence[int], inferred: int | None = None, name: str = "view") -> Spec:
     """Elements in the same order under another shape: each dim as a product of factors that both shapes have.
 
@@ -105,14 +113,11 @@ def regroup(source: Sequence[int], target: Sequence[int], inferred: int | None =
         ins[i].append(label)
         outs[j].append(label)
 
-    head = 0
-    while head < min(len(sizes), len(into)) and sizes[head] == into[head]:
-        both(head, head, sizes[head])
-        head += 1
-    tail = 0
-    while tail < min(len(sizes), len(into)) - head and sizes[-1 - tail] == into[-1 - tail]:
-        both(len(sizes) - 1 - tail, len(into) - 1 - tail, sizes[-1 - tail])
-        tail += 1
+    head, tail = _common_ends(sizes, into)
+    for dim in range(head):
+        both(dim, dim, sizes[dim])
+    for dim in range(1, tail + 1):
+        both(len(sizes) - dim, len(into) - dim, sizes[-dim])
 
     i, j, end, stop = head, head, len(sizes) - tail, len(into) - tail
     left = sizes[i] if i < end else 1  # what remains of the dims i and j
@@ -124,15 +129,13 @@ def regroup(source: Sequence[int], target: Sequence[int], inferred: int | None =
             i, j = i + 1, j + 1
             left, right = (sizes[i] if i < end else 1), (into[j] if j < stop else 1)
         elif i < end and sizes[i] == 1:
-            place = _home(j, opened, into, inferred)
-            if place is None:
+            home = _home(j, opened, into, inferred)
+            if home is None:
                 ins[i].append(builder.new(1, f"{name} removes it, so it has size 1 in the whole tensor too"))
-            elif place >= stop and outs[place]:  # a dim of the tail, which has its factor already: outside of that
-                label = builder.new(1)
-                ins[i].append(label)
-                outs[place].insert(outs[place].index(ins[place - len(into)][-1]), label)
+            elif home >= stop and outs[home]:  # a dim of the tail, which has its factor already: outside of that
+                _put_outside(builder, ins, outs, i, home)
             else:
-                both(i, place, 1)
+                both(i, home, 1)
             i += 1
             left = sizes[i] if i < end else 1
         elif j < stop and into[j] == 1:
@@ -158,6 +161,13 @@ def regroup(source: Sequence[int], target: Sequence[int], inferred: int | None =
                 j += 1
                 right = into[j] if j < stop else 1
     return builder.spec([ins], [outs])
+
+
+def _put_outside(builder: Labels, ins: list[list[int]], outs: list[list[int]], i: int, home: int) -> None:
+    """Dim i of the operand, of size 1, as the outer factor of dim `home` of the result, which has the same tail."""
+    label = builder.new(1)
+    ins[i].append(label)
+    outs[home].insert(outs[home].index(ins[home - len(outs)][-1]), label)
 
 
 def _home(j: int, opened: bool, into: list[int], inferred: int | None) -> int | None:
