@@ -68,13 +68,14 @@ class Communicator:
         self.rank = self.ranks.index(global_rank)
 
     def coordinate(self, like: torch.Tensor) -> int | torch.Tensor:
-        """`rank`, as computations on `like` should use it. Where they become one program for all ranks (XLA),
-        that is a 0-dim int64 tensor on that device instead of a number. `select.py` holds the usual ones.
+        """`rank`, as computations on `like` should use it.
+
+        Where they become one program for all ranks (XLA), that is a 0-dim int64 tensor on that device instead of a
+        number. `select.py` holds the usual computations.
         """
         return self.rank
 
-    # Buffers are contiguous; `gathered` and `scattered` have a leading dim of `size`. Each starts the work and returns
-    # it.
+    # Buffers are contiguous; `gathered` and `scattered` have a leading dim of `size`. Each returns the work it started.
     def start_all_reduce(self, buffer: torch.Tensor, op: str) -> WorkLike:
         raise self._unsupported("all_reduce")
 

@@ -29,9 +29,8 @@ class Context:
         self.mesh = mesh
         self.rank = backend.current_rank(mesh, rank)
         self.backend = backend
-        self.extras: dict[
-            str, Any
-        ] = {}  # what lives as long as the mesh: random streams, groups that a model asked for
+        # What lives as long as the mesh: random streams, groups that a model asked for.
+        self.extras: dict[str, Any] = {}
         self._communicators: dict[Hashable, Communicator] = {}
 
     def communicator(self, axis: AxisLike) -> Communicator:

@@ -54,8 +54,7 @@ def scattered_first(x: torch.Tensor, dim: int, comm: Communicator, verb: str) ->
     if x.shape[dim] % comm.size:
         raise ValueError(
             f"{verb} over {comm.axis}: unable to create {comm.size} partitions along dim {dim} of shape "
-            f"{tuple(x.shape)}: "
-            f"{x.shape[dim]} is not divisible by {comm.size}"
+            f"{tuple(x.shape)}: {x.shape[dim]} is not divisible by {comm.size}"
         )
     split = x.view(*x.shape[:dim], comm.size, x.shape[dim] // comm.size, *x.shape[dim + 1 :])
     return split if dim == 0 else split.movedim(dim, 0)

@@ -93,8 +93,9 @@ def all_gather(
     out: _Out = None,
     async_op: bool = False,
 ) -> Result:
-    """Concatenation along `dim` of every rank's `x`, which has the same shape everywhere: `[.., n, ..] -> [.., size*n,
-    ..]`.
+    """Concatenation along `dim` of every rank's `x`: `[.., n, ..] -> [.., size*n, ..]`.
+
+    `x` has the same shape on every rank.
     """
     if has_torch_function_unary(x):
         return _hand_over(all_gather, (x, axis), dim=dim, out=out, async_op=async_op)

@@ -54,8 +54,9 @@ class RNGStreams:
 
     @contextmanager
     def fork(self, name: str = TENSOR_PARALLEL) -> Iterator[None]:
-        """Random numbers drawn inside come from stream `name`, which remembers where it stopped; outside nothing
-        moves.
+        """Random numbers drawn inside come from stream `name`, which remembers where it stopped.
+
+        The stream outside stays where it is.
         """
         if name not in self._states:
             raise ValueError(
@@ -79,9 +80,7 @@ def streams() -> RNGStreams:
 
 
 def manual_seed(seed: int) -> None:
-    """Seeds the default stream with `seed` and the tensor-parallel one with `seed + 2718 + tp_rank`; forgets all
-    others.
-    """
+    """Seeds the default stream with `seed` and the tensor-parallel one with `seed + 2718 + tp_rank`; forgets others."""
     rank = context.current()
     all_streams = streams()
     all_streams.reset()
@@ -90,9 +89,7 @@ def manual_seed(seed: int) -> None:
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Activation checkpointing whose recomputation draws the same random numbers, from the default stream and from all
-    others.
-    """
+    """Activation checkpointing whose recomputation draws the same random numbers, from every stream."""
     all_streams = streams()
     own_program, rank = device_has_own_program(), context.current()
 

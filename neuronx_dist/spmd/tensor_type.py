@@ -106,9 +106,7 @@ class TensorType:
         return self
 
     def __reduce__(self) -> Any:
-        """Saved tensors have no types: a file is to be read where nobody knows of them, with `weights_only=True`
-        too.
-        """
+        """Saved tensors have no types: a file must be read, also with `weights_only=True` by anybody."""
         return OrderedDict, ()
 
 

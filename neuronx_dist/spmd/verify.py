@@ -235,8 +235,9 @@ def _sums(x: torch.Tensor) -> torch.Tensor:
 def _compare(
     axis: str, group: Any, values: dict[str, _Value], digests: dict[str, _Digest], label: str = ""
 ) -> list[_Finding]:
-    """What is wrong, or strange, in this rank's group; its ranks come to the same result. `label`: what this rank calls
-    the values.
+    """What is wrong, or strange, in this rank's group; its ranks come to the same result.
+
+    `label`: what this rank calls the values.
     """
     ranks = list(comm.communicator(group).ranks)
     tables = _exchange({name: digests[name] for name in values}, group)

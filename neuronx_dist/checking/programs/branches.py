@@ -34,9 +34,7 @@ def differences(explored: Explored, most: int = 20) -> list[str]:
 
 
 def compare_branches(explored: Explored) -> list[Problem]:
-    """Operators of the user's that some ranks call otherwise, or not at all, and whose result is typed as equal on all
-    of them.
-    """
+    """Operators of the user's that some ranks call otherwise, or not at all, though the result is typed as equal."""
     for one, other in _pairs(explored):
         axes = _axes_between(explored.mesh, one.rank, other.rank)
         first, second = ([op for op in program.ops if not op.inside] for program in (one, other))

@@ -169,8 +169,7 @@ def _type_of(result: Any) -> TensorType | None:
 
 
 def user_site() -> tuple[tuple[str, int], bool]:
-    """(file, line) of the nearest frame that is neither torch's nor this package's; whether some of this package's are
-    nearer.
+    """(file, line) of the nearest frame of the user's, and whether some of this package's frames are nearer.
 
     Of what the check itself starts (the gradient reduction, a default optimizer) it is the nearest of all.
     """

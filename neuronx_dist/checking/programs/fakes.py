@@ -16,7 +16,9 @@ __all__ = ["QuietFakeMode", "fake_inputs", "make_fake", "no_messages", "optimize
 
 
 class QuietFakeMode(FakeTensorMode):
-    """Fake tensors compute with torch functions of their own, which are no part of the program: in backward, where
+    """A mode for fake tensors that no TorchFunctionMode sees at work.
+
+    Fake tensors compute with torch functions of their own, which are no part of the program: in backward, where
     autograd asks for them, a TorchFunctionMode would see them.
     """
 

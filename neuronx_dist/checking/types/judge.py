@@ -360,8 +360,10 @@ def _reduced(
 
 
 def _disentangle(call: _Call, result_types: Sequence[dict[str, SpmdType]]) -> None:
-    """Of two axes that shard one dim in the same way the first one of the mesh has the outer factor. Where dims of
-    local size 1 are merged the other way round, the types could not say so: the inner one varies.
+    """Makes the inner one of two axes V where they shard one dim of a result in an order that types cannot say.
+
+    Of two axes that shard one dim in the same way the first one of the mesh has the outer factor. Merging dims of local
+    size 1 can put them the other way round.
     """
     if call.spec is None or len(call.places) < 2:
         return

@@ -121,13 +121,11 @@ class C10dCommunicator(Communicator):
         if "imed out" in text or "timeout" in text.lower():
             raise CommTimeout(
                 f"{what} timed out: some rank of the group did not take part. It is stuck, much slower, or went "
-                "another way "
-                f"through the program. ({text.splitlines()[0][:200]})"
+                f"another way through the program. ({text.splitlines()[0][:200]})"
             ) from error
         raise CommError(
-            f"{what} failed: a rank of the group was lost without a message (killed, out of memory, or its host "
-            "is down). "
-            f"({text.splitlines()[0][:200]})"
+            f"{what} failed: a rank of the group was lost without a message (killed, out of memory, or its host is "
+            f"down). ({text.splitlines()[0][:200]})"
         ) from error
 
 
@@ -176,9 +174,8 @@ class C10dBackend(Backend):
     def wrap(self, group: Any, global_rank: int) -> Communicator:
         if not isinstance(group, dist.ProcessGroup):
             raise TypeError(
-                "axis must be a mesh axis name, a tuple of names, or a torch.distributed.ProcessGroup that "
-                "holds this rank; "
-                f"got {group!r}"
+                "axis must be a mesh axis name, a tuple of names, or a torch.distributed.ProcessGroup that holds this "
+                f"rank; got {group!r}"
             )
         return self._join(group, group.group_desc or "group", dist.get_process_group_ranks(group), global_rank)
 

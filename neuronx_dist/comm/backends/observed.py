@@ -9,8 +9,7 @@
 
 Inside, `comm.rank(axis)`, `current().rank`, `mesh.coordinate(axis, current().rank)`, `mesh.group_of(axis, rank)` and a
 communicator's `rank`, `global_rank` and `ranks` are `RankValue`s (comm/rank_values.py says what counts as a read).
-To check a whole mesh: play rank 0; then, while there is a rank that is not `same_program` to any that was played, play
-it.
+To check a whole mesh: play rank 0; then each rank that is not `same_program` to any that was played before.
 """
 
 from __future__ import annotations

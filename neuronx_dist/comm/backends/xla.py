@@ -69,8 +69,11 @@ class Issued(NamedTuple):
 
 
 class XlaCommunicator(Communicator):
-    """Attributes as of every Communicator, `groups`: the ranks of all groups along the axis, and `crosses_stages`:
-    whether ranks of several pipeline stages, which have different programs, are in one of them.
+    """A communicator whose collectives become instructions of a program.
+
+    Attributes:
+        groups: the ranks of all groups along the axis.
+        crosses_stages: whether ranks of several pipeline stages, which have different programs, are in one of them.
     """
 
     def __init__(

@@ -201,8 +201,7 @@ def stale(mode: Session, x: Tensor, note: Note) -> Note:
 
 
 def _joined(own: SpmdType, old: SpmdType | None, new: SpmdType, full: bool, differentiable: bool) -> SpmdType | None:
-    """What a tensor of type `own` is after a view of its memory went from `old` to `new`; None: nothing that has a
-    type.
+    """The type of a tensor that was `own`, after a view of its memory went from `old` to `new`; None: it has none now.
 
     `full`: the view is all of the memory, so that nothing else is left in it.
     """

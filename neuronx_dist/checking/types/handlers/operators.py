@@ -191,8 +191,8 @@ def joined(types: dict[str, SpmdType], axes: Sequence[str], dim: int, count: int
 def cut(types: dict[str, SpmdType], axes: Sequence[str], dim: int, count: int) -> SpmdType:
     """The type on `axes` when `dim` is cut into `count` pieces over them; those of other axes are changed with it.
 
-    V where the pieces are no shard of the whole: another axis of the same dim has the outer factor then, against the
-    convention.
+    V where the pieces are no shard of the whole: against the convention, another axis of the same dim has the outer
+    factor then.
     """
     result: SpmdType = Shard(dim)
     for axis, spmd_type in types.items():

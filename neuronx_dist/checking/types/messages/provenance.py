@@ -265,8 +265,9 @@ def _node_of(x: Tensor) -> Any:
 
 
 def leaf_of(x: Tensor, matches: Callable[[Tensor], bool]) -> Tensor | None:
-    """The nearest leaf or saved operand, on the way back from `x` and not behind a collective, of which `matches` is
-    true. Nothing is found of a tensor without a gradient.
+    """The nearest leaf or saved operand on the way back from `x` of which `matches` is true; None if there is none.
+
+    The search ends at collectives, and finds nothing for a tensor without a gradient.
     """
     return next((leaf for leaf in _leaves(_node_of(x), matches) if leaf is not x), None)
 
@@ -285,8 +286,9 @@ def _leaves(start: Any, matches: Callable[[Tensor], bool], limit: int = 300) -> 
 
 
 def contracts(x: Tensor, varies: Callable[[Tensor], bool]) -> bool:
-    """Whether `x` comes, but for views and sums, from a product of two operands of both of which `varies` is true, or
-    that were made from such.
+    """Whether `x` comes, but for views and sums, from a product of two operands that both vary.
+
+    `varies` has to be true of the operand, or of something that it was made from.
     """
     queue: list[Any] = [_node_of(x)]
     seen: set[Any] = set()

@@ -57,8 +57,9 @@ def _bias(
 
 
 def _moved(here: Site, remaining: str, added: str, dst: SpmdType) -> Repair | None:
-    """`+ added` taken out of the expression under evaluation, which becomes `remaining`, and put behind the reduction that
-    follows: around it, or later in the function, of the variable that it is assigned to.
+    """Takes `+ added` out of the expression here, which becomes `remaining`, and adds it after the reduction.
+
+    The reduction follows: around the expression, or later in the function, of the variable that it is assigned to.
     """
     node, statement = here.node, here.statement()
     name = ""

@@ -128,8 +128,9 @@ def _place(
     tensors: list[list[Dim]],
     out: list[Dim],
 ) -> None:
-    """Puts the dims of the index tensors, broadcast against each other, into `out`: in place of the indexed dims if
-    these are side by side, else at the front.
+    """Puts the dims of the index tensors, broadcast against each other, into `out`.
+
+    They stand in place of the indexed dims if these are side by side, else at the front.
     """
     if not tables:
         return

@@ -92,8 +92,9 @@ rule(torch.index_put_, Tensor.index_put_, kind="decompose", decompose=_put, inpl
 
 
 def _with_table(builder: Labels, shape: Sequence[int], index: Sequence[int], dim: int) -> tuple[Any, Any]:
-    """Dims of a tensor and of an index of as many dims, which names positions along `dim`; in the others the index
-    may be shorter.
+    """Dims of a tensor and of an index of as many dims, which names positions along `dim`.
+
+    In the other dims the index may be shorter.
     """
     ins: list[tuple[int, ...]] = []
     table: list[tuple[int, ...]] = []

@@ -1,5 +1,7 @@
-"""Rules of the rest: forms that copy what a view shares, writes into slices, Fourier transforms, sampling of images,
-counts and sets, and low-level twins of functions that have rules.
+"""Rules of the rest.
+
+Forms that copy what a view shares, writes into slices, Fourier transforms, sampling of images, counts and sets, and
+low-level twins of functions that have rules.
 """
 
 from __future__ import annotations
@@ -192,8 +194,10 @@ if hasattr(F, "linear_cross_entropy"):
 
 
 def grouped_mm(input: Tensor, mat2: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, **_: Any) -> Spec:
-    """A product for each group (an expert): `[tokens, k]` and `[groups, k, n]`, or `[m, tokens]` and `[tokens, n]`,
-    in which the offsets cut the tokens into groups; or `[groups, m, k]` and `[groups, k, n]`.
+    """A product for each group (an expert).
+
+    Of `[tokens, k]` and `[groups, k, n]`, or of `[m, tokens]` and `[tokens, n]`, in which the offsets cut the tokens
+    into groups; or of `[groups, m, k]` and `[groups, k, n]`.
     """
     whole, group = "the offsets of the groups count its positions", "each group has offsets of its own"
     last = mat2.shape[-1]

@@ -84,6 +84,7 @@ def _common_ends(sizes: Sequence[int], into: Sequence[int]) -> tuple[int, int]:
     return head, tail
 
 
+# Long because it is one walk through both shapes, whose cases share where it is in each and what is left there.
 def regroup(source: Sequence[int], target: Sequence[int], inferred: int | None = None, name: str = "view") -> Spec:
     """Elements in the same order under another shape: each dim as a product of factors that both shapes have.
 
