@@ -14,6 +14,7 @@ from .programs.branches import compare_branches, differences
 from .programs.calls import Deadline, OutOfTime
 from .programs.compare import compare_events, compare_schedule
 from .programs.explore import Explored, Failure, explore
+from .programs.numeric import compare_values
 from .programs.played import ReadsValues, Subject
 from .report import Problem, Report
 
@@ -91,8 +92,6 @@ def check(
         for problem in compared or compare_branches(explored):
             report.add(problem)
     if numeric and report.ok:
-        from .programs.numeric import compare_values
-
         try:
             for problem in compare_values(subject, grid, deadline, report.notes):
                 report.add(problem)

@@ -14,7 +14,7 @@ from ...comm.rank_values import RankValue, rank_values_in
 from ...spmd.tensor_type import TensorType, type_of
 from ..types.mode import SpmdTypeMode
 
-__all__ = ["Deadline", "Op", "OutOfTime", "Trace"]
+__all__ = ["Deadline", "Op", "OutOfTime", "OpRecorder"]
 
 # Questions, not operators; nothing depends on how often they are asked.
 _GETTERS = {
@@ -83,8 +83,8 @@ class Op(NamedTuple):
         return f"{self.site[0]}:{self.site[1]}"
 
 
-class Trace(TorchFunctionMode):
-    """Notes every operator that the program calls; not what autograd calls in backward, which follows from it.
+class OpRecorder(TorchFunctionMode):
+    """Records every operator that the program calls; not what autograd calls in backward, which follows from it.
 
     Args:
         types: the type checker that is at work outside of it, whose own calls are none of the program's.

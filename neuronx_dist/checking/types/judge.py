@@ -53,14 +53,16 @@ class Judgement(NamedTuple):
     assumed: tuple[str, ...]
 
 
-class _Call(NamedTuple):
+class _CallFacts(NamedTuple):
+    """What the judgement of every axis reads of a call; the last two are filled by it."""
+
     rule: Rule
     spec: Spec | None
     operands: Sequence[Operand]
-    groups: Sequence[frozenset[int]]
-    results: int
+    groups: Sequence[frozenset[int]]  # of operands in which the call is jointly linear
+    results: int  # how many
     assumed: list[str]
-    places: dict[str, ShardPosition]  # of the axes that shard an operand
+    positions: dict[str, ShardPosition]  # by axis: where it shards the operands
 
 
 def judge(rule: Rule, spec: Spec | None, operands: Sequence[Operand], affine: bool, count: int) -> Judgement:
@@ -82,7 +84,7 @@ def judge(rule: Rule, spec: Spec | None, operands: Sequence[Operand], affine: bo
         groups = [frozenset(group) & everything for group in rule.linear]
     if spec is not None and len(spec.ins) < len(operands):  # operands that are no tensors: numbers that vary
         spec = spec._replace(ins=(*spec.ins, *((),) * (len(operands) - len(spec.ins))))
-    call = _Call(rule, spec, operands, groups, count, [], {})
+    call = _CallFacts(rule, spec, operands, groups, count, [], {})
     axes = sorted({axis for operand in operands for axis in operand.type.types})
     result_types: list[dict[str, SpmdType]] = [{} for _ in range(count)]
     born: dict[str, str] = {}
@@ -102,7 +104,7 @@ def judge(rule: Rule, spec: Spec | None, operands: Sequence[Operand], affine: bo
     return Judgement(tuple(map(TensorType.of, result_types, equal)), born, tuple(call.assumed))
 
 
-def _on_axis(call: _Call, axis: str, operand_types: Sequence[SpmdType | None]) -> list[SpmdType]:
+def _on_axis(call: _CallFacts, axis: str, operand_types: Sequence[SpmdType | None]) -> list[SpmdType]:
     spec = call.spec
     spmd_types: list[SpmdType | None] = list(operand_types)
     for index, spmd_type in enumerate(spmd_types):
@@ -139,7 +141,7 @@ def _on_axis(call: _Call, axis: str, operand_types: Sequence[SpmdType | None]) -
     return _sharded(call, spec, axis, known, sharded, varying, partial)
 
 
-def _equals(call: _Call, axis: str, spmd_types: Sequence[SpmdType]) -> list[SpmdType]:
+def _equals(call: _CallFacts, axis: str, spmd_types: Sequence[SpmdType]) -> list[SpmdType]:
     """The results of operands that are the same on all ranks, with the dims along which they are repeated."""
     spmd_type, spec = _equal(call, axis, spmd_types), call.spec
     expands = call.rule.name in EXPANDS
@@ -176,7 +178,7 @@ def _equals(call: _Call, axis: str, spmd_types: Sequence[SpmdType]) -> list[Spmd
     return result_types + [R] * (call.results - len(result_types))
 
 
-def _equal(call: _Call, axis: str, spmd_types: Sequence[SpmdType]) -> SpmdType:
+def _equal(call: _CallFacts, axis: str, spmd_types: Sequence[SpmdType]) -> SpmdType:
     """All operands are the same on all ranks of the axis."""
     if all(spmd_type is R for spmd_type in spmd_types):
         return R if spmd_types else UNIFORM
@@ -204,7 +206,7 @@ def _equal(call: _Call, axis: str, spmd_types: Sequence[SpmdType]) -> SpmdType:
     return I if all(spmd_type is I or spmd_type is UNIFORM or spmd_type is ZERO for spmd_type in spmd_types) else R
 
 
-def _by_position(call: _Call) -> bool:
+def _by_position(call: _CallFacts) -> bool:
     """Whether positions in a result say which operand, or which value, is there (cat, one_hot): no constant then."""
     if call.spec is None or call.rule.name in EXPANDS:
         return False
@@ -213,7 +215,7 @@ def _by_position(call: _Call) -> bool:
     return bool(result_labels - operand_labels)
 
 
-def _partial(call: _Call, axis: str, spmd_types: Sequence[SpmdType], partial: Sequence[int]) -> SpmdType:
+def _partial(call: _CallFacts, axis: str, spmd_types: Sequence[SpmdType], partial: Sequence[int]) -> SpmdType:
     """Some operands are P, none varies."""
     spmd_type = spmd_types[partial[0]]
     name = call.rule.name
@@ -242,7 +244,7 @@ def _partial(call: _Call, axis: str, spmd_types: Sequence[SpmdType], partial: Se
 
 
 def _sharded(
-    call: _Call,
+    call: _CallFacts,
     spec: Spec,
     axis: str,
     spmd_types: Sequence[SpmdType],
@@ -269,7 +271,7 @@ def _sharded(
                 why += "these are different dims of the result, and every rank has but one pair of pieces"
             raise Violation("shards", axis, why, [index, first])
     assert position is not None
-    call.places[axis] = position
+    call.positions[axis] = position
     label = position.label
     having = [i for i, dims in enumerate(spec.ins) if dims is not None and any(label in dim for dim in dims)]
     unknown = [index for index in varying if index not in sharded]
@@ -315,7 +317,7 @@ def _repeats(spmd_type: SpmdType, dims: Dims | None, label: int) -> bool:
 
 
 def _reduced(
-    call: _Call,
+    call: _CallFacts,
     spec: Spec,
     axis: str,
     spmd_types: Sequence[SpmdType],
@@ -359,18 +361,18 @@ def _reduced(
     return P
 
 
-def _disentangle(call: _Call, result_types: Sequence[dict[str, SpmdType]]) -> None:
+def _disentangle(call: _CallFacts, result_types: Sequence[dict[str, SpmdType]]) -> None:
     """Makes the inner one of two axes V where they shard one dim of a result in an order that types cannot say.
 
     Of two axes that shard one dim in the same way the first one of the mesh has the outer factor. Merging dims of local
     size 1 can put them the other way round.
     """
-    if call.spec is None or len(call.places) < 2:
+    if call.spec is None or len(call.positions) < 2:
         return
     for types, out in zip(result_types, call.spec.outs):
-        for first, second in combinations(sorted(call.places, key=order_of), 2):
+        for first, second in combinations(sorted(call.positions, key=order_of), 2):
             one, two = types.get(first), types.get(second)
             if isinstance(one, Shard) and isinstance(two, Shard) and (one.dim, one.stride) == (two.dim, two.stride):
                 labels = out[one.dim]
-                if labels.index(call.places[first].label) > labels.index(call.places[second].label):
+                if labels.index(call.positions[first].label) > labels.index(call.positions[second].label):
                     types[first] = V

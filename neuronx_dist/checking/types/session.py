@@ -30,7 +30,26 @@ _sessions = count(time.time_ns())  # no note of another process, out of a file, 
 
 
 class Session(TorchFunctionMode):
-    """See `SpmdTypeMode`."""
+    """What handlers and messages know of the mode that calls them: see `SpmdTypeMode`, which is one.
+
+    Attributes:
+        mesh, level, strict: as given to the mode.
+        session: serial number of this mode, which its notes have.
+        assumed, trusted: (text, line) -> how often.
+        num_assumptions: how often anything was assumed or trusted: a judgement during which it moved is not cached.
+        operators, collectives: how many were checked.
+        record: called with `(function name, arguments, line)` of each call, if it is set.
+        modules: id of a module -> its path, for messages.
+        tied: id of a parameter -> the ranks that hold it, for parameters that several stages have.
+        writes: of memory that was written in place, by its storage (handlers/inplace.py).
+        compared: fused functions, with types and shapes, that were compared with their composition.
+        known: operators that were judged, on this mesh; and the atoms of axes.
+        paused: how many `pause` are entered; nothing is looked at while it is not 0.
+        probing: how many `trial` are entered; errors raised meanwhile are caught, and need no good message.
+        symbolic: ranks are RankValues: one rank is played in place of many.
+        received: `(tensor, axis) -> type` of what a pipeline stage gets by `comm.recv`; None: nobody knows.
+        sent: `(tensor, axis)`, called at each `comm.send`.
+    """
 
     def __init__(self, mesh: Any, level: str, strict: bool) -> None:
         super().__init__()
@@ -41,17 +60,17 @@ class Session(TorchFunctionMode):
         self.trusted: dict[tuple[str, str], int] = {}
         self.operators = self.collectives = 0
         self.record: Callable[[str, Any, str], None] | None = None
-        self.modules: dict[int, str] = {}  # id -> path
-        self.tied: dict[int, Any] = {}  # id of a parameter -> the ranks that hold it
-        self.writes: dict[int, Any] = {}  # of memory that was written in place: see inplace.py
-        self.compared: set[Any] = set()  # fused functions, with types and shapes, that were compared
+        self.modules: dict[int, str] = {}
+        self.tied: dict[int, Any] = {}
+        self.writes: dict[int, Any] = {}
+        self.compared: set[Any] = set()
         self.paused = 0
-        self.received: Callable[[Tensor, Any], TensorType | None] | None = None  # types of what `recv` gives
+        self.received: Callable[[Tensor, Any], TensorType | None] | None = None
         self.sent: Callable[[Tensor, Any], None] | None = None
         self.probing = 0
-        self.symbolic = False  # ranks are RankValues
-        self.known: dict[Any, Any] = {}  # operators that were judged, on this mesh
-        self.num_assumptions = 0  # how often something was assumed or trusted
+        self.symbolic = False
+        self.known: dict[Any, Any] = {}
+        self.num_assumptions = 0
 
     # --- what the mode knows to do, and handlers ask of it
 

@@ -33,13 +33,12 @@ __all__ = ["adopt", "apply_function", "check_loss", "handlers"]
 class _Signature:
     """Types of the inputs and outputs of one call of a function; None for what is no tensor."""
 
-    __slots__ = ("inputs", "mode", "name", "outputs", "probing", "where")
+    __slots__ = ("inputs", "mode", "name", "outputs", "where")
 
     def __init__(self, mode: Session, name: str, inputs: Sequence[TensorType | None]) -> None:
         self.mode, self.name, self.inputs = mode, name, inputs
         self.outputs: list[TensorType | None] = []
         self.where = call_site()
-        self.probing = False
 
 
 _checked: dict[Any, Any] = {}

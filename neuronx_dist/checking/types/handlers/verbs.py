@@ -84,7 +84,7 @@ def verb_type(
         if actual is None:
             why = f"it has no type on {atom}"
             raise operator_error(mode, f"comm.{name}", x, note, atom, None, None, why, "no_type")
-        types[atom] = _VERBS[name](_Operand(mode, name, x, note, atom, actual, kwargs))
+        types[atom] = _VERBS[name](_VerbOperand(mode, name, x, note, atom, actual, kwargs))
     if type_.shaped and axes and name in ("all_gather", "reduce_scatter", "all_to_all"):
         _beside(name, x, type_, types, axes, kwargs, count)
         if getattr(type_.rest, "along", None):
@@ -136,7 +136,7 @@ def _beside(
             types.update(dict.fromkeys(axes, piece))
 
 
-class _Operand(NamedTuple):
+class _VerbOperand(NamedTuple):
     """What a verb is called with: a tensor, and its type on one axis."""
 
     mode: Session
@@ -154,7 +154,7 @@ class _Operand(NamedTuple):
         return operator_error(self.mode, f"comm.{self.verb}", self.x, self.note, self.atom, None, None, why, rule)
 
 
-def _reduce(operand: _Operand) -> SpmdType:
+def _reduce(operand: _VerbOperand) -> SpmdType:
     op, spmd_type, atom = operand.kwargs.get("op", "sum"), operand.type, operand.atom
     if spmd_type.letter == "P":
         if spmd_type.reduction == op:
@@ -177,7 +177,7 @@ def _reduce(operand: _Operand) -> SpmdType:
     raise operand.error(why, "reduced_twice")
 
 
-def _gather(operand: _Operand) -> SpmdType:
+def _gather(operand: _VerbOperand) -> SpmdType:
     dim, spmd_type = operand.dim(), operand.type
     if spmd_type.letter == "P":
         raise operand.error("it is a partial sum: a gather puts summands side by side", "gather_of_sum")
@@ -189,12 +189,12 @@ def _gather(operand: _Operand) -> SpmdType:
     return R
 
 
-def _scatter(operand: _Operand) -> SpmdType:
+def _scatter(operand: _VerbOperand) -> SpmdType:
     _reduce(operand._replace(verb="all_reduce"))
     return Shard(operand.dim()) if operand.mode.level == "G" else V
 
 
-def _exchange(operand: _Operand) -> SpmdType:
+def _exchange(operand: _VerbOperand) -> SpmdType:
     split, concat, spmd_type = operand.dim("split_dim"), operand.dim("concat_dim"), operand.type
     if spmd_type.letter == "P":
         raise operand.error("it is a partial sum: pieces of summands are not pieces of the sum", "gather_of_sum")
@@ -202,17 +202,17 @@ def _exchange(operand: _Operand) -> SpmdType:
     return Shard(split) if sharded else V
 
 
-def _broadcast(operand: _Operand) -> SpmdType:
+def _broadcast(operand: _VerbOperand) -> SpmdType:
     if operand.type.letter == "P":
         raise operand.error("it is a partial sum: one summand is not the sum", "gather_of_sum")
     return R
 
 
-def _permute(operand: _Operand) -> SpmdType:
+def _permute(operand: _VerbOperand) -> SpmdType:
     return V
 
 
-_VERBS: dict[str, Callable[[_Operand], SpmdType]] = {
+_VERBS: dict[str, Callable[[_VerbOperand], SpmdType]] = {
     "all_reduce": _reduce,
     "all_gather": _gather,
     "reduce_scatter": _scatter,

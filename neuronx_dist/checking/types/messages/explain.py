@@ -55,7 +55,7 @@ def shown(x: Tensor, type_: TensorType | None, name: str | None = None) -> str:
     return f"{name + ' ' if name else ''}{list(x.shape)}{types}"
 
 
-def _place(mode: Session) -> str:
+def _location(mode: Session) -> str:
     return ", ".join(part for part in (module_path(mode.modules), call_site()) if part)
 
 
@@ -128,7 +128,7 @@ def explain(mode: Session, violation: Violation, call: JudgedCall) -> SpmdTypeEr
     if violation.rule == "no_type" and why.startswith("it "):
         why = names[violation.operands[0]].label + why[2:]
     return SpmdTypeError(
-        f"{call.rule.name}({listed}) at {_place(mode)}",
+        f"{call.rule.name}({listed}) at {_location(mode)}",
         f"on {axis}{subject_text}: {why}" if subject_text else f"on {axis}: {why}",
         where_from=lines,
         repairs=find_repairs(mode, violation, call, names, here),
@@ -171,7 +171,7 @@ def explain_shapes(mode: Session, call: JudgedCall, error: Exception | None = No
             listed = ", ".join(shown(x, o.type, n.label) for x, o, n in zip(call.tensors, call.operands, names))
             sharded = [line for x, n in zip(call.tensors, names) for line in since(x, n.label, axis)]
             return SpmdTypeError(
-                f"{call.rule.name}({listed}) at {_place(mode)}",
+                f"{call.rule.name}({listed}) at {_location(mode)}",
                 f"on {axis}, the shapes do not fit, and would if all operands were whole, or all were pieces{of_torch}",
                 where_from=sharded,
                 repairs=[repair for _, repair in repairs[:4]],
@@ -188,7 +188,7 @@ def missing_type(mode: Session, x: Tensor, function: str) -> SpmdTypeError:
     name = name_operands([x], here)[0]
     code = f"spmd.assert_type({name.code or 'x'}, {{{axes}}})"
     return SpmdTypeError(
-        f"{function} at {_place(mode)} is given {shown(x, None, name.label)}, which has no type",
+        f"{function} at {_location(mode)} is given {shown(x, None, name.label)}, which has no type",
         "it was made outside of the check, and nobody said whether it is equal on all ranks",
         repairs=[Repair(f"{code} where it is made", edit_of(here, name.node, code)), "make it inside of the check"],
         rule="no_type",
@@ -231,7 +231,7 @@ def operator_error(
     if why.startswith("it is ") and named.label:
         why = named.label + why[2:]
     return SpmdTypeError(
-        f"{name}({shown(x, note.type, named.label)}, {axis!r}{arrow}) at {_place(mode)}",
+        f"{name}({shown(x, note.type, named.label)}, {axis!r}{arrow}) at {_location(mode)}",
         f"on {axis}, {why}",
         where_from=since(x, named.label, axis, note),
         repairs=repairs,
@@ -263,7 +263,7 @@ def loss_error(mode: Session, loss: Tensor, type_: TensorType, axis: str, spmd_t
         offer(call_of("reinterpret", name.code, axis, src, P), f": if the sum over {axis} is meant")
         offer(call_of("all_reduce", name.code, axis, None, I), ": the same, and every rank sees the sum")
     return SpmdTypeError(
-        f"backward of {shown(loss, type_, name.label)} at {_place(mode)}",
+        f"backward of {shown(loss, type_, name.label)} at {_location(mode)}",
         f"on {axis} the loss {why}",
         where_from=since(loss, name.label or "the loss", axis),
         repairs=repairs,
@@ -351,7 +351,7 @@ def write_error(
     repairs.append("write to a new tensor")
     keeps = "a parameter keeps" if isinstance(target, nn.Parameter) else "what has a gradient keeps"
     return SpmdTypeError(
-        f"{name}({', '.join(shown(x, t, n.label) for x, t, n in zip(tensors, types, names))}) at {_place(mode)}",
+        f"{name}({', '.join(shown(x, t, n.label) for x, t, n in zip(tensors, types, names))}) at {_location(mode)}",
         f"on {axis} {label or 'what is written to'} is {before} and would become {after}: {keeps} its type",
         where_from=lines,
         repairs=repairs,
@@ -364,7 +364,7 @@ def data_error(mode: Session, name: str, target: Tensor, note: Note) -> SpmdType
     """The error for a write through `.data`."""
     label = name_of(target)
     return SpmdTypeError(
-        f"{name} at {_place(mode)} writes to {shown(target, note.type, label)}, which came from .data",
+        f"{name} at {_location(mode)} writes to {shown(target, note.type, label)}, which came from .data",
         "autograd does not see writes through .data, and neither do types",
         repairs=[f"with torch.no_grad(): write to {label.removesuffix('.data') or 'the tensor itself'}"],
         rule="data",

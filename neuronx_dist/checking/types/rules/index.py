@@ -106,7 +106,7 @@ def indexed(builder: Labels, shape: Sequence[int], index: Any) -> Indexed:
             if own:
                 tensors.append(dims)
     masked = len(items) == 2 and len(tensors) == 1 and items[-1] is Ellipsis and items[0].dtype is torch.bool
-    _place(builder, tables, tensors, out)
+    _insert_tables(builder, tables, tensors, out)
     return Indexed(x, tensors, out, masked)
 
 
@@ -122,7 +122,7 @@ def _sliced(builder: Labels, length: int, item: slice) -> tuple[Dim, Dim]:
     return dim, part
 
 
-def _place(
+def _insert_tables(
     builder: Labels,
     tables: list[tuple[int, list[Dim], tuple[int, ...]]],
     tensors: list[list[Dim]],
