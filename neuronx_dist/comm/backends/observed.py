@@ -102,8 +102,8 @@ class CheckCommunicator(ShapesCommunicator):
         self._groups = groups
         self._axis = tuple(axis.split(",")) if "," in axis else axis if axis else ()
         self._on_mesh = on_mesh
-        self.plain_ranks = tuple(next(group for group in groups if observed.number in group))
-        self.size = len(self.plain_ranks)
+        self.concrete_ranks = tuple(next(group for group in groups if observed.number in group))
+        self.size = len(self.concrete_ranks)
         self._rank: int | None = None
         self._ranks: tuple[int, ...] | None = None
         if symbolic and len({len(group) for group in groups} - {1}) > 1:
@@ -121,7 +121,7 @@ class CheckCommunicator(ShapesCommunicator):
         """This rank's index in the group, as a RankValue."""
         if self._rank is None:
             if not self._symbolic:
-                self._rank = self.plain_ranks.index(self._observed.number)
+                self._rank = self.concrete_ranks.index(self._observed.number)
             elif self._on_mesh:
                 self._rank = self._observed.mesh.coordinate(self._axis, self._observed.rank)
             else:
@@ -137,7 +137,7 @@ class CheckCommunicator(ShapesCommunicator):
         """The global ranks of the group: numbers that depend on where this rank is along the other axes."""
         if self._ranks is None:
             if not self._symbolic:
-                self._ranks = self.plain_ranks
+                self._ranks = self.concrete_ranks
             elif isinstance(self.size, RankValue):
                 by_rank = {rank: tuple(group) for group in self._groups for rank in group}
                 return self._observed.read(DENSE_AXES, self._observed.table_by_rank(by_rank))
@@ -160,12 +160,12 @@ class CheckCommunicator(ShapesCommunicator):
             op,
             tuple(map(int, x.shape)) if x is not None else None,
             x.dtype if x is not None else None,
-            self.plain_ranks,
+            self.concrete_ranks,
             self._observed.number,
             where,
             inside,
             self.backend.phase,
-            peer=self.plain_ranks[concrete(peer)] if peer is not None else None,
+            peer=self.concrete_ranks[concrete(peer)] if peer is not None else None,
             communicator=self,
             peer_index=peer,
             **more,
@@ -211,11 +211,11 @@ class CheckCommunicator(ShapesCommunicator):
         return [obj] * self.size
 
     def describe(self, verb: str) -> str:
-        ranks = f"ranks {list(self.plain_ranks)}, seen from rank {self._observed.number}"
+        ranks = f"ranks {list(self.concrete_ranks)}, seen from rank {self._observed.number}"
         return f"{verb} over {self.axis} ({ranks}) at {call_site()}"
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}(axis={self.axis!r}, ranks={list(self.plain_ranks)}, rank={concrete(self.rank)})"
+        return f"{type(self).__name__}(axis={self.axis!r}, ranks={list(self.concrete_ranks)}, rank={concrete(self.rank)})"
 
 
 class CheckBackend(Backend):

@@ -67,16 +67,16 @@ def indexed(builder: Labels, shape: Sequence[int], index: Any) -> Indexed:
         torch.as_tensor(item) if not isinstance(item, (Tensor, int, slice, type(None), type(...))) else item
         for item in _items(index)
     ]
-    given = [isinstance(item, Tensor) for item in _items(index)]
+    are_tensors = [isinstance(item, Tensor) for item in _items(index)]
     if not any(item is Ellipsis for item in items):
         items.append(...)
-        given.append(False)
+        are_tensors.append(False)
     missing = len(shape) - sum(_consumed(item) for item in items)
     x: list[Dim] = []
     tensors: list[list[Dim]] = []
     out: list[Dim] = []
     tables: list[tuple[int, list[Dim], tuple[int, ...]]] = []  # of index tensors: where in `out`, dims, shape
-    for item, own in zip(items, given):
+    for item, own in zip(items, are_tensors):
         at = len(x)
         if item is Ellipsis:
             for size in shape[at : at + missing]:
@@ -134,7 +134,7 @@ def _insert_tables(
     """
     if not tables:
         return
-    places = [place for place, _, _ in tables]
+    positions = [position for position, _, _ in tables]
     width = max(len(dims) for _, dims, _ in tables)
     merged: list[Dim] = [()] * width
     for _, dims, shape in tables:
@@ -149,5 +149,5 @@ def _insert_tables(
                     others[:] = [merged[at] if other == dim else other for other in others]
                 if dim[0] in builder.sizes and dim[0] != merged[at][0]:
                     builder.sizes[dim[0]] = builder.sizes[merged[at][0]]
-    together = len(set(places)) == 1
-    out[places[0] if together else 0 : places[0] if together else 0] = merged
+    together = len(set(positions)) == 1
+    out[positions[0] if together else 0 : positions[0] if together else 0] = merged

@@ -280,8 +280,8 @@ def take_along_dim(input: Tensor, indices: Tensor, dim: int | None = None) -> Sp
     ins: list[tuple[int, ...]] = []
     table: list[tuple[int, ...]] = []
     out: list[tuple[int, ...]] = []
-    for place, (size, many) in enumerate(zip(input.shape, indices.shape)):
-        if place == at:
+    for number, (size, many) in enumerate(zip(input.shape, indices.shape)):
+        if number == at:
             ins.append((builder.new(size, TABLE, looked_up=True),))
             table.append((builder.new(many),))
             out.append(table[-1])

@@ -19,8 +19,8 @@ CLASSES = "cross entropy normalises over it: use parallel_cross_entropy"
 def _reduction(kwargs: dict[str, Any]) -> str:
     """One of "none", "sum", "mean" or "batchmean", also where `size_average` or `reduce` say it."""
     if kwargs.get("size_average") is None and kwargs.get("reduce") is None:
-        said = kwargs.get("reduction", "mean")
-        return said if isinstance(said, str) else ("none", "mean", "sum")[said]
+        reduction_name = kwargs.get("reduction", "mean")
+        return reduction_name if isinstance(reduction_name, str) else ("none", "mean", "sum")[reduction_name]
     if kwargs.get("reduce") is False:
         return "none"
     return "sum" if kwargs.get("size_average") is False else "mean"
@@ -116,12 +116,12 @@ def _over_last(names: str, count: int, why: str) -> Callable[..., Spec]:
     """A loss of each row of `count` operands; more operands have one value per row, or are reduced with the rest."""
 
     def spec(*args: Any, **kwargs: Any) -> Spec:
-        given = operands(args, kwargs)
-        whole = elementwise(*(x.shape for x in given[:count]))
-        ndim = len(whole.outs[0])
+        tensors = operands(args, kwargs)
+        elementwise_spec = elementwise(*(x.shape for x in tensors[:count]))
+        ndim = len(elementwise_spec.outs[0])
         rows = labels(ndim - 1)
-        ins = whole.ins + tuple(rows[len(rows) - x.dim() :] if x.dim() else () for x in given[count:])
-        spec = whole._replace(ins=ins, outs=(rows,), fixed={ndim - 1: why})
+        ins = elementwise_spec.ins + tuple(rows[len(rows) - x.dim() :] if x.dim() else () for x in tensors[count:])
+        spec = elementwise_spec._replace(ins=ins, outs=(rows,), fixed={ndim - 1: why})
         return _ended(spec, _reduction(_named(args, kwargs, names)))
 
     return spec

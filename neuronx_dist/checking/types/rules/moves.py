@@ -116,8 +116,10 @@ def repeat_interleave(input: Tensor, repeats: Any = None, dim: int | None = None
             builder.fixed[dims[d][0]] = why
         new = (builder.new(output_size or 0),)
         outs = [new] if dim is None else [new if d in at else dims[d] for d in range(input.ndim)]
-        given: list[tuple[int, ...]] = [(builder.new(size, why),) if size != 1 else () for size in repeats.shape]
-        return builder.spec([dims, given], [outs])
+        dims_of_repeats: list[tuple[int, ...]] = [
+            (builder.new(size, why),) if size != 1 else () for size in repeats.shape
+        ]
+        return builder.spec([dims, dims_of_repeats], [outs])
     inner = (builder.new(as_int(repeats)),) if as_int(repeats) != 1 else ()
     if dim is None:
         outs = [tuple(label for d in dims for label in d) + inner]

@@ -95,13 +95,13 @@ def _transformed(count: int | None, real: str = "") -> Callable[..., Spec]:
 
     def spec(input: Tensor, n: Any = None, dim: Any = None, *args: Any, **kwargs: Any) -> Spec:
         n = kwargs.get("s", n)
-        given = [n] if isinstance(n, int) else list(n) if n is not None else None
+        lengths = [n] if isinstance(n, int) else list(n) if n is not None else None
         if isinstance(dim, int):
             over = [dim]
         elif dim is not None:
             over = list(dim)
         else:
-            width = len(given) if given is not None and count is None else count or input.dim()
+            width = len(lengths) if lengths is not None and count is None else count or input.dim()
             over = list(range(-width, 0))
         builder = Labels()
         ins = builder.dims(input.shape)
@@ -109,9 +109,9 @@ def _transformed(count: int | None, real: str = "") -> Callable[..., Spec]:
         for number, at in enumerate(over):
             at %= input.dim()
             builder.fixed[at] = "a Fourier transform goes over all of it"
-            size = input.shape[at] if given is None or given[number] == -1 else as_int(given[number])
+            size = input.shape[at] if lengths is None or lengths[number] == -1 else as_int(lengths[number])
             if number == len(over) - 1 and real:
-                size = size // 2 + 1 if real == "to" else 2 * (size - 1) if given is None else size
+                size = size // 2 + 1 if real == "to" else 2 * (size - 1) if lengths is None else size
             out[at] = (builder.new(size),)
         return builder.spec([ins], [out])
 

@@ -76,9 +76,9 @@ def _in_sizes(sizes: Sequence[int]) -> list[tuple[int, int]]:
     aliases=True,
 )
 def split(*args: Any, dim: int = 0, **kwargs: Any) -> Spec:
-    given = [*args, *(value for value in kwargs.values())]
-    tensor, size = given[:2]
-    dim = given[2] if len(given) > 2 else dim
+    arguments = [*args, *(value for value in kwargs.values())]
+    tensor, size = arguments[:2]
+    dim = arguments[2] if len(arguments) > 2 else dim
     if isinstance(size, int):
         length, size = tensor.shape[dim], as_int(size)
         return _cut_dim(tensor.shape, dim, _in_steps(length, size), f"split({size}) cuts it into pieces")
@@ -104,15 +104,15 @@ def _at(length: int, borders: Sequence[int]) -> list[tuple[int, int]]:
 
 @rule(torch.tensor_split, Tensor.tensor_split, linear=FIRST, aliases=True)
 def tensor_split(input: Tensor, *args: Any, dim: int = 0, **kwargs: Any) -> Spec:
-    given = [*args, *kwargs.values()]
-    where = given[0]
-    dim = given[1] if len(given) > 1 else dim
+    arguments = [*args, *kwargs.values()]
+    where = arguments[0]
+    dim = arguments[1] if len(arguments) > 1 else dim
     if isinstance(where, Tensor):
         where = where.tolist()
     length = input.shape[dim]
     pieces = _evenly(length, as_int(where)) if isinstance(where, int) else _at(length, [as_int(at) for at in where])
     spec = _cut_dim(input.shape, dim, pieces, "tensor_split cuts it into pieces")
-    return spec._replace(ins=spec.ins + (None,) * any(isinstance(value, Tensor) for value in given))
+    return spec._replace(ins=spec.ins + (None,) * any(isinstance(value, Tensor) for value in arguments))
 
 
 @rule(torch.hsplit, Tensor.hsplit, linear=FIRST, aliases=True)
