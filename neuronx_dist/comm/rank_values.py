@@ -106,7 +106,7 @@ class ObservedRank:
     def without_constant_axes(
         self, names: Sequence[str], table: tuple[Any, ...]
     ) -> tuple[tuple[str, ...], tuple[Any, ...]]:
-        """The table without the axes along which nothing changes."""
+        """Drops the axes along which a table is the same; returns the axes that are left, and its values on them."""
         kept = []
         inner = len(table)
         for name in names:

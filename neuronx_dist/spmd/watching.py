@@ -40,7 +40,7 @@ class Watcher(Protocol):
         """Writes a type on a tensor."""
 
     def pause(self) -> AbstractContextManager[None]:
-        """What runs inside is not looked at."""
+        """Switches the checker off for what runs inside."""
 
     def __enter__(self) -> Any: ...
 

@@ -83,7 +83,7 @@ def _equal_on(type_: TensorType | None, axes: list[str]) -> str | None:
 
 
 def _pairs(explored: Explored) -> Iterator[tuple[Program, Program]]:
-    """The first program of each stage with each other one of that stage."""
+    """Pairs the first program of each stage with each other one of that stage."""
     first: dict[int, Program] = {}
     for program in explored.distinct:
         one = first.setdefault(explored.mesh.coordinate("pp", program.rank), program)
@@ -96,7 +96,7 @@ def _short(numbers: tuple[Any, ...]) -> str:
 
 
 def _unequal_part(one: Op, other: Op) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """The numbers from the first on that is not the same."""
+    """The numbers of two calls, from the first one that differs."""
     same = 0
     while one.scalars[same : same + 1] == other.scalars[same : same + 1]:
         same += 1

@@ -45,7 +45,7 @@ class OutOfTime(Exception):
 
 
 class Deadline:
-    """A moment at which to stop; None never comes."""
+    """The moment at which to stop, so many seconds from now; None: never."""
 
     def __init__(self, seconds: float | None) -> None:
         self.started = time.perf_counter()
@@ -137,7 +137,7 @@ def _scalars(args: Iterable[Any], scalars: list[Any]) -> bool:
 
 
 def _judge(name: str, args: Any, kwargs: Any) -> None:
-    """Where a rank's number decides more than values and positions, the program has looked at it."""
+    """Reads the rank values among a call's arguments that decide more than values and positions."""
     if name in _VALUES:
         return
     if name in ("narrow", "select") and not kwargs:
@@ -154,7 +154,7 @@ def _judge(name: str, args: Any, kwargs: Any) -> None:
 
 
 def _moves(index: Any) -> bool:
-    """Whether a slice is as long on every rank, and only lies elsewhere."""
+    """Whether a slice has one length on all ranks, though it may begin elsewhere."""
     if not isinstance(index, slice) or isinstance(index.step, RankValue):
         return False
     if not isinstance(index.start, int) or not isinstance(index.stop, int):

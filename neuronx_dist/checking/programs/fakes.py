@@ -32,7 +32,7 @@ class QuietFakeMode(FakeTensorMode):
 
 @contextmanager
 def no_messages() -> Iterator[None]:
-    """Calls that do not fit are reported, and tried by who explains them: torch need not log each one."""
+    """Keeps torch from logging calls whose shapes do not fit: they are reported, and tried again to explain them."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before, logger.disabled = logger.disabled, True
     try:

@@ -179,7 +179,7 @@ def _equals(call: _CallFacts, axis: str, spmd_types: Sequence[SpmdType]) -> list
 
 
 def _equal(call: _CallFacts, axis: str, spmd_types: Sequence[SpmdType]) -> SpmdType:
-    """All operands are the same on all ranks of the axis."""
+    """The type of a result whose operands are all the same on all ranks of the axis."""
     if all(spmd_type is R for spmd_type in spmd_types):
         return R if spmd_types else UNIFORM
     ins: Sequence[Any] = call.spec.ins if call.spec is not None else spmd_types  # None: only its shape is read
@@ -216,7 +216,7 @@ def _by_position(call: _CallFacts) -> bool:
 
 
 def _partial(call: _CallFacts, axis: str, spmd_types: Sequence[SpmdType], partial: Sequence[int]) -> SpmdType:
-    """Some operands are P, none varies."""
+    """The type of a result of which some operands are P and none varies."""
     spmd_type = spmd_types[partial[0]]
     name = call.rule.name
     if any(spmd_types[index] is not spmd_type for index in partial):
@@ -327,7 +327,7 @@ def _reduced(
     partial: Sequence[int],
     dim: int,
 ) -> SpmdType:
-    """The sharded dim ends here."""
+    """The type of a result that the sharded dim is not part of: it is summed, say."""
     how, name = spec.reduced[position.label], call.rule.name
     if how == "max" and not partial:
         return V if unknown else P("max")

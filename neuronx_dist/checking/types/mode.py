@@ -197,7 +197,7 @@ class SpmdTypeMode(Session):
         return result
 
     def _function(self, original: Any, cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """`Function.apply`, which no mode sees."""
+        """Follows the types through `Function.apply`, which torch does not hand to modes."""
         if self.paused or (cls.__module__.startswith("torch.") and cls is not CheckpointFunction):
             return original(*args, **kwargs)
         return autograd.apply_function(self, original, cls, args, kwargs)
@@ -416,13 +416,13 @@ class SpmdTypeMode(Session):
         return self._assuming(judgement._replace(assumed=(*judgement.assumed, *assumed)))
 
     def _assuming(self, judgement: Judgement) -> Judgement:
-        """The judgement, its assumptions noted."""
+        """Notes the assumptions of a judgement, and returns it."""
         for text in judgement.assumed:
             self.assume(text)
         return judgement
 
     def _scalar(self, call: JudgedCall) -> Judgement:
-        """Of a call that makes a Python number."""
+        """Judges a call that makes a Python number, which has to be the same on all ranks."""
         for index, operand in enumerate(call.operands):
             for axis, spmd_type in operand.type:
                 if spmd_type.letter in DIFFERING and axis != "pp":
@@ -434,6 +434,7 @@ class SpmdTypeMode(Session):
         return Judgement((EQUAL,), {}, ())
 
     def _run(self, func: Any, args: Any, kwargs: Any, tensors: Any, notes: Any, rule: Rule) -> Any:
+        """Runs a function; if its shapes do not fit because operands are sharded, the error says so."""
         try:
             return func(*args, **kwargs)
         except RuntimeError as error:

@@ -125,7 +125,7 @@ class Session(TorchFunctionMode):
 
     @contextmanager
     def trial(self) -> Iterator[None]:
-        """What runs inside leaves no trace in counts and lists."""
+        """Counts and lists forget what ran inside."""
         before = dict(self.assumed), dict(self.trusted), self.operators, self.collectives, self.record
         self.record = None
         self.probing += 1
@@ -137,7 +137,7 @@ class Session(TorchFunctionMode):
 
     @contextmanager
     def unwatched(self) -> Iterator[None]:
-        """What runs inside is a trial: collectives are not to be noted."""
+        """The checking backend records no collectives that run inside: for trials."""
         backend = context.current().backend if context.is_initialized() else None
         before = getattr(backend, "silent", None)
         if before is not None:
@@ -193,7 +193,7 @@ class Session(TorchFunctionMode):
                     self.stamp(x, EQUAL)
 
     def pause(self) -> Pause:
-        """What runs inside is not looked at."""
+        """Switches the checker off for what runs inside."""
         return Pause(self)
 
 
@@ -213,5 +213,5 @@ class Pause:
 
 
 def in_backward() -> bool:
-    """Whether autograd runs this."""
+    """Whether this is called by a backward pass of autograd."""
     return torch._C._current_graph_task_id() != -1

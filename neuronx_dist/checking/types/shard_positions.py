@@ -24,7 +24,7 @@ class ShardPosition(NamedTuple):
 
 
 def locate(dims: Dims, shard: Shard, spec: Spec, axis: str, index: int, name: str) -> ShardPosition:
-    """The factor of a dim that is sharded."""
+    """The factor of an operand's dim that a shard is along."""
     factors = dims[shard.dim] if shard.dim < len(dims) else ()
     if not factors:
         raise Violation("broadcast", axis, f"dim {shard.dim} is sharded, and here of size 1, broadcast or dropped: it "

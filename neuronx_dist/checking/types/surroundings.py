@@ -1,7 +1,7 @@
 """What is changed in torch while any mode is entered, and put back by the last one that leaves.
 
     nn.Parameter(x)       which no mode sees: the parameter is what `x` was declared to be
-    torch.distributed     takes no typed tensors (`raw.py`)
+    torch.distributed     takes no typed tensors (`raw_collectives.py`)
     torch.compile         what was compiled runs as it is written: a compiler cannot follow types
 
 What a program just made (`torch.empty`, random numbers) was never declared: a parameter made of that is what its layout
@@ -43,7 +43,7 @@ def _new(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
 
 @contextmanager
 def surroundings() -> Iterator[None]:
-    """Inside, threads that check types have all of the above."""
+    """Changes torch, as the docstring of this file lists, until the last one who entered leaves."""
     global _users
     with _lock:
         _users += 1

@@ -84,7 +84,7 @@ class _Work:
 
 
 class CheckCommunicator(ShapesCommunicator):
-    """As the shapes backend's; each start is an event, and its ranks are RankValues."""
+    """A communicator of the shapes backend that records each collective, and whose ranks are RankValues."""
 
     def __init__(
         self,
@@ -215,7 +215,8 @@ class CheckCommunicator(ShapesCommunicator):
         return f"{verb} over {self.axis} ({ranks}) at {call_site()}"
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}(axis={self.axis!r}, ranks={list(self.concrete_ranks)}, rank={concrete(self.rank)})"
+        ranks, rank = list(self.concrete_ranks), concrete(self.rank)
+        return f"{type(self).__name__}(axis={self.axis!r}, ranks={ranks}, rank={rank})"
 
 
 class CheckBackend(Backend):

@@ -122,7 +122,7 @@ def _itself(x: Any) -> Any:
 
 
 def _subclass(cls: Any) -> Any:
-    """The function, with a backward that is checked."""
+    """A subclass of the function whose backward is checked; one for each function."""
     subclass = _checked.get(cls)
     if subclass is None:
 
@@ -140,7 +140,7 @@ def _subclass(cls: Any) -> Any:
             return result
 
         def remembering(function: Callable[..., Any]) -> Any:
-            """forward, or setup_context, that notes the types of what it saves."""
+            """Wraps forward, or setup_context, so that it notes the types of what it saves."""
 
             def saving(ctx: Any, *args: Any, **kwargs: Any) -> Any:
                 result = function(ctx, *args, **kwargs)
@@ -160,7 +160,7 @@ def _subclass(cls: Any) -> Any:
 
 
 def _saved(ctx: Any) -> tuple[Any, ...]:
-    """`ctx.saved_tensors`, with their types, which hooks on saved tensors (a checkpoint's) lose."""
+    """Gives `ctx.saved_tensors` their types back, which hooks on saved tensors (a checkpoint's) lose."""
     saved: tuple[Any, ...] = torch._C._FunctionBase.saved_tensors.__get__(ctx)  # type: ignore[attr-defined]
     for x, note in zip(saved, getattr(ctx, "_spmd_saved", ())):
         if note is not None and isinstance(x, Tensor) and note_of(x) is None:
@@ -169,7 +169,7 @@ def _saved(ctx: Any) -> tuple[Any, ...]:
 
 
 def _verify(signature: _Signature, cls: Any, grads: Sequence[Any]) -> None:
-    """Whether the gradients that a backward returned have the duals of the inputs' types."""
+    """Checks that the gradients which a backward returned have the duals of the inputs' types."""
     for index, (grad, input_type) in enumerate(zip(grads, signature.inputs)):
         note = note_of(grad) if isinstance(grad, Tensor) else None
         if input_type is None or not isinstance(grad, Tensor):
@@ -242,6 +242,7 @@ def _choose(signature: _Signature, cls: Any, args: Sequence[Any], outputs: Seque
 
 
 def _with(types: Sequence[TensorType | None], flavours: dict[str, SpmdType]) -> list[TensorType | None]:
+    """The types with I and R exchanged for the one that `flavours` has for the axis."""
     result = []
     for type_ in types:
         for axis, spmd_type in flavours.items():
@@ -303,7 +304,7 @@ def _check_start(mode: Session, tensors: Any, grads: Any) -> None:
 
 
 def check_loss(mode: Session, loss: Tensor, gradient: Tensor | None = None) -> None:
-    """Whether backward may start here.
+    """Checks that backward may start at a loss.
 
     Raises:
         SpmdTypeError: a loss that is R would be counted once for each rank; of one that varies nobody knows.

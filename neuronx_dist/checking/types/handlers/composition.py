@@ -42,7 +42,7 @@ class Comparison:
         self.begin = len(self.events)
 
     def compare(self, outputs: Sequence[Any], types: Sequence[TensorType | None]) -> None:
-        """After the forward.
+        """Runs the composition, after the forward of the body, and compares the two.
 
         Raises:
             SpmdTypeError: types or collectives differ; the message lists them.
@@ -136,6 +136,7 @@ def run_node(outputs: Sequence[Any]) -> None:
 
 
 def _key(event: Any) -> Any:
+    """Equal for collectives that do the same."""
     return event.verb, event.axis, event.op, event.shape, event.dtype
 
 

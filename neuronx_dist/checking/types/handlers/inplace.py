@@ -39,7 +39,7 @@ def overwritten(type_: TensorType) -> TensorType:
 def check_write(
     mode: Session, rule: Rule, target: Tensor, type_: TensorType, tensors: Sequence[Tensor], notes: Sequence[Note]
 ) -> None:
-    """Whether `target` may become a tensor of type `type_`.
+    """Checks that a write may make `target` a tensor of type `type_`.
 
     Raises:
         SpmdTypeError: it receives a gradient, or is a parameter, and would have another type; or came from `.data`.
@@ -84,7 +84,7 @@ def _keeps(before: SpmdType | None, after: SpmdType | None) -> bool:
 
 
 def _one(before: SpmdType | None, after: SpmdType | None) -> bool:
-    """Whether two types are one, whatever a shard was merged of."""
+    """Whether two types are the same but for the dims that a shard was merged of."""
     if isinstance(before, Shard) and isinstance(after, Shard):
         return (before.dim, before.stride) == (after.dim, after.stride)
     return before == after
@@ -98,7 +98,7 @@ def _is_leaf(x: Tensor) -> bool:
 
 
 def note_write(mode: Session, target: Tensor, type_: TensorType, origins: Any, extra: Any = None) -> None:
-    """Writes down what `target`, and with it its memory, became."""
+    """Records the type that a write in place gave `target`, for other tensors over its memory too."""
     old = type_of(target)
     # What autograd did not see leaves the gradient as it was.
     unseen = target.requires_grad and not torch.is_grad_enabled()

@@ -104,7 +104,7 @@ def _operated(
 
 
 def _check_source(mode: Session, x: Tensor, note: Note, atom: str, name: str, src: SpmdType, dst: SpmdType) -> None:
-    """Whether `x` is what `src` says."""
+    """Checks that the type of `x` on one axis is what `src` says."""
     actual = note.type.get(atom)
     if actual is None:
         raise operator_error(mode, name, x, note, atom, src, dst, f"it has no type on {atom}", "no_type")
@@ -145,7 +145,7 @@ def _check_source(mode: Session, x: Tensor, note: Note, atom: str, name: str, sr
 def _renumbered(
     types: Mapping[str, SpmdType], src: SpmdType, dst: SpmdType, name: str, stack: int, ndim: int
 ) -> dict[str, SpmdType]:
-    """Where the shards over other axes, and their repeated dims, are when V is stacked on a new dim or unbound."""
+    """The types with their dims counted anew, where V is stacked on a new dim or unbound from one."""
     step = 0
     if src is V and name in ("all_gather", "convert"):
         step = 1

@@ -47,7 +47,7 @@ def rank_values(rule: Rule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> li
 
 
 def _widths(index: Any) -> list[Any]:
-    """Lengths of the slices in an index, as far as they are said."""
+    """Lengths of the slices in an index, where both ends are given."""
     if isinstance(index, slice):
         start, stop = index.start or 0, index.stop
         return [start] if stop is None else [stop - start]
@@ -62,7 +62,7 @@ def counts(rule: Rule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def counted(rule: Rule, spec: Spec, tensors: Sequence[Tensor], notes: Sequence[Note]) -> Spec:
-    """`x[arange(len(x))[:, None], i]`: dim 0 of x stays where it is, though a tensor indexes it."""
+    """Gives `x[arange(len(x))[:, None], i]` a spec in which dim 0 of x stays, though a tensor indexes it."""
     if rule.name != "__getitem__" or not any(note.extra == COUNTED for note in notes[1:]) or not spec.ins:
         return spec
     ins, fixed = [*spec.ins], dict(spec.fixed)
@@ -81,7 +81,7 @@ def counted(rule: Rule, spec: Spec, tensors: Sequence[Tensor], notes: Sequence[N
 
 
 class Pieces(tuple[Tensor, ...]):
-    """What cuts a tensor returns: `pieces[rank]` is another piece on every rank."""
+    """The pieces that a function cuts a tensor into: `pieces[rank]` is another one on every rank."""
 
     _pick: Callable[[RankValue], Tensor]
 

@@ -122,7 +122,7 @@ def _beside(
     kwargs: Mapping[str, Any],
     count: int,
 ) -> None:
-    """The other axes that shard a dim which a plain collective puts together or cuts."""
+    """Changes the types on the other axes that shard a dim which a plain collective puts together or cuts."""
     dim = kwargs.get("dim", 0) % max(1, x.dim())
     into = kwargs.get("split_dim", 0) % max(1, x.dim()) if name == "all_to_all" else dim
     if name == "all_to_all":

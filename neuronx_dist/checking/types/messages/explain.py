@@ -140,7 +140,7 @@ def explain(mode: Session, violation: Violation, call: JudgedCall) -> SpmdTypeEr
 
 
 def _beneath(violation: Violation, call: JudgedCall) -> Violation:
-    """The violation that is left when nothing receives a gradient; this one, if none is."""
+    """The violation that the call would be if nothing received a gradient; the given one, if it would be none."""
     axis = violation.axis
     operands = [
         Operand(TensorType.of({axis: R if spmd_type.letter == "I" else spmd_type}), False)

@@ -86,7 +86,7 @@ class Named(NamedTuple):
 
 
 def site() -> Site | None:
-    """Where the user's code is."""
+    """The expression of the user's that is being evaluated; None if its frame is not found."""
     file, _, line = call_site().rpartition(":")
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not (frame.f_code.co_filename == file and str(frame.f_lineno) == line):

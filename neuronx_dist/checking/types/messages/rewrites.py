@@ -180,7 +180,7 @@ def _ends(call: JudgedCall, dim: int) -> bool:
 def _fixed(
     mode: Any, violation: Violation, call: JudgedCall, names: Sequence[Named], here: Site | None, size: Any
 ) -> Any:
-    """Dims along which values mix, or that are cut or looked up: what is usually written for them."""
+    """Repairs for a sharded dim along which values mix, or that is cut or looked up."""
     index = violation.operands[0]
     axis, name, x = violation.axis, names[index], call.tensors[index]
     spmd_type = call.operands[index].type.get(axis)
@@ -217,7 +217,7 @@ def _fixed(
 
 
 def otherwise(mode: Any, violation: Violation, call: JudgedCall, names: Sequence[Named]) -> Iterator[Repair]:
-    """What may help where no operator does."""
+    """Repairs that are no operator: another rule, another layout, an exception from the check."""
     function = call.rule.name
     if call.rule.spec is None and call.rule.kind == "op" and call.function not in RULES:
         yield Repair(f"@spmd.register_rule({function}, linear=((0,),)) on a function that says what it does to dims, "
@@ -259,7 +259,7 @@ def declared(
 def fitting_sizes(
     call: JudgedCall, axis: str, size: int | None, names: Sequence[Named], here: Site | None
 ) -> Iterator[Repair]:
-    """A size of the whole, given to a view or a split of a shard, divided by the ranks."""
+    """Repairs of a view or split of a shard that is given a size of the whole: divide it by the ranks."""
     if not size or len(call.tensors) != 1 or not isinstance(call.operands[0].type.get(axis), Shard):
         return
     args, kwargs = on_meta(call)

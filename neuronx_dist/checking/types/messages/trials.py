@@ -194,7 +194,7 @@ def _scaled(shape: Sequence[int], dim: int, times: int, over: int) -> tuple[int,
 
 
 def contracted(call: JudgedCall, axis: str) -> bool:
-    """Whether the call itself sums over a dim that two operands have which vary: a partial sum, it may be."""
+    """Whether the call sums over a dim of two operands that vary, so that its result may be a partial sum."""
     if call.spec is None:
         return False
     varying = [
@@ -206,7 +206,7 @@ def contracted(call: JudgedCall, axis: str) -> bool:
 
 
 def unreduced(x: Tensor, axis: str) -> bool:
-    """Whether what varies is, as far as autograd remembers, a sum over pieces that was not reduced."""
+    """Whether a tensor that varies is a sum over pieces that nobody reduced, as far as autograd remembers."""
 
     def varies(leaf: Tensor) -> bool:
         leaf_type = type_of(leaf)
@@ -246,7 +246,10 @@ def legal(call: JudgedCall, axis: str, changes: Mapping[int, Change], result: bo
 
 
 def misfit(call: JudgedCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Exception | None:
-    """What torch says of arguments on the meta device; None if they fit. Functions of users' are not run."""
+    """The error that torch raises for these arguments, on the meta device; None if they fit.
+
+    Functions of users' are not run.
+    """
     torch_own = (getattr(call.function, "__module__", None) or "torch").startswith("torch")
     try:
         with torch._C.DisableTorchFunction(), torch.no_grad(), warnings.catch_warnings():
