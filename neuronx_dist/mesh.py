@@ -108,9 +108,7 @@ class Mesh:
         return index
 
     def groups(self, axis: Axis) -> list[list[int]]:
-        """All replica groups along `axis`: lists of global ranks, in the order of the axis; together they are the
-        world.
-        """
+        """All replica groups along `axis`, together the world: lists of global ranks in the order of the axis."""
         return [list(group) for group in self._groups(axis)]
 
     def group_of(self, axis: Axis, rank: int) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ from .programs.branches import compare_branches, differences
 from .programs.calls import Deadline, OutOfTime
 from .programs.compare import compare_events, compare_schedule
 from .programs.explore import Explored, Failure, explore
+from .programs.numeric import compare_values
 from .programs.played import ReadsValues, Subject
 from .report import Problem, Report
 
@@ -76,23 +77,21 @@ def check(
     subject = Subject(model_fn, example_inputs, dict(options or {}), step, optimizer, in_types, level)
     report = Report(_sizes(grid), level=level)
     report.unchecked = [axis for axis in (*DENSE_AXES, "ep") if grid.size(axis) == 1 and axis in _named(mesh)]
-    found = explore(subject, grid, deadline)
-    _simplify(found, caller)
-    _fill(report, found)
+    explored = explore(subject, grid, deadline)
+    _simplify(explored, caller)
+    _fill(report, explored)
     failures: dict[tuple[str, str], list[Failure]] = {}  # the same on several ranks is told once
-    for program in found.distinct:
+    for program in explored.distinct:
         if program.failure is not None:
             error = program.failure.error
             failures.setdefault((type(error).__name__, str(error)), []).append(program.failure)
     for same in failures.values():
         report.add(_problem(same, grid))
-    if not report.problems and found.finished:
-        compared = [*compare_events(found), *compare_schedule(grid, found.num_microbatches)]
-        for problem in compared or compare_branches(found):
+    if not report.problems and explored.finished:
+        compared = [*compare_events(explored), *compare_schedule(grid, explored.num_microbatches)]
+        for problem in compared or compare_branches(explored):
             report.add(problem)
     if numeric and report.ok:
-        from .programs.numeric import compare_values
-
         try:
             for problem in compare_values(subject, grid, deadline, report.notes):
                 report.add(problem)
@@ -117,26 +116,26 @@ def _named(mesh: Mapping[str, int] | Mesh) -> set[str]:
     return {"pp", "dp", "cp", "tp"} | (set() if isinstance(mesh, Mesh) else set(mesh))
 
 
-def _simplify(found: Explored, caller: str) -> None:
+def _simplify(explored: Explored, caller: str) -> None:
     """What the check itself calls has no line of the user's: its package line stands for it."""
-    for program in found.distinct:
+    for program in explored.distinct:
         for event in program.events:
             if event.where == caller or event.where.startswith(("<", "an unknown")):
                 event.where = event.inside
 
 
-def _fill(report: Report, found: Explored) -> None:
+def _fill(report: Report, explored: Explored) -> None:
     first: dict[int, Any] = {}
-    for program in found.distinct:
-        first.setdefault(found.mesh.coordinate("pp", program.rank), program)
+    for program in explored.distinct:
+        first.setdefault(explored.mesh.coordinate("pp", program.rank), program)
     report.operators = sum(len(program.ops) for program in first.values())
     report.collectives = sum(len(program.events) for program in first.values())
-    report.programs = len({program.signature() for program in found.distinct})
-    report.runs = found.plays
-    report.finished = found.finished
-    report.differences = differences(found)
-    report.trusted = [f"{where}: {text}" for where, text in found.trusted.items()]
-    report.assumed = [f"{where}: {text}" for where, text in found.assumed.items()]
+    report.programs = len({program.signature() for program in explored.distinct})
+    report.runs = explored.plays
+    report.finished = explored.finished
+    report.differences = differences(explored)
+    report.trusted = [f"{where}: {text}" for where, text in explored.trusted.items()]
+    report.assumed = [f"{where}: {text}" for where, text in explored.assumed.items()]
 
 
 def _problem(failures: Sequence[Failure], mesh: Mesh) -> Problem:
@@ -149,12 +148,12 @@ def _problem(failures: Sequence[Failure], mesh: Mesh) -> Problem:
     at = mesh.coordinates(failure.rank)
     coordinates = ", ".join(f"{axis} {at[axis]}" for axis in axes if mesh.size(axis) > 1)
     what = {"build": "building the model", "train": "forward and backward", "step": "the optimizer's step"}
-    place = f"rank {failure.rank}" + (f" ({coordinates})" if coordinates else "")
+    ranks_text = f"rank {failure.rank}" + (f" ({coordinates})" if coordinates else "")
     ranks = tuple(same.rank for same in failures)
     if len(ranks) > 1:
-        place += f", and of {_and(ranks[1:])}"
+        ranks_text += f", and of {_and(ranks[1:])}"
     name = "" if kind == "types" or isinstance(error, ReadsValues) else f"{type(error).__name__}: "
-    message = f"{name}{error}\n    in {what[failure.phase]} of {place}" + (f", at {lines[0]}" if lines else "")
+    message = f"{name}{error}\n    in {what[failure.phase]} of {ranks_text}" + (f", at {lines[0]}" if lines else "")
     return Problem(kind, message, ranks, tuple(lines), error)
 
 

@@ -30,15 +30,15 @@ class Problem:
     error: BaseException | None = field(default=None, compare=False, repr=False)
 
     def to_json(self) -> dict[str, Any]:
-        found: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "kind": self.kind,
             "message": self.message,
             "ranks": list(self.ranks),
             "lines": list(self.lines),
         }
         if self.error is not None:
-            found["error"] = type(self.error).__name__
-        return found
+            fields["error"] = type(self.error).__name__
+        return fields
 
 
 @dataclass
@@ -154,7 +154,7 @@ def _count(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 
-def _lines(places: Iterable[str]) -> str:
-    listed = list(dict.fromkeys(place.split(": ")[0] for place in places))
+def _lines(entries: Iterable[str]) -> str:
+    listed = list(dict.fromkeys(entry.split(": ")[0] for entry in entries))
     shown = ", ".join(listed[:4])
     return f"{shown}, and {len(listed) - 4} more" if len(listed) > 4 else shown

@@ -79,7 +79,8 @@ def rank(axis: context.AxisLike) -> int:
 
 
 def new_group(groups: Sequence[Sequence[int]], label: str = "group") -> Communicator | None:
-    """A communicator over explicit rank lists; every rank of the world calls it, in the same order. None if not a
-    member.
+    """A communicator over explicit rank lists, None for a rank that is in none of them.
+
+    Every rank of the world calls it, in the same order.
     """
     return current().new_group(groups, label)

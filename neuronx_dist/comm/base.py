@@ -18,7 +18,7 @@ from ..mesh import Mesh
 from . import recording
 from .errors import CommError
 
-__all__ = ["Backend", "Communicator", "Handle", "Works", "Done", "DONE"]
+__all__ = ["Backend", "Communicator", "DeviceGenerator", "Handle", "Works", "Done", "DONE"]
 
 
 class WorkLike(Protocol):
@@ -68,13 +68,14 @@ class Communicator:
         self.rank = self.ranks.index(global_rank)
 
     def coordinate(self, like: torch.Tensor) -> int | torch.Tensor:
-        """`rank`, as computations on `like` should use it. Where they become one program for all ranks (XLA),
-        that is a 0-dim int64 tensor on that device instead of a number. `select.py` holds the usual ones.
+        """`rank`, as computations on `like` should use it.
+
+        Where they become one program for all ranks (XLA), that is a 0-dim int64 tensor on that device instead of a
+        number. `select.py` holds the usual computations.
         """
         return self.rank
 
-    # Buffers are contiguous; `gathered` and `scattered` have a leading dim of `size`. Each starts the work and returns
-    # it.
+    # Buffers are contiguous; `gathered` and `scattered` have a leading dim of `size`. Each returns the work it started.
     def start_all_reduce(self, buffer: torch.Tensor, op: str) -> WorkLike:
         raise self._unsupported("all_reduce")
 
@@ -195,18 +196,30 @@ class Handle:
         return self._result
 
 
+class DeviceGenerator(Protocol):
+    """The default random generator of devices that torch itself cannot ask for it."""
+
+    device_type: str
+
+    def get_state(self) -> torch.Tensor: ...
+
+    def set_state(self, state: torch.Tensor) -> None: ...
+
+
 class Backend:
     """Makes communicators. One object per rank.
 
     Attributes:
         has_messages: whether two ranks can exchange a message in which no other rank takes part (`send` and `recv`).
+        generator: of the ranks' devices, where torch does not know it (XLA); else None.
     """
 
     name = "none"
     has_messages = True
+    generator: DeviceGenerator | None = None
 
-    def place(self, mesh: Mesh, rank: int) -> int:
-        """What `current().rank` is to be: the rank, or one that notes who looks at it."""
+    def current_rank(self, mesh: Mesh, rank: int) -> int:
+        """What `current().rank` is to be: the rank as it is, or as an int that notes who looks at it."""
         return rank
 
     def communicator(

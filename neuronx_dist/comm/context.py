@@ -14,7 +14,7 @@ from typing import Any
 
 from ..mesh import Axis, Mesh
 from .base import Backend, Communicator
-from .rank_values import member
+from .rank_values import is_member
 
 __all__ = ["AxisLike", "Context", "communicator", "current", "is_initialized", "set_default", "use"]
 
@@ -27,11 +27,10 @@ class Context:
     def __init__(self, mesh: Mesh, rank: int, backend: Backend) -> None:
         mesh.coordinates(rank)  # raises for a rank outside the world
         self.mesh = mesh
-        self.rank = backend.place(mesh, rank)
+        self.rank = backend.current_rank(mesh, rank)
         self.backend = backend
-        self.extras: dict[
-            str, Any
-        ] = {}  # what lives as long as the mesh: random streams, groups that a model asked for
+        # What lives as long as the mesh: random streams, groups that a model asked for.
+        self.extras: dict[str, Any] = {}
         self._communicators: dict[Hashable, Communicator] = {}
 
     def communicator(self, axis: AxisLike) -> Communicator:
@@ -44,11 +43,11 @@ class Context:
             return axis
         if isinstance(axis, (str, tuple)):
             label = axis if isinstance(axis, str) else ",".join(axis)
-            made = self.backend.communicator(label, self.mesh.groups(axis), self.rank)
+            communicator = self.backend.communicator(label, self.mesh.groups(axis), self.rank)
         else:
-            made = self.backend.wrap(axis, self.rank)
-        self._communicators[axis] = made
-        return made
+            communicator = self.backend.wrap(axis, self.rank)
+        self._communicators[axis] = communicator
+        return communicator
 
     def new_group(self, groups: Sequence[Sequence[int]], label: str) -> Communicator | None:
         """A communicator over explicit rank lists: every rank of the world calls this, in the same order."""
@@ -58,8 +57,8 @@ class Context:
                 f"new_group {label!r}: {groups} must be disjoint lists of ranks below {self.mesh.world_size}"
             )
         others = [[rank] for rank in range(self.mesh.world_size) if rank not in seen]
-        made = self.backend.communicator(label, [*groups, *others], self.rank, own=True)
-        return made if member(self.rank, seen) else None
+        communicator = self.backend.communicator(label, [*groups, *others], self.rank, own=True)
+        return communicator if is_member(self.rank, seen) else None
 
 
 _default: Context | None = None
@@ -103,13 +102,13 @@ def current() -> Context:
     stack: list[Context] | None = getattr(_local, "stack", None)
     if stack:
         return stack[-1]
-    found = default()
-    if found is None:
+    context = default()
+    if context is None:
         raise RuntimeError(
             "model parallel is not initialized: call neuronx_dist.initialize_model_parallel(...) after "
             "torch.distributed.init_process_group, or work inside `with neuronx_dist.comm.as_rank(mesh, rank):`"
         )
-    return found
+    return context
 
 
 def communicator(axis: AxisLike) -> Communicator:

@@ -8,31 +8,40 @@ from contextlib import contextmanager
 import torch
 
 from . import context
-from .backends import xla
+from .base import DeviceGenerator
+from .select import XLA
 
 __all__ = ["State", "as_they_were", "autocast", "device_has_own_program", "get_state", "seed", "set_state"]
 
 State = list[torch.Tensor]  # of the CPU generator and, where one is in use, of the current GPU's or XLA device's
 
 
+def _device_generator() -> DeviceGenerator | None:
+    return context.current().backend.generator if context.is_initialized() else None
+
+
 def device_has_own_program() -> bool:
-    """Whether the current rank is an XLA device: its backward runs in another thread, on a generator torch does not
-    know.
+    """Whether the current rank is an XLA device.
+
+    Its backward runs in another thread, on a generator that torch does not know.
     """
-    return context.is_initialized() and isinstance(context.current().backend, xla.XlaBackend)
+    return _device_generator() is not None
 
 
 def seed(value: int) -> None:
     """Seeds the default generators."""
     torch.manual_seed(value)
-    if device_has_own_program():
-        xla.set_rng_state(torch.tensor([value]))
+    generator = _device_generator()
+    if generator is not None:
+        generator.set_state(torch.tensor([value]))
 
 
 def get_state() -> State:
+    """The states of the default generators."""
     state = [torch.get_rng_state()]
-    if device_has_own_program():
-        state.append(xla.rng_state())
+    generator = _device_generator()
+    if generator is not None:
+        state.append(generator.get_state())
     elif torch.cuda.is_available() and torch.cuda.is_initialized():
         state.append(torch.cuda.get_rng_state())
     return state
@@ -44,23 +53,23 @@ def set_state(state: State) -> None:
     Raises:
         ValueError: it was taken on an XLA device, and this is none, or the other way round.
     """
-    own_program, of_xla = device_has_own_program(), len(state) > 1 and state[1].dtype == torch.int64
-    if own_program != of_xla:
+    generator, of_xla = _device_generator(), len(state) > 1 and state[1].dtype == torch.int64
+    if (generator is not None) != of_xla:
         kinds = {True: "an XLA device", False: "another device than XLA"}
         raise ValueError(
-            f"a random state of {kinds[of_xla]} on {kinds[own_program]}: their random numbers differ anyway, so seed "
+            f"a random state of {kinds[of_xla]} on {kinds[not of_xla]}: their random numbers differ anyway, so seed "
             "anew by model_parallel_manual_seed(seed)"
         )
     torch.set_rng_state(state[0])
-    if own_program:
-        xla.set_rng_state(state[1])
+    if generator is not None:
+        generator.set_state(state[1])
     elif len(state) > 1:
         torch.cuda.set_rng_state(state[1])
 
 
 def autocast() -> tuple[bool, torch.dtype]:
     """Whether, and to what, operations on an XLA device are cast."""
-    return torch.is_autocast_enabled(xla.DEVICE), torch.get_autocast_dtype(xla.DEVICE)
+    return torch.is_autocast_enabled(XLA), torch.get_autocast_dtype(XLA)
 
 
 @contextmanager
@@ -69,7 +78,7 @@ def as_they_were(state: State, cast: tuple[bool, torch.dtype]) -> Iterator[None]
     now = get_state()
     set_state(state)
     try:
-        with torch.autocast(xla.DEVICE, dtype=cast[1], enabled=cast[0]):
+        with torch.autocast(XLA, dtype=cast[1], enabled=cast[0]):
             yield
     finally:
         set_state(now)

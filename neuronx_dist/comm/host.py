@@ -6,10 +6,25 @@ from collections.abc import Sequence
 
 import torch
 
-from .backends.xla import upload
-from .select import in_one_program
+from .select import XLA, in_one_program
 
 __all__ = ["as_inputs", "on_host", "upload"]
+
+
+def upload(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """A CPU tensor on an XLA device, as an input of programs, whatever its value.
+
+    `tensor.to(device)` makes a 0-dim tensor of 0 or 1 a constant of the program: a learning rate that warms up from 0
+    would be compiled twice.
+    """
+    device = torch.device(device)
+    if tensor.dim() or device.type != XLA or tensor.device.type != "cpu":
+        return tensor.to(device)
+    import torch_xla
+
+    target = device if device.index is not None else torch_xla.device()
+    moved: torch.Tensor = torch_xla._XLAC._xla_tensors_from_aten([tensor.detach()], [str(target)])[0]
+    return moved
 
 
 def on_host(tensors: Sequence[torch.Tensor], copy: bool = True) -> list[torch.Tensor]:
@@ -20,17 +35,17 @@ def on_host(tensors: Sequence[torch.Tensor], copy: bool = True) -> list[torch.Te
     One by one they would be as many programs, and may be wrong: torch_xla takes `a - (a + b)` and `b - (a + b)` for one
     program, whose inputs it then confuses (pytorch/xla#8353).
     """
-    found = [tensor.detach() for tensor in tensors]
-    lazy = [index for index, tensor in enumerate(found) if in_one_program(tensor)]
+    on_cpu = [tensor.detach() for tensor in tensors]
+    lazy = [index for index, tensor in enumerate(on_cpu) if in_one_program(tensor)]
     if lazy:
         import torch_xla
 
-        pending = [found[index] for index in lazy]
+        pending = [on_cpu[index] for index in lazy]
         torch_xla._XLAC._xla_sync_multi(pending, [], True, False)
         if copy:
             for index, tensor in zip(lazy, torch_xla._XLAC._xla_get_cpu_tensors(pending)):
-                found[index] = tensor
-    return [tensor.cpu() if copy else tensor for tensor in found]
+                on_cpu[index] = tensor
+    return [tensor.cpu() if copy else tensor for tensor in on_cpu]
 
 
 def as_inputs(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -39,9 +54,9 @@ def as_inputs(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     Scalars that come from the host are none: torch_xla keeps one buffer of equal ones, and 0 and 1 in the program. A
     resumed run would compile its step anew.
     """
-    found = list(tensors)
-    scalars = [index for index, tensor in enumerate(found) if in_one_program(tensor) and not tensor.dim()]
-    for index, value in zip(scalars, on_host([found[index] for index in scalars])):
-        found[index] = upload(value, found[index].device)
-    on_host([found[index] for index in scalars], copy=False)
-    return found
+    inputs = list(tensors)
+    scalars = [index for index, tensor in enumerate(inputs) if in_one_program(tensor) and not tensor.dim()]
+    for index, value in zip(scalars, on_host([inputs[index] for index in scalars])):
+        inputs[index] = upload(value, inputs[index].device)
+    on_host([inputs[index] for index in scalars], copy=False)
+    return inputs

@@ -45,16 +45,16 @@ def init_distributed(device: str = "auto", timeout: float | None = None) -> torc
         return xla.join(timeout)
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device cuda was asked for, but torch.cuda.is_available() is False; use device cpu")
-    place = torch.device(device)
+    own_device = torch.device(device)
     if device == "cuda":
-        place = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        torch.cuda.set_device(place)
+        own_device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(own_device)
     if not dist.is_initialized():
         options: dict[str, Any] = {"timeout": datetime.timedelta(seconds=timeout)} if timeout is not None else {}
         if "RANK" not in os.environ:
             options.update(store=dist.HashStore(), rank=0, world_size=1)
         dist.init_process_group("nccl" if device == "cuda" else "gloo", **options)
-    return place
+    return own_device
 
 
 def world() -> tuple[int, int]:
@@ -103,27 +103,27 @@ def connect(mesh: Mesh, *, timeout: float | None = None, lazy: bool = False) -> 
     _connections += 1
     limit = datetime.timedelta(seconds=timeout) if timeout is not None else None
     backend = C10dBackend(limit, monitor, watcher(monitor))
-    made = context.Context(mesh, rank, backend)
+    own_context = context.Context(mesh, rank, backend)
     try:
         for axis in () if lazy else _EAGER_AXES:
-            made.communicator(axis)
+            own_context.communicator(axis)
     except BaseException:
         if monitor is not None:
             monitor.stop()
         raise
-    context.set_default(made)
+    context.set_default(own_context)
 
 
 def disconnect() -> None:
     """Destroys the process groups that `connect` made, ends the watch, and forgets the mesh. Safe to call twice."""
-    made = context.default()
-    if made is not None and isinstance(made.backend, xla.XlaBackend):
+    own_context = context.default()
+    if own_context is not None and isinstance(own_context.backend, xla.XlaBackend):
         xla.disconnect()
         return
     context.set_default(None)
-    if made is None:
+    if own_context is None:
         return
-    if isinstance(made.backend, C10dBackend) and made.backend.monitor is not None:
-        made.backend.monitor.stop()
+    if isinstance(own_context.backend, C10dBackend) and own_context.backend.monitor is not None:
+        own_context.backend.monitor.stop()
     if dist.is_initialized():
-        made.backend.close()
+        own_context.backend.close()

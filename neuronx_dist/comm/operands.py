@@ -19,7 +19,7 @@ def check_out(out: torch.Tensor | None, shape: Sequence[int], comm: Communicator
 
 
 def deliver(value: torch.Tensor, out: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    """`value` in `out`, or in `dtype`."""
+    """Puts `value` into `out` if there is one, else casts it to `dtype`; returns the result."""
     if out is None:
         return value if value.dtype == dtype else value.to(dtype)
     if out is not value:
@@ -44,18 +44,17 @@ def checked_dim(x: torch.Tensor, dim: int, verb: str) -> int:
 
 
 def gathered_shape(x: torch.Tensor, dim: int, comm: Communicator) -> tuple[int, ...]:
-    """`[.., n, ..] -> [.., size*n, ..]`"""
+    """The shape of what is gathered along `dim`: `[.., n, ..] -> [.., size*n, ..]`."""
     return (*x.shape[:dim], comm.size * x.shape[dim], *x.shape[dim + 1 :])
 
 
 def scattered_first(x: torch.Tensor, dim: int, comm: Communicator, verb: str) -> torch.Tensor:
-    """`[.., size*n, ..] -> [size, .., n, ..]`"""
+    """`x` with the pieces that go to the ranks as a first dim: `[.., size*n, ..] -> [size, .., n, ..]`."""
     dim = checked_dim(x, dim, verb)
     if x.shape[dim] % comm.size:
         raise ValueError(
             f"{verb} over {comm.axis}: unable to create {comm.size} partitions along dim {dim} of shape "
-            f"{tuple(x.shape)}: "
-            f"{x.shape[dim]} is not divisible by {comm.size}"
+            f"{tuple(x.shape)}: {x.shape[dim]} is not divisible by {comm.size}"
         )
     split = x.view(*x.shape[:dim], comm.size, x.shape[dim] // comm.size, *x.shape[dim + 1 :])
     return split if dim == 0 else split.movedim(dim, 0)

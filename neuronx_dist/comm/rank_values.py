@@ -1,7 +1,7 @@
-"""Ranks that know where they come from, for running a program once in place of many ranks.
+"""An int that carries its value on every rank, for running a program once in place of many ranks.
 
-A `Coordinate` is this rank's index along some axes: an int, with the value that it has on every other rank beside it.
-Arithmetic with ints and Coordinates gives Coordinates and says nothing. Whatever lets the program go its own way
+A `RankValue` is, say, this rank's index along some axes, with the value that it has on every other rank beside it.
+Arithmetic with ints and RankValues gives RankValues and says nothing. Whatever lets the program go its own way
 (a comparison, `bool`, `int`, `float`, `hash`, `str`) is a *read*: it is reported, unless the answer is the same on all
 ranks (`0 <= rank < size`, `rank == rank`). A read knows the answer on every rank, so that a tool can tell which ranks
 would have run the same program: `rank > 0` separates two kinds of ranks, `int(rank)` all.
@@ -9,12 +9,12 @@ would have run the same program: `rank > 0` separates two kinds of ranks, `int(r
 What is *not* seen, because C code takes an int's digits without asking:
 
 * torch: `x - c`, `x.narrow(d, c, n)`, `x[c]`, `x[:c]`, `torch.tensor(c)`, `torch.full((n,), c)` take it as a number. A
-  TorchFunctionMode sees the Coordinate among the arguments (`find`), and has to judge: a value or a position that
-  differs by rank makes the result vary over `c.axes`; where it decides a shape it has to call `c.read()`.
+  TorchFunctionMode sees the RankValue among the arguments (`rank_values_in`), and has to judge: a value or a position
+  that differs by rank makes the result vary over `c.axes`; where it decides a shape it has to call `c.read()`.
 * Python: `items[c]`, `items[:c]`, `range(c)`, `"%d" % c`, `math.gcd(c, n)`, and a float on the left (`0.5 * c`). To be
   sure of such a program, run it for a second rank of the same kind and compare.
 
-`plain(c)` is the number, with nothing reported: for code that behaves alike whatever it is.
+`concrete(c)` is this rank's number, with nothing reported: for code that behaves alike whatever it is.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import torch
 from ..call_site import call_sites
 from ..mesh import DENSE_AXES, EXPERT_AXES, Axis, Mesh
 
-__all__ = ["Coordinate", "Group", "Place", "Read", "elsewhere", "find", "member", "plain"]
+__all__ = ["ObservedRank", "RankGroup", "RankValue", "Read", "concrete", "is_member", "rank_values_in", "value_on"]
 
 OnRead = Callable[[frozenset[str]], None]
 _ORDER = (*DENSE_AXES, *(name for name in EXPERT_AXES if name not in DENSE_AXES))
@@ -57,40 +57,41 @@ class Read(NamedTuple):
         return self.answers[index]
 
 
-class Place:
+class ObservedRank:
     """A rank of a mesh whose coordinates are reported when they are read.
 
     Attributes:
         reads: all different reads so far, in order.
-        rank: the rank's number, as a Coordinate.
+        number: the rank's number, as a plain int.
+        rank: the same as a RankValue.
     """
 
     def __init__(self, mesh: Mesh, rank: int, on_read: OnRead) -> None:
         self.mesh = mesh
-        self.number = plain(rank)
-        self.at = mesh.coordinates(self.number)
+        self.number = concrete(rank)
+        self.coordinates_here = mesh.coordinates(self.number)
         self.on_read = on_read
         self.reads: list[Read] = []
         self._known: set[tuple[Any, ...]] = set()
         self._coordinates = {
-            name: self.make((name,), tuple(range(getattr(mesh, name)))) for name in dict.fromkeys(_ORDER)
+            axis: self.value_along((axis,), tuple(range(getattr(mesh, axis)))) for axis in dict.fromkeys(_ORDER)
         }
-        self.rank: int = self.along(range(mesh.world_size))
-        if isinstance(self.rank, Coordinate):
+        self.rank: int = self.value_by_rank(range(mesh.world_size))
+        if isinstance(self.rank, RankValue):
             self.rank._is_rank = True
 
-    def along(self, values: Sequence[int]) -> int:
+    def value_by_rank(self, values: Sequence[int]) -> int:
         """A number that is `values[rank]` on each rank."""
-        return self.make(DENSE_AXES, self.table_of(values))
+        return self.value_along(DENSE_AXES, self.table_by_rank(values))
 
-    def table_of(self, by_rank: Sequence[Any] | Mapping[int, Any]) -> tuple[Any, ...]:
+    def table_by_rank(self, by_rank: Sequence[Any] | Mapping[int, Any]) -> tuple[Any, ...]:
         """What each rank has, given by its number, as a table over the dense axes."""
         return tuple(by_rank[rank] for rank in self.mesh.groups(DENSE_AXES)[0])
 
-    def make(self, names: Sequence[str], table: tuple[Any, ...]) -> int:
-        """The Coordinate with these values along these axes; a plain number if they are all the same."""
-        names, table = self.reduce(names, table)
-        return Coordinate(table[self.index(names)], names, table, self) if names else table[0]
+    def value_along(self, names: Sequence[str], table: tuple[Any, ...]) -> int:
+        """The RankValue with these values along these axes; a plain number if they are all the same."""
+        names, table = self.without_constant_axes(names, table)
+        return RankValue(table[self.index(names)], names, table, self) if names else table[0]
 
     def sizes(self, names: Sequence[str]) -> list[int]:
         return [getattr(self.mesh, name) for name in names]
@@ -99,11 +100,13 @@ class Place:
         """Where this rank's entry is in a table over the axes `names`."""
         index = 0
         for name in names:
-            index = index * getattr(self.mesh, name) + self.at[name]
+            index = index * getattr(self.mesh, name) + self.coordinates_here[name]
         return index
 
-    def reduce(self, names: Sequence[str], table: tuple[Any, ...]) -> tuple[tuple[str, ...], tuple[Any, ...]]:
-        """The table without the axes along which nothing changes."""
+    def without_constant_axes(
+        self, names: Sequence[str], table: tuple[Any, ...]
+    ) -> tuple[tuple[str, ...], tuple[Any, ...]]:
+        """Drops the axes along which a table is the same; returns the axes that are left, and its values on them."""
         kept = []
         inner = len(table)
         for name in names:
@@ -120,8 +123,8 @@ class Place:
                 kept.append(name)
         return tuple(kept), table
 
-    def widen(self, names: tuple[str, ...], table: tuple[Any, ...], to: Sequence[str]) -> tuple[Any, ...]:
-        """The table over more axes, in the order `to`."""
+    def expanded(self, names: tuple[str, ...], table: tuple[Any, ...], to: Sequence[str]) -> tuple[Any, ...]:
+        """The table over more axes, in the order of `to`: the same along those that are new."""
         if names == to:
             return table
         steps, step = {}, 1
@@ -136,7 +139,7 @@ class Place:
 
     def read(self, names: tuple[str, ...], answers: tuple[Any, ...]) -> Any:
         """This rank's answer; reported if it is not everyone's."""
-        names, answers = self.reduce(names, answers)
+        names, answers = self.without_constant_axes(names, answers)
         if names:
             key = (names, answers)
             if key not in self._known:
@@ -147,90 +150,101 @@ class Place:
 
     def same_program(self, rank: int) -> bool:
         """Whether `rank`, running the same code, would have got the same answers, and so have done the same."""
-        at = self.mesh.coordinates(rank)
-        return all(read.answer(at) == read.answer(self.at) for read in self.reads)
+        coordinates = self.mesh.coordinates(rank)
+        return all(read.answer(coordinates) == read.answer(self.coordinates_here) for read in self.reads)
 
     # What `Mesh` asks for, given `rank` in place of a plain number.
 
     def coordinates(self) -> dict[str, int]:
         return dict(self._coordinates)
 
-    def group(self, axis: Axis) -> Group:
-        return self.group_among(self.mesh.groups(axis), self.mesh.coordinate(axis, self.rank))
+    def group(self, axis: Axis) -> RankGroup:
+        return self.group_in(self.mesh.groups(axis), self.mesh.coordinate(axis, self.rank))
 
-    def group_among(self, groups: Sequence[Sequence[int]], own: int) -> Group:
+    def group_in(self, groups: Sequence[Sequence[int]], own: int) -> RankGroup:
         """The one of `groups`, which are of equal size, that holds this rank."""
         if len(groups) == 1:
-            return Group(groups[0], self, own)
+            return RankGroup(groups[0], self, own)
         by_rank = {rank: group for group in groups for rank in group}
         all_ranks = range(self.mesh.world_size)
         size = len(by_rank[self.number])
-        return Group((self.along([(*by_rank[r], *[-1] * size)[i] for r in all_ranks]) for i in range(size)), self, own)
+        members = (self.value_by_rank([(*by_rank[r], *[-1] * size)[i] for r in all_ranks]) for i in range(size))
+        return RankGroup(members, self, own)
 
 
-class Group(tuple[int, ...]):
+class RankGroup(tuple[int, ...]):
     """The ranks of this rank's group; which they are depends on where it is along the other axes."""
 
-    _place: Place
+    _observed: ObservedRank
     _own: int
 
-    def __new__(cls, ranks: Iterable[int], place: Place, own: int) -> Group:
-        made = super().__new__(cls, ranks)
-        made._place, made._own = place, own
-        return made
+    def __new__(cls, ranks: Iterable[int], observed: ObservedRank, own: int) -> RankGroup:
+        group = super().__new__(cls, ranks)
+        group._observed, group._own = observed, own
+        return group
 
     def __getitem__(self, index: Any) -> Any:
-        if not isinstance(index, Coordinate):
+        if not isinstance(index, RankValue):
             return super().__getitem__(index)
-        places = [*range(len(self)), *range(-len(self), 0)]
-        return _combine(lambda i, *ranks: ranks[i] if i in places else _out_of_range(), index, *self)
+        indices = [*range(len(self)), *range(-len(self), 0)]
+        return _combine(lambda i, *ranks: ranks[i] if i in indices else _out_of_range(), index, *self)
 
     def index(self, value: Any, *bounds: Any) -> int:
-        return self._own if value is self._place.rank and not bounds else super().index(value, *bounds)
+        return self._own if value is self._observed.rank and not bounds else super().index(value, *bounds)
 
     def __contains__(self, value: Any) -> bool:
-        return value is self._place.rank or super().__contains__(value)
+        return value is self._observed.rank or super().__contains__(value)
 
-    def __deepcopy__(self, memo: Any) -> Group:
+    def __deepcopy__(self, memo: Any) -> RankGroup:
         return self
 
 
-class Coordinate(int):
-    """An index along axes of the mesh, and what it is on the other ranks. Made by a `Place`.
+class RankValue(int):
+    """An int of this rank that carries its value on every rank of the mesh. Made by an `ObservedRank`.
 
     Attributes:
-        axes: along which it differs from rank to rank.
+        names: the axes along which it differs from rank to rank.
+        table: its values, one for each combination of the coordinates on `names`, the last axis fastest.
+        observed: the rank that it belongs to, which its reads are reported to.
     """
 
     names: tuple[str, ...]
     table: tuple[int, ...]
-    place: Place
+    observed: ObservedRank
     _is_rank = False
 
-    def __new__(cls, value: int, names: tuple[str, ...], table: tuple[int, ...], place: Place) -> Coordinate:
-        made = super().__new__(cls, value)
-        made.names, made.table, made.place = names, table, place
-        return made
+    def __new__(cls, value: int, names: tuple[str, ...], table: tuple[int, ...], observed: ObservedRank) -> RankValue:
+        number = super().__new__(cls, value)
+        number.names, number.table, number.observed = names, table, observed
+        return number
 
     @property
     def axes(self) -> frozenset[str]:
         return frozenset(self.names)
 
+    def value_on(self, rank: int) -> int:
+        """Its value on another rank of the mesh."""
+        mesh = self.observed.mesh
+        coordinates, index = mesh.coordinates(rank), 0
+        for name in self.names:
+            index = index * getattr(mesh, name) + coordinates[name]
+        return self.table[index]
+
     def read(self) -> int:
         """The plain number; reports that the program knows it."""
-        return int(self.place.read(self.names, self.table))
+        return int(self.observed.read(self.names, self.table))
 
     def mesh_coordinates(self, mesh: Mesh) -> dict[str, int] | None:
         """What `Mesh.coordinates` gives for it: None if it is not a rank of `mesh`."""
-        return self.place.coordinates() if self._is_rank and mesh == self.place.mesh else None
+        return self.observed.coordinates() if self._is_rank and mesh == self.observed.mesh else None
 
-    def mesh_group(self, mesh: Mesh, axis: Axis) -> Group | None:
-        return self.place.group(axis) if self._is_rank and mesh == self.place.mesh else None
+    def mesh_group(self, mesh: Mesh, axis: Axis) -> RankGroup | None:
+        return self.observed.group(axis) if self._is_rank and mesh == self.observed.mesh else None
 
     # --- reads
 
     def __bool__(self) -> bool:
-        return bool(self.place.read(self.names, tuple(value != 0 for value in self.table)))
+        return bool(self.observed.read(self.names, tuple(value != 0 for value in self.table)))
 
     def __int__(self) -> int:
         return self.read()
@@ -256,10 +270,10 @@ class Coordinate(int):
 
     __reduce_ex__ = __reduce__  # type: ignore[assignment]
 
-    def __copy__(self) -> Coordinate:
+    def __copy__(self) -> RankValue:
         return self
 
-    def __deepcopy__(self, memo: Any) -> Coordinate:
+    def __deepcopy__(self, memo: Any) -> RankValue:
         return self
 
     def bit_length(self) -> int:
@@ -281,68 +295,65 @@ class Coordinate(int):
     numerator = property(__trunc__)
 
 
-def plain(x: int) -> int:
-    """The number itself, nothing reported. For code that takes the same way whatever it is."""
-    return x.table[x.place.index(x.names)] if isinstance(x, Coordinate) else x
+def concrete(x: int) -> int:
+    """This rank's number as a plain int, nothing reported: for code that takes the same way whatever it is."""
+    return x.table[x.observed.index(x.names)] if isinstance(x, RankValue) else x
 
 
-def elsewhere(x: int, rank: int) -> int:
-    """The number that `x` is on another rank."""
-    if not isinstance(x, Coordinate):
-        return x
-    at, index = x.place.mesh.coordinates(rank), 0
-    for name in x.names:
-        index = index * getattr(x.place.mesh, name) + at[name]
-    return x.table[index]
+def value_on(x: int, rank: int) -> int:
+    """The number that `x` is on another rank: itself, unless it is a RankValue."""
+    return x.value_on(rank) if isinstance(x, RankValue) else x
 
 
-def member(rank: int, ranks: Sequence[int]) -> bool:
+def is_member(rank: int, ranks: Sequence[int]) -> bool:
     """Whether `rank` is one of `ranks`, as one read."""
-    if not isinstance(rank, Coordinate):
+    if not isinstance(rank, RankValue):
         return rank in ranks
-    among = set(ranks)
-    return bool(rank.place.read(rank.names, tuple(value in among for value in rank.table)))
+    members = set(ranks)
+    return bool(rank.observed.read(rank.names, tuple(value in members for value in rank.table)))
 
 
-def find(x: Any) -> list[Coordinate]:
-    """All Coordinates in nested tuples, lists, dicts and slices: a torch call's arguments, say."""
-    if isinstance(x, Coordinate):
+def rank_values_in(x: Any) -> list[RankValue]:
+    """All RankValues in nested tuples, lists, dicts and slices: a torch call's arguments, say."""
+    if isinstance(x, RankValue):
         return [x]
     if isinstance(x, (tuple, list)):
-        return [found for item in x for found in find(item)]
+        return [value for item in x for value in rank_values_in(item)]
     if isinstance(x, dict):
-        return [found for item in x.values() for found in find(item)]
+        return [value for item in x.values() for value in rank_values_in(item)]
     if isinstance(x, slice):
-        return find((x.start, x.stop, x.step))
+        return rank_values_in((x.start, x.stop, x.step))
     return []
 
 
-def _columns(operands: Sequence[Any]) -> tuple[Place, tuple[str, ...], list[tuple[Any, ...]]] | None:
+def _columns(operands: Sequence[Any]) -> tuple[ObservedRank, tuple[str, ...], list[tuple[Any, ...]]] | None:
     """The operands' values on every rank; None if that is not one mesh, or too many."""
-    coordinates = [x for x in operands if isinstance(x, Coordinate)]
-    place, names = coordinates[0].place, coordinates[0].names
-    if len(coordinates) > 1:
-        used = {name for x in coordinates for name in x.names}
+    values = [x for x in operands if isinstance(x, RankValue)]
+    observed, names = values[0].observed, values[0].names
+    if len(values) > 1:
+        used = {name for x in values for name in x.names}
         names = tuple(name for name in _ORDER if name in used)
-    count = math.prod(place.sizes(names))
-    if count > _LARGEST or any(x.place is not place for x in coordinates):
+    count = math.prod(observed.sizes(names))
+    if count > _LARGEST or any(x.observed is not observed for x in values):
         return None
-    columns = [place.widen(x.names, x.table, names) if isinstance(x, Coordinate) else (x,) * count for x in operands]
-    return place, names, columns
+    columns = [
+        observed.expanded(x.names, x.table, names) if isinstance(x, RankValue) else (x,) * count for x in operands
+    ]
+    return observed, names, columns
 
 
 def _combine(function: Callable[..., Any], *operands: Any) -> Any:
-    """`function` of Coordinates and ints, on every rank."""
-    found = _columns(operands)
-    if found is not None:
-        place, names, columns = found
+    """`function` of RankValues and ints, on every rank."""
+    common = _columns(operands)
+    if common is not None:
+        observed, names, columns = common
         try:
             table = tuple(map(function, *columns))
         except (ArithmeticError, ValueError):  # on another rank, perhaps, and not here
             table = ()
         if table and all(type(value) is int for value in table):
-            return place.make(names, table)
-    return function(*(x.read() if isinstance(x, Coordinate) else x for x in operands))
+            return observed.value_along(names, table)
+    return function(*(x.read() if isinstance(x, RankValue) else x for x in operands))
 
 
 def _out_of_range() -> int:
@@ -350,7 +361,7 @@ def _out_of_range() -> int:
 
 
 def _arithmetic(function: Callable[[Any, Any], Any], swapped: bool) -> Callable[..., Any]:
-    def method(self: Coordinate, other: Any, *modulo: Any) -> Any:
+    def method(self: RankValue, other: Any, *modulo: Any) -> Any:
         if modulo:
             return pow(self.read(), other, *modulo)
         if isinstance(other, int):
@@ -363,26 +374,26 @@ def _arithmetic(function: Callable[[Any, Any], Any], swapped: bool) -> Callable[
 
 
 def _comparison(function: Callable[[Any, Any], bool]) -> Callable[..., Any]:
-    def method(self: Coordinate, other: Any) -> Any:
+    def method(self: RankValue, other: Any) -> Any:
         if not isinstance(other, (int, float)):
             return NotImplemented
-        found = _columns((self, other))
-        if found is None:
-            return function(self.read(), other.read() if isinstance(other, Coordinate) else other)
-        place, names, columns = found
-        return place.read(names, tuple(map(function, *columns)))
+        common = _columns((self, other))
+        if common is None:
+            return function(self.read(), other.read() if isinstance(other, RankValue) else other)
+        observed, names, columns = common
+        return observed.read(names, tuple(map(function, *columns)))
 
     return method
 
 
-def _unary(function: Callable[[int], int]) -> Callable[[Coordinate], Any]:
+def _unary(function: Callable[[int], int]) -> Callable[[RankValue], Any]:
     return lambda self: _combine(function, self)
 
 
-def _quotient(self: Coordinate, other: Any) -> Any:
+def _quotient(self: RankValue, other: Any) -> Any:
     if isinstance(other, torch.Tensor):
         return NotImplemented
-    return self.read() / (other.read() if isinstance(other, Coordinate) else other)
+    return self.read() / (other.read() if isinstance(other, RankValue) else other)
 
 
 _BINARY = ("add", "sub", "mul", "floordiv", "mod", "pow", "and_", "or_", "xor", "lshift", "rshift")
@@ -396,5 +407,7 @@ _METHODS: dict[str, Callable[..., Any]] = {
     "__truediv__": _quotient,
     "__rtruediv__": lambda self, other: NotImplemented if isinstance(other, torch.Tensor) else other / self.read(),
 }
+# Set one by one, and not written as methods: about thirty operators are four functions of `operator`, and Python looks
+# special methods up on the class, so that `__getattr__` could not give them.
 for _name, _method in _METHODS.items():
-    setattr(Coordinate, _name, _method)
+    setattr(RankValue, _name, _method)

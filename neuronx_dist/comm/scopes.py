@@ -11,7 +11,7 @@ from .backends.observed import CheckBackend
 from .backends.shapes import ShapesBackend
 from .base import Backend
 from .context import Context, current, is_initialized, use
-from .rank_values import Coordinate
+from .rank_values import RankValue
 from .recording import Call
 
 __all__ = ["as_rank", "record"]
@@ -26,7 +26,7 @@ def as_rank(mesh: Mesh, rank: int, backend: Backend | None = None) -> Iterator[C
         ...     layer = ColumnParallelLinear(8, 16, device="meta")
     """
     if backend is None:
-        backend = CheckBackend(silent=True) if isinstance(rank, Coordinate) else ShapesBackend()
+        backend = CheckBackend(silent=True) if isinstance(rank, RankValue) else ShapesBackend()
     with use(Context(mesh, rank, backend)) as context:
         yield context
 

@@ -8,12 +8,15 @@ import torch
 
 from .base import Communicator
 
-__all__ = ["in_one_program", "in_own_piece", "only_on", "only_on_first", "own_piece", "own_slot"]
+__all__ = ["XLA", "in_one_program", "in_own_piece", "only_on", "only_on_first", "own_piece", "own_slot"]
+
+
+XLA = "xla"  # the type of devices on which operations are put into a program
 
 
 def in_one_program(x: torch.Tensor) -> bool:
     """Whether operations on `x` are put into a program, the same on all ranks, instead of being done (XLA)."""
-    return x.device.type == "xla"
+    return x.device.type == XLA
 
 
 def own_slot(x: torch.Tensor, comm: Communicator, dim: int) -> torch.Tensor:

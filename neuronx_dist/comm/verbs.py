@@ -26,7 +26,7 @@ from . import recording
 from .base import Communicator, Handle, WorkLike, Works
 from .context import AxisLike, communicator
 from .operands import check_out, checked_dim, deliver, gathered_shape, scattered_first, wire_dtype
-from .rank_values import plain
+from .rank_values import concrete
 
 __all__ = [
     "all_gather",
@@ -58,7 +58,7 @@ def all_reduce(
 ) -> Result:
     """Sum (max, min) of `x` over the group, on every rank. Reduced in `promote_types(x.dtype, reduce_dtype)`."""
     if has_torch_function_unary(x):
-        return _whole(all_reduce, (x, axis), op=op, reduce_dtype=reduce_dtype, out=out, async_op=async_op)
+        return _hand_over(all_reduce, (x, axis), op=op, reduce_dtype=reduce_dtype, out=out, async_op=async_op)
     if isinstance(x, (list, tuple)):
         return _coalesced(all_reduce, x, axis, out, async_op, op=op, reduce_dtype=reduce_dtype)
     comm = communicator(axis)
@@ -93,11 +93,12 @@ def all_gather(
     out: _Out = None,
     async_op: bool = False,
 ) -> Result:
-    """Concatenation along `dim` of every rank's `x`, which has the same shape everywhere: `[.., n, ..] -> [.., size*n,
-    ..]`.
+    """Concatenation along `dim` of every rank's `x`: `[.., n, ..] -> [.., size*n, ..]`.
+
+    `x` has the same shape on every rank.
     """
     if has_torch_function_unary(x):
-        return _whole(all_gather, (x, axis), dim=dim, out=out, async_op=async_op)
+        return _hand_over(all_gather, (x, axis), dim=dim, out=out, async_op=async_op)
     if isinstance(x, (list, tuple)):
         return _coalesced(all_gather, x, axis, out, async_op, dim=dim)
     comm = communicator(axis)
@@ -142,7 +143,9 @@ def reduce_scatter(
         ValueError: the dim does not divide by the size of the group.
     """
     if has_torch_function_unary(x):
-        return _whole(reduce_scatter, (x, axis), dim=dim, op=op, reduce_dtype=reduce_dtype, out=out, async_op=async_op)
+        return _hand_over(
+            reduce_scatter, (x, axis), dim=dim, op=op, reduce_dtype=reduce_dtype, out=out, async_op=async_op
+        )
     if isinstance(x, (list, tuple)):
         return _coalesced(reduce_scatter, x, axis, out, async_op, dim=dim, op=op, reduce_dtype=reduce_dtype)
     comm = communicator(axis)
@@ -178,7 +181,7 @@ def all_to_all(
 ) -> Result:
     """Splits `x` along `split_dim`, sends piece i to rank i, and concatenates what comes along `concat_dim`."""
     if has_torch_function_unary(x):
-        return _whole(all_to_all, (x, axis), split_dim=split_dim, concat_dim=concat_dim, out=out, async_op=async_op)
+        return _hand_over(all_to_all, (x, axis), split_dim=split_dim, concat_dim=concat_dim, out=out, async_op=async_op)
     comm = communicator(axis)
     if comm.size == 1:
         return _alone(comm, x, out, async_op)
@@ -209,7 +212,7 @@ def permute(
 ) -> Result:
     """Sends `x` from `src` to `dst` for each pair of group indices; a rank that is no destination gets zeros."""
     if has_torch_function_unary(x):
-        return _whole(permute, (x, axis, pairs), out=out, async_op=async_op)
+        return _hand_over(permute, (x, axis, pairs), out=out, async_op=async_op)
     comm = communicator(axis)
     pairs = [(int(src), int(dst)) for src, dst in pairs]
     for side in (0, 1):
@@ -239,7 +242,7 @@ def broadcast(
 ) -> Result:
     """`x` of the rank with group index `src`, on every rank; elsewhere `x` gives shape and dtype only."""
     if has_torch_function_unary(x):
-        return _whole(broadcast, (x, axis), src=src, out=out, async_op=async_op)
+        return _hand_over(broadcast, (x, axis), src=src, out=out, async_op=async_op)
     comm = communicator(axis)
     _index(comm, src, "broadcast", "src")
     if comm.size == 1:
@@ -264,7 +267,7 @@ def broadcast(
 def send(x: torch.Tensor, axis: AxisLike, *, dst: int, tag: int = 0, async_op: bool = False) -> Result:
     """Sends `x` to the rank with group index `dst`, which calls `recv` with an equal shape and dtype. Returns `x`."""
     if has_torch_function_unary(x):
-        return _whole(send, (x, axis), dst=dst, tag=tag, async_op=async_op)
+        return _hand_over(send, (x, axis), dst=dst, tag=tag, async_op=async_op)
     comm = communicator(axis)
     _peer(comm, dst, "send", "dst")
     buffer = x.detach().contiguous()
@@ -276,7 +279,7 @@ def send(x: torch.Tensor, axis: AxisLike, *, dst: int, tag: int = 0, async_op: b
 def recv(out: torch.Tensor, axis: AxisLike, *, src: int, tag: int = 0, async_op: bool = False) -> Result:
     """Fills `out`, which gives shape and dtype and is contiguous, with what the rank with group index `src` sends."""
     if has_torch_function_unary(out):
-        return _whole(recv, (out, axis), src=src, tag=tag, async_op=async_op)
+        return _hand_over(recv, (out, axis), src=src, tag=tag, async_op=async_op)
     comm = communicator(axis)
     _peer(comm, src, "recv", "src")
     if not out.is_contiguous():
@@ -308,15 +311,15 @@ def broadcast_object(obj: Any, axis: AxisLike = "world", src: int = 0) -> Any:
     """The object of the rank with group index `src`, on every rank. Not for the hot path."""
     comm = communicator(axis)
     _index(comm, src, "broadcast_object", "src")
-    return gather_objects(obj if plain(comm.rank) == src else None, comm)[src]
+    return gather_objects(obj if concrete(comm.rank) == src else None, comm)[src]
 
 
 @reissues
-def _whole(verb: Callable[..., Result], args: tuple[Any, ...], **keywords: Any) -> Result:
+def _hand_over(verb: Callable[..., Result], args: tuple[Any, ...], **keywords: Any) -> Result:
     """Hands a call, as it was made, to whoever watches torch functions."""
     defaults = _DEFAULTS[verb]
-    given = {key: value for key, value in keywords.items() if defaults.get(key, _REQUIRED) is not value}
-    return handle_torch_function(verb, args[:1], *args, **given)
+    non_defaults = {key: value for key, value in keywords.items() if defaults.get(key, _REQUIRED) is not value}
+    return handle_torch_function(verb, args[:1], *args, **non_defaults)
 
 
 def _run(
@@ -372,9 +375,9 @@ def _coalesced(
             if recording.recorders:
                 gather = verb is all_gather
                 recording.note(comm, name, wires, op=None if gather else op, scale=comm.size if gather else 1)
-            work, found = comm.start_coalesced(name, wires, op)
+            work, parts = comm.start_coalesced(name, wires, op)
             works.append(work)
-            for (index, _), result in zip(members, found):
+            for (index, _), result in zip(members, parts):
                 results[index] = result
         return Works(works)
 

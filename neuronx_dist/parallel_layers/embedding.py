@@ -17,7 +17,7 @@ from torch import nn
 
 from .. import comm, spmd
 from ..comm.context import AxisLike
-from ..comm.rank_values import plain
+from ..comm.rank_values import concrete
 from ..spmd import I, P, S, ShardedModule, ShardSpec, V, set_spec
 
 __all__ = ["ParallelEmbedding"]
@@ -172,7 +172,7 @@ class ParallelEmbedding(ShardedModule):
         local = local.masked_fill(elsewhere, 0)
         padding = None
         if self.padding_idx is not None and isinstance(rank, int):
-            padding = self.padding_idx - plain(rank) * count
+            padding = self.padding_idx - concrete(rank) * count
         out = F.embedding(
             local, self.weight, padding if padding is not None and 0 <= padding < count else None, sparse=self.sparse
         )

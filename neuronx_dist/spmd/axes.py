@@ -14,7 +14,7 @@ from typing import Any
 
 from ..comm import Communicator, context
 from ..comm.context import AxisLike
-from ..comm.rank_values import plain
+from ..comm.rank_values import concrete
 from ..mesh import DENSE_AXES, EXPERT_AXES, Mesh
 
 __all__ = ["atoms_of", "mesh_atoms", "mesh_of", "order_of"]
@@ -77,7 +77,7 @@ def mesh_atoms(mesh: Mesh) -> dict[str, tuple[str, ...]]:
     else:
         raise ValueError(f"types need axes that divide: cp={cp} and ep={ep} have no common pieces")
     table.update(pp=("pp",), tp=("tp",))
-    return {axis: tuple(atom for atom in found if sizes[atom] > 1) for axis, found in table.items()}
+    return {axis: tuple(atom for atom in atoms if sizes[atom] > 1) for axis, atoms in table.items()}
 
 
 def atoms_of(axis: AxisLike, mesh: Mesh | None) -> tuple[str, ...]:
@@ -93,7 +93,7 @@ def atoms_of(axis: AxisLike, mesh: Mesh | None) -> tuple[str, ...]:
         table = mesh_atoms(mesh)
         if axis in table:
             return table[axis]
-        if any(axis in found for found in table.values()):
+        if any(axis in atoms for atoms in table.values()):
             return (axis,)
         mesh.size(axis)  # raises, with the names there are
     if isinstance(axis, tuple):
@@ -101,7 +101,7 @@ def atoms_of(axis: AxisLike, mesh: Mesh | None) -> tuple[str, ...]:
     communicator = axis if isinstance(axis, Communicator) else context.communicator(axis)
     if communicator.size == 1:
         return ()
-    return _of_ranks(communicator.axis, tuple(plain(rank) for rank in communicator.ranks), mesh)
+    return _of_ranks(communicator.axis, tuple(concrete(rank) for rank in communicator.ranks), mesh)
 
 
 @lru_cache(maxsize=1024)

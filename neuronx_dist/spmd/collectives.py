@@ -37,74 +37,76 @@ __all__ = [
 ]
 
 
-class Call(NamedTuple):
-    """One use of a row: the dims that `src` and `dst` stand for, the dtype to reduce in, whether x's memory may be
-    reused.
-    """
+class OperatorArguments(NamedTuple):
+    """What one use of a row is told beside its types."""
 
     src_dim: int  # of S(i), else where V stacks
     dst_dim: int
-    reduce_dtype: torch.dtype | None = None
-    inplace: bool = False
+    reduce_dtype: torch.dtype | None = None  # to reduce in
+    inplace: bool = False  # x's memory may be reused
 
-    def reversed(self) -> Call:
-        return Call(self.dst_dim, self.src_dim, self.reduce_dtype)
+    def reversed(self) -> OperatorArguments:
+        """Those of the row that is the backward."""
+        return OperatorArguments(self.dst_dim, self.src_dim, self.reduce_dtype)
 
 
-Kernel = Callable[[torch.Tensor, Communicator, Call], torch.Tensor]
+Kernel = Callable[[torch.Tensor, Communicator, OperatorArguments], torch.Tensor]
 Key = tuple[str, str, str]  # operation, letter of src, letter of dst
 
 
 @dataclass(frozen=True)
 class Row:
+    """An operation from one type to another, its kernel, and the row that is its backward."""
+
     key: Key
     kernel: Kernel
     backward: Key
     communicates: bool
     expert: bool = False  # legal, but rarely what is meant: needs expert_mode=True
-    instead: str = ""
+    instead: str = ""  # what usually is meant instead
 
 
 # Kernels. V stands for S on a dim of its own: stacking is `unsqueeze` before, unbinding `squeeze` after.
 
 
-def _same(x: torch.Tensor, c: Communicator, call: Call) -> torch.Tensor:
+def _same(x: torch.Tensor, c: Communicator, arguments: OperatorArguments) -> torch.Tensor:
     return x.view_as(x)
 
 
-def _sum(x: torch.Tensor, c: Communicator, call: Call) -> torch.Tensor:
-    return comm.all_reduce(x, c, reduce_dtype=call.reduce_dtype, out=x if call.inplace else None)
+def _sum(x: torch.Tensor, c: Communicator, arguments: OperatorArguments) -> torch.Tensor:
+    return comm.all_reduce(x, c, reduce_dtype=arguments.reduce_dtype, out=x if arguments.inplace else None)
 
 
-def _gather(x: torch.Tensor, c: Communicator, call: Call) -> torch.Tensor:
-    return comm.all_gather(x, c, dim=call.src_dim)
+def _gather(x: torch.Tensor, c: Communicator, arguments: OperatorArguments) -> torch.Tensor:
+    return comm.all_gather(x, c, dim=arguments.src_dim)
 
 
-def _gather_stack(x: torch.Tensor, c: Communicator, call: Call) -> torch.Tensor:
-    return comm.all_gather(x.unsqueeze(call.src_dim), c, dim=call.src_dim)
+def _gather_stack(x: torch.Tensor, c: Communicator, arguments: OperatorArguments) -> torch.Tensor:
+    return comm.all_gather(x.unsqueeze(arguments.src_dim), c, dim=arguments.src_dim)
 
 
-def _scatter_sum(x: torch.Tensor, c: Communicator, call: Call) -> torch.Tensor:
-    return comm.reduce_scatter(x, c, dim=call.dst_dim, reduce_dtype=call.reduce_dtype)
+def _scatter_sum(x: torch.Tensor, c: Communicator, arguments: OperatorArguments) -> torch.Tensor:
+    return comm.reduce_scatter(x, c, dim=arguments.dst_dim, reduce_dtype=arguments.reduce_dtype)
 
 
-def _scatter_sum_unbind(x: torch.Tensor, c: Communicator, call: Call) -> torch.Tensor:
-    _check_stacked(x, c, call.dst_dim)
-    return comm.reduce_scatter(x, c, dim=call.dst_dim, reduce_dtype=call.reduce_dtype).squeeze(call.dst_dim)
+def _scatter_sum_unbind(x: torch.Tensor, c: Communicator, arguments: OperatorArguments) -> torch.Tensor:
+    _check_stacked(x, c, arguments.dst_dim)
+    piece = comm.reduce_scatter(x, c, dim=arguments.dst_dim, reduce_dtype=arguments.reduce_dtype)
+    return piece.squeeze(arguments.dst_dim)
 
 
-def _transpose(x: torch.Tensor, c: Communicator, call: Call) -> torch.Tensor:
-    return comm.all_to_all(x, c, split_dim=call.dst_dim, concat_dim=call.src_dim)
+def _transpose(x: torch.Tensor, c: Communicator, arguments: OperatorArguments) -> torch.Tensor:
+    return comm.all_to_all(x, c, split_dim=arguments.dst_dim, concat_dim=arguments.src_dim)
 
 
-def _transpose_stack(x: torch.Tensor, c: Communicator, call: Call) -> torch.Tensor:
-    _check_stacked(x, c, call.dst_dim)
-    piece = comm.all_to_all(x, c, split_dim=call.dst_dim, concat_dim=call.dst_dim)
-    return piece if call.src_dim == call.dst_dim else piece.movedim(call.dst_dim, call.src_dim)
+def _transpose_stack(x: torch.Tensor, c: Communicator, arguments: OperatorArguments) -> torch.Tensor:
+    _check_stacked(x, c, arguments.dst_dim)
+    piece = comm.all_to_all(x, c, split_dim=arguments.dst_dim, concat_dim=arguments.dst_dim)
+    return piece if arguments.src_dim == arguments.dst_dim else piece.movedim(arguments.dst_dim, arguments.src_dim)
 
 
-def _own_piece(x: torch.Tensor, c: Communicator, call: Call) -> torch.Tensor:
-    dim = call.dst_dim
+def _own_piece(x: torch.Tensor, c: Communicator, arguments: OperatorArguments) -> torch.Tensor:
+    dim = arguments.dst_dim
     if x.shape[dim] % c.size:
         raise ValueError(
             f"unable to create {c.size} partitions along dim {dim} of shape {tuple(x.shape)} over {c.axis}: "
@@ -113,171 +115,148 @@ def _own_piece(x: torch.Tensor, c: Communicator, call: Call) -> torch.Tensor:
     return select.own_piece(x, c, dim)
 
 
-def _own_slot(x: torch.Tensor, c: Communicator, call: Call) -> torch.Tensor:
-    _check_stacked(x, c, call.dst_dim)
-    return select.own_slot(x, c, call.dst_dim)
+def _own_slot(x: torch.Tensor, c: Communicator, arguments: OperatorArguments) -> torch.Tensor:
+    _check_stacked(x, c, arguments.dst_dim)
+    return select.own_slot(x, c, arguments.dst_dim)
 
 
-def _zero_padded(x: torch.Tensor, c: Communicator, call: Call) -> torch.Tensor:
-    return select.in_own_piece(x, c, call.src_dim)
+def _zero_padded(x: torch.Tensor, c: Communicator, arguments: OperatorArguments) -> torch.Tensor:
+    return select.in_own_piece(x, c, arguments.src_dim)
 
 
-def _zero_padded_stack(x: torch.Tensor, c: Communicator, call: Call) -> torch.Tensor:
-    return _zero_padded(x.unsqueeze(call.src_dim), c, call)
+def _zero_padded_stack(x: torch.Tensor, c: Communicator, arguments: OperatorArguments) -> torch.Tensor:
+    return _zero_padded(x.unsqueeze(arguments.src_dim), c, arguments)
 
 
-def _first_rank_only(x: torch.Tensor, c: Communicator, call: Call) -> torch.Tensor:
+def _first_rank_only(x: torch.Tensor, c: Communicator, arguments: OperatorArguments) -> torch.Tensor:
     return select.only_on(x, c, 0)
 
 
-def _rows() -> dict[Key, Row]:
-    rows: list[Row] = []
-
-    def row(
-        operation: str,
-        src: str,
-        dst: str,
-        kernel: Kernel,
-        backward: Key,
-        communicates: bool = False,
-        *,
-        expert: bool = False,
-        instead: str = "",
-    ) -> None:
-        rows.append(Row((operation, src, dst), kernel, backward, communicates, expert, instead))
-
-    gate_v = "reduce_scatter or all_gather are what usually is meant; pass expert_mode=True to do it on purpose"
+# One row a line. What is not a reduction, gather, scatter or exchange (`convert`, `reinterpret`) does not communicate.
+# fmt: off
+_TABLE: list[tuple[str, Kernel, str]] = [
+    # operation      from to  kernel              the row that is its backward
     # Conjugate pairs: each is the other's backward.
-    row("all_reduce", "P", "R", _sum, ("all_reduce", "P", "R"), True)
-    row("all_reduce", "P", "I", _sum, ("convert", "I", "R"), True)
-    row("convert", "I", "R", _same, ("all_reduce", "P", "I"))
+    ("all_reduce     P R",    _sum,                "all_reduce     P R"),
+    ("all_reduce     P I",    _sum,                "convert        I R"),
+    ("convert        I R",    _same,               "all_reduce     P I"),
     # A V summed over the axis is reinterpret(V, P) and then the reduction.
-    row("all_reduce", "V", "R", _sum, ("all_reduce", "P", "R"), True)
-    row("all_reduce", "V", "I", _sum, ("convert", "I", "R"), True)
+    ("all_reduce     V R",    _sum,                "all_reduce     P R"),
+    ("all_reduce     V I",    _sum,                "convert        I R"),
 
-    row("all_gather", "S", "R", _gather, ("reduce_scatter", "P", "S"), True)
-    row("reduce_scatter", "P", "S", _scatter_sum, ("all_gather", "S", "R"), True)
-    row("all_gather", "V", "R", _gather_stack, ("reduce_scatter", "P", "V"), True)
-    row("reduce_scatter", "P", "V", _scatter_sum_unbind, ("all_gather", "V", "R"), True)
-    row("reduce_scatter", "V", "S", _scatter_sum, ("all_gather", "S", "R"), True)
-    row("reduce_scatter", "V", "V", _scatter_sum_unbind, ("all_gather", "V", "R"), True)
+    ("all_gather     S R",    _gather,             "reduce_scatter P S"),
+    ("reduce_scatter P S",    _scatter_sum,        "all_gather     S R"),
+    ("all_gather     V R",    _gather_stack,       "reduce_scatter P V"),
+    ("reduce_scatter P V",    _scatter_sum_unbind, "all_gather     V R"),
+    ("reduce_scatter V S",    _scatter_sum,        "all_gather     S R"),
+    ("reduce_scatter V V",    _scatter_sum_unbind, "all_gather     V R"),
 
-    row("all_gather", "S", "I", _gather, ("convert", "I", "S"), True)
-    row("convert", "I", "S", _own_piece, ("all_gather", "S", "I"))
-    row("all_gather", "V", "I", _gather_stack, ("convert", "I", "V"), True)
-    row("convert", "I", "V", _own_slot, ("all_gather", "V", "I"))
+    ("all_gather     S I",    _gather,             "convert        I S"),
+    ("convert        I S",    _own_piece,          "all_gather     S I"),
+    ("all_gather     V I",    _gather_stack,       "convert        I V"),
+    ("convert        I V",    _own_slot,           "all_gather     V I"),
 
-    row("all_to_all", "S", "S", _transpose, ("all_to_all", "S", "S"), True)
-    row("all_to_all", "V", "V", _transpose_stack, ("all_to_all", "V", "V"), True)
+    ("all_to_all     S S",    _transpose,          "all_to_all     S S"),
+    ("all_to_all     V V",    _transpose_stack,    "all_to_all     V V"),
 
-    row("convert", "R", "S", _own_piece, ("convert", "S", "P"))
-    row("convert", "S", "P", _zero_padded, ("convert", "R", "S"), expert=True, instead=gate_v)
-    row("convert", "R", "V", _own_slot, ("convert", "V", "P"))
-    row("convert", "V", "P", _zero_padded_stack, ("convert", "R", "V"), expert=True, instead=gate_v)
-    row("convert", "R", "P", _first_rank_only, ("convert", "R", "P"))
-    row(
-        "convert",
-        "R",
-        "I",
-        _same,
-        ("convert", "I", "P"),
-        expert=True,
-        instead="usually the value should be I from the start",
-    )
-    row(
-        "convert",
-        "I",
-        "P",
-        _first_rank_only,
-        ("convert", "R", "I"),
-        expert=True,
-        instead="convert(I, R) is what usually is meant",
-    )
+    ("convert        R S",    _own_piece,          "convert        S P"),
+    ("convert        S P",    _zero_padded,        "convert        R S"),
+    ("convert        R V",    _own_slot,           "convert        V P"),
+    ("convert        V P",    _zero_padded_stack,  "convert        R V"),
+    ("convert        R P",    _first_rank_only,    "convert        R P"),
+    ("convert        R I",    _same,               "convert        I P"),
+    ("convert        I P",    _first_rank_only,    "convert        R I"),
 
-    row("reinterpret", "V", "P", _same, ("reinterpret", "R", "V"))
-    row(
-        "reinterpret",
-        "R",
-        "V",
-        _same,
-        ("reinterpret", "V", "P"),
-        expert=True,
-        instead="convert(R, S(i)) splits; reinterpret keeps every copy",
-    )
-    row(
-        "reinterpret",
-        "R",
-        "P",
-        _same,
-        ("reinterpret", "R", "P"),
-        expert=True,
-        instead="convert(R, P) keeps the value; reinterpret multiplies its meaning by the size of the axis",
-    )
-    row("reinterpret", "I", "R", _same, ("all_reduce", "P", "I"))
-    row(
-        "reinterpret",
-        "R",
-        "I",
-        _same,
-        ("convert", "I", "P"),
-        expert=True,
-        instead="usually the value should be I from the start",
-    )
+    ("reinterpret    V P",    _same,               "reinterpret    R V"),
+    ("reinterpret    R V",    _same,               "reinterpret    V P"),
+    ("reinterpret    R P",    _same,               "reinterpret    R P"),
+    ("reinterpret    I R",    _same,               "all_reduce     P I"),
+    ("reinterpret    R I",    _same,               "convert        I P"),
     # I -> R -> V and I -> R -> P: in backward first that step, then the sum of P -> I.
-    row("reinterpret", "I", "V", _same, ("all_reduce", "V", "I"))
-    row("reinterpret", "I", "P", _same, ("all_reduce", "V", "I"))
-    return {r.key: r for r in rows}
+    ("reinterpret    I V",    _same,               "all_reduce     V I"),
+    ("reinterpret    I P",    _same,               "all_reduce     V I"),
+]
+
+_ON_PURPOSE = "reduce_scatter or all_gather are what usually is meant; pass expert_mode=True to do it on purpose"
+# What usually is meant instead of a row that is legal and rare: it needs expert_mode=True.
+_INSTEAD = {
+    "convert        S P": _ON_PURPOSE,
+    "convert        V P": _ON_PURPOSE,
+    "convert        R I": "usually the value should be I from the start",
+    "convert        I P": "convert(I, R) is what usually is meant",
+    "reinterpret    R V": "convert(R, S(i)) splits; reinterpret keeps every copy",
+    "reinterpret    R P": "convert(R, P) keeps the value; reinterpret multiplies its meaning by the size of the axis",
+    "reinterpret    R I": "usually the value should be I from the start",
+}
+# fmt: on
 
 
-ROWS = _rows()
-_DEFAULT = Call(0, 0)
+def _key(text: str) -> Key:
+    operation, src, dst = text.split()
+    return operation, src, dst
+
+
+ROWS = {
+    _key(forward): Row(
+        _key(forward),
+        kernel,
+        _key(backward),
+        communicates=not forward.startswith(("convert", "reinterpret")),
+        expert=forward in _INSTEAD,
+        instead=_INSTEAD.get(forward, ""),
+    )
+    for forward, kernel, backward in _TABLE
+}
+_DEFAULT = OperatorArguments(0, 0)
 
 
 def table() -> list[tuple[str, str, str, str]]:
     """The rows as text: `(forward types, forward operator, backward types, backward operator)`."""
-    found = []
+    lines = []
     for (operation, src, dst), row in ROWS.items():
         back, bsrc, bdst = row.backward
-        found.append((f"{src} -> {dst}", f"{operation}({src}, {dst})", f"{bsrc} -> {bdst}", f"{back}({bsrc}, {bdst})"))
-    return found
+        lines.append((f"{src} -> {dst}", f"{operation}({src}, {dst})", f"{bsrc} -> {bdst}", f"{back}({bsrc}, {bdst})"))
+    return lines
 
 
 class _Typed(torch.autograd.Function):
     """The one autograd function: forward runs a row's kernel, backward the row that it names."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, row: Row, communicator: Communicator, call: Call) -> torch.Tensor:
-        ctx.row, ctx.communicator, ctx.call = row, communicator, call
-        if call.inplace:
+    def forward(
+        ctx: Any, x: torch.Tensor, row: Row, communicator: Communicator, arguments: OperatorArguments
+    ) -> torch.Tensor:
+        ctx.row, ctx.communicator, ctx.arguments = row, communicator, arguments
+        if arguments.inplace:
             ctx.mark_dirty(x)
-        return row.kernel(x, communicator, call)
+        return row.kernel(x, communicator, arguments)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, None, None, None]:
         # Through `_apply`, so that the backward can be differentiated in its turn.
-        return _apply(ROWS[ctx.row.backward], grad, ctx.communicator, ctx.call.reversed()), None, None, None
+        return _apply(ROWS[ctx.row.backward], grad, ctx.communicator, ctx.arguments.reversed()), None, None, None
 
 
-def _apply(row: Row, x: torch.Tensor, communicator: Communicator, call: Call) -> torch.Tensor:
+def _apply(row: Row, x: torch.Tensor, communicator: Communicator, arguments: OperatorArguments) -> torch.Tensor:
     if communicator.size == 1:
-        return _alone(row.key, x, call)
+        return _alone(row.key, x, arguments)
     if x.requires_grad and torch.is_grad_enabled():
-        return _Typed.apply(x, row, communicator, call)
+        return _Typed.apply(x, row, communicator, arguments)
     with torch.no_grad():
-        return row.kernel(x, communicator, call)
+        return row.kernel(x, communicator, arguments)
 
 
-def _alone(key: Key, x: torch.Tensor, call: Call) -> torch.Tensor:
+def _alone(key: Key, x: torch.Tensor, arguments: OperatorArguments) -> torch.Tensor:
     """On an axis of one rank all types are one; only V's stacking dim comes and goes."""
     operation, src, dst = key
     if operation == "reinterpret" or operation == "all_reduce" or (operation == "all_to_all" and src == "S"):
         return x
     if operation == "all_to_all":
-        return x if call.src_dim == call.dst_dim else x.movedim(call.dst_dim, call.src_dim)
+        return x if arguments.src_dim == arguments.dst_dim else x.movedim(arguments.dst_dim, arguments.src_dim)
     if src == "V" and operation in ("all_gather", "convert"):
-        return x.unsqueeze(call.src_dim)
+        return x.unsqueeze(arguments.src_dim)
     if dst == "V" and operation in ("reduce_scatter", "convert"):
-        return x.squeeze(call.dst_dim)
+        return x.squeeze(arguments.dst_dim)
     return x
 
 
@@ -309,9 +288,9 @@ def _operate(
     if row.expert and not expert_mode:
         raise SpmdTypeError(f"{function.__name__}({src}, {dst}) needs expert_mode=True: {row.instead}")
     if isinstance(src, Shard) or isinstance(dst, Shard) or stack_dim or inplace or reduce_dtype is not None:
-        src_dim = _positive(src.dim, x, _letter(dst)) if isinstance(src, Shard) else stack_dim
-        dst_dim = _positive(dst.dim, x, _letter(src)) if isinstance(dst, Shard) else stack_dim
-        return _apply(row, x, comm.communicator(axis), Call(src_dim, dst_dim, reduce_dtype, inplace))
+        src_dim = _positive(src.dim, x) if isinstance(src, Shard) else stack_dim
+        dst_dim = _positive(dst.dim, x) if isinstance(dst, Shard) else stack_dim
+        return _apply(row, x, comm.communicator(axis), OperatorArguments(src_dim, dst_dim, reduce_dtype, inplace))
     return _apply(row, x, comm.communicator(axis), _DEFAULT)
 
 
@@ -324,10 +303,10 @@ def all_reduce(
     reduce_dtype: torch.dtype | None = None,
     inplace: bool = False,
 ) -> torch.Tensor:
-    """Sum of `x` over the axis: `P -> R` (backward all-reduce) or `P -> I` (backward identity). `src=V` is taken as
-    `P`.
+    """Sum of `x` over the axis: `P -> R` (backward all-reduce) or `P -> I` (backward identity).
 
     Args:
+        src: P; V is taken as P.
         x: any shape; contiguity is not needed.
         reduce_dtype: the sum is done in `promote_types(x.dtype, reduce_dtype)`, in backward too.
         inplace: the result takes the memory of `x`, which is no leaf.
@@ -347,9 +326,9 @@ def all_gather(
     gather_dim: int = 0,
     reduce_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """All ranks' values: `S(i)` concatenates along dim i (`[.., n, ..] -> [.., size*n, ..]`), `V` stacks on a new dim
-    `gather_dim`.
+    """The values of all ranks side by side.
 
+    `S(i)` concatenates along dim i, `[.., n, ..] -> [.., size*n, ..]`; `V` stacks on a new dim `gather_dim`.
     `-> R`: backward reduce-scatter. `-> I`: backward takes the own piece, without communication.
     """
     return _operate(all_gather, x, axis, src, dst, reduce_dtype=reduce_dtype, stack_dim=gather_dim)
@@ -364,15 +343,17 @@ def reduce_scatter(
     scatter_dim: int = 0,
     reduce_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """The own piece of the sum: `S(i)` splits dim i, `V` unbinds dim `scatter_dim`, which has the size of the axis.
-    Backward all-gather.
+    """The own piece of the sum over the axis; backward all-gather.
+
+    `S(i)` splits dim i, `[.., size*n, ..] -> [.., n, ..]`; `V` unbinds dim `scatter_dim`, whose size is the axis's.
     """
     return _operate(reduce_scatter, x, axis, src, dst, reduce_dtype=reduce_dtype, stack_dim=scatter_dim)
 
 
 def all_to_all(x: torch.Tensor, axis: AxisLike, *, src: SpmdType = V, dst: SpmdType = V) -> torch.Tensor:
-    """`S(i) -> S(j)`: splits dim j, concatenates dim i. `V -> V`: the rank and dim 0 change places. Backward the other
-    way round.
+    """Exchanges the dim that is sharded; backward the other way round.
+
+    `S(i) -> S(j)` splits dim j and concatenates dim i. `V -> V`: the rank and dim 0 change places.
     """
     return _operate(all_to_all, x, axis, src, dst)
 
@@ -407,8 +388,9 @@ def reinterpret(
     expert_mode: bool = False,
     reduce_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Another type for the same local data, unchanged; the global meaning may change (`R -> P` multiplies it by the
-    size).
+    """Another type for the same local data, unchanged.
+
+    The global meaning may change: `R -> P` multiplies it by the size of the axis.
     """
     if src == dst:
         return x
@@ -439,7 +421,8 @@ def _letter(type_: SpmdType) -> str:
         raise SpmdTypeError(f"{type_!r} is not an SPMD type: use R, I, V, P or S(dim)") from None
 
 
-def _positive(dim: int, x: torch.Tensor, other: str) -> int:
+def _positive(dim: int, x: torch.Tensor) -> int:
+    """`dim` of S(dim), counted from the front."""
     if not -x.dim() <= dim < x.dim():
         raise ValueError(f"S({dim}) is out of range for a tensor of shape {tuple(x.shape)}")
     return dim % x.dim()

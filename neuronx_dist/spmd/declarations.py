@@ -12,7 +12,7 @@ from ..mesh import Mesh
 from .axes import atoms_of
 from .errors import SpmdTypeError
 from .tensor_type import FRESH, NAME, TensorType, note_of, write
-from .types import UNIFORM, ZERO, I, LocalType, P, R, Shard, SpmdType, V
+from .types import SAME, UNIFORM, ZERO, I, LocalType, P, R, Shard, SpmdType, V
 from .watching import active
 
 __all__ = [
@@ -51,7 +51,7 @@ def get_local_type(x: torch.Tensor) -> dict[Any, SpmdType]:
             repairs=['assert_type(x, {"tp": R}) declares it'],
             rule="no_type",
         )
-    return {axis: R if kind.letter in "R0" else kind for axis, kind in note[0]}
+    return {axis: R if spmd_type.letter in "R0" else spmd_type for axis, spmd_type in note.type}
 
 
 def assert_type(x: torch.Tensor, types: Mapping[Any, SpmdType]) -> torch.Tensor:
@@ -79,40 +79,42 @@ def assert_type(x: torch.Tensor, types: Mapping[Any, SpmdType]) -> torch.Tensor:
 
 def _assert_type(mode: Any, x: torch.Tensor, types: Mapping[Any, SpmdType]) -> torch.Tensor:
     mesh = mode.mesh if mode is not None else _current_mesh()
-    given: dict[str, SpmdType] = {}
-    for axis, kind in types.items():
-        if isinstance(kind, Shard):
-            if not -x.dim() <= kind.dim < x.dim():
-                raise ValueError(f"{kind} on {axis!r}: a tensor of shape {list(x.shape)} has no dim {kind.dim}")
-            kind = Shard(kind.dim % x.dim(), kind.stride, kind.extent)
+    declared: dict[str, SpmdType] = {}
+    for axis, spmd_type in types.items():
+        if isinstance(spmd_type, Shard):
+            if not -x.dim() <= spmd_type.dim < x.dim():
+                raise ValueError(
+                    f"{spmd_type} on {axis!r}: a tensor of shape {list(x.shape)} has no dim {spmd_type.dim}"
+                )
+            spmd_type = Shard(spmd_type.dim % x.dim(), spmd_type.stride, spmd_type.extent)
             if mode is not None and mode.level == "L":
-                kind = V
-        elif not isinstance(kind, LocalType):
-            raise ValueError(f"{kind!r} on axis {axis!r} is not an SPMD type: use R, I, V, P or S(dim)")
-        given.update(dict.fromkeys(atoms_of(axis, mesh), kind))
+                spmd_type = V
+        elif not isinstance(spmd_type, LocalType):
+            raise ValueError(f"{spmd_type!r} on axis {axis!r} is not an SPMD type: use R, I, V, P or S(dim)")
+        declared.update(dict.fromkeys(atoms_of(axis, mesh), spmd_type))
     note = note_of(x) if mode is None else mode.note(x, "assert_type") if note_of(x) is not None else None
-    old = note[0] if note is not None else TensorType.of({})
-    new, origins = dict(old.types), note[1] if note is not None else None
-    fresh = note is not None and note[4] == FRESH
-    for axis, kind in given.items():
+    old = note.type if note is not None else TensorType.of({})
+    new, origins = dict(old.types), note.origins if note is not None else None
+    fresh = note is not None and note.extra == FRESH
+    for axis, spmd_type in declared.items():
         before = old.get(axis)
-        if fresh or before is None or before is ZERO or (before is UNIFORM and kind.letter in "RI"):
-            new[axis] = kind
-        elif before == kind or (before.letter == "S" and kind is V):
+        if fresh or before is None or before is ZERO or (before is UNIFORM and spmd_type.letter in SAME):
+            new[axis] = spmd_type
+        elif before == spmd_type or (before.letter == "S" and spmd_type is V):
             continue
-        elif before is V and (isinstance(kind, Shard) or kind is P):
+        elif before is V and (isinstance(spmd_type, Shard) or spmd_type is P):
             if mode is not None:
-                mode.trust(f"assert_type: V is {kind} on {axis}")
-            new[axis] = kind
-        elif before is R and kind is I and not x.requires_grad:
-            new[axis] = kind
+                mode.trust(f"assert_type: V is {spmd_type} on {axis}")
+            new[axis] = spmd_type
+        elif before is R and spmd_type is I and not x.requires_grad:
+            new[axis] = spmd_type
         else:
             name = x.__dict__.get(NAME, "")
             raise SpmdTypeError(
                 f"assert_type of {name or 'a tensor'} {list(x.shape)}",
-                f"it is {before} on {axis}, not {kind}",
+                f"it is {before} on {axis}, not {spmd_type}",
                 where_from=_since(origins, axis, before),
-                repairs=[f"redistribute(x, {axis!r}, src={before}, dst={kind}) changes it", f"assert {before}"],
+                repairs=[f"redistribute(x, {axis!r}, src={before}, dst={spmd_type}) changes it", f"assert {before}"],
                 axis=axis,
                 rule="assert",
             )
@@ -120,7 +122,7 @@ def _assert_type(mode: Any, x: torch.Tensor, types: Mapping[Any, SpmdType]) -> t
         x,
         TensorType.of(new, old.rest),
         origins,
-        note[2] if note is not None else mode.session if mode is not None else 0,
+        note.session if note is not None else mode.session if mode is not None else 0,
     )
     return x
 
@@ -128,9 +130,18 @@ def _assert_type(mode: Any, x: torch.Tensor, types: Mapping[Any, SpmdType]) -> t
 assert_local_type = assert_type
 
 
+# What `trust` believes: the declared type -> letters of the types that the checker may know a tensor by until then.
+_MAY_BE_TRUSTED: dict[SpmdType, frozenset[str]] = {
+    V: frozenset("R0"),  # computed from equal numbers, as far as types see, and from the offset of this rank's piece
+    P: frozenset("RIV0"),  # zeros but for what this rank holds, so that the sum over the ranks is the value
+}
+
+
 def trust(x: torch.Tensor, axis: Any, kind: SpmdType) -> torch.Tensor:
-    """Tells the checker what it cannot know, and returns `x`: that a value is V (a position that was counted from this
-    rank's own offset), or that what varies is P (zeros, but for what this rank holds). Reports list it.
+    """Tells the checker what it cannot know, and returns `x`.
+
+    Namely that a value is V (a position that was counted from this rank's own offset), or that what varies is P (zeros,
+    but for what this rank holds). Reports list it.
 
     Nothing is done where no check is under way. Unlike `reinterpret` it leaves no trace in autograd.
     """
@@ -139,19 +150,18 @@ def trust(x: torch.Tensor, axis: Any, kind: SpmdType) -> torch.Tensor:
     if mode is None or note is None:
         return x
     with torch._C.DisableTorchFunction():
-        found = note[0]
+        type_ = note.type
+        believable = _MAY_BE_TRUSTED.get(kind, _MAY_BE_TRUSTED[P])
+        if x.requires_grad:  # the gradient of an I is one value, of its parts it would be several
+            believable -= {"I"}
         atoms = atoms_of(axis, mode.mesh)
         for atom in atoms:
-            before = found.get(atom)
-            if (
-                before is not kind
-                and before is not None
-                and before.letter in ("R0V" if kind is V else "RV0" if x.requires_grad else "RIV0")
-            ):
-                found = found.with_axis(atom, kind)
-        if found is not note[0]:
+            before = type_.get(atom)
+            if before is not kind and before is not None and before.letter in believable:
+                type_ = type_.with_axis(atom, kind)
+        if type_ is not note.type:
             mode.trust(f"that {list(x.shape)} is {kind} on {', '.join(atoms)}")
-            write(x, found, note[1], note[2], note[4])
+            write(x, type_, note.origins, note.session, note.extra)
     return x
 
 
@@ -163,12 +173,12 @@ def local(x: torch.Tensor) -> torch.Tensor:
     """
     mode = active()
     note = _present(mode, x)
-    if mode is None or note is None or not note[0].sharded:
+    if mode is None or note is None or not note.type.sharded:
         return x
     with torch._C.DisableTorchFunction():
         result = x.view_as(x)
-        types = {axis: V if isinstance(kind, Shard) else kind for axis, kind in note[0]}
-        write(result, TensorType.of(types, note[0].rest), note[1], note[2])
+        types = {axis: V if isinstance(spmd_type, Shard) else spmd_type for axis, spmd_type in note.type}
+        write(result, TensorType.of(types, note.type.rest), note.origins, note.session)
     return result
 
 
@@ -209,20 +219,20 @@ def forget(x: torch.Tensor, axis: Any) -> torch.Tensor:
         return x
     with torch._C.DisableTorchFunction():
         result = x.view_as(x)
-    found = note[0]
+    type_ = note.type
     for atom in atoms_of(axis, mode.mesh if mode is not None else _current_mesh()):
-        if isinstance(found.get(atom), Shard):
-            found = found.with_axis(atom, V)
+        if isinstance(type_.get(atom), Shard):
+            type_ = type_.with_axis(atom, V)
             if mode is not None:
                 mode.trust(f"forget: sharding over {atom} is not followed")
     with torch._C.DisableTorchFunction():
-        write(result, found, note[1], note[2])
+        write(result, type_, note.origins, note.session)
     return result
 
 
-def _since(origins: Any, axis: str, kind: SpmdType) -> list[str]:
+def _since(origins: Any, axis: str, spmd_type: SpmdType) -> list[str]:
     origin = (origins or {}).get(axis)
-    return [f"{kind} on {axis} since {origin}"] if origin is not None and origin.letter == kind.letter else []
+    return [f"{spmd_type} on {axis} since {origin}"] if origin is not None and origin.letter == spmd_type.letter else []
 
 
 def _current_mesh() -> Mesh | None:

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from ..comm import context
 from ..comm.generators import State, as_they_were, autocast, device_has_own_program, get_state, set_state
 from ..comm.generators import seed as set_seed
-from ..comm.rank_values import plain
+from ..comm.rank_values import concrete
 
 __all__ = ["RNGStreams", "TENSOR_PARALLEL", "checkpoint", "manual_seed", "streams"]
 
@@ -54,8 +54,9 @@ class RNGStreams:
 
     @contextmanager
     def fork(self, name: str = TENSOR_PARALLEL) -> Iterator[None]:
-        """Random numbers drawn inside come from stream `name`, which remembers where it stopped; outside nothing
-        moves.
+        """Random numbers drawn inside come from stream `name`, which remembers where it stopped.
+
+        The stream outside stays where it is.
         """
         if name not in self._states:
             raise ValueError(
@@ -79,21 +80,17 @@ def streams() -> RNGStreams:
 
 
 def manual_seed(seed: int) -> None:
-    """Seeds the default stream with `seed` and the tensor-parallel one with `seed + 2718 + tp_rank`; forgets all
-    others.
-    """
-    here = context.current()
-    found = streams()
-    found.reset()
-    found.add(TENSOR_PARALLEL, seed + 2718 + plain(here.mesh.coordinate("tp", here.rank)))
+    """Seeds the default stream with `seed` and the tensor-parallel one with `seed + 2718 + tp_rank`; forgets others."""
+    rank = context.current()
+    all_streams = streams()
+    all_streams.reset()
+    all_streams.add(TENSOR_PARALLEL, seed + 2718 + concrete(rank.mesh.coordinate("tp", rank.rank)))
     set_seed(seed)
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Activation checkpointing whose recomputation draws the same random numbers, from the default stream and from all
-    others.
-    """
-    here = streams()
+    """Activation checkpointing whose recomputation draws the same random numbers, from every stream."""
+    all_streams = streams()
     own_program, rank = device_has_own_program(), context.current()
 
     def contexts() -> tuple[Any, Any]:
@@ -102,21 +99,21 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
         @contextmanager
         def forward() -> Iterator[None]:
-            before.update(here.get_states())
+            before.update(all_streams.get_states())
             if own_program:
                 default.extend(get_state())
             yield
 
         @contextmanager
         def recompute() -> Iterator[None]:
-            now = here.get_states()
-            here.set_states(before)
+            now = all_streams.get_states()
+            all_streams.set_states(before)
             try:
                 # On XLA backward runs in another thread, and torch does not know the device's generator and autocast.
                 with context.use(rank), as_they_were(default, cast) if own_program else nullcontext():
                     yield
             finally:
-                here.set_states(now)
+                all_streams.set_states(now)
 
         return forward(), recompute()
 

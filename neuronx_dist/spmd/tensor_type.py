@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,6 +28,7 @@ __all__ = [
     "Segments",
     "TensorType",
     "note_of",
+    "origins_of",
     "tensors_in",
     "type_of",
     "version",
@@ -60,54 +61,53 @@ class TensorType:
 
     @classmethod
     def of(cls, types: Mapping[str, SpmdType], rest: SpmdType | None = None) -> TensorType:
-        named = {axis: kind for axis, kind in types.items() if kind is not rest}
+        named = {axis: spmd_type for axis, spmd_type in types.items() if spmd_type is not rest}
         key = (frozenset(named.items()), rest)
-        found = cls._interned.get(key)
-        if found is None:
-            found = object.__new__(cls)
-            found.types = dict(sorted(named.items()))
-            found.rest = rest
-            found.sharded = any(isinstance(kind, Shard) for kind in named.values())
+        type_ = cls._interned.get(key)
+        if type_ is None:
+            type_ = object.__new__(cls)
+            type_.types = dict(sorted(named.items()))
+            type_.rest = rest
+            type_.sharded = any(isinstance(spmd_type, Shard) for spmd_type in named.values())
             everything = (*named.values(), rest)
-            constant = any(kind is ZERO or kind is UNIFORM for kind in everything)
-            found.shaped = found.sharded or constant or any(getattr(kind, "along", None) for kind in everything)
-            found.graded = constant or any(kind is I for kind in (*named.values(), rest))
-            found.dual = None
-            found = cls._interned.setdefault(key, found)  # another thread may have been faster
-        return found
+            constant = any(spmd_type is ZERO or spmd_type is UNIFORM for spmd_type in everything)
+            type_.shaped = (
+                type_.sharded or constant or any(getattr(spmd_type, "along", None) for spmd_type in everything)
+            )
+            type_.graded = constant or any(spmd_type is I for spmd_type in (*named.values(), rest))
+            type_.dual = None
+            type_ = cls._interned.setdefault(key, type_)  # another thread may have been faster
+        return type_
 
     def get(self, axis: str) -> SpmdType | None:
         return self.types.get(axis, self.rest)
 
-    def with_axis(self, axis: str, kind: SpmdType | None) -> TensorType:
+    def with_axis(self, axis: str, spmd_type: SpmdType | None) -> TensorType:
         """The same but on `axis` (None: not known there)."""
         types = {name: old for name, old in self.types.items() if name != axis}
-        if kind is not None:
-            types[axis] = kind
+        if spmd_type is not None:
+            types[axis] = spmd_type
         return TensorType.of(types, self.rest)
 
     def of_gradient(self) -> TensorType:
         """The type of the gradient."""
         if self.dual is None:
-            self.dual = TensorType.of({axis: dual(kind) for axis, kind in self.types.items()}, self.rest)
+            self.dual = TensorType.of({axis: dual(spmd_type) for axis, spmd_type in self.types.items()}, self.rest)
         return self.dual
 
     def __iter__(self) -> Iterator[tuple[str, SpmdType]]:
         return iter(self.types.items())
 
     def __repr__(self) -> str:
-        named = [f"{axis}: {kind}" for axis, kind in self.types.items()]
+        named = [f"{axis}: {spmd_type}" for axis, spmd_type in self.types.items()]
         return "{" + ", ".join([*named, *([f"others: {self.rest}"] if self.rest is not None else [])]) + "}"
 
     def __deepcopy__(self, memo: Any) -> TensorType:
         return self
 
     def __reduce__(self) -> Any:
-        """Saved tensors have no types: a file is to be read where nobody knows of them, with `weights_only=True`
-        too.
-        """
+        """Saved tensors have no types: a file must be read, also with `weights_only=True` by anybody."""
         return OrderedDict, ()
-
 
 
 UNTYPED = TensorType.of({})
@@ -132,8 +132,8 @@ class Origin:
         self.what, self.where, self.module, self.letter = what, where, module, letter
 
     def __str__(self) -> str:
-        places = [place for place in (self.module, self.where) if place]
-        return f"{self.what}" + (f" ({', '.join(places)})" if places else "")
+        parts = [part for part in (self.module, self.where) if part]
+        return f"{self.what}" + (f" ({', '.join(parts)})" if parts else "")
 
     def __deepcopy__(self, memo: Any) -> Origin:
         return self
@@ -142,22 +142,33 @@ class Origin:
         return OrderedDict, ()
 
 
-# What the checker knows of one tensor is a plain tuple, `tensor.__dict__[NOTE]`, because one is made for every result:
-#
-#   (type, origins, session, version, extra)
-#
-#   type      TensorType
-#   origins   axis -> Origin for axes whose type began somewhere worth telling, or None
-#   session   serial number of the mode that wrote it; 0: written outside of any
-#   version   torch's version counter then: a higher one means that somebody wrote to the memory since
-#   extra     `Segments` of a flat buffer, `READONLY` for what `.data` gave, `FRESH` for random numbers of which nothing
-#             was declared yet, `COUNTED` for 0, 1, 2, ..., or None
+class Note(NamedTuple):
+    """What the checker knows of one tensor.
+
+    Attributes:
+        type: its type.
+        origins: axis -> Origin, for axes whose type began somewhere worth telling; or None.
+        session: serial number of the mode that wrote this; 0: written outside of any.
+        version: torch's version counter then: a higher one means that somebody wrote to the memory since.
+        extra: `Segments` of a flat buffer, `READONLY` for what `.data` gave, `FRESH` for random numbers of which
+            nothing was declared yet, `COUNTED` for 0, 1, 2, ...; or None.
+    """
+
+    type: TensorType
+    origins: dict[str, Origin] | None
+    session: int
+    version: int
+    extra: Any
+
+
+# A tensor holds its note as a plain tuple of the same fields, `tensor.__dict__[NOTE]`: one is made for every result of
+# every call and unpacked for every operand, and making a NamedTuple takes four times as long as a tuple, unpacking one
+# three times. `note_of` gives the fields their names; only the mode's fast path goes without.
 NOTE = "_spmd"
 NAME = "_spmd_name"  # what the user calls it: "layers.3.mlp.down_proj.weight"
 READONLY = "readonly"
 FRESH = "fresh"
 COUNTED = "counted"
-Note = tuple[TensorType, "dict[str, Origin] | None", int, int, Any]
 
 
 class Segments:
@@ -178,16 +189,27 @@ class Segments:
         return OrderedDict, ()
 
 
+_new_note = tuple.__new__  # `Note(*fields)` goes through a function in Python
+
+
 def note_of(x: torch.Tensor) -> Note | None:
     """What is known of a tensor, None if nothing is."""
-    note: Note | None = x.__dict__.get(NOTE)
-    return note if note is None or note[0].__class__ is TensorType else None  # of a file: see `__reduce__`
+    fields = x.__dict__.get(NOTE)
+    if fields is None or fields[0].__class__ is not TensorType:  # the latter of a file: see `__reduce__`
+        return None
+    return _new_note(Note, fields)
 
 
 def type_of(x: torch.Tensor) -> TensorType | None:
     """The type of a tensor, None if it has none."""
+    fields = x.__dict__.get(NOTE)
+    return fields[0] if fields is not None and fields[0].__class__ is TensorType else None
+
+
+def origins_of(x: torch.Tensor) -> dict[str, Origin]:
+    """Where the type of a tensor began, by axis; empty if it has none."""
     note = note_of(x)
-    return None if note is None else note[0]
+    return (note.origins if note is not None else None) or {}
 
 
 def version(x: torch.Tensor) -> int:
@@ -195,9 +217,9 @@ def version(x: torch.Tensor) -> int:
     return 0 if x.is_inference() else x._version
 
 
-def without_shards(found: TensorType) -> TensorType:
+def without_shards(type_: TensorType) -> TensorType:
     """Level L: what is sharded varies."""
-    return TensorType.of({axis: V if kind.letter == "S" else kind for axis, kind in found}, found.rest)
+    return TensorType.of({axis: V if spmd_type.letter == "S" else spmd_type for axis, spmd_type in type_}, type_.rest)
 
 
 def tensors_in(result: Any) -> Sequence[torch.Tensor]:

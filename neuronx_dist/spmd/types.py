@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-__all__ = ["I", "P", "R", "S", "Shard", "SpmdType", "V", "dual"]
+__all__ = ["DIFFERING", "SAME", "VARYING", "I", "P", "R", "S", "Shard", "SpmdType", "V", "dual"]
 
 
 class LocalType:
@@ -95,6 +95,11 @@ class Shard:
 
 S = Shard
 SpmdType = LocalType | Shard
+
+# Types by their letters.
+SAME = frozenset("RI")  # one value on all ranks
+VARYING = frozenset("VS")  # another value on every rank
+DIFFERING = frozenset("VSP")  # not one value on all ranks
 
 _DUAL = {"R": P, "P": R, "I": I, "V": V, "0": V}
 

@@ -99,11 +99,11 @@ def verify(model: nn.Module | None, inputs: Any = None, *, axes: Sequence[str] |
     chosen = tuple(axes) if axes is not None else (*AXES, "pp")
     if unknown := [axis for axis in chosen if axis not in (*AXES, "pp")]:
         raise ValueError(f"verify: {unknown[0]!r} is not one of the axes {', '.join((*AXES, 'pp'))}")
-    given = list(_inputs(inputs))
-    everything = [*_parameters(model), *given, *_random_states()]
+    input_values = list(_inputs(inputs))
+    everything = [*_parameters(model), *input_values, *_random_states()]
     values = [value for value in everything if _has_values(value.value)]
     digests = dict(zip((value.name for value in values), _digests([value.value for value in values])))
-    if batch := [digests[value.name] for value in given if value.name in digests]:
+    if batch := [digests[value.name] for value in input_values if value.name in digests]:
         values.append(_BATCH)
         sums = tuple(number for digest in batch if not digest.constant for number in digest.sums)
         digests[_BATCH.name] = _Digest(sums, (), "", not sums)
@@ -116,12 +116,12 @@ def verify(model: nn.Module | None, inputs: Any = None, *, axes: Sequence[str] |
             findings += _compare(axis, axis, concerned, digests)
     if "pp" in chosen and model is not None:
         findings += _tied(model, digests, compared)
-    found = list(dict.fromkeys(finding for each in _exchange(findings, "world") for finding in each))
-    hints = [f"{finding.text}" for finding in found if not finding.wrong]
+    all_findings = list(dict.fromkeys(finding for each in _exchange(findings, "world") for finding in each))
+    hints = [f"{finding.text}" for finding in all_findings if not finding.wrong]
     for hint in hints:
         warnings.warn(f"verify: {hint}", stacklevel=2)
-    if any(finding.wrong for finding in found):
-        raise _error([finding for finding in found if finding.wrong])
+    if any(finding.wrong for finding in all_findings):
+        raise _error([finding for finding in all_findings if finding.wrong])
     return Verified(compared, hints, [value.name for value in everything if value.name not in digests])
 
 
@@ -207,7 +207,7 @@ def _digests(values: Sequence[Any]) -> list[_Digest]:
     for one in sums:
         if one is not None:
             by_device.setdefault(one.device, []).append(one)
-    numbers = {device: iter(torch.stack(found).tolist()) for device, found in by_device.items()}
+    numbers = {device: iter(torch.stack(checksums).tolist()) for device, checksums in by_device.items()}
     digests = []
     for x, one in zip(values, sums):
         if one is None:
@@ -235,8 +235,9 @@ def _sums(x: torch.Tensor) -> torch.Tensor:
 def _compare(
     axis: str, group: Any, values: dict[str, _Value], digests: dict[str, _Digest], label: str = ""
 ) -> list[_Finding]:
-    """What is wrong, or strange, in this rank's group; its ranks come to the same result. `label`: what this rank calls
-    the values.
+    """What is wrong, or strange, in this rank's group; its ranks come to the same result.
+
+    `label`: what this rank calls the values.
     """
     ranks = list(comm.communicator(group).ranks)
     tables = _exchange({name: digests[name] for name in values}, group)
@@ -255,10 +256,10 @@ def _compare(
                 if len(same) > 1 and digest is not None and not digest.constant:
                     what = f"{name} is the same on ranks {same} of {axis}: {value.hint}"
                     findings.append(_Finding(axis, what, False))
-    for name, held in zip(unequal, _details(unequal, values, group, label)):
+    for name, details in zip(unequal, _details(unequal, values, group, label)):
         parts = []
         for digest, same in kinds[name].items():
-            what = held[ranks.index(same[0])] if digest is not None else "not there"
+            what = details[ranks.index(same[0])] if digest is not None else "not there"
             parts.append(f"ranks {same}: {what}")
         value = values.get(name)
         wrong = value is None or axis in value.equal
@@ -267,9 +268,9 @@ def _compare(
     return findings
 
 
-def _by_content(found: Sequence[_Digest | None], ranks: Sequence[int]) -> dict[_Digest | None, list[int]]:
+def _by_content(digests: Sequence[_Digest | None], ranks: Sequence[int]) -> dict[_Digest | None, list[int]]:
     kinds: dict[_Digest | None, list[int]] = {}
-    for digest, rank in zip(found, ranks):
+    for digest, rank in zip(digests, ranks):
         kinds.setdefault(digest, []).append(rank)
     return kinds
 

@@ -36,11 +36,11 @@ class Watcher(Protocol):
     def adopt(self, param: Tensor, grad: Tensor) -> Tensor:
         """Backward accumulates the gradient of `param` in `grad`."""
 
-    def stamp(self, x: Tensor, found: TensorType, origins: Any = None, extra: Any = None) -> None:
+    def stamp(self, x: Tensor, type_: TensorType, origins: Any = None, extra: Any = None) -> None:
         """Writes a type on a tensor."""
 
     def pause(self) -> AbstractContextManager[None]:
-        """What runs inside is not looked at."""
+        """Switches the checker off for what runs inside."""
 
     def __enter__(self) -> Any: ...
 

@@ -9,8 +9,8 @@ tensors that it computes: losses, outputs, gradients; what is not returned is no
 
 What it computes is one program, cut where it calls torch_xla.sync() and where pipeline stages exchange something.
 Printed: the collectives of each program with the lines that ask for them, and the verdict. Exit status 1: ranks that
-run a program together have different ones, or replica groups fit no axis of the mesh; 2: the function could not be
-lowered.
+run a program together have different ones, or replica groups fit no axis of the mesh; 2: the function could not
+be lowered.
 """
 
 from __future__ import annotations

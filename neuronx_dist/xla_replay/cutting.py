@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from ..comm.backends.xla import Issued, upload
+from ..comm.backends.xla import Issued
+from ..comm.host import upload
 from ..comm.select import in_one_program
 from .host_reads import device_waits
 from .programs import Program
@@ -148,7 +149,8 @@ class Cutter:
         return self._programs[key]
 
     def check_nothing_is_left(self) -> None:
-        """
+        """Makes sure that the next rank finds nothing of this one.
+
         Raises:
             RuntimeError: a tensor of this rank is alive after it, where another rank would find it.
         """
@@ -199,8 +201,10 @@ class Cutter:
         self.waits += device_waits() - before
 
     def _begin_program(self) -> None:
-        """As `torch_xla.sync()` does: no order with collectives of before, and random numbers from a seed that is an
-        input. (It is another seed than there, where each sync changes it.)
+        """Begins a program as `torch_xla.sync()` does.
+
+        It has no order with collectives of before, and random numbers from a seed that is an input. (It is another seed
+        than there, where each sync changes it.)
         """
         import torch_xla
         import torch_xla.core.xla_model as xm

@@ -15,7 +15,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 from .. import comm
-from ..comm.backends.xla import Issued, XlaBackend, upload
+from ..comm.backends.xla import Issued, XlaBackend
+from ..comm.host import upload
 from ..mesh import Mesh
 from ..pipeline.cut.stage import add_place
 from .cutting import Cutter, on_device

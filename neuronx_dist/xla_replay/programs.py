@@ -107,7 +107,8 @@ class Program:
 
 
 def check_one_program(programs: Sequence[Program], ranks: Sequence[int], context: str = "") -> None:
-    """
+    """Checks that some ranks have one program.
+
     Args:
         programs: of each of `ranks`.
         context: where they run it, for the message.

@@ -11,8 +11,10 @@ __all__ = ["training_state"]
 
 
 def training_state(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
-    """Parameters and buffers of the model; master weights, state and tensor options (a learning rate on the device) of
-    the optimizer, and of the one that it wraps.
+    """All tensors that a step of training starts from.
+
+    Parameters and buffers of the model; master weights, state and tensor options (a learning rate on the device) of the
+    optimizer, and of the one that it wraps.
     """
     state: dict[str, Any] = {"model": {**dict(model.named_parameters()), **dict(model.named_buffers())}}
     optimizers = {"optimizer": optimizer, "base": getattr(optimizer, "base_optimizer", None)}

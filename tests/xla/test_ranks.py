@@ -174,6 +174,6 @@ def test_messages_between_two_ranks_are_refused_with_what_to_use():
 
 def test_the_module_is_found_without_torch_xla():
     """A machine without it imports the package; nothing is loaded before a device is asked for."""
-    code = "import sys, neuronx_dist.comm.xla as x; print('torch_xla' in sys.modules, x.in_use())"
+    code = "import sys, neuronx_dist.comm.backends.xla as x; print('torch_xla' in sys.modules, x.in_use())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=100)
     assert done.stdout.split() == ["False", "False"]

@@ -13,6 +13,7 @@ from typing import Any
 from ...mesh import DENSE_AXES, Mesh
 from ...spmd.axes import mesh_atoms
 from ...spmd.tensor_type import TensorType
+from ...spmd.types import SAME
 from ..report import Problem
 from .calls import Op
 from .explore import Explored, Program
@@ -20,24 +21,22 @@ from .explore import Explored, Program
 __all__ = ["compare_branches", "differences"]
 
 
-def differences(found: Explored, most: int = 20) -> list[str]:
+def differences(explored: Explored, most: int = 20) -> list[str]:
     """The first place, for each pair of programs and each phase, where they do not do the same."""
     listed: list[str] = []
-    for one, other in _pairs(found):
+    for one, other in _pairs(explored):
         for name in other.phases:
             if name in one.phases:
-                place = _first_difference(one, other, name)
-                if place and place not in listed:
-                    listed.append(place)
+                difference = _first_difference(one, other, name)
+                if difference and difference not in listed:
+                    listed.append(difference)
     return listed[:most]
 
 
-def compare_branches(found: Explored) -> list[Problem]:
-    """Operators of the user's that some ranks call otherwise, or not at all, and whose result is typed as equal on all
-    of them.
-    """
-    for one, other in _pairs(found):
-        axes = _axes_between(found.mesh, one.rank, other.rank)
+def compare_branches(explored: Explored) -> list[Problem]:
+    """Operators of the user's that some ranks call otherwise, or not at all, though the result is typed as equal."""
+    for one, other in _pairs(explored):
+        axes = _axes_between(explored.mesh, one.rank, other.rank)
         first, second = ([op for op in program.ops if not op.inside] for program in (one, other))
         a_keys, b_keys = ([(op.name, op.site) for op in ops] for ops in (first, second))
         for tag, i, j, k, m in SequenceMatcher(None, a_keys, b_keys, autojunk=False).get_opcodes():
@@ -58,11 +57,11 @@ def compare_branches(found: Explored) -> list[Problem]:
 
 
 def _unlike(one: Program, other: Program, op: Op, axis: str, here: str, there: str) -> Problem:
-    kind = op.types.get(axis) if op.types is not None else None
+    spmd_type = op.types.get(axis) if op.types is not None else None
     message = (
         f"{op.name} at {op.line} {here} on rank {one.rank} and {there} on rank {other.rank}, and its result is "
-        f"{kind} on {axis}: equal on all ranks\n"
-        f"    Do it on all ranks alike, or convert(x, {axis!r}, src={kind}, dst=V) what is meant to differ before."
+        f"{spmd_type} on {axis}: equal on all ranks\n"
+        f"    Do it on all ranks alike, or convert(x, {axis!r}, src={spmd_type}, dst=V) what is meant to differ before."
     )
     return Problem("types", message, (one.rank, other.rank), (op.line,))
 
@@ -73,21 +72,21 @@ def _axes_between(mesh: Mesh, one: int, other: int) -> list[str]:
     return [atom for axis in DENSE_AXES if axis != "pp" and here[axis] != there[axis] for atom in table[axis]]
 
 
-def _equal_on(found: TensorType | None, axes: list[str]) -> str | None:
+def _equal_on(type_: TensorType | None, axes: list[str]) -> str | None:
     """An axis of these on which it is the same everywhere, if it varies on none of them."""
-    if found is None or not axes:
+    if type_ is None or not axes:
         return None
-    kinds = [(axis, found.get(axis)) for axis in axes]
-    if any(kind is None or kind.letter not in "RIU" for _, kind in kinds):
+    spmd_types = [(axis, type_.get(axis)) for axis in axes]
+    if any(spmd_type is None or spmd_type.letter not in SAME for _, spmd_type in spmd_types):
         return None
-    return kinds[0][0]
+    return spmd_types[0][0]
 
 
-def _pairs(found: Explored) -> Iterator[tuple[Program, Program]]:
-    """The first program of each stage with each other one of that stage."""
+def _pairs(explored: Explored) -> Iterator[tuple[Program, Program]]:
+    """Pairs the first program of each stage with each other one of that stage."""
     first: dict[int, Program] = {}
-    for program in found.distinct:
-        one = first.setdefault(found.mesh.coordinate("pp", program.rank), program)
+    for program in explored.distinct:
+        one = first.setdefault(explored.mesh.coordinate("pp", program.rank), program)
         if one is not program:
             yield one, program
 
@@ -97,7 +96,7 @@ def _short(numbers: tuple[Any, ...]) -> str:
 
 
 def _unequal_part(one: Op, other: Op) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """The numbers from the first on that is not the same."""
+    """The numbers of two calls, from the first one that differs."""
     same = 0
     while one.scalars[same : same + 1] == other.scalars[same : same + 1]:
         same += 1

@@ -10,11 +10,11 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from ...call_site import DRIVER, LIBRARY, USER, frames
-from ...comm.rank_values import Coordinate, find
+from ...comm.rank_values import RankValue, rank_values_in
 from ...spmd.tensor_type import TensorType, type_of
 from ..types.mode import SpmdTypeMode
 
-__all__ = ["Deadline", "Op", "OutOfTime", "Trace"]
+__all__ = ["Deadline", "Op", "OutOfTime", "OpRecorder"]
 
 # Questions, not operators; nothing depends on how often they are asked.
 _GETTERS = {
@@ -45,7 +45,7 @@ class OutOfTime(Exception):
 
 
 class Deadline:
-    """A moment at which to stop; None never comes."""
+    """The moment at which to stop, so many seconds from now; None: never."""
 
     def __init__(self, seconds: float | None) -> None:
         self.started = time.perf_counter()
@@ -65,7 +65,7 @@ class Op(NamedTuple):
 
     Attributes:
         name: of the function.
-        scalars: Python numbers among its arguments, and the shapes of its tensors, in order; of a Coordinate its axes
+        scalars: Python numbers among its arguments, and the shapes of its tensors, in order; of a RankValue its axes
             and its values on all ranks.
         site: (file, line) of the nearest frame that is neither torch's nor ours.
         inside: whether that frame called it through this package.
@@ -83,8 +83,8 @@ class Op(NamedTuple):
         return f"{self.site[0]}:{self.site[1]}"
 
 
-class Trace(TorchFunctionMode):
-    """Notes every operator that the program calls; not what autograd calls in backward, which follows from it.
+class OpRecorder(TorchFunctionMode):
+    """Records every operator that the program calls; not what autograd calls in backward, which follows from it.
 
     Args:
         types: the type checker that is at work outside of it, whose own calls are none of the program's.
@@ -109,35 +109,35 @@ class Trace(TorchFunctionMode):
             if name not in _QUIET:
                 site, inside = user_site()
                 result = func(*args, **kwargs)
-                found = _type_of(result) if self._types is not None else None
-                self.ops.append(Op(name, tuple(scalars), site, inside, found))
+                type_ = _type_of(result) if self._types is not None else None
+                self.ops.append(Op(name, tuple(scalars), site, inside, type_))
                 if len(self.ops) % 64 == 0:
                     self._deadline.check()
                 return result
         return func(*args, **kwargs)
 
 
-def _scalars(args: Iterable[Any], found: list[Any]) -> bool:
-    """Adds the numbers and shapes in `args`; whether a Coordinate is among them."""
-    coordinates = False
+def _scalars(args: Iterable[Any], scalars: list[Any]) -> bool:
+    """Adds the numbers and shapes in `args`; whether a RankValue is among them."""
+    holds_rank_value = False
     for x in args:
-        kind = type(x)
+        class_ = type(x)
         if isinstance(x, torch.Tensor):
-            found.append(tuple(x.shape))
-        elif kind is Coordinate:
-            found.append((x.names, x.table))
-            coordinates = True
-        elif kind in (int, float, bool, complex):
-            found.append(x)
-        elif kind in (tuple, list) or isinstance(x, tuple):
-            coordinates |= _scalars(x, found)
-        elif kind is slice:
-            coordinates |= _scalars((x.start, x.stop, x.step), found)
-    return coordinates
+            scalars.append(tuple(x.shape))
+        elif class_ is RankValue:
+            scalars.append((x.names, x.table))
+            holds_rank_value = True
+        elif class_ in (int, float, bool, complex):
+            scalars.append(x)
+        elif class_ in (tuple, list) or isinstance(x, tuple):
+            holds_rank_value |= _scalars(x, scalars)
+        elif class_ is slice:
+            holds_rank_value |= _scalars((x.start, x.stop, x.step), scalars)
+    return holds_rank_value
 
 
 def _judge(name: str, args: Any, kwargs: Any) -> None:
-    """Where a rank's number decides more than values and positions, the program has looked at it."""
+    """Reads the rank values among a call's arguments that decide more than values and positions."""
     if name in _VALUES:
         return
     if name in ("narrow", "select") and not kwargs:
@@ -149,17 +149,17 @@ def _judge(name: str, args: Any, kwargs: Any) -> None:
         read = [x for x in indices if not isinstance(x, int) and not _moves(x)]
     else:
         read = (args, kwargs)
-    for coordinate in find(read):
-        coordinate.read()
+    for rank_value in rank_values_in(read):
+        rank_value.read()
 
 
 def _moves(index: Any) -> bool:
-    """Whether a slice is as long on every rank, and only lies elsewhere."""
-    if not isinstance(index, slice) or isinstance(index.step, Coordinate):
+    """Whether a slice has one length on all ranks, though it may begin elsewhere."""
+    if not isinstance(index, slice) or isinstance(index.step, RankValue):
         return False
     if not isinstance(index.start, int) or not isinstance(index.stop, int):
-        return not isinstance(index.start, Coordinate) and not isinstance(index.stop, Coordinate)
-    return not isinstance(index.stop - index.start, Coordinate)
+        return not isinstance(index.start, RankValue) and not isinstance(index.stop, RankValue)
+    return not isinstance(index.stop - index.start, RankValue)
 
 
 def _type_of(result: Any) -> TensorType | None:
@@ -169,8 +169,7 @@ def _type_of(result: Any) -> TensorType | None:
 
 
 def user_site() -> tuple[tuple[str, int], bool]:
-    """(file, line) of the nearest frame that is neither torch's nor this package's; whether some of this package's are
-    nearer.
+    """(file, line) of the nearest frame of the user's, and whether some of this package's frames are nearer.
 
     Of what the check itself starts (the gradient reduction, a default optimizer) it is the nearest of all.
     """

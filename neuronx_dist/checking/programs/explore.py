@@ -110,17 +110,17 @@ def explore(subject: Subject, mesh: Mesh, deadline: Deadline, twice: bool = True
     Args:
         twice: play a second rank of each kind too.
     """
-    found = Explored(mesh)
+    explored = Explored(mesh)
     try:
         for ranks in _stages(mesh):
-            _explore_stage(subject, ranks, deadline, found)
-            if any(found.programs[rank].failure is not None for rank in ranks):
+            _explore_stage(subject, ranks, deadline, explored)
+            if any(explored.programs[rank].failure is not None for rank in ranks):
                 break  # the next stages are given what this one sends
         if twice:
-            _confirm(subject, deadline, found)
+            _confirm(subject, deadline, explored)
     except OutOfTime:
-        found.finished = False
-    return found
+        explored.finished = False
+    return explored
 
 
 def _stages(mesh: Mesh) -> list[list[int]]:
@@ -130,23 +130,23 @@ def _stages(mesh: Mesh) -> list[list[int]]:
     return stages
 
 
-def _explore_stage(subject: Subject, ranks: list[int], deadline: Deadline, found: Explored) -> None:
+def _explore_stage(subject: Subject, ranks: list[int], deadline: Deadline, explored: Explored) -> None:
     left = list(ranks)
     models: list[Played] = []  # that were built so far
     while left:
         rank = left[0]
-        played, program = _play(subject, rank, deadline, found, models)
+        played, program = _play(subject, rank, deadline, explored, models)
         same = [other for other in left if other == rank or played.same_program(other)]
-        found.programs.update(dict.fromkeys(same, program))
+        explored.programs.update(dict.fromkeys(same, program))
         left = [other for other in left if other not in set(same)]
-        found.num_microbatches = max(found.num_microbatches, played.num_microbatches)
+        explored.num_microbatches = max(explored.num_microbatches, played.num_microbatches)
 
 
 def _play(
-    subject: Subject, rank: int, deadline: Deadline, found: Explored, models: list[Played]
+    subject: Subject, rank: int, deadline: Deadline, explored: Explored, models: list[Played]
 ) -> tuple[Played, Program]:
     """Plays `rank`, from a model that it would have built too, if there is one."""
-    found.plays += 1
+    explored.plays += 1
     for played in models:
         if not played.same_program(rank, ("build",)):
             continue
@@ -157,11 +157,11 @@ def _play(
         # While it ran, more may have been asked of what the model took up when another rank built it.
         if all(played.same_program(rank, (name,)) for name in PHASES if name not in phases):
             return played, program
-    played = Played(subject, found.mesh, rank, deadline, found.wire)
+    played = Played(subject, explored.mesh, rank, deadline, explored.wire)
     program = _run(played, rank, PHASES)
     if played.types is not None:
-        found.trusted.update((where, text) for text, where in played.types.trusted)
-        found.assumed.update((where, text) for text, where in played.types.assumed)
+        explored.trusted.update((where, text) for text, where in played.types.trusted)
+        explored.assumed.update((where, text) for text, where in played.types.assumed)
     if program.failure is None:
         models.append(played)
     return played, program
@@ -185,11 +185,13 @@ def _run(played: Played, rank: int, phases: Iterable[str]) -> Program:
     return Program(rank, dict(played.phases), failure)
 
 
-def _confirm(subject: Subject, deadline: Deadline, found: Explored) -> None:
+def _confirm(subject: Subject, deadline: Deadline, explored: Explored) -> None:
     """Plays the last rank of each kind, and of small programs all; where one does something else, all of that kind."""
     left = CONFIRMED_OPS
     models: dict[int, list[Played]] = {}  # by stage: what two kinds have in common is played once more, not twice
-    kinds = [(program, [r for r, other in found.programs.items() if other is program]) for program in found.distinct]
+    kinds = [
+        (program, [r for r, other in explored.programs.items() if other is program]) for program in explored.distinct
+    ]
     for program, same in sorted(kinds, key=lambda kind: -kind[1][-1]):
         if len(same) == 1 or program.failure is not None:
             continue
@@ -199,8 +201,8 @@ def _confirm(subject: Subject, deadline: Deadline, found: Explored) -> None:
             if position and is_same and left < len(program.ops):
                 break
             left -= len(program.ops)
-            known = [] if position else models.setdefault(found.mesh.coordinate("pp", rank), [])
-            _, second = _play(subject, rank, deadline, found, known)
+            known = [] if position else models.setdefault(explored.mesh.coordinate("pp", rank), [])
+            _, second = _play(subject, rank, deadline, explored, known)
             if second.failure is not None or second.signature() != signature:
                 is_same = False
-                found.programs[rank] = second
+                explored.programs[rank] = second

@@ -18,7 +18,9 @@ __all__ = ["QuietFakeMode", "fake_inputs", "make_fake", "no_messages", "optimize
 
 
 class QuietFakeMode(FakeTensorMode):
-    """Fake tensors compute with torch functions of their own, which are no part of the program: in backward, where
+    """A mode for fake tensors that no TorchFunctionMode sees at work.
+
+    Fake tensors compute with torch functions of their own, which are no part of the program: in backward, where
     autograd asks for them, a TorchFunctionMode would see them.
     """
 
@@ -32,7 +34,7 @@ class QuietFakeMode(FakeTensorMode):
 
 @contextmanager
 def no_messages() -> Iterator[None]:
-    """Calls that do not fit are reported, and tried by who explains them: torch need not log each one."""
+    """Keeps torch from logging calls whose shapes do not fit: they are reported, and tried again to explain them."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before, logger.disabled = logger.disabled, True
     try:
@@ -54,14 +56,14 @@ def make_fake(
     """
     fakes = _Fakes(mode, device)
     part = partial_model(model)
-    whole, is_partial = part.original_module, isinstance(model, PartialModel)
-    for prefix, module in whole.named_modules(remove_duplicate=False):
+    full_model, is_partial = part.original_module, isinstance(model, PartialModel)
+    for prefix, module in full_model.named_modules(remove_duplicate=False):
         for table in (module._parameters, module._buffers):
             for name, tensor in table.items():
                 if tensor is not None and part.is_local(join(prefix, name)):
                     table[name] = fakes.of(tensor)
     # A tied weight has several names, and a plain attribute may be a buffer under another one.
-    for module in whole.modules():
+    for module in full_model.modules():
         for table in (module._parameters, module._buffers, module.__dict__):
             for name, value in table.items():
                 if isinstance(value, torch.Tensor) and id(value) in fakes.made:
@@ -69,14 +71,14 @@ def make_fake(
         for name, value in module.__dict__.items():
             if isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor) and _is_alone(value, is_partial):
                 module.__dict__[name] = fakes.of(value)
-    for found in optimizers_of(optimizer):
-        for group in found.param_groups:
+    for wrapped in optimizers_of(optimizer):
+        for group in wrapped.param_groups:
             group["params"] = [fakes.of(param) for param in group["params"]]
-        _replace(found.__dict__, fakes, set())
-        found.state = type(found.state)(
-            found.state.default_factory, {fakes.known(key): value for key, value in found.state.items()}
+        _replace(wrapped.__dict__, fakes, set())
+        wrapped.state = type(wrapped.state)(
+            wrapped.state.default_factory, {fakes.known(key): value for key, value in wrapped.state.items()}
         )
-        for state in found.state.values():
+        for state in wrapped.state.values():
             _replace(state, fakes, set())
     return fakes.made
 
@@ -91,12 +93,12 @@ def optimizers_of(optimizer: Any) -> Iterator[Any]:
     seen: set[int] = set()
     pending = [optimizer] if optimizer is not None else []
     while pending:
-        found = pending.pop()
-        if id(found) in seen:
+        current = pending.pop()
+        if id(current) in seen:
             continue
-        seen.add(id(found))
-        yield found
-        pending += [value for value in vars(found).values() if isinstance(value, torch.optim.Optimizer)]
+        seen.add(id(current))
+        yield current
+        pending += [value for value in vars(current).values() if isinstance(value, torch.optim.Optimizer)]
 
 
 def fake_inputs(inputs: Any, mode: FakeTensorMode, device: torch.device) -> Any:

@@ -43,9 +43,9 @@ def compare_values(subject: Subject, mesh: Mesh, deadline: Deadline, notes: list
     single = Mesh(1)
     expected = comm.threads.run(single, _step, subject, mesh.size(DATA_AXES))[0]
     deadline.check()
-    found = comm.threads.run(mesh, _step, subject, 1)
+    values_by_rank = comm.threads.run(mesh, _step, subject, 1)
     deadline.check()
-    problems = _compare(expected, found, mesh)
+    problems = _compare(expected, values_by_rank, mesh)
     if not problems:
         notes.append(f"loss and {len(expected[1])} gradients equal those of one process")
     return problems
@@ -54,8 +54,8 @@ def compare_values(subject: Subject, mesh: Mesh, deadline: Deadline, notes: list
 def _step(subject: Subject, parts: int) -> Values:
     """Forward, backward and reduction on this rank; `parts` data-parallel ranks' inputs in one batch."""
     with _BUILDING, torch.device("meta"):
-        made = subject.model_fn(**subject.options)
-    model = made[0] if isinstance(made, tuple) else made
+        built = subject.model_fn(**subject.options)
+    model = built[0] if isinstance(built, tuple) else built
     _fill(model)
     inputs = _inputs(subject.inputs, model, parts)
     names = _names(model)
@@ -95,11 +95,11 @@ def _names(model: nn.Module) -> dict[str, nn.Parameter]:
     return {names[id(param)][0] if id(param) in names else name: param for name, param in local}
 
 
-def _inputs(given: Any, model: nn.Module, parts: int) -> Any:
-    if callable(given):
-        return pytree.tree_map_only(torch.Tensor, _real, given())
+def _inputs(example: Any, model: nn.Module, parts: int) -> Any:
+    if callable(example):
+        return pytree.tree_map_only(torch.Tensor, _real, example())
     ranks = range(parts) if parts > 1 else [int(comm.rank(DATA_AXES))]
-    leaves, structure = pytree.tree_flatten(given)
+    leaves, structure = pytree.tree_flatten(example)
     for index, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor):
             value = _real(leaf)
@@ -130,26 +130,28 @@ def _variant(x: torch.Tensor, rank: int) -> torch.Tensor:
     return x.roll(rank, dims=0 if x.shape[0] > 1 or x.ndim == 1 else 1)
 
 
-def _compare(expected: Values, found: list[Values], mesh: Mesh) -> list[Problem]:
+def _compare(expected: Values, values_by_rank: list[Values], mesh: Mesh) -> list[Problem]:
     problems = []
     loss, grads = expected
-    for rank, (value, _) in enumerate(found):
+    for rank, (value, _) in enumerate(values_by_rank):
         if value is not None and loss is not None and abs(value - loss) > TOLERANCE * max(abs(loss), 1e-6):
             what = f"the loss is {value:.6g} on rank {rank} and {loss:.6g} in one process{_ratio(value, loss)}"
             problems.append(Problem("values", what, (rank,)))
             break
-    for name, want in grads.items():
-        for rank, (_, mine) in enumerate(found):
+    for name, target in grads.items():
+        for rank, (_, mine) in enumerate(values_by_rank):
             if name not in mine:
                 continue
-            have = mine[name]
-            if have.shape != want.shape:
-                what = f"the gradient of {name} has shape {list(have.shape)} on rank {rank}, {list(want.shape)} in one"
+            grad = mine[name]
+            if grad.shape != target.shape:
+                what = (
+                    f"the gradient of {name} has shape {list(grad.shape)} on rank {rank}, {list(target.shape)} in one"
+                )
                 problems.append(Problem("values", f"{what} process", (rank,)))
                 break
-            scale = float(want.abs().max())
-            if float((have - want).abs().max()) > TOLERANCE * max(scale, 1e-12):
-                problems.append(Problem("values", _describe(name, rank, have, want, mesh), (rank,)))
+            scale = float(target.abs().max())
+            if float((grad - target).abs().max()) > TOLERANCE * max(scale, 1e-12):
+                problems.append(Problem("values", _describe(name, rank, grad, target, mesh), (rank,)))
                 break
     wrong = [p for p in problems if p.message.startswith("the gradient")]
     if len(wrong) > 1:  # the first one is told; that there are more, too
@@ -158,19 +160,19 @@ def _compare(expected: Values, found: list[Values], mesh: Mesh) -> list[Problem]
     return problems
 
 
-def _describe(name: str, rank: int, have: torch.Tensor, want: torch.Tensor, mesh: Mesh) -> str:
+def _describe(name: str, rank: int, grad: torch.Tensor, expected: torch.Tensor, mesh: Mesh) -> str:
     what = f"the gradient of {name} is wrong on rank {rank}"
-    norm = float(want.norm())
+    norm = float(expected.norm())
     if norm == 0:
-        return f"{what}: it is zero in one process, and {float(have.norm()):.4g} in norm here"
-    factor = float((have * want).sum()) / norm**2
-    if float((have - factor * want).norm()) < 1e-3 * float(have.norm()):
+        return f"{what}: it is zero in one process, and {float(grad.norm()):.4g} in norm here"
+    factor = float((grad * expected).sum()) / norm**2
+    if float((grad - factor * expected).norm()) < 1e-3 * float(grad.norm()):
         sizes = [f"the {axis} size" for axis in ("dp", "cp", "tp", "pp") if 1 < mesh.size(axis) == round(factor)]
         inverse = round(1 / factor)
         sizes += [f"one over the {axis} size" for axis in ("dp", "cp", "tp") if 1 < mesh.size(axis) == inverse]
         hint = f" ({' or '.join(sizes)})" if sizes and abs(factor - 1) > 0.05 else ""
         return f"{what}: {factor:.4g} times that of one process{hint}"
-    return f"{what}: it differs from that of one process by {float((have - want).norm()) / norm:.2g} of its norm"
+    return f"{what}: it differs from that of one process by {float((grad - expected).norm()) / norm:.2g} of its norm"
 
 
 def _ratio(value: float, expected: float) -> str:

@@ -34,7 +34,7 @@ from ...pipeline import NxDPPModel
 from ...pipeline.record.recorder import record
 from ...pipeline.record.recording import Recording
 from ...pipeline.run.microbatches import Batch
-from .calls import Deadline, Op, Trace
+from .calls import Deadline, Op, OpRecorder
 from .fakes import QuietFakeMode, fake_inputs, make_fake, no_messages, optimizers_of
 from .gate import gated
 from .inputs_and_wire import Types, Wire, declare_inputs
@@ -118,7 +118,7 @@ class Played:
     def build(self) -> Phase:
         """Calls the user's function, and makes fake tensors of all that it made."""
         with self._phase("build", self.rank) as phase:
-            with torch.device("meta"), Trace(self.deadline):
+            with torch.device("meta"), OpRecorder(self.deadline):
                 made = self.subject.model_fn(**self.subject.options)
             self.model, self.optimizer = made if isinstance(made, tuple) else (made, None)
             if not isinstance(self.model, nn.Module):
@@ -133,7 +133,7 @@ class Played:
                 self.types.watch(self.model)
             if self.optimizer is None:
                 make = self.subject.optimizer or (lambda params: default_optimizer(self.model, params))
-                with self._fake, Trace(self.deadline):
+                with self._fake, OpRecorder(self.deadline):
                     params = [param for param in parameters_of(self.model) if param.requires_grad]
                     self.optimizer = make(params) if params else None
         return phase
@@ -208,7 +208,7 @@ class Played:
             if self.types is not None:
                 stack.enter_context(self.types)
                 stack.enter_context(gated(self.types))
-            trace = Trace(self.deadline, self.types)
+            trace = OpRecorder(self.deadline, self.types)
             phase.ops = trace.ops
             stack.enter_context(trace)
             yield
@@ -272,9 +272,9 @@ class Recordings:
             there = played.mesh.coordinates(other)
             if kind == inside and all(read.answer(here) == read.answer(there) for _, read in reads):
                 for name, read in reads:  # this rank has asked them too
-                    place = phases[name]._place
-                    assert place is not None
-                    place.read(read.names, read.answers)
+                    observed = phases[name]._observed
+                    assert observed is not None
+                    observed.read(read.names, read.answers)
                 return recording
         before = {name: len(backend.reads) for name, backend in phases.items()}
         recording = record(module, inputs, leaf_classes, device)

@@ -9,6 +9,17 @@ rules/           what each torch function does to dims, and in what it is linear
 handlers/        functions that are not judged by a rule: operators, verbs, autograd, random numbers, writes in place
 messages/        what an error says: origins, names, repairs
 surroundings.py  what is changed in torch while a mode is entered; raw_collectives.py
+
+Words, in names as in text:
+
+    spmd_type   one of R, I, V, P, S(i): what a tensor is along one axis
+    type_       a `TensorType`: the spmd types of a tensor by axis
+    note        all that is known of a tensor: its type, where that began, which mode wrote it, and for which version
+    origin      the line where the type on an axis began, for messages
+    atom        an axis that types are written on, of which every axis of a mesh is a product (spmd/axes.py)
+    label       a factor of a dim in the spec of a call: equal labels are positions that belong together (rules/spec.py)
+    judgement   the types of a call's results, from those of its operands; cached by the key of the call
+    violation   why a call has no judgement: what an error is made of
 """
 
 from .handlers import operators, verbs

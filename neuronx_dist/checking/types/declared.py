@@ -10,7 +10,7 @@ import torch
 from ...mesh import DENSE_AXES, Mesh
 from ...spmd.axes import atoms_of, mesh_atoms
 from ...spmd.declarations import SHARD_OF
-from ...spmd.tensor_type import TensorType, note_of
+from ...spmd.tensor_type import TensorType, type_of
 from ...spmd.types import I, R, Shard, SpmdType, V
 from ...weights.shard_spec import spec_of
 
@@ -26,10 +26,9 @@ def parameter_type(param: torch.Tensor, mesh: Mesh, holders: Any = None, level: 
     """
     origin = param.__dict__.get(SHARD_OF)
     if origin is not None:
-        whole, group = origin
-        note = note_of(whole)
-        base = note[0] if note is not None else parameter_type(whole, mesh, holders, level)
-        kinds = {axis: V if isinstance(kind, Shard) else kind for axis, kind in base}
+        full, group = origin
+        base = type_of(full) or parameter_type(full, mesh, holders, level)
+        kinds = {axis: V if isinstance(spmd_type, Shard) else spmd_type for axis, spmd_type in base}
         return TensorType.of({**kinds, **dict.fromkeys(atoms_of(group, mesh), V)}, base.rest)
     spec = spec_of(param)
     types: dict[str, SpmdType] = {}
@@ -41,8 +40,8 @@ def parameter_type(param: torch.Tensor, mesh: Mesh, holders: Any = None, level: 
     if getattr(param, "expert_model_parallel", False):
         types.update(dict.fromkeys(table["ep"], V))
     if spec.axis is not None and spec.dim is not None:
-        kind: SpmdType = Shard(spec.dim, spec.stride) if level == "G" else V
-        types.update(dict.fromkeys(atoms_of(spec.axis, mesh), kind))
+        spmd_type: SpmdType = Shard(spec.dim, spec.stride) if level == "G" else V
+        types.update(dict.fromkeys(atoms_of(spec.axis, mesh), spmd_type))
     return TensorType.of(types)
 
 
@@ -53,9 +52,9 @@ def input_type(
 
     0-dim tensors, and integers that count, are equal everywhere.
     """
-    found: dict[str, SpmdType] = dict.fromkeys(atoms_of(DENSE_AXES, mesh), R)
+    spmd_types: dict[str, SpmdType] = dict.fromkeys(atoms_of(DENSE_AXES, mesh), R)
     if x.dim():
-        found.update(dict.fromkeys(mesh_atoms(mesh)["dp"], Shard(0) if level == "G" else V))
-    for axis, kind in (types or {}).items():
-        found.update(dict.fromkeys(atoms_of(axis, mesh), kind))
-    return TensorType.of(found)
+        spmd_types.update(dict.fromkeys(mesh_atoms(mesh)["dp"], Shard(0) if level == "G" else V))
+    for axis, spmd_type in (types or {}).items():
+        spmd_types.update(dict.fromkeys(atoms_of(axis, mesh), spmd_type))
+    return TensorType.of(spmd_types)

@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 from ...spmd.axes import order_of
 from ...spmd.errors import Violation
 from ...spmd.tensor_type import TensorType
-from ...spmd.types import UNIFORM, ZERO, I, P, R, Shard, SpmdType, V, repeated
+from ...spmd.types import SAME, UNIFORM, VARYING, ZERO, I, P, R, Shard, SpmdType, V, repeated
 from .rules.spec import Dims, Rule, Spec
-from .shard_positions import Place, locate, put
+from .shard_positions import ShardPosition, locate, put
 
 __all__ = ["EXPANDS", "Judgement", "Operand", "judge"]
 
@@ -53,14 +53,16 @@ class Judgement(NamedTuple):
     assumed: tuple[str, ...]
 
 
-class _Call(NamedTuple):
+class _CallFacts(NamedTuple):
+    """What the judgement of every axis reads of a call; the last two are filled by it."""
+
     rule: Rule
     spec: Spec | None
     operands: Sequence[Operand]
-    groups: Sequence[frozenset[int]]
-    results: int
+    groups: Sequence[frozenset[int]]  # of operands in which the call is jointly linear
+    results: int  # how many
     assumed: list[str]
-    places: dict[str, Place]  # of the axes that shard an operand
+    positions: dict[str, ShardPosition]  # by axis: where it shards the operands
 
 
 def judge(rule: Rule, spec: Spec | None, operands: Sequence[Operand], affine: bool, count: int) -> Judgement:
@@ -82,37 +84,37 @@ def judge(rule: Rule, spec: Spec | None, operands: Sequence[Operand], affine: bo
         groups = [frozenset(group) & everything for group in rule.linear]
     if spec is not None and len(spec.ins) < len(operands):  # operands that are no tensors: numbers that vary
         spec = spec._replace(ins=(*spec.ins, *((),) * (len(operands) - len(spec.ins))))
-    call = _Call(rule, spec, operands, groups, count, [], {})
+    call = _CallFacts(rule, spec, operands, groups, count, [], {})
     axes = sorted({axis for operand in operands for axis in operand.type.types})
-    found: list[dict[str, SpmdType]] = [{} for _ in range(count)]
+    result_types: list[dict[str, SpmdType]] = [{} for _ in range(count)]
     born: dict[str, str] = {}
     for axis in axes:
-        kinds = [operand.type.get(axis) for operand in operands]
-        for number, kind in enumerate(_on_axis(call, axis, kinds)):
-            found[number][axis] = kind
-            if kind.letter == "P" and not any(k is not None and k.letter == "P" for k in kinds):
+        spmd_types = [operand.type.get(axis) for operand in operands]
+        for number, spmd_type in enumerate(_on_axis(call, axis, spmd_types)):
+            result_types[number][axis] = spmd_type
+            if spmd_type.letter == "P" and not any(k is not None and k.letter == "P" for k in spmd_types):
                 born[axis] = (
-                    f"contraction over a sharded dim in {rule.name}" if kind is P else f"maximum in {rule.name}"
+                    f"contraction over a sharded dim in {rule.name}" if spmd_type is P else f"maximum in {rule.name}"
                 )
-    _disentangle(call, found)
+    _disentangle(call, result_types)
     rests = [operand.type.rest for operand in operands]
     equal: Sequence[SpmdType | None] = [None] * count
     if all(r is not None for r in rests):
         equal = _equals(call, "", rests)  # type: ignore[arg-type]
-    return Judgement(tuple(map(TensorType.of, found, equal)), born, tuple(call.assumed))
+    return Judgement(tuple(map(TensorType.of, result_types, equal)), born, tuple(call.assumed))
 
 
-def _on_axis(call: _Call, axis: str, given: Sequence[SpmdType | None]) -> list[SpmdType]:
+def _on_axis(call: _CallFacts, axis: str, operand_types: Sequence[SpmdType | None]) -> list[SpmdType]:
     spec = call.spec
-    kinds: list[SpmdType | None] = list(given)
-    for index, kind in enumerate(kinds):
+    spmd_types: list[SpmdType | None] = list(operand_types)
+    for index, spmd_type in enumerate(spmd_types):
         if spec is not None and spec.ins[index] is None:
-            kinds[index] = UNIFORM  # only its shape is read
-        elif kind is None:
+            spmd_types[index] = UNIFORM  # only its shape is read
+        elif spmd_type is None:
             raise Violation("no_type", axis, f"it has no type on {axis}, the others have", [index])
-    known: list[SpmdType] = kinds  # type: ignore[assignment]
-    letters = [kind.letter for kind in known]
-    varying = [index for index, letter in enumerate(letters) if letter in "VS"]
+    known: list[SpmdType] = spmd_types  # type: ignore[assignment]
+    letters = [spmd_type.letter for spmd_type in known]
+    varying = [index for index, letter in enumerate(letters) if letter in VARYING]
     partial = [index for index, letter in enumerate(letters) if letter == "P"]
     if not varying and not partial:
         return _equals(call, axis, known)
@@ -139,84 +141,93 @@ def _on_axis(call: _Call, axis: str, given: Sequence[SpmdType | None]) -> list[S
     return _sharded(call, spec, axis, known, sharded, varying, partial)
 
 
-def _equals(call: _Call, axis: str, kinds: Sequence[SpmdType]) -> list[SpmdType]:
+def _equals(call: _CallFacts, axis: str, spmd_types: Sequence[SpmdType]) -> list[SpmdType]:
     """The results of operands that are the same on all ranks, with the dims along which they are repeated."""
-    kind, spec = _equal(call, axis, kinds), call.spec
+    spmd_type, spec = _equal(call, axis, spmd_types), call.spec
     expands = call.rule.name in EXPANDS
-    if kind.letter != "R" or kind is UNIFORM or spec is None or not (expands or any(k is not R for k in kinds)):
-        return [kind] * call.results
+    if (
+        spmd_type.letter != "R"
+        or spmd_type is UNIFORM
+        or spec is None
+        or not (expands or any(k is not R for k in spmd_types))
+    ):
+        return [spmd_type] * call.results
 
     # x[i, j] where x is repeated along dim 0: whatever i says.
     looked: list[int] = []
     if call.rule.name in LOOKUPS:
         looked = [d for d, labels in enumerate(spec.ins[0] or ()) if spec.looked_up.intersection(labels)]
-    if len(looked) != len(kinds) - 1:
+    if len(looked) != len(spmd_types) - 1:
         looked = []
-    unread = [index for index, d in enumerate(looked, 1) if d in getattr(kinds[0], "along", ())]
+    unread = [index for index, d in enumerate(looked, 1) if d in getattr(spmd_types[0], "along", ())]
 
     def repeats(label: int) -> bool:
-        held = [
+        holders = [
             (k, dim)
-            for index, (k, dims) in enumerate(zip(kinds, spec.ins))
+            for index, (k, dims) in enumerate(zip(spmd_types, spec.ins))
             for dim, labels in enumerate(dims or ())
             if label in labels and index not in unread
         ]
-        same = (k is UNIFORM or k is ZERO or dim in getattr(k, "along", ()) for k, dim in held)
-        return label not in spec.fixed and all(same) and (expands or bool(held) or bool(unread))
+        same = (k is UNIFORM or k is ZERO or dim in getattr(k, "along", ()) for k, dim in holders)
+        return label not in spec.fixed and all(same) and (expands or bool(holders) or bool(unread))
 
-    found: list[SpmdType] = [
+    result_types: list[SpmdType] = [
         repeated(frozenset(dim for dim, labels in enumerate(out) if labels and all(map(repeats, labels))))
         for out in spec.outs
     ]
-    return found + [R] * (call.results - len(found))
+    return result_types + [R] * (call.results - len(result_types))
 
 
-def _equal(call: _Call, axis: str, kinds: Sequence[SpmdType]) -> SpmdType:
-    """All operands are the same on all ranks of the axis."""
-    if all(kind is R for kind in kinds):
-        return R if kinds else UNIFORM
-    ins: Sequence[Any] = call.spec.ins if call.spec is not None else kinds  # None: only its shape is read
-    given = zip(kinds, call.operands, ins)
-    receiving = {k.letter for k, operand, dims in given if operand.differentiable and dims is not None}
+def _equal(call: _CallFacts, axis: str, spmd_types: Sequence[SpmdType]) -> SpmdType:
+    """The type of a result whose operands are all the same on all ranks of the axis."""
+    if all(spmd_type is R for spmd_type in spmd_types):
+        return R if spmd_types else UNIFORM
+    ins: Sequence[Any] = call.spec.ins if call.spec is not None else spmd_types  # None: only its shape is read
+    operands = zip(spmd_types, call.operands, ins)
+    receiving = {k.letter for k, operand, dims in operands if operand.differentiable and dims is not None}
     if "I" in receiving and "R" in receiving:
-        index = next(i for i, kind in enumerate(kinds) if kind.letter == "I" and call.operands[i].differentiable)
-        other = next(i for i, kind in enumerate(kinds) if kind.letter == "R" and call.operands[i].differentiable)
+        index = next(
+            i for i, spmd_type in enumerate(spmd_types) if spmd_type.letter == "I" and call.operands[i].differentiable
+        )
+        other = next(
+            i for i, spmd_type in enumerate(spmd_types) if spmd_type.letter == "R" and call.operands[i].differentiable
+        )
         raise Violation("invariant", axis, "I and R do not mix: of one the gradient is one value, of the other a sum",
                         [index, other])  # fmt: skip
     if "I" in receiving:
         return I
     if "R" in receiving:
         return R
-    constant = all(kind is UNIFORM or kind is ZERO for kind in kinds)
+    constant = all(spmd_type is UNIFORM or spmd_type is ZERO for spmd_type in spmd_types)
     if constant:
-        if all(kind is ZERO for kind in kinds) and call.groups:
+        if all(spmd_type is ZERO for spmd_type in spmd_types) and call.groups:
             return ZERO
-        return UNIFORM if call.spec is not None and not call.spec.fixed and not _places(call) else R
-    return I if all(kind is I or kind is UNIFORM or kind is ZERO for kind in kinds) else R
+        return UNIFORM if call.spec is not None and not call.spec.fixed and not _by_position(call) else R
+    return I if all(spmd_type is I or spmd_type is UNIFORM or spmd_type is ZERO for spmd_type in spmd_types) else R
 
 
-def _places(call: _Call) -> bool:
+def _by_position(call: _CallFacts) -> bool:
     """Whether positions in a result say which operand, or which value, is there (cat, one_hot): no constant then."""
     if call.spec is None or call.rule.name in EXPANDS:
         return False
-    given = {label for dims in call.spec.ins for dim in dims or () for label in dim}
-    made = {label for dims in call.spec.outs for dim in dims for label in dim if call.spec.sizes[label] != 1}
-    return bool(made - given)
+    operand_labels = {label for dims in call.spec.ins for dim in dims or () for label in dim}
+    result_labels = {label for dims in call.spec.outs for dim in dims for label in dim if call.spec.sizes[label] != 1}
+    return bool(result_labels - operand_labels)
 
 
-def _partial(call: _Call, axis: str, kinds: Sequence[SpmdType], partial: Sequence[int]) -> SpmdType:
-    """Some operands are P, none varies."""
-    kind = kinds[partial[0]]
+def _partial(call: _CallFacts, axis: str, spmd_types: Sequence[SpmdType], partial: Sequence[int]) -> SpmdType:
+    """The type of a result of which some operands are P and none varies."""
+    spmd_type = spmd_types[partial[0]]
     name = call.rule.name
-    if any(kinds[index] is not kind for index in partial):
+    if any(spmd_types[index] is not spmd_type for index in partial):
         raise Violation("partial_kinds", axis, "a partial sum and a partial maximum do not combine", partial)
-    if kind is not P:
+    if spmd_type is not P:
         moves = call.rule.aliases or name in ("clone", "contiguous", "detach", "to", "float", "double")
-        if moves and len(kinds) == 1:
-            return kind
+        if moves and len(spmd_types) == 1:
+            return spmd_type
         raise Violation("partial_max", axis, f"{name} of a partial maximum: reduce it first", partial)
     members = frozenset(partial)
-    zeros = {index for index, other in enumerate(kinds) if other is ZERO}
+    zeros = {index for index, other in enumerate(spmd_types) if other is ZERO}
     for group in call.groups:
         if members <= group and all(index in members or index in zeros for index in group):
             return P
@@ -233,38 +244,38 @@ def _partial(call: _Call, axis: str, kinds: Sequence[SpmdType], partial: Sequenc
 
 
 def _sharded(
-    call: _Call,
+    call: _CallFacts,
     spec: Spec,
     axis: str,
-    kinds: Sequence[SpmdType],
+    spmd_types: Sequence[SpmdType],
     sharded: Sequence[int],
     varying: Sequence[int],
     partial: Sequence[int],
 ) -> list[SpmdType]:
     name = call.rule.name
-    place: Place | None = None
+    position: ShardPosition | None = None
     for index in sharded:
         dims = spec.ins[index]
         assert dims is not None
-        kind = kinds[index]
-        assert isinstance(kind, Shard)
-        here = locate(dims, kind, spec, axis, index, name)
-        if place is None:
-            place, first = here, index
-        elif here[:2] != place[:2]:  # the extent says what was merged with what, not which rank has what
-            other = kinds[first]
-            if here.label == place.label:
-                why = f"both are sharded on the same dim, but in another way ({other} and {kind})"
+        shard = spmd_types[index]
+        assert isinstance(shard, Shard)
+        own = locate(dims, shard, spec, axis, index, name)
+        if position is None:
+            position, first = own, index
+        elif own[:2] != position[:2]:  # the extent says what was merged with what, not which rank has what
+            other = spmd_types[first]
+            if own.label == position.label:
+                why = f"both are sharded on the same dim, but in another way ({other} and {shard})"
             else:
-                why = f"one is sharded on dim {other.dim}, the other on dim {kind.dim}: "  # type: ignore[union-attr]
+                why = f"one is sharded on dim {other.dim}, the other on dim {shard.dim}: "  # type: ignore[union-attr]
                 why += "these are different dims of the result, and every rank has but one pair of pieces"
             raise Violation("shards", axis, why, [index, first])
-    assert place is not None
-    call.places[axis] = place
-    label = place.label
+    assert position is not None
+    call.positions[axis] = position
+    label = position.label
     having = [i for i, dims in enumerate(spec.ins) if dims is not None and any(label in dim for dim in dims)]
     unknown = [index for index in varying if index not in sharded]
-    dim = kinds[first].dim  # type: ignore[union-attr]
+    dim = spmd_types[first].dim  # type: ignore[union-attr]
     if label in spec.fixed:
         if label in spec.looked_up and unknown:
             call.assumed.append(f"{name}: a lookup in a sharded dim {dim} by positions that vary")
@@ -272,52 +283,52 @@ def _sharded(
         raise Violation("fixed", axis, f"dim {dim} is sharded, but {spec.fixed[label]}", [first])
     # A dim of size 1 that stays may be one that broadcasts: of size 1 in one process too.
     alone = spec.sizes[label] == 1 and label not in spec.reduced and name not in EXACT
-    whole = [
-        i for i in having if kinds[i].letter in "RI" and kinds[i] is not UNIFORM
-        and not (alone and i != call.rule.inplace and not _elsewhere(call.operands[i].type, spec.ins[i], label))
-        and not _repeats(kinds[i], spec.ins[i], label)
+    replicated = [
+        i for i in having if spmd_types[i].letter in SAME and spmd_types[i] is not UNIFORM
+        and not (alone and i != call.rule.inplace and not _sharded_along(call.operands[i].type, spec.ins[i], label))
+        and not _repeats(spmd_types[i], spec.ins[i], label)
     ]  # fmt: skip
-    if whole:
+    if replicated:
         raise Violation(
             "whole",
             axis,
             f"a dim of {spec.sizes[label]} is this rank's piece (dim {dim}) of the one, and all of the other, which is "
             "the same on all ranks",
-            [whole[0], first],
+            [replicated[0], first],
         )
     if label in spec.reduced:
-        return [_reduced(call, spec, axis, kinds, place, having, unknown, partial, dim)] * call.results
+        return [_reduced(call, spec, axis, spmd_types, position, having, unknown, partial, dim)] * call.results
     if partial:
         raise Violation("partial_varying", axis, "a partial sum times, or plus, a varying value is neither",
                         [partial[0], first])  # fmt: skip
     if unknown:
         return [V] * call.results
-    return [put(out, place, spec) for out in spec.outs] + [V] * (call.results - len(spec.outs))
+    return [put(out, position, spec) for out in spec.outs] + [V] * (call.results - len(spec.outs))
 
 
-def _elsewhere(found: TensorType, dims: Dims | None, label: int) -> bool:
+def _sharded_along(type_: TensorType, dims: Dims | None, label: int) -> bool:
     """Whether an operand is sharded along a label over any axis, so that its dim is of another size in one process."""
-    return any(isinstance(kind, Shard) and label in (dims or ())[kind.dim] for _, kind in found)
+    return any(isinstance(spmd_type, Shard) and label in (dims or ())[spmd_type.dim] for _, spmd_type in type_)
 
 
-def _repeats(kind: SpmdType, dims: Dims | None, label: int) -> bool:
+def _repeats(spmd_type: SpmdType, dims: Dims | None, label: int) -> bool:
     """Whether an operand is the same at every position of a label."""
-    return all(dim in getattr(kind, "along", ()) for dim, labels in enumerate(dims or ()) if label in labels)
+    return all(dim in getattr(spmd_type, "along", ()) for dim, labels in enumerate(dims or ()) if label in labels)
 
 
 def _reduced(
-    call: _Call,
+    call: _CallFacts,
     spec: Spec,
     axis: str,
-    kinds: Sequence[SpmdType],
-    place: Place,
+    spmd_types: Sequence[SpmdType],
+    position: ShardPosition,
     having: Sequence[int],
     unknown: Sequence[int],
     partial: Sequence[int],
     dim: int,
 ) -> SpmdType:
-    """The sharded dim ends here."""
-    how, name = spec.reduced[place.label], call.rule.name
+    """The type of a result that the sharded dim is not part of: it is summed, say."""
+    how, name = spec.reduced[position.label], call.rule.name
     if how == "max" and not partial:
         return V if unknown else P("max")
     if how != "sum":
@@ -332,7 +343,7 @@ def _reduced(
     groups = [group for group in call.groups if group & set(having)]
     rest = {index for group in groups for index in group if index not in having}
     for index in sorted(rest):
-        if kinds[index] is not P and kinds[index] is not ZERO:
+        if spmd_types[index] is not P and spmd_types[index] is not ZERO:
             raise Violation(
                 "bias",
                 axis,
@@ -350,16 +361,18 @@ def _reduced(
     return P
 
 
-def _disentangle(call: _Call, found: Sequence[dict[str, SpmdType]]) -> None:
-    """Of two axes that shard one dim in the same way the first one of the mesh has the outer factor. Where dims of
-    local size 1 are merged the other way round, the types could not say so: the inner one varies.
+def _disentangle(call: _CallFacts, result_types: Sequence[dict[str, SpmdType]]) -> None:
+    """Makes the inner one of two axes V where they shard one dim of a result in an order that types cannot say.
+
+    Of two axes that shard one dim in the same way the first one of the mesh has the outer factor. Merging dims of local
+    size 1 can put them the other way round.
     """
-    if call.spec is None or len(call.places) < 2:
+    if call.spec is None or len(call.positions) < 2:
         return
-    for types, out in zip(found, call.spec.outs):
-        for first, second in combinations(sorted(call.places, key=order_of), 2):
+    for types, out in zip(result_types, call.spec.outs):
+        for first, second in combinations(sorted(call.positions, key=order_of), 2):
             one, two = types.get(first), types.get(second)
             if isinstance(one, Shard) and isinstance(two, Shard) and (one.dim, one.stride) == (two.dim, two.stride):
                 labels = out[one.dim]
-                if labels.index(call.places[first].label) > labels.index(call.places[second].label):
+                if labels.index(call.positions[first].label) > labels.index(call.positions[second].label):
                     types[first] = V

@@ -1,7 +1,7 @@
-"""What was judged once is looked up after that: the key of a call, and what is to be done about it.
+"""What was judged once is looked up after that: the key of a call, and its cached judgement.
 
 The key is the function, the types of its tensors and its other arguments: that decides for most calls. Where it does
-not, the entry says what else to look at (`Closer`), and a second look-up has that in its key:
+not, the entry says what else decides (`ExtraKey`), and a second look-up has that in its key:
 
     shapes     a tensor is sharded, or a constant: a dim of size 1 broadcasts, a view cuts dims here or there
     grads      a tensor is I, or a constant: whether it receives a gradient
@@ -28,12 +28,24 @@ from .rules import Rule
 from .rules.names import CATS
 from .session import Session
 
-__all__ = ["LONG", "NUMBERS", "PLAIN", "SEQUENCES", "SIZE", "TENSORS", "Closer", "Plan", "closer", "details", "keep"]
+__all__ = [
+    "BY_VALUE",
+    "LONG",
+    "NUMBERS",
+    "SEQUENCES",
+    "SIZE",
+    "TENSORS",
+    "CachedJudgement",
+    "ExtraKey",
+    "extra_key_of",
+    "extra_values",
+    "store",
+]
 
-# Classes of arguments, exactly: a subclass, such as a Coordinate, means something of its own.
-TENSORS = frozenset({Tensor, nn.Parameter, FakeTensor})
-PLAIN = frozenset({int, str, type(None), type(...), torch.dtype, torch.device, torch.Size,
-                   torch.layout, torch.memory_format})  # fmt: skip
+# Classes of arguments, exactly: a subclass, such as a RankValue, means something of its own.
+TENSORS = frozenset({Tensor, nn.Parameter, FakeTensor})  # in the key by their type
+BY_VALUE = frozenset({int, str, type(None), type(...), torch.dtype, torch.device, torch.Size,
+                      torch.layout, torch.memory_format})  # fmt: skip
 NUMBERS = frozenset({bool, float, complex})  # equal to an int, and another argument all the same: x[1], x[True]
 SEQUENCES = frozenset({tuple, list})
 LONG = 128  # a sequence of more than that is data
@@ -41,8 +53,8 @@ LONG = 128  # a sequence of more than that is data
 SIZE = 20_000  # entries; then all are forgotten
 
 
-class Closer(NamedTuple):
-    """What else decides about a call."""
+class ExtraKey(NamedTuple):
+    """Which further properties of a call's arguments decide about it, so that the key must hold them."""
 
     shapes: bool
     grads: bool
@@ -50,77 +62,85 @@ class Closer(NamedTuple):
     random: bool
 
 
-class Plan:
-    """What is to be done about a call.
+class CachedJudgement:
+    """What is known of a call whose like was judged before: the types of its results, and what to tell each time.
 
     Attributes:
-        types: of the result; a tuple: of the tensors in it, in order.
+        result_types: one type for all tensors of the result; a tuple: of each of them, in order.
         name: of the function.
-        extra: of the results' notes.
-        born, assumed: see `Judgement`.
-        written: operand 0 is written, and keeps its type.
-        more: any of the three.
-        closer: there is no plan yet, look at this as well.
+        note_extra: `Note.extra` of the results.
+        born: axes on which a type begins in this call, and how; as in `Judgement`.
+        assumed: what is not provable about it; as in `Judgement`.
+        written: the call writes operand 0 in place, which keeps its type.
+        has_effects: more is to be done than to write the results' types: some of `born`, `assumed`, `written` is set.
+        extra_key: if set, the key does not decide, and nothing else here means anything: look up again, with this.
     """
 
-    __slots__ = ("assumed", "born", "closer", "extra", "more", "name", "types", "written")
+    __slots__ = ("assumed", "born", "extra_key", "has_effects", "name", "note_extra", "result_types", "written")
 
     def __init__(
         self,
-        types: Any,
+        result_types: Any,
         name: str,
         *,
-        extra: Any = None,
+        note_extra: Any = None,
         born: dict[str, str] | None = None,
         assumed: tuple[str, ...] = (),
         written: bool = False,
-        closer: Closer | None = None,
+        extra_key: ExtraKey | None = None,
     ) -> None:
-        self.types, self.name, self.extra, self.closer = types, name, extra, closer
+        self.result_types, self.name, self.note_extra, self.extra_key = result_types, name, note_extra, extra_key
         self.born, self.assumed, self.written = born, assumed, written
-        self.more = bool(born or assumed or written)
+        self.has_effects = bool(born or assumed or written)
 
     @classmethod
-    def of(cls, judgement: Judgement, name: str, extra: Any = None, written: bool = False) -> Plan:
+    def of(cls, judgement: Judgement, name: str, note_extra: Any = None, written: bool = False) -> CachedJudgement:
+        """The entry for calls that are judged as this one was."""
         types = judgement.types if len(judgement.types) > 1 else judgement.types[0]
-        return cls(types, name, extra=extra, born=judgement.born, assumed=judgement.assumed, written=written)
+        return cls(types, name, note_extra=note_extra, born=judgement.born, assumed=judgement.assumed, written=written)
+
+    @classmethod
+    def undecided(cls, name: str, extra_key: ExtraKey) -> CachedJudgement:
+        """The entry for calls about which their key does not decide yet."""
+        return cls(None, name, extra_key=extra_key)
 
 
-def closer(rule: Rule, types: Sequence[TensorType]) -> Closer | None:
-    """What decides about calls of a function on tensors of these types, besides its key."""
-    several = rule.name in CATS  # may make a packed buffer
-    shapes = several or rule.name in EXPANDS or any(found.shaped for found in types)
-    partial = any(kind.letter == "P" for found in types for _, kind in found)
-    found = Closer(
+def extra_key_of(rule: Rule, types: Sequence[TensorType]) -> ExtraKey | None:
+    """What decides about calls of a function on tensors of these types, besides their key; None: nothing does."""
+    packs = rule.name in CATS  # may make a packed buffer
+    shapes = packs or rule.name in EXPANDS or any(type_.shaped for type_ in types)
+    partial = any(spmd_type.letter == "P" for type_ in types for _, spmd_type in type_)
+    extra_key = ExtraKey(
         shapes,
-        several or any(found.graded for found in types),
+        packs or any(type_.graded for type_ in types),
         shapes or (partial and rule.affine is not None),
         bool(rule.random) or rule.kind in ("random", "decompose"),
     )
-    return found if any(found) else None
+    return extra_key if any(extra_key) else None
 
 
-def details(wanted: Closer, items: Sequence[Any], mode: Session) -> tuple[Any, ...]:
-    """What is wanted of a call's arguments."""
-    shapes, grads, dtypes, random = wanted
-    found: list[Any] = [wanted.__class__]  # ends the arguments: True is 1, x.view(4) and two flags is x.view(4, 1, 1)
+def extra_values(extra_key: ExtraKey, items: Sequence[Any], mode: Session) -> tuple[Any, ...]:
+    """These properties of a call's arguments, to be put behind its key."""
+    shapes, grads, dtypes, random = extra_key
+    # The class ends the arguments: True is 1, so that x.view(4) and two flags would be x.view(4, 1, 1).
+    values: list[Any] = [ExtraKey]
     if grads:
-        found.append(torch.is_grad_enabled())
+        values.append(torch.is_grad_enabled())
     for x in items:
         if x.__class__ in TENSORS:
             if shapes:
-                found.append(x.shape)
+                values.append(x.shape)
             if grads:
-                found.append(x.requires_grad)
+                values.append(x.requires_grad)
             if dtypes:
-                found.append(x.dtype)
+                values.append(x.dtype)
     if random:
-        found.append(drawing(mode))
-    return tuple(found)
+        values.append(drawing(mode))
+    return tuple(values)
 
 
-def keep(memo: dict[Any, Plan], key: tuple[Any, ...], plan: Plan) -> None:
+def store(memo: dict[Any, CachedJudgement], key: tuple[Any, ...], entry: CachedJudgement) -> None:
     """Writes an entry, unless there are too many: then it is the first of new ones."""
     if len(memo) >= SIZE:
         memo.clear()
-    memo[key] = plan
+    memo[key] = entry

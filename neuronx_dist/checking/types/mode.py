@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointFunction
 
+from ...call_site import call_site
 from ...comm import context
 from ...spmd.errors import Violation
 from ...spmd.intercept import intercept
@@ -34,21 +35,32 @@ from ...spmd.tensor_type import (
     TensorType,
     note_of,
     tensors_in,
+    type_of,
     version,
     without_shards,
 )
-from ...spmd.types import R, V
+from ...spmd.types import DIFFERING, R, V
 from ...spmd.watching import HANDLERS, Watcher, entered, left
 from . import raw_collectives as raw
 from .declared import parameter_type
 from .handlers import autograd, packing
 from .handlers.inplace import OVERWRITES, check_write, note_write, overwritten, stale
 from .handlers.random_numbers import draws, made_type, stream_type
-from .handlers.rank_values import coordinates, counted, counts, picked
+from .handlers.rank_values import counted, counts, picked, rank_values
 from .judge import Judgement, Operand, judge
-from .memo import LONG, NUMBERS, PLAIN, SEQUENCES, TENSORS, Plan, closer, details, keep
-from .messages.explain import Call, explain, explain_shapes, missing_type
-from .messages.provenance import module_path, where
+from .memo import (
+    BY_VALUE,
+    LONG,
+    NUMBERS,
+    SEQUENCES,
+    TENSORS,
+    CachedJudgement,
+    extra_key_of,
+    extra_values,
+    store,
+)
+from .messages.explain import JudgedCall, explain, explain_shapes, missing_type
+from .messages.provenance import module_path
 from .rules import RULES, Rule, operands
 from .rules.names import CATS
 from .session import Session, in_backward
@@ -57,9 +69,10 @@ from .surroundings import surroundings
 __all__ = ["SpmdTypeMode", "typecheck"]
 
 _JUDGED: Any = object()  # in the place of a handler: the call is judged
-_NOBODY: dict[str, Any] = {}
+_NO_KEYWORDS: dict[str, Any] = {}
 
-_memos: dict[bool, dict[Any, Plan]] = {False: {}, True: {}}  # judged calls of all modes; those of symbolic ones
+# Judgements of all modes, by the key of the call; those of modes whose ranks are RankValues apart.
+_memos: dict[bool, dict[Any, CachedJudgement]] = {False: {}, True: {}}
 
 
 class SpmdTypeMode(Session):
@@ -112,6 +125,7 @@ class SpmdTypeMode(Session):
 
     # --- what the user's code reaches
 
+    # Long because every call of torch passes here: a part in a function of its own would cost as much as the look-up.
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -121,7 +135,7 @@ class SpmdTypeMode(Session):
         if self.paused:
             return func(*args, **(kwargs or {}))
         if handler is not _JUDGED:
-            return handler(self, func, args, kwargs or _NOBODY)
+            return handler(self, func, args, kwargs or _NO_KEYWORDS)
         session, memo = self.session, self._memo
         if kwargs:
             items: list[Any] = [*args, *kwargs.values()]
@@ -131,58 +145,59 @@ class SpmdTypeMode(Session):
         origins = None
         try:
             for x in items:
-                kind = x.__class__
-                if kind in TENSORS:
-                    found, begun, made, written, extra = x.__dict__[NOTE]
-                    if made != session or written != x._version or extra is not None:
-                        return self._slow(func, args, kwargs or _NOBODY)
-                    key.append(found)
-                    if begun is not None and begun is not origins:
-                        origins = begun if origins is None else {**begun, **origins}
-                elif kind in PLAIN:
+                class_ = x.__class__
+                if class_ in TENSORS:
+                    type_, x_origins, x_session, x_version, extra = x.__dict__[NOTE]
+                    if x_session != session or x_version != x._version or extra is not None:
+                        return self._judge_and_run(func, args, kwargs or _NO_KEYWORDS)
+                    key.append(type_)
+                    if x_origins is not None and x_origins is not origins:
+                        origins = x_origins if origins is None else {**x_origins, **origins}
+                elif class_ in BY_VALUE:
                     key.append(x)
-                elif kind in SEQUENCES and len(x) < LONG:
-                    key += (kind, len(x))
+                elif class_ in SEQUENCES and len(x) < LONG:
+                    key += (class_, len(x))
                     items += x  # they come after all others
-                elif kind in NUMBERS:
-                    key += (kind, x)
-                elif kind is slice:
-                    key.append(kind)
+                elif class_ in NUMBERS:
+                    key += (class_, x)
+                elif class_ is slice:
+                    key.append(class_)
                     items += (x.start, x.stop, x.step)
                 else:
-                    return self._slow(func, args, kwargs or _NOBODY)
+                    return self._judge_and_run(func, args, kwargs or _NO_KEYWORDS)
         except (KeyError, RuntimeError):  # no type; or no version, in inference mode
-            return self._slow(func, args, kwargs or _NOBODY)
-        place = tuple(key)
-        plan = memo.get(place)
-        if plan is not None and plan.closer is not None:
-            place += details(plan.closer, items, self)
-            plan = memo.get(place)
-        if plan is None:
-            return self._slow(func, args, kwargs or _NOBODY, tuple(key), items)
+            return self._judge_and_run(func, args, kwargs or _NO_KEYWORDS)
+        full_key = tuple(key)
+        cached = memo.get(full_key)
+        if cached is not None and cached.extra_key is not None:
+            full_key += extra_values(cached.extra_key, items, self)
+            cached = memo.get(full_key)
+        if cached is None:
+            return self._judge_and_run(func, args, kwargs or _NO_KEYWORDS, tuple(key), items)
         try:
             result = func(*args, **kwargs) if kwargs else func(*args)
         except RuntimeError:
-            return self._slow(func, args, kwargs or _NOBODY)  # says more, if it is about shapes
+            return self._judge_and_run(func, args, kwargs or _NO_KEYWORDS)  # says more, if it is about shapes
         self.operators += 1
         if self.record is not None:
-            self.record(plan.name, (args, kwargs or _NOBODY), where())
-        if plan.more:
-            origins = self._again(plan, origins)
-            if plan.written:
-                note_write(self, args[0], plan.types, origins)
+            self.record(cached.name, (args, kwargs or _NO_KEYWORDS), call_site())
+        if cached.has_effects:
+            origins = self._repeat(cached, origins)
+            if cached.written:
+                note_write(self, args[0], cached.result_types, origins)
                 return result
         try:
             if result.__class__ in TENSORS:
-                result.__dict__[NOTE] = (plan.types, origins, session, result._version, plan.extra)
+                # A plain tuple, not a Note: see `NOTE`.
+                result.__dict__[NOTE] = (cached.result_types, origins, session, result._version, cached.note_extra)
                 return result
         except RuntimeError:
             pass  # no version, in inference mode
-        self._stamp(result, plan.types, origins, plan.extra)
+        self._stamp(result, cached.result_types, origins, cached.note_extra)
         return result
 
     def _function(self, original: Any, cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """`Function.apply`, which no mode sees."""
+        """Follows the types through `Function.apply`, which torch does not hand to modes."""
         if self.paused or (cls.__module__.startswith("torch.") and cls is not CheckpointFunction):
             return original(*args, **kwargs)
         return autograd.apply_function(self, original, cls, args, kwargs)
@@ -197,33 +212,33 @@ class SpmdTypeMode(Session):
         """
         note = note_of(x)
         if note is None:
-            found = None
+            type_ = None
             if self.mesh is not None and isinstance(x, nn.Parameter):
-                found = parameter_type(x, self.mesh, self.tied.get(id(x)), self.level)
+                type_ = parameter_type(x, self.mesh, self.tied.get(id(x)), self.level)
             elif in_backward():
                 return None
             elif not self.strict:
                 self.assume(f"a tensor {list(x.shape)} made before the check is equal on all ranks")
-                found = EQUAL
-            if found is None:
+                type_ = EQUAL
+            if type_ is None:
                 raise missing_type(self, x, function)
-            note = (found, None, self.session, version(x), None)
-            x.__dict__[NOTE] = note
-        elif note[2] != self.session:  # written outside of any mode: what it says holds from now on
-            found = note[0] if self.level == "G" else without_shards(note[0])
-            note = (found, note[1], self.session, version(x), note[4])
-            x.__dict__[NOTE] = note
-        elif note[3] != version(x):
-            note = stale(self, x, note)
-        return note
+            self.stamp(x, type_)
+        elif note.session != self.session:  # written outside of any mode: what it says holds from now on
+            type_ = note.type if self.level == "G" else without_shards(note.type)
+            self.stamp(x, type_, note.origins, note.extra)
+        elif note.version != version(x):
+            return stale(self, x, note)
+        else:
+            return note
+        return note_of(x)
 
     def adopt(self, param: Tensor, grad: Tensor) -> Tensor:
         """Backward accumulates the gradient of `param` in `grad`."""
         return autograd.adopt(self, param, grad)
 
-    # --- everything that has not been judged before
+    # --- calls whose judgement is not in the memo
 
-    def _slow(
+    def _judge_and_run(
         self,
         func: Callable[..., Any],
         args: tuple[Any, ...],
@@ -231,69 +246,114 @@ class SpmdTypeMode(Session):
         key: tuple[Any, ...] | None = None,
         items: Sequence[Any] = (),
     ) -> Any:
+        """The slow path: finds the rule and the notes, judges, runs the function, and stores the judgement.
+
+        `key`: of the call, under which to store it; None: it is not to be stored. `items`: what the key was made of.
+        """
         rule = RULES.get(func)
         if rule is None:
-            raw.check(func, args, kwargs)
+            raw.refuse_raw_collective(func, args, kwargs)
             rule, key = Rule(getattr(func, "__name__", str(func)), None), None
         if rule.kind == "pass":
             HANDLERS[func] = None
             return func(*args, **kwargs)
         tensors = operands(args, kwargs)
-        destination = kwargs.get("out")
-        notes: list[Note] = []
-        fresh = False
-        for x in tensors:
-            before, note = note_of(x), self.note(x, rule.name)
-            if note is None:  # of a backward pass: nothing is known, and nothing is checked
-                return func(*args, **kwargs)
-            fresh = fresh or note is not before
-            notes.append(note)
-        if fresh:  # what was written, or declared elsewhere, is known now
+        notes, changed = self._notes(tensors, rule.name)
+        if notes is None:  # in a backward pass: nothing is known, and nothing is checked
+            return func(*args, **kwargs)
+        if changed:  # with what is known now, the judgement may be in the memo
             return self.__torch_function__(func, (), args, kwargs)
-        if any(isinstance(note[4], Segments) for note in notes) or (
+        if any(isinstance(note.extra, Segments) for note in notes) or (
             rule.name in CATS and not torch.is_grad_enabled()
         ):
             packed = packing.call(self, rule, func, args, kwargs, tensors, notes)
-            if packed is not NotImplemented:
+            if packed is not None:
                 return packed
         if func in packing.FOREACH:
             return packing.for_each(self, func, args, kwargs)
         self.operators += 1
         if self.record is not None:
-            self.record(rule.name, (args, kwargs), where())
+            self.record(rule.name, (args, kwargs), call_site())
         if key is not None:
-            wanted = closer(rule, [note[0] for note in notes])
-            if wanted is not None:
-                keep(self._memo, key, Plan(None, rule.name, closer=wanted))
-                key += details(wanted, items, self)
+            extra_key = extra_key_of(rule, [note.type for note in notes])
+            if extra_key is not None:
+                store(self._memo, key, CachedJudgement.undecided(rule.name, extra_key))
+                key += extra_values(extra_key, items, self)
         judgement = self.judge(rule, func, args, kwargs, tensors, notes)
-        if rule.inplace is not None or destination is not None:
-            target: Any = tensors[rule.inplace] if rule.inplace is not None else destination
-            check_write(self, rule, target, judgement.types[0], tensors, notes)
-            result = func(*args, **kwargs)
-            note_write(self, target, judgement.types[0], self.origins(judgement, notes))
-            if key is not None and args and target is args[0] is tensors[0] and judgement.types[0] is notes[0][0]:
-                keep(self._memo, key, Plan.of(judgement, rule.name, written=True))
-            return result
+        if rule.inplace is not None:
+            return self._write(tensors[rule.inplace], judgement, rule, func, args, kwargs, tensors, notes, key)
+        if kwargs.get("out") is not None:
+            return self._write(kwargs["out"], judgement, rule, func, args, kwargs, tensors, notes, key)
+        return self._make(judgement, rule, func, args, kwargs, tensors, notes, key)
+
+    def _notes(self, tensors: Sequence[Tensor], function: str) -> tuple[list[Note] | None, bool]:
+        """What is known of each operand, and whether any of that was written just now.
+
+        None if nothing is known of one of them: see `note`.
+        """
+        notes: list[Note] = []
+        changed = False
+        for x in tensors:
+            before = x.__dict__.get(NOTE)
+            note = self.note(x, function)
+            if note is None:
+                return None, changed
+            changed = changed or x.__dict__[NOTE] is not before
+            notes.append(note)
+        return notes, changed
+
+    def _write(
+        self,
+        target: Tensor,
+        judgement: Judgement,
+        rule: Rule,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        tensors: Sequence[Tensor],
+        notes: Sequence[Note],
+        key: tuple[Any, ...] | None,
+    ) -> Any:
+        """Runs a function that writes to `target`, if that may become what is written to it."""
+        type_ = judgement.types[0]
+        check_write(self, rule, target, type_, tensors, notes)
+        result = func(*args, **kwargs)
+        note_write(self, target, type_, self.origins(judgement, notes))
+        if key is not None and args and target is args[0] is tensors[0] and type_ is notes[0].type:
+            store(self._memo, key, CachedJudgement.of(judgement, rule.name, written=True))
+        return result
+
+    def _make(
+        self,
+        judgement: Judgement,
+        rule: Rule,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        tensors: Sequence[Tensor],
+        notes: Sequence[Note],
+        key: tuple[Any, ...] | None,
+    ) -> Any:
+        """Runs a function that makes new tensors, and writes their types on them."""
         result = self._run(func, args, kwargs, tensors, notes, rule)
         origins = self.origins(judgement, notes)
         extra = None
         if rule.kind == "random":
             extra = FRESH
-        elif rule.aliases and notes and notes[0][4] == READONLY:
+        elif rule.aliases and notes and notes[0].extra == READONLY:
             extra = READONLY
         elif counts(rule, args, kwargs) or (
-            rule.aliases and notes and notes[0][4] == COUNTED and result.numel() == tensors[0].numel()
+            rule.aliases and notes and notes[0].extra == COUNTED and result.numel() == tensors[0].numel()
         ):
             extra = COUNTED
-        plan = Plan.of(judgement, rule.name, extra)
-        self._stamp(result, plan.types, origins, extra)
+        entry = CachedJudgement.of(judgement, rule.name, extra)
+        self._stamp(result, entry.result_types, origins, extra)
         if self.symbolic:
-            cut = picked(self, rule, result, args, kwargs)
-            if cut is not result:
-                return cut
+            pieces = picked(self, rule, result, args, kwargs)
+            if pieces is not result:
+                return pieces
         if key is not None:
-            keep(self._memo, key, plan)
+            store(self._memo, key, entry)
         return result
 
     def judge(
@@ -311,20 +371,22 @@ class SpmdTypeMode(Session):
             SpmdTypeError: the types do not go together.
         """
         enabled = torch.is_grad_enabled()
-        given = [Operand(note[0], enabled and x.requires_grad) for x, note in zip(tensors, notes)]
+        operand_types = [Operand(note.type, enabled and x.requires_grad) for x, note in zip(tensors, notes)]
         if func in OVERWRITES:
-            given[0] = Operand(overwritten(given[0].type), given[0].differentiable)
-        varying = coordinates(rule, args, kwargs)
-        numbers = [Operand(TensorType.of(dict.fromkeys(self._atoms(c.axes), V), R), False) for c in varying]
+            operand_types[0] = Operand(overwritten(operand_types[0].type), operand_types[0].differentiable)
+        numbers = [
+            Operand(TensorType.of(dict.fromkeys(self._atoms(value.axes), V), R), False)
+            for value in rank_values(rule, args, kwargs)
+        ]
         if rule.kind not in ("op", "scalar", "decompose"):
-            made, assumed = made_type(self, rule, given, numbers)
-            return self._assuming(Judgement((made,), {}, assumed))
+            type_, assumed = made_type(self, rule, operand_types, numbers)
+            return self._assuming(Judgement((type_,), {}, assumed))
         if rule.kind == "decompose" and rule.decompose is not None:
             before = dict(self.assumed)
             with self:
                 result = rule.decompose(*args, **kwargs)
-            found = tuple(note[0] for note in map(note_of, tensors_in(result)) if note is not None)
-            return Judgement(found, {}, tuple(key[0] for key, n in self.assumed.items() if before.get(key) != n))
+            result_types = tuple(type_ for type_ in map(type_of, tensors_in(result)) if type_ is not None)
+            return Judgement(result_types, {}, tuple(key[0] for key, n in self.assumed.items() if before.get(key) != n))
         spec = None
         if rule.spec is not None:
             try:
@@ -333,35 +395,37 @@ class SpmdTypeMode(Session):
                 try:
                     func(*args, **kwargs)  # torch's own message, if the arguments are wrong
                 except RuntimeError as error:
-                    call = Call(rule, func, args, kwargs, tensors, given, None)
+                    call = JudgedCall(rule, func, args, kwargs, tensors, operand_types, None)
                     raise (explain_shapes(self, call, error) or error) from None
                 raise
         if rule.kind == "scalar":
-            return self._scalar(Call(rule, func, args, kwargs, tensors, given, spec))
+            return self._scalar(JudgedCall(rule, func, args, kwargs, tensors, operand_types, spec))
         if spec is not None:
             spec = counted(rule, spec, tensors, notes)
         affine = rule.affine is not None and bool(rule.affine(*args, **kwargs))
         total = max(1, len(spec.outs)) if spec is not None else 1
         drawn, assumed = [], ()
         if draws(rule, args, kwargs):
-            stream, assumed = stream_type(self, given[0].type)
+            stream, assumed = stream_type(self, operand_types[0].type)
             drawn = [Operand(stream, False)]
         try:
-            judgement = judge(rule, spec, [*given, *numbers, *drawn], affine, total)
+            judgement = judge(rule, spec, [*operand_types, *numbers, *drawn], affine, total)
         except Violation as violation:
-            call = Call(rule, func, args, kwargs, tensors, [*given, *numbers, *drawn], spec, affine)
+            call = JudgedCall(rule, func, args, kwargs, tensors, [*operand_types, *numbers, *drawn], spec, affine)
             raise explain(self, violation, call) from None
         return self._assuming(judgement._replace(assumed=(*judgement.assumed, *assumed)))
 
     def _assuming(self, judgement: Judgement) -> Judgement:
+        """Notes the assumptions of a judgement, and returns it."""
         for text in judgement.assumed:
             self.assume(text)
         return judgement
 
-    def _scalar(self, call: Call) -> Judgement:
+    def _scalar(self, call: JudgedCall) -> Judgement:
+        """Judges a call that makes a Python number, which has to be the same on all ranks."""
         for index, operand in enumerate(call.operands):
-            for axis, kind in operand.type:
-                if kind.letter in "VSP" and axis != "pp":
+            for axis, spmd_type in operand.type:
+                if spmd_type.letter in DIFFERING and axis != "pp":
                     why = (
                         f"a Python number made of it would differ between the ranks of {axis}, and what it decides "
                         "could not be followed"
@@ -370,29 +434,32 @@ class SpmdTypeMode(Session):
         return Judgement((EQUAL,), {}, ())
 
     def _run(self, func: Any, args: Any, kwargs: Any, tensors: Any, notes: Any, rule: Rule) -> Any:
+        """Runs a function; if its shapes do not fit because operands are sharded, the error says so."""
         try:
             return func(*args, **kwargs)
         except RuntimeError as error:
-            given = [Operand(note[0], x.requires_grad) for x, note in zip(tensors, notes)]
-            raise (explain_shapes(self, Call(rule, func, args, kwargs, tensors, given, None), error) or error) from None
+            operand_types = [Operand(note.type, x.requires_grad) for x, note in zip(tensors, notes)]
+            call = JudgedCall(rule, func, args, kwargs, tensors, operand_types, None)
+            raise (explain_shapes(self, call, error) or error) from None
 
     def origins(self, judgement: Judgement | None, notes: Sequence[Note]) -> dict[str, Origin] | None:
         """Where the types of a result began: where those of its operands did, or here."""
         merged: dict[str, Origin] | None = None
         for note in notes:
-            if note[1] is not None:
-                merged = note[1] if merged is None or merged is note[1] else {**note[1], **merged}
+            if note.origins is not None:
+                merged = note.origins if merged is None or merged is note.origins else {**note.origins, **merged}
         return self._begin(judgement.born, merged) if judgement is not None and judgement.born else merged
 
     def _begin(self, born: dict[str, str], origins: dict[str, Origin] | None) -> dict[str, Origin]:
-        place, module = where(), module_path(self.modules)
-        return {**(origins or {}), **{axis: Origin(what, place, module, "P") for axis, what in born.items()}}
+        """The origins of a result: those of its operands, and for the axes in `born` this line."""
+        line, module = call_site(), module_path(self.modules)
+        return {**(origins or {}), **{axis: Origin(what, line, module, "P") for axis, what in born.items()}}
 
-    def _again(self, plan: Plan, origins: dict[str, Origin] | None) -> dict[str, Origin] | None:
-        """What is told at every call of a plan; returns the origins of its results."""
-        for text in plan.assumed:
+    def _repeat(self, cached: CachedJudgement, origins: dict[str, Origin] | None) -> dict[str, Origin] | None:
+        """Assumes again what a cached judgement assumes, and returns the origins of the call's results."""
+        for text in cached.assumed:
             self.assume(text)
-        return self._begin(plan.born, origins) if plan.born else origins
+        return self._begin(cached.born, origins) if cached.born else origins
 
 
 typecheck = SpmdTypeMode  # the newer name

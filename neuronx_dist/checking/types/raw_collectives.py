@@ -13,14 +13,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ...call_site import LIBRARY, TRANSPORT, frames
+from ...call_site import LIBRARY, TRANSPORT, call_site, frames
 from ...spmd.errors import SpmdTypeError
 from ...spmd.tensor_type import note_of, tensors_in
 from ...spmd.watching import active
 from .messages.explain import shown
-from .messages.provenance import where
 
-__all__ = ["check", "install", "refuse", "remove"]
+__all__ = ["install", "refuse", "refuse_raw_collective", "remove"]
 
 # method of ProcessGroup -> ours
 _VERBS = {
@@ -69,12 +68,12 @@ def refuse(name: str, arguments: Any, verb: str = "") -> None:
     typed.sort(key=lambda item: not item[1][0].types)  # an empty buffer to write to says little
     for x, note in typed[:1]:
         if not verb:
-            plain = name.replace("isend", "send").replace("irecv", "recv").strip("_")
-            verb = next((verb for verb in sorted({*_VERBS.values()}) if plain.startswith(verb)), "all_reduce")
-        axis = next(iter(note[0].types), "tp")
+            base = name.replace("isend", "send").replace("irecv", "recv").strip("_")
+            verb = next((verb for verb in sorted({*_VERBS.values()}) if base.startswith(verb)), "all_reduce")
+        axis = next(iter(note.type.types), "tp")
         ours = f'spmd.{verb}(x, "{axis}", dst=...) types the result, and its gradient'
         raise SpmdTypeError(
-            f"torch.distributed's {name} at {where()} is given {shown(x, note[0])}",
+            f"torch.distributed's {name} at {call_site()} is given {shown(x, note.type)}",
             "its process group is no axis, what it writes is not seen, and it has no derivative",
             repairs=[
                 f'comm.{verb}(x, "{axis}")',
@@ -116,17 +115,17 @@ def install() -> None:
 
 
 def remove() -> None:
-    """As it was."""
+    """Gives `torch.distributed` its own methods back."""
     for method, original in _originals.items():
         setattr(dist.ProcessGroup, method, original)
     _originals.clear()
 
 
-def check(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Of a function without a rule that a mode received.
+def refuse_raw_collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Checks a function that a mode received and no rule knows: it must not be a collective of torch.distributed.
 
     Raises:
-        SpmdTypeError: it is a raw collective.
+        SpmdTypeError: it is one, and is given typed tensors.
     """
     if _is_raw(func):
         name = getattr(func, "__name__", str(func)).removeprefix("_c10d_functional.")

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from ...call_site import call_site
 from ...comm import context
 from ...mesh import Mesh
 from ...spmd.axes import atoms_of, mesh_of
@@ -22,7 +23,6 @@ from ...spmd.tensor_type import EQUAL, NAME, NOTE, Note, Origin, TensorType, not
 from ...spmd.types import R
 from ...weights.partial_model import partial_model
 from .judge import Judgement
-from .messages.provenance import where
 from .rules import Rule
 
 __all__ = ["Session", "in_backward"]
@@ -31,7 +31,26 @@ _sessions = count(time.time_ns())  # no note of another process, out of a file, 
 
 
 class Session(TorchFunctionMode):
-    """See `SpmdTypeMode`."""
+    """What handlers and messages know of the mode that calls them: see `SpmdTypeMode`, which is one.
+
+    Attributes:
+        mesh, level, strict: as given to the mode.
+        session: serial number of this mode, which its notes have.
+        assumed, trusted: (text, line) -> how often.
+        num_assumptions: how often anything was assumed or trusted: a judgement during which it moved is not cached.
+        operators, collectives: how many were checked.
+        record: called with `(function name, arguments, line)` of each call, if it is set.
+        modules: id of a module -> its path, for messages.
+        tied: id of a parameter -> the ranks that hold it, for parameters that several stages have.
+        writes: of memory that was written in place, by its storage (handlers/inplace.py).
+        compared: fused functions, with types and shapes, that were compared with their composition.
+        known: operators that were judged, on this mesh; and the atoms of axes.
+        paused: how many `pause` are entered; nothing is looked at while it is not 0.
+        probing: how many `trial` are entered; errors raised meanwhile are caught, and need no good message.
+        symbolic: ranks are RankValues: one rank is played in place of many.
+        received: `(tensor, axis) -> type` of what a pipeline stage gets by `comm.recv`; None: nobody knows.
+        sent: `(tensor, axis)`, called at each `comm.send`.
+    """
 
     def __init__(self, mesh: Any, level: str, strict: bool) -> None:
         super().__init__()
@@ -42,17 +61,17 @@ class Session(TorchFunctionMode):
         self.trusted: dict[tuple[str, str], int] = {}
         self.operators = self.collectives = 0
         self.record: Callable[[str, Any, str], None] | None = None
-        self.modules: dict[int, str] = {}  # id -> path
-        self.tied: dict[int, Any] = {}  # id of a parameter -> the ranks that hold it
-        self.writes: dict[int, Any] = {}  # of memory that was written in place: see inplace.py
-        self.compared: set[Any] = set()  # fused functions, with types and shapes, that were compared
+        self.modules: dict[int, str] = {}
+        self.tied: dict[int, Any] = {}
+        self.writes: dict[int, Any] = {}
+        self.compared: set[Any] = set()
         self.paused = 0
-        self.received: Callable[[Tensor, Any], TensorType | None] | None = None  # types of what `recv` gives
+        self.received: Callable[[Tensor, Any], TensorType | None] | None = None
         self.sent: Callable[[Tensor, Any], None] | None = None
         self.probing = 0
-        self.symbolic = False  # ranks are Coordinates
-        self.known: dict[Any, Any] = {}  # operators that were judged, on this mesh
-        self.told = 0  # how often something was assumed or trusted
+        self.symbolic = False
+        self.known: dict[Any, Any] = {}
+        self.num_assumptions = 0
 
     # --- what the mode knows to do, and handlers ask of it
 
@@ -90,24 +109,24 @@ class Session(TorchFunctionMode):
 
     # --- the mesh
 
-    def axes_of(self, found: TensorType) -> list[str]:
+    def axes_of(self, type_: TensorType) -> list[str]:
         """All axes that matter for a tensor: those of the mesh, or without one those it was given types on."""
-        return sorted({*found.types, *self._atoms(("pp", "dp", "cp", "tp"))})
+        return sorted({*type_.types, *self._atoms(("pp", "dp", "cp", "tp"))})
 
     def data_axes(self) -> tuple[str, ...]:
         """Axes along which ranks have other data."""
         return self._atoms(("dp", "cp"))
 
-    def named(self, found: TensorType) -> TensorType:
+    def named(self, type_: TensorType) -> TensorType:
         """The same type with every axis of the mesh named."""
-        if found.rest is None:
-            return found
-        kind = R if found.rest.letter == "R" else found.rest
-        return TensorType.of({**dict.fromkeys(self._atoms(("pp", "dp", "cp", "tp")), kind), **found.types})
+        if type_.rest is None:
+            return type_
+        spmd_type = R if type_.rest.letter == "R" else type_.rest
+        return TensorType.of({**dict.fromkeys(self._atoms(("pp", "dp", "cp", "tp")), spmd_type), **type_.types})
 
     @contextmanager
     def trial(self) -> Iterator[None]:
-        """What runs inside leaves no trace in counts and lists."""
+        """Counts and lists forget what ran inside."""
         before = dict(self.assumed), dict(self.trusted), self.operators, self.collectives, self.record
         self.record = None
         self.probing += 1
@@ -119,7 +138,7 @@ class Session(TorchFunctionMode):
 
     @contextmanager
     def unwatched(self) -> Iterator[None]:
-        """What runs inside is a trial: collectives are not to be noted."""
+        """The checking backend records no collectives that run inside: for trials."""
         backend = context.current().backend if context.is_initialized() else None
         before = getattr(backend, "silent", None)
         if before is not None:
@@ -138,26 +157,26 @@ class Session(TorchFunctionMode):
     def _stamp(self, result: Any, types: Any, origins: Any, extra: Any = None) -> None:
         several, session = types.__class__ is tuple, self.session
         for index, x in enumerate(tensors_in(result)):
-            found = types[min(index, len(types) - 1)] if several else types
-            x.__dict__[NOTE] = (found, origins, session, version(x), extra)
+            type_ = types[min(index, len(types) - 1)] if several else types
+            x.__dict__[NOTE] = (type_, origins, session, version(x), extra)
 
-    def stamp(self, x: Tensor, found: TensorType, origins: Any = None, extra: Any = None) -> None:
+    def stamp(self, x: Tensor, type_: TensorType, origins: Any = None, extra: Any = None) -> None:
         """Writes a type on a tensor."""
-        x.__dict__[NOTE] = (found, origins, self.session, version(x), extra)
+        x.__dict__[NOTE] = (type_, origins, self.session, version(x), extra)
 
     # --- for messages and reports
 
     def assume(self, text: str) -> None:
         """Notes what could not be proven."""
-        self.told += 1
-        here = text, where()
-        self.assumed[here] = self.assumed.get(here, 0) + 1
+        self.num_assumptions += 1
+        entry = text, call_site()
+        self.assumed[entry] = self.assumed.get(entry, 0) + 1
 
     def trust(self, text: str) -> None:
         """Notes a declaration that was taken at its word."""
-        self.told += 1
-        here = text, where()
-        self.trusted[here] = self.trusted.get(here, 0) + 1
+        self.num_assumptions += 1
+        entry = text, call_site()
+        self.trusted[entry] = self.trusted.get(entry, 0) + 1
 
     def watch(self, module: nn.Module) -> None:
         """Learns the names of a model's modules and parameters, and takes its buffers for equal on all ranks."""
@@ -168,14 +187,14 @@ class Session(TorchFunctionMode):
         if part.partitioned:
             self.tied.update((id(param), group) for param, group in part.tied_groups())
         for child_name, child in module.named_modules():
-            plain = [(n, x) for n, x in child.__dict__.items() if isinstance(x, Tensor)]
-            for name, x in [*child._buffers.items(), *plain]:
+            attributes = [(n, x) for n, x in child.__dict__.items() if isinstance(x, Tensor)]
+            for name, x in [*child._buffers.items(), *attributes]:
                 if isinstance(x, Tensor) and note_of(x) is None:
                     x.__dict__[NAME] = f"{child_name}.{name}" if child_name else name
                     self.stamp(x, EQUAL)
 
     def pause(self) -> Pause:
-        """What runs inside is not looked at."""
+        """Switches the checker off for what runs inside."""
         return Pause(self)
 
 
@@ -195,5 +214,5 @@ class Pause:
 
 
 def in_backward() -> bool:
-    """Whether autograd runs this."""
+    """Whether this is called by a backward pass of autograd."""
     return torch._C._current_graph_task_id() != -1

@@ -1,7 +1,7 @@
 """What is changed in torch while any mode is entered, and put back by the last one that leaves.
 
     nn.Parameter(x)       which no mode sees: the parameter is what `x` was declared to be
-    torch.distributed     takes no typed tensors (`raw.py`)
+    torch.distributed     takes no typed tensors (`raw_collectives.py`)
     torch.compile         what was compiled runs as it is written: a compiler cannot follow types
 
 What a program just made (`torch.empty`, random numbers) was never declared: a parameter made of that is what its layout
@@ -35,15 +35,15 @@ def _new(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
     param = _NEW(cls, data, requires_grad)
     mode = active()
     note = note_of(data) if mode is not None and isinstance(data, Tensor) else None
-    if mode is not None and note is not None and note[0].rest is None and note[0].types and param is not data:
-        if note[4] is None or note[4] == READONLY:
-            mode.stamp(param, note[0], note[1])
+    if mode is not None and note is not None and note.type.rest is None and note.type.types and param is not data:
+        if note.extra is None or note.extra == READONLY:
+            mode.stamp(param, note.type, note.origins)
     return param
 
 
 @contextmanager
 def surroundings() -> Iterator[None]:
-    """Inside, threads that check types have all of the above."""
+    """Changes torch, as the docstring of this file lists, until the last one who entered leaves."""
     global _users
     with _lock:
         _users += 1

@@ -1,9 +1,9 @@
 """`NEURONX_DIST_DEBUG=collectives`: a job whose ranks go different ways stops, and says which way each went.
 
-Before a collective every rank posts what it is about to do, and where, to the job's store, and waits for the others of
-the group: if they are not about to do the same, or one does not come in time, it raises an error that has both call
-sites, and the collective does not begin. Sends and receives are compared when they are awaited. Nothing is communicated
-over the groups themselves.
+Before a collective every rank writes what it is about to start, and where, into the job's store, and waits for the
+others of the group: if they are not about to do the same, or one does not come in time, it raises an error that has
+both call sites, and the collective does not begin. Sends and receives are compared when they are awaited. Nothing is
+communicated over the groups themselves.
 
 It costs some round trips to the store for each collective, and asynchronous ones wait at their start for the others to
 start. Off, it costs nothing: communicators are not watched.
@@ -26,7 +26,7 @@ from ..errors import CommError, CommTimeout, RemoteRankError
 from ..failure import FailureMonitor
 from .c10d import C10dCommunicator
 
-__all__ = ["Desk", "Watched", "desk", "watcher"]
+__all__ = ["AgreementStore", "Watched", "agreement_store", "watcher"]
 
 VARIABLE, TIMEOUT_VARIABLE = "NEURONX_DIST_DEBUG", "NEURONX_DIST_DEBUG_TIMEOUT"
 _KNOWN = ("collectives",)
@@ -36,12 +36,12 @@ _LONGEST_PAUSE = 0.02  # seconds between two looks at the store
 
 def watcher(monitor: FailureMonitor | None = None) -> Callable[[C10dCommunicator], C10dCommunicator] | None:
     """For `C10dBackend(watch=...)`: makes communicators compare what ranks do, if the environment asks for it."""
-    at = desk(monitor)
-    return None if at is None else lambda real: Watched(real, at)
+    store = agreement_store(monitor)
+    return None if store is None else lambda real: Watched(real, store)
 
 
-def desk(monitor: FailureMonitor | None = None) -> Desk | None:
-    """The desk at which this process posts, if the environment asks for it.
+def agreement_store(monitor: FailureMonitor | None = None) -> AgreementStore | None:
+    """The store in which this rank announces its collectives; None unless the environment asks for it.
 
     Raises:
         ValueError: the environment variable has a word in it that means nothing, or the time-out is no number.
@@ -52,20 +52,21 @@ def desk(monitor: FailureMonitor | None = None) -> Desk | None:
         raise ValueError(f"{VARIABLE}={','.join(words)}: there is no {', '.join(unknown)}; use {', '.join(_KNOWN)}")
     if "collectives" not in words or dist.get_world_size() == 1:
         return None
-    given = os.environ.get(TIMEOUT_VARIABLE, str(_TIMEOUT))
+    seconds = os.environ.get(TIMEOUT_VARIABLE, str(_TIMEOUT))
     try:
-        timeout = float(given)
+        timeout = float(seconds)
     except ValueError:
-        raise ValueError(f"{TIMEOUT_VARIABLE}={given!r} is not a number of seconds") from None
-    return Desk(dist.distributed_c10d._get_default_store(), dist.get_rank(), timeout, monitor)
+        raise ValueError(f"{TIMEOUT_VARIABLE}={seconds!r} is not a number of seconds") from None
+    return AgreementStore(dist.distributed_c10d._get_default_store(), dist.get_rank(), timeout, monitor)
 
 
-class Desk:
-    """Where a rank posts, and reads what the others have posted.
+class AgreementStore:
+    """Key-value store in which each rank writes the collective that it is about to start, and reads the others'.
 
     Args:
-        store: the job's.
+        store: the job's, of `init_process_group`.
         timeout: seconds to wait for another rank.
+        monitor: tells whether another rank has failed meanwhile.
     """
 
     def __init__(self, store: Any, rank: int, timeout: float, monitor: FailureMonitor | None = None) -> None:
@@ -82,86 +83,97 @@ class Desk:
         self._counts[key] = number + 1
         return number
 
-    def post(self, key: str, what: str) -> None:
-        where = call_site()
-        text = json.dumps([what, where])
+    def announce(self, key: str, operation: str) -> None:
+        """Writes, for the others to read under `key`, what this rank is about to start, and where."""
+        text = json.dumps([operation, call_site()])
         self.store.set(key, text)
         self.store.set(f"latest/{self.rank}", text)
 
-    def read(self, key: str, rank: int, late: Callable[[str], NoReturn]) -> list[str]:
-        """What `rank` posts under `key`: `[what, where]`. `late(text)` is called if it does not come."""
+    def wait_for(self, key: str, rank: int, raise_timeout: Callable[[str], NoReturn]) -> list[str]:
+        """What `rank` announces under `key`: `[operation, call site]`.
+
+        `raise_timeout(text)`, which says why, is called if it does not announce anything in time.
+
+        Raises:
+            RemoteRankError: another rank failed meanwhile.
+        """
         deadline, pause = time.monotonic() + self.timeout, 0.0
         while not self.store.check([key]):
             if time.monotonic() >= deadline:
-                late(f"rank {rank} did not come within {self.timeout:g} s; {self._latest(rank)}")
+                raise_timeout(f"rank {rank} did not come within {self.timeout:g} s; {self._latest(rank)}")
             failure = self.monitor.first_failure(0.0) if self.monitor is not None and pause == _LONGEST_PAUSE else None
             if failure is not None and failure.rank != self.rank:
                 raise RemoteRankError(f"rank {failure.rank} failed first: {failure.message}", rank=failure.rank)
             time.sleep(pause)
             pause = min(pause + 0.0005, _LONGEST_PAUSE)
-        found: list[str] = json.loads(self.store.get(key))
-        return found
+        announced: list[str] = json.loads(self.store.get(key))
+        return announced
+
+    def delete(self, key: str) -> None:
+        """Forgets an announcement that everybody has read."""
+        self.store.delete_key(key)
 
     def _latest(self, rank: int) -> str:
+        """The last announcement of a rank, in words."""
         if not self.store.check([f"latest/{rank}"]):
             return "it has begun no collective so far"
-        what, where = json.loads(self.store.get(f"latest/{rank}"))
-        return f"the last that it began: {what} at {where}"
+        operation, site = json.loads(self.store.get(f"latest/{rank}"))
+        return f"the last that it began: {operation} at {site}"
 
 
 class Watched(C10dCommunicator):
     """A communicator that does what `real` does, once all ranks of the group are about to do the same."""
 
-    def __init__(self, real: C10dCommunicator, at: Desk) -> None:
+    def __init__(self, real: C10dCommunicator, store: AgreementStore) -> None:
         super().__init__(real.group, real.axis, real.ranks, real.global_rank, real._monitor)
         self.real = real
-        self.desk = at
+        self.store = store
         self._name = str(real.group.group_name)  # two axes with the same ranks may share a connection, and its order
 
     def _agree(self, verb: str, x: torch.Tensor | None, detail: str = "") -> None:
         """Returns when all ranks of the group are about to do this; then nothing of the step before is needed."""
-        number = self.desk.count(self._name)
-        what = _text(verb, x, detail) + f" over {self.axis}"
-        self.desk.post(self._key(number, self.rank), what)
+        number = self.store.count(self._name)
+        operation = _in_words(verb, x, detail) + f" over {self.axis}"
+        self.store.announce(self._key(number, self.rank), operation)
         head = f"collective number {number} of {self.axis} (ranks {list(self.ranks)})"
-        mine = f"rank {self.global_rank}: {what} at {call_site()}"
+        mine = f"rank {self.global_rank}: {operation} at {call_site()}"
 
-        def late(text: str) -> NoReturn:
+        def raise_timeout(text: str) -> NoReturn:
             raise CommTimeout(f"{head}: {text}\n  {mine}")
 
         for index, rank in enumerate(self.ranks):
             if index == self.rank:
                 continue
-            other, where = self.desk.read(self._key(number, index), rank, late)
-            if other != what:
-                raise CommError(f"the ranks disagree about {head}:\n  {mine}\n  rank {rank}: {other} at {where}")
+            other, site = self.store.wait_for(self._key(number, index), rank, raise_timeout)
+            if other != operation:
+                raise CommError(f"the ranks disagree about {head}:\n  {mine}\n  rank {rank}: {other} at {site}")
         if number:
-            self.desk.store.delete_key(self._key(number - 1, self.rank))
+            self.store.delete(self._key(number - 1, self.rank))
 
     def _key(self, number: int, index: int) -> str:
         return f"{self._name}/{number}/{index}"
 
     def _message(self, verb: str, x: torch.Tensor, peer: int, tag: int, start: Callable[[], WorkLike]) -> WorkLike:
-        """A send or a receive: posted now, compared with the other side's when it is awaited."""
+        """A send or a receive: announced now, compared with the other side's when it is awaited."""
         src, dst = (self.rank, peer) if verb == "send" else (peer, self.rank)
-        number = self.desk.count(f"{self._name} {src} {dst} {tag} {verb}")
+        number = self.store.count(f"{self._name} {src} {dst} {tag} {verb}")
         key = f"{self._name}/{src}-{dst}/{tag}/{number}"
         other_verb = "recv" if verb == "send" else "send"
         detail = f"tag {tag}" if tag else ""
         sides = f"{'to' if verb == 'send' else 'from'} rank {self.ranks[peer]} over {self.axis}"
-        what = f"{_text(verb, x, detail)} {sides}"
-        self.desk.post(f"{key}/{verb}", what)
-        mine = f"rank {self.global_rank}: {what} at {call_site()}"
-        content = _text("", x)
+        operation = f"{_in_words(verb, x, detail)} {sides}"
+        self.store.announce(f"{key}/{verb}", operation)
+        mine = f"rank {self.global_rank}: {operation} at {call_site()}"
+        content = _in_words("", x)
 
-        def late(text: str) -> NoReturn:
+        def raise_timeout(text: str) -> NoReturn:
             raise CommTimeout(f"there is no {other_verb} for this {verb}: {text}\n  {mine}")
 
         def compare() -> None:
-            other, where = self.desk.read(f"{key}/{other_verb}", self.ranks[peer], late)
-            self.desk.store.delete_key(f"{key}/{other_verb}")
+            other, site = self.store.wait_for(f"{key}/{other_verb}", self.ranks[peer], raise_timeout)
+            self.store.delete(f"{key}/{other_verb}")
             if content not in other:
-                theirs = f"rank {self.ranks[peer]}: {other} at {where}"
+                theirs = f"rank {self.ranks[peer]}: {other} at {site}"
                 raise CommError(f"send and recv do not fit each other:\n  {mine}\n  {theirs}")
 
         return _Compared(start(), compare)
@@ -213,6 +225,7 @@ class _Compared:
         self._work.wait()
 
 
-def _text(verb: str, x: torch.Tensor | None, detail: str = "") -> str:
+def _in_words(verb: str, x: torch.Tensor | None, detail: str = "") -> str:
+    """An operation as announcements have it: `all_reduce(sum) of [2, 3] float32`."""
     text = f"{verb}({detail})" if detail else verb
     return text if x is None else f"{text} of {list(x.shape)} {str(x.dtype).removeprefix('torch.')}"

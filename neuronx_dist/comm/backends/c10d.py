@@ -104,9 +104,9 @@ class C10dCommunicator(Communicator):
         return dist.irecv(out, group=self.group, group_src=src, tag=tag)  # type: ignore[return-value]
 
     def gather_objects(self, obj: Any) -> list[Any]:
-        found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, obj, group=self.group)
-        return found
+        gathered: list[Any] = [None] * self.size
+        dist.all_gather_object(gathered, obj, group=self.group)
+        return gathered
 
     def explain(self, verb: str, error: BaseException) -> NoReturn:
         if isinstance(error, CommError):
@@ -121,13 +121,11 @@ class C10dCommunicator(Communicator):
         if "imed out" in text or "timeout" in text.lower():
             raise CommTimeout(
                 f"{what} timed out: some rank of the group did not take part. It is stuck, much slower, or went "
-                "another way "
-                f"through the program. ({text.splitlines()[0][:200]})"
+                f"another way through the program. ({text.splitlines()[0][:200]})"
             ) from error
         raise CommError(
-            f"{what} failed: a rank of the group was lost without a message (killed, out of memory, or its host "
-            "is down). "
-            f"({text.splitlines()[0][:200]})"
+            f"{what} failed: a rank of the group was lost without a message (killed, out of memory, or its host is "
+            f"down). ({text.splitlines()[0][:200]})"
         ) from error
 
 
@@ -164,21 +162,20 @@ class C10dBackend(Backend):
         # On NCCL a group is a stream of its own, in which messages of two directions can block each other; gloo has no
         # streams, and a group costs it a connection to every member.
         own = own and dist.get_backend() != "gloo"
-        made = [self._group(tuple(ranks), own) for ranks in groups]
+        made_groups = [self._group(tuple(ranks), own) for ranks in groups]
         index = next(index for index, ranks in enumerate(groups) if global_rank in ranks)
         ranks = groups[index]
         if len(ranks) == 1:
             return Communicator(label, ranks, global_rank)
-        group = made[index]
+        group = made_groups[index]
         assert group is not None
         return self._join(group, label, ranks, global_rank)
 
     def wrap(self, group: Any, global_rank: int) -> Communicator:
         if not isinstance(group, dist.ProcessGroup):
             raise TypeError(
-                "axis must be a mesh axis name, a tuple of names, or a torch.distributed.ProcessGroup that "
-                "holds this rank; "
-                f"got {group!r}"
+                "axis must be a mesh axis name, a tuple of names, or a torch.distributed.ProcessGroup that holds this "
+                f"rank; got {group!r}"
             )
         return self._join(group, group.group_desc or "group", dist.get_process_group_ranks(group), global_rank)
 
@@ -197,8 +194,8 @@ class C10dBackend(Backend):
         self._by_ranks.clear()
 
     def _join(self, group: dist.ProcessGroup, label: str, ranks: Sequence[int], global_rank: int) -> C10dCommunicator:
-        made = C10dCommunicator(group, label, ranks, global_rank, self.monitor)
-        return made if self._watch is None else self._watch(made)
+        communicator = C10dCommunicator(group, label, ranks, global_rank, self.monitor)
+        return communicator if self._watch is None else self._watch(communicator)
 
     def _group(self, ranks: tuple[int, ...], own: bool) -> dist.ProcessGroup | None:
         """The process group over `ranks`, made once unless `own`; None where there is no need of one.

@@ -8,9 +8,8 @@
     backend.same_program(other)                  # whether rank `other`, running it, would have done the same
 
 Inside, `comm.rank(axis)`, `current().rank`, `mesh.coordinate(axis, current().rank)`, `mesh.group_of(axis, rank)` and a
-communicator's `rank`, `global_rank` and `ranks` are `Coordinate`s (comm/rank_values.py says what counts as a read).
-To check a whole mesh: play rank 0; then, while there is a rank that is not `same_program` to any that was played, play
-it.
+communicator's `rank`, `global_rank` and `ranks` are `RankValue`s (comm/rank_values.py says what counts as a read).
+To check a whole mesh: play rank 0; then each rank that is not `same_program` to any that was played before.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ import torch.distributed as dist
 from ...call_site import call_site, call_sites
 from ...mesh import DENSE_AXES, Mesh
 from ..base import Backend, Communicator, WorkLike
-from ..rank_values import Coordinate, Place, Read, elsewhere, plain
+from ..rank_values import ObservedRank, RankValue, Read, concrete, value_on
 from .shapes import ShapesCommunicator
 
 __all__ = ["CheckBackend", "CheckCommunicator", "Event"]
@@ -47,7 +46,7 @@ class Event:
     inside: str  # file:line of the innermost frame outside comm/ and torch: the layer, or the same as `where`
     phase: str  # `CheckBackend.phase` at the time
     peer: int | None = None  # global rank of the other end of send and recv, and of a broadcast's source
-    tag: int = 0  # of send and recv; may be a Coordinate
+    tag: int = 0  # of send and recv; may be a RankValue
     pairs: tuple[tuple[int, int], ...] = ()  # of permute: group indices
     awaited: int | None = None  # number at which it was first waited for; start and wait together: `number + 1`
     communicator: CheckCommunicator | None = field(default=None, repr=False)
@@ -57,8 +56,8 @@ class Event:
         """What this event is on another rank that runs the same program: in its own group, with its own peer."""
         assert self.communicator is not None
         ranks = self.communicator.ranks_of(rank)
-        peer = ranks[elsewhere(self.peer_index, rank)] if self.peer_index is not None else None
-        return replace(self, rank=rank, ranks=ranks, peer=peer, tag=elsewhere(self.tag, rank))
+        peer = ranks[value_on(self.peer_index, rank)] if self.peer_index is not None else None
+        return replace(self, rank=rank, ranks=ranks, peer=peer, tag=value_on(self.tag, rank))
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -69,7 +68,7 @@ class Event:
     def __str__(self) -> str:
         what = f"{self.verb}({self.op})" if self.op else self.verb
         if self.verb in ("send", "recv"):
-            tag = f" tag {plain(self.tag)}" if plain(self.tag) else ""
+            tag = f" tag {concrete(self.tag)}" if concrete(self.tag) else ""
             what += f" {'to' if self.verb == 'send' else 'from'} rank {self.peer}{tag}"
         data = f" of {list(self.shape)} {str(self.dtype).removeprefix('torch.')}" if self.shape is not None else ""
         return f"{what}{data} over {self.axis} {list(self.ranks)} at {self.where}"
@@ -85,65 +84,65 @@ class _Work:
 
 
 class CheckCommunicator(ShapesCommunicator):
-    """As the shapes backend's; each start is an event, and its ranks are Coordinates."""
+    """A communicator of the shapes backend that records each collective, and whose ranks are RankValues."""
 
     def __init__(
         self,
         axis: str,
         groups: Sequence[Sequence[int]],
-        place: Place,
+        observed: ObservedRank,
         backend: CheckBackend,
         symbolic: bool,
         on_mesh: bool,
     ) -> None:
         self.axis = axis
         self.backend = backend
-        self._place = place
+        self._observed = observed
         self._symbolic = symbolic
         self._groups = groups
         self._axis = tuple(axis.split(",")) if "," in axis else axis if axis else ()
         self._on_mesh = on_mesh
-        self.plain_ranks = tuple(next(group for group in groups if place.number in group))
-        self.size = len(self.plain_ranks)
+        self.concrete_ranks = tuple(next(group for group in groups if observed.number in group))
+        self.size = len(self.concrete_ranks)
         self._rank: int | None = None
         self._ranks: tuple[int, ...] | None = None
         if symbolic and len({len(group) for group in groups} - {1}) > 1:
             self.size = self._of_each_rank(lambda group, rank: len(group))
 
     def _of_each_rank(self, value: Callable[[Sequence[int], int], int]) -> int:
-        table = [0] * self._place.mesh.world_size
+        table = [0] * self._observed.mesh.world_size
         for group in self._groups:
             for rank in group:
                 table[rank] = value(group, rank)
-        return self._place.along(table)
+        return self._observed.value_by_rank(table)
 
     @property
     def rank(self) -> int:  # type: ignore[override]
-        """This rank's index in the group, as a Coordinate."""
+        """This rank's index in the group, as a RankValue."""
         if self._rank is None:
             if not self._symbolic:
-                self._rank = self.plain_ranks.index(self._place.number)
+                self._rank = self.concrete_ranks.index(self._observed.number)
             elif self._on_mesh:
-                self._rank = self._place.mesh.coordinate(self._axis, self._place.rank)
+                self._rank = self._observed.mesh.coordinate(self._axis, self._observed.rank)
             else:
                 self._rank = self._of_each_rank(lambda group, rank: list(group).index(rank))
         return self._rank
 
     @property
     def global_rank(self) -> int:  # type: ignore[override]
-        return self._place.rank if self._symbolic else self._place.number
+        return self._observed.rank if self._symbolic else self._observed.number
 
     @property
     def ranks(self) -> tuple[int, ...]:  # type: ignore[override]
         """The global ranks of the group: numbers that depend on where this rank is along the other axes."""
         if self._ranks is None:
             if not self._symbolic:
-                self._ranks = self.plain_ranks
-            elif isinstance(self.size, Coordinate):
+                self._ranks = self.concrete_ranks
+            elif isinstance(self.size, RankValue):
                 by_rank = {rank: tuple(group) for group in self._groups for rank in group}
-                return self._place.read(DENSE_AXES, self._place.table_of(by_rank))
+                return self._observed.read(DENSE_AXES, self._observed.table_by_rank(by_rank))
             else:
-                self._ranks = self._place.group_among(self._groups, self.rank)
+                self._ranks = self._observed.group_in(self._groups, self.rank)
         return self._ranks
 
     def ranks_of(self, rank: int) -> tuple[int, ...]:
@@ -161,12 +160,12 @@ class CheckCommunicator(ShapesCommunicator):
             op,
             tuple(map(int, x.shape)) if x is not None else None,
             x.dtype if x is not None else None,
-            self.plain_ranks,
-            self._place.number,
+            self.concrete_ranks,
+            self._observed.number,
             where,
             inside,
             self.backend.phase,
-            peer=self.plain_ranks[plain(peer)] if peer is not None else None,
+            peer=self.concrete_ranks[concrete(peer)] if peer is not None else None,
             communicator=self,
             peer_index=peer,
             **more,
@@ -185,7 +184,7 @@ class CheckCommunicator(ShapesCommunicator):
         return self._event("all_gather", x)
 
     def start_reduce_scatter(self, out: torch.Tensor, scattered: torch.Tensor, op: str) -> WorkLike:
-        out.copy_(scattered[plain(self.rank)])
+        out.copy_(scattered[concrete(self.rank)])
         ShapesCommunicator.start_all_reduce(self, out, op)
         return self._event("reduce_scatter", scattered, op)
 
@@ -212,11 +211,12 @@ class CheckCommunicator(ShapesCommunicator):
         return [obj] * self.size
 
     def describe(self, verb: str) -> str:
-        ranks = f"ranks {list(self.plain_ranks)}, seen from rank {self._place.number}"
+        ranks = f"ranks {list(self.concrete_ranks)}, seen from rank {self._observed.number}"
         return f"{verb} over {self.axis} ({ranks}) at {call_site()}"
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}(axis={self.axis!r}, ranks={list(self.plain_ranks)}, rank={plain(self.rank)})"
+        ranks, rank = list(self.concrete_ranks), concrete(self.rank)
+        return f"{type(self).__name__}(axis={self.axis!r}, ranks={ranks}, rank={rank})"
 
 
 class CheckBackend(Backend):
@@ -246,45 +246,45 @@ class CheckBackend(Backend):
         self.silent = silent
         self.phase = ""
         self.events: list[Event] = []
-        self._place: Place | None = None
+        self._observed: ObservedRank | None = None
         self._number = 0
 
     @property
     def reads(self) -> list[Read]:
         """All different reads: `.axes`, `.where`, `.answer(coordinates)`."""
-        return self._place.reads if self._place is not None else []
+        return self._observed.reads if self._observed is not None else []
 
     def same_program(self, rank: int) -> bool:
         """Whether `rank` would have read the same answers: all its decisions, so far, are those of this program."""
-        assert self._place is not None, "not in use yet"
-        return self._place.same_program(rank)
+        assert self._observed is not None, "not in use yet"
+        return self._observed.same_program(rank)
 
-    def place(self, mesh: Mesh, rank: int) -> int:
-        if isinstance(rank, Coordinate) and rank.place.mesh == mesh:
-            self._place = rank.place
+    def current_rank(self, mesh: Mesh, rank: int) -> int:
+        if isinstance(rank, RankValue) and rank.observed.mesh == mesh:
+            self._observed = rank.observed
         else:
-            self._place = Place(mesh, rank, self.on_read or (lambda axes: None))
-        return self._place.rank if self.symbolic else self._place.number
+            self._observed = ObservedRank(mesh, rank, self.on_read or (lambda axes: None))
+        return self._observed.rank if self.symbolic else self._observed.number
 
     def communicator(
         self, label: str, groups: Sequence[Sequence[int]], global_rank: int, own: bool = False
     ) -> Communicator:
-        place = self._place
-        assert place is not None
+        observed = self._observed
+        assert observed is not None
         axis = tuple(label.split(",")) if "," in label else label if label else ()
         try:
-            on_mesh = [list(group) for group in groups] == place.mesh.groups(axis)
+            on_mesh = [list(group) for group in groups] == observed.mesh.groups(axis)
         except ValueError:  # the name of no axis
             on_mesh = False
-        return CheckCommunicator(label, groups, place, self, self.symbolic, on_mesh)
+        return CheckCommunicator(label, groups, observed, self, self.symbolic, on_mesh)
 
     def wrap(self, group: Any, global_rank: int) -> Communicator:
         """A process group of the user's. Which groups the other ranks have is not known: they are taken to differ."""
-        place = self._place
-        assert place is not None
+        observed = self._observed
+        assert observed is not None
         ranks = dist.get_process_group_ranks(group)
-        place.read(DENSE_AXES, place.table_of(range(place.mesh.world_size)))
-        return CheckCommunicator(group.group_desc or "group", [ranks], place, self, False, False)
+        observed.read(DENSE_AXES, observed.table_by_rank(range(observed.mesh.world_size)))
+        return CheckCommunicator(group.group_desc or "group", [ranks], observed, self, False, False)
 
     def _next(self) -> int:
         self._number += 1

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ..base import DONE, Backend, Communicator, WorkLike
-from ..rank_values import plain
+from ..rank_values import concrete
 
 __all__ = ["ShapesBackend", "ShapesCommunicator"]
 
@@ -28,15 +28,15 @@ class ShapesCommunicator(Communicator):
         return DONE
 
     def start_reduce_scatter(self, out: torch.Tensor, scattered: torch.Tensor, op: str) -> WorkLike:
-        out.copy_(scattered[plain(self.rank)])
+        out.copy_(scattered[concrete(self.rank)])
         return self.start_all_reduce(out, op)
 
     def start_all_to_all(self, gathered: torch.Tensor, scattered: torch.Tensor) -> WorkLike:
-        gathered.copy_(scattered[plain(self.rank)].unsqueeze(0).expand_as(gathered))
+        gathered.copy_(scattered[concrete(self.rank)].unsqueeze(0).expand_as(gathered))
         return DONE
 
     def start_permute(self, out: torch.Tensor, x: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> WorkLike:
-        rank = plain(self.rank)
+        rank = concrete(self.rank)
         if any(dst == rank for _, dst in pairs):
             out.copy_(x)
         else:

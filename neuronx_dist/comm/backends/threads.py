@@ -96,9 +96,8 @@ class ThreadsCommunicator(Communicator):
             for index, (other_verb, other_signature, _) in enumerate(slots):
                 if (other_verb, other_signature) != (verb, signature):
                     raise CommError(
-                        f"{self.describe(verb)}: the ranks disagree: rank {self.global_rank} called {verb} "
-                        f"{signature}, "
-                        f"rank {self.ranks[index]} called {other_verb} {other_signature}"
+                        f"{self.describe(verb)}: the ranks disagree: rank {self.global_rank} called {verb} {signature}"
+                        f", rank {self.ranks[index]} called {other_verb} {other_signature}"
                     )
             consume([value for _, _, value in slots])
 

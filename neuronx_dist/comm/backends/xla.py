@@ -29,19 +29,20 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from ...call_site import LIBRARY, TRANSPORT, frames, line_of
 from ...mesh import Mesh
 from .. import context
 from ..base import DONE, Backend, Communicator, WorkLike
 from ..errors import CommError
+from ..host import upload
 from ..recording import shape_of
-from ..select import in_one_program, only_on
+from ..select import XLA, in_one_program, only_on
 from .xla_groups import check_launched, replica_groups
 from .xla_transfer import how_to_transfer, rows_of
 
 __all__ = [
-    "DEVICE",
     "Issued",
     "XlaBackend",
     "XlaCommunicator",
@@ -50,15 +51,9 @@ __all__ = [
     "in_use",
     "join",
     "own_program",
-    "rng_state",
     "run_program",
-    "set_rng_state",
-    "upload",
     "world",
 ]
-
-
-DEVICE = "xla"
 
 
 class Issued(NamedTuple):
@@ -73,25 +68,12 @@ class Issued(NamedTuple):
     sites: tuple[str, ...]  # `file:line in function`, innermost first, without comm/ and torch
 
 
-def upload(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    """A CPU tensor on an XLA device, as an input of programs, whatever its value.
-
-    `tensor.to(device)` makes a 0-dim tensor of 0 or 1 a constant of the program: a learning rate that warms up from 0
-    would be compiled twice.
-    """
-    device = torch.device(device)
-    if tensor.dim() or device.type != DEVICE or tensor.device.type != "cpu":
-        return tensor.to(device)
-    import torch_xla
-
-    place = device if device.index is not None else torch_xla.device()
-    moved: torch.Tensor = torch_xla._XLAC._xla_tensors_from_aten([tensor.detach()], [str(place)])[0]
-    return moved
-
-
 class XlaCommunicator(Communicator):
-    """Attributes as of every Communicator, `groups`: the ranks of all groups along the axis, and `crosses_stages`:
-    whether ranks of several pipeline stages, which have different programs, are in one of them.
+    """A communicator whose collectives become instructions of a program.
+
+    Attributes:
+        groups: the ranks of all groups along the axis.
+        crosses_stages: whether ranks of several pipeline stages, which have different programs, are in one of them.
     """
 
     def __init__(
@@ -177,8 +159,8 @@ class XlaCommunicator(Communicator):
         """`[1]`, an input of programs: where in `order`, the indices that are gathered, the source is; or after it."""
         key = (device, tuple(pairs))
         if key not in self._sources:
-            place = next((order.index(src) for src, dst in pairs if dst == self.rank), len(order))
-            self._sources[key] = torch.tensor([place], dtype=torch.int64).to(device)
+            index = next((order.index(src) for src, dst in pairs if dst == self.rank), len(order))
+            self._sources[key] = torch.tensor([index], dtype=torch.int64).to(device)
         return self._sources[key]
 
     def start_broadcast(self, buffer: torch.Tensor, src: int) -> WorkLike:
@@ -236,8 +218,8 @@ class XlaCommunicator(Communicator):
             import torch_xla
 
             number = len(self._issued)
-            held = tuple(tuple(group) for group in groups)
-            self._issued.append(Issued(number, verb, self.axis, held, shape_of(x), result.dtype, _sites()))
+            replica_groups = tuple(tuple(group) for group in groups)
+            self._issued.append(Issued(number, verb, self.axis, replica_groups, shape_of(x), result.dtype, _sites()))
             torch_xla._XLAC._set_xla_custom_op_name_prefix(result, f"nxd-{number}-", 1)
 
     def _deliver(self, result: torch.Tensor, out: torch.Tensor) -> WorkLike:
@@ -272,6 +254,25 @@ def own_program() -> Iterator[None]:
         run_program()
 
 
+class _XlaGenerator:
+    """The default generator of this rank's device."""
+
+    device_type = XLA
+
+    def get_state(self) -> torch.Tensor:
+        """`[1]`, known without waiting for the device."""
+        import torch_xla.core.xla_model as xm
+
+        state = xm.get_rng_state()  # 64 bits without a sign, which tensors cannot be made of
+        return torch.tensor([state - 2**64 if state >= 2**63 else state], dtype=torch.int64)
+
+    def set_state(self, state: torch.Tensor) -> None:
+        """Sets what `get_state` gave. The state is an input of the program, so that ranks may differ in it."""
+        import torch_xla.core.xla_model as xm
+
+        xm.set_rng_state(int(state[0]) % 2**64)
+
+
 class XlaBackend(Backend):
     """Communicators over XLA devices.
 
@@ -280,8 +281,9 @@ class XlaBackend(Backend):
         issued: collects the collectives that this rank puts into its programs.
     """
 
-    name = DEVICE
+    name = XLA
     has_messages = False
+    generator = _XlaGenerator()
 
     def __init__(self, mesh: Mesh | None = None, issued: list[Issued] | None = None) -> None:
         self._mesh = mesh
@@ -322,7 +324,6 @@ _chosen = False
 def join(timeout: float | None = None) -> torch.device:
     """Joins the job that torchrun started on XLA devices, if it did; returns this rank's device. Raises as `world`."""
     global _chosen
-    import torch.distributed as dist
     import torch_xla
 
     _chosen = True
@@ -342,7 +343,6 @@ def world() -> tuple[int, int]:
     Raises:
         CommError: torch.distributed was initialized with another number of ranks than there are XLA devices.
     """
-    import torch.distributed as dist
     import torch_xla.runtime as xr
 
     size, rank = xr.world_size(), xr.global_ordinal()
@@ -365,11 +365,11 @@ def ranks_are_threads() -> bool:
 
 def connect(mesh: Mesh) -> None:
     """Makes this process, or thread, a rank of `mesh`. Nothing is to be set up: collectives are in the program."""
-    made = context.Context(mesh, world()[1], XlaBackend(mesh))
+    own_context = context.Context(mesh, world()[1], XlaBackend(mesh))
     if ranks_are_threads():
-        context.set_of_thread(made, _ordinal)
+        context.set_of_thread(own_context, _ordinal)
     else:
-        context.set_default(made)
+        context.set_default(own_context)
 
 
 def disconnect() -> None:
@@ -393,24 +393,7 @@ def run_program() -> None:
     torch_xla.sync()
 
 
-def rng_state() -> torch.Tensor:
-    """`[1]`: the state of this device's generator, known without waiting for the device."""
-    import torch_xla.core.xla_model as xm
-
-    state = xm.get_rng_state()  # 64 bits without a sign, which tensors cannot be made of
-    return torch.tensor([state - 2**64 if state >= 2**63 else state], dtype=torch.int64)
-
-
-def set_rng_state(state: torch.Tensor) -> None:
-    """Sets what `rng_state` gave. The state is an input of the program, so that ranks may differ in it."""
-    import torch_xla.core.xla_model as xm
-
-    xm.set_rng_state(int(state[0]) % 2**64)
-
-
 def _process_group_is_xla() -> bool:
-    import torch.distributed as dist
-
     return dist.is_initialized() and dist.get_backend() == "xla"
 
 

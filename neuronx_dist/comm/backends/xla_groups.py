@@ -55,8 +55,9 @@ def replica_groups(group: Any) -> list[list[int]]:
 
 
 def process_group(communicator: Communicator) -> Any:
-    """A torch group over the ranks of a communicator, for scripts that hand it to torch.distributed; the communicator
-    itself where torch.distributed does not know the XLA devices (ranks as threads, one device).
+    """A torch group over the ranks of a communicator, for scripts that hand it to torch.distributed.
+
+    The communicator itself where torch.distributed does not know the XLA devices (ranks as threads, one device).
     """
     if not dist.is_initialized() or dist.get_backend() != "xla":
         return communicator

@@ -3,8 +3,8 @@
 Neuron has neither messages nor a collective-permute. NeuronX Distributed moves activations between stages by
 all-gathers over groups of two ranks: the pairs that begin at an even rank, then those that begin at an odd one. With
 `NEURONX_DIST_XLA_TRANSFER=all_gather`, which is the default on NEURON, so do we, where the ranks of an axis are even in
-number and only neighbours exchange (the last and the first are neighbours). Otherwise one all-gather is over the whole
-axis.
+number and only neighbours exchange (the last and the first are neighbours). Otherwise there is one all-gather, over the
+whole axis.
 """
 
 from __future__ import annotations

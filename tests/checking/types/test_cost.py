@@ -103,7 +103,7 @@ def declared(kind: Any, *shape: int, dtype: torch.dtype = torch.float32) -> Tens
 
 def test_a_block_is_judged_once(mode: SpmdTypeMode, monkeypatch: pytest.MonkeyPatch) -> None:
     x, w = weights()
-    judged, slow = Count(monkeypatch, "judge"), Count(monkeypatch, "_slow")
+    judged, slow = Count(monkeypatch, "judge"), Count(monkeypatch, "_judge_and_run")
     first = get_local_type(block(x, w))
     assert len(judged.take()) > 20
     slow.take()
@@ -364,7 +364,7 @@ def test_nothing_is_installed_when_it_is_off() -> None:
 
 
 def test_getters_go_straight_through(mode: SpmdTypeMode, monkeypatch: pytest.MonkeyPatch) -> None:
-    slow = Count(monkeypatch, "_slow")
+    slow = Count(monkeypatch, "_judge_and_run")
     untyped = torch.Tensor.detach(declared(R, 4))
     slow.take()
     for x in (untyped, declared(S(0), 2, 2)):

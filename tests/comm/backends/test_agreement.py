@@ -205,4 +205,4 @@ def test_words_that_mean_nothing_are_refused(monkeypatch, value, seconds, match)
     monkeypatch.setenv(debug.TIMEOUT_VARIABLE, seconds)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     with pytest.raises(ValueError, match=match):
-        debug.desk()
+        debug.agreement_store()

@@ -1,4 +1,4 @@
-"""Coordinates and the checking backend: what counts as looking at the rank, and what a collective leaves behind."""
+"""Rank values and the checking backend: what counts as looking at the rank, and what a collective leaves behind."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.overrides import BaseTorchFunctionMode, TorchFunctionMode
 
 from neuronx_dist import Mesh, comm, spmd
 from neuronx_dist.comm.backends.observed import CheckBackend
-from neuronx_dist.comm.rank_values import Coordinate, elsewhere, find, plain
+from neuronx_dist.comm.rank_values import RankValue, concrete, rank_values_in, value_on
 from neuronx_dist.gradients import norm as grad_norm
 from neuronx_dist.parallel_layers import autograd_linear, loss_functions, parallel_state
 from neuronx_dist.parallel_layers.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
@@ -48,7 +48,7 @@ class _Observed:
 
 
 def axes_of(x: int) -> set[str]:
-    return set(x.axes) if isinstance(x, Coordinate) else set()
+    return set(x.axes) if isinstance(x, RankValue) else set()
 
 
 ORDERED = [Mesh(16, tp=4, pp=2, topology=name, ranks_per_node=8) for name in ("trn1", "trn2")]
@@ -67,17 +67,17 @@ def test_every_way_to_ask_for_the_rank_gives_its_number_and_its_axes(mesh):
                 group = mesh.group_of(axis, rank)
                 asked = [comm.rank(axis), comm.communicator(axis).rank, mesh.coordinate(axis, here)]
                 for index in asked:
-                    assert plain(index) == mesh.coordinate(axis, rank) == group.index(rank)
+                    assert concrete(index) == mesh.coordinate(axis, rank) == group.index(rank)
                     assert axes_of(index) == atoms
                 for ranks in (comm.communicator(axis).ranks, mesh.group_of(axis, here)):
-                    assert tuple(map(plain, ranks)) == group
+                    assert tuple(map(concrete, ranks)) == group
                     assert not any(axes_of(r) & atoms for r in ranks)
                     assert ranks.index(here) == comm.rank(axis) and here in ranks
-                    assert plain(ranks[comm.rank(axis)]) == rank  # an index of one's own into one's own group
+                    assert concrete(ranks[comm.rank(axis)]) == rank  # an index of one's own into one's own group
                 assert comm.communicator(axis).size == len(group)
             for name, index in mesh.coordinates(here).items():
-                assert plain(index) == mesh.coordinates(rank)[name]
-            assert plain(comm.communicator("tp").global_rank) == rank
+                assert concrete(index) == mesh.coordinates(rank)[name]
+            assert concrete(comm.communicator("tp").global_rank) == rank
         assert not seen.calls
 
 
@@ -90,7 +90,7 @@ def test_the_getters_of_parallel_state():
         with _Observed(rank=rank) as seen:
             found = {name: getattr(parallel_state, name)() for name in expected}
             assert not seen.calls, seen.backend.reads
-            assert {name: plain(value) for name, value in found.items()} == expected
+            assert {name: concrete(value) for name, value in found.items()} == expected
             assert axes_of(found["get_tensor_model_parallel_rank"]) == {"tp"}
             assert axes_of(found["get_tensor_model_parallel_src_rank"]) == {"pp", "dp", "cp"}
             assert axes_of(found["get_pipeline_model_parallel_next_rank"]) == {"pp", "dp", "cp", "tp"}
@@ -112,13 +112,13 @@ def test_arithmetic_is_that_of_ints_on_every_rank_and_reads_nothing(function):
             for a, b in ((tp, 3), (3, tp + 1), (world, 7), (tp, world + 1), (tp + 5, comm.rank("pp") + 2)):
                 found = function(a, b)
                 assert not seen.calls or function in (min, max)
-                value = tuple(map(plain, found)) if function is divmod else plain(found)
-                assert value == function(plain(a), plain(b))
+                value = tuple(map(concrete, found)) if function is divmod else concrete(found)
+                assert value == function(concrete(a), concrete(b))
                 if function not in (divmod, min, max):
                     for other in range(16):
-                        assert elsewhere(found, other) == function(elsewhere(a, other), elsewhere(b, other))
+                        assert value_on(found, other) == function(value_on(a, other), value_on(b, other))
             for unary in (operator.neg, operator.pos, abs, operator.invert, round, math.floor, math.trunc):
-                assert elsewhere(unary(world - 3), 2) == unary(2 - 3)
+                assert value_on(unary(world - 3), 2) == unary(2 - 3)
 
 
 def test_results_know_only_the_axes_along_which_they_differ():
@@ -183,7 +183,7 @@ class _Sees(TorchFunctionMode):
         self.axes: list[set[str]] = []
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        self.axes.append(set().union(*(c.axes for c in find((args, kwargs)))))
+        self.axes.append(set().union(*(c.axes for c in rank_values_in((args, kwargs)))))
         return func(*args, **(kwargs or {}))
 
 
@@ -202,7 +202,7 @@ def test_torch_takes_a_coordinate_as_a_number_and_a_mode_sees_it(call):
     for x in (torch.arange(12.0).view(4, 3), torch.arange(12.0, dtype=torch.float64).view(4, 3)):
         with _Observed() as seen:
             c = comm.rank("tp")
-            expected = call(x, plain(c))
+            expected = call(x, concrete(c))
             assert torch.equal(call(x, c), expected) and call(x, c).dtype == expected.dtype
             with _Sees() as mode:
                 assert torch.equal(call(x, c), expected)
@@ -233,7 +233,7 @@ def test_layers_loss_and_seeds_look_at_nothing():
                 loss = parallel_cross_entropy(logits, ids).mean()
                 seen.backend.phase = "backward"
                 loss.backward()
-            assert axes_of(embedding.first_id) == {"tp"} and plain(embedding.first_id) == 4 * rank
+            assert axes_of(embedding.first_id) == {"tp"} and concrete(embedding.first_id) == 4 * rank
         assert not seen.calls, seen.backend.reads
         verbs = [(event.phase, event.verb, event.op) for event in seen.backend.events]
         assert verbs == [
@@ -365,8 +365,8 @@ def test_explicit_groups():
     with _Observed(Mesh(8, tp=2, pp=2), 5) as seen:
         every = comm.new_group([[0, 1, 2, 3], [4, 5, 6, 7]], "halves")
         assert every is not None and not seen.calls
-        assert every.size == 4 and axes_of(every.rank) == {"dp", "tp"} and plain(every.rank) == 1
-        assert tuple(map(plain, every.ranks)) == (4, 5, 6, 7) and axes_of(every.ranks[0]) == {"pp"}
+        assert every.size == 4 and axes_of(every.rank) == {"dp", "tp"} and concrete(every.rank) == 1
+        assert tuple(map(concrete, every.ranks)) == (4, 5, 6, 7) and axes_of(every.ranks[0]) == {"pp"}
         last = comm.new_group([[4, 5, 6, 7]], "last stage")
         assert last is not None and seen.axes == {"pp"} and last.size == 4
         assert [seen.backend.same_program(r) for r in range(8)] == [False] * 4 + [True] * 4
@@ -394,6 +394,6 @@ def test_a_silent_twin_inside_reads_for_the_one_outside():
     with _Observed() as seen:
         with comm.as_rank(MESH, comm.current().rank) as inner:  # what the recorder of pipelines does
             comm.all_reduce(torch.ones(2), "tp")
-            assert not seen.calls and isinstance(inner.rank, Coordinate)
+            assert not seen.calls and isinstance(inner.rank, RankValue)
             assert comm.communicator("tp").rank == 1
         assert seen.axes == {"tp"} and not seen.backend.events

@@ -267,7 +267,7 @@ def across(kind: str, source: str, target: str, dtype: torch.dtype = torch.float
             torch.save(utils.move_all_tensor_to_cpu([model.state_dict(), optimizer.state_dict()]), path)
             expected = train(model, optimizer, range(2, 4), source)
         with rank_on(target):
-            lr = comm.xla.upload(torch.tensor(1.0), target) if target == XLA else 1.0
+            lr = comm.host.upload(torch.tensor(1.0), target) if target == XLA else 1.0
             model, optimizer = make(kind, target, dtype, lr)
             state, optimizer_state = torch.load(path, weights_only=True)
             model.eval().load_state_dict(state)
@@ -386,7 +386,7 @@ def save_as_rank(rank: int, folder: str) -> tuple[list[tuple[int, ...]], int]:
     case = Training()
     stub = Gathered()
     with (
-        comm.as_rank(Mesh(4, tp=2), rank, comm.xla.XlaBackend()),
+        comm.as_rank(Mesh(4, tp=2), rank, comm.backends.xla.XlaBackend()),
         mock.patch.object(hf.weights, "gather_full", stub),
         mock.patch.object(xm, "rendezvous", lambda tag, payload: [payload] * 4),
     ):

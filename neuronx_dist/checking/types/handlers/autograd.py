@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ....call_site import call_site
 from ....comm import context
 from ....spmd.errors import SpmdTypeError
-from ....spmd.tensor_type import NOTE, READONLY, TensorType, note_of
-from ....spmd.types import I, P, R, Shard, SpmdType, V
+from ....spmd.tensor_type import READONLY, TensorType, note_of, origins_of, write
+from ....spmd.types import SAME, VARYING, I, P, R, Shard, SpmdType, V
 from ..messages.explain import gradient_error, loss_error, shown
-from ..messages.provenance import where
 from ..session import Session
 from .composition import Comparison, run_node
 from .inplace import last_write
@@ -33,13 +33,12 @@ __all__ = ["adopt", "apply_function", "check_loss", "handlers"]
 class _Signature:
     """Types of the inputs and outputs of one call of a function; None for what is no tensor."""
 
-    __slots__ = ("inputs", "mode", "name", "outputs", "probing", "where")
+    __slots__ = ("inputs", "mode", "name", "outputs", "where")
 
     def __init__(self, mode: Session, name: str, inputs: Sequence[TensorType | None]) -> None:
         self.mode, self.name, self.inputs = mode, name, inputs
         self.outputs: list[TensorType | None] = []
-        self.where = where()
-        self.probing = False
+        self.where = call_site()
 
 
 _checked: dict[Any, Any] = {}
@@ -58,7 +57,7 @@ def apply_function(
     quiet = torch._C.DisableTorchFunction
     with quiet():
         notes = [mode.note(x, cls.__name__) if isinstance(x, Tensor) else None for x in args]
-    signature = _Signature(mode, cls.__name__, [None if note is None else note[0] for note in notes])
+    signature = _Signature(mode, cls.__name__, [None if note is None else note.type for note in notes])
     hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
     if hooked and not rehearsal and torch.is_grad_enabled():
         _rehearse(mode, original, cls, args, kwargs, signature.inputs)
@@ -70,15 +69,15 @@ def apply_function(
         node: Any = differentiable[0].grad_fn if differentiable else None
         for x in outputs:
             note = note_of(x) if isinstance(x, Tensor) else None
-            signature.outputs.append(None if note is None else note[0])
+            signature.outputs.append(None if note is None else note.type)
         if node is not None and hasattr(type(node), "_forward_cls"):
             node._spmd = signature
     if node is not None and hasattr(node, "_spmd"):
         _choose(signature, cls, args, outputs)
         with quiet():
-            for x, found in zip(outputs, signature.outputs):
-                if found is not None:
-                    mode.stamp(x, found, (note_of(x) or (None, None))[1])
+            for x, type_ in zip(outputs, signature.outputs):
+                if type_ is not None:
+                    mode.stamp(x, type_, origins_of(x) or None)
     if comparison.active:
         comparison.compare(outputs, signature.outputs)
     return result
@@ -96,19 +95,19 @@ def _rehearse(
 
     Inside of a checkpoint a trial would unpack saved tensors, which recomputes, and pack some of its own.
     """
-    plain = tuple((tuple(x.shape), x.dtype, x.requires_grad) if isinstance(x, Tensor) else x for x in args)
-    key = ("rehearsal", cls, tuple(inputs), plain)
+    arguments = tuple((tuple(x.shape), x.dtype, x.requires_grad) if isinstance(x, Tensor) else x for x in args)
+    key = ("rehearsal", cls, tuple(inputs), arguments)
     if key in mode.compared:
         return
     mode.compared.add(key)
     with torch._C.DisableTorchFunction():
         copies = []
-        for x, found in zip(args, inputs):
+        for x, type_ in zip(args, inputs):
             if isinstance(x, Tensor):
                 note = note_of(x)
                 x = x.detach().clone().requires_grad_(x.requires_grad)
-                if found is not None:
-                    mode.stamp(x, found, note[1] if note is not None else None)
+                if type_ is not None:
+                    mode.stamp(x, type_, note.origins if note is not None else None)
             copies.append(x)
     events: list[Any] = getattr(context.current().backend if context.is_initialized() else None, "events", [])
     begin, counts = len(events), (mode.operators, mode.collectives)
@@ -123,25 +122,25 @@ def _itself(x: Any) -> Any:
 
 
 def _subclass(cls: Any) -> Any:
-    """The function, with a backward that is checked."""
-    found = _checked.get(cls)
-    if found is None:
+    """A subclass of the function whose backward is checked; one for each function."""
+    subclass = _checked.get(cls)
+    if subclass is None:
 
         def backward(ctx: Any, *grads: Any) -> Any:
             signature: _Signature | None = getattr(ctx, "_spmd", None)
             if signature is None or signature.mode.paused:
                 return cls.backward(ctx, *grads)
             mode = signature.mode
-            for grad, found in zip(grads, signature.outputs):
-                if isinstance(grad, Tensor) and found is not None:
-                    mode.stamp(grad, found.of_gradient())
+            for grad, type_ in zip(grads, signature.outputs):
+                if isinstance(grad, Tensor) and type_ is not None:
+                    mode.stamp(grad, type_.of_gradient())
             with mode:  # the engine runs without it
                 result = cls.backward(ctx, *grads)
             _verify(signature, cls, result if isinstance(result, tuple) else (result,))
             return result
 
         def remembering(function: Callable[..., Any]) -> Any:
-            """forward, or setup_context, that notes the types of what it saves."""
+            """Wraps forward, or setup_context, so that it notes the types of what it saves."""
 
             def saving(ctx: Any, *args: Any, **kwargs: Any) -> Any:
                 result = function(ctx, *args, **kwargs)
@@ -154,48 +153,49 @@ def _subclass(cls: Any) -> Any:
         split = cls.setup_context is not torch.autograd.Function.setup_context
         name = "setup_context" if split else "forward"
         members = {"backward": staticmethod(backward), name: remembering(getattr(cls, name))}
-        found = type(cls.__name__, (cls,), {**members, "__module__": cls.__module__})
-        found._backward_cls.saved_tensors = property(_saved)  # type: ignore[attr-defined]
-        _checked[cls] = found
-    return found
+        subclass = type(cls.__name__, (cls,), {**members, "__module__": cls.__module__})
+        subclass._backward_cls.saved_tensors = property(_saved)  # type: ignore[attr-defined]
+        _checked[cls] = subclass
+    return subclass
 
 
 def _saved(ctx: Any) -> tuple[Any, ...]:
-    """`ctx.saved_tensors`, with their types, which hooks on saved tensors (a checkpoint's) lose."""
+    """Gives `ctx.saved_tensors` their types back, which hooks on saved tensors (a checkpoint's) lose."""
     saved: tuple[Any, ...] = torch._C._FunctionBase.saved_tensors.__get__(ctx)  # type: ignore[attr-defined]
     for x, note in zip(saved, getattr(ctx, "_spmd_saved", ())):
         if note is not None and isinstance(x, Tensor) and note_of(x) is None:
-            x.__dict__[NOTE] = (*note[:3], x._version, note[4])
+            write(x, note.type, note.origins, note.session, note.extra)
     return saved
 
 
 def _verify(signature: _Signature, cls: Any, grads: Sequence[Any]) -> None:
-    """Whether the gradients that a backward returned have the duals of the inputs' types."""
-    for index, (grad, given) in enumerate(zip(grads, signature.inputs)):
+    """Checks that the gradients which a backward returned have the duals of the inputs' types."""
+    for index, (grad, input_type) in enumerate(zip(grads, signature.inputs)):
         note = note_of(grad) if isinstance(grad, Tensor) else None
-        if given is None or not isinstance(grad, Tensor):
+        if input_type is None or not isinstance(grad, Tensor):
             continue
         if note is None:
             signature.mode.assume(f"{signature.name}.backward: the type of gradient {index}")
             continue
-        expected = given.of_gradient()
-        for axis in sorted({*expected.types, *note[0].types}):
-            wanted, found = expected.get(axis), note[0].get(axis)
-            if wanted is None or found is None or _fits(found, wanted):
+        gradient_type = input_type.of_gradient()
+        for axis in sorted({*gradient_type.types, *note.type.types}):
+            expected_type, actual_type = gradient_type.get(axis), note.type.get(axis)
+            if expected_type is None or actual_type is None or _fits(actual_type, expected_type):
                 continue
-            raise gradient_error(cls, signature.where, given.get(axis), index, grad, axis, wanted)
+            raise gradient_error(cls, signature.where, input_type.get(axis), index, grad, axis, expected_type)
 
 
-def _fits(found: SpmdType, wanted: SpmdType) -> bool:
-    if found.letter == "0" or found is wanted:
+def _fits(actual: SpmdType, expected: SpmdType) -> bool:
+    """Whether a gradient of type `actual` may stand where one of type `expected` belongs."""
+    if actual.letter == "0" or actual is expected:
         return True
-    if wanted.letter in "RI":
-        return found.letter in "RI"
-    if wanted.letter == "P":  # what varies is each rank's own part, where nothing is known of dims
-        return found is P or found is V
-    if isinstance(wanted, Shard) and isinstance(found, Shard):
-        return wanted.dim == found.dim and wanted.stride == found.stride
-    return found.letter in "VSRI"  # V; what is equal everywhere may be each rank's own
+    if expected.letter in SAME:
+        return actual.letter in SAME
+    if expected.letter == "P":  # what varies is each rank's own part, where nothing is known of dims
+        return actual is P or actual is V
+    if isinstance(expected, Shard) and isinstance(actual, Shard):
+        return expected.dim == actual.dim and expected.stride == actual.stride
+    return actual.letter in VARYING | SAME  # V; what is equal everywhere may be each rank's own
 
 
 # --- I or R -----------------------------------------------------------------------------------------------------------
@@ -205,53 +205,62 @@ def _choose(signature: _Signature, cls: Any, args: Sequence[Any], outputs: Seque
     """Decides for outputs that are equal on an axis whether they are I or R, and writes it into the signature."""
     undecided = []
     flavours: dict[str, SpmdType] = {}
-    axes = {axis for found in (*signature.inputs, *signature.outputs) if found is not None for axis in found.types}
+    axes = {axis for type_ in (*signature.inputs, *signature.outputs) if type_ is not None for axis in type_.types}
     for axis in sorted(axes):
-        kinds = [(x, found.get(axis)) for x, found in zip(args, signature.inputs) if found is not None]
-        equal = [found for found in signature.outputs if found is not None and (found.get(axis) or R).letter in "RI"]
+        spmd_types = [(x, type_.get(axis)) for x, type_ in zip(args, signature.inputs) if type_ is not None]
+        equal = [type_ for type_ in signature.outputs if type_ is not None and (type_.get(axis) or R).letter in SAME]
         if not equal:
             continue
-        receiving = {kind.letter for x, kind in kinds if kind is not None and x.requires_grad}
+        receiving = {spmd_type.letter for x, spmd_type in spmd_types if spmd_type is not None and x.requires_grad}
         if receiving and receiving <= {"R"}:
             flavours[axis] = R
         elif receiving and receiving <= {"I"}:
             flavours[axis] = I
         elif receiving & {"V", "S", "P"}:
             undecided.append(axis)
-    plain = list(signature.outputs)
+    outputs_before = list(signature.outputs)
     if undecided:
-        key = (cls, tuple(signature.inputs), tuple(plain), tuple(x for x in args if isinstance(x, (int, bool, str))))
+        key = (
+            cls,
+            tuple(signature.inputs),
+            tuple(outputs_before),
+            tuple(x for x in args if isinstance(x, (int, bool, str))),
+        )
         known = _flavours.get(key)
         for axis in undecided:
             if known is not None:
                 flavours[axis] = known[axis]
                 continue
             flavours[axis] = I
-            if not _probe(signature, flavours, plain, outputs):
+            if not _probe(signature, flavours, outputs_before, outputs):
                 flavours[axis] = R
-                if not _probe(signature, flavours, plain, outputs):
+                if not _probe(signature, flavours, outputs_before, outputs):
                     flavours[axis] = I  # wrong either way: backward says why
         if known is None:
             _flavours[key] = {axis: flavours[axis] for axis in undecided}
-    signature.outputs = _with(plain, flavours)
+    signature.outputs = _with(outputs_before, flavours)
 
 
 def _with(types: Sequence[TensorType | None], flavours: dict[str, SpmdType]) -> list[TensorType | None]:
-    found = []
-    for given in types:
-        for axis, kind in flavours.items():
-            if given is not None and (given.get(axis) or R).letter in "RI":
-                given = given.with_axis(axis, kind)
-        found.append(given)
-    return found
+    """The types with I and R exchanged for the one that `flavours` has for the axis."""
+    result = []
+    for type_ in types:
+        for axis, spmd_type in flavours.items():
+            if type_ is not None and (type_.get(axis) or R).letter in SAME:
+                type_ = type_.with_axis(axis, spmd_type)
+        result.append(type_)
+    return result
 
 
 def _probe(
-    signature: _Signature, flavours: dict[str, SpmdType], plain: Sequence[TensorType | None], outputs: Sequence[Any]
+    signature: _Signature,
+    flavours: dict[str, SpmdType],
+    outputs_before: Sequence[TensorType | None],
+    outputs: Sequence[Any],
 ) -> bool:
     """Whether the backward is right if the outputs are of these flavours."""
     mode = signature.mode
-    signature.outputs = _with(plain, flavours)
+    signature.outputs = _with(outputs_before, flavours)
     try:
         with mode.trial(), mode.unwatched():
             run_node(outputs)
@@ -275,14 +284,14 @@ def _grad(mode: Session, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     """`torch.autograd.grad(outputs, inputs, grad_outputs)`."""
     if mode.probing:
         return func(*args, **kwargs)
-    given = {**dict(zip(("outputs", "inputs", "grad_outputs"), args)), **kwargs}
-    _check_start(mode, given["outputs"], given.get("grad_outputs"))
+    named = {**dict(zip(("outputs", "inputs", "grad_outputs"), args)), **kwargs}
+    _check_start(mode, named["outputs"], named.get("grad_outputs"))
     result = func(*args, **kwargs)
-    inputs = given["inputs"] if isinstance(given["inputs"], (list, tuple)) else (given["inputs"],)
+    inputs = named["inputs"] if isinstance(named["inputs"], (list, tuple)) else (named["inputs"],)
     for x, grad in zip(inputs, result):
         note = mode.note(x, "grad") if isinstance(x, Tensor) else None
         if note is not None and isinstance(grad, Tensor):
-            mode.stamp(grad, note[0].of_gradient())
+            mode.stamp(grad, note.type.of_gradient())
     return result
 
 
@@ -295,7 +304,7 @@ def _check_start(mode: Session, tensors: Any, grads: Any) -> None:
 
 
 def check_loss(mode: Session, loss: Tensor, gradient: Tensor | None = None) -> None:
-    """Whether backward may start here.
+    """Checks that backward may start at a loss.
 
     Raises:
         SpmdTypeError: a loss that is R would be counted once for each rank; of one that varies nobody knows.
@@ -303,32 +312,32 @@ def check_loss(mode: Session, loss: Tensor, gradient: Tensor | None = None) -> N
     note = mode.note(loss, "backward")
     if note is None:
         return
-    found = note[0]
+    loss_type = note.type
     if gradient is not None:
         seed = mode.note(gradient, "backward")
-        wanted = found.of_gradient()
-        for axis in {*wanted.types, *(seed[0].types if seed is not None else ())}:
-            have, want = seed[0].get(axis) if seed is not None else None, wanted.get(axis)
+        gradient_type = loss_type.of_gradient()
+        for axis in {*gradient_type.types, *(seed.type.types if seed is not None else ())}:
+            actual, expected = seed.type.get(axis) if seed is not None else None, gradient_type.get(axis)
             if (
-                have is not None
-                and want is not None
-                and not (_fits(have, want) or have.letter == "R" and want is not P)
+                actual is not None
+                and expected is not None
+                and not (_fits(actual, expected) or actual.letter == "R" and expected is not P)
             ):
                 raise SpmdTypeError(
-                    f"backward of {shown(loss, found)} at {where()}",
-                    f"on {axis} the gradient that is given must be {want}, it is {have}",
+                    f"backward of {shown(loss, loss_type)} at {call_site()}",
+                    f"on {axis} the gradient that is given must be {expected}, it is {actual}",
                     axis=axis,
                     rule="loss",
                 )
         return
-    for axis in mode.axes_of(found):
-        kind = found.get(axis)
-        if kind is None or axis == "pp" or kind.letter in "IP0" or not loss.requires_grad:
+    for axis in mode.axes_of(loss_type):
+        spmd_type = loss_type.get(axis)
+        if spmd_type is None or axis == "pp" or spmd_type.letter in "IP0" or not loss.requires_grad:
             continue
-        if kind is V and axis in mode.data_axes():
+        if spmd_type is V and axis in mode.data_axes():
             mode.assume(f"the losses that vary over {axis} are summands")
             continue
-        raise loss_error(mode, loss, found, axis, kind)
+        raise loss_error(mode, loss, loss_type, axis, spmd_type)
 
 
 def _get_grad(mode: Session, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -347,19 +356,19 @@ def adopt(mode: Session, param: Tensor, grad: Tensor) -> Tensor:
         note = mode.note(param, "grad")
     if note is None:
         return grad
-    wanted, have = mode.named(note[0]).of_gradient(), note_of(grad)
-    known = last_write(mode, grad) if have is not None else None
-    if have is None or have[2] != mode.session:
-        mode.stamp(grad, wanted)
-    elif have[3] != grad._version and (known is None or known.version != grad._version):
-        if have[0] is not wanted:
+    gradient_type, grad_note = mode.named(note.type).of_gradient(), note_of(grad)
+    known = last_write(mode, grad) if grad_note is not None else None
+    if grad_note is None or grad_note.session != mode.session:
+        mode.stamp(grad, gradient_type)
+    elif grad_note.version != grad._version and (known is None or known.version != grad._version):
+        if grad_note.type is not gradient_type:
             raise SpmdTypeError(
-                f"the gradient of {shown(param, note[0])}",
-                f"it was {have[0]} when backward added to it, which gives {wanted}: the sum is neither",
+                f"the gradient of {shown(param, note.type)}",
+                f"it was {grad_note.type} when backward added to it, which gives {gradient_type}: the sum is neither",
                 repairs=["reduce gradients once, after the last backward", "zero_grad() before the next backward"],
                 rule="accumulated",
             )
-        mode.stamp(grad, wanted, have[1])
+        mode.stamp(grad, gradient_type, grad_note.origins)
     return grad
 
 
@@ -367,7 +376,7 @@ def _get_data(mode: Session, func: Any, args: tuple[Any, ...], kwargs: dict[str,
     result = func(*args, **kwargs)
     note = mode.note(args[0], "data") if note_of(args[0]) is not None or isinstance(args[0], nn.Parameter) else None
     if note is not None:
-        result.__dict__[NOTE] = (note[0], note[1], mode.session, result._version, READONLY)
+        mode.stamp(result, note.type, note.origins, READONLY)
     return result
 
 
@@ -375,10 +384,10 @@ def _set_data(mode: Session, func: Any, args: tuple[Any, ...], kwargs: dict[str,
     target, value = args
     old, new = note_of(target), note_of(value)
     result = func(*args, **kwargs)
-    if old is not None and (new is None or new[0] is not old[0]) and not isinstance(target, nn.Parameter):
-        mode.stamp(target, new[0] if new is not None else old[0])
+    if old is not None and (new is None or new.type is not old.type) and not isinstance(target, nn.Parameter):
+        mode.stamp(target, new.type if new is not None else old.type)
     elif old is not None:
-        mode.stamp(target, old[0], old[1])
+        mode.stamp(target, old.type, old.origins)
     return result
 
 

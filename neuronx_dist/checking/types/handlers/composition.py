@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ....call_site import call_site
 from ....comm import context
 from ....spmd.errors import SpmdTypeError
 from ....spmd.tensor_type import TensorType, note_of
-from ..messages.provenance import where
+from ....spmd.types import SAME
 from ..session import Session
 
 __all__ = ["Comparison", "run_node"]
@@ -34,16 +35,14 @@ class Comparison:
         self.active = False
         if getattr(cls, "composition", None) is None or getattr(backend, "name", "") != "check" or mode.probing:
             return
-        plain = tuple(
-            (tuple(x.shape), x.dtype, x.requires_grad) if isinstance(x, Tensor) else x for x in args
-        )
-        key = (cls, tuple(inputs), plain, torch.is_grad_enabled())
+        arguments = tuple((tuple(x.shape), x.dtype, x.requires_grad) if isinstance(x, Tensor) else x for x in args)
+        key = (cls, tuple(inputs), arguments, torch.is_grad_enabled())
         self.active = key not in mode.compared
         mode.compared.add(key)
         self.begin = len(self.events)
 
     def compare(self, outputs: Sequence[Any], types: Sequence[TensorType | None]) -> None:
-        """After the forward.
+        """Runs the composition, after the forward of the body, and compares the two.
 
         Raises:
             SpmdTypeError: types or collectives differ; the message lists them.
@@ -52,36 +51,38 @@ class Comparison:
         body = self._taken(self.begin, keep=True)
         with torch._C.DisableTorchFunction():
             copies = []
-            for x, found in zip(self.args, self.inputs):
+            for x, type_ in zip(self.args, self.inputs):
                 if isinstance(x, Tensor):
-                    x, given = x.detach().requires_grad_(x.requires_grad), x
-                    note = note_of(given)
-                    if found is not None and note is not None:
-                        mode.stamp(x, found, note[1])
+                    x, original = x.detach().requires_grad_(x.requires_grad), x
+                    note = note_of(original)
+                    if type_ is not None and note is not None:
+                        mode.stamp(x, type_, note.origins)
                 copies.append(x)
         begin = len(self.events)
         result = self.cls.composition(*copies)
-        whole = list(result) if isinstance(result, (tuple, list)) else [result]
+        results = list(result) if isinstance(result, (tuple, list)) else [result]
         fused = self._taken(begin)
-        for index, (x, found) in enumerate(zip(whole, types)):
+        for index, (x, type_) in enumerate(zip(results, types)):
             note = note_of(x)
-            if note is None or found is None:
+            if note is None or type_ is None:
                 continue
-            for axis in {*found.types, *note[0].types}:
-                pair = found.get(axis), note[0].get(axis)
-                if not torch.is_grad_enabled() and all(kind is not None and kind.letter in "RI" for kind in pair):
+            for axis in {*type_.types, *note.type.types}:
+                pair = type_.get(axis), note.type.get(axis)
+                if not torch.is_grad_enabled() and all(
+                    spmd_type is not None and spmd_type.letter in SAME for spmd_type in pair
+                ):
                     continue  # equal on all ranks, and nothing flows back
                 if pair[0] != pair[1]:
                     raise SpmdTypeError(
-                        f"{name} at {where()}",
-                        f"result {index} of its body is {found.get(axis)} on {axis}, of its composition "
-                        f"{note[0].get(axis)}",
+                        f"{name} at {call_site()}",
+                        f"result {index} of its body is {type_.get(axis)} on {axis}, of its composition "
+                        f"{note.type.get(axis)}",
                         axis=axis,
                         rule="composition",
                     )
         self._same("forward", body, fused)
         if torch.is_grad_enabled():
-            self._same("backward", self._body_backward(outputs), self._backward(copies, whole))
+            self._same("backward", self._body_backward(outputs), self._backward(copies, results))
 
     def _body_backward(self, outputs: Sequence[Any]) -> Counter[Any]:
         """The collectives of the body's backward, on gradients that hold nothing."""
@@ -103,10 +104,10 @@ class Comparison:
         return self._taken(begin)
 
     def _taken(self, begin: int, keep: bool = False) -> Counter[Any]:
-        found = Counter(_key(event) for event in self.events[begin:])
+        collectives = Counter(_key(event) for event in self.events[begin:])
         if not keep:
             del self.events[begin:]
-        return found
+        return collectives
 
     def _same(self, when: str, body: Counter[Any], composition: Counter[Any]) -> None:
         if body == composition:
@@ -118,7 +119,7 @@ class Comparison:
         if extra:
             parts.append("has " + _listed(extra) + " too many")
         raise SpmdTypeError(
-            f"{self.cls.__name__} at {where()}",
+            f"{self.cls.__name__} at {call_site()}",
             f"{when} of its body and of its composition communicate differently: the body {' and '.join(parts)}",
             rule="composition",
         )
@@ -135,13 +136,12 @@ def run_node(outputs: Sequence[Any]) -> None:
 
 
 def _key(event: Any) -> Any:
+    """Equal for collectives that do the same."""
     return event.verb, event.axis, event.op, event.shape, event.dtype
 
 
-def _listed(found: Counter[Any]) -> str:
+def _listed(collectives: Counter[Any]) -> str:
     return ", ".join(
         f"{verb}{f'({op})' if op else ''} of {list(shape or ())} over {axis}" + (f" x{count}" if count > 1 else "")
-        for (verb, axis, op, shape, _), count in found.items()
+        for (verb, axis, op, shape, _), count in collectives.items()
     )
-
-

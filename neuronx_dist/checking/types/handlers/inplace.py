@@ -13,11 +13,11 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
+from ....call_site import call_site
 from ....spmd.errors import SpmdTypeError
-from ....spmd.tensor_type import NAME, NOTE, READONLY, ZERO_TYPE, Note, TensorType, note_of
-from ....spmd.types import UNIFORM, ZERO, R, Shard, SpmdType, V
+from ....spmd.tensor_type import NAME, READONLY, ZERO_TYPE, Note, TensorType, note_of, type_of
+from ....spmd.types import SAME, UNIFORM, VARYING, ZERO, R, Shard, SpmdType, V
 from ..messages.explain import data_error, shown, write_error
-from ..messages.provenance import where
 from ..rules import Rule
 from ..session import Session, in_backward
 
@@ -29,17 +29,17 @@ _MOST = 10_000
 OVERWRITES = {Tensor.copy_, Tensor.zero_, Tensor.fill_, torch.fill_, torch.zero_}
 
 
-def overwritten(found: TensorType) -> TensorType:
+def overwritten(type_: TensorType) -> TensorType:
     """What the old values of a tensor that is written all over count for: nothing, but that its dims stay sharded."""
-    if not found.sharded:
+    if not type_.sharded:
         return ZERO_TYPE
-    return TensorType.of({axis: kind for axis, kind in found if isinstance(kind, Shard)}, ZERO)
+    return TensorType.of({axis: spmd_type for axis, spmd_type in type_ if isinstance(spmd_type, Shard)}, ZERO)
 
 
 def check_write(
-    mode: Session, rule: Rule, target: Tensor, found: TensorType, tensors: Sequence[Tensor], notes: Sequence[Note]
+    mode: Session, rule: Rule, target: Tensor, type_: TensorType, tensors: Sequence[Tensor], notes: Sequence[Note]
 ) -> None:
-    """Whether `target` may become a tensor of type `found`.
+    """Checks that a write may make `target` a tensor of type `type_`.
 
     Raises:
         SpmdTypeError: it receives a gradient, or is a parameter, and would have another type; or came from `.data`.
@@ -47,34 +47,44 @@ def check_write(
     note = note_of(target)
     if note is None:
         return
-    if note[4] == READONLY:
+    if note.extra == READONLY:
         raise data_error(mode, rule.name, target, note)
-    old = note[0]
-    if old is found:
+    old = note.type
+    if old is type_:
         return
     differentiable = target.requires_grad
     declared = isinstance(target, nn.Parameter)
     if not differentiable and not declared:
         return
     view = differentiable and target._is_view()
-    for axis in sorted({*old.types, *found.types}):
-        before, after = old.get(axis), found.get(axis)
-        if _same(before, after) and not (view and f"{before}{after}" in ("RI", "IR")):
+    for axis in sorted({*old.types, *type_.types}):
+        before, after = old.get(axis), type_.get(axis)
+        if _keeps(before, after) and not (view and f"{before}{after}" in ("RI", "IR")):
             continue
-        raise write_error(mode, rule.name, target, tensors, [note[0] for note in notes], axis, after)
+        raise write_error(mode, rule.name, target, tensors, [note.type for note in notes], axis, after)
 
 
-def _same(before: SpmdType | None, after: SpmdType | None) -> bool:
+# What may be written to a tensor that keeps its type: its letter -> those of what the write would make of it.
+_TAKES = {
+    "R": frozenset("RI0"),  # one value on all ranks
+    "I": frozenset("RI0"),
+    "V": frozenset("SRI0"),  # what is the same everywhere may be each rank's own
+    "S": frozenset("VRI0"),
+    "P": frozenset("P0"),  # a summand, or nothing
+}
+
+
+def _keeps(before: SpmdType | None, after: SpmdType | None) -> bool:
+    """Whether a tensor that would become `after` by a write may go on as `before`."""
     if before is after or before is None or after is None:
         return True
-    letters = before.letter + after.letter
-    if letters in ("RI", "IR", "R0", "I0", "RR", "II", "VS", "SV", "V0", "S0", "VR", "SR", "VI", "SI", "PP", "P0"):
+    if after.letter in _TAKES.get(before.letter, ()):
         return before.reduction == after.reduction or after.letter == "0"
     return _one(before, after)
 
 
 def _one(before: SpmdType | None, after: SpmdType | None) -> bool:
-    """Whether two types are one, whatever a shard was merged of."""
+    """Whether two types are the same but for the dims that a shard was merged of."""
     if isinstance(before, Shard) and isinstance(after, Shard):
         return (before.dim, before.stride) == (after.dim, after.stride)
     return before == after
@@ -87,15 +97,16 @@ def _is_leaf(x: Tensor) -> bool:
         return True
 
 
-def note_write(mode: Session, target: Tensor, found: TensorType, origins: Any, extra: Any = None) -> None:
-    """Writes down what `target`, and with it its memory, became."""
-    note = note_of(target)
-    old = note[0] if note is not None else None
+def note_write(mode: Session, target: Tensor, type_: TensorType, origins: Any, extra: Any = None) -> None:
+    """Records the type that a write in place gave `target`, for other tensors over its memory too."""
+    old = type_of(target)
     # What autograd did not see leaves the gradient as it was.
     unseen = target.requires_grad and not torch.is_grad_enabled()
     if unseen and old is not None and _is_leaf(target):  # of zeros it is not known yet
-        unseen = old.rest not in (ZERO, UNIFORM) and not any(kind is ZERO or kind is UNIFORM for _, kind in old)
-    new = old if old is not None and (unseen or isinstance(target, nn.Parameter)) else found
+        unseen = old.rest not in (ZERO, UNIFORM) and not any(
+            spmd_type is ZERO or spmd_type is UNIFORM for _, spmd_type in old
+        )
+    new = old if old is not None and (unseen or isinstance(target, nn.Parameter)) else type_
     mode.stamp(target, new, origins, extra)
     if target.layout is not torch.strided:  # no other tensor is over its memory
         return
@@ -147,32 +158,33 @@ def stale(mode: Session, x: Tensor, note: Note) -> Note:
     known = last_write(mode, x)
     kinds: list[tuple[TensorType, TensorType, bool, bool]] = []
     if known is not None and known.version == x._version:
-        kinds = [kind for kind, version in sorted(known.kinds.items(), key=lambda item: item[1]) if version > note[3]]
+        in_order = sorted(known.kinds.items(), key=lambda item: item[1])
+        kinds = [kind for kind, version in in_order if version > note.version]
     else:
         if not in_backward() and not (x.grad_fn is None and isinstance(x, nn.Parameter)):
             raise SpmdTypeError(
-                f"{shown(x, note[0])} was written in place where types do not see it, before {where()}",
+                f"{shown(x, note.type)} was written in place where types do not see it, before {call_site()}",
                 "what it holds now is not known to have its type",
                 repairs=["write to it by torch functions, inside of the check", "make a new tensor"],
                 rule="stale",
             )  # autograd and optimizers write what they made
-    found = note[0]
+    type_ = note.type
     for old, new, full, differentiable in kinds:
         types: dict[str, SpmdType] = {}
-        for axis in {*found.types, *old.types, *new.types}:
-            before, after = found.get(axis), new.get(axis)
+        for axis in {*type_.types, *old.types, *new.types}:
+            before, after = type_.get(axis), new.get(axis)
             if before is None or after is None:
                 kind = before
             elif isinstance(x, nn.Parameter) or (x.requires_grad and not differentiable):
                 # It keeps its type, whichever view of it was written.
-                kind = before if after == old.get(axis) or _same(before, after) else None
+                kind = before if after == old.get(axis) or _keeps(before, after) else None
             else:
                 kind = _joined(before, old.get(axis), after, full, differentiable)
             if kind is None and before is not None:
                 name = x.__dict__.get(NAME) or ("a parameter" if isinstance(x, nn.Parameter) else "")
                 raise SpmdTypeError(
-                    f"{name + ' ' if name else ''}{shown(x, found)} was written through another view of its memory, "
-                    f"before {where()}",
+                    f"{name + ' ' if name else ''}{shown(x, type_)} was written through another view of its memory, "
+                    f"before {call_site()}",
                     f"on {axis} it is {before}, and what was written there is {after}: together they are neither"
                     + (", and what has a gradient keeps its type" if x.requires_grad else ""),
                     axis=axis,
@@ -180,40 +192,36 @@ def stale(mode: Session, x: Tensor, note: Note) -> Note:
                 )
             if kind is not None:
                 types[axis] = kind
-        rest = found.rest
+        rest = type_.rest
         if rest is not None and new.rest is not None:
             rest = _joined(rest, old.rest, new.rest, full, differentiable) or rest
-        found = TensorType.of(types, rest)
-    fresh: Note = (found, note[1], mode.session, x._version, note[4])
-    x.__dict__[NOTE] = fresh
-    return fresh
+        type_ = TensorType.of(types, rest)
+    mode.stamp(x, type_, note.origins, note.extra)
+    return note._replace(type=type_, session=mode.session, version=x._version)
 
 
-def _joined(
-    held: SpmdType, old: SpmdType | None, new: SpmdType, full: bool, differentiable: bool
-) -> SpmdType | None:
-    """What a tensor of type `held` is after a view of its memory went from `old` to `new`; None: nothing that has a
-    type.
+def _joined(own: SpmdType, old: SpmdType | None, new: SpmdType, full: bool, differentiable: bool) -> SpmdType | None:
+    """The type of a tensor that was `own`, after a view of its memory went from `old` to `new`; None: it has none now.
 
     `full`: the view is all of the memory, so that nothing else is left in it.
     """
     if getattr(new, "along", None):  # dims of the view
         new = R
-    if held.letter == "R" and held is not R and not full and new.letter in "R0":  # constants, and now others in between
-        return R
-    if _one(held, new) and (_one(old, new) or held.letter != "S"):
-        return held
-    if new.letter == "P" or held.letter == "P":
-        if new is ZERO or held is ZERO or (full and new.letter != "S"):
-            return held if new is ZERO else new
+    if own.letter == "R" and own is not R and not full and new.letter in "R0":
+        return R  # constants, and now others in between
+    if _one(own, new) and (_one(old, new) or own.letter != "S"):
+        return own
+    if new.letter == "P" or own.letter == "P":
+        if new is ZERO or own is ZERO or (full and new.letter != "S"):
+            return own if new is ZERO else new
         return None
-    if new.letter in "VS":
-        return held if held is V or (_one(old, new) and held.letter == "S") else V
+    if new.letter in VARYING:
+        return own if own is V or (_one(old, new) and own.letter == "S") else V
     if full:
-        kept = (held is R or held.letter == "I") and new.letter in "RI" and not differentiable
-        return held if kept else new
-    if held.letter in "VS":  # constants are as sharded as what they were put into
-        return held if (new is ZERO or new is UNIFORM) and old is not None and old.letter == held.letter else V
+        kept = (own is R or own.letter == "I") and new.letter in SAME and not differentiable
+        return own if kept else new
+    if own.letter in VARYING:  # constants are as sharded as what they were put into
+        return own if (new is ZERO or new is UNIFORM) and old is not None and old.letter == own.letter else V
     if new is ZERO or new is UNIFORM:
-        return held if held.letter in "RI" and held is not UNIFORM else R
-    return new if differentiable or held is ZERO or held is UNIFORM else held
+        return own if own.letter in SAME and own is not UNIFORM else R
+    return new if differentiable or own is ZERO or own is UNIFORM else own

@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from .... import comm
+from ....call_site import call_site
 from ....spmd import collectives
 from ....spmd.axes import atoms_of, order_of
 from ....spmd.tensor_type import Note, Origin, TensorType
-from ....spmd.types import UNIFORM, P, R, Shard, SpmdType, V, repeated
+from ....spmd.types import SAME, UNIFORM, VARYING, P, R, Shard, SpmdType, V, repeated
 from ....spmd.watching import HANDLERS
 from ..messages.explain import operator_error
-from ..messages.provenance import module_path, where
+from ..messages.provenance import module_path
 from ..session import Session
 
 __all__ = ["cut", "joined"]
@@ -43,38 +44,38 @@ def _operator(mode: Session, func: Callable[..., Any], args: tuple[Any, ...], kw
         axes = mode.known[axis] = atoms_of(axis, mode.mesh)
     stack = kwargs.get("gather_dim", kwargs.get("scatter_dim", 0))
     count = comm.communicator(axis).size if isinstance(src, Shard) or isinstance(dst, Shard) else 0
-    key = (func, note[0], axes, src, dst, x.shape, x.requires_grad, torch.is_grad_enabled(), stack, count)
-    found = mode.known.get(key)
-    if found is None:
-        told = mode.told
+    key = (func, note.type, axes, src, dst, x.shape, x.requires_grad, torch.is_grad_enabled(), stack, count)
+    result_type = mode.known.get(key)
+    if result_type is None:
+        num_assumptions = mode.num_assumptions
         for atom in axes:
             _check_source(mode, x, note, atom, name, src, dst)
         if name == "reinterpret" and src is V and axes:
             mode.trust(f"reinterpret({src}, {dst}): the values of the ranks of {', '.join(axes)} are summands")
         elif row.expert and axes:
             mode.trust(f"{name}({src}, {dst})")
-        found = _operated(mode, x, note[0], axes, name, src, dst, stack, count)
-        if told == mode.told:  # else it is to be told at every call
-            mode.known[key] = found
+        result_type = _operated(mode, x, note.type, axes, name, src, dst, stack, count)
+        if num_assumptions == mode.num_assumptions:  # else it is to be assumed again at every call
+            mode.known[key] = result_type
     mode.operators += 1
     if row.communicates and axes:
         mode.collectives += 1
     if mode.record is not None:
-        mode.record(name, (args[1:], kwargs), where())
+        mode.record(name, (args[1:], kwargs), call_site())
     with mode.pause():
         result = func(*args, **kwargs)
-    origins = note[1]
+    origins = note.origins
     if dst.letter in "PIRV" and axes:
-        origin = Origin(f"{name}({src}, {dst})", where(), module_path(mode.modules), dst.letter)
+        origin = Origin(f"{name}({src}, {dst})", call_site(), module_path(mode.modules), dst.letter)
         origins = {**(origins or {}), **dict.fromkeys(axes, origin)}
-    mode.stamp(result, found, origins)
+    mode.stamp(result, result_type, origins)
     return result
 
 
 def _operated(
     mode: Session,
     x: Tensor,
-    given: TensorType,
+    type_: TensorType,
     axes: Sequence[str],
     name: str,
     src: SpmdType,
@@ -84,46 +85,44 @@ def _operated(
 ) -> TensorType:
     """What an operator over `axes`, which are of `count` ranks, makes of a tensor."""
     if not axes:
-        return given
-    types = _renumbered(given.types, src, dst, name, stack, x.dim())
+        return type_
+    types = _renumbered(type_.types, src, dst, name, stack, x.dim())
     if isinstance(src, Shard):
         joined(types, axes, src.dim % x.dim(), count)
-    kind = dst
+    new = dst
     if isinstance(dst, Shard):
-        kind = cut(types, axes, dst.dim % x.dim(), count) if mode.level == "G" else V
-    rest = given.rest
+        new = cut(types, axes, dst.dim % x.dim(), count) if mode.level == "G" else V
+    rest = type_.rest
     if getattr(rest, "along", None) and rest is not None:
         rest = _renumbered({"": rest}, src, dst, name, stack, x.dim())[""]
     if name not in ("all_reduce", "reinterpret") and src.letter + dst.letter not in ("IR", "RI"):
         # Pieces of constants, and zeros between them, are no constant.
         types = {axis: R if old is UNIFORM else old for axis, old in types.items()}
         rest = R if rest is UNIFORM else rest
-    types.update(dict.fromkeys(axes, kind))
+    types.update(dict.fromkeys(axes, new))
     return TensorType.of(types, rest)
 
 
-def _check_source(
-    mode: Session, x: Tensor, note: Note, atom: str, name: str, src: SpmdType, dst: SpmdType
-) -> None:
-    """Whether `x` is what `src` says."""
-    actual = note[0].get(atom)
+def _check_source(mode: Session, x: Tensor, note: Note, atom: str, name: str, src: SpmdType, dst: SpmdType) -> None:
+    """Checks that the type of `x` on one axis is what `src` says."""
+    actual = note.type.get(atom)
     if actual is None:
         raise operator_error(mode, name, x, note, atom, src, dst, f"it has no type on {atom}", "no_type")
     if actual.letter == "0" or actual is UNIFORM:  # constants are of any type
         return
     fixed = not (x.requires_grad and torch.is_grad_enabled())
-    want = src.letter
-    if want in "RI":
-        if actual.letter == want or (fixed and actual.letter in "RI"):
+    declared = src.letter
+    if declared in SAME:
+        if actual.letter == declared or (fixed and actual.letter in SAME):
             return
-    elif want == "P":
+    elif declared == "P":
         if actual is P:
             return
         if actual is V and name in _REDUCTIONS:
             mode.assume(f"{name}: the values that vary over {atom} are summands")
             return
-    elif want == "V":
-        if actual.letter in "VS":
+    elif declared == "V":
+        if actual.letter in VARYING:
             return
     elif isinstance(src, Shard):
         if isinstance(dst, Shard) and dst.dim % x.dim() == src.dim % x.dim():
@@ -146,27 +145,27 @@ def _check_source(
 def _renumbered(
     types: Mapping[str, SpmdType], src: SpmdType, dst: SpmdType, name: str, stack: int, ndim: int
 ) -> dict[str, SpmdType]:
-    """Where the shards over other axes, and their repeated dims, are when V is stacked on a new dim or unbound."""
+    """The types with their dims counted anew, where V is stacked on a new dim or unbound from one."""
     step = 0
     if src is V and name in ("all_gather", "convert"):
         step = 1
     elif dst is V and name in ("reduce_scatter", "convert"):
         step = -1
-    found = dict(types)
-    touched = {kind.dim % ndim for kind in (src, dst) if isinstance(kind, Shard)} | (
+    renumbered = dict(types)
+    touched = {spmd_type.dim % ndim for spmd_type in (src, dst) if isinstance(spmd_type, Shard)} | (
         {stack} if V in (src, dst) else set()
     )
-    for axis, kind in types.items():
-        along = getattr(kind, "along", None)
-        if along and not isinstance(kind, Shard):  # what other ranks hold there is another number
+    for axis, spmd_type in types.items():
+        along = getattr(spmd_type, "along", None)
+        if along and not isinstance(spmd_type, Shard):  # what other ranks hold there is another number
             left = (dim for dim in along if step > 0 or dim not in touched)
-            found[axis] = repeated(frozenset(dim + step if dim >= stack and step else dim for dim in left))
-        elif step and isinstance(kind, Shard):
-            if step < 0 and kind.dim == stack:
-                found[axis] = V
-            elif kind.dim >= stack:
-                found[axis] = Shard(kind.dim + step, kind.stride, kind.extent)
-    return found
+            renumbered[axis] = repeated(frozenset(dim + step if dim >= stack and step else dim for dim in left))
+        elif step and isinstance(spmd_type, Shard):
+            if step < 0 and spmd_type.dim == stack:
+                renumbered[axis] = V
+            elif spmd_type.dim >= stack:
+                renumbered[axis] = Shard(spmd_type.dim + step, spmd_type.stride, spmd_type.extent)
+    return renumbered
 
 
 # --- several axes over one dim: by convention the outer axis of the mesh has the outer factor ---
@@ -180,35 +179,35 @@ def _inside(axis: str, axes: Sequence[str]) -> bool | None:
 
 def joined(types: dict[str, SpmdType], axes: Sequence[str], dim: int, count: int, copies: bool = False) -> None:
     """What the types of the other axes become when `dim` is put together over `axes`; `copies`: of no shards."""
-    for axis, kind in types.items():
-        if dim in getattr(kind, "along", ()):
-            types[axis] = repeated(kind.along - {dim})  # type: ignore[union-attr]
-        if axis in axes or not isinstance(kind, Shard) or kind.dim != dim:
+    for axis, spmd_type in types.items():
+        if dim in getattr(spmd_type, "along", ()):
+            types[axis] = repeated(spmd_type.along - {dim})  # type: ignore[union-attr]
+        if axis in axes or not isinstance(spmd_type, Shard) or spmd_type.dim != dim:
             continue
-        inside = True if copies or kind.stride > 1 else _inside(axis, axes)
-        types[axis] = V if inside is None else Shard(dim, kind.stride * count if inside else 1)
+        inside = True if copies or spmd_type.stride > 1 else _inside(axis, axes)
+        types[axis] = V if inside is None else Shard(dim, spmd_type.stride * count if inside else 1)
 
 
 def cut(types: dict[str, SpmdType], axes: Sequence[str], dim: int, count: int) -> SpmdType:
     """The type on `axes` when `dim` is cut into `count` pieces over them; those of other axes are changed with it.
 
-    V where the pieces are no shard of the whole: another axis of the same dim has the outer factor then, against the
-    convention.
+    V where the pieces are no shard of the whole: against the convention, another axis of the same dim has the outer
+    factor then.
     """
-    found: SpmdType = Shard(dim)
-    for axis, kind in types.items():
-        if axis in axes or not isinstance(kind, Shard) or kind.dim != dim:
+    result: SpmdType = Shard(dim)
+    for axis, spmd_type in types.items():
+        if axis in axes or not isinstance(spmd_type, Shard) or spmd_type.dim != dim:
             continue
-        blocks = kind.stride // count
-        if kind.stride > 1 and kind.stride % count:
-            types[axis] = found = V
-        elif kind.stride == 1:
+        blocks = spmd_type.stride // count
+        if spmd_type.stride > 1 and spmd_type.stride % count:
+            types[axis] = result = V
+        elif spmd_type.stride == 1:
             types[axis] = Shard(dim)
-            found = found if _inside(axis, axes) is False else V
+            result = result if _inside(axis, axes) is False else V
         else:
             types[axis] = Shard(dim, blocks)
-            found = found if blocks > 1 or _inside(axis, axes) else V
-    return found
+            result = result if blocks > 1 or _inside(axis, axes) else V
+    return result
 
 
 HANDLERS.update(dict.fromkeys([getattr(collectives, name) for name, *_ in collectives.ROWS], _operator))

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ....call_site import call_site
 from ....spmd.errors import SpmdTypeError
 from ....spmd.tensor_type import Note, Segments, TensorType
 from ....spmd.types import R
 from ..messages.explain import shown
-from ..messages.provenance import where
 from ..rules import RULES, Rule
 from ..rules.names import CATS
 from ..session import Session
@@ -38,20 +38,20 @@ def call(
     kwargs: dict[str, Any],
     tensors: Sequence[Tensor],
     notes: Sequence[Note],
-) -> Any:
-    """A call that puts a buffer together or has one as operand; NotImplemented if it is a call like others."""
+) -> Any | None:
+    """The result of a call that puts a buffer together or has one as operand; None if it is a call like others."""
     if rule.name in CATS:
         for part, note in zip(tensors, notes):
-            if isinstance(note[4], Segments):
+            if isinstance(note.extra, Segments):
                 raise _refuse(rule.name, part, note)
         return _pack(mode, func, args, kwargs, tensors, notes)
-    x, segments = tensors[0], notes[0][4]
+    x, segments = tensors[0], notes[0].extra
     if not isinstance(segments, Segments):
-        index = next(i for i, note in enumerate(notes) if isinstance(note[4], Segments))
+        index = next(i for i, note in enumerate(notes) if isinstance(note.extra, Segments))
         raise _refuse(rule.name, tensors[index], notes[index])
-    if rule.name in _KEEP and all(not note[0].types for note in notes[1:]):
+    if rule.name in _KEEP and all(not note.type.types for note in notes[1:]):
         result = func(*args, **kwargs)
-        mode.stamp(result, notes[0][0], notes[0][1], segments)
+        mode.stamp(result, notes[0].type, notes[0].origins, segments)
         return result
     if rule.name in ("view", "reshape", "flatten", "ravel"):
         result = func(*args, **kwargs)
@@ -60,8 +60,8 @@ def call(
         sizes, dim = _arguments(args, kwargs)
         result = func(*args, **kwargs)
         if dim % x.dim() == segments.dim and list(sizes) == [size for size, _, _ in segments.parts]:
-            for piece, (_, found, origins) in zip(result, segments.parts):
-                mode.stamp(piece, found, origins)
+            for piece, (_, type_, origins) in zip(result, segments.parts):
+                mode.stamp(piece, type_, origins)
             return result
     raise _refuse(rule.name, x, notes[0])
 
@@ -79,19 +79,20 @@ def _pack(
     kwargs: dict[str, Any],
     tensors: Sequence[Tensor],
     notes: Sequence[Note],
-) -> Any:
+) -> Tensor | None:
+    """The buffer that `cat` makes of tensors of different types; None if it makes a tensor like others."""
     dim = (args[1] if len(args) > 1 else kwargs.get("dim", kwargs.get("axis", 0))) % max(1, tensors[0].dim())
-    types = {note[0] for note in notes}
+    types = {note.type for note in notes}
     flat = tensors[0].dim() == 1 or (tensors[0].dim() == 2 and dim == 1)
     if not flat or kwargs.get("out") is not None:
-        return NotImplemented
+        return None
     if len(types) == 1 and not next(iter(types)).sharded:
-        return NotImplemented
+        return None
     # Of tensors sharded alike along another dim the usual rule says more.
     if tensors[0].dim() == 2 and len(types) == 1:
-        return NotImplemented
+        return None
     result = func(*args, **kwargs)
-    parts = tuple((x.shape[dim], note[0], note[1]) for x, note in zip(tensors, notes))
+    parts = tuple((x.shape[dim], note.type, note.origins) for x, note in zip(tensors, notes))
     mode.operators += 1
     mode.stamp(result, TensorType.of({}), None, Segments(dim, parts))
     return result
@@ -102,20 +103,21 @@ def _viewed(mode: Session, name: str, x: Tensor, note: Note, segments: Segments,
     width = sum(size for size, _, _ in segments.parts)
     blocks = x.numel() // width
     if result.dim() == 1 and blocks == 1:
-        mode.stamp(result, note[0], note[1], Segments(0, segments.parts))
+        mode.stamp(result, note.type, note.origins, Segments(0, segments.parts))
     elif result.dim() == 2 and list(result.shape) == [blocks, width]:
-        mode.stamp(result, note[0], note[1], Segments(1, segments.parts))
+        mode.stamp(result, note.type, note.origins, Segments(1, segments.parts))
     elif result.shape == x.shape:
-        mode.stamp(result, note[0], note[1], segments)
+        mode.stamp(result, note.type, note.origins, segments)
     else:
         raise _refuse(name, x, note)
     return result
 
 
 def _refuse(name: str, x: Tensor, note: Note) -> SpmdTypeError:
-    sizes = [size for size, _, _ in note[4].parts]
+    sizes = [size for size, _, _ in note.extra.parts]
     return SpmdTypeError(
-        f"{name} at {where()} is given {shown(x, None)}, a buffer packed of tensors of different types (sizes {sizes})",
+        f"{name} at {call_site()} is given {shown(x, None)}, a buffer packed of tensors of different types "
+        f"(sizes {sizes})",
         "it can be scaled, cast, communicated, and split into these sizes",
         repairs=[f"split({sizes[:4]}{' ...' if len(sizes) > 4 else ''}) first"],
         rule="packed",
@@ -126,22 +128,22 @@ def _refuse(name: str, x: Tensor, note: Note) -> SpmdTypeError:
 
 
 def _bases() -> dict[Callable[..., Any], tuple[Callable[..., Any], bool]]:
-    found = {}
+    bases = {}
     for name in dir(torch):
         if name.startswith("_foreach_"):
             base = name.removeprefix("_foreach_")
-            plain = base.removesuffix("_")
+            name_of_base = base.removesuffix("_")
             inplace = base.endswith("_")
-            function = getattr(torch, plain, None) or getattr(Tensor, plain, None)
-            if plain == "norm":
+            function = getattr(torch, name_of_base, None) or getattr(Tensor, name_of_base, None)
+            if name_of_base == "norm":
                 function = torch.linalg.vector_norm
-            elif plain == "zero":
+            elif name_of_base == "zero":
                 function = torch.zeros_like
-            elif plain == "copy":
+            elif name_of_base == "copy":
                 function = torch.clone
             if function is not None:
-                found[getattr(torch, name)] = (function, inplace)
-    return found
+                bases[getattr(torch, name)] = (function, inplace)
+    return bases
 
 
 FOREACH = _bases()
@@ -152,8 +154,8 @@ def for_each(mode: Session, func: Callable[..., Any], args: tuple[Any, ...], kwa
     base, inplace = FOREACH[func]
     rule = RULES.get(base) or Rule(base.__name__, None)
     lists = [x for x in args if isinstance(x, (list, tuple)) and x and isinstance(x[0], Tensor)]
-    plain = {key: value for key, value in kwargs.items() if key not in ("dtype", "non_blocking")}
-    found: list[tuple[TensorType, Any]] = []
+    options = {key: value for key, value in kwargs.items() if key not in ("dtype", "non_blocking")}
+    results: list[tuple[TensorType, Any]] = []
     for index in range(len(lists[0])):
         row = tuple(x[index] if isinstance(x, (list, tuple)) and len(x) == len(lists[0]) else x for x in args)
         if base is torch.clone:
@@ -164,21 +166,21 @@ def for_each(mode: Session, func: Callable[..., Any], args: tuple[Any, ...], kwa
             note = mode.note(x, rule.name)
             if note is None:
                 break
-            if isinstance(note[4], Segments):
+            if isinstance(note.extra, Segments):
                 raise _refuse(rule.name, x, note)
             notes.append(note)
         if len(notes) < len(tensors):
-            found.append((TensorType.of({}, R), None))
+            results.append((TensorType.of({}, R), None))
             continue
-        judgement = mode.judge(rule, base, row, plain, tensors, notes)
+        judgement = mode.judge(rule, base, row, options, tensors, notes)
         if inplace:
             check_write(mode, rule, lists[0][index], judgement.types[0], tensors, notes)
-        found.append((judgement.types[0], mode.origins(judgement, notes)))
+        results.append((judgement.types[0], mode.origins(judgement, notes)))
     mode.operators += 1
     result = func(*args, **kwargs)
-    for x, (kind, origins) in zip(lists[0] if inplace else result, found):
+    for x, (type_, origins) in zip(lists[0] if inplace else result, results):
         if inplace:
-            note_write(mode, x, kind, origins)
+            note_write(mode, x, type_, origins)
         else:
-            mode.stamp(x, kind, origins)
+            mode.stamp(x, type_, origins)
     return result

@@ -8,7 +8,7 @@ from typing import Any
 from ....comm import context
 from ....spmd.random import TENSOR_PARALLEL, streams
 from ....spmd.tensor_type import EQUAL, UNIFORM_TYPE, ZERO_TYPE, TensorType
-from ....spmd.types import R, SpmdType, V
+from ....spmd.types import DIFFERING, R, SpmdType, V
 from ..judge import Operand
 from ..rules import Rule
 from ..session import Session
@@ -41,9 +41,9 @@ def stream_type(mode: Session, like: TensorType | None = None) -> tuple[TensorTy
     types: dict[str, SpmdType] = {}
     assumed = []
     for axis in dict.fromkeys((*(like.types if like is not None else ()), *atoms)):
-        kind = like.get(axis) if like is not None else None
+        spmd_type = like.get(axis) if like is not None else None
         differs = axis != "tp" or own
-        if kind is not None and kind.letter == "S":
+        if spmd_type is not None and spmd_type.letter == "S":
             types[axis] = R
             if not differs:
                 assumed.append(f"random numbers are the same on every piece along {axis}: draw them inside of fork()")
@@ -53,7 +53,7 @@ def stream_type(mode: Session, like: TensorType | None = None) -> tuple[TensorTy
 
 
 def made_type(
-    mode: Session, rule: Rule, given: Sequence[Operand], numbers: Sequence[Operand]
+    mode: Session, rule: Rule, operands: Sequence[Operand], numbers: Sequence[Operand]
 ) -> tuple[TensorType, tuple[str, ...]]:
     """The type of what a factory makes, and what had to be assumed.
 
@@ -68,7 +68,14 @@ def made_type(
     base = EQUAL
     if rule.kind == "uniform" or rule.name.startswith(("ones", "full", "new_ones", "new_full")):
         base = UNIFORM_TYPE
-    types: dict[str, SpmdType] = {axis: V for operand in numbers for axis, kind in operand.type if kind is V}
+    types: dict[str, SpmdType] = {axis: V for operand in numbers for axis, spmd_type in operand.type if spmd_type is V}
     if rule.kind == "factory" and not rule.name.startswith("new_"):  # of `x.new_...` only the dtype is read
-        types.update({axis: kind for operand in given for axis, kind in operand.type if kind.letter in "VSP"})
+        types.update(
+            {
+                axis: spmd_type
+                for operand in operands
+                for axis, spmd_type in operand.type
+                if spmd_type.letter in DIFFERING
+            }
+        )
     return TensorType.of(types, base.rest), ()

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .... import comm
+from ....call_site import call_site
 from ....comm import Handle
 from ....spmd.axes import atoms_of
 from ....spmd.errors import SpmdTypeError
@@ -20,7 +21,6 @@ from ....spmd.tensor_type import Note, Segments, TensorType
 from ....spmd.types import UNIFORM, ZERO, I, R, Shard, SpmdType, V
 from ....spmd.watching import HANDLERS
 from ..messages.explain import operator_error
-from ..messages.provenance import where
 from ..session import Session
 from .inplace import note_write
 from .operators import cut, joined
@@ -39,26 +39,26 @@ def _verb(mode: Session, func: Callable[..., Any], args: tuple[Any, ...], kwargs
     if axes:
         mode.collectives += 1
     if mode.record is not None:
-        mode.record(f"comm.{name}", (args[2:], {k: v for k, v in kwargs.items() if k != "out"}), where())
+        mode.record(f"comm.{name}", (args[2:], {k: v for k, v in kwargs.items() if k != "out"}), call_site())
     known = [(x, note) for x, note in zip(xs, notes) if note is not None]
     if len(known) < len(notes):  # a backward pass through native code
         with mode.pause():
             return func(*args, **kwargs)
     types: list[tuple[TensorType, Any, Any]] = []
     for x, note in known:
-        if isinstance(note[4], Segments):
-            found, extra = _packed(mode, name, x, note, axes, kwargs, communicator.size)
+        if isinstance(note.extra, Segments):
+            type_, extra = _packed(mode, name, x, note, axes, kwargs, communicator.size)
         else:
-            found, extra = verb_type(mode, name, x, note[0], note, axes, kwargs, communicator.size), None
-        origins = {atom: origin for atom, origin in (note[1] or {}).items() if atom not in axes}
-        types.append((found, origins or None, extra))
+            type_, extra = verb_type(mode, name, x, note.type, note, axes, kwargs, communicator.size), None
+        origins = {atom: origin for atom, origin in (note.origins or {}).items() if atom not in axes}
+        types.append((type_, origins or None, extra))
     with mode.pause():
         result = func(*args, **kwargs)
 
     def finish(result: Any) -> Any:
         with torch._C.DisableTorchFunction():  # a wait is no call that the mode sees
-            for y, (found, origins, extra) in zip(result if listed else [result], types):
-                note_write(mode, y, found, origins, extra)
+            for y, (type_, origins, extra) in zip(result if listed else [result], types):
+                note_write(mode, y, type_, origins, extra)
         return result
 
     if isinstance(result, Handle):
@@ -71,37 +71,37 @@ def verb_type(
     mode: Session,
     name: str,
     x: Tensor,
-    found: TensorType,
+    type_: TensorType,
     note: Note,
     axes: Sequence[str],
     kwargs: Mapping[str, Any],
     count: int,
 ) -> TensorType:
     """What a plain collective among `count` ranks makes of a tensor."""
-    types = dict(found.types)
+    types = dict(type_.types)
     for atom in axes:
-        actual = found.get(atom)
+        actual = type_.get(atom)
         if actual is None:
             why = f"it has no type on {atom}"
             raise operator_error(mode, f"comm.{name}", x, note, atom, None, None, why, "no_type")
-        types[atom] = _VERBS[name](_Operand(mode, name, x, note, atom, actual, kwargs))
-    if found.shaped and axes and name in ("all_gather", "reduce_scatter", "all_to_all"):
-        _beside(name, x, found, types, axes, kwargs, count)
-        if getattr(found.rest, "along", None):
+        types[atom] = _VERBS[name](_VerbOperand(mode, name, x, note, atom, actual, kwargs))
+    if type_.shaped and axes and name in ("all_gather", "reduce_scatter", "all_to_all"):
+        _beside(name, x, type_, types, axes, kwargs, count)
+        if getattr(type_.rest, "along", None):
             return TensorType.of(types, R)
-    return TensorType.of(types, found.rest)
+    return TensorType.of(types, type_.rest)
 
 
 def _packed(
     mode: Session, name: str, x: Tensor, note: Note, axes: Sequence[str], kwargs: Mapping[str, Any], count: int
 ) -> tuple[TensorType, Segments]:
     """What a plain collective among `count` ranks makes of a buffer: the type of each part, on its own."""
-    segments: Segments = note[4]
+    segments: Segments = note.extra
     reduction = {key: value for key, value in kwargs.items() if key == "op"}
     parts = []
-    for size, found, origins in segments.parts:
-        part: Note = (found, origins, note[2], note[3], None)
-        changed = dict(verb_type(mode, name, x, found, part, axes, reduction, count).types)
+    for size, type_, origins in segments.parts:
+        part = note._replace(type=type_, origins=origins, extra=None)
+        changed = dict(verb_type(mode, name, x, type_, part, axes, reduction, count).types)
         if name == "all_gather":
             for axis in axes:  # rows of all ranks, one after the other
                 changed[axis] = R
@@ -109,34 +109,34 @@ def _packed(
             for axis in axes:
                 changed[axis] = V
         left = {axis: origin for axis, origin in (origins or {}).items() if axis not in axes}
-        parts.append((size, TensorType.of(changed, found.rest), left or None))
-    return note[0], Segments(segments.dim, tuple(parts))
+        parts.append((size, TensorType.of(changed, type_.rest), left or None))
+    return note.type, Segments(segments.dim, tuple(parts))
 
 
 def _beside(
     name: str,
     x: Tensor,
-    found: TensorType,
+    type_: TensorType,
     types: dict[str, SpmdType],
     axes: Sequence[str],
     kwargs: Mapping[str, Any],
     count: int,
 ) -> None:
-    """The other axes that shard a dim which a plain collective puts together or cuts."""
+    """Changes the types on the other axes that shard a dim which a plain collective puts together or cuts."""
     dim = kwargs.get("dim", 0) % max(1, x.dim())
     into = kwargs.get("split_dim", 0) % max(1, x.dim()) if name == "all_to_all" else dim
     if name == "all_to_all":
         dim = kwargs.get("concat_dim", 0) % x.dim()
     if name != "reduce_scatter":
-        copies = any(not isinstance(found.get(axis), Shard) for axis in axes)
+        copies = any(not isinstance(type_.get(axis), Shard) for axis in axes)
         joined(types, axes, dim, count, copies)
     if name != "all_gather":
-        kind = cut(types, axes, into, count)
+        piece = cut(types, axes, into, count)
         if any(isinstance(types[axis], Shard) for axis in axes):
-            types.update(dict.fromkeys(axes, kind))
+            types.update(dict.fromkeys(axes, piece))
 
 
-class _Operand(NamedTuple):
+class _VerbOperand(NamedTuple):
     """What a verb is called with: a tensor, and its type on one axis."""
 
     mode: Session
@@ -154,65 +154,65 @@ class _Operand(NamedTuple):
         return operator_error(self.mode, f"comm.{self.verb}", self.x, self.note, self.atom, None, None, why, rule)
 
 
-def _reduce(given: _Operand) -> SpmdType:
-    op, kind, atom = given.kwargs.get("op", "sum"), given.type, given.atom
-    if kind.letter == "P":
-        if kind.reduction == op:
+def _reduce(operand: _VerbOperand) -> SpmdType:
+    op, spmd_type, atom = operand.kwargs.get("op", "sum"), operand.type, operand.atom
+    if spmd_type.letter == "P":
+        if spmd_type.reduction == op:
             return R
-        raise given.error(f"a partial {kind.reduction} is reduced by {op}", "wrong_reduction")
+        raise operand.error(f"a partial {spmd_type.reduction} is reduced by {op}", "wrong_reduction")
     if op in ("max", "min"):
-        if isinstance(kind, Shard):
-            why = f"its pieces along dim {kind.dim} are compared with one another: {op} over that dim first"
-            raise given.error(why, "wrong_reduction")
+        if isinstance(spmd_type, Shard):
+            why = f"its pieces along dim {spmd_type.dim} are compared with one another: {op} over that dim first"
+            raise operand.error(why, "wrong_reduction")
         return R
-    if kind is V:
-        given.mode.assume(f"comm.{given.verb}: the values that vary over {atom} are summands")
+    if spmd_type is V:
+        operand.mode.assume(f"comm.{operand.verb}: the values that vary over {atom} are summands")
         return R
-    if kind is ZERO or kind is UNIFORM:  # ones are summed to count
+    if spmd_type is ZERO or spmd_type is UNIFORM:  # ones are summed to count
         return R
-    if isinstance(kind, Shard):
-        why = f"its pieces along dim {kind.dim} are added up: all_gather is what puts them together"
-        raise given.error(why, "sum_of_shards")
+    if isinstance(spmd_type, Shard):
+        why = f"its pieces along dim {spmd_type.dim} are added up: all_gather is what puts them together"
+        raise operand.error(why, "sum_of_shards")
     why = f"it is the same on all ranks of {atom} already: the sum multiplies it by their number"
-    raise given.error(why, "reduced_twice")
+    raise operand.error(why, "reduced_twice")
 
 
-def _gather(given: _Operand) -> SpmdType:
-    dim, kind = given.dim(), given.type
-    if kind.letter == "P":
-        raise given.error("it is a partial sum: a gather puts summands side by side", "gather_of_sum")
-    if isinstance(kind, Shard) and (kind.dim != dim or kind.stride != 1):
-        raise given.error(f"it is {kind}, and dim {dim} is gathered", "gather_dim")
-    if given.mode.level == "G" and (kind is R or kind is I):
-        why = f"it is the same on all ranks of {given.atom}: the result holds it once for each of them"
-        raise given.error(why, "gathered_twice")
+def _gather(operand: _VerbOperand) -> SpmdType:
+    dim, spmd_type = operand.dim(), operand.type
+    if spmd_type.letter == "P":
+        raise operand.error("it is a partial sum: a gather puts summands side by side", "gather_of_sum")
+    if isinstance(spmd_type, Shard) and (spmd_type.dim != dim or spmd_type.stride != 1):
+        raise operand.error(f"it is {spmd_type}, and dim {dim} is gathered", "gather_dim")
+    if operand.mode.level == "G" and (spmd_type is R or spmd_type is I):
+        why = f"it is the same on all ranks of {operand.atom}: the result holds it once for each of them"
+        raise operand.error(why, "gathered_twice")
     return R
 
 
-def _scatter(given: _Operand) -> SpmdType:
-    _reduce(given._replace(verb="all_reduce"))
-    return Shard(given.dim()) if given.mode.level == "G" else V
+def _scatter(operand: _VerbOperand) -> SpmdType:
+    _reduce(operand._replace(verb="all_reduce"))
+    return Shard(operand.dim()) if operand.mode.level == "G" else V
 
 
-def _exchange(given: _Operand) -> SpmdType:
-    split, concat, kind = given.dim("split_dim"), given.dim("concat_dim"), given.type
-    if kind.letter == "P":
-        raise given.error("it is a partial sum: pieces of summands are not pieces of the sum", "gather_of_sum")
-    sharded = isinstance(kind, Shard) and kind.dim == concat and kind.stride == 1 and split != concat
+def _exchange(operand: _VerbOperand) -> SpmdType:
+    split, concat, spmd_type = operand.dim("split_dim"), operand.dim("concat_dim"), operand.type
+    if spmd_type.letter == "P":
+        raise operand.error("it is a partial sum: pieces of summands are not pieces of the sum", "gather_of_sum")
+    sharded = isinstance(spmd_type, Shard) and spmd_type.dim == concat and spmd_type.stride == 1 and split != concat
     return Shard(split) if sharded else V
 
 
-def _broadcast(given: _Operand) -> SpmdType:
-    if given.type.letter == "P":
-        raise given.error("it is a partial sum: one summand is not the sum", "gather_of_sum")
+def _broadcast(operand: _VerbOperand) -> SpmdType:
+    if operand.type.letter == "P":
+        raise operand.error("it is a partial sum: one summand is not the sum", "gather_of_sum")
     return R
 
 
-def _permute(given: _Operand) -> SpmdType:
+def _permute(operand: _VerbOperand) -> SpmdType:
     return V
 
 
-_VERBS: dict[str, Callable[[_Operand], SpmdType]] = {
+_VERBS: dict[str, Callable[[_VerbOperand], SpmdType]] = {
     "all_reduce": _reduce,
     "all_gather": _gather,
     "reduce_scatter": _scatter,
@@ -238,9 +238,9 @@ def _recv(mode: Session, func: Callable[..., Any], args: tuple[Any, ...], kwargs
     with mode.pause():
         result = func(*args, **kwargs)
     if mode.received is not None:
-        found = mode.received(args[0], args[1])
-        if found is not None:
-            mode.stamp(args[0], found)
+        type_ = mode.received(args[0], args[1])
+        if type_ is not None:
+            mode.stamp(args[0], type_)
     return result
 
 

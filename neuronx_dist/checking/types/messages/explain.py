@@ -8,17 +8,18 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ....call_site import call_site
 from ....spmd.errors import SpmdTypeError, Violation
-from ....spmd.tensor_type import Note, TensorType, note_of
-from ....spmd.types import I, P, R, Shard, SpmdType, V
+from ....spmd.tensor_type import Note, TensorType, note_of, origins_of, type_of
+from ....spmd.types import DIFFERING, SAME, VARYING, I, P, R, Shard, SpmdType, V
 from ..judge import Operand, judge
 from ..rules import RULES
 from ..session import Session
-from .provenance import Named, leaf_of, module_path, name_of, name_operands, site, where
+from .provenance import Named, leaf_of, module_path, name_of, name_operands, site
 from .repairs import find_repairs, operator_repairs
 from .rewrites import fitting_sizes, origin_repair
 from .trials import (
-    Call,
+    JudgedCall,
     Repair,
     call_of,
     changes_of,
@@ -33,7 +34,7 @@ from .trials import (
 )
 
 __all__ = [
-    "Call",
+    "JudgedCall",
     "data_error",
     "explain",
     "explain_shapes",
@@ -47,57 +48,57 @@ __all__ = [
 ]
 
 
-def shown(x: Tensor, found: TensorType | None, name: str | None = None) -> str:
+def shown(x: Tensor, type_: TensorType | None, name: str | None = None) -> str:
     """`weight [64, 16] {tp: S(0)}`."""
     name = name_of(x) if name is None else name
-    types = "" if found is None else " " + "{" + ", ".join(f"{axis}: {kind}" for axis, kind in found) + "}"
+    types = "" if type_ is None else " " + "{" + ", ".join(f"{axis}: {spmd_type}" for axis, spmd_type in type_) + "}"
     return f"{name + ' ' if name else ''}{list(x.shape)}{types}"
 
 
-def _place(mode: Session) -> str:
-    return ", ".join(part for part in (module_path(mode.modules), where()) if part)
+def _location(mode: Session) -> str:
+    return ", ".join(part for part in (module_path(mode.modules), call_site()) if part)
 
 
 def since(x: Tensor, name: str, axis: str, note: Note | None = None) -> list[str]:
     """Where the type of a tensor on an axis began: one line, or none if nobody knows."""
     note = note or note_of(x)
-    kind = note[0].get(axis) if note is not None else None
-    if note is None or kind is None:
+    spmd_type = note.type.get(axis) if note is not None else None
+    if note is None or spmd_type is None:
         return []
-    origin = (note[1] or {}).get(axis)
+    origin = (note.origins or {}).get(axis)
     label = name or "it"
-    if origin is not None and origin.letter == kind.letter:
-        return [f"{label} is {kind} on {axis} since {origin}"]
-    if kind.letter not in "SV" or isinstance(x, nn.Parameter):
+    if origin is not None and origin.letter == spmd_type.letter:
+        return [f"{label} is {spmd_type} on {axis} since {origin}"]
+    if spmd_type.letter not in VARYING or isinstance(x, nn.Parameter):
         return []
 
     def varies(leaf: Tensor) -> bool:
-        held = note_of(leaf)
-        found = held[0].get(axis) if held is not None else None
-        return found is not None and found.letter in "SV"
+        leaf_type = type_of(leaf)
+        spmd_type = leaf_type.get(axis) if leaf_type is not None else None
+        return spmd_type is not None and spmd_type.letter in VARYING
 
-    if kind.letter == "V" and unreduced(x, axis):
+    if spmd_type.letter == "V" and unreduced(x, axis):
         product = "comes from a product of two tensors that vary: if these are pieces of the dim that is summed over"
         return [f"{label} is V on {axis}, and {product}, it is a sum that nobody reduced"]
     leaf = leaf_of(x, varies)
     if leaf is None:
         return []
-    held = note_of(leaf)
-    assert held is not None
-    through = f"{shown(leaf, None)} {{{axis}: {held[0].get(axis)}}}"
-    return [f"{label} is {kind} on {axis} through {through}"]
+    leaf_type = type_of(leaf)
+    assert leaf_type is not None
+    through = f"{shown(leaf, None)} {{{axis}: {leaf_type.get(axis)}}}"
+    return [f"{label} is {spmd_type} on {axis} through {through}"]
 
 
-def explain(mode: Session, violation: Violation, call: Call) -> SpmdTypeError:
+def explain(mode: Session, violation: Violation, call: JudgedCall) -> SpmdTypeError:
     """The error for a violation."""
     if mode.probing:  # nobody reads it
         return SpmdTypeError(call.rule.name, violation.why, axis=violation.axis, rule=violation.rule)
     here = site()
     names = name_operands(call.tensors, here)
     if misfit(call, *on_meta(call)) is not None:
-        told = explain_shapes(mode, call)
-        if told is not None:
-            return told
+        shape_error = explain_shapes(mode, call)
+        if shape_error is not None:
+            return shape_error
     if violation.rule == "invariant":  # what is wrong whether or not there are gradients says more
         violation = _beneath(violation, call)
     axis = violation.axis
@@ -123,12 +124,12 @@ def explain(mode: Session, violation: Violation, call: Call) -> SpmdTypeError:
         why += "and what is added to it is added once for each rank"
     elif call.affine and call.rule.linear and violation.rule == "partial_nonlinear":
         why = "adding a constant to a partial sum adds it once for each rank"
-    said = f" {' and '.join(subjects)}" if subjects and violation.rule != "no_type" else ""
+    subject_text = f" {' and '.join(subjects)}" if subjects and violation.rule != "no_type" else ""
     if violation.rule == "no_type" and why.startswith("it "):
         why = names[violation.operands[0]].label + why[2:]
     return SpmdTypeError(
-        f"{call.rule.name}({listed}) at {_place(mode)}",
-        f"on {axis}{said}: {why}" if said else f"on {axis}: {why}",
+        f"{call.rule.name}({listed}) at {_location(mode)}",
+        f"on {axis}{subject_text}: {why}" if subject_text else f"on {axis}: {why}",
         where_from=lines,
         repairs=find_repairs(mode, violation, call, names, here),
         axis=axis,
@@ -138,40 +139,40 @@ def explain(mode: Session, violation: Violation, call: Call) -> SpmdTypeError:
     )
 
 
-def _beneath(violation: Violation, call: Call) -> Violation:
-    """The violation that is left when nothing receives a gradient; this one, if none is."""
+def _beneath(violation: Violation, call: JudgedCall) -> Violation:
+    """The violation that the call would be if nothing received a gradient; the given one, if it would be none."""
     axis = violation.axis
     operands = [
-        Operand(TensorType.of({axis: R if kind.letter == "I" else kind}), False)
-        for kind in (operand.type.get(axis) or R for operand in call.operands)
+        Operand(TensorType.of({axis: R if spmd_type.letter == "I" else spmd_type}), False)
+        for spmd_type in (operand.type.get(axis) or R for operand in call.operands)
     ]
     count = max(1, len(call.spec.outs)) if call.spec is not None else 1
     try:
         judge(call.rule, call.spec, operands, call.affine, count)
-    except Violation as found:
-        return found
+    except Violation as beneath:
+        return beneath
     return violation
 
 
-def explain_shapes(mode: Session, call: Call, error: Exception | None = None) -> SpmdTypeError | None:
+def explain_shapes(mode: Session, call: JudgedCall, error: Exception | None = None) -> SpmdTypeError | None:
     """The error for shapes that do not fit, if they would, were an operand gathered or cut; else None."""
     here = site()
     names = name_operands(call.tensors, here)
-    said = f" ({str(error).splitlines()[0]})" if error is not None else ""
+    of_torch = f" ({str(error).splitlines()[0]})" if error is not None else ""
     for axis in sorted({axis for operand in call.operands for axis in operand.type.types}):
         size = size_of(mode, axis)
         repairs: list[tuple[float, Repair]] = [(0, repair) for repair in fitting_sizes(call, axis, size, names, here)]
         for index, (x, name) in enumerate(zip(call.tensors, names)):
             for change in changes_of(call, index, axis, size, name, mode.level):
                 if change.shape != tuple(x.shape) and legal(call, axis, {index: change}):
-                    repairs.append((change.place, Repair(change.code, edit_of(here, name.node, change.code))))
+                    repairs.append((change.order, Repair(change.code, edit_of(here, name.node, change.code))))
         if repairs:
             repairs.sort(key=lambda pair: pair[0])
             listed = ", ".join(shown(x, o.type, n.label) for x, o, n in zip(call.tensors, call.operands, names))
             sharded = [line for x, n in zip(call.tensors, names) for line in since(x, n.label, axis)]
             return SpmdTypeError(
-                f"{call.rule.name}({listed}) at {_place(mode)}",
-                f"on {axis}, the shapes do not fit, and would if all operands were whole, or all were pieces{said}",
+                f"{call.rule.name}({listed}) at {_location(mode)}",
+                f"on {axis}, the shapes do not fit, and would if all operands were whole, or all were pieces{of_torch}",
                 where_from=sharded,
                 repairs=[repair for _, repair in repairs[:4]],
                 axis=axis,
@@ -187,7 +188,7 @@ def missing_type(mode: Session, x: Tensor, function: str) -> SpmdTypeError:
     name = name_operands([x], here)[0]
     code = f"spmd.assert_type({name.code or 'x'}, {{{axes}}})"
     return SpmdTypeError(
-        f"{function} at {_place(mode)} is given {shown(x, None, name.label)}, which has no type",
+        f"{function} at {_location(mode)} is given {shown(x, None, name.label)}, which has no type",
         "it was made outside of the check, and nobody said whether it is equal on all ranks",
         repairs=[Repair(f"{code} where it is made", edit_of(here, name.node, code)), "make it inside of the check"],
         rule="no_type",
@@ -219,7 +220,7 @@ def operator_error(
     here = site()
     named: Named = name_operands([x], here)[0]
     arrow = f", src={src}, dst={dst}" if src is not None else ""
-    actual: SpmdType | None = note[0].get(axis)
+    actual: SpmdType | None = note.type.get(axis)
     if actual is not None:
         repairs = operator_repairs(name, actual, axis, dst, named, here, rule)
     else:
@@ -230,7 +231,7 @@ def operator_error(
     if why.startswith("it is ") and named.label:
         why = named.label + why[2:]
     return SpmdTypeError(
-        f"{name}({shown(x, note[0], named.label)}, {axis!r}{arrow}) at {_place(mode)}",
+        f"{name}({shown(x, note.type, named.label)}, {axis!r}{arrow}) at {_location(mode)}",
         f"on {axis}, {why}",
         where_from=since(x, named.label, axis, note),
         repairs=repairs,
@@ -238,32 +239,31 @@ def operator_error(
         rule=rule,
         src=src,
         dst=dst,
-        types=[note[0]],
+        types=[note.type],
     )
 
 
-def loss_error(mode: Session, loss: Tensor, found: TensorType, axis: str, kind: SpmdType) -> SpmdTypeError:
+def loss_error(mode: Session, loss: Tensor, type_: TensorType, axis: str, spmd_type: SpmdType) -> SpmdTypeError:
     """The error for a loss at which backward cannot start: one that is R, or varies."""
     here = site()
     name = name_operands([loss], here)[0]
-    note = note_of(loss)
-    origin = ((note[1] or {}) if note is not None else {}).get(axis)
+    origin = origins_of(loss).get(axis)
     repairs: list[Repair] = []
 
     def offer(code: str, words: str = "") -> None:
         repairs.append(Repair(code + words, edit_of(here, name.node, code)))
 
-    if kind.letter == "R":
+    if spmd_type.letter == "R":
         why = "is R: the same on every rank, each of which counts it, so that gradients are multiplied by their number"
         repairs += [r for r in [origin_repair(origin, I) if origin is not None and origin.letter == "R" else None] if r]
         offer(call_of("convert", name.code, axis, R, P))
     else:
-        src = V if isinstance(kind, Shard) else kind
-        why = f"is {kind}: another one on every rank, and nothing says that they are summands"
+        src = V if isinstance(spmd_type, Shard) else spmd_type
+        why = f"is {spmd_type}: another one on every rank, and nothing says that they are summands"
         offer(call_of("reinterpret", name.code, axis, src, P), f": if the sum over {axis} is meant")
         offer(call_of("all_reduce", name.code, axis, None, I), ": the same, and every rank sees the sum")
     return SpmdTypeError(
-        f"backward of {shown(loss, found, name.label)} at {_place(mode)}",
+        f"backward of {shown(loss, type_, name.label)} at {_location(mode)}",
         f"on {axis} the loss {why}",
         where_from=since(loss, name.label or "the loss", axis),
         repairs=repairs,
@@ -273,7 +273,7 @@ def loss_error(mode: Session, loss: Tensor, found: TensorType, axis: str, kind: 
 
 
 def gradient_error(
-    function: Any, called: str, given: SpmdType | None, index: int, grad: Tensor, axis: str, wanted: SpmdType
+    function: Any, called: str, input_type: SpmdType | None, index: int, grad: Tensor, axis: str, expected: SpmdType
 ) -> SpmdTypeError:
     """The error for a gradient, returned by a custom function's backward, that has another type than its input's dual.
 
@@ -285,29 +285,32 @@ def gradient_error(
     function = function.__name__
     note = note_of(grad)
     assert note is not None
-    found = note[0].get(axis)
+    actual = note.type.get(axis)
     code = f"grad_{name}"
-    scatter = f'comm.reduce_scatter({code}, "{axis}", dim={getattr(wanted, "dim", 0)})'
-    if found is P and wanted.letter in "RI":
+    scatter = f'comm.reduce_scatter({code}, "{axis}", dim={getattr(expected, "dim", 0)})'
+    if actual is P and expected.letter in SAME:
         words = "each rank returns its part of it, and nobody adds them up"
         repairs = [f'comm.all_reduce({code}, "{axis}") in {function}.backward',
                    f"{call_of('convert', name, axis, I, R)} before the call, whose backward adds them up"]  # fmt: skip
-    elif wanted is P and found is not None and found.letter in "RI":
+    elif expected is P and actual is not None and actual.letter in SAME:
         words = "it is added up here, and again where the input is made"
         repairs = [f"drop the reduction over {axis} in {function}.backward",
                    f"{call_of('convert', name, axis, R, I, True)} before the call"]  # fmt: skip
-    elif found is P:
+    elif actual is P:
         words = "each rank returns its part of it, and nobody adds them up"
         repairs = [f"{scatter} in {function}.backward"]
     else:
         words = "that is not the gradient of what it is given"
-        gather = f'comm.all_gather({code}, "{axis}", dim={getattr(found, "dim", 0)})'
+        gather = f'comm.all_gather({code}, "{axis}", dim={getattr(actual, "dim", 0)})'
         repairs = [f"{scatter} in {function}.backward", f"{gather} in {function}.backward"]
-    origin = (note[1] or {}).get(axis)
+    origin = (note.origins or {}).get(axis)
+    lines = []
+    if origin is not None and actual is not None and origin.letter == actual.letter:
+        lines = [f"{code} is {actual} on {axis} since {origin}"]
     return SpmdTypeError(
-        f"{function}.backward, of the call at {called}, returns {shown(grad, note[0], code)}",
-        f"on {axis} {name} is {given}, so that its gradient is {wanted}, not {found}: {words}",
-        where_from=[f"{code} is {found} on {axis} since {origin}"] if origin and origin.letter == found.letter else [],  # type: ignore[union-attr]
+        f"{function}.backward, of the call at {called}, returns {shown(grad, note.type, code)}",
+        f"on {axis} {name} is {input_type}, so that its gradient is {expected}, not {actual}: {words}",
+        where_from=lines,
         repairs=repairs,
         axis=axis,
         rule="backward",
@@ -328,27 +331,27 @@ def write_error(
     names = name_operands(tensors, here)
     at = next((i for i, x in enumerate(tensors) if x is target), None)
     label = names[at].label if at is not None else name_of(target)
-    note = note_of(target)
-    assert note is not None
-    before = note[0].get(axis)
+    target_type = type_of(target)
+    assert target_type is not None
+    before = target_type.get(axis)
     repairs: list[Repair | str] = []
     lines = []
-    for x, found, operand in zip(tensors, types, names):
-        kind = found.get(axis)
-        if x is target or kind is None or kind.letter not in "VSP" or before is None:
+    for x, type_, operand in zip(tensors, types, names):
+        spmd_type = type_.get(axis)
+        if x is target or spmd_type is None or spmd_type.letter not in DIFFERING or before is None:
             continue
         lines += since(x, operand.label, axis)
-        path = route(kind, before)
-        if kind is V and before.letter in "RI":
+        path = route(spmd_type, before)
+        if spmd_type is V and before.letter in SAME:
             code = f'comm.broadcast({operand.code or "x"}, "{axis}", src=0)'
             repairs.append(f"{code}: if that of the first rank is meant")
         elif path is not None:
-            code = call_of(path[0], operand.code, axis, None if kind is P else kind, before, path[1])
+            code = call_of(path[0], operand.code, axis, None if spmd_type is P else spmd_type, before, path[1])
             repairs.append(Repair(code, edit_of(here, operand.node, code)))
     repairs.append("write to a new tensor")
     keeps = "a parameter keeps" if isinstance(target, nn.Parameter) else "what has a gradient keeps"
     return SpmdTypeError(
-        f"{name}({', '.join(shown(x, t, n.label) for x, t, n in zip(tensors, types, names))}) at {_place(mode)}",
+        f"{name}({', '.join(shown(x, t, n.label) for x, t, n in zip(tensors, types, names))}) at {_location(mode)}",
         f"on {axis} {label or 'what is written to'} is {before} and would become {after}: {keeps} its type",
         where_from=lines,
         repairs=repairs,
@@ -361,7 +364,7 @@ def data_error(mode: Session, name: str, target: Tensor, note: Note) -> SpmdType
     """The error for a write through `.data`."""
     label = name_of(target)
     return SpmdTypeError(
-        f"{name} at {_place(mode)} writes to {shown(target, note[0], label)}, which came from .data",
+        f"{name} at {_location(mode)} writes to {shown(target, note.type, label)}, which came from .data",
         "autograd does not see writes through .data, and neither do types",
         repairs=[f"with torch.no_grad(): write to {label.removesuffix('.data') or 'the tensor itself'}"],
         rule="data",

@@ -20,12 +20,7 @@ from torch import Tensor, nn
 from ....call_site import call_site
 from ....spmd.tensor_type import NAME
 
-__all__ = ["Named", "Site", "leaf_of", "module_path", "name_of", "name_operands", "site", "where"]
-
-
-def where() -> str:
-    """`file:line` of the innermost frame outside of this package and torch."""
-    return call_site()
+__all__ = ["Named", "Site", "leaf_of", "module_path", "name_of", "name_operands", "site"]
 
 
 def module_path(names: Mapping[int, str]) -> str:
@@ -37,9 +32,9 @@ def module_path(names: Mapping[int, str]) -> str:
         if frame.f_code.co_name != "_call_impl" and "self" in frame.f_code.co_varnames:
             owner = frame.f_locals.get("self")
             if isinstance(owner, nn.Module):
-                found = names.get(id(owner))
-                if found is not None:
-                    return found
+                path = names.get(id(owner))
+                if path is not None:
+                    return path
         frame = frame.f_back
     return ""
 
@@ -72,8 +67,8 @@ class Site(NamedTuple):
         return "" if node is None else " ".join((ast.get_source_segment(self.source, node) or "").split())
 
 
-def _holds(whole: ast.AST, part: ast.AST | None) -> bool:
-    return any(node is part for node in ast.walk(whole))
+def _holds(outer: ast.AST, inner: ast.AST | None) -> bool:
+    return any(node is inner for node in ast.walk(outer))
 
 
 class Named(NamedTuple):
@@ -91,8 +86,8 @@ class Named(NamedTuple):
 
 
 def site() -> Site | None:
-    """Where the user's code is."""
-    file, _, line = where().rpartition(":")
+    """The expression of the user's that is being evaluated; None if its frame is not found."""
+    file, _, line = call_site().rpartition(":")
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not (frame.f_code.co_filename == file and str(frame.f_lineno) == line):
         frame = frame.f_back
@@ -120,13 +115,13 @@ def _expressions(source: str) -> list[Any]:
 
 
 def _node(source: str, frame: FrameType) -> ast.AST | None:
-    found = _expressions(source)
+    expressions = _expressions(source)
     positions = getattr(frame.f_code, "co_positions", None)  # Python 3.11
     if positions is None or frame.f_lasti < 0:
-        calls = [node for node in found if isinstance(node, ast.Call) and node.lineno == frame.f_lineno]
+        calls = [node for node in expressions if isinstance(node, ast.Call) and node.lineno == frame.f_lineno]
         return calls[0] if len(calls) == 1 else None
     line, end_line, column, end_column = list(positions())[frame.f_lasti // 2]
-    ending = [node for node in found if (node.end_lineno, node.end_col_offset) == (end_line, end_column)]
+    ending = [node for node in expressions if (node.end_lineno, node.end_col_offset) == (end_line, end_column)]
     exact = [node for node in ending if (node.lineno, node.col_offset) == (line, column)]
     # Of a method in a chain over several lines the instruction begins at its name.
     return next(iter(exact or [node for node in ending if isinstance(node, ast.Call)]), None)
@@ -158,7 +153,9 @@ def arguments(here: Site) -> list[ast.expr]:
             parts += [
                 s.value for s in ast.walk(_tree(here.source) or node) if isinstance(s, ast.Assign) and node in s.targets
             ]
-    return [part for given in parts for part in (_items(given) if isinstance(given, ast.List) else (given,))]
+    return [
+        part for argument in parts for part in (_items(argument) if isinstance(argument, ast.List) else (argument,))
+    ]
 
 
 def _items(node: ast.expr) -> Sequence[ast.expr]:
@@ -202,10 +199,10 @@ def name_operands(tensors: Sequence[Tensor], here: Site | None = None) -> list[N
     taken: set[int] = set()
     nodes: list[ast.expr | None] = []
     for x in tensors:
-        found = next((i for i, (_, value) in enumerate(parts) if value is x and i not in taken), None)
-        found = next((i for i, (_, value) in enumerate(parts) if value is x), None) if found is None else found
-        taken.update(() if found is None else (found,))
-        nodes.append(None if found is None else parts[found][0])
+        match = next((i for i, (_, value) in enumerate(parts) if value is x and i not in taken), None)
+        match = next((i for i, (_, value) in enumerate(parts) if value is x), None) if match is None else match
+        taken.update(() if match is None else (match,))
+        nodes.append(None if match is None else parts[match][0])
     names = [_given(x) or _variable(x, here.frame) for x in tensors]
     unknown = [part for part, value in parts if value is _UNKNOWN]
     for index, node in enumerate(nodes):
@@ -235,9 +232,9 @@ def _variable(x: Tensor, frame: FrameType) -> str:
     """The variable, attribute or item in a frame that is `x`."""
     tables = (frame.f_locals,) if frame.f_code.co_name == "<module>" else (frame.f_locals, frame.f_globals)
     for table in tables:
-        found = next((name for name, value in _inside(table) if value is x), "")
-        if found:
-            return found
+        match = next((name for name, value in _inside(table) if value is x), "")
+        if match:
+            return match
     return ""
 
 
@@ -268,8 +265,9 @@ def _node_of(x: Tensor) -> Any:
 
 
 def leaf_of(x: Tensor, matches: Callable[[Tensor], bool]) -> Tensor | None:
-    """The nearest leaf or saved operand, on the way back from `x` and not behind a collective, of which `matches` is
-    true. Nothing is found of a tensor without a gradient.
+    """The nearest leaf or saved operand on the way back from `x` of which `matches` is true; None if there is none.
+
+    The search ends at collectives, and finds nothing for a tensor without a gradient.
     """
     return next((leaf for leaf in _leaves(_node_of(x), matches) if leaf is not x), None)
 
@@ -288,8 +286,9 @@ def _leaves(start: Any, matches: Callable[[Tensor], bool], limit: int = 300) -> 
 
 
 def contracts(x: Tensor, varies: Callable[[Tensor], bool]) -> bool:
-    """Whether `x` comes, but for views and sums, from a product of two operands of both of which `varies` is true, or
-    that were made from such.
+    """Whether `x` comes, but for views and sums, from a product of two operands that both vary.
+
+    `varies` has to be true of the operand, or of something that it was made from.
     """
     queue: list[Any] = [_node_of(x)]
     seen: set[Any] = set()
@@ -314,7 +313,7 @@ def _leads(node: Any, saved: Sequence[Tensor], varies: Any) -> bool:
 
 
 def _saved(node: Any) -> list[Tensor]:
-    found = []
+    operands = []
     if node.name() in _CONTRACTIONS:
         for name in ("_saved_self", "_saved_input", "_saved_mat1", "_saved_batch1", "_saved_mat2", "_saved_batch2",
                      "_saved_weight"):  # fmt: skip
@@ -323,5 +322,5 @@ def _saved(node: Any) -> list[Tensor]:
             except RuntimeError:  # freed
                 value = None
             if isinstance(value, torch.Tensor):
-                found.append(value)
-    return found
+                operands.append(value)
+    return operands

@@ -14,49 +14,52 @@ import torch
 from torch import nn
 
 from ....spmd.errors import Violation
-from ....spmd.tensor_type import Origin, note_of
-from ....spmd.types import I, P, R, Shard, SpmdType, V
+from ....spmd.tensor_type import Origin, origins_of, type_of
+from ....spmd.types import DIFFERING, SAME, I, P, R, Shard, SpmdType, V
 from ..rules import RULES
 from .provenance import Named, Site
-from .trials import Call, Change, Edit, Repair, call_of, contracted, edit_of, legal, misfit, on_meta, written
+from .trials import Change, Edit, JudgedCall, Repair, call_of, contracted, edit_of, legal, misfit, on_meta, written
 
 __all__ = ["SPECIAL", "declared", "fitting_sizes", "origin_repair", "otherwise"]
 
 _BLOCKS = ("chunk", "split", "unflatten", "tensor_split", "view", "reshape")
 
 
-def _bias(mode: Any, violation: Violation, call: Call, names: Sequence[Named], here: Site | None, size: Any) -> Any:
+def _bias(
+    mode: Any, violation: Violation, call: JudgedCall, names: Sequence[Named], here: Site | None, size: Any
+) -> Any:
     """A bias that would be added to a sum which is not reduced yet: add it afterwards."""
     axis = violation.axis
     added = [index for index in violation.operands if index < len(call.tensors) and index >= 2]
     if not added or call.rule.name not in ("linear", "addmm", "baddbmm", "conv1d", "conv2d", "conv3d"):
         return
     bias = added[0]
-    kinds = [operand.type.get(axis) for operand in call.operands]
-    if any(kinds[index] is None or kinds[index].letter not in "VSP" for index in (0, 1)):  # type: ignore[union-attr]
+    spmd_types = [operand.type.get(axis) for operand in call.operands]
+    if any(spmd_types[index] is None or spmd_types[index].letter not in DIFFERING for index in (0, 1)):  # type: ignore[union-attr]
         return
-    without = Call(call.rule, call.function, call.args[:2], {}, call.tensors[:2], call.operands[:2], None)
+    without = JudgedCall(call.rule, call.function, call.args[:2], {}, call.tensors[:2], call.operands[:2], None)
     with torch._C.DisableTorchFunction():
         spec = call.rule.spec(*call.args[:2]) if call.rule.spec is not None else None
-    found = legal(without._replace(spec=spec), axis, {}, result=True)
-    if not found or not (found[0] is P or found[0] is V):
+    results = legal(without._replace(spec=spec), axis, {}, result=True)
+    if not results or not (results[0] is P or results[0] is V):
         return
-    dst: SpmdType = I if kinds[bias] is not None and kinds[bias].letter == "I" else R  # type: ignore[union-attr]
+    dst: SpmdType = I if spmd_types[bias] is not None and spmd_types[bias].letter == "I" else R  # type: ignore[union-attr]
     function = here.text(here.node.func) if here is not None and isinstance(here.node, ast.Call) else "F.linear"
-    plain = f"{function}({names[0].code}, {names[1].code})"
+    without_bias = f"{function}({names[0].code}, {names[1].code})"
     own = here is not None and isinstance(here.node, ast.Call) and names[0].node in here.node.args
     if here is not None and own:
-        moved = _moved(here, plain, names[bias].code, dst)
+        moved = _moved(here, without_bias, names[bias].code, dst)
         if moved is not None:
             yield moved
             return
-    code = f"{call_of('all_reduce', plain, axis, None, dst)} + {names[bias].code}"
+    code = f"{call_of('all_reduce', without_bias, axis, None, dst)} + {names[bias].code}"
     yield Repair(code, edit_of(here, here.node, f"({code})") if here is not None and own else None)
 
 
-def _moved(here: Site, plain: str, added: str, dst: SpmdType) -> Repair | None:
-    """`+ added` taken out of the expression under evaluation, which becomes `plain`, and put behind the reduction that
-    follows: around it, or later in the function, of the variable that it is assigned to.
+def _moved(here: Site, remaining: str, added: str, dst: SpmdType) -> Repair | None:
+    """Takes `+ added` out of the expression here, which becomes `remaining`, and adds it after the reduction.
+
+    The reduction follows: around the expression, or later in the function, of the variable that it is assigned to.
     """
     node, statement = here.node, here.statement()
     name = ""
@@ -66,34 +69,36 @@ def _moved(here: Site, plain: str, added: str, dst: SpmdType) -> Repair | None:
         words = here.text(call.func)
         inner = call.args[0] if call.args else None
         same = inner is node or (bool(name) and isinstance(inner, ast.Name) and inner.id == name)
-        said = next((here.text(k.value).rpartition(".")[2] for k in call.keywords if k.arg == "dst"), "")
-        kind = said or ("I" if "reduce_from" in words else "R" if words.startswith("comm.") else "")
-        if not same or "reduce" not in words or kind != str(dst):
+        declared_dst = next((here.text(k.value).rpartition(".")[2] for k in call.keywords if k.arg == "dst"), "")
+        letter = declared_dst or ("I" if "reduce_from" in words else "R" if words.startswith("comm.") else "")
+        if not same or "reduce" not in words or letter != str(dst):
             continue
         rest = [here.text(part) for part in call.args[1:]] + [f"{k.arg}={here.text(k.value)}" for k in call.keywords]
         if inner is node:
-            code = f"{words}({', '.join([plain, *rest])}) + {added}"
+            code = f"{words}({', '.join([remaining, *rest])}) + {added}"
             return Repair(code, edit_of(here, call, f"({code})"))
         code = f"{here.text(call)} + {added}"
-        text = f"{code}, and {plain} without it before"
-        return Repair(text, edit_of(here, node, plain), edit_of(here, call, f"({code})"))
+        text = f"{code}, and {remaining} without it before"
+        return Repair(text, edit_of(here, node, remaining), edit_of(here, call, f"({code})"))
     return None
 
 
-def _plus(mode: Any, violation: Violation, call: Call, names: Sequence[Named], here: Site | None, size: Any) -> Any:
+def _plus(
+    mode: Any, violation: Violation, call: JudgedCall, names: Sequence[Named], here: Site | None, size: Any
+) -> Any:
     """What is added to a sum before its reduction: add it after."""
     if here is None or not isinstance(here.node, ast.BinOp) or not isinstance(here.node.op, ast.Add) or len(names) != 2:
         return
-    kinds = [operand.type.get(violation.axis) for operand in call.operands]
-    pending = next((i for i, kind in enumerate(kinds) if kind is P), None)
-    other = kinds[1 - pending] if pending is not None else None
-    if pending is not None and other is not None and other.letter in "RI":
+    spmd_types = [operand.type.get(violation.axis) for operand in call.operands]
+    pending = next((i for i, spmd_type in enumerate(spmd_types) if spmd_type is P), None)
+    other = spmd_types[1 - pending] if pending is not None else None
+    if pending is not None and other is not None and other.letter in SAME:
         moved = _moved(here, names[pending].code, names[1 - pending].code, other)
         if moved is not None:
             yield moved
 
 
-def _invariant(mode: Any, violation: Violation, call: Call, names: Any, here: Site | None, size: Any) -> Any:
+def _invariant(mode: Any, violation: Violation, call: JudgedCall, names: Any, here: Site | None, size: Any) -> Any:
     yield from _bias(mode, violation, call, names, here, size)
     yield from _plus(mode, violation, call, names, here, size)
     axis = violation.axis
@@ -101,10 +106,10 @@ def _invariant(mode: Any, violation: Violation, call: Call, names: Any, here: Si
         if index >= len(call.tensors):
             yield Repair("draw the numbers outside of fork(): the default stream is the same on all ranks of tp")
             continue
-        note = note_of(call.tensors[index])
-        origin = ((note[1] or {}) if note is not None else {}).get(axis)
-        kind = note[0].get(axis) if note is not None else None
-        if kind is R and origin is not None and origin.letter == "R":
+        type_ = type_of(call.tensors[index])
+        origin = origins_of(call.tensors[index]).get(axis)
+        spmd_type = type_.get(axis) if type_ is not None else None
+        if spmd_type is R and origin is not None and origin.letter == "R":
             repair = origin_repair(origin, I)
             change = Change("", I, tuple(call.tensors[index].shape), 0)
             if repair is not None and legal(call, axis, {index: change}):
@@ -134,7 +139,9 @@ def origin_repair(origin: Origin, dst: SpmdType) -> Repair | None:
     return Repair(text)
 
 
-def _reduced(mode: Any, violation: Violation, call: Call, names: Sequence[Named], here: Site | None, size: Any) -> Any:
+def _reduced(
+    mode: Any, violation: Violation, call: JudgedCall, names: Sequence[Named], here: Site | None, size: Any
+) -> Any:
     """A mean over a sharded dim: the sum, over the global count."""
     node, x = here.node if here is not None else None, names[0].code
     if call.spec is None or "mean" not in call.spec.reduced.values() or here is None or not isinstance(node, ast.Call):
@@ -153,7 +160,7 @@ def _reduced(mode: Any, violation: Violation, call: Call, names: Sequence[Named]
         words += [f"{k.arg}={here.text(k.value)}" for k in node.keywords if k.arg != "reduction"]
         total = f'{here.text(node.func)}({", ".join(words)}, reduction="sum")'
         count = f"{x}.numel()"
-    axes = [a for a, kind in call.operands[0].type if isinstance(kind, Shard) and _ends(call, kind.dim)]
+    axes = [a for a, spmd_type in call.operands[0].type if isinstance(spmd_type, Shard) and _ends(call, spmd_type.dim)]
     factors = " * ".join(f'comm.size("{a}")' for a in axes)
     if call.spec.outs and call.spec.outs[0]:
         total = call_of("all_reduce", total, violation.axis, None, R)
@@ -164,59 +171,61 @@ def _reduced(mode: Any, violation: Violation, call: Call, names: Sequence[Named]
     yield Repair(code, edit_of(here, node, f"({code})"))
 
 
-def _ends(call: Call, dim: int) -> bool:
+def _ends(call: JudgedCall, dim: int) -> bool:
     assert call.spec is not None
     dims = call.spec.ins[0]
     return dims is not None and any(label in call.spec.reduced for label in dims[dim])
 
 
-def _fixed(mode: Any, violation: Violation, call: Call, names: Sequence[Named], here: Site | None, size: Any) -> Any:
-    """Dims along which values mix, or that are cut or looked up: what is usually written for them."""
+def _fixed(
+    mode: Any, violation: Violation, call: JudgedCall, names: Sequence[Named], here: Site | None, size: Any
+) -> Any:
+    """Repairs for a sharded dim along which values mix, or that is cut or looked up."""
     index = violation.operands[0]
     axis, name, x = violation.axis, names[index], call.tensors[index]
-    kind = call.operands[index].type.get(axis)
-    if not isinstance(kind, Shard):
+    spmd_type = call.operands[index].type.get(axis)
+    if not isinstance(spmd_type, Shard):
         return
     words = call.rule.name
-    if words in ("cross_entropy", "nll_loss") and len(names) > 1 and index == 0 and kind.dim == x.dim() - 1:
+    if words in ("cross_entropy", "nll_loss") and len(names) > 1 and index == 0 and spmd_type.dim == x.dim() - 1:
         node, labels = here.node if here is not None else None, names[1].code
         code = f"parallel_cross_entropy({name.code}, {labels}).sum() / ({labels} != -100).sum()"
-        plain = isinstance(node, ast.Call) and len(node.args) == 2 and not node.keywords
-        yield Repair(code, edit_of(here, node, f"({code})") if plain else None)
-    elif words == "rms_norm" and kind.dim == x.dim() - 1 and index == 0:
+        replaceable = isinstance(node, ast.Call) and len(node.args) == 2 and not node.keywords
+        yield Repair(code, edit_of(here, node, f"({code})") if replaceable else None)
+    elif words == "rms_norm" and spmd_type.dim == x.dim() - 1 and index == 0:
         squares = call_of("all_reduce", f"{name.code}.pow(2).sum(-1, keepdim=True)", axis, None, R)
         node = here.node if here is not None else None
         words_of = node.keywords if isinstance(node, ast.Call) else []
-        given = [here.text(k.value) for k in words_of if k.arg == "eps"] if here is not None else []
-        said = given[0] if given else f"torch.finfo({name.code}.dtype).eps"
-        code = f'{name.code} * torch.rsqrt({squares} / ({name.code}.shape[-1] * comm.size("{axis}")) + {said})'
+        eps_texts = [here.text(k.value) for k in words_of if k.arg == "eps"] if here is not None else []
+        eps = eps_texts[0] if eps_texts else f"torch.finfo({name.code}.dtype).eps"
+        code = f'{name.code} * torch.rsqrt({squares} / ({name.code}.shape[-1] * comm.size("{axis}")) + {eps})'
         code += f" * {names[1].code}" if len(names) > 1 else ""
         yield Repair(code, edit_of(here, here.node if here is not None else None, f"({code})"))
     elif words in ("layer_norm", "group_norm", "normalize"):
-        yield Repair(f"{call_of('all_gather', name.code, axis, kind, I)} before it, and its weight whole")
-    elif words == "embedding" and kind.dim == 0:
+        yield Repair(f"{call_of('all_gather', name.code, axis, spmd_type, I)} before it, and its weight whole")
+    elif words == "embedding" and spmd_type.dim == 0:
         yield Repair("ParallelEmbedding: each rank looks up the ids whose rows it holds, masks the others, and the sum "
                      "over the ranks is the row")  # fmt: skip
-    elif kind.stride == 1 and words in _BLOCKS:
+    elif spmd_type.stride == 1 and words in _BLOCKS:
         for blocks in range(2, 9):
-            change = Change("", Shard(kind.dim, blocks), tuple(x.shape), 0)
-            if x.shape[kind.dim] % blocks == 0 and legal(call, axis, {index: change}):
+            change = Change("", Shard(spmd_type.dim, blocks), tuple(x.shape), 0)
+            if x.shape[spmd_type.dim] % blocks == 0 and legal(call, axis, {index: change}):
                 text = f"shard the weight that {name.label or 'it'} comes from in {blocks} blocks, stride={blocks} "
                 text += f"(ColumnParallelLinear(..., stride={blocks})): each rank then holds its part of each"
                 yield Repair(text)
                 break
 
 
-def otherwise(mode: Any, violation: Violation, call: Call, names: Sequence[Named]) -> Iterator[Repair]:
-    """What may help where no operator does."""
+def otherwise(mode: Any, violation: Violation, call: JudgedCall, names: Sequence[Named]) -> Iterator[Repair]:
+    """Repairs that are no operator: another rule, another layout, an exception from the check."""
     function = call.rule.name
     if call.rule.spec is None and call.rule.kind == "op" and call.function not in RULES:
         yield Repair(f"@spmd.register_rule({function}, linear=((0,),)) on a function that says what it does to dims, "
                      "if it is linear")  # fmt: skip
     for index in violation.operands:
         if index < len(call.tensors) and isinstance(call.tensors[index], nn.Parameter):
-            kind = call.operands[index].type.get(violation.axis)
-            if violation.rule == "invariant" and kind is I and violation.axis == "tp":
+            spmd_type = call.operands[index].type.get(violation.axis)
+            if violation.rule == "invariant" and spmd_type is I and violation.axis == "tp":
                 if not contracted(call, violation.axis):
                     yield Repair(f"{names[index].code}.sequence_parallel_enabled = True, if it sees a part of the "
                                  "sequence: reduce_gradients then sums its gradient")  # fmt: skip
@@ -229,26 +238,28 @@ def otherwise(mode: Any, violation: Violation, call: Call, names: Sequence[Named
         yield Repair(f"with spmd.no_typecheck(): around it, if this rank's own {own} is meant (to print it)")
 
 
-def declared(call: Call, axis: str, violation: Violation, names: Sequence[Named], here: Site | None) -> list[Repair]:
+def declared(
+    call: JudgedCall, axis: str, violation: Violation, names: Sequence[Named], here: Site | None
+) -> list[Repair]:
     """Types for an operand that has none on an axis, with which the call is legal."""
-    found = []
+    repairs = []
     for index in violation.operands:
         x = call.tensors[index]
-        kinds: list[SpmdType] = [R, *(Shard(dim) for dim in range(x.dim())), I, V]
-        sharded = [kind for kind in kinds if isinstance(kind, Shard)]
+        spmd_types: list[SpmdType] = [R, *(Shard(dim) for dim in range(x.dim())), I, V]
+        sharded = [spmd_type for spmd_type in spmd_types if isinstance(spmd_type, Shard)]
         if any(isinstance(operand.type.get(axis), Shard) for operand in call.operands) and x.dim():
-            kinds = [*sharded, R, I, V]
-        for kind in kinds:
-            if legal(call, axis, {index: Change("", kind, tuple(x.shape), 0)}):
-                code = f'spmd.assert_type({names[index].code or "x"}, {{"{axis}": {written(kind)}}})'
-                found.append(Repair(code, edit_of(here, names[index].node, code)))
-    return found
+            spmd_types = [*sharded, R, I, V]
+        for spmd_type in spmd_types:
+            if legal(call, axis, {index: Change("", spmd_type, tuple(x.shape), 0)}):
+                code = f'spmd.assert_type({names[index].code or "x"}, {{"{axis}": {written(spmd_type)}}})'
+                repairs.append(Repair(code, edit_of(here, names[index].node, code)))
+    return repairs
 
 
 def fitting_sizes(
-    call: Call, axis: str, size: int | None, names: Sequence[Named], here: Site | None
+    call: JudgedCall, axis: str, size: int | None, names: Sequence[Named], here: Site | None
 ) -> Iterator[Repair]:
-    """A size of the whole, given to a view or a split of a shard, divided by the ranks."""
+    """Repairs of a view or split of a shard that is given a size of the whole: divide it by the ranks."""
     if not size or len(call.tensors) != 1 or not isinstance(call.operands[0].type.get(axis), Shard):
         return
     args, kwargs = on_meta(call)

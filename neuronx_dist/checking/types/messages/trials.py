@@ -14,16 +14,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .... import comm
+from ....spmd.collectives import ROWS
 from ....spmd.errors import Violation
-from ....spmd.tensor_type import TensorType, note_of
-from ....spmd.types import I, P, R, Shard, SpmdType, V
+from ....spmd.tensor_type import TensorType, type_of
+from ....spmd.types import DIFFERING, SAME, VARYING, I, P, R, Shard, SpmdType, V
 from ..judge import Operand, judge
 from ..rules import Rule
 from ..rules.spec import Spec
 from .provenance import Named, Site, contracts
 
 __all__ = [
-    "Call",
+    "JudgedCall",
     "Change",
     "Edit",
     "Repair",
@@ -40,7 +42,7 @@ __all__ = [
     "written",
 ]
 
-LAST = 40  # a place behind all that keeps the global value
+LAST = 40  # an order behind all that keeps the global value
 
 
 class Edit(NamedTuple):
@@ -63,7 +65,7 @@ class Repair(str):
         return self
 
 
-class Call(NamedTuple):
+class JudgedCall(NamedTuple):
     """A call that a violation forbids. `operands` are those of the judgement: also of the numbers that it draws."""
 
     rule: Rule
@@ -77,43 +79,44 @@ class Call(NamedTuple):
 
 
 class Change(NamedTuple):
-    """A way to give an operand another type: its code, the type, the shape, and how far down it stands."""
+    """A way to give an operand another type."""
 
     code: str
-    kind: SpmdType
+    type: SpmdType
     shape: tuple[int, ...]
-    place: float
+    order: float  # how far down the list of repairs it stands
 
 
-def written(kind: SpmdType | None) -> str:
+def written(spmd_type: SpmdType | None) -> str:
     """A type as code: `spmd.S(1)`."""
-    return f"spmd.{kind}"
+    return f"spmd.{spmd_type}"
 
 
 def call_of(
     operator: str, name: str, axis: str, src: SpmdType | None, dst: SpmdType | None, expert: bool = False
 ) -> str:
     """A call of an operator as code."""
-    said = f", src={written(src)}" if src is not None else ""
-    said += f", dst={written(dst)}" if dst is not None else ""
-    return f'spmd.{operator}({name or "x"}, "{axis}"{said}{", expert_mode=True" if expert else ""})'
+    types = f", src={written(src)}" if src is not None else ""
+    types += f", dst={written(dst)}" if dst is not None else ""
+    return f'spmd.{operator}({name or "x"}, "{axis}"{types}{", expert_mode=True" if expert else ""})'
 
 
 def size_of(mode: Any, axis: str) -> int | None:
     """Ranks on an axis; None if nobody knows."""
-    from .... import comm
-
     try:
         return int(mode.mesh.size(axis)) if mode.mesh is not None else int(comm.size(axis))
     except (ValueError, RuntimeError, KeyError):
         return None
 
 
-def changes_of(call: Call, index: int, axis: str, size: int | None, name: Named, level: str) -> Iterator[Change]:
-    """What may be done to an operand, and how likely it is what was forgotten (small: likely)."""
-    x, kind = call.tensors[index], call.operands[index].type.get(axis)
-    if kind is None or kind.letter == "0":
-        return
+def _companions(call: JudgedCall, index: int, axis: str) -> tuple[set[Shard], bool, tuple[SpmdType, SpmdType]]:
+    """What the other operands of a call say about what is meant by one of them.
+
+    Returns:
+        How they are sharded; whether a sum is pending that nobody reduced; which of I and R, for a value that is the
+        same on all ranks, is likelier, and the other.
+    """
+    x = call.tensors[index]
     others = [
         (operand.type.get(axis), operand.differentiable)
         for i, operand in enumerate(call.operands)
@@ -124,50 +127,61 @@ def changes_of(call: Call, index: int, axis: str, size: int | None, name: Named,
     shards = {k for k, _ in others if isinstance(k, Shard)}
     varying = bool(shards) or any(k is V for k, _ in others)
     pending = any(k is P for k, _ in others) or contracted(call, axis) or any(
-        operand.type.get(axis) is V and unreduced(held, axis) for operand, held in zip(call.operands, call.tensors)
+        operand.type.get(axis) is V and unreduced(tensor, axis) for operand, tensor in zip(call.operands, call.tensors)
     )  # fmt: skip
+    # Beside operands that are I and others that are R or vary, or beside none, a value is likely to end in the loss,
+    # which is I.
+    return shards, pending, (R, I) if (replicated or varying) and not invariant else (I, R)
+
+
+def changes_of(call: JudgedCall, index: int, axis: str, size: int | None, name: Named, level: str) -> Iterator[Change]:
+    """What may be done to an operand, and how likely it is what was forgotten (small: likely)."""
+    x, spmd_type = call.tensors[index], call.operands[index].type.get(axis)
+    if spmd_type is None or spmd_type.letter == "0":
+        return
+    shards, pending, (first, second) = _companions(call, index, axis)
     same = tuple(x.shape)
-    # What has both kinds of companions, or none, ends in a loss, which is I.
-    first, second = (R, I) if (replicated or varying) and not invariant else (I, R)
 
     def write(operator: str, src: SpmdType | None, dst: SpmdType | None, expert: bool = False) -> str:
         return call_of(operator, name.code, axis, src, dst, expert)
 
     dims = range(x.dim())
-    if kind is P or (kind is V and unreduced(x, axis)):
+    if spmd_type is P or (spmd_type is V and unreduced(x, axis)):
         yield Change(write("all_reduce", None, first), first, same, 1)
         yield Change(write("all_reduce", None, second), second, same, 2)
         likely = [d for d in dims if Shard(d) in shards] or list(dims)[-2:-1]  # else along the sequence
         for dim in likely:
             if size and same[dim] % size == 0:
-                place = 0.5 if Shard(dim) in shards else 3 + dim / 100
-                yield Change(write("reduce_scatter", None, Shard(dim)), Shard(dim), _scaled(same, dim, 1, size), place)
-    elif kind.letter == "P":
-        text = f'comm.all_reduce({name.code}, "{axis}", op="{kind.reduction}")'
+                order = 0.5 if Shard(dim) in shards else 3 + dim / 100
+                yield Change(write("reduce_scatter", None, Shard(dim)), Shard(dim), _scaled(same, dim, 1, size), order)
+    elif spmd_type.letter == "P":
+        text = f'comm.all_reduce({name.code}, "{axis}", op="{spmd_type.reduction}")'
         yield Change(text, R, same, 1)
-    elif kind.letter == "I":
+    elif spmd_type.letter == "I":
         if not pending:
             yield Change(write("convert", I, R), R, same, 10)
         for dim in dims if shards else ():
             if size and same[dim] % size == 0:
                 yield Change(write("convert", I, Shard(dim)), Shard(dim), _scaled(same, dim, 1, size), 21 + dim / 100)
-    elif kind.letter == "R":
+    elif spmd_type.letter == "R":
         for dim in dims if shards else ():
             if size and same[dim] % size == 0:
                 yield Change(write("convert", R, Shard(dim)), Shard(dim), _scaled(same, dim, 1, size), 21 + dim / 100)
         if pending:
             yield Change(write("convert", R, P), P, same, 24)
-    elif isinstance(kind, Shard) and kind.stride == 1 and kind.extent in (None, same[kind.dim]):
+    elif isinstance(spmd_type, Shard) and spmd_type.stride == 1 and spmd_type.extent in (None, same[spmd_type.dim]):
         for n, dst in enumerate((first, second)):
-            shape = _scaled(same, kind.dim, size or 1, 1)
-            yield Change(write("all_gather", kind, dst), dst, shape, (14 if isinstance(x, nn.Parameter) else 12) + n)
+            shape = _scaled(same, spmd_type.dim, size or 1, 1)
+            yield Change(
+                write("all_gather", spmd_type, dst), dst, shape, (14 if isinstance(x, nn.Parameter) else 12) + n
+            )
         for dim in dims:
-            if dim != kind.dim and size and same[dim] % size == 0:
-                shape = _scaled(_scaled(same, kind.dim, size, 1), dim, 1, size)
-                yield Change(write("all_to_all", kind, Shard(dim)), Shard(dim), shape, 18 + dim / 100)
+            if dim != spmd_type.dim and size and same[dim] % size == 0:
+                shape = _scaled(_scaled(same, spmd_type.dim, size, 1), dim, 1, size)
+                yield Change(write("all_to_all", spmd_type, Shard(dim)), Shard(dim), shape, 18 + dim / 100)
         text = f'spmd.forget({name.code}, "{axis}")'
         yield Change(text + ": if each rank's piece is meant by itself", V, same, LAST)
-    elif kind is V:
+    elif spmd_type is V:
         for dim in dims:
             text = f'spmd.assert_type({name.code}, {{"{axis}": {written(Shard(dim))}}})'
             if level == "G":
@@ -179,32 +193,32 @@ def _scaled(shape: Sequence[int], dim: int, times: int, over: int) -> tuple[int,
     return (*shape[:dim], shape[dim] * times // over, *shape[dim + 1 :])
 
 
-def contracted(call: Call, axis: str) -> bool:
-    """Whether the call itself sums over a dim that two operands have which vary: a partial sum, it may be."""
+def contracted(call: JudgedCall, axis: str) -> bool:
+    """Whether the call sums over a dim of two operands that vary, so that its result may be a partial sum."""
     if call.spec is None:
         return False
     varying = [
         {label for dim in dims or () for label in dim}
         for dims, operand in zip(call.spec.ins, call.operands)
-        if (operand.type.get(axis) or R).letter in "VS"
+        if (operand.type.get(axis) or R).letter in VARYING
     ]
-    return any(sum(label in held for held in varying) > 1 for label in call.spec.reduced)
+    return any(sum(label in labels for labels in varying) > 1 for label in call.spec.reduced)
 
 
 def unreduced(x: Tensor, axis: str) -> bool:
-    """Whether what varies is, as far as autograd remembers, a sum over pieces that was not reduced."""
+    """Whether a tensor that varies is a sum over pieces that nobody reduced, as far as autograd remembers."""
 
     def varies(leaf: Tensor) -> bool:
-        note = note_of(leaf)
-        kind = note[0].get(axis) if note is not None else None
-        return kind is not None and kind.letter in "VS"
+        leaf_type = type_of(leaf)
+        spmd_type = leaf_type.get(axis) if leaf_type is not None else None
+        return spmd_type is not None and spmd_type.letter in VARYING
 
-    note = note_of(x)
-    kind = note[0].get(axis) if note is not None else None
-    return kind is P or (kind is V and contracts(x, varies))
+    type_ = type_of(x)
+    spmd_type = type_.get(axis) if type_ is not None else None
+    return spmd_type is P or (spmd_type is V and contracts(x, varies))
 
 
-def legal(call: Call, axis: str, changes: Mapping[int, Change], result: bool = False) -> Any:
+def legal(call: JudgedCall, axis: str, changes: Mapping[int, Change], result: bool = False) -> Any:
     """Whether the call is allowed, on this axis, with some operands changed. With `result`: the types it gives."""
     changed = {id(call.tensors[index]): change for index, change in changes.items()}
     spec = call.spec
@@ -219,20 +233,23 @@ def legal(call: Call, axis: str, changes: Mapping[int, Change], result: bool = F
     operands = []
     for index, operand in enumerate(call.operands):
         x = call.tensors[index] if index < len(call.tensors) else None
-        kind = changed[id(x)].kind if id(x) in changed else operand.type.get(axis) or R
-        operands.append(Operand(TensorType.of({axis: kind}), operand.differentiable))
+        spmd_type = changed[id(x)].type if id(x) in changed else operand.type.get(axis) or R
+        operands.append(Operand(TensorType.of({axis: spmd_type}), operand.differentiable))
     if call.rule.kind == "scalar":
-        return all(operand.type.types[axis].letter not in "VSP" for operand in operands)
+        return all(operand.type.types[axis].letter not in DIFFERING for operand in operands)
     count = max(1, len(spec.outs)) if spec is not None else 1
     try:
         types = judge(call.rule, spec, operands, call.affine, count).types
     except Violation:
         return False
-    return [found.get(axis) for found in types] if result else True
+    return [type_.get(axis) for type_ in types] if result else True
 
 
-def misfit(call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Exception | None:
-    """What torch says of arguments on the meta device; None if they fit. Functions of users' are not run."""
+def misfit(call: JudgedCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Exception | None:
+    """The error that torch raises for these arguments, on the meta device; None if they fit.
+
+    Functions of users' are not run.
+    """
     torch_own = (getattr(call.function, "__module__", None) or "torch").startswith("torch")
     try:
         with torch._C.DisableTorchFunction(), torch.no_grad(), warnings.catch_warnings():
@@ -248,7 +265,7 @@ def misfit(call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Exce
     return None
 
 
-def on_meta(call: Call) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def on_meta(call: JudgedCall) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a call without their values."""
     with torch._C.DisableTorchFunction():
         new = {id(x): x.new_empty(x.shape, device="meta") for x in call.tensors}
@@ -275,15 +292,13 @@ def edit_of(here: Site | None, node: ast.AST | None, text: str) -> Edit | None:
 
 def route(src: SpmdType, dst: SpmdType) -> tuple[str, bool] | None:
     """The operator that takes `src` to `dst` and keeps the global value, and whether it needs expert_mode."""
-    from ....spmd.collectives import ROWS
-
     a, b = src.letter, dst.letter
     if a == b and not isinstance(src, Shard):
         return None
-    operator = {"P": "all_reduce" if b in "RI" else "reduce_scatter", "V": "all_gather", "S": "all_gather"}.get(
+    operator = {"P": "all_reduce" if b in SAME else "reduce_scatter", "V": "all_gather", "S": "all_gather"}.get(
         a, "convert"
     )
-    if a in "VS" and b in "VS":
+    if a in VARYING and b in VARYING:
         operator = "all_to_all"
     row = ROWS.get((operator, a, b))
     return None if row is None or a + b in ("VS", "SV") else (operator, row.expert)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from .names import out_of_place
 from .spec import ALL, Spec, elementwise, labels, operands, rule, same
-from .views import Labels, plain
+from .views import Labels, as_int
 
 __all__: list[str] = []
 
@@ -28,9 +28,9 @@ def _forms(names: str) -> list[Any]:
 
 def _filled(size: Any, fill_value: Any, *args: Any, **kwargs: Any) -> Spec:
     """`full(size, value)`: the value may be a tensor of one element."""
-    found = Labels()
+    builder = Labels()
     values = [[()] * fill_value.dim()] if isinstance(fill_value, Tensor) else []
-    return found.spec(values, [found.dims(plain(length) for length in size)])
+    return builder.spec(values, [builder.dims(as_int(length) for length in size)])
 
 
 def _new_filled(input: Tensor, *args: Any, **kwargs: Any) -> Spec:
@@ -64,14 +64,14 @@ rule(
 @rule(torch.tensor, torch.as_tensor, torch.asarray, kind="factory", linear=ALL, aliases=True)
 def tensor(*args: Any, **kwargs: Any) -> Spec:
     """Of numbers: the same on all ranks. Of a tensor: that tensor. Of a list of tensors: their numbers side by side."""
-    given = operands(args, kwargs)
+    tensors = operands(args, kwargs)
     data = args[0] if args else next(iter(kwargs.values()))
-    if not given:
+    if not tensors:
         return Spec((), ((),), {})
     if isinstance(data, Tensor):
         return same(data.shape)
-    dims = ((0,),) if len(given) == len(data) else ((0,), (1,))
-    return Spec(tuple(((),) * x.dim() for x in given), (dims,), {0: len(data), 1: 1})
+    dims = ((0,),) if len(tensors) == len(data) else ((0,), (1,))
+    return Spec(tuple(((),) * x.dim() for x in tensors), (dims,), {0: len(data), 1: 1})
 
 
 @rule(Tensor.new_tensor, kind="factory", linear=((1,),))
@@ -89,8 +89,8 @@ def _drawn_like(*args: Any, **kwargs: Any) -> Spec:
 
 def _drawn_from(*args: Any, **kwargs: Any) -> Spec:
     """Parameters of the distribution, element by element; they may be numbers."""
-    given = operands(args, kwargs)
-    return elementwise(*(x.shape for x in given)) if given else Spec((), ((),), {})
+    tensors = operands(args, kwargs)
+    return elementwise(*(x.shape for x in tensors)) if tensors else Spec((), ((),), {})
 
 
 rule(*_forms("rand randn randint randperm"), kind="random", random=True)(None)
@@ -111,7 +111,7 @@ rule(
 def multinomial(input: Tensor, num_samples: int, replacement: bool = False, *, generator: Any = None) -> Spec:
     dims = labels(input.ndim)
     why = "multinomial draws positions of the whole of it"
-    sizes = {**dict(enumerate(input.shape)), input.ndim: plain(num_samples)}
+    sizes = {**dict(enumerate(input.shape)), input.ndim: as_int(num_samples)}
     return Spec((dims,), ((*dims[:-1], (input.ndim,)),), sizes, fixed={input.ndim - 1: why})
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .pieces import cut
-from .views import Labels, plain
+from .views import Labels, as_int
 
 __all__ = ["Indexed", "index_operands", "indexed"]
 
@@ -61,79 +61,80 @@ def _consumed(item: Any) -> int:
     return 1
 
 
-def indexed(found: Labels, shape: Sequence[int], index: Any) -> Indexed:
+def indexed(builder: Labels, shape: Sequence[int], index: Any) -> Indexed:
     """The dims of `x[index]` for an x of `shape`. Tensors of bools have labels in common with the dims they mask."""
     items: list[Any] = [
         torch.as_tensor(item) if not isinstance(item, (Tensor, int, slice, type(None), type(...))) else item
         for item in _items(index)
     ]
-    given = [isinstance(item, Tensor) for item in _items(index)]
+    are_tensors = [isinstance(item, Tensor) for item in _items(index)]
     if not any(item is Ellipsis for item in items):
         items.append(...)
-        given.append(False)
+        are_tensors.append(False)
     missing = len(shape) - sum(_consumed(item) for item in items)
     x: list[Dim] = []
     tensors: list[list[Dim]] = []
     out: list[Dim] = []
     tables: list[tuple[int, list[Dim], tuple[int, ...]]] = []  # of index tensors: where in `out`, dims, shape
-    for item, own in zip(items, given):
+    for item, own in zip(items, are_tensors):
         at = len(x)
         if item is Ellipsis:
             for size in shape[at : at + missing]:
-                x.append((found.new(size),))
+                x.append((builder.new(size),))
                 out.append(x[-1])
         elif item is None:
             out.append(())
         elif isinstance(item, bool):
-            tables.append((len(out), [(found.new(int(item)),)], (int(item),)))
+            tables.append((len(out), [(builder.new(int(item)),)], (int(item),)))
         elif isinstance(item, int):
-            x.append((found.new(shape[at], ONE, selected=True),))
+            x.append((builder.new(shape[at], ONE, selected=True),))
         elif isinstance(item, slice):
-            dim, part = _sliced(found, shape[at], item)
+            dim, part = _sliced(builder, shape[at], item)
             x.append(dim)
             out.append(part)
         elif item.dtype in (torch.bool, torch.uint8):
-            dims: list[Dim] = [(found.new(size, MASK, selected=True),) for size in item.shape]
+            dims: list[Dim] = [(builder.new(size, MASK, selected=True),) for size in item.shape]
             x.extend(dims)
-            tables.append((len(out), [(found.new(0),)], (0,)))
+            tables.append((len(out), [(builder.new(0),)], (0,)))
             if own:
                 tensors.append(list(dims))
         else:
-            x.append((found.new(shape[at], TABLE, looked_up=True),))
-            dims = [(found.new(size),) for size in item.shape]
+            x.append((builder.new(shape[at], TABLE, looked_up=True),))
+            dims = [(builder.new(size),) for size in item.shape]
             if dims:  # without dims it is read as a number
                 tables.append((len(out), dims, tuple(item.shape)))
             if own:
                 tensors.append(dims)
     masked = len(items) == 2 and len(tensors) == 1 and items[-1] is Ellipsis and items[0].dtype is torch.bool
-    _place(found, tables, tensors, out)
+    _insert_tables(builder, tables, tensors, out)
     return Indexed(x, tensors, out, masked)
 
 
-def _sliced(found: Labels, length: int, item: slice) -> tuple[Dim, Dim]:
-    start, stop, step = (None if value is None else plain(value) for value in (item.start, item.stop, item.step))
+def _sliced(builder: Labels, length: int, item: slice) -> tuple[Dim, Dim]:
+    start, stop, step = (None if value is None else as_int(value) for value in (item.start, item.stop, item.step))
     if step not in (None, 1):
         count = len(range(*slice(start, stop, step).indices(length)))
-        return (found.new(length, STEPS, selected=True),), (found.new(count),)
+        return (builder.new(length, STEPS, selected=True),), (builder.new(count),)
     first, last, _ = slice(start, stop).indices(length)
     if start is not None and start < 0:  # counted from the end, which is another one in the whole tensor
-        return (found.new(length, RANGE, selected=True),), (found.new(max(0, last - first)),)
-    dim, (part,) = cut(found, length, [(first, max(0, last - first))], RANGE, start in (None, 0) and stop is None)
+        return (builder.new(length, RANGE, selected=True),), (builder.new(max(0, last - first)),)
+    dim, (part,) = cut(builder, length, [(first, max(0, last - first))], RANGE, start in (None, 0) and stop is None)
     return dim, part
 
 
-def _place(
-    found: Labels,
+def _insert_tables(
+    builder: Labels,
     tables: list[tuple[int, list[Dim], tuple[int, ...]]],
     tensors: list[list[Dim]],
     out: list[Dim],
 ) -> None:
-    """Puts the dims of the index tensors, broadcast against each other, into `out`: in place of the indexed dims if
-    these are side by side, else at the front.
+    """Puts the dims of the index tensors, broadcast against each other, into `out`.
+
+    They stand in place of the indexed dims if these are side by side, else at the front.
     """
     if not tables:
         return
-    places = [place for place, _, _ in tables]
+    positions = [position for position, _, _ in tables]
     width = max(len(dims) for _, dims, _ in tables)
     merged: list[Dim] = [()] * width
     for _, dims, shape in tables:
@@ -146,7 +147,7 @@ def _place(
             else:
                 for others in tensors:  # the same positions as those of an earlier index
                     others[:] = [merged[at] if other == dim else other for other in others]
-                if dim[0] in found.sizes and dim[0] != merged[at][0]:
-                    found.sizes[dim[0]] = found.sizes[merged[at][0]]
-    together = len(set(places)) == 1
-    out[places[0] if together else 0 : places[0] if together else 0] = merged
+                if dim[0] in builder.sizes and dim[0] != merged[at][0]:
+                    builder.sizes[dim[0]] = builder.sizes[merged[at][0]]
+    together = len(set(positions)) == 1
+    out[positions[0] if together else 0 : positions[0] if together else 0] = merged

@@ -12,7 +12,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from .index import indexed
 from .spec import Spec, along, derive, elementwise, labels, nonzero, rule
-from .views import FIRST, Labels, plain
+from .views import FIRST, Labels, as_int
 
 __all__ = ["index_sum", "scatter_sum", "write"]
 
@@ -21,9 +21,9 @@ WHERE = "its positions say where in the other tensor values go"
 
 @rule(Tensor.__getitem__, linear=FIRST, aliases=True)
 def getitem(input: Tensor, index: Any) -> Spec:
-    found = Labels()
-    parts = indexed(found, input.shape, index)
-    return found.spec([parts.x, *parts.tensors], [parts.out])
+    builder = Labels()
+    parts = indexed(builder, input.shape, index)
+    return builder.spec([parts.x, *parts.tensors], [parts.out])
 
 
 # --- writing: typed as functions without side effects, in which the value comes before the index ---
@@ -48,25 +48,25 @@ def _writes_number(x: Tensor, value: Any, index: Any, accumulate: bool = False) 
 
 
 def _write(x: Tensor, value: Any, index: Any, accumulate: bool = False) -> Spec:
-    found = Labels()
-    parts = indexed(found, x.shape, index)
+    builder = Labels()
+    parts = indexed(builder, x.shape, index)
     of_x = {label for dim in parts.x for label in dim}
     small = not isinstance(value, Tensor) or value.numel() == 1
     dims: list[tuple[int, ...]] = []
     if small and parts.masked:  # element by element, as masked_fill
-        found.fixed, found.selected = {}, set()
+        builder.fixed, builder.selected = {}, set()
         dims = [()] * value.dim() if isinstance(value, Tensor) else []
     elif isinstance(value, Tensor):
         extra = value.dim() - len(parts.out)
         dims = [()] * max(extra, 0)
         for size, dim in zip(value.shape[max(extra, 0) :], parts.out[max(-extra, 0) :]):
-            wide = any(found.sizes[label] != 1 for label in dim)
+            wide = any(builder.sizes[label] != 1 for label in dim)
             dims.append(() if size == 1 and wide else dim)
     ins = [parts.x, dims] if isinstance(value, Tensor) else [parts.x]
     for operand in (*ins[1:], *parts.tensors):
         for dim in operand:
-            found.fixed.update(dict.fromkeys((label for label in dim if label not in of_x), WHERE))
-    return found.spec([*ins, *parts.tensors], [parts.x])
+            builder.fixed.update(dict.fromkeys((label for label in dim if label not in of_x), WHERE))
+    return builder.spec([*ins, *parts.tensors], [parts.x])
 
 
 rule(write, linear=((0, 1),), name="index_put")(_write)
@@ -91,23 +91,24 @@ rule(torch.index_put_, Tensor.index_put_, kind="decompose", decompose=_put, inpl
 # --- gather, scatter ---
 
 
-def _with_table(found: Labels, shape: Sequence[int], index: Sequence[int], dim: int) -> tuple[Any, Any]:
-    """Dims of a tensor and of an index of as many dims, which names positions along `dim`; in the others the index
-    may be shorter.
+def _with_table(builder: Labels, shape: Sequence[int], index: Sequence[int], dim: int) -> tuple[Any, Any]:
+    """Dims of a tensor and of an index of as many dims, which names positions along `dim`.
+
+    In the other dims the index may be shorter.
     """
     ins: list[tuple[int, ...]] = []
     table: list[tuple[int, ...]] = []
     for at, (size, many) in enumerate(zip(shape, index)):
         if at == dim:
-            ins.append((found.new(size, TABLE, looked_up=True),))
-            table.append((found.new(many),))
+            ins.append((builder.new(size, TABLE, looked_up=True),))
+            table.append((builder.new(many),))
         elif size == many:
-            ins.append((found.new(size),))
+            ins.append((builder.new(size),))
             table.append(ins[-1])
         else:
             why = "the index is shorter there, so that only its first positions count"
-            ins.append((found.new(size, why, selected=True),))
-            table.append((found.new(many, why),))
+            ins.append((builder.new(size, why, selected=True),))
+            table.append((builder.new(many, why),))
     return ins, table
 
 
@@ -116,28 +117,28 @@ TABLE = "another tensor indexes it"
 
 @rule(torch.gather, Tensor.gather, linear=FIRST)
 def gather(input: Tensor, dim: int, index: Tensor, *, sparse_grad: bool = False) -> Spec:
-    found = Labels()
-    ins, table = _with_table(found, input.shape, index.shape, dim % max(input.ndim, 1))
-    return found.spec([ins, table], [table])
+    builder = Labels()
+    ins, table = _with_table(builder, input.shape, index.shape, dim % max(input.ndim, 1))
+    return builder.spec([ins, table], [table])
 
 
 def _scatter(input: Tensor, dim: int, index: Tensor, *args: Any, **kwargs: Any) -> Spec:
     """`input` with values at positions along `dim`: the index and the values are whole along it."""
-    found = Labels()
-    ins, table = _with_table(found, input.shape, index.shape, dim % max(input.ndim, 1))
+    builder = Labels()
+    ins, table = _with_table(builder, input.shape, index.shape, dim % max(input.ndim, 1))
     for label in {label for factors in table for label in factors} - {label for factors in ins for label in factors}:
-        found.fixed.setdefault(label, WHERE)
+        builder.fixed.setdefault(label, WHERE)
     values = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
     rows: list[Any] = []
     for value in values:
         row = []
         for size, many, factors in zip(value.shape, index.shape, table):
             if size != many:  # only its first positions count
-                found.fixed[factors[0]] = WHERE
-                factors = (found.new(size, WHERE),)
+                builder.fixed[factors[0]] = WHERE
+                factors = (builder.new(size, WHERE),)
             row.append(factors)
         rows.append(row)
-    return found.spec([ins, table, *rows], [ins])
+    return builder.spec([ins, table, *rows], [ins])
 
 
 def _scatter_affine(input: Tensor, dim: int, index: Tensor, *args: Any, **kwargs: Any) -> bool:
@@ -163,18 +164,20 @@ def scatter_sum(src: Tensor, dim: int, index: Tensor, shape: Sequence[int]) -> T
 @rule(scatter_sum, linear=FIRST, name="scatter_add")
 def _scatter_sum(src: Tensor, dim: int, index: Tensor, shape: Sequence[int]) -> Spec:
     """Sharded along `dim`, each rank adds its own positions: the sums are partial."""
-    found = Labels()
-    ins, table = _with_table(found, shape, index.shape, dim % max(len(shape), 1))
+    builder = Labels()
+    ins, table = _with_table(builder, shape, index.shape, dim % max(len(shape), 1))
     out = []
     for at, factors in enumerate(ins):
-        out.append((found.new(shape[at]),) if factors != table[at] else factors)
+        out.append((builder.new(shape[at]),) if factors != table[at] else factors)
         if factors != table[at]:
-            found.fixed.pop(factors[0], None)
-    found.selected, found.looked_up = set(), set()
+            builder.fixed.pop(factors[0], None)
+    builder.selected, builder.looked_up = set(), set()
     if table:
-        found.reduced[table[dim % len(shape)][0]] = "sum"
-    rows = [f if src.shape[at] == index.shape[at] else (found.new(src.shape[at], WHERE),) for at, f in enumerate(table)]
-    return found.spec([rows, table], [out])
+        builder.reduced[table[dim % len(shape)][0]] = "sum"
+    rows = [
+        f if src.shape[at] == index.shape[at] else (builder.new(src.shape[at], WHERE),) for at, f in enumerate(table)
+    ]
+    return builder.spec([rows, table], [out])
 
 
 def index_sum(source: Tensor, dim: int, index: Tensor, size: int) -> Tensor:
@@ -215,29 +218,29 @@ rule(Tensor.index_add_, kind="decompose", decompose=_index_add, inplace=0)(None)
 
 @rule(torch.index_select, Tensor.index_select, linear=FIRST)
 def index_select(input: Tensor, dim: int, index: Tensor) -> Spec:
-    found = Labels()
-    dims = found.dims(input.shape)
+    builder = Labels()
+    dims = builder.dims(input.shape)
     at = dim % max(input.ndim, 1)
-    picked = [(found.new(size),) for size in index.shape]
+    picked = [(builder.new(size),) for size in index.shape]
     if not dims:
-        return found.spec([dims, picked], [[]])
-    found.fixed[at], found.looked_up = TABLE, {at}
+        return builder.spec([dims, picked], [[]])
+    builder.fixed[at], builder.looked_up = TABLE, {at}
     out: tuple[int, ...] = picked[0] if picked else ()
-    return found.spec([dims, picked], [[*dims[:at], out, *dims[at + 1 :]]])
+    return builder.spec([dims, picked], [[*dims[:at], out, *dims[at + 1 :]]])
 
 
 def _index_written(input: Tensor, dim: int, index: Tensor, *args: Any, **kwargs: Any) -> Spec:
-    found = Labels()
-    dims = found.dims(input.shape)
+    builder = Labels()
+    dims = builder.dims(input.shape)
     at = dim % max(input.ndim, 1)
     if dims:
-        found.fixed[at], found.looked_up = TABLE, {at}
-    picked = [(found.new(size, WHERE),) for size in index.shape]
+        builder.fixed[at], builder.looked_up = TABLE, {at}
+    picked = [(builder.new(size, WHERE),) for size in index.shape]
     rows: list[Any] = []
     for value in (*args, *kwargs.values()):
         if isinstance(value, Tensor):
             rows.append([*dims[:at], *picked, *dims[at + 1 :]] if value.dim() else [])
-    return found.spec([dims, picked, *rows], [dims])
+    return builder.spec([dims, picked, *rows], [dims])
 
 
 rule(torch.index_copy, Tensor.index_copy, linear=((0, 2),))(_index_written)
@@ -250,19 +253,19 @@ derive(torch.index_fill, Tensor.index_fill_, inplace=0)
 
 @rule(torch.take, Tensor.take, linear=FIRST)
 def take(input: Tensor, index: Tensor) -> Spec:
-    found = Labels()
-    dims = [(found.new(size, "another tensor indexes all of it", looked_up=True),) for size in input.shape]
-    table = found.dims(index.shape)
-    return found.spec([dims, table], [table])
+    builder = Labels()
+    dims = [(builder.new(size, "another tensor indexes all of it", looked_up=True),) for size in input.shape]
+    table = builder.dims(index.shape)
+    return builder.spec([dims, table], [table])
 
 
 @rule(torch.put, Tensor.put, linear=((0, 2),))
 def put(input: Tensor, index: Tensor, source: Tensor, accumulate: bool = False) -> Spec:
-    found = Labels()
-    dims = [(found.new(size, "another tensor indexes all of it", looked_up=True),) for size in input.shape]
-    table = [(found.new(size, WHERE),) for size in index.shape]
-    rows = table if source.shape == index.shape else [(found.new(size, WHERE),) for size in source.shape]
-    return found.spec([dims, table, rows], [dims])
+    builder = Labels()
+    dims = [(builder.new(size, "another tensor indexes all of it", looked_up=True),) for size in input.shape]
+    table = [(builder.new(size, WHERE),) for size in index.shape]
+    rows = table if source.shape == index.shape else [(builder.new(size, WHERE),) for size in source.shape]
+    return builder.spec([dims, table, rows], [dims])
 
 
 derive(torch.put, Tensor.put_, inplace=0)
@@ -272,22 +275,22 @@ derive(torch.put, Tensor.put_, inplace=0)
 def take_along_dim(input: Tensor, indices: Tensor, dim: int | None = None) -> Spec:
     if dim is None:
         return take(input, indices)
-    found = Labels()
+    builder = Labels()
     at = dim % input.ndim
     ins: list[tuple[int, ...]] = []
     table: list[tuple[int, ...]] = []
     out: list[tuple[int, ...]] = []
-    for place, (size, many) in enumerate(zip(input.shape, indices.shape)):
-        if place == at:
-            ins.append((found.new(size, TABLE, looked_up=True),))
-            table.append((found.new(many),))
+    for number, (size, many) in enumerate(zip(input.shape, indices.shape)):
+        if number == at:
+            ins.append((builder.new(size, TABLE, looked_up=True),))
+            table.append((builder.new(many),))
             out.append(table[-1])
         else:  # these broadcast
-            wide = (found.new(max(size, many)),)
+            wide = (builder.new(max(size, many)),)
             ins.append(wide if size == max(size, many) else ())
             table.append(wide if many == max(size, many) else ())
             out.append(wide)
-    return found.spec([ins, table], [out])
+    return builder.spec([ins, table], [out])
 
 
 # --- tables of rows ---
@@ -297,13 +300,13 @@ def take_along_dim(input: Tensor, indices: Tensor, dim: int | None = None) -> Sp
 def embedding(
     input: Tensor, weight: Tensor, padding_idx: Any = None, max_norm: Any = None, *args: Any, **kwargs: Any
 ) -> Spec:
-    found = Labels()
-    positions = found.dims(input.shape)
+    builder = Labels()
+    positions = builder.dims(input.shape)
     why = "the indices count its rows from 0 to the end of the whole table"
-    rows = (found.new(weight.shape[0], why, looked_up=True),)
+    rows = (builder.new(weight.shape[0], why, looked_up=True),)
     scaled = None if max_norm is None else "max_norm needs the norm of the whole row"
-    columns = (found.new(weight.shape[1], scaled),)
-    return found.spec([positions, (rows, columns)], [[*positions, columns]])
+    columns = (builder.new(weight.shape[1], scaled),)
+    return builder.spec([positions, (rows, columns)], [[*positions, columns]])
 
 
 def _renorms(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -320,12 +323,12 @@ def _embedding(weight: Tensor, indices: Tensor, *args: Any, **kwargs: Any) -> Sp
 def embedding_renorm(input: Tensor, indices: Tensor, max_norm: float, norm_type: float) -> Spec:
     positions, table = embedding(indices, input, None, max_norm).ins
     assert positions is not None and table is not None
-    found = Labels()
-    found.dims((*indices.shape, *input.shape))
-    found.fixed = {label: "the rows that it names are scaled, and every rank has the table" for (label,) in positions}
-    found.fixed.update(embedding(indices, input, None, max_norm).fixed)
-    found.looked_up = {table[0][0]}
-    return found.spec([table, positions], [table])
+    builder = Labels()
+    builder.dims((*indices.shape, *input.shape))
+    builder.fixed = {label: "the rows that it names are scaled, and every rank has the table" for (label,) in positions}
+    builder.fixed.update(embedding(indices, input, None, max_norm).fixed)
+    builder.looked_up = {table[0][0]}
+    return builder.spec([table, positions], [table])
 
 
 @rule(F.embedding_bag, linear=((1,),), affine=lambda *args, **kwargs: "max" in (*args, *kwargs.values()))
@@ -342,34 +345,34 @@ def embedding_bag(
     include_last_offset: bool = False,
     padding_idx: Any = None,
 ) -> Spec:
-    found = Labels()
-    found.dims((*input.shape, *weight.shape))
+    builder = Labels()
+    builder.dims((*input.shape, *weight.shape))
     spec = embedding(input, weight, padding_idx, max_norm)  # with the same labels
-    found.fixed, found.looked_up = dict(spec.fixed), set(spec.looked_up)
+    builder.fixed, builder.looked_up = dict(spec.fixed), set(spec.looked_up)
     rows, columns = ((input.dim(),), (input.dim() + 1,))
     bags = labels(input.dim())
     ins: list[Any] = [bags, (rows, columns)]
     if input.dim() == 2:
         if padding_idx is not None and mode != "sum":
-            found.fixed[1] = "padding in a bag is left out of its mean or maximum"
+            builder.fixed[1] = "padding in a bag is left out of its mean or maximum"
         else:
-            found.reduced[1] = mode
+            builder.reduced[1] = mode
         out = bags[0]
     else:
-        found.fixed[0] = "offsets cut it into bags"
+        builder.fixed[0] = "offsets cut it into bags"
         size = offsets.shape[0] - include_last_offset if offsets is not None else 0
         if offsets is not None:
-            ins.append([(found.new(offsets.shape[0], WHERE),)])
-        out = (found.new(size),)
+            ins.append([(builder.new(offsets.shape[0], WHERE),)])
+        out = (builder.new(size),)
     if per_sample_weights is not None:
         ins.append(bags)
-    return found.spec(ins, [[out, columns]])
+    return builder.spec(ins, [[out, columns]])
 
 
 @rule(F.one_hot)
 def one_hot(input: Tensor, num_classes: int = -1) -> Spec:
     dims = labels(input.ndim + 1)
-    return Spec((dims[:-1],), (dims,), dict(enumerate((*input.shape, max(0, plain(num_classes))))))
+    return Spec((dims[:-1],), (dims,), dict(enumerate((*input.shape, max(0, as_int(num_classes))))))
 
 
 # --- as many results as values say ---
@@ -389,12 +392,12 @@ def masked_select(input: Tensor, mask: Tensor) -> Spec:
 
 @rule(torch.masked_scatter, Tensor.masked_scatter, linear=((0, 2),))
 def masked_scatter(input: Tensor, mask: Tensor, source: Tensor) -> Spec:
-    found = Labels()
-    found.dims(input.shape)
+    builder = Labels()
+    builder.dims(input.shape)
     spec = elementwise(input.shape, mask.shape)
     why = "masked_scatter counts the positions of the mask"
-    found.fixed = dict.fromkeys(found.sizes, why)
-    return found.spec([*spec.ins, [(found.new(size, why),) for size in source.shape]], spec.outs)
+    builder.fixed = dict.fromkeys(builder.sizes, why)
+    return builder.spec([*spec.ins, [(builder.new(size, why),) for size in source.shape]], spec.outs)
 
 
 derive(torch.masked_scatter, Tensor.masked_scatter_, inplace=0)
@@ -404,6 +407,6 @@ derive(torch.masked_scatter, Tensor.masked_scatter_, inplace=0)
 def nonzeros(input: Tensor, *, as_tuple: bool = False, **kwargs: Any) -> Spec:
     spec = along(input.shape, None, "it gives positions in the shard")
     new = len(spec.sizes)
-    sizes = {**spec.sizes, new: plain(kwargs.get("size", 0)), new + 1: input.ndim}
+    sizes = {**spec.sizes, new: as_int(kwargs.get("size", 0)), new + 1: input.ndim}
     outs = (((new,),),) * max(1, input.ndim) if as_tuple else (((new,), (new + 1,)),)
     return spec._replace(outs=outs, sizes=sizes)

@@ -19,8 +19,8 @@ CLASSES = "cross entropy normalises over it: use parallel_cross_entropy"
 def _reduction(kwargs: dict[str, Any]) -> str:
     """One of "none", "sum", "mean" or "batchmean", also where `size_average` or `reduce` say it."""
     if kwargs.get("size_average") is None and kwargs.get("reduce") is None:
-        said = kwargs.get("reduction", "mean")
-        return said if isinstance(said, str) else ("none", "mean", "sum")[said]
+        reduction_name = kwargs.get("reduction", "mean")
+        return reduction_name if isinstance(reduction_name, str) else ("none", "mean", "sum")[reduction_name]
     if kwargs.get("reduce") is False:
         return "none"
     return "sum" if kwargs.get("size_average") is False else "mean"
@@ -88,18 +88,18 @@ def _by_class(args: tuple[Any, ...], kwargs: dict[str, Any], why: str, looked_up
     """Of `[N, C, ...]` (or `[C]`) scores, and targets `[N, ...]`, or a score for each class."""
     named = _named(args, kwargs, _CLASSES)
     input, target = named["input"], named["target"]
-    found = Labels()
-    scores = found.dims(input.shape)
+    builder = Labels()
+    scores = builder.dims(input.shape)
     at = 0 if input.dim() == 1 else 1
     classes = scores[at]
-    found.fixed[classes[0]] = why
+    builder.fixed[classes[0]] = why
     rest = scores[:at] + scores[at + 1 :]
     if looked_up:
-        found.looked_up.add(classes[0])
+        builder.looked_up.add(classes[0])
     ins = [scores, scores if target.dim() == input.dim() else rest]
     for value in operands(args, kwargs)[2:]:
         ins.append([classes] * value.dim())
-    return _ended(found.spec(ins, [rest]), _reduction(named))
+    return _ended(builder.spec(ins, [rest]), _reduction(named))
 
 
 @rule(F.cross_entropy)
@@ -116,12 +116,12 @@ def _over_last(names: str, count: int, why: str) -> Callable[..., Spec]:
     """A loss of each row of `count` operands; more operands have one value per row, or are reduced with the rest."""
 
     def spec(*args: Any, **kwargs: Any) -> Spec:
-        given = operands(args, kwargs)
-        whole = elementwise(*(x.shape for x in given[:count]))
-        ndim = len(whole.outs[0])
+        tensors = operands(args, kwargs)
+        elementwise_spec = elementwise(*(x.shape for x in tensors[:count]))
+        ndim = len(elementwise_spec.outs[0])
         rows = labels(ndim - 1)
-        ins = whole.ins + tuple(rows[len(rows) - x.dim() :] if x.dim() else () for x in given[count:])
-        spec = whole._replace(ins=ins, outs=(rows,), fixed={ndim - 1: why})
+        ins = elementwise_spec.ins + tuple(rows[len(rows) - x.dim() :] if x.dim() else () for x in tensors[count:])
+        spec = elementwise_spec._replace(ins=ins, outs=(rows,), fixed={ndim - 1: why})
         return _ended(spec, _reduction(_named(args, kwargs, names)))
 
     return spec
@@ -149,18 +149,18 @@ def multi_margin_loss(*args: Any, **kwargs: Any) -> Spec:
 def _ctc(*args: Any, **kwargs: Any) -> Spec:
     """Only the samples are independent: `log_probs` is [T, N, C], `targets` [N, S]."""
     named = _named(args, kwargs, "log_probs targets input_lengths target_lengths blank reduction zero_infinity")
-    found = Labels()
+    builder = Labels()
     why = "ctc_loss sums over all paths through it"
     batch = named["log_probs"].dim() == 3
-    samples = (found.new(named["log_probs"].shape[1]),) if batch else ()
+    samples = (builder.new(named["log_probs"].shape[1]),) if batch else ()
     ins: list[Any] = []
     for number, x in enumerate(operands(args, kwargs)):
         at = 1 if number == 0 else 0
         own = (
             batch and x.dim() > at and x.shape[at] == named["log_probs"].shape[1] and not (number == 1 and x.dim() < 2)
         )
-        ins.append([samples if own and dim == at else (found.new(n, why),) for dim, n in enumerate(x.shape)])
-    return _ended(found.spec(ins, [[samples] if batch else []]), _reduction(named))
+        ins.append([samples if own and dim == at else (builder.new(n, why),) for dim, n in enumerate(x.shape)])
+    return _ended(builder.spec(ins, [[samples] if batch else []]), _reduction(named))
 
 
 rule(F.ctc_loss)(_ctc)

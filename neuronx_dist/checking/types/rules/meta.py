@@ -49,8 +49,8 @@ _LEAVING = (
 
 
 def _methods(names: str) -> list[Any]:
-    found = (getattr(place, name, None) for name in names.split() for place in (Tensor, torch))
-    return [function for function in found if callable(function)]
+    functions = (getattr(namespace, name, None) for name in names.split() for namespace in (Tensor, torch))
+    return [function for function in functions if callable(function)]
 
 
 for _function in _methods(_QUESTIONS):

@@ -10,24 +10,24 @@ import torch
 from torch import Tensor
 
 from .spec import Spec, along, derive, labels, rule, same
-from .views import FIRST, Labels, each_of, plain, sizes_of, swapped
+from .views import FIRST, Labels, as_int, each_of, sizes_of, swapped
 
 # --- copies of values along dims ---
 
 
 def _expanded(shape: Sequence[int], sizes: Sequence[int]) -> Spec:
-    found = Labels()
+    builder = Labels()
     new = len(sizes) - len(shape)
     ins: list[tuple[int, ...]] = []
-    outs: list[tuple[int, ...]] = [() if size == 1 else (found.new(size),) for size in sizes[:new]]
+    outs: list[tuple[int, ...]] = [() if size == 1 else (builder.new(size),) for size in sizes[:new]]
     for size, into in zip(shape, sizes[new:]):
         if into in (-1, size):
-            ins.append((found.new(size),))
+            ins.append((builder.new(size),))
             outs.append(ins[-1])
         else:
             ins.append(())
-            outs.append((found.new(into),))
-    return found.spec([ins], [outs])
+            outs.append((builder.new(into),))
+    return builder.spec([ins], [outs])
 
 
 @rule(Tensor.expand, linear=FIRST, aliases=True)
@@ -80,13 +80,13 @@ rule(torch.meshgrid, kind="decompose", decompose=_grids)(None)
 
 
 def _repeated(shape: Sequence[int], times: Sequence[int]) -> Spec:
-    found = Labels()
-    dims = found.dims(shape)
+    builder = Labels()
+    dims = builder.dims(shape)
     new = len(times) - len(shape)
-    outs: list[tuple[int, ...]] = [() if count == 1 else (found.new(count),) for count in times[:new]]
+    outs: list[tuple[int, ...]] = [() if count == 1 else (builder.new(count),) for count in times[:new]]
     for dim, count in zip(dims, times[new:]):
-        outs.append(dim if count == 1 else (found.new(count), *dim))
-    return found.spec([dims], [outs])
+        outs.append(dim if count == 1 else (builder.new(count), *dim))
+    return builder.spec([dims], [outs])
 
 
 @rule(Tensor.repeat, linear=FIRST)
@@ -102,26 +102,30 @@ def tile(input: Tensor, *sizes: Any, dims: Any = None) -> Spec:
 
 @rule(torch.repeat_interleave, Tensor.repeat_interleave, linear=FIRST)
 def repeat_interleave(input: Tensor, repeats: Any = None, dim: int | None = None, output_size: Any = None) -> Spec:
-    found = Labels()
+    builder = Labels()
     if repeats is None:  # how often each position is to be repeated: gives positions
-        return found.spec([[(found.new(input.shape[0], "repeat_interleave counts its positions"),)]], [found.dims([0])])
-    dims = found.dims(input.shape)
+        return builder.spec(
+            [[(builder.new(input.shape[0], "repeat_interleave counts its positions"),)]], [builder.dims([0])]
+        )
+    dims = builder.dims(input.shape)
     outs: list[tuple[int, ...]]
     if isinstance(repeats, Tensor):
         why = "repeat_interleave with a tensor of counts makes pieces of different sizes of it"
         at = list(range(input.ndim)) if dim is None else [dim % input.ndim]
         for d in at:
-            found.fixed[dims[d][0]] = why
-        new = (found.new(output_size or 0),)
+            builder.fixed[dims[d][0]] = why
+        new = (builder.new(output_size or 0),)
         outs = [new] if dim is None else [new if d in at else dims[d] for d in range(input.ndim)]
-        given: list[tuple[int, ...]] = [(found.new(size, why),) if size != 1 else () for size in repeats.shape]
-        return found.spec([dims, given], [outs])
-    inner = (found.new(plain(repeats)),) if plain(repeats) != 1 else ()
+        dims_of_repeats: list[tuple[int, ...]] = [
+            (builder.new(size, why),) if size != 1 else () for size in repeats.shape
+        ]
+        return builder.spec([dims, dims_of_repeats], [outs])
+    inner = (builder.new(as_int(repeats)),) if as_int(repeats) != 1 else ()
     if dim is None:
         outs = [tuple(label for d in dims for label in d) + inner]
     else:
         outs = [d + inner if at == dim % input.ndim else d for at, d in enumerate(dims)]
-    return found.spec([dims], [outs])
+    return builder.spec([dims], [outs])
 
 
 # --- values that move along dims ---
@@ -156,7 +160,7 @@ def roll(input: Tensor, shifts: Any, dims: Any = None) -> Spec:
 
 @rule(torch.rot90, Tensor.rot90, linear=FIRST)
 def rot90(input: Tensor, k: int = 1, dims: Any = (0, 1)) -> Spec:
-    turns = plain(k) % 4
+    turns = as_int(k) % 4
     spec = swapped(input, *dims) if turns % 2 else same(input.shape)
     reversed_ = {0: (), 1: (dims[1],), 2: dims, 3: (dims[0],)}[turns]
     return spec._replace(fixed={dim % input.ndim: "rot90 turns its order round" for dim in reversed_})
@@ -175,73 +179,73 @@ derive(torch.tril, Tensor.tril_, Tensor.triu_, inplace=0)
 
 @rule(torch.diagonal, Tensor.diagonal, torch.linalg.diagonal, linear=FIRST, aliases=True)
 def diagonal(input: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Spec:
-    return _diagonal(input.shape, plain(offset), dim1, dim2)
+    return _diagonal(input.shape, as_int(offset), dim1, dim2)
 
 
 def _diagonal(shape: Sequence[int], offset: int, dim1: int, dim2: int) -> Spec:
-    found = Labels()
-    dims = found.dims(shape)
+    builder = Labels()
+    dims = builder.dims(shape)
     pair = [dim1 % len(shape), dim2 % len(shape)]
     for dim in pair:
-        found.fixed[dims[dim][0]] = "the diagonal of two dims is taken"
+        builder.fixed[dims[dim][0]] = "the diagonal of two dims is taken"
     rows, columns = shape[pair[0]], shape[pair[1]]
     length = max(0, min(rows, columns - offset) if offset >= 0 else min(rows + offset, columns))
-    return found.spec([dims], [[dim for at, dim in enumerate(dims) if at not in pair] + [(found.new(length),)]])
+    return builder.spec([dims], [[dim for at, dim in enumerate(dims) if at not in pair] + [(builder.new(length),)]])
 
 
 @rule(torch.diag, Tensor.diag, linear=FIRST)
 def diag(input: Tensor, diagonal: int = 0) -> Spec:
     if input.ndim == 2:
-        return _diagonal(input.shape, plain(diagonal), 0, 1)
-    return _onto_diagonal(input.shape, plain(diagonal))
+        return _diagonal(input.shape, as_int(diagonal), 0, 1)
+    return _onto_diagonal(input.shape, as_int(diagonal))
 
 
 def _onto_diagonal(shape: Sequence[int], offset: int, dim1: int = -2, dim2: int = -1) -> Spec:
-    found = Labels()
-    dims = found.dims(shape)
-    found.fixed[dims[-1][0]] = "it is put on the diagonal of two dims"
+    builder = Labels()
+    dims = builder.dims(shape)
+    builder.fixed[dims[-1][0]] = "it is put on the diagonal of two dims"
     outs = list(dims[:-1])
     size = shape[-1] + abs(offset)
     for at in sorted((dim1 % (len(shape) + 1), dim2 % (len(shape) + 1))):
-        outs.insert(at, (found.new(size),))
-    return found.spec([dims], [outs])
+        outs.insert(at, (builder.new(size),))
+    return builder.spec([dims], [outs])
 
 
 @rule(torch.diag_embed, Tensor.diag_embed, linear=FIRST)
 def diag_embed(input: Tensor, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Spec:
-    return _onto_diagonal(input.shape, plain(offset), dim1, dim2)
+    return _onto_diagonal(input.shape, as_int(offset), dim1, dim2)
 
 
 @rule(torch.diagflat, Tensor.diagflat, linear=FIRST)
 def diagflat(input: Tensor, offset: int = 0) -> Spec:
-    found = Labels()
-    dims = [(found.new(size, "diagflat puts it on the diagonal of two dims"),) for size in input.shape]
-    size = prod(input.shape) + abs(plain(offset))
-    return found.spec([dims], [found.dims((size, size))])
+    builder = Labels()
+    dims = [(builder.new(size, "diagflat puts it on the diagonal of two dims"),) for size in input.shape]
+    size = prod(input.shape) + abs(as_int(offset))
+    return builder.spec([dims], [builder.dims((size, size))])
 
 
 @rule(Tensor.unfold, linear=FIRST, aliases=True)
 def unfold(input: Tensor, dimension: int, size: int, step: int) -> Spec:
     if not input.ndim:
-        return Spec(((),), (((0,),),), {0: plain(size)})
-    found = Labels()
-    dims = found.dims(input.shape)
-    at, width, step = dimension % input.ndim, plain(size), plain(step)
+        return Spec(((),), (((0,),),), {0: as_int(size)})
+    builder = Labels()
+    dims = builder.dims(input.shape)
+    at, width, step = dimension % input.ndim, as_int(size), as_int(step)
     length = input.shape[at]
     if width == step and length % width == 0:  # windows side by side: a view
-        dims[at] = (found.new(length // width), found.new(width))
+        dims[at] = (builder.new(length // width), builder.new(width))
         outs = [*dims[:at], dims[at][:1], *dims[at + 1 :], dims[at][1:]]
-        return found.spec([dims], [outs])
-    found.fixed[dims[at][0]] = "unfold takes overlapping windows of it"
-    windows = (found.new((length - width) // step + 1),)
-    return found.spec([dims], [[*dims[:at], windows, *dims[at + 1 :], (found.new(width),)]])
+        return builder.spec([dims], [outs])
+    builder.fixed[dims[at][0]] = "unfold takes overlapping windows of it"
+    windows = (builder.new((length - width) // step + 1),)
+    return builder.spec([dims], [[*dims[:at], windows, *dims[at + 1 :], (builder.new(width),)]])
 
 
 @rule(torch.as_strided, Tensor.as_strided, linear=FIRST, aliases=True)
 def as_strided(input: Tensor, size: Any, stride: Any = None, storage_offset: Any = None) -> Spec:
-    found = Labels()
-    dims = [(found.new(length, "as_strided reads memory, not dims"),) for length in input.shape]
-    return found.spec([dims], [found.dims(plain(length) for length in size)])
+    builder = Labels()
+    dims = [(builder.new(length, "as_strided reads memory, not dims"),) for length in input.shape]
+    return builder.spec([dims], [builder.dims(as_int(length) for length in size)])
 
 
 # --- complex numbers as pairs ---

@@ -64,20 +64,20 @@ _OPERATORS_IN_PLACE = {
 }
 
 
-def _found(name: str, operators: tuple[str, ...]) -> list[Callable[..., Any]]:
-    found = [getattr(place, name, None) for place in _PLACES]
-    found += [getattr(Tensor, operator, None) for operator in operators]
-    return [function for function in found if callable(function)]
+def _functions_named(name: str, operators: tuple[str, ...]) -> list[Callable[..., Any]]:
+    functions = [getattr(namespace, name, None) for namespace in _PLACES]
+    functions += [getattr(Tensor, operator, None) for operator in operators]
+    return [function for function in functions if callable(function)]
 
 
 def out_of_place(name: str) -> list[Callable[..., Any]]:
     """Every function called `name` in torch, its special and functional namespaces and on tensors; operators too."""
-    return _found(name, _OPERATORS.get(name, ()))
+    return _functions_named(name, _OPERATORS.get(name, ()))
 
 
 def in_place(name: str) -> list[Callable[..., Any]]:
     """The same for the forms that write their first operand: `add_`, `__iadd__`."""
-    return _found(f"{name}_", _OPERATORS_IN_PLACE.get(name, ()))
+    return _functions_named(f"{name}_", _OPERATORS_IN_PLACE.get(name, ()))
 
 
 def getter(name: str) -> Callable[..., Any]:

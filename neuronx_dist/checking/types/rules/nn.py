@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .spec import Spec, elementwise, labels, nonzero, operands, rule
-from .views import FIRST, Labels, plain
+from .views import FIRST, Labels, as_int
 
 __all__: list[str] = []
 
@@ -40,13 +40,13 @@ rule(F.rms_norm, torch.rms_norm)(_normalised("rms_norm"))
 
 @rule(F.group_norm, torch.group_norm)
 def group_norm(input: Tensor, num_groups: int, *args: Any, **kwargs: Any) -> Spec:
-    found = Labels()
+    builder = Labels()
     why = "group_norm normalises over it"
-    samples = (found.new(input.shape[0]),)
-    groups = plain(num_groups)
-    channels = (found.new(groups), found.new(input.shape[1] // groups, why))
-    dims = [samples, channels, *((found.new(size, why),) for size in input.shape[2:])]
-    return found.spec([dims, *[[channels]] * len(operands(args, kwargs))], [dims])
+    samples = (builder.new(input.shape[0]),)
+    groups = as_int(num_groups)
+    channels = (builder.new(groups), builder.new(input.shape[1] // groups, why))
+    dims = [samples, channels, *((builder.new(size, why),) for size in input.shape[2:])]
+    return builder.spec([dims, *[[channels]] * len(operands(args, kwargs))], [dims])
 
 
 def _over_batch(input: Tensor, rest: list[Tensor], fixed: Sequence[int], why: str) -> Spec:
@@ -107,33 +107,33 @@ def attention(
     enable_gqa: bool = False,
 ) -> Spec:
     """`[..., heads, positions, width]`: heads (in groups, if there are fewer of key and value) and queries are free."""
-    found = Labels()
+    builder = Labels()
     heads_q, heads_kv = (x.shape[-3] if x.dim() > 2 else 1 for x in (query, key))
     grouped = enable_gqa and heads_q != heads_kv
     lead = elementwise(*(x.shape[: -3 if grouped else -2] for x in (query, key, value)))
-    found.dims(lead.sizes[label] for label in range(len(lead.sizes)))
+    builder.dims(lead.sizes[label] for label in range(len(lead.sizes)))
     batch: list[list[Dim]] = [list(dims or ()) for dims in lead.ins]
     out: list[Dim] = list(lead.outs[0])
     if grouped:
-        heads, group = (found.new(heads_kv),), (found.new(heads_q // heads_kv),)
+        heads, group = (builder.new(heads_kv),), (builder.new(heads_q // heads_kv),)
         batch = [[*batch[0], heads + group], [*batch[1], heads], [*batch[2], heads]]
         out.append(heads + group)
     causal = "the causal mask counts its positions from 0" if is_causal else None
-    queries = (found.new(query.shape[-2], causal),)
-    keys = (found.new(key.shape[-2], "attention normalises over the positions of the keys"),)
-    width = (found.new(query.shape[-1], "the scores are summed over it before the softmax"),)
-    values = (found.new(value.shape[-1]),)
+    queries = (builder.new(query.shape[-2], causal),)
+    keys = (builder.new(key.shape[-2], "attention normalises over the positions of the keys"),)
+    width = (builder.new(query.shape[-1], "the scores are summed over it before the softmax"),)
+    values = (builder.new(value.shape[-1]),)
     ins = [[*batch[0], queries, width], [*batch[1], keys, width], [*batch[2], keys, values]]
     if attn_mask is not None:
         full = [*out, queries, keys]
         own = full[len(full) - attn_mask.dim() :]
         ins.append(
             [
-                () if size == 1 and prod(found.sizes[label] for label in dim) != 1 else dim
+                () if size == 1 and prod(builder.sizes[label] for label in dim) != 1 else dim
                 for size, dim in zip(attn_mask.shape, own)
             ]
         )
-    return found.spec(ins, [[*out, queries, values]])
+    return builder.spec(ins, [[*out, queries, values]])
 
 
 # --- padding ---
@@ -146,16 +146,16 @@ def _pads_value(*args: Any, **kwargs: Any) -> bool:
 
 @rule(F.pad, torch._C._nn.pad, linear=FIRST, affine=_pads_value, aliases=True)
 def pad(input: Tensor, pad: Sequence[int], mode: str = "constant", value: Any = None) -> Spec:
-    found = Labels()
-    dims = found.dims(input.shape)
+    builder = Labels()
+    dims = builder.dims(input.shape)
     out = list(dims)
     for number in range(len(pad) // 2):
-        before, after = plain(pad[2 * number]), plain(pad[2 * number + 1])
+        before, after = as_int(pad[2 * number]), as_int(pad[2 * number + 1])
         at = input.dim() - 1 - number
         if before or after:
-            found.fixed[at] = f"pad({before}, {after}) adds to the ends of it"
-            out[at] = (found.new(input.shape[at] + before + after),)
-    return found.spec([dims], [out])
+            builder.fixed[at] = f"pad({before}, {after}) adds to the ends of it"
+            out[at] = (builder.new(input.shape[at] + before + after),)
+    return builder.spec([dims], [out])
 
 
 @rule(torch.constant_pad_nd, linear=FIRST, affine=lambda input, pad, value=0: nonzero(value))
@@ -171,7 +171,7 @@ def _each(value: Any, count: int, default: Any) -> list[int]:
     if value is None or value == ():
         value = default
     listed = list(value) if isinstance(value, (tuple, list)) else [value]
-    return [plain(number) for number in (listed * count if len(listed) == 1 else listed)]
+    return [as_int(number) for number in (listed * count if len(listed) == 1 else listed)]
 
 
 def _windows(size: int, kernel: int, stride: int, padding: int, dilation: int, ceil: bool) -> int:
@@ -187,20 +187,20 @@ def _pooled(count: int, names: str, outs: int = 1) -> Callable[..., Spec]:
         stride = _each(named.get("stride"), count, kernel)
         padding = _each(named.get("padding"), count, 0)
         dilation = _each(named.get("dilation"), count, 1)
-        found = Labels()
-        lead = found.dims(input.shape[:-count])
+        builder = Labels()
+        lead = builder.dims(input.shape[:-count])
         ins, out = list(lead), list(lead)
         why = "the windows of a pool go over it"
         for size, k, s, p, d in zip(input.shape[-count:], kernel, stride, padding, dilation):
             if k == s and p == 0 and d == 1 and size % k == 0 and outs == 1:  # windows side by side
-                windows = (found.new(size // k),)
-                ins.append((*windows, found.new(k, why)))
+                windows = (builder.new(size // k),)
+                ins.append((*windows, builder.new(k, why)))
             else:
-                ins.append((found.new(size, why),))
+                ins.append((builder.new(size, why),))
                 count_out = _windows(size, k, s, p, d, bool(named.get("ceil_mode")))
-                windows = (found.new(count_out),)
+                windows = (builder.new(count_out),)
             out.append(windows)
-        return found.spec([ins], [out] * outs)
+        return builder.spec([ins], [out] * outs)
 
     return spec
 
@@ -217,13 +217,11 @@ for _count in (1, 2, 3):
 def _resized(count: int, outs: int = 1) -> Callable[..., Spec]:
     def spec(input: Tensor, output_size: Any, *args: Any, **kwargs: Any) -> Spec:
         sizes = list(output_size) if isinstance(output_size, (tuple, list)) else [output_size] * count
-        found = Labels()
-        lead = found.dims(input.shape[:-count])
-        ins = [*lead, *((found.new(size, "it is resized as a whole"),) for size in input.shape[-count:])]
-        out = [
-            (found.new(size if wanted is None else plain(wanted)),) for size, wanted in zip(input.shape[-count:], sizes)
-        ]
-        return found.spec([ins], [[*lead, *out]] * outs)
+        builder = Labels()
+        lead = builder.dims(input.shape[:-count])
+        ins = [*lead, *((builder.new(size, "it is resized as a whole"),) for size in input.shape[-count:])]
+        out = [(builder.new(old if new is None else as_int(new)),) for old, new in zip(input.shape[-count:], sizes)]
+        return builder.spec([ins], [[*lead, *out]] * outs)
 
     return spec
 
@@ -245,53 +243,53 @@ def interpolate(input: Tensor, size: Any = None, scale_factor: Any = None, *args
 
 @rule(F.pixel_shuffle, linear=FIRST, aliases=True)
 def pixel_shuffle(input: Tensor, upscale_factor: int) -> Spec:
-    found = Labels()
-    r = plain(upscale_factor)
+    builder = Labels()
+    r = as_int(upscale_factor)
     *lead, channels, height, width = input.shape
-    dims = found.dims(lead)
-    c, h, w, down, across = (found.new(size) for size in (channels // (r * r), height, width, r, r))
-    return found.spec([[*dims, (c, down, across), (h,), (w,)]], [[*dims, (c,), (h, down), (w, across)]])
+    dims = builder.dims(lead)
+    c, h, w, down, across = (builder.new(size) for size in (channels // (r * r), height, width, r, r))
+    return builder.spec([[*dims, (c, down, across), (h,), (w,)]], [[*dims, (c,), (h, down), (w, across)]])
 
 
 @rule(F.pixel_unshuffle, linear=FIRST, aliases=True)
 def pixel_unshuffle(input: Tensor, downscale_factor: int) -> Spec:
-    found = Labels()
-    r = plain(downscale_factor)
+    builder = Labels()
+    r = as_int(downscale_factor)
     *lead, channels, height, width = input.shape
-    dims = found.dims(lead)
-    c, h, w, down, across = (found.new(size) for size in (channels, height // r, width // r, r, r))
-    return found.spec([[*dims, (c,), (h, down), (w, across)]], [[*dims, (c, down, across), (h,), (w,)]])
+    dims = builder.dims(lead)
+    c, h, w, down, across = (builder.new(size) for size in (channels, height // r, width // r, r, r))
+    return builder.spec([[*dims, (c,), (h, down), (w, across)]], [[*dims, (c, down, across), (h,), (w,)]])
 
 
 @rule(F.channel_shuffle, F.native_channel_shuffle, linear=FIRST, aliases=True)
 def channel_shuffle(input: Tensor, groups: int) -> Spec:
-    found = Labels()
+    builder = Labels()
     samples, channels, *rest = input.shape
-    dims = found.dims((samples, *rest))
-    groups = plain(groups)
-    outer, inner = found.new(groups), found.new(channels // groups)
-    return found.spec([[dims[0], (outer, inner), *dims[1:]]], [[dims[0], (inner, outer), *dims[1:]]])
+    dims = builder.dims((samples, *rest))
+    groups = as_int(groups)
+    outer, inner = builder.new(groups), builder.new(channels // groups)
+    return builder.spec([[dims[0], (outer, inner), *dims[1:]]], [[dims[0], (inner, outer), *dims[1:]]])
 
 
 @rule(F.unfold, linear=FIRST)
 def im2col(input: Tensor, kernel_size: Any, dilation: Any = 1, padding: Any = 0, stride: Any = 1) -> Spec:
-    found = Labels()
-    lead = found.dims(input.shape[:-2])
+    builder = Labels()
+    lead = builder.dims(input.shape[:-2])
     kernel, dilations, paddings, strides = (_each(v, 2, None) for v in (kernel_size, dilation, padding, stride))
-    ins = [*lead, *((found.new(size, "unfold takes windows of it"),) for size in input.shape[-2:])]
+    ins = [*lead, *((builder.new(size, "unfold takes windows of it"),) for size in input.shape[-2:])]
     blocks = prod(
         _windows(size, k, s, p, d, False)
         for size, k, d, p, s in zip(input.shape[-2:], kernel, dilations, paddings, strides)
     )
-    return found.spec([ins], [[*lead[:-1], (*lead[-1], found.new(prod(kernel))), (found.new(blocks),)]])
+    return builder.spec([ins], [[*lead[:-1], (*lead[-1], builder.new(prod(kernel))), (builder.new(blocks),)]])
 
 
 @rule(F.fold, linear=FIRST)
 def col2im(input: Tensor, output_size: Any, kernel_size: Any, *args: Any, **kwargs: Any) -> Spec:
-    found = Labels()
-    lead = found.dims(input.shape[:-2])
+    builder = Labels()
+    lead = builder.dims(input.shape[:-2])
     inside = prod(_each(kernel_size, 2, None))
-    channels = found.new(input.shape[-2] // inside)
+    channels = builder.new(input.shape[-2] // inside)
     why = "fold adds its windows up"
-    ins = [*lead, (channels, found.new(inside, why)), (found.new(input.shape[-1], why),)]
-    return found.spec([ins], [[*lead, (channels,), *found.dims(_each(output_size, 2, None))]])
+    ins = [*lead, (channels, builder.new(inside, why)), (builder.new(input.shape[-1], why),)]
+    return builder.spec([ins], [[*lead, (channels,), *builder.dims(_each(output_size, 2, None))]])

@@ -1,5 +1,7 @@
-"""Rules of the rest: forms that copy what a view shares, writes into slices, Fourier transforms, sampling of images,
-counts and sets, and low-level twins of functions that have rules.
+"""Rules of the rest.
+
+Forms that copy what a view shares, writes into slices, Fourier transforms, sampling of images, counts and sets, and
+low-level twins of functions that have rules.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from torch import Tensor
 from .pieces import cut
 from .pointwise import pointwise, unary
 from .spec import RULES, Spec, along, derive, labels, operands, rule
-from .views import FIRST, Labels, plain
+from .views import FIRST, Labels, as_int
 
 __all__: list[str] = []
 
@@ -52,32 +54,32 @@ def select_scatter(input: Tensor, src: Tensor, dim: int, index: int) -> Spec:
 
 @rule(torch.slice_scatter, Tensor.slice_scatter, linear=((0, 1),))
 def slice_scatter(input: Tensor, src: Tensor, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Spec:
-    found = Labels()
+    builder = Labels()
     dim %= input.dim()
-    dims = found.dims(input.shape[:dim]) + [()] + found.dims(input.shape[dim + 1 :])
+    dims = builder.dims(input.shape[:dim]) + [()] + builder.dims(input.shape[dim + 1 :])
     why = "slice_scatter writes a range of its positions"
     size = input.shape[dim]
-    first, last, _ = slice(*(None if at is None else plain(at) for at in (start, end))).indices(size)
-    if plain(step) == 1:
-        whole, (part,) = cut(found, size, [(first, max(0, last - first))], why)
+    first, last, _ = slice(*(None if at is None else as_int(at) for at in (start, end))).indices(size)
+    if as_int(step) == 1:
+        whole, (part,) = cut(builder, size, [(first, max(0, last - first))], why)
     else:
-        whole, part = (found.new(size, why, selected=True),), (found.new(src.shape[dim]),)
+        whole, part = (builder.new(size, why, selected=True),), (builder.new(src.shape[dim]),)
     for label in set(part) - set(whole):
-        found.fixed[label] = why
+        builder.fixed[label] = why
     full = [*dims[:dim], whole, *dims[dim + 1 :]]
-    return found.spec([full, [*dims[:dim], part, *dims[dim + 1 :]]], [full])
+    return builder.spec([full, [*dims[:dim], part, *dims[dim + 1 :]]], [full])
 
 
 @rule(torch.diagonal_scatter, Tensor.diagonal_scatter, linear=((0, 1),))
 def diagonal_scatter(input: Tensor, src: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Spec:
-    found = Labels()
-    dims = found.dims(input.shape)
+    builder = Labels()
+    dims = builder.dims(input.shape)
     pair = {dim1 % input.dim(), dim2 % input.dim()}
     why = "the diagonal of two dims is written"
     for dim in pair:
-        found.fixed[dims[dim][0]] = why
-    own = [dim for at, dim in enumerate(dims) if at not in pair] + [(found.new(src.shape[-1], why),)]
-    return found.spec([dims, own], [dims])
+        builder.fixed[dims[dim][0]] = why
+    own = [dim for at, dim in enumerate(dims) if at not in pair] + [(builder.new(src.shape[-1], why),)]
+    return builder.spec([dims, own], [dims])
 
 
 @rule(Tensor.fill_diagonal_, inplace=0)
@@ -93,25 +95,25 @@ def _transformed(count: int | None, real: str = "") -> Callable[..., Spec]:
 
     def spec(input: Tensor, n: Any = None, dim: Any = None, *args: Any, **kwargs: Any) -> Spec:
         n = kwargs.get("s", n)
-        given = [n] if isinstance(n, int) else list(n) if n is not None else None
+        lengths = [n] if isinstance(n, int) else list(n) if n is not None else None
         if isinstance(dim, int):
             over = [dim]
         elif dim is not None:
             over = list(dim)
         else:
-            width = len(given) if given is not None and count is None else count or input.dim()
+            width = len(lengths) if lengths is not None and count is None else count or input.dim()
             over = list(range(-width, 0))
-        found = Labels()
-        ins = found.dims(input.shape)
+        builder = Labels()
+        ins = builder.dims(input.shape)
         out = list(ins)
         for number, at in enumerate(over):
             at %= input.dim()
-            found.fixed[at] = "a Fourier transform goes over all of it"
-            size = input.shape[at] if given is None or given[number] == -1 else plain(given[number])
+            builder.fixed[at] = "a Fourier transform goes over all of it"
+            size = input.shape[at] if lengths is None or lengths[number] == -1 else as_int(lengths[number])
             if number == len(over) - 1 and real:
-                size = size // 2 + 1 if real == "to" else 2 * (size - 1) if given is None else size
-            out[at] = (found.new(size),)
-        return found.spec([ins], [out])
+                size = size // 2 + 1 if real == "to" else 2 * (size - 1) if lengths is None else size
+            out[at] = (builder.new(size),)
+        return builder.spec([ins], [out])
 
     return spec
 
@@ -131,13 +133,13 @@ def shifted(input: Tensor, dim: Any = None) -> Spec:
 
 @rule(F.grid_sample, linear=FIRST)
 def grid_sample(input: Tensor, grid: Tensor, *args: Any, **kwargs: Any) -> Spec:
-    found = Labels()
+    builder = Labels()
     why = "a grid says where in it values are taken"
-    samples, channels = found.dims(input.shape[:2])
-    places = [(found.new(size, why, looked_up=True),) for size in input.shape[2:]]
-    taken = found.dims(grid.shape[1:-1])
-    pair = (found.new(grid.shape[-1], "it holds the coordinates of one point"),)
-    return found.spec([[samples, channels, *places], [samples, *taken, pair]], [[samples, channels, *taken]])
+    samples, channels = builder.dims(input.shape[:2])
+    places = [(builder.new(size, why, looked_up=True),) for size in input.shape[2:]]
+    taken = builder.dims(grid.shape[1:-1])
+    pair = (builder.new(grid.shape[-1], "it holds the coordinates of one point"),)
+    return builder.spec([[samples, channels, *places], [samples, *taken, pair]], [[samples, channels, *taken]])
 
 
 # --- counts and sets: as many results as the values say ---
@@ -145,9 +147,9 @@ def grid_sample(input: Tensor, grid: Tensor, *args: Any, **kwargs: Any) -> Spec:
 
 def _sets(outs: Callable[..., int], why: str) -> Callable[..., Spec]:
     def spec(*args: Any, **kwargs: Any) -> Spec:
-        found = Labels()
-        ins = [[(found.new(size, why),) for size in x.shape] for x in operands(args, kwargs)]
-        return found.spec(ins, [[(found.new(0),)] for _ in range(outs(*args, **kwargs))])
+        builder = Labels()
+        ins = [[(builder.new(size, why),) for size in x.shape] for x in operands(args, kwargs)]
+        return builder.spec(ins, [[(builder.new(0),)] for _ in range(outs(*args, **kwargs))])
 
     return spec
 
@@ -192,8 +194,10 @@ if hasattr(F, "linear_cross_entropy"):
 
 
 def grouped_mm(input: Tensor, mat2: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, **_: Any) -> Spec:
-    """A product for each group (an expert): `[tokens, k]` and `[groups, k, n]`, or `[m, tokens]` and `[tokens, n]`,
-    in which the offsets cut the tokens into groups; or `[groups, m, k]` and `[groups, k, n]`.
+    """A product for each group (an expert).
+
+    Of `[tokens, k]` and `[groups, k, n]`, or of `[m, tokens]` and `[tokens, n]`, in which the offsets cut the tokens
+    into groups; or of `[groups, m, k]` and `[groups, k, n]`.
     """
     whole, group = "the offsets of the groups count its positions", "each group has offsets of its own"
     last = mat2.shape[-1]

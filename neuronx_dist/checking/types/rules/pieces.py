@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .spec import ALL, Spec, derive, labels, rule
-from .views import FIRST, Labels, plain, raised
+from .views import FIRST, Labels, as_int, raised
 
 __all__ = ["cut", "joined"]
 
@@ -24,7 +24,7 @@ Dim = tuple[int, ...]
 
 
 def cut(
-    found: Labels, length: int, pieces: Sequence[tuple[int, int]], why: str, whole: bool = False
+    builder: Labels, length: int, pieces: Sequence[tuple[int, int]], why: str, whole: bool = False
 ) -> tuple[Dim, list[Dim]]:
     """One dim of `length` cut into `pieces`, each (start, length).
 
@@ -35,25 +35,25 @@ def cut(
         The dim, and for each piece its dim.
     """
     if all(piece == (0, length) for piece in pieces) and (length != 1 or whole):
-        dim = (found.new(length),)
+        dim = (builder.new(length),)
         return dim, [dim] * len(pieces)
     block = reduce(gcd, (number for piece in pieces for number in piece), length)
     if not block:
-        return (found.new(length),), [(found.new(0),) for _ in pieces]
-    blocks = found.new(length // block, why, selected=True)
-    rest = (found.new(block),) if block > 1 else ()
-    outs = [rest if size == block else (found.new(size // block), *rest) for _, size in pieces]
+        return (builder.new(length),), [(builder.new(0),) for _ in pieces]
+    blocks = builder.new(length // block, why, selected=True)
+    rest = (builder.new(block),) if block > 1 else ()
+    outs = [rest if size == block else (builder.new(size // block), *rest) for _, size in pieces]
     return (blocks, *rest), outs
 
 
 def _cut_dim(
     shape: Sequence[int], dim: int, pieces: Sequence[tuple[int, int]], why: str, everything: bool = False
 ) -> Spec:
-    found = Labels()
+    builder = Labels()
     dim %= len(shape)
-    dims = found.dims(shape[:dim]) + [()] + found.dims(shape[dim + 1 :])
-    whole, parts = cut(found, shape[dim], pieces, why, everything)
-    return found.spec(
+    dims = builder.dims(shape[:dim]) + [()] + builder.dims(shape[dim + 1 :])
+    whole, parts = cut(builder, shape[dim], pieces, why, everything)
+    return builder.spec(
         [[*dims[:dim], whole, *dims[dim + 1 :]]], [[*dims[:dim], part, *dims[dim + 1 :]] for part in parts]
     )
 
@@ -76,19 +76,19 @@ def _in_sizes(sizes: Sequence[int]) -> list[tuple[int, int]]:
     aliases=True,
 )
 def split(*args: Any, dim: int = 0, **kwargs: Any) -> Spec:
-    given = [*args, *(value for value in kwargs.values())]
-    tensor, size = given[:2]
-    dim = given[2] if len(given) > 2 else dim
+    arguments = [*args, *(value for value in kwargs.values())]
+    tensor, size = arguments[:2]
+    dim = arguments[2] if len(arguments) > 2 else dim
     if isinstance(size, int):
-        length = tensor.shape[dim]
-        return _cut_dim(tensor.shape, dim, _in_steps(length, plain(size)), f"split({plain(size)}) cuts it into pieces")
-    sizes = [plain(each) for each in size]
+        length, size = tensor.shape[dim], as_int(size)
+        return _cut_dim(tensor.shape, dim, _in_steps(length, size), f"split({size}) cuts it into pieces")
+    sizes = [as_int(each) for each in size]
     return _cut_dim(tensor.shape, dim, _in_sizes(sizes), f"split({sizes}) cuts it into pieces")
 
 
 @rule(torch.chunk, Tensor.chunk, torch.unsafe_chunk, Tensor.unsafe_chunk, linear=FIRST, aliases=True)
 def chunk(input: Tensor, chunks: int, dim: int = 0) -> Spec:
-    length, count = input.shape[dim], plain(chunks)
+    length, count = input.shape[dim], as_int(chunks)
     pieces = _in_steps(length, -(-length // count)) if length else [(0, 0)] * count
     return _cut_dim(input.shape, dim, pieces, f"chunk({count}) cuts it into pieces", count == 1)
 
@@ -104,15 +104,15 @@ def _at(length: int, borders: Sequence[int]) -> list[tuple[int, int]]:
 
 @rule(torch.tensor_split, Tensor.tensor_split, linear=FIRST, aliases=True)
 def tensor_split(input: Tensor, *args: Any, dim: int = 0, **kwargs: Any) -> Spec:
-    given = [*args, *kwargs.values()]
-    where = given[0]
-    dim = given[1] if len(given) > 1 else dim
+    arguments = [*args, *kwargs.values()]
+    where = arguments[0]
+    dim = arguments[1] if len(arguments) > 1 else dim
     if isinstance(where, Tensor):
         where = where.tolist()
     length = input.shape[dim]
-    pieces = _evenly(length, plain(where)) if isinstance(where, int) else _at(length, [plain(at) for at in where])
+    pieces = _evenly(length, as_int(where)) if isinstance(where, int) else _at(length, [as_int(at) for at in where])
     spec = _cut_dim(input.shape, dim, pieces, "tensor_split cuts it into pieces")
-    return spec._replace(ins=spec.ins + (None,) * any(isinstance(value, Tensor) for value in given))
+    return spec._replace(ins=spec.ins + (None,) * any(isinstance(value, Tensor) for value in arguments))
 
 
 @rule(torch.hsplit, Tensor.hsplit, linear=FIRST, aliases=True)
@@ -135,10 +135,10 @@ def narrow(input: Tensor, dim: int, start: Any, length: int) -> Spec:
     size = input.shape[dim]
     why = "narrow takes a range of its positions"
     if isinstance(start, Tensor):
-        spec = _cut_dim(input.shape, dim, [(1, plain(length))], why)
+        spec = _cut_dim(input.shape, dim, [(1, as_int(length))], why)
         return spec._replace(ins=(*spec.ins, ()))
-    first = plain(start)
-    return _cut_dim(input.shape, dim, [(first + size if first < 0 else first, plain(length))], why)
+    first = as_int(start)
+    return _cut_dim(input.shape, dim, [(first + size if first < 0 else first, as_int(length))], why)
 
 
 derive(torch.narrow, torch.narrow_copy, Tensor.narrow_copy, aliases=False)
@@ -170,19 +170,19 @@ def select(input: Tensor, dim: int, index: Any) -> Spec:
 # --- together ---
 
 
-def joined(found: Labels, lengths: Sequence[int], why: str) -> tuple[list[Dim], Dim]:
+def joined(builder: Labels, lengths: Sequence[int], why: str) -> tuple[list[Dim], Dim]:
     """Dims of `lengths` one after another: the dim of each, and of the result."""
     if len(lengths) == 1:
-        dim = (found.new(lengths[0]),)
+        dim = (builder.new(lengths[0]),)
         return [dim], dim
     block = reduce(gcd, lengths, 0)
     if not block:
-        return [(found.new(0),) for _ in lengths], (found.new(0),)
-    rest = (found.new(block),) if block > 1 else ()
-    ins = [rest if n == block else (found.new(n // block, why, selected=True), *rest) for n in lengths]
+        return [(builder.new(0),) for _ in lengths], (builder.new(0),)
+    rest = (builder.new(block),) if block > 1 else ()
+    ins = [rest if n == block else (builder.new(n // block, why, selected=True), *rest) for n in lengths]
     if block == 1:  # pieces of one position have no factor that would go on
-        ins = [(found.new(n, why, selected=True),) for n in lengths]
-    return ins, (found.new(sum(lengths) // block), *rest)
+        ins = [(builder.new(n, why, selected=True),) for n in lengths]
+    return ins, (builder.new(sum(lengths) // block), *rest)
 
 
 def _listed(tensors: Any, kwargs: dict[str, Any]) -> list[Tensor]:
@@ -190,21 +190,21 @@ def _listed(tensors: Any, kwargs: dict[str, Any]) -> list[Tensor]:
 
 
 def _together(shapes: Sequence[Sequence[int]], dim: int) -> Spec:
-    found = Labels()
+    builder = Labels()
     skipped = [tuple(shape) == (0,) for shape in shapes]  # cat leaves such out, whatever the shape of the others
     model = next((shape for shape, skip in zip(shapes, skipped) if not skip), shapes[0])
     if all(skipped):
         skipped = [False] * len(shapes)
     dim %= len(model)
-    dims = found.dims(model[:dim]) + [()] + found.dims(model[dim + 1 :])
+    dims = builder.dims(model[:dim]) + [()] + builder.dims(model[dim + 1 :])
     lengths = [shape[dim] for shape, skip in zip(shapes, skipped) if not skip]
-    parts, whole = joined(found, lengths, "cat puts pieces of different sizes after one another along it")
+    parts, whole = joined(builder, lengths, "cat puts pieces of different sizes after one another along it")
     rows = iter(parts)
     ins = [
-        [(found.new(0, "cat leaves an empty tensor out"),)] if skip else [*dims[:dim], next(rows), *dims[dim + 1 :]]
+        [(builder.new(0, "cat leaves an empty tensor out"),)] if skip else [*dims[:dim], next(rows), *dims[dim + 1 :]]
         for skip in skipped
     ]
-    return found.spec(ins, [[*dims[:dim], whole, *dims[dim + 1 :]]])
+    return builder.spec(ins, [[*dims[:dim], whole, *dims[dim + 1 :]]])
 
 
 @rule(torch.cat, torch.concat, torch.concatenate, linear=ALL)
@@ -257,31 +257,31 @@ def dstack(tensors: Any = None, **kwargs: Any) -> Spec:
 @rule(torch.column_stack, linear=ALL)
 def column_stack(tensors: Any = None, **kwargs: Any) -> Spec:
     listed = _listed(tensors, kwargs)
-    found = Labels()
-    rows = (found.new(listed[0].shape[0] if listed[0].dim() else 1),)
+    builder = Labels()
+    rows = (builder.new(listed[0].shape[0] if listed[0].dim() else 1),)
     lengths = [x.shape[1] if x.dim() > 1 else 1 for x in listed]
-    parts, whole = joined(found, lengths, "column_stack puts pieces of different sizes after one another along it")
-    rest = found.dims(listed[0].shape[2:])
+    parts, whole = joined(builder, lengths, "column_stack puts pieces of different sizes after one another along it")
+    rest = builder.dims(listed[0].shape[2:])
     ins = [[] if not x.dim() else [rows] if x.dim() == 1 else [rows, part, *rest] for x, part in zip(listed, parts)]
-    return found.spec(ins, [[rows, whole, *rest]])
+    return builder.spec(ins, [[rows, whole, *rest]])
 
 
 @rule(torch.block_diag, linear=ALL)
 def block_diag(*tensors: Tensor) -> Spec:
-    found = Labels()
+    builder = Labels()
     why = "block_diag puts the matrices along the diagonal"
-    ins = [[(found.new(size, why),) for size in x.shape] for x in tensors]
+    ins = [[(builder.new(size, why),) for size in x.shape] for x in tensors]
     rows = sum(x.shape[0] if x.dim() == 2 else 1 for x in tensors)
     columns = sum(x.shape[-1] if x.dim() else 1 for x in tensors)
-    return found.spec(ins, [found.dims((rows, columns))])
+    return builder.spec(ins, [builder.dims((rows, columns))])
 
 
 @rule(torch.cartesian_prod, linear=ALL)
 def cartesian_prod(*tensors: Tensor) -> Spec:
-    found = Labels()
+    builder = Labels()
     if len(tensors) == 1:
-        dims = found.dims(tensors[0].shape)
-        return found.spec([dims], [dims])
-    dims = found.dims(x.shape[0] for x in tensors)
+        dims = builder.dims(tensors[0].shape)
+        return builder.spec([dims], [dims])
+    dims = builder.dims(x.shape[0] for x in tensors)
     merged = tuple(label for dim in dims for label in dim)
-    return found.spec([[dim] for dim in dims], [[merged, (found.new(len(tensors)),)]])
+    return builder.spec([[dim] for dim in dims], [[merged, (builder.new(len(tensors)),)]])

@@ -251,8 +251,8 @@ def _register_foreach() -> None:
     """Each decomposes into calls of its items; of the written ones the values that they write, in order."""
     for name in dir(torch):
         if name.startswith("_foreach_"):
-            plain = name.removeprefix("_foreach_").rstrip("_")
-            function: Any = _FOREACH.get(plain) or getattr(torch, plain)
+            base = name.removeprefix("_foreach_").rstrip("_")
+            function: Any = _FOREACH.get(base) or getattr(torch, base)
             RULES[getattr(torch, name)] = Rule(
                 name, None, kind="decompose", decompose=_foreach(function), inplace=0 if name.endswith("_") else None
             )

@@ -27,8 +27,10 @@ _ALIASES = {"axis": "dim", "keepdims": "keepdim", "self": "input", "A": "input",
 
 def _read(names: str, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:
     """The values of the arguments `names` (`"input dim keepdim"`), None for those that the call does not give."""
-    given = {_ALIASES.get(name, name): value for name, value in kwargs.items()}
-    return tuple(args[place] if place < len(args) else given.get(name) for place, name in enumerate(names.split()))
+    named = {_ALIASES.get(name, name): value for name, value in kwargs.items()}
+    return tuple(
+        args[position] if position < len(args) else named.get(name) for position, name in enumerate(names.split())
+    )
 
 
 def ends(shape: Sequence[int], dims: Dim, keepdim: bool, why: str, outs: int = 1) -> Spec:
@@ -233,7 +235,7 @@ def quantile(*args: Any, **kwargs: Any) -> Spec:
     if not isinstance(q, Tensor):
         return spec
     levels = labels(q.dim(), x.dim())
-    sizes = {**spec.sizes, **{x.dim() + place: size for place, size in enumerate(q.shape)}}
+    sizes = {**spec.sizes, **{x.dim() + number: size for number, size in enumerate(q.shape)}}
     return spec._replace(ins=(*spec.ins, levels), outs=((*levels, *spec.outs[0]),), sizes=sizes)
 
 
@@ -344,16 +346,16 @@ register("diff", diff, linear=((0, 1, 2),))
 def isin(*args: Any, **kwargs: Any) -> Spec:
     """Each element of the first, looked for in all of the second; either may be a number."""
     first, second = _read("elements test_elements", args, kwargs)
-    found = labels(first.dim()) if isinstance(first, Tensor) else ()
+    dims = labels(first.dim()) if isinstance(first, Tensor) else ()
     sizes = dict(enumerate(first.shape)) if isinstance(first, Tensor) else {}
-    ins: tuple[Any, ...] = (found,) if isinstance(first, Tensor) else ()
+    ins: tuple[Any, ...] = (dims,) if isinstance(first, Tensor) else ()
     fixed: dict[int, str] = {}
     if isinstance(second, Tensor):
         tests = labels(second.dim(), len(sizes))
         fixed = {label: "isin looks through all of it" for (label,) in tests}
         sizes = {**sizes, **{label: size for (label,), size in zip(tests, second.shape)}}
         ins += (tests,)
-    return Spec(ins, (found,), sizes, {}, fixed)
+    return Spec(ins, (dims,), sizes, {}, fixed)
 
 
 register("isin", isin)

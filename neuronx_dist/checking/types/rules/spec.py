@@ -153,12 +153,12 @@ _LAST = ("weight", "bias")
 
 def operands(args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
     """The tensor operands of a call in order: of `args`, one list or tuple deep, then of `kwargs`, without `out=`."""
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     for value in args:
         if isinstance(value, Tensor):
-            found.append(value)
+            tensors.append(value)
         elif isinstance(value, (list, tuple)):
-            found += [item for item in value if isinstance(item, Tensor)]
+            tensors += [item for item in value if isinstance(item, Tensor)]
     if kwargs:
         named = [(name, value) for name, value in kwargs.items() if isinstance(value, (Tensor, list, tuple))]
         if len(named) > 1:
@@ -167,10 +167,10 @@ def operands(args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
             if name == "out":
                 continue
             if isinstance(value, Tensor):
-                found.append(value)
+                tensors.append(value)
             else:
-                found += [item for item in value if isinstance(item, Tensor)]
-    return found
+                tensors += [item for item in value if isinstance(item, Tensor)]
+    return tensors
 
 
 def _position(named: tuple[str, Any]) -> int:
@@ -196,8 +196,8 @@ def normal_dims(dims: int | Iterable[int] | None, ndim: int) -> tuple[int, ...]:
         return tuple(range(ndim))
     if isinstance(dims, int):
         return (dims % ndim,) if ndim else ()
-    found = tuple(int(dim) % ndim if ndim else 0 for dim in dims)
-    return (found if ndim else ()) or tuple(range(ndim))
+    normal = tuple(int(dim) % ndim if ndim else 0 for dim in dims)
+    return (normal if ndim else ()) or tuple(range(ndim))
 
 
 def same(shape: Sequence[int], outs: int = 1) -> Spec:

@@ -12,14 +12,14 @@ from torch import Tensor
 from .names import getter
 from .spec import Spec, derive, labels, normal_dims, rule, same
 
-__all__ = ["FIRST", "Labels", "each_of", "plain", "raised", "regroup", "sizes_of", "swapped"]
+__all__ = ["FIRST", "Labels", "each_of", "as_int", "raised", "regroup", "sizes_of", "swapped"]
 
 FIRST = ((0,),)
 """For `Rule.linear`: linear in operand 0, the others are indices or shapes."""
 
 
-def plain(value: Any) -> int:
-    """A whole number as a plain int, also where it is of a subclass that notes who reads it."""
+def as_int(value: Any) -> int:
+    """A whole number as an int of Python's own, also where it is a `RankValue`, which notes who reads it."""
     return int.__pos__(value) if isinstance(value, int) else int(value)
 
 
@@ -29,7 +29,7 @@ def sizes_of(values: Sequence[Any], named: Any = None) -> tuple[int, ...]:
         values = (named,)
     if len(values) == 1 and not isinstance(values[0], int):
         values = values[0]
-    return tuple(plain(value) for value in values)
+    return tuple(as_int(value) for value in values)
 
 
 class Labels:
@@ -76,6 +76,15 @@ class Labels:
 # --- view, reshape, flatten ---
 
 
+def _common_ends(sizes: Sequence[int], into: Sequence[int]) -> tuple[int, int]:
+    """How many dims two shapes have in common at the front, and how many of the others at the end."""
+    shorter = min(len(sizes), len(into))
+    head = next((dim for dim in range(shorter) if sizes[dim] != into[dim]), shorter)
+    tail = next((dim for dim in range(shorter - head) if sizes[-1 - dim] != into[-1 - dim]), shorter - head)
+    return head, tail
+
+
+# Long because it is one walk through both shapes, whose cases share where it is in each and what is left there.
 def regroup(source: Sequence[int], target: Sequence[int], inferred: int | None = None, name: str = "view") -> Spec:
     """Elements in the same order under another shape: each dim as a product of factors that both shapes have.
 
@@ -91,28 +100,25 @@ def regroup(source: Sequence[int], target: Sequence[int], inferred: int | None =
         name: for the reasons.
     """
     sizes, into = list(source), list(target)
-    found = Labels()
+    builder = Labels()
     if 0 in sizes:
         if sizes == into:
             return same(sizes)
         why = f"{name} cannot say where its positions go, the tensor is empty"
-        return found.spec([[(found.new(size, why),) for size in sizes]], [found.dims(into)])
+        return builder.spec([[(builder.new(size, why),) for size in sizes]], [builder.dims(into)])
     ins: list[list[int]] = [[] for _ in sizes]
     outs: list[list[int]] = [[] for _ in into]
 
     def both(i: int, j: int, size: int) -> None:
-        label = found.new(size)
+        label = builder.new(size)
         ins[i].append(label)
         outs[j].append(label)
 
-    head = 0
-    while head < min(len(sizes), len(into)) and sizes[head] == into[head]:
-        both(head, head, sizes[head])
-        head += 1
-    tail = 0
-    while tail < min(len(sizes), len(into)) - head and sizes[-1 - tail] == into[-1 - tail]:
-        both(len(sizes) - 1 - tail, len(into) - 1 - tail, sizes[-1 - tail])
-        tail += 1
+    head, tail = _common_ends(sizes, into)
+    for dim in range(head):
+        both(dim, dim, sizes[dim])
+    for dim in range(1, tail + 1):
+        both(len(sizes) - dim, len(into) - dim, sizes[-dim])
 
     i, j, end, stop = head, head, len(sizes) - tail, len(into) - tail
     left = sizes[i] if i < end else 1  # what remains of the dims i and j
@@ -124,28 +130,26 @@ def regroup(source: Sequence[int], target: Sequence[int], inferred: int | None =
             i, j = i + 1, j + 1
             left, right = (sizes[i] if i < end else 1), (into[j] if j < stop else 1)
         elif i < end and sizes[i] == 1:
-            place = _home(j, opened, into, inferred)
-            if place is None:
-                ins[i].append(found.new(1, f"{name} removes it, so it has size 1 in the whole tensor too"))
-            elif place >= stop and outs[place]:  # a dim of the tail, which has its factor already: outside of that
-                label = found.new(1)
-                ins[i].append(label)
-                outs[place].insert(outs[place].index(ins[place - len(into)][-1]), label)
+            home = _home(j, opened, into, inferred)
+            if home is None:
+                ins[i].append(builder.new(1, f"{name} removes it, so it has size 1 in the whole tensor too"))
+            elif home >= stop and outs[home]:  # a dim of the tail, which has its factor already: outside of that
+                _put_outside(builder, ins, outs, i, home)
             else:
-                both(i, place, 1)
+                both(i, home, 1)
             i += 1
             left = sizes[i] if i < end else 1
         elif j < stop and into[j] == 1:
             last = j == len(into) - 2 and j == len(sizes) - 1 >= 2
-            split = _split_off(found, ins, outs, i, j, end)
+            split = _split_off(builder, ins, outs, i, j, end)
             if split is not None and not (j == inferred or last):
-                found.weak.add(split)
+                builder.weak.add(split)
             j += 1
             right = into[j] if j < stop else 1
         else:
             common = gcd(left, right)
             if common == 1:
-                i, j = _mixed(found, ins, outs, sizes, into, i, j, left, right, name)
+                i, j = _mixed(builder, ins, outs, sizes, into, i, j, left, right, name)
                 left = right = 1
             else:
                 both(i, j, common)
@@ -157,7 +161,14 @@ def regroup(source: Sequence[int], target: Sequence[int], inferred: int | None =
             if right == 1:
                 j += 1
                 right = into[j] if j < stop else 1
-    return found.spec([ins], [outs])
+    return builder.spec([ins], [outs])
+
+
+def _put_outside(builder: Labels, ins: list[list[int]], outs: list[list[int]], i: int, home: int) -> None:
+    """Dim i of the operand, of size 1, as the outer factor of dim `home` of the result, which has the same tail."""
+    label = builder.new(1)
+    ins[i].append(label)
+    outs[home].insert(outs[home].index(ins[home - len(outs)][-1]), label)
 
 
 def _home(j: int, opened: bool, into: list[int], inferred: int | None) -> int | None:
@@ -171,11 +182,11 @@ def _home(j: int, opened: bool, into: list[int], inferred: int | None) -> int | 
     return len(into) - 1 if into else None
 
 
-def _split_off(found: Labels, ins: list[list[int]], outs: list[list[int]], i: int, j: int, end: int) -> int | None:
+def _split_off(builder: Labels, ins: list[list[int]], outs: list[list[int]], i: int, j: int, end: int) -> int | None:
     """Dim j of the result, of size 1, as the outer factor of dim i of the operand, or the inner one of the last."""
     if not ins:
         return None
-    label = found.new(1)
+    label = builder.new(1)
     outs[j].append(label)
     if i < len(ins):
         ins[i].insert(len(ins[i]) if i < end else 0, label)
@@ -185,7 +196,7 @@ def _split_off(found: Labels, ins: list[list[int]], outs: list[list[int]], i: in
 
 
 def _mixed(
-    found: Labels,
+    builder: Labels,
     ins: list[list[int]],
     outs: list[list[int]],
     sizes: list[int],
@@ -198,17 +209,17 @@ def _mixed(
 ) -> tuple[int, int]:
     """The rest of a group of dims that have no common factor: fixed. Returns its last dims."""
     why = f"{name} from {tuple(sizes)} to {tuple(into)} cuts across it"
-    ins[i].append(found.new(left, why))
-    outs[j].append(found.new(right))
+    ins[i].append(builder.new(left, why))
+    outs[j].append(builder.new(right))
     while left != right:
         if left < right:
             i += 1
             left *= sizes[i]
-            ins[i].append(found.new(sizes[i], why))
+            ins[i].append(builder.new(sizes[i], why))
         else:
             j += 1
             right *= into[j]
-            outs[j].append(found.new(into[j]))
+            outs[j].append(builder.new(into[j]))
     return i, j
 
 
@@ -235,10 +246,10 @@ def view(input: Tensor, *size: Any, dtype: torch.dtype | None = None) -> Spec:
     before, after = input.dtype.itemsize, dtype.itemsize
     if before == after or not shape:
         return same(shape)
-    found = Labels()
-    dims = found.dims(shape[:-1])
-    cut = found.new(shape[-1], "view(dtype) puts neighbouring values into one, or one into several")
-    return found.spec([[*dims, (cut,)]], [[*dims, (found.new(shape[-1] * before // after),)]])
+    builder = Labels()
+    dims = builder.dims(shape[:-1])
+    cut = builder.new(shape[-1], "view(dtype) puts neighbouring values into one, or one into several")
+    return builder.spec([[*dims, (cut,)]], [[*dims, (builder.new(shape[-1] * before // after),)]])
 
 
 @rule(torch.reshape, Tensor.reshape, linear=FIRST, aliases=True)
@@ -273,8 +284,8 @@ def ravel(input: Tensor) -> Spec:
 @rule(torch.unflatten, Tensor.unflatten, linear=FIRST, aliases=True)
 def unflatten(input: Tensor, dim: Any = None, sizes: Any = None) -> Spec:
     shape = list(input.shape)
-    at = plain(dim) % len(shape)
-    into, inferred = _filled(shape[at : at + 1], tuple(plain(size) for size in sizes))
+    at = as_int(dim) % len(shape)
+    into, inferred = _filled(shape[at : at + 1], tuple(as_int(size) for size in sizes))
     target = [*shape[:at], *into, *shape[at + 1 :]]
     return regroup(shape, target, None if inferred is None else at + inferred, "unflatten")
 

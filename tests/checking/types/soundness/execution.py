@@ -62,7 +62,7 @@ def run_rank(program: Program, inputs: Names, mode: Any, backward: bool = True) 
                         except SpmdTypeError as error:
                             held.error = f"{name}: {error}"
                             break
-                        held.claims[name] = claim_of(note[0], program.grid, names[name].dim())
+                        held.claims[name] = claim_of(note.type, program.grid, names[name].dim())
     held.values = {name: x.detach() for name, x in names.items() if isinstance(x, Tensor)}
     held.grads = {name: x.grad.detach() if x.grad is not None else torch.zeros_like(x) for name, x in given.items()
                   if x.requires_grad}  # fmt: skip

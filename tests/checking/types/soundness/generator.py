@@ -160,9 +160,9 @@ class Generator(Choices):
                     note = self.mode.note(x, name)
                 except (SpmdTypeError, RuntimeError):
                     continue
-                if note is not None and note[4] is None:
+                if note is not None and note.extra is None:
                     try:
-                        found[name] = claim_of(note[0], self.grid, x.dim())
+                        found[name] = claim_of(note.type, self.grid, x.dim())
                     except AttributeError:
                         continue
         return found
