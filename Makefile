@@ -27,10 +27,14 @@ export OMP_NUM_THREADS = 1
 export HF_HUB_OFFLINE = 1
 # All processes of a run are on this machine: torchrun and gloo meet on loopback, whatever the host name resolves to.
 LOOPBACK := $(if $(filter Linux,$(shell uname -s)),GLOO_SOCKET_IFNAME=lo)
+# One pytest worker per core, each with its own processes; who is done takes over tests of the others. WORKERS=0 is one process,
+# as `$(PY) -m pytest tests/...` is, for debugging.
+WORKERS ?= logical
+PYTEST  := -m pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal --durations 15
 TORCHRUN := $(LOOPBACK) $(PY) -m torch.distributed.run --standalone --local-addr 127.0.0.1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-xla train test test-full test-xla lint types bench clean
+.PHONY: help setup setup-xla train ci-train test test-fast test-full test-xla lint types bench clean
 
 help:  ## list what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -68,14 +72,25 @@ $(STAMP_XLA): requirements-xla.txt requirements-dev.txt pyproject.toml setup.py
 train: $(STAMP)  ## train a byte-level Llama on NPROC processes (TP=2 PP=2)
 	$(TORCHRUN) --nproc-per-node $(NPROC) examples/train_llama.py --tp $(TP) --pp $(PP) $(ARGS)
 
-test: $(STAMP)  ## run the tests: every layout once, and a pairwise covering set
-	$(PY) -m pytest $(ARGS)
+# Steps, a folder with curve, metrics and weights, for tensor and pipeline parallelism and for ZeRO-1.
+ci-train: $(STAMP)  ## two short training runs, and a look at what they leave in runs/ci
+	rm -rf runs/ci
+	$(MAKE) train TP=2 PP=2 ARGS="--steps 10 --out runs/ci/tp2-pp2 --sequence-parallel"
+	$(PY) -m tests.support.run_folder runs/ci/tp2-pp2 10
+	$(MAKE) train TP=1 PP=1 NPROC=2 ARGS="--steps 10 --out runs/ci/dp2-zero1 --zero1"
+	$(PY) -m tests.support.run_folder runs/ci/dp2-zero1 10
 
-test-full: $(STAMP)  ## run the tests with the whole layout matrix
-	NXD_FULL=1 $(PY) -m pytest $(ARGS)
+test: $(STAMP)  ## run the tests: every layout once, and a pairwise covering set
+	$(PY) $(PYTEST) $(ARGS)
+
+test-fast: $(STAMP)  ## run the tests for every save: the short ones, which start no process
+	$(PY) $(PYTEST) -m fast $(ARGS)
+
+test-full: $(STAMP)  ## run all tests: the whole layout matrix, all mutants, many seeds
+	NXD_FULL=1 $(PY) $(PYTEST) $(ARGS)
 
 test-xla: $(STAMP_XLA)  ## run the tests that need torch_xla, in their own environment
-	$(PY_XLA) -m pytest tests/xla $(ARGS)
+	$(PY_XLA) $(PYTEST) tests/xla $(ARGS)
 
 lint: $(STAMP)  ## check the style with ruff
 	$(PY) -m ruff check .

@@ -1,6 +1,6 @@
 """What a training step costs in XLA programs: how many are compiled and run, and how often host and device meet.
 
-    .venv-xla/bin/python benchmarks/xla_graphs.py
+    .venv-xla/bin/python -m benchmarks.xla_graphs
 
 Steps of a two-layer Llama are lowered on four ranks and executed on virtual CPU devices; times are none of a device's.
 The learning rate warms up from 0 and decays to 0. Of each step: programs that no step before had (they are compiled),
@@ -10,19 +10,14 @@ programs that rank 0 runs, tensors that it brings to the device, values that it 
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections import Counter
-from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "xla"))
-
-import training_programs as programs
-from training_programs import SCHEDULE, Training
-
 from neuronx_dist.mesh import Mesh
+from tests.xla.programs import training as programs
+from tests.xla.programs.training import SCHEDULE, Training
 
 CASES = {
     "tp2 dp2, AdamW": (Mesh(4, tp=2), Training("adamw", "plain")),

@@ -23,7 +23,7 @@ _LAZY = {
     "NeuronZero1Optimizer": "optimizer",
     "NxDPPModel": "pipeline",
     "clip_grad_norm": "gradients.norm",
-    "hf": "hf",
+    "hf": "",
     "global_num_items": "gradients.reduce",
     "materialize": "weights.materialize",
     "model_parallel_manual_seed": "parallel_layers.random",

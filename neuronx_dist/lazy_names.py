@@ -19,8 +19,8 @@ def lazy_names(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]
 
     Args:
         package: its `__name__`.
-        modules: name -> the module that defines it, relative to `neuronx_dist`, or `module:attribute` where it has
-            another name there; `name` itself where it is a module.
+        modules: name -> the module or package that holds it, relative to `neuronx_dist` ("" is that itself);
+            `module:attribute` where it has another name there. A name may be a module of that package.
 
     Example:
         __getattr__ = lazy_names(__name__, {"check": "checking.api"})
@@ -31,8 +31,12 @@ def lazy_names(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]
         if name not in modules:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         path, _, attribute = modules[name].partition(":")
-        module = importlib.import_module(f"{root}.{path}")
-        value = module if path == name else getattr(module, attribute or name)
+        holder = importlib.import_module(f"{root}.{path}" if path else root)
+        attribute = attribute or name
+        if attribute in vars(holder):
+            value = vars(holder)[attribute]
+        else:
+            value = importlib.import_module(f"{holder.__name__}.{attribute}")
         setattr(sys.modules[package], name, value)
         return value
 

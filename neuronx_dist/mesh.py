@@ -89,10 +89,10 @@ class Mesh:
             return known
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank {rank} is not in a world of {self.world_size} ranks (0..{self.world_size - 1})")
-        place = rank if self.ranks_per_node is None else place_of(self.topology, self.ranks_per_node, rank)
+        position = rank if self.ranks_per_node is None else place_of(self.topology, self.ranks_per_node, rank)
         result: dict[str, int] = {}
         for view in (DENSE_AXES, EXPERT_AXES):
-            rest = place
+            rest = position
             for name in reversed(view):
                 rest, result[name] = divmod(rest, getattr(self, name))
         return result

@@ -80,9 +80,9 @@ def fitting_node(name: str, ranks_per_node: int | None, *, world_size: int, tp: 
     return ranks
 
 
-def rank_at(name: str, ranks_per_node: int, place: int) -> int:
+def rank_at(name: str, ranks_per_node: int, position: int) -> int:
     """The rank at a place of the grid."""
-    node, index = divmod(place, ranks_per_node)
+    node, index = divmod(position, ranks_per_node)
     return node * ranks_per_node + _order(name, ranks_per_node)[0][index]
 
 

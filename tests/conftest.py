@@ -1,4 +1,4 @@
-"""What all tests share: one thread per rank, and one pool of worker processes (`pool.py`)."""
+"""What all tests share: one thread per rank, one pool of worker processes (`support/pool.py`), and the fast tier."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import os
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-import pool
 import pytest
 import torch
+
+from tests.support import fast, pool
 
 torch.set_num_threads(1)
 
@@ -26,6 +27,23 @@ def _nothing_is_left_behind():
     recording.recorders = ()
     torch.set_default_dtype(torch.float32)
     assert left == (None, (), torch.float32), f"left behind: {left}"
+
+
+def pytest_configure(config):
+    fast.watch_processes()
+    if not hasattr(config, "workerinput"):  # under xdist the session that reports is not one that runs tests
+        config.pluginmanager.register(fast.Total())
+
+
+@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
+def pytest_collection_modifyitems(items):
+    fast.mark(items)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    with fast.limit(item):
+        return (yield)
 
 
 def pytest_sessionfinish(session, exitstatus):

@@ -7,8 +7,8 @@ every call (`recording.py`). Nothing here is differentiable; see `neuronx_dist.s
 from collections.abc import Sequence
 
 from ..call_site import TRANSPORT, hide
+from ..lazy_names import lazy_names
 from . import context
-from .backends import threads
 from .base import Communicator, Handle
 from .context import Context, communicator, current, is_initialized
 from .errors import CommError, CommTimeout, RemoteRankError
@@ -60,6 +60,8 @@ __all__ = [
 ]
 
 hide(__name__, TRANSPORT)
+
+__getattr__ = lazy_names(__name__, {"threads": "comm.backends"})  # for tests and tools
 
 
 def size(axis: context.AxisLike) -> int:

@@ -1,4 +1,7 @@
-"""What transformers says about sharding a model, its `tp_plan`: the facts that `swap` needs, or a refusal by name."""
+"""How a Hugging Face model is sharded: what transformers says (`tp_plan`), or a row of ours, as a list of `LayerPlan`.
+
+A new architecture is a row of `ARCHITECTURES`; a model that neither it nor transformers covers is refused by name.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +12,25 @@ from typing import Any
 from torch import nn
 
 from ..model_shape import ModelShape, padded_heads
+from ..parallel_layers.replace import STYLES, LayerPlan
 
-__all__ = ["ATTENTION", "Plan", "UnsupportedModelError", "read_plan", "transformer_layer_class"]
+__all__ = ["ARCHITECTURES", "ATTENTION", "Plan", "UnsupportedModelError", "read_plan", "transformer_layer_class"]
 
-_COLUMN, _ROW, _PARTIAL_GRADIENT = "colwise", "rowwise", "replicated_with_grad_allreduce"
+# transformers' word -> ours.
+_STYLES = {"colwise": "column", "rowwise": "row", "replicated_with_grad_allreduce": "partial_gradient"}
 _HEAD_STYLES = ("colwise", "colwise_rep", "colwise_gather_output")
 # Sibling columns with one input; these names mean the same in every architecture that uses them.
 _FUSABLE = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+_LLAMA = {
+    **{f"model.layers.*.self_attn.{name}": "colwise" for name in ("q_proj", "k_proj", "v_proj")},
+    **{f"model.layers.*.mlp.{name}": "colwise" for name in ("gate_proj", "up_proj")},
+    "model.layers.*.self_attn.o_proj": "rowwise",
+    "model.layers.*.mlp.down_proj": "rowwise",
+}
+# Plans in the words of transformers, by model type, for architectures of which it has none.
+ARCHITECTURES: dict[str, dict[str, str]] = {"stablelm": _LLAMA}
 
 
 class UnsupportedModelError(ValueError):
@@ -25,48 +39,59 @@ class UnsupportedModelError(ValueError):
 
 @dataclass(frozen=True)
 class Plan:
-    """Qualified names of the modules to replace, and the head counts.
+    """What is known of a model before a layout is chosen.
 
     Attributes:
-        columns, rows: linear layers to shard by output and by input.
-        partial: modules whose parameters are replicated but get only this rank's share of their gradients (norms of
-        local heads).
-        embedding, head: the vocabulary's input and output layers; `tied` if they share their weight.
+        styles: by qualified name: "column", "row" or "partial_gradient" (norms of local heads).
+        embedding, head: the vocabulary's input and output layers.
         heads, kv_heads: query and key/value heads of an attention layer.
     """
 
-    columns: tuple[str, ...]
-    rows: tuple[str, ...]
-    partial: tuple[str, ...]
+    styles: dict[str, str]
     embedding: str
     head: str
-    tied: bool
     heads: int
     kv_heads: int
 
     @property
     def regions(self) -> tuple[str, ...]:
         """The modules between a column's input and a row's output: attentions and MLPs."""
-        return tuple(dict.fromkeys(name.rpartition(".")[0] for name in (*self.columns, *self.rows)))
+        linear = [name for name, style in self.styles.items() if style in ("column", "row")]
+        return tuple(dict.fromkeys(name.rpartition(".")[0] for name in linear))
 
-    def fused_groups(self, model: nn.Module) -> list[list[Any]]:
-        """Column layers that get the same input and so can share one input gradient: q, k, v and gate, up."""
-        groups = []
-        for region in self.regions:
-            for names in _FUSABLE:
-                if not all(f"{region}.{name}" in self.columns for name in names):
-                    continue
-                layers: list[Any] = [model.get_submodule(f"{region}.{name}") for name in names]
+    def layers(self, model: nn.Module, tp: int, *, sequence_parallel: bool = False) -> list[LayerPlan]:
+        """What becomes of each layer at a layout: sizes padded for `tp`, siblings fused, options set."""
+        gathered = {"sequence_parallel_enabled": sequence_parallel, "sequence_dimension": 1}
+        column_options = {"input_is_replicated": sequence_parallel}
+        layers = [LayerPlan(self.embedding, "embedding", options={"collect_output": not sequence_parallel})]
+        for name, style in self.styles.items():
+            linear: Any = model.get_submodule(name)
+            if style == "column":
+                padded = self._padded_size(name, linear.out_features, tp)
+                layers.append(LayerPlan(name, style, padded, self._siblings(model, name), column_options))
+            elif style == "row":
+                layers.append(LayerPlan(name, style, self._padded_size(name, linear.in_features, tp), (), gathered))
+            else:
+                layers.append(LayerPlan(name, style))
+        return [*layers, LayerPlan(self.head, "column", options=gathered)]
+
+    def _siblings(self, model: nn.Module, name: str) -> tuple[str, ...]:
+        """The other columns that get the same input, and so can share one input gradient: q, k, v and gate, up."""
+        region, _, leaf = name.rpartition(".")
+        for leaves in _FUSABLE:
+            group = [f"{region}.{each}" for each in leaves]
+            if leaf in leaves and all(self.styles.get(each) == "column" for each in group):
+                layers: list[Any] = [model.get_submodule(each) for each in group]
                 if len({layer.bias is None for layer in layers}) == 1:
-                    groups.append(layers)
-        return groups
+                    return tuple(each for each in group if each != name)
+        return ()
 
-    def padded_size(self, name: str, size: int, tp: int) -> int:
+    def _padded_size(self, name: str, size: int, tp: int) -> int:
         """Sharded size of layer `name` once heads are padded for `tp`: attention projections grow, all else stays."""
         heads, kv_heads = padded_heads(self.heads, self.kv_heads, tp)
-        last = name.rpartition(".")[2]
-        if last in ATTENTION:
-            old, new = (self.kv_heads, kv_heads) if last in ("k_proj", "v_proj") else (self.heads, heads)
+        leaf = name.rpartition(".")[2]
+        if leaf in ATTENTION:
+            old, new = (self.kv_heads, kv_heads) if leaf in ("k_proj", "v_proj") else (self.heads, heads)
             return size // old * new
         return size
 
@@ -107,14 +132,14 @@ def read_plan(model: nn.Module) -> Plan:
     problems = [f"{name} (not in the plan)" for name in _uncovered(model, styles, ends)]
     for name, style in styles.items():
         module = model.get_submodule(name)
-        linear = style in (_COLUMN, _ROW)
-        if not linear and style != _PARTIAL_GRADIENT:
+        layer_type = STYLES[_STYLES[style]].layer_type if style in _STYLES else None
+        if style not in _STYLES:
             problems.append(f"{name} (style {style!r})")
-        elif linear and type(module) is not nn.Linear:
-            problems.append(f"{name} (a {type(module).__name__}, not a torch.nn.Linear)")
+        elif layer_type is not None and type(module) is not layer_type:
+            problems.append(f"{name} (a {type(module).__name__}, not a torch.nn.{layer_type.__name__})")
     if type(embedding) is not nn.Embedding:
         problems.append(f"{names[id(embedding)]} (a {type(embedding).__name__}, not a torch.nn.Embedding)")
-    if type(head) is not nn.Linear or (_style(model, names[id(head)]) or _COLUMN) not in _HEAD_STYLES:
+    if type(head) is not nn.Linear or (_style(model, names[id(head)]) or "colwise") not in _HEAD_STYLES:
         problems.append(
             f"{names[id(head)]} (the head is to be a torch.nn.Linear with one of the styles {', '.join(_HEAD_STYLES)})"
         )
@@ -125,12 +150,9 @@ def read_plan(model: nn.Module) -> Plan:
     if shape.heads is None or shape.kv_heads is None:
         raise UnsupportedModelError(f"{what}: its config has no num_attention_heads")
     return Plan(
-        columns=tuple(name for name, style in styles.items() if style == _COLUMN),
-        rows=tuple(name for name, style in styles.items() if style == _ROW),
-        partial=tuple(name for name, style in styles.items() if style == _PARTIAL_GRADIENT),
+        styles={name: _STYLES[style] for name, style in styles.items()},
         embedding=names[id(embedding)],
         head=names[id(head)],
-        tied=embedding.weight is head.weight,
         heads=shape.heads,
         kv_heads=shape.kv_heads,
     )
@@ -138,12 +160,14 @@ def read_plan(model: nn.Module) -> Plan:
 
 def _style(model: nn.Module, name: str) -> str | None:
     plan: dict[str, str] = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None) or {}
+    config: Any = model.config
+    plan = plan or ARCHITECTURES.get(config.model_type, {})
     return plan.get(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name))
 
 
 def _uncovered(model: nn.Module, styles: dict[str, str], ends: set[str]) -> list[str]:
     """Modules whose weights would stay whole, or be wrong: matrices, and any parameter next to sharded layers."""
-    regions = {name.rpartition(".")[0] for name, style in styles.items() if style in (_COLUMN, _ROW)}
+    regions = {name.rpartition(".")[0] for name, style in styles.items() if style in ("colwise", "rowwise")}
     left_out = []
     for name, module in model.named_modules():
         if name in styles or name in ends:

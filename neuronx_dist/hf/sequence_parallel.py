@@ -12,24 +12,24 @@ off its input. So the tensors are full exactly where it looks:
 
 The entry gather's backward is the reduce-scatter that sums the input gradients over tp, so the column layers inside do
 not reduce theirs (`input_is_replicated`). Replicated parameters see a part of the sequence, or a part of the heads:
-their gradients are partial, which their layout says (`sequence_parallel`), and `grads.reduce_gradients` sums them.
+their gradients are partial, which their layout says (`sequence_parallel`), and `reduce_gradients` sums them.
 
 All is done by hooks on the modules, so it holds as well when a pipeline runs the modules one by one.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from .. import comm, spmd
-from ..weights.shard_spec import set_spec, spec_of
+from ..parallel_layers.replace import mark_partial_gradients
+from ..weights.shard_spec import spec_of
 from .plan import Plan, UnsupportedModelError
 
-__all__ = ["apply_sequence_parallel", "check_sequence_parallel", "mark_partial_gradients"]
+__all__ = ["apply_sequence_parallel", "check_sequence_parallel"]
 
 _HIDDEN = ("hidden_states", "x")  # what attention, MLP and decoder layers call their input when it is passed by name
 
@@ -65,18 +65,9 @@ def apply_sequence_parallel(model: nn.Module, plan: Plan) -> None:
     model.register_forward_pre_hook(_refuse_part_of_the_logits, with_kwargs=True)
 
 
-def mark_partial_gradients(module: nn.Module) -> None:
-    """Says of a module's own replicated parameters that each rank has only part of their gradient: to be summed over
-    tp.
-    """
-    for name, param in module._parameters.items():
-        if param is not None:
-            set_spec(module, name, replace(spec_of(param), sequence_parallel=True))
-
-
 def _decoder_layers(model: nn.Module, plan: Plan) -> Any:
     """The `nn.ModuleList` that the attentions live in."""
-    path = plan.columns[0].split(".")
+    path = plan.regions[0].split(".")
     depth = next(i for i, part in enumerate(path) if part.isdigit())
     return model.get_submodule(".".join(path[:depth]))
 

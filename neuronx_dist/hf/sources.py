@@ -73,9 +73,9 @@ class SafetensorsFolder:
         elif (path / _SINGLE).is_file():
             files = [_SINGLE]
         else:
-            held = sorted(entry.name for entry in path.iterdir()) if path.is_dir() else "no such folder"
+            entries = sorted(entry.name for entry in path.iterdir()) if path.is_dir() else "no such folder"
             raise FileNotFoundError(
-                f"{path} has neither {_SINGLE} nor {_INDEX} (it has: {held}). "
+                f"{path} has neither {_SINGLE} nor {_INDEX} (it has: {entries}). "
                 f"Other formats: load them with transformers and pass the state dict"
             )
         self.description = str(path)

@@ -12,8 +12,7 @@ the head, whose local logits `[b, s, vocab/tp]` go straight into the vocabulary-
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,14 +21,11 @@ from torch import nn
 
 from .. import comm, spmd
 from ..model_shape import padded_heads
-from ..parallel_layers.embedding import ParallelEmbedding
-from ..parallel_layers.linear import ColumnParallelLinear, RowParallelLinear, fuse_columns
-from ..parallel_layers.pad import padded_spec
+from ..parallel_layers.replace import LayerPlan, apply
 from ..spmd import random
-from ..weights.shard_spec import set_spec, spec_of
 from .loss import causal_lm_loss
 from .plan import ATTENTION, Plan, UnsupportedModelError, read_plan
-from .sequence_parallel import apply_sequence_parallel, check_sequence_parallel, mark_partial_gradients
+from .sequence_parallel import apply_sequence_parallel, check_sequence_parallel
 
 __all__ = ["swap"]
 
@@ -56,67 +52,13 @@ def swap(model: Any, *, sequence_parallel: bool = False, pad_heads: bool = False
     if getattr(model, "loss_function", None) is causal_lm_loss:
         raise ValueError(f"swap: this {type(model).__name__} has been swapped already")
     plan = read_plan(model)
-    _check_sizes(model, plan, tp, pad_heads)
+    layers = plan.layers(model, tp, sequence_parallel=sequence_parallel)
+    _check_sizes(model, plan, layers, tp, pad_heads)
     _check_dropout(model, tp, sequence_parallel)
     if sequence_parallel:
         check_sequence_parallel(model, plan)
 
-    embedding = model.get_submodule(plan.embedding)
-    parallel: nn.Module = ParallelEmbedding(
-        embedding.num_embeddings,
-        embedding.embedding_dim,
-        embedding.padding_idx,
-        dtype=embedding.weight.dtype,
-        device="meta",
-        collect_output=not sequence_parallel,
-    )
-    _replace(model, plan.embedding, parallel)
-    for name in plan.columns:
-        linear = model.get_submodule(name)
-        out = plan.padded_size(name, linear.out_features, tp)
-        parallel = ColumnParallelLinear(
-            linear.in_features,
-            out,
-            bias=linear.bias is not None,
-            gather_output=False,
-            dtype=linear.weight.dtype,
-            device="meta",
-            input_is_replicated=sequence_parallel,
-        )
-        _replace(model, name, parallel, unpadded=linear.out_features)
-    for name in plan.rows:
-        linear = model.get_submodule(name)
-        size = plan.padded_size(name, linear.in_features, tp)
-        parallel = RowParallelLinear(
-            size,
-            linear.out_features,
-            bias=linear.bias is not None,
-            input_is_parallel=True,
-            dtype=linear.weight.dtype,
-            device="meta",
-            sequence_parallel_enabled=sequence_parallel,
-            sequence_dimension=1,
-        )
-        _replace(model, name, parallel, unpadded=linear.in_features)
-    head = model.get_submodule(plan.head)
-    parallel = ColumnParallelLinear(
-        head.in_features,
-        head.out_features,
-        bias=head.bias is not None,
-        gather_output=False,
-        dtype=head.weight.dtype,
-        device="meta",
-        sequence_parallel_enabled=sequence_parallel,
-        sequence_dimension=1,
-    )
-    _replace(model, plan.head, parallel)
-    if plan.tied:
-        parallel.weight = model.get_submodule(plan.embedding).weight
-
-    for group in plan.fused_groups(model):
-        fuse_columns(group)
-    for name in plan.partial:
-        mark_partial_gradients(model.get_submodule(name))
+    apply(model, layers)
     _set_local_head_counts(model, plan, tp)
     if tp > 1:
         for region in map(model.get_submodule, plan.regions):
@@ -129,26 +71,6 @@ def swap(model: Any, *, sequence_parallel: bool = False, pad_heads: bool = False
     return model
 
 
-def _replace(model: nn.Module, name: str, parallel: nn.Module, unpadded: int | None = None) -> None:
-    """Puts `parallel`, built on meta, in the place of `name`, with this rank's slices of the parameters there."""
-    original = model.get_submodule(name)
-    for parameter, full in original.named_parameters(recurse=False):
-        spec = spec_of(getattr(parallel, parameter))
-        if spec.dim is not None and unpadded is not None and unpadded != spec.full_shape[spec.dim]:
-            # The layer was built with its padded size; the layout remembers the real one.
-            shape = tuple(unpadded if dim == spec.dim else size for dim, size in enumerate(spec.full_shape))
-            spec = padded_spec(replace(spec, full_shape=shape), spec.full_shape[spec.dim])
-        if full.is_meta or spec.axis is None:
-            local = full.detach() if spec.axis is None else full.new_empty(spec.local_shape)
-        else:
-            local = spec.local_slice(full.detach(), comm.rank(spec.axis)).clone(memory_format=torch.contiguous_format)
-        setattr(parallel, parameter, nn.Parameter(local, requires_grad=full.requires_grad))
-        set_spec(parallel, parameter, spec)
-    parallel.train(original.training)
-    parent, _, child = name.rpartition(".")
-    setattr(model.get_submodule(parent), child, parallel)
-
-
 def _set_local_head_counts(model: nn.Module, plan: Plan, tp: int) -> None:
     """Attention code of some architectures reads a number of heads off its module; Llama's has none, it views by -1."""
     heads, kv_heads = (count // tp for count in padded_heads(plan.heads, plan.kv_heads, tp))
@@ -159,7 +81,7 @@ def _set_local_head_counts(model: nn.Module, plan: Plan, tp: int) -> None:
                 setattr(region, attribute, count)
 
 
-def _check_sizes(model: nn.Module, plan: Plan, tp: int, pad_heads: bool) -> None:
+def _check_sizes(model: nn.Module, plan: Plan, layers: Sequence[LayerPlan], tp: int, pad_heads: bool) -> None:
     problems = []
     if plan.heads % tp or plan.kv_heads % tp:
         if not pad_heads:
@@ -168,14 +90,11 @@ def _check_sizes(model: nn.Module, plan: Plan, tp: int, pad_heads: bool) -> None
                 f"{plan.heads} attention heads over {plan.kv_heads} key/value heads are not divisible by tp={tp}: pass "
                 f"pad_heads=True, or choose tp from {divisors}"
             )
-        elif not {name.rpartition(".")[2] for name in plan.columns + plan.rows}.issuperset(ATTENTION):
+        elif not {name.rpartition(".")[2] for name in plan.styles}.issuperset(ATTENTION):
             problems.append(f"pad_heads pads {', '.join(ATTENTION)}; this model's attention has other layers")
     embedding: Any = model.get_submodule(plan.embedding)
     sizes: dict[str, int] = {"the vocabulary": embedding.num_embeddings}
-    for name in plan.columns + plan.rows:
-        linear: Any = model.get_submodule(name)
-        size = linear.out_features if name in plan.columns else linear.in_features
-        sizes[name.rpartition(".")[2]] = plan.padded_size(name, size, tp)
+    sizes.update({layer.name.rpartition(".")[2]: layer.padded_size for layer in layers if layer.padded_size})
     problems += [f"{what} of size {size} is not divisible by tp={tp}" for what, size in sizes.items() if size % tp]
     if problems:
         raise ValueError(f"swap: {type(model).__name__}: " + "; ".join(problems))

@@ -22,8 +22,15 @@ from torch import nn
 from .. import comm
 from ..comm.generators import device_has_own_program
 from ..comm.host import on_host
-from ..weights.materialize import install_parameter, materialize_buffers
-from ..weights.partial_model import Slot, buffer_slots, parameter_names, parameter_slots, partial_model
+from ..weights.materialize import materialize_buffers
+from ..weights.partial_model import (
+    Slot,
+    buffer_slots,
+    install_parameter,
+    parameter_names,
+    parameter_slots,
+    partial_model,
+)
 from ..weights.shard_spec import ShardSpec, gather_full, spec_of
 from .sources import WeightSource, open_source
 
@@ -110,9 +117,9 @@ def save_pretrained(model: Any, folder: str | PathLike[str], tokenizer: Any = No
     file = f"model-{stage + 1:05d}-of-{stages:05d}.safetensors" if stages > 1 else "model.safetensors"
     if writes:
         save_file(tensors, str(path / file), metadata={"format": "pt"})
-    held = {name: (file, tensor.numel() * tensor.element_size(), tensor.numel()) for name, tensor in tensors.items()}
+    sizes = {name: (file, tensor.numel() * tensor.element_size(), tensor.numel()) for name, tensor in tensors.items()}
     everywhere: dict[str, tuple[str, int, int]] = {}
-    for part in comm.gather_objects(held, "pp"):
+    for part in comm.gather_objects(sizes, "pp"):
         everywhere.update(part)
     if comm.rank("world") == 0:
         if stages > 1:
@@ -167,8 +174,8 @@ def _read_slice(weights: WeightSource, name: str, spec: ShardSpec) -> torch.Tens
     index = comm.rank(spec.axis)
     if spec.stride > 1:  # fused blocks: a rank has a piece of each
         return spec.local_slice(weights.read(name), index)
-    size, held = spec.local_shape[spec.dim], spec.unpadded_shape[spec.dim]
-    start, stop = min(index * size, held), min((index + 1) * size, held)
+    size, unpadded = spec.local_shape[spec.dim], spec.unpadded_shape[spec.dim]
+    start, stop = min(index * size, unpadded), min((index + 1) * size, unpadded)
     piece = weights.read(name, spec.dim, start, stop)
     if stop - start < size:
         padded = piece.new_zeros(spec.local_shape)
@@ -186,12 +193,12 @@ def _check(model: nn.Module, aliases: dict[int, list[str]], weights: WeightSourc
 
     def check_one(names: list[str], shape: tuple[int, ...]) -> None:
         expected.update(names)
-        found = [name for name in names if name in present]
-        if not found:
+        present_names = [name for name in names if name in present]
+        if not present_names:
             missing.append(" or ".join(names))
-        misshaped.extend(
-            f"{name} {list(weights.shape(name))}, needs {list(shape)}" for name in found if weights.shape(name) != shape
-        )
+        for name in present_names:
+            if weights.shape(name) != shape:
+                misshaped.append(f"{name} {list(weights.shape(name))}, needs {list(shape)}")
 
     parameters = {id(param): param for param in model.parameters()}
     for identity, names in aliases.items():

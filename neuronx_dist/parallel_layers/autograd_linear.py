@@ -184,10 +184,10 @@ def _parameter_grads(
 ) -> list[torch.Tensor | None]:
     """dW = dYᵀ · X and db = Σ dY, for those that are needed; `flat` holds each layer's dY as `[tokens, out/t]`."""
     flat_x = x.reshape(-1, x.shape[-1])
-    found: list[torch.Tensor | None] = [g.t().mm(flat_x) if need[i] else None for i, g in enumerate(flat)]
+    weight_grads: list[torch.Tensor | None] = [g.t().mm(flat_x) if need[i] else None for i, g in enumerate(flat)]
     if has_bias:
-        found += [g.sum(0) if need[count + i] else None for i, g in enumerate(flat)]
-    return found
+        weight_grads += [g.sum(0) if need[count + i] else None for i, g in enumerate(flat)]
+    return weight_grads
 
 
 def linear_with_async_allreduce(

@@ -105,10 +105,10 @@ class ParallelEmbedding(ShardedModule):
             )
         layout_axis = self.axis if isinstance(self.axis, str) else "tp"
         spec = ShardSpec(layout_axis, shard_dim, 1, size, full)
-        place = torch.device(device) if device is not None else torch.get_default_device()
-        self.weight = nn.Parameter(torch.empty(spec.local_shape, dtype=dtype, device=place))
+        target = torch.device(device) if device is not None else torch.get_default_device()
+        self.weight = nn.Parameter(torch.empty(spec.local_shape, dtype=dtype, device=target))
         set_spec(self, "weight", spec)
-        if place.type != "meta":
+        if target.type != "meta":
             self._draw()
 
     @property
@@ -166,9 +166,9 @@ class ParallelEmbedding(ShardedModule):
             if not isinstance(rank, int):
                 raise ValueError("ParallelEmbedding: max_norm takes shapes that depend on the ids, which XLA has not")
             has_values = type(local) is torch.Tensor and not local.is_meta
-            held = local[~elsewhere] if has_values else local.masked_fill(elsewhere, 0)
+            used_rows = local[~elsewhere] if has_values else local.masked_fill(elsewhere, 0)
             with torch.no_grad():
-                torch.embedding_renorm_(self.weight, held, self.max_norm, self.norm_type)
+                torch.embedding_renorm_(self.weight, used_rows, self.max_norm, self.norm_type)
         local = local.masked_fill(elsewhere, 0)
         padding = None
         if self.padding_idx is not None and isinstance(rank, int):

@@ -32,6 +32,7 @@ class _ParallelLinear(ShardedModule):
         self,
         input_size: int,
         output_size: int,
+        *,
         bias: bool,
         dtype: torch.dtype,
         device: Any,
@@ -58,30 +59,30 @@ class _ParallelLinear(ShardedModule):
         self.reduce_dtype = reduce_dtype
         size = comm.communicator(self.axis).size
         full = (output_size, input_size)
-        kind = type(self).__name__
         if full[shard_dim] % (size * stride):
+            side = "output" if shard_dim == 0 else "input"
             raise ValueError(
-                f"{kind}: {'output' if shard_dim == 0 else 'input'}_size {full[shard_dim]} is not divisible by "
-                f"the tensor parallel size {size}"
+                f"{type(self).__name__}: {side}_size {full[shard_dim]} is not divisible by the tensor parallel size "
+                f"{size}"
                 + (f" times {stride} fused blocks" if stride > 1 else "")
                 + "; pad it (see pad_model) or choose another degree"
             )
         layout_axis = self.axis if isinstance(self.axis, str) else "tp"
         spec = ShardSpec(layout_axis, shard_dim, stride, size, full)
-        place = torch.device(device) if device is not None else torch.get_default_device()
-        self.weight = nn.Parameter(torch.empty(spec.local_shape, dtype=dtype, device=place))
+        target = torch.device(device) if device is not None else torch.get_default_device()
+        self.weight = nn.Parameter(torch.empty(spec.local_shape, dtype=dtype, device=target))
         set_spec(self, "weight", spec)
         if bias:
             if bias_is_sharded:
                 bias_spec = ShardSpec(layout_axis, 0, stride, size, (output_size,))
             else:
                 bias_spec = ShardSpec(full_shape=(output_size,), sequence_parallel=bias_is_partial and size > 1)
-            self.bias = nn.Parameter(torch.empty(bias_spec.local_shape, dtype=dtype, device=place))
+            self.bias = nn.Parameter(torch.empty(bias_spec.local_shape, dtype=dtype, device=target))
             set_spec(self, "bias", bias_spec)
         else:
             self.register_parameter("bias", None)
         self.master_weight: torch.Tensor | None = None
-        if place.type != "meta":
+        if target.type != "meta":
             self._draw(keep_master_weight)
 
     def full_module(self, device: Any = "meta") -> nn.Linear:
@@ -175,17 +176,17 @@ class ColumnParallelLinear(_ParallelLinear):
         super().__init__(
             input_size,
             output_size,
-            bias,
-            dtype,
-            device,
-            stride,
-            init_method,
-            sequence_parallel_enabled,
-            sequence_dimension,
-            skip_bias_add,
-            tensor_model_parallel_group,
-            reduce_dtype,
-            keep_master_weight,
+            bias=bias,
+            dtype=dtype,
+            device=device,
+            stride=stride,
+            init_method=init_method,
+            sequence_parallel_enabled=sequence_parallel_enabled,
+            sequence_dimension=sequence_dimension,
+            skip_bias_add=skip_bias_add,
+            tensor_model_parallel_group=tensor_model_parallel_group,
+            reduce_dtype=reduce_dtype,
+            keep_master_weight=keep_master_weight,
             shard_dim=0,
             bias_is_sharded=not gather_output,
             bias_is_partial=False,
@@ -233,6 +234,8 @@ class _FusedColumns:
 
     The parameters stay apart, so a state dict has a model's own names and nothing is copied; what is fused is the input
     gradient, which is one sum and one collective instead of one for each layer.
+
+    Hazard: the outputs of a layer that is never called stay alive, with their graph, until the next input comes.
     """
 
     def __init__(self, layers: Sequence[ColumnParallelLinear]) -> None:
@@ -256,7 +259,7 @@ def fuse_columns(layers: Sequence[ColumnParallelLinear]) -> None:
     Raises:
         ValueError: they differ in input, group, sequence parallelism or bias, or gather their output.
     """
-    kinds = {
+    signatures = {
         (
             layer.input_size,
             layer.axis,
@@ -269,7 +272,7 @@ def fuse_columns(layers: Sequence[ColumnParallelLinear]) -> None:
         )
         for layer in layers
     }
-    if len(layers) < 2 or len(kinds) != 1 or next(iter(kinds))[-1]:
+    if len(layers) < 2 or len(signatures) != 1 or next(iter(signatures))[-1]:
         raise ValueError(
             "fuse_columns needs at least two layers with equal input size, group, sequence parallelism, reduce dtype "
             f"and bias, and gather_output=False; got {[repr(layer) for layer in layers]}"
@@ -318,17 +321,17 @@ class RowParallelLinear(_ParallelLinear):
         super().__init__(
             input_size,
             output_size,
-            bias,
-            dtype,
-            device,
-            stride,
-            init_method,
-            sequence_parallel_enabled,
-            sequence_dimension,
-            skip_bias_add,
-            tensor_model_parallel_group,
-            reduce_dtype,
-            keep_master_weight,
+            bias=bias,
+            dtype=dtype,
+            device=device,
+            stride=stride,
+            init_method=init_method,
+            sequence_parallel_enabled=sequence_parallel_enabled,
+            sequence_dimension=sequence_dimension,
+            skip_bias_add=skip_bias_add,
+            tensor_model_parallel_group=tensor_model_parallel_group,
+            reduce_dtype=reduce_dtype,
+            keep_master_weight=keep_master_weight,
             shard_dim=1,
             bias_is_sharded=False,
             bias_is_partial=sequence_parallel_enabled or not reduce_output,

@@ -11,8 +11,7 @@ from torch.utils import _pytree as pytree
 
 from .. import comm
 from ..comm.host import as_inputs, on_host, upload
-from ..weights.materialize import install_parameter
-from ..weights.partial_model import buffer_slots, parameter_names, parameter_slots, partial_model
+from ..weights.partial_model import buffer_slots, install_parameter, parameter_names, parameter_slots, partial_model
 
 T = TypeVar("T")
 
@@ -143,8 +142,8 @@ def move_all_tensor_to_cpu(data: T, convert: bool = True) -> T:
         convert: False leaves the tensors where they are, and only waits until their values are there: then ranks may
             take turns at copying.
     """
-    found = on_host([x for x in pytree.tree_leaves(data) if isinstance(x, torch.Tensor)], copy=convert)
-    copies = iter(found)
+    on_cpu = on_host([x for x in pytree.tree_leaves(data) if isinstance(x, torch.Tensor)], copy=convert)
+    copies = iter(on_cpu)
     return pytree.tree_map_only(torch.Tensor, lambda _: next(copies), data) if convert else data
 
 

@@ -10,8 +10,7 @@ from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from .. import comm
-from ..weights.materialize import install_parameter
-from ..weights.partial_model import join
+from ..weights.partial_model import install_parameter, join
 from .cut.partition import Placement
 
 __all__ = ["StageModule"]

@@ -99,27 +99,27 @@ class Layout:
     def problems(self, config: Any = None) -> list[str]:
         """What is wrong with this layout for a model of this config; empty if it fits."""
         sizes = ("world_size", "tp", "pp", "cp", "ep", "num_microbatches", "global_batch", "seq_len")
-        found = [
+        problems = [
             f"{name} must be a positive integer, not {getattr(self, name)!r}"
             for name in sizes
             if not isinstance(getattr(self, name), int) or getattr(self, name) < 1
         ]
         if self.dtype not in DTYPES:
-            found.append(f"dtype {self.dtype!r} is not known; use one of {', '.join(DTYPES)}")
-        if found:
-            return found  # the rest divides by these
+            problems.append(f"dtype {self.dtype!r} is not known; use one of {', '.join(DTYPES)}")
+        if problems:
+            return problems  # the rest divides by these
         model = ModelShape() if config is None else ModelShape.of(config)
         return [*self._rank_problems(model), *self._model_problems(model), *self._batch_problems(model)]
 
     def _rank_problems(self, model: ModelShape) -> list[str]:
-        found = []
+        problems = []
         for names in [["tp", "pp", "cp"], ["tp", "pp", "ep"]]:
             sizes = {name: getattr(self, name) for name in names if name in ("tp", "pp") or getattr(self, name) > 1}
             degree = prod(sizes.values())
             if self.world_size % degree == 0 or (names[-1] == "ep" and self.ep == 1):
                 continue
             named = " × ".join(f"{name} {size}" for name, size in sizes.items())
-            found.append(
+            problems.append(
                 f"{self.world_size} processes are not divisible by {named} = {degree}: "
                 + _either(
                     ("start {} processes", _multiples_near(self.world_size, degree)),
@@ -127,26 +127,27 @@ class Layout:
                     ("use pp {}", _near(self.pp, lambda pp: self._pp_fits(model, pp))),
                 )
             )
-        return found
+        return problems
 
     def _model_problems(self, model: ModelShape) -> list[str]:
-        found = []
+        problems = []
         if model.layers is not None:  # attention over a split sequence and expert layers are not part of the model swap
             for axis, what in (("cp", "context parallelism"), ("ep", "expert parallelism")):
-                if getattr(self, axis) > 1:
-                    found.append(f"{axis} {getattr(self, axis)}: {what} is not available for this model; use {axis} 1")
+                degree = getattr(self, axis)
+                if degree > 1:
+                    problems.append(f"{axis} {degree}: {what} is not available for this model; use {axis} 1")
         if model.layers is not None and self.pp > model.layers:
             pp = _near(self.pp, lambda pp: self._pp_fits(model, pp)) or [model.layers]
-            found.append(f"{self.pp} pipeline stages for {model.layers} layers: " + _either(("use pp {}", pp)))
+            problems.append(f"{self.pp} pipeline stages for {model.layers} layers: " + _either(("use pp {}", pp)))
         use_tp = ("use tp {}", _near(self.tp, lambda tp: self._tp_fits(model, tp)))
         if model.heads and model.kv_heads:
-            found += self._head_problems(model.heads, model.kv_heads, use_tp)
+            problems += self._head_problems(model.heads, model.kv_heads, use_tp)
         for name in ("intermediate", "vocab"):
             size = getattr(model, name)
             if size is not None and size % self.tp:
                 values = ("make it {}", _multiples_near(size, self.tp))
-                found.append(f"{name}_size {size} is not divisible by tp {self.tp}: " + _either(use_tp, values))
-        return found
+                problems.append(f"{name}_size {size} is not divisible by tp {self.tp}: " + _either(use_tp, values))
+        return problems
 
     def _head_problems(self, heads: int, kv_heads: int, use_tp: tuple[str, list[int]]) -> list[str]:
         if heads % kv_heads:
@@ -163,12 +164,12 @@ class Layout:
         return [split + _either(use_tp) + f", or pad_heads (--pad-heads), which makes it {after}"]
 
     def _batch_problems(self, model: ModelShape) -> list[str]:
-        found = []
+        problems = []
         share = self.dp * self.num_microbatches
         if self.world_size % self.model_parallel == 0 and self.global_batch % share:
             by = f"dp {self.dp} × {self.num_microbatches} microbatches = {share}"
             fewer = _near(self.num_microbatches, lambda m: self.global_batch % (self.dp * m) == 0)
-            found.append(
+            problems.append(
                 f"a global batch of {self.global_batch} is not divisible by {by}: "
                 + _either(
                     ("use a global batch of {}", _multiples_near(self.global_batch, share)),
@@ -177,14 +178,14 @@ class Layout:
             )
         if self.sequence_parallel and self.seq_len % self.tp:
             lengths = _multiples_near(self.seq_len, self.tp)
-            found.append(
+            problems.append(
                 f"seq_len {self.seq_len} is not divisible by tp {self.tp}, as sequence parallelism needs: "
                 + _either(("use seq_len {}", lengths))
             )
         if model.max_positions is not None and self.seq_len > model.max_positions:
             most = model.max_positions
-            found.append(f"seq_len {self.seq_len} is longer than the model's {most} positions: use at most {most}")
-        return found
+            problems.append(f"seq_len {self.seq_len} is longer than the model's {most} positions: use at most {most}")
+        return problems
 
     def _tp_fits(self, model: ModelShape, tp: int) -> bool:
         """Whether another tp would divide everything that tp has to divide."""
@@ -239,9 +240,9 @@ class Layout:
         if layers is None:
             return [""] * self.pp
         notes = []
-        for stage, held in enumerate(stage_layers(layers, self.pp)):
+        for stage, own in enumerate(stage_layers(layers, self.pp)):
             parts = ["embedding"] if stage == 0 else []
-            parts.append(f"layer {held[0]}" if len(held) == 1 else f"layers {held.start}–{held.stop - 1}")
+            parts.append(f"layer {own[0]}" if len(own) == 1 else f"layers {own.start}–{own.stop - 1}")
             notes.append(", ".join(parts + (["norm, head"] if stage == self.pp - 1 else [])))
         return notes
 

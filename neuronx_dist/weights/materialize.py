@@ -23,10 +23,10 @@ import torch
 from torch import nn
 
 from .. import comm
-from .partial_model import buffer_slots, parameter_names, parameter_slots, partial_model
+from .partial_model import buffer_slots, install_parameter, parameter_names, parameter_slots, partial_model
 from .shard_spec import ShardSpec, spec_of
 
-__all__ = ["install_parameter", "materialize", "materialize_buffers"]
+__all__ = ["materialize", "materialize_buffers"]
 
 Initialiser = Callable[[nn.Module], Any]
 
@@ -92,13 +92,6 @@ def materialize_buffers(
     return model
 
 
-def install_parameter(param: torch.Tensor, value: torch.Tensor) -> None:
-    """Gives a meta parameter a value; it stays the same object, so that ties, attributes and optimizers hold."""
-    real = nn.Parameter(value, requires_grad=param.requires_grad)
-    real.__dict__.update(param.__dict__)
-    torch.utils.swap_tensors(param, real)
-
-
 def _own_slice(full: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
     return spec.local_slice(full, comm.rank(spec.axis)) if spec.axis is not None else full
 
@@ -122,20 +115,20 @@ def _on_meta(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
 
 def _initialisers(whole: nn.Module, prefix: str, init_fn: Initialiser | None) -> list[Initialiser]:
     """What to try on module `prefix`, in order; see `materialize`."""
-    found: list[Initialiser] = [init_fn] if init_fn is not None else []
+    initialisers: list[Initialiser] = [init_fn] if init_fn is not None else []
     ancestors: list[nn.Module] = [whole]
     for name in prefix.split(".") if prefix else ():
         ancestors.append(ancestors[-1].get_submodule(name))
     init_method = getattr(ancestors[-1], "init_method", None)
     if init_method is not None and init_method is not _default_init_method(ancestors[-1]):
-        found.append(lambda stand_in: init_method(stand_in.weight))
+        initialisers.append(lambda stand_in: init_method(stand_in.weight))
     for ancestor in reversed(ancestors):
         convention = getattr(ancestor, "_init_weights", None)
         if callable(convention):
-            found.append(convention)
+            initialisers.append(convention)
             break
-    found.append(_reset_parameters)
-    return found
+    initialisers.append(_reset_parameters)
+    return initialisers
 
 
 def _default_init_method(layer: nn.Module) -> Any:

@@ -17,7 +17,16 @@ from torch import nn
 from ..comm import Communicator
 from .shard_spec import restamp
 
-__all__ = ["PartialModel", "Slot", "buffer_slots", "join", "parameter_names", "parameter_slots", "partial_model"]
+__all__ = [
+    "PartialModel",
+    "Slot",
+    "buffer_slots",
+    "install_parameter",
+    "join",
+    "parameter_names",
+    "parameter_slots",
+    "partial_model",
+]
 
 
 @runtime_checkable
@@ -114,6 +123,13 @@ def parameter_names(model: nn.Module | PartialModel) -> dict[int, list[str]]:
     for name, param in whole.named_parameters(remove_duplicate=False):
         names.setdefault(id(param), []).append(name)
     return names
+
+
+def install_parameter(param: torch.Tensor, value: torch.Tensor) -> None:
+    """Gives a meta parameter a value; it stays the same object, so that ties, attributes and optimizers hold."""
+    real = nn.Parameter(value, requires_grad=param.requires_grad)
+    real.__dict__.update(param.__dict__)
+    torch.utils.swap_tensors(param, real)
 
 
 def join(prefix: str, name: str) -> str:

@@ -54,8 +54,7 @@ class ShardSpec:
         if self.full_shape[self.dim] % blocks:
             raise ValueError(
                 f"ShardSpec: dim {self.dim} of shape {self.full_shape} is not divisible by {self.num_partitions} "
-                "partitions"
-                + (f" of {self.stride} fused blocks" if self.stride > 1 else "")
+                "partitions" + (f" of {self.stride} fused blocks" if self.stride > 1 else "")
             )
         if self.unpadded is not None and (self.unpadded > self.full_shape[self.dim] or self.unpadded % self.stride):
             raise ValueError(
@@ -94,11 +93,11 @@ class ShardSpec:
         if tuple(full.shape) != self.unpadded_shape:
             raise ValueError(f"expected the whole parameter of shape {self.unpadded_shape}, got {tuple(full.shape)}")
         size = self.full_shape[self.dim] // (self.stride * self.num_partitions)
-        held = self.unpadded_shape[self.dim] // self.stride
+        block_size = self.unpadded_shape[self.dim] // self.stride
         pieces = []
-        for block in full.split(held, self.dim) if self.stride > 1 else (full,):
-            start = min(index * size, held)
-            piece = block.narrow(self.dim, start, min(size, held - start))
+        for block in full.split(block_size, self.dim) if self.stride > 1 else (full,):
+            start = min(index * size, block_size)
+            piece = block.narrow(self.dim, start, min(size, block_size - start))
             if piece.shape[self.dim] < size:
                 missing = list(piece.shape)
                 missing[self.dim] = size - piece.shape[self.dim]
@@ -110,10 +109,10 @@ class ShardSpec:
         """The whole parameter, without its padding, from all shards in order: the inverse of `local_slice`."""
         if self.dim is None:
             return shards[0]
-        held = self.unpadded_shape[self.dim] // self.stride
+        block_size = self.unpadded_shape[self.dim] // self.stride
         columns = [shard.chunk(self.stride, self.dim) for shard in shards]
         blocks = [
-            torch.cat([column[block] for column in columns], self.dim).narrow(self.dim, 0, held)
+            torch.cat([column[block] for column in columns], self.dim).narrow(self.dim, 0, block_size)
             for block in range(self.stride)
         ]
         return blocks[0] if self.stride == 1 else torch.cat(blocks, self.dim)

@@ -85,16 +85,16 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _load(name: str) -> Callable[..., Any]:
-    place, _, attribute = name.rpartition(":")
-    if not place:
+    module_name, _, attribute = name.rpartition(":")
+    if not module_name:
         raise ValueError(f"{name!r} does not say which function: write file.py:function or package.module:function")
-    if place.endswith(".py"):
-        path = Path(place).resolve()
+    if module_name.endswith(".py"):
+        path = Path(module_name).resolve()
         if not path.is_file():
-            raise ValueError(f"there is no file {place}")
+            raise ValueError(f"there is no file {module_name}")
         sys.path.insert(0, str(path.parent))
-        place = path.stem
-    function: Callable[..., Any] = getattr(importlib.import_module(place), attribute)
+        module_name = path.stem
+    function: Callable[..., Any] = getattr(importlib.import_module(module_name), attribute)
     return function
 
 

@@ -27,12 +27,12 @@ class Joint(NamedTuple):
         return self.launches[0].program
 
 
-def align(launches: Sequence[Sequence[Launch]], mesh: Mesh, place: str) -> list[Joint]:
+def align(launches: Sequence[Sequence[Launch]], mesh: Mesh, context: str) -> list[Joint]:
     """Each rank's programs in one order in which they can run.
 
     Args:
         launches: of each rank.
-        place: what they are the programs of, for messages.
+        context: what they are the programs of, for messages.
 
     Raises:
         ProgramsDiffer: ranks that run a program together have different ones, or each waits for another.
@@ -56,7 +56,7 @@ def align(launches: Sequence[Sequence[Launch]], mesh: Mesh, place: str) -> list[
             heads = [head(other) for other in ranks]
             if any(found is None or _together(found, other, stages) != ranks for found, other in zip(heads, ranks)):
                 continue  # some have another program to run first
-            check_one_program([found for found in heads if found is not None], ranks, f" in {place}")
+            check_one_program([found for found in heads if found is not None], ranks, f" in {context}")
             if (id(program), ranks) not in checked:
                 check_groups(program, mesh, ranks)
                 checked.add((id(program), ranks))
@@ -65,7 +65,7 @@ def align(launches: Sequence[Sequence[Launch]], mesh: Mesh, place: str) -> list[
                 at[other] += 1
             moved = True
         if not moved:
-            raise ProgramsDiffer(_stuck([head(rank) for rank in range(mesh.world_size)], at, stages, place))
+            raise ProgramsDiffer(_stuck([head(rank) for rank in range(mesh.world_size)], at, stages, context))
     return joints
 
 
@@ -84,8 +84,8 @@ def _together(program: Program, rank: int, stages: Sequence[int]) -> tuple[int, 
     return tuple(other for other, stage in enumerate(stages) if stage == stages[rank])
 
 
-def _stuck(heads: Sequence[Program | None], at: Sequence[int], stages: Sequence[int], place: str) -> str:
-    lines = [f"the ranks would wait for each other for ever in {place}; each stands at"]
+def _stuck(heads: Sequence[Program | None], at: Sequence[int], stages: Sequence[int], context: str) -> str:
+    lines = [f"the ranks would wait for each other for ever in {context}; each stands at"]
     for rank, program in enumerate(heads):
         if program is None:
             lines.append(f"  rank {rank}: the end, after {at[rank]} programs")

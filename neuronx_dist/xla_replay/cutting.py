@@ -255,11 +255,11 @@ class _Saved:
 
 def _alive() -> Iterator[torch.Tensor | _Saved]:
     """What holds a tensor on the device, of all that has come about since the search began; gradients too."""
-    found = gc.get_objects()
-    saved = [holder for holder in found if type(holder) is _Saved]
+    objects = gc.get_objects()
+    saved = [holder for holder in objects if type(holder) is _Saved]
     seen = {id(holder.tensor) for holder in saved}
     yield from saved
-    for holder in found:
+    for holder in objects:
         if on_device(holder):
             for tensor in (holder, holder.grad if holder.is_leaf else None):
                 if tensor is not None and id(tensor) not in seen:
@@ -278,10 +278,10 @@ def _is_pending(tensor: torch.Tensor) -> bool:
     return bool(torch_xla._XLAC._check_tensor_need_materialization([tensor])[0])
 
 
-def on_device(found: Any) -> bool:
+def on_device(value: Any) -> bool:
     """Whether anything is a tensor with a value there. (By its type: `isinstance` may call code of any object.)"""
     return (
-        issubclass(type(found), torch.Tensor)
-        and in_one_program(found)
-        and not issubclass(type(found), torch._subclasses.FakeTensor)
+        issubclass(type(value), torch.Tensor)
+        and in_one_program(value)
+        and not issubclass(type(value), torch._subclasses.FakeTensor)
     )

@@ -74,7 +74,7 @@ def _renumbered(module: Any, ranks: tuple[int, ...]) -> Any:
     from jax._src.interpreters import mlir
     from jaxlib.mlir import ir
 
-    place = {rank: index for index, rank in enumerate(ranks)}
+    position = {rank: index for index, rank in enumerate(ranks)}
 
     def renumber(operation: Any) -> Any:
         for name in ("replica_groups", "source_target_pairs"):
@@ -82,7 +82,7 @@ def _renumbered(module: Any, ranks: tuple[int, ...]) -> Any:
                 groups = np.array(operation.attributes[name])
                 if not groups.size:  # all ranks
                     continue
-                ours = [[place[rank] for rank in group] for group in groups.tolist() if set(group) <= place.keys()]
+                ours = [[position[r] for r in group] for group in groups.tolist() if set(group) <= position.keys()]
                 operation.attributes[name] = ir.DenseIntElementsAttr.get(
                     np.array(ours, np.int64).reshape(-1, groups.shape[-1])
                 )

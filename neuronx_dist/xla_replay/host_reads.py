@@ -83,9 +83,9 @@ def _unknown(tensor: torch.Tensor, state: Collection[int]) -> str:
     import torch_xla
 
     text = torch_xla._XLAC._get_xla_tensors_hlo([tensor])
-    kind = next((kind for kind in KINDS if f" {kind}(" in text), None)
-    if kind is not None:
-        return f"it depends on the result of an {kind}"
+    matched_kind = next((matched_kind for matched_kind in KINDS if f" {matched_kind}(" in text), None)
+    if matched_kind is not None:
+        return f"it depends on the result of an {matched_kind}"
     _, data = torch_xla._XLAC._get_tensors_xla_device_data_node([tensor])
     if any(torch_xla._XLAC._unsafe_buffer_pointer(value) in state for value in data):
         return "it depends on what a program before would leave"

@@ -59,7 +59,7 @@ def lower(request: Request) -> list[Trace]:
     import torch_xla.runtime as xr
 
     device = torch.device("xla:0")
-    found = []
+    lowered = []
     for rank in range(request.mesh.world_size):
         # A world of many in a process of one: what torch_xla says of itself is set to this rank's view.
         xr._WORLD_SIZE, xr._ORDINAL = request.mesh.world_size, rank
@@ -69,14 +69,14 @@ def lower(request: Request) -> list[Trace]:
         try:
             cutter = Cutter(device, issued)
             with comm.as_rank(request.mesh, rank, XlaBackend(request.mesh, issued)), cutter.cutting():
-                found.append(_lower_rank(request, rank, device, cutter))
+                lowered.append(_lower_rank(request, rank, device, cutter))
                 cutter.check_nothing_is_left()
         except Exception as error:
             add_place(error, f"rank {rank}")
             raise
         finally:
             xr._WORLD_SIZE, xr._ORDINAL = None, None
-    return found
+    return lowered
 
 
 def _lower_rank(request: Request, rank: int, device: torch.device, cutter: Cutter) -> Trace:
@@ -86,10 +86,10 @@ def _lower_rank(request: Request, rank: int, device: torch.device, cutter: Cutte
         return Trace(cutter.known, Step([]), [alone])
     cutter.executing = True
     with _no_other_waits(cutter):
-        made = request.function(*arguments)
-        if not (isinstance(made, tuple) and len(made) == 2 and all(map(callable, made))):
-            raise TypeError(f"the set-up gave {made!r}; it must give two functions, (step, state)")
-        step, state = made
+        functions = request.function(*arguments)
+        if not (isinstance(functions, tuple) and len(functions) == 2 and all(map(callable, functions))):
+            raise TypeError(f"the set-up gave {functions!r}; it must give two functions, (step, state)")
+        step, state = functions
         gc.collect()  # what the set-up made and dropped is no result of it
         cutter.cut()
     cutter.executing = False

@@ -106,11 +106,11 @@ class Program:
         return Counter((collective.kind, collective.axis) for collective in self.collectives)
 
 
-def check_one_program(programs: Sequence[Program], ranks: Sequence[int], place: str = "") -> None:
+def check_one_program(programs: Sequence[Program], ranks: Sequence[int], context: str = "") -> None:
     """
     Args:
         programs: of each of `ranks`.
-        place: where they run it, for the message.
+        context: where they run it, for the message.
 
     Raises:
         ProgramsDiffer: a rank's program is not that of the first; the message shows the first differing instructions,
@@ -120,7 +120,7 @@ def check_one_program(programs: Sequence[Program], ranks: Sequence[int], place: 
         first = programs[0]
         if program.fingerprint == first.fingerprint:
             continue
-        parts = [f"rank {rank} and rank {ranks[0]} would run different programs{place}"]
+        parts = [f"rank {rank} and rank {ranks[0]} would run different programs{context}"]
         ours, theirs = _instructions(first), _instructions(program)
         pair = next((i for i, (a, b) in enumerate(zip(ours, theirs)) if a[1] != b[1]), min(len(ours), len(theirs)))
         parts.append("first differing instructions:")

@@ -68,8 +68,8 @@ class Worker:
         data = _read(self._process.stdout)
         if data is None:
             raise self._died()
-        kind, answer = pickle.loads(data)
-        if kind == "raised":
+        outcome, answer = pickle.loads(data)
+        if outcome == "raised":
             error, text = answer
             if error is not None:
                 error.__cause__ = WorkerError(text)

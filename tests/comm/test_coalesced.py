@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from pool import processes
 from torch.overrides import TorchFunctionMode
 
 from neuronx_dist import comm
@@ -18,6 +17,7 @@ from neuronx_dist.comm.backends.observed import CheckBackend
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.pipeline.record.recorder import record as record_forward
 from neuronx_dist.spmd import I, P, R, S, SpmdTypeError, SpmdTypeMode, V, assert_type
+from tests.support.pool import processes
 
 F32, BF16, I64 = torch.float32, torch.bfloat16, torch.int64
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import time
 import timeit
+from functools import partial
 
 import pytest
 import torch
@@ -143,6 +146,10 @@ def test_without_a_mode_the_look_costs_less_than_a_tenth_of_a_microsecond():
         if has_torch_function_unary(x):
             return None
 
-    count = 100_000
-    best = [min(timeit.repeat(lambda f=f: f(X), number=count, repeat=7)) for f in (nothing, looks)]  # type: ignore[misc]
-    assert (best[1] - best[0]) / count < 0.1e-6
+    # In turns and short pieces, in seconds of CPU: the best piece is one that nothing else on the machine slowed down.
+    count, best = 10_000, {nothing: math.inf, looks: math.inf}
+    for _ in range(50):
+        for function in best:
+            seconds = timeit.timeit(partial(function, X), timer=time.thread_time, number=count)
+            best[function] = min(best[function], seconds)
+    assert (best[looks] - best[nothing]) / count < 0.1e-6

@@ -13,8 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.paths import ROOT
+
+pytestmark = pytest.mark.process
+
 JOB = Path(__file__).with_name("failing_job.py")
-ROOT = Path(__file__).parents[2]
 LIMIT = 10.0  # seconds from the failure to the end of all ranks
 FIRST = "rank 1 failed first: ValueError: the parrot is dead"
 

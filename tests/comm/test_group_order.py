@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from pool import processes
 
 from neuronx_dist import comm
 from neuronx_dist.comm.backends import threads
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.parallel_layers import parallel_state as ps
+from tests.support.pool import processes
 
 TRN2 = dict(topology="trn2", ranks_per_node=4)
 MESHES = [Mesh(4, tp=2, **TRN2), Mesh(4, tp=2, pp=2, **TRN2), Mesh(4, tp=2, cp=2, **TRN2), Mesh(4, tp=4, **TRN2)]

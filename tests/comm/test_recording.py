@@ -5,12 +5,12 @@ from __future__ import annotations
 import threading
 
 import torch
-from pool import processes
 
 from neuronx_dist import comm
 from neuronx_dist.comm import Call
 from neuronx_dist.comm.backends import threads
 from neuronx_dist.mesh import Mesh
+from tests.support.pool import processes
 
 
 def one_of_each() -> list[Call]:

@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from pool import processes
 
 from neuronx_dist import comm
 from neuronx_dist.comm.backends import threads
 from neuronx_dist.mesh import Mesh
+from tests.support.pool import processes
 
 SIZE = -1  # stands for the number of ranks
 SHAPES = {

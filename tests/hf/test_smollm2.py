@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from hf_models import error, meta_model, swapped
 from transformers import AutoModelForCausalLM
 
 from neuronx_dist.comm.backends import threads
 from neuronx_dist.hf import load_pretrained, save_pretrained, swap
 from neuronx_dist.mesh import Mesh
+from tests.hf.models import error, meta_model, swapped
+
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

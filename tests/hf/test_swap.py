@@ -10,7 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-from hf_models import (
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
+
+from neuronx_dist import comm
+from neuronx_dist.comm.backends import threads
+from neuronx_dist.hf import full_state_dict, swap, transformer_layer_class
+from neuronx_dist.mesh import Mesh
+from neuronx_dist.pipeline.record import recorder as trace
+from neuronx_dist.spmd import spec_of
+from neuronx_dist.spmd.random import manual_seed
+from tests.hf.models import (
     SIZES,
     VOCAB,
     batch,
@@ -23,15 +32,6 @@ from hf_models import (
     sum_partial_gradients,
     swapped,
 )
-from transformers import AutoModelForCausalLM, LlamaForCausalLM
-
-from neuronx_dist import comm
-from neuronx_dist.comm.backends import threads
-from neuronx_dist.hf import full_state_dict, swap, transformer_layer_class
-from neuronx_dist.mesh import Mesh
-from neuronx_dist.pipeline.record import recorder as trace
-from neuronx_dist.spmd import spec_of
-from neuronx_dist.spmd.random import manual_seed
 
 TOLERANCE = 1e-10
 
@@ -92,7 +92,7 @@ def test_biases(sequence_parallel: bool) -> None:
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("architecture", ["qwen2", "qwen3", "mistral", "granite", "starcoder2"])
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen3", "mistral", "granite", "starcoder2", "stablelm"])
 def test_other_architectures(architecture: str, sequence_parallel: bool) -> None:
     from transformers import AutoConfig
 
@@ -106,6 +106,7 @@ def test_other_architectures(architecture: str, sequence_parallel: bool) -> None
         initializer_range=0.2,
         pad_token_id=None,
         attention_dropout=0.0,
+        hidden_dropout=0.0,
         residual_dropout=0.0,
         embedding_dropout=0.0,
     )

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from hf_models import SIZES, VOCAB, llama_config, meta_model
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from neuronx_dist.comm.backends import threads
 from neuronx_dist.hf import UnsupportedModelError, swap
 from neuronx_dist.mesh import Mesh
+from tests.hf.models import SIZES, VOCAB, llama_config, meta_model
 
 
 def _refusal(build: Any, tp: int = 2, kind: Any = UnsupportedModelError, **options: Any) -> str:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from hf_models import VOCAB, batch, error, llama_config, meta_model, reference_model, swapped
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
@@ -26,6 +25,7 @@ from neuronx_dist.hf import (
 from neuronx_dist.hf.sources import SafetensorsFolder
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.spmd import spec_of
+from tests.hf.models import VOCAB, batch, error, llama_config, meta_model, reference_model, swapped
 
 
 def _saved(folder: Any, **options: Any) -> Any:

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from synthetic import LAYOUTS, MESHES, Model, assemble, draw, mean_gradient, relative_error, weight
 from torch import nn
-from zero1_training import STEPS, train, weights_of
 
 from neuronx_dist import comm
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.optimizer import MasterWeightsOptimizer, NeuronZero1Optimizer
 from neuronx_dist.parallel_layers import grads
+from tests.optimizer.zero1_training import STEPS, train, weights_of
+from tests.support.synthetic import LAYOUTS, MESHES, Model, assemble, draw, mean_gradient, relative_error, weight
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "SGD": (torch.optim.SGD, dict(lr=0.1, momentum=0.9, weight_decay=0.01)),

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from synthetic import LAYOUTS, Model
 from torch import nn
-from zero1_training import train, weights_of
 
 from neuronx_dist import comm
 from neuronx_dist.gradients import buckets
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.optimizer import NeuronZero1Optimizer
+from tests.optimizer.zero1_training import train, weights_of
+from tests.support.synthetic import LAYOUTS, Model
 
 
 def test_parameter_groups_scheduler_and_closure() -> None:

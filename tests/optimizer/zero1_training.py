@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
-from synthetic import Model
 from torch import nn
 
 from neuronx_dist.optimizer import NeuronZero1Optimizer
 from neuronx_dist.parallel_layers import grads
+from tests.support.synthetic import Model
 
 STEPS = 5
 

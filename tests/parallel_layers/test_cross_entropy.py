@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from layer_parity import close, draw, tp_mesh
-from pool import processes
 
 from neuronx_dist import comm
 from neuronx_dist.comm.backends import threads
 from neuronx_dist.parallel_layers import parallel_cross_entropy
+from tests.parallel_layers.layer_parity import close, draw, tp_mesh
+from tests.support.pool import processes
 
 K = 16
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from layer_parity import close, draw, gradients, load, tp_mesh, whole_gradients
-from pool import processes
 from torch import nn
 
 from neuronx_dist import comm
 from neuronx_dist.comm.backends import threads
 from neuronx_dist.parallel_layers import ParallelEmbedding
 from neuronx_dist.spmd import ShardSpec, spec_of
+from tests.parallel_layers.layer_parity import close, draw, gradients, load, tp_mesh, whole_gradients
+from tests.support.pool import processes
 
 V, H, BATCH, SEQ = 8, 12, 2, 4
 F64 = torch.float64

@@ -6,7 +6,12 @@ import copy
 
 import pytest
 import torch
-from layer_parity import (
+from torch import nn
+
+from neuronx_dist import comm
+from neuronx_dist.comm.backends import threads
+from neuronx_dist.parallel_layers import ColumnParallelLinear, fuse_columns
+from tests.parallel_layers.layer_parity import (
     F64,
     IN,
     close,
@@ -20,11 +25,6 @@ from layer_parity import (
     tp_mesh,
     whole_gradients,
 )
-from torch import nn
-
-from neuronx_dist import comm
-from neuronx_dist.comm.backends import threads
-from neuronx_dist.parallel_layers import ColumnParallelLinear, fuse_columns
 
 
 def fused_case(options, x, gs, fulls, order, use):

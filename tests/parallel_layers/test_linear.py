@@ -7,7 +7,15 @@ from itertools import product
 import pytest
 import torch
 import torch.nn.functional as F
-from layer_parity import (
+from torch import nn
+
+from neuronx_dist import comm
+from neuronx_dist.comm.backends import threads
+from neuronx_dist.mesh import Mesh
+from neuronx_dist.parallel_layers import ColumnParallelLinear, RowParallelLinear
+from neuronx_dist.parallel_layers.layers import linear_with_async_allreduce
+from neuronx_dist.spmd import spec_of
+from tests.parallel_layers.layer_parity import (
     F64,
     IN,
     OUT,
@@ -22,15 +30,7 @@ from layer_parity import (
     tp_mesh,
     whole_gradients,
 )
-from pool import processes
-from torch import nn
-
-from neuronx_dist import comm
-from neuronx_dist.comm.backends import threads
-from neuronx_dist.mesh import Mesh
-from neuronx_dist.parallel_layers import ColumnParallelLinear, RowParallelLinear
-from neuronx_dist.parallel_layers.layers import linear_with_async_allreduce
-from neuronx_dist.spmd import spec_of
+from tests.support.pool import processes
 
 SHAPES = {2: (4,), 3: (4, 8), 4: (4, 8, 4)}  # leading dims of inputs with 2, 3, 4 dims
 

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from layer_parity import (
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from neuronx_dist import comm
+from neuronx_dist.comm.backends import threads
+from neuronx_dist.parallel_layers import ColumnParallelLinear, RowParallelLinear, fuse_columns
+from tests.parallel_layers.layer_parity import (
     F64,
     IN,
     OUT,
@@ -18,13 +24,7 @@ from layer_parity import (
     tp_mesh,
     whole_gradients,
 )
-from pool import processes
-from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-
-from neuronx_dist import comm
-from neuronx_dist.comm.backends import threads
-from neuronx_dist.parallel_layers import ColumnParallelLinear, RowParallelLinear, fuse_columns
+from tests.support.pool import processes
 
 
 def collectives(layer, shape, x_needs_grad=True):
@@ -136,6 +136,7 @@ def order_of(layer, x):
     return events + [call.verb for call in calls][done:]
 
 
+@pytest.mark.slow
 def test_the_input_gradient_is_on_its_way_while_the_weight_gradient_is_computed():
     """By order, not by time: launched before the weight gradient, awaited after it."""
 

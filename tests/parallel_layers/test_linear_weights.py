@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from layer_parity import (
-    IN,
-    OUT,
-    tp_mesh,
-)
 from torch import nn
 
 from neuronx_dist import comm
 from neuronx_dist.parallel_layers import ColumnParallelLinear, RowParallelLinear
 from neuronx_dist.spmd import ShardSpec, spec_of
+from tests.parallel_layers.layer_parity import (
+    IN,
+    OUT,
+    tp_mesh,
+)
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])

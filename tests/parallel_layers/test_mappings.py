@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from layer_parity import tp_mesh
-from pool import processes
 
 from neuronx_dist import comm
 from neuronx_dist.comm.backends import threads
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.parallel_layers import mappings
+from tests.parallel_layers.layer_parity import tp_mesh
+from tests.support.pool import processes
 
 TP = 2
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from layer_parity import close, draw, gradients, load, tp_mesh, whole_gradients
 from torch import nn
 
 from neuronx_dist import comm
 from neuronx_dist.comm.backends import threads
 from neuronx_dist.parallel_layers import LayerNorm, RMSNorm
 from neuronx_dist.spmd import spec_of
+from tests.parallel_layers.layer_parity import close, draw, gradients, load, tp_mesh, whole_gradients
 
 KINDS = [
     (LayerNorm, nn.LayerNorm, {}),

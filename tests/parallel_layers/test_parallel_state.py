@@ -8,11 +8,11 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
-from pool import processes
 
 from neuronx_dist import comm
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.parallel_layers import parallel_state as ps
+from tests.support.pool import processes
 
 MESH = Mesh(16, tp=2, pp=2, cp=2, ep=4)  # dp 2, edp 1
 

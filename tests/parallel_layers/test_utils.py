@@ -7,12 +7,12 @@ import random as pythons
 import numpy as np
 import pytest
 import torch
-from layer_parity import tp_mesh
 from torch import nn
 
 from neuronx_dist import comm
 from neuronx_dist.parallel_layers import ColumnParallelLinear, ParallelEmbedding, layers, random, utils
 from neuronx_dist.spmd import spec_of
+from tests.parallel_layers.layer_parity import tp_mesh
 
 
 def test_division():

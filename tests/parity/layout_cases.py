@@ -9,7 +9,8 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from llama_training import Case
+
+from tests.support.llama_training import Case
 
 __all__ = ["FACTORS", "LAYOUTS", "covering_set", "float32_cases", "pairs_of", "whole_matrix"]
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 import tempfile
 from collections.abc import Callable
 from functools import partial
@@ -16,13 +15,20 @@ from typing import Any
 from unittest import mock
 
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional as F
+from transformers import LlamaForCausalLM
 
-TESTS = Path(__file__).parent.parent
-sys.path[:0] = [str(TESTS / folder) for folder in ("spmd", "parallel_layers")]
-
-from llama_training import (  # noqa: E402
+import neuronx_dist as nxd
+from neuronx_dist import comm, hf, spmd
+from neuronx_dist.mesh import Mesh
+from neuronx_dist.parallel_layers import grads, mappings, parallel_state
+from tests.parallel_layers.test_mappings import TABLE as REGIONS
+from tests.parallel_layers.test_mappings import check as check_region
+from tests.spmd.test_collectives import every_redistribution
+from tests.spmd.test_conformance import check_conformance
+from tests.support.llama_training import (
     GRADIENTS_OF_STEPS,
     Case,
     Report,
@@ -39,21 +45,6 @@ from llama_training import (  # noqa: E402
     train,
     without_float32_inside,
     worst_difference,
-)
-from safetensors.torch import load_file  # noqa: E402
-from test_collectives import every_redistribution  # noqa: E402
-from test_conformance import check_conformance  # noqa: E402
-from test_mappings import TABLE as REGIONS  # noqa: E402
-from test_mappings import check as check_region  # noqa: E402
-from transformers import LlamaForCausalLM  # noqa: E402
-
-import neuronx_dist as nxd  # noqa: E402
-from neuronx_dist import comm, hf, spmd  # noqa: E402
-from neuronx_dist.mesh import Mesh  # noqa: E402
-from neuronx_dist.parallel_layers import (  # noqa: E402
-    grads,
-    mappings,
-    parallel_state,
 )
 
 __all__ = [

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from llama_training import Case
-from mutation_cases import (
+from tests.parity.mutation_cases import (
     _column,
     _joined_features,
     _joined_sequence,
@@ -36,6 +35,7 @@ from mutation_cases import (
     verbs_on_threads,
     written_folder,
 )
+from tests.support.llama_training import Case
 
 __all__ = ["CASES"]
 
@@ -71,84 +71,79 @@ MESSAGES = (
     "_send_backward:comm.send",
 )
 TP, TP_SP = Case(tp=2), Case(tp=2, sequence_parallel=True)
-_LINEAR = "parallel_layers/linear.py:"
-_FUNCTIONS = "parallel_layers/autograd_linear.py:"
-_EMBEDDING = "parallel_layers/embedding.py:ParallelEmbedding.forward:"
-_REGIONS = "parallel_layers/mappings.py:"
+_EMBEDDING = "ParallelEmbedding.forward:"
 
 CASES: dict[str, Callable[[], None]] = {
-    "checking/programs/numeric.py:_step:comm.all_reduce#1": compared_values,
-    **{f"comm/verbs.py:{v}:comm.start_{v}#1": verbs_on_threads for v in VERBS},
+    "_step:comm.all_reduce#1": compared_values,
+    **{f"{v}:comm.start_{v}#1": verbs_on_threads for v in VERBS},
     **{
-        f"comm/base.py:Communicator.start_coalesced:self.start_{v}#1": verbs_on_threads
+        f"Communicator.start_coalesced:self.start_{v}#1": verbs_on_threads
         for v in ("all_reduce", "all_gather", "reduce_scatter")
     },
-    "comm/verbs.py:gather_objects:comm.gather_objects#1": verbs_on_threads,
-    **{f"spmd/collectives.py:{kernel}#1": conformance for kernel in KERNELS},
-    "spmd/collectives.py:_transpose:comm.all_to_all#1": redistribution,
-    **{f"spmd/collectives.py:redistribute:{v}#1": redistribution for v in REDISTRIBUTED},
-    **{f"{_REGIONS}{name}:spmd.{operator}#1": partial(region, name) for name, operator in REGION_OPERATORS.items()},
-    f"{_REGIONS}all_to_all:spmd.all_to_all#1": megatron_all_to_all,
+    "gather_objects:comm.gather_objects#1": verbs_on_threads,
+    **{f"{kernel}#1": conformance for kernel in KERNELS},
+    "_transpose:comm.all_to_all#1": redistribution,
+    **{f"redistribute:{v}#1": redistribution for v in REDISTRIBUTED},
+    **{f"{name}:spmd.{operator}#1": partial(region, name) for name, operator in REGION_OPERATORS.items()},
+    "all_to_all:spmd.all_to_all#1": megatron_all_to_all,
     **{
-        f"{_REGIONS}{way}_expert_parallel_region:spmd.{operator}#1": partial(expert_regions, operator != "all_to_all")
+        f"{way}_expert_parallel_region:spmd.{operator}#1": partial(expert_regions, operator != "all_to_all")
         for way in ("enter", "exit")
         for operator in ("convert", "all_to_all", "all_gather")
     },
-    f"{_FUNCTIONS}ColumnLinear.forward:comm.all_gather#1": partial(
+    "ColumnLinear.forward:comm.all_gather#1": partial(
         layer,
         partial(_column, gather_output=False, sequence_parallel_enabled=True),
         split=_own_sequence,
         join=_joined_features,
     ),
-    f"{_FUNCTIONS}ColumnLinear.backward:comm.all_gather#1": partial(one_step, TP_SP),
-    f"{_FUNCTIONS}ColumnLinear.backward:comm.all_reduce#1": partial(one_step, TP),
-    f"{_FUNCTIONS}ColumnLinear.backward:comm.reduce_scatter#1": partial(one_step, TP_SP),
-    f"{_FUNCTIONS}RowLinear.forward:comm.all_reduce#1": partial(one_step, TP),
-    f"{_FUNCTIONS}RowLinear.forward:comm.reduce_scatter#1": partial(one_step, TP_SP),
-    f"{_FUNCTIONS}RowLinear.backward:comm.all_gather#1": partial(
+    "ColumnLinear.backward:comm.all_gather#1": partial(one_step, TP_SP),
+    "ColumnLinear.backward:comm.all_reduce#1": partial(one_step, TP),
+    "ColumnLinear.backward:comm.reduce_scatter#1": partial(one_step, TP_SP),
+    "RowLinear.forward:comm.all_reduce#1": partial(one_step, TP),
+    "RowLinear.forward:comm.reduce_scatter#1": partial(one_step, TP_SP),
+    "RowLinear.backward:comm.all_gather#1": partial(
         layer,
         partial(_row, input_is_parallel=True, sequence_parallel_enabled=True),
         split=_own_features,
         join=_joined_sequence,
     ),
     **{
-        f"{_LINEAR}ColumnParallelLinear._gathered:spmd.all_gather#{number}": partial(
+        f"ColumnParallelLinear._gathered:spmd.all_gather#{number}": partial(
             layer, partial(_column, gather_output=True, stride=stride), split=_whole, join=_whole
         )
         for number, stride in ((1, 2), (2, 1))
     },
-    f"{_LINEAR}RowParallelLinear.forward:spmd.convert#1": partial(
+    "RowParallelLinear.forward:spmd.convert#1": partial(
         layer, partial(_row, input_is_parallel=False), split=_whole, join=_whole
     ),
-    f"{_LINEAR}RowParallelLinear.forward:spmd.convert#2": partial(
+    "RowParallelLinear.forward:spmd.convert#2": partial(
         layer, partial(_row, input_is_parallel=True, reduce_output=False), split=_own_features, join=_sum_of_partials
     ),
     f"{_EMBEDDING}spmd.all_gather#1": partial(embedding, shard_across_embedding=True),
     f"{_EMBEDDING}spmd.all_to_all#1": partial(embedding, shard_across_embedding=True, sequence_parallel_enabled=True),
     f"{_EMBEDDING}spmd.all_reduce#1": embedding,
     f"{_EMBEDDING}spmd.reduce_scatter#1": partial(embedding, sequence_parallel_enabled=True),
-    "parallel_layers/loss_functions.py:_ParallelCrossEntropy.forward:comm.all_reduce#1": cross_entropy,
-    "parallel_layers/loss_functions.py:_ParallelCrossEntropy.forward:comm.all_reduce#2": cross_entropy,
-    "gradients/norm.py:norm_of:comm.all_reduce#1": norms,
-    "gradients/reduce.py:global_num_items:comm.all_reduce#1": number_of_labels,
-    "gradients/reduce.py:_all_reduce.start:comm.all_reduce#1": partial(one_step, Case(dp=2)),
-    "weights/shard_spec.py:gather_full:comm.all_gather#1": partial(one_step, TP),
-    "parallel_layers/parallel_state.py:gather_python_object:comm.gather_objects#1": python_objects,
-    "hf/sequence_parallel.py:_scatter_embedding.scatter:spmd.reduce_scatter#1": partial(one_step, TP_SP),
-    "hf/sequence_parallel.py:_gather_sequence.gather:spmd.all_gather#1": partial(one_step, TP_SP),
-    "hf/swap.py:_gather_vocabulary:spmd.all_gather#1": full_logits,
-    "hf/weights.py:save_pretrained:comm.gather_objects#1": written_folder,
-    "hf/weights.py:full_state_dict:comm.gather_objects#1": partial(steps_of_a_pipeline, Case(pp=2)),
-    "optimizer/zero1.py:NeuronZero1Optimizer._reduce_scatter.start:comm.reduce_scatter#1": partial(
+    "_ParallelCrossEntropy.forward:comm.all_reduce#1": cross_entropy,
+    "_ParallelCrossEntropy.forward:comm.all_reduce#2": cross_entropy,
+    "norm_of:comm.all_reduce#1": norms,
+    "global_num_items:comm.all_reduce#1": number_of_labels,
+    "_all_reduce.start:comm.all_reduce#1": partial(one_step, Case(dp=2)),
+    "gather_full:comm.all_gather#1": partial(one_step, TP),
+    "gather_python_object:comm.gather_objects#1": python_objects,
+    "_scatter_embedding.scatter:spmd.reduce_scatter#1": partial(one_step, TP_SP),
+    "_gather_sequence.gather:spmd.all_gather#1": partial(one_step, TP_SP),
+    "_gather_vocabulary:spmd.all_gather#1": full_logits,
+    "save_pretrained:comm.gather_objects#1": written_folder,
+    "full_state_dict:comm.gather_objects#1": partial(steps_of_a_pipeline, Case(pp=2)),
+    "NeuronZero1Optimizer._reduce_scatter.start:comm.reduce_scatter#1": partial(
         one_step, Case(dp=2, optimizer="zero1")
     ),
-    "optimizer/zero1.py:NeuronZero1Optimizer._all_gather.start:comm.all_gather#1": partial(
-        one_step, Case(dp=2, optimizer="zero1")
-    ),
-    "pipeline/model.py:NxDPPModel._report:comm.all_reduce#1": partial(steps_of_a_pipeline, Case(dp=2)),
-    "pipeline/model.py:NxDPPModel._report:comm.broadcast#1": partial(steps_of_a_pipeline, Case(pp=2)),
-    "pipeline/run/lockstep.py:Lockstep._transfer:comm.permute#1": partial(steps_in_rounds, Case(pp=2)),
-    **{f"pipeline/run/executor.py:Run.{call}#1": partial(steps_of_a_pipeline, Case(pp=2)) for call in MESSAGES},
-    "pipeline/stage_module.py:StageModule.sync_tied_weights:comm.broadcast#1": tied_copies,
-    "spmd/verify.py:_exchange:comm.gather_objects#1": unequal_values,
+    "NeuronZero1Optimizer._all_gather.start:comm.all_gather#1": partial(one_step, Case(dp=2, optimizer="zero1")),
+    "NxDPPModel._report:comm.all_reduce#1": partial(steps_of_a_pipeline, Case(dp=2)),
+    "NxDPPModel._report:comm.broadcast#1": partial(steps_of_a_pipeline, Case(pp=2)),
+    "Lockstep._transfer:comm.permute#1": partial(steps_in_rounds, Case(pp=2)),
+    **{f"Run.{call}#1": partial(steps_of_a_pipeline, Case(pp=2)) for call in MESSAGES},
+    "StageModule.sync_tied_weights:comm.broadcast#1": tied_copies,
+    "_exchange:comm.gather_objects#1": unequal_values,
 }

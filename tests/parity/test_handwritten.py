@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from llama_training import IGNORED, SEQ, VOCAB, Report, batch, differences, mean_loss
 from torch import nn
 from torch.nn import functional as F
 
@@ -17,6 +16,9 @@ import neuronx_dist as nxd
 from neuronx_dist import comm, hf
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.spmd import ShardSpec, set_spec
+from tests.support.llama_training import IGNORED, SEQ, VOCAB, Report, batch, differences, mean_loss
+
+pytestmark = pytest.mark.slow
 
 HIDDEN, STEPS, MICROBATCHES = 12, 5, 2
 TOLERANCE = 1e-10

@@ -13,11 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-from layout_cases import CLIP, FACTORS, LAYOUTS, covering_set, float32_cases, pairs_of, whole_matrix
-from llama_training import Case, reference, train, worst_difference
-from pool import processes
 
 from neuronx_dist import comm, hf
+from tests.parity.layout_cases import CLIP, FACTORS, LAYOUTS, covering_set, float32_cases, pairs_of, whole_matrix
+from tests.support.llama_training import Case, reference, train, worst_difference
+from tests.support.pool import processes
+
+pytestmark = pytest.mark.slow
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 COVERING = covering_set()
@@ -113,7 +115,7 @@ TWICE = [
 
 def train_from_seed(case: Case) -> Any:
     """Two runs of this rank from weights that a seed gives."""
-    import llama_training
+    from tests.support import llama_training
 
     def run() -> Any:
         model = llama_training.build(case)

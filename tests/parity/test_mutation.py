@@ -9,33 +9,35 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from call_sites import MUTATIONS, find_sites, hidden_imports, mutate
-from mutation_cases import values_of_every_verb
-from mutation_table import CASES, VERBS
-from pool import processes
+
+from neuronx_dist.comm.backends import c10d
+from tests.parity.mutation_cases import values_of_every_verb
+from tests.parity.mutation_table import CASES, VERBS
+from tests.support.call_sites import MUTATIONS, find_sites, hidden_imports, mutate
+from tests.support.pool import processes
 
 SITES = find_sites()
 
 _ORDER = "a barrier has no value: it orders reads and writes of files"
 _NCCL = "NCCL only: torch's own collective, called with the buffers as they are"
 _SHAPES = "no group: shapes only"
-_PASSED_ON = "as it was called, to the communicator underneath; tests/comm/test_debug.py compares the values"
+_PASSED_ON = "as it was called, to the communicator underneath; tests/comm/backends compares the values"
 _COMPARED = "runs in a check only, which compares it with the function's body: tests/checking/mutation"
 _MEASURES = "predicts memory: a stand-in whose values are not used"
 EXEMPT = {
-    "comm/backends/c10d.py:C10dCommunicator.start_all_gather:_all_gather_single#1": _NCCL,
-    "comm/backends/c10d.py:C10dCommunicator.start_reduce_scatter:_reduce_scatter_single#1": _NCCL,
-    "comm/backends/shapes.py:ShapesCommunicator.start_reduce_scatter:self.start_all_reduce#1": _SHAPES,
-    "comm/backends/observed.py:CheckCommunicator.start_reduce_scatter:ShapesCommunicator.start_all_reduce#1": _SHAPES,
+    "C10dCommunicator.start_all_gather:_all_gather_single#1": _NCCL,
+    "C10dCommunicator.start_reduce_scatter:_reduce_scatter_single#1": _NCCL,
+    "ShapesCommunicator.start_reduce_scatter:self.start_all_reduce#1": _SHAPES,
+    "CheckCommunicator.start_reduce_scatter:ShapesCommunicator.start_all_reduce#1": _SHAPES,
     **{
-        f"comm/backends/observed.py:CheckCommunicator.start_{verb}:?.start_{verb}#1": _SHAPES
+        f"CheckCommunicator.start_{verb}:?.start_{verb}#1": _SHAPES
         for verb in ("all_reduce", "all_gather", "all_to_all", "permute")
     },
-    **{f"comm/backends/agreement.py:Watched.start_{verb}:?.start_{verb}#1": _PASSED_ON for verb in VERBS},
-    "hf/weights.py:save_pretrained:comm.barrier#1": _ORDER,
-    "hf/weights.py:save_pretrained:comm.barrier#2": _ORDER,
+    **{f"Watched.start_{verb}:?.start_{verb}#1": _PASSED_ON for verb in VERBS},
+    "save_pretrained:comm.barrier#1": _ORDER,
+    "save_pretrained:comm.barrier#2": _ORDER,
     **{
-        f"parallel_layers/autograd_linear.py:{composition}#1": _COMPARED
+        f"{composition}#1": _COMPARED
         for composition in (
             "ColumnLinear.composition.linears:spmd.all_gather",
             "ColumnLinear.composition.linears:spmd.convert",
@@ -43,13 +45,13 @@ EXEMPT = {
             "RowLinear.composition:spmd.reduce_scatter",
         )
     },
-    "planning/memory.py:_Wire.start_all_gather:?.start_all_gather#1": _MEASURES,
-    "planning/memory.py:_Wire.start_reduce_scatter:?.start_reduce_scatter#1": _MEASURES,
-    "optimizer/zero1.py:NeuronZero1Optimizer.load_sharded_state_dict:comm.barrier#1": _ORDER,
-    "optimizer/zero1.py:NeuronZero1Optimizer.save_sharded_state_dict:comm.barrier#1": _ORDER,
+    "_Wire.start_all_gather:?.start_all_gather#1": _MEASURES,
+    "_Wire.start_reduce_scatter:?.start_reduce_scatter#1": _MEASURES,
+    "NeuronZero1Optimizer.load_sharded_state_dict:comm.barrier#1": _ORDER,
+    "NeuronZero1Optimizer.save_sharded_state_dict:comm.barrier#1": _ORDER,
 }
-# Below comm/backends/c10d.py is torch.distributed: these are run on two processes.
-ON_PROCESSES = sorted(name for name in SITES if name.startswith("comm/backends/c10d.py:") and name not in EXEMPT)
+# Below this communicator is torch.distributed: its call sites are run on two processes.
+ON_PROCESSES = sorted(name for name, site in SITES.items() if site.is_in(c10d) and name not in EXEMPT)
 
 
 def mutations_of(name: str) -> tuple[str, ...]:
@@ -78,6 +80,7 @@ def test_cases_are_green(name: str) -> None:
     CASES[name]()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_mutants_are_red(name: str) -> None:
     for mutation in mutations_of(name):

@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from layout_cases import CLIP
-from llama_training import Case, train, worst_difference
-from pool import processes
 
 from neuronx_dist import Mesh, comm
 from neuronx_dist.parallel_layers import parallel_state as ps
+from tests.parity.layout_cases import CLIP
+from tests.support.llama_training import Case, train, worst_difference
+from tests.support.pool import processes
+
+pytestmark = pytest.mark.slow
 
 TOLERANCE = 1e-10  # of float64, as in test_layouts.py
 CASES = [

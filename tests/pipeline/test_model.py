@@ -8,14 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from pipeline_models import Block, Model, batch, cut, error, make, on_ranks, reference, train
-from test_parity import DictOutput
 from torch import nn
 
 import neuronx_dist
 from neuronx_dist import comm
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.pipeline import NxDPPModel
+from tests.pipeline.test_parity import DictOutput
+from tests.support import pipeline_models
+from tests.support.paths import file_name
+from tests.support.pipeline_models import Block, Model, batch, cut, error, make, on_ranks, reference, train
 
 SEED_GUIDE = [
     "module", "transformer_layer_cls", "num_microbatches", "virtual_pipeline_size", "output_loss_value_spec",
@@ -366,7 +368,9 @@ def test_errors_name_task_stage_and_line() -> None:
     model = make()
     model.layers[2] = Failing().double()
     model.layers[2].countdown = 1
-    with pytest.raises(IndexError, match=r"F1 on stage 1 of 2: layers_2 \(.*pipeline_models.py:\d+\): no such thing"):
+    with pytest.raises(
+        IndexError, match=rf"F1 on stage 1 of 2: layers_2 \(.*{file_name(pipeline_models)}:\d+\): no such thing"
+    ):
         train(PP2, model, batch(), 4)
 
 

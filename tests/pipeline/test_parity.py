@@ -6,14 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from pipeline_models import BATCH, HIDDEN, SEQ, VOCAB, Block, Model, batch, check_parity, make
 from torch import nn
 from torch.nn import functional as F
 
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.pipeline import TracingError
+from tests.support.pipeline_models import BATCH, HIDDEN, SEQ, VOCAB, Block, Model, batch, check_parity, make
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("microbatches", [1, 2, 4, 8])
 @pytest.mark.parametrize("pp", [1, 2, 4])
@@ -263,6 +264,7 @@ MODELS: list[Any] = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pp,microbatches", [(1, 2), (2, 1), (4, 4)])
 @pytest.mark.parametrize("model_class", MODELS, ids=lambda c: c.__name__)
 def test_whatever_lies_between_layers(model_class: Any, pp: int, microbatches: int) -> None:
@@ -277,9 +279,7 @@ def test_whatever_lies_between_layers(model_class: Any, pp: int, microbatches: i
         check_parity(Mesh(pp, pp=pp), model, batch(), microbatches, transformer_layer_cls=[Block, PairBlock])
 
 
-@pytest.mark.parametrize(
-    "model_class,pp,microbatches", [(SharedLayer, 2, 2), (OutOfOrder, 2, 2), (OutOfOrder, 4, 4)]
-)
+@pytest.mark.parametrize("model_class,pp,microbatches", [(SharedLayer, 2, 2), (OutOfOrder, 2, 2), (OutOfOrder, 4, 4)])
 def test_layers_that_run_in_another_order(model_class: Any, pp: int, microbatches: int) -> None:
     """With example inputs they are placed by how they run; without, the error says so."""
     model = make(model_class)
@@ -306,7 +306,7 @@ def test_the_loss_among_outputs(model_class: Any, spec: Any) -> None:
     if model_class is TupleOutput:
         with pytest.raises(ValueError, match="marks 2 outputs"):
             check_parity(Mesh(2, pp=2), model, batch(), 2, (True, (True, False)))
-        from pipeline_models import reference, train
+        from tests.support.pipeline_models import reference, train
 
         losses, _ = train(Mesh(2, pp=2), model, batch(), 2, spec)
         expected, _ = reference(make(Model), batch(), 2)
@@ -324,7 +324,7 @@ def test_frozen_parameters_get_no_gradient_and_send_none() -> None:
 
 def test_tied_weights_with_data_parallel() -> None:
     """Rows are dealt to data-parallel ranks: the mean over them is the loss of all."""
-    from pipeline_models import error, on_ranks, reference
+    from tests.support.pipeline_models import error, on_ranks, reference
 
     model, mesh, inputs = make(tied=True), Mesh(4, pp=2), batch()
     loss, grads = reference(model, inputs)
@@ -385,7 +385,7 @@ def test_batch_is_untouched_by_a_model_that_changes_its_inputs() -> None:
 
     inputs = batch()
     before = inputs["labels"].clone()
-    from pipeline_models import on_ranks
+    from tests.support.pipeline_models import on_ranks
 
     on_ranks(
         Mesh(2, pp=2), make(Editing), lambda pipeline: pipeline.run_train(**inputs), output_loss_value_spec=True,
@@ -406,7 +406,7 @@ def test_inputs_that_are_not_cut() -> None:
 
     more = {"weights": torch.linspace(0, 1, BATCH, dtype=torch.float64)}
     inputs = {**batch(), "scale": torch.tensor(0.5, dtype=torch.float64), "power": 2, "nothing": None}
-    from pipeline_models import error, reference, train
+    from tests.support.pipeline_models import error, reference, train
 
     full, _ = reference(make(Many), {**inputs, "more": more})
     losses, _ = train(Mesh(2, pp=2), make(Many), {**inputs, "more": more}, 4)

@@ -5,19 +5,19 @@ from __future__ import annotations
 import re
 import threading
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conformance import CONFORMANCE, EXPERT, TP2
-from pool import processes
 
 from neuronx_dist import comm, spmd
 from neuronx_dist.comm.backends import threads
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.spmd import I, P, R, S, SpmdTypeError, V
 from neuronx_dist.spmd.collectives import ROWS
+from tests.support.conformance import CONFORMANCE, EXPERT, TP2
+from tests.support.paths import DOCS
+from tests.support.pool import processes
 
 ALL_TYPES = [R, I, V, P, S(0), S(1)]
 OPERATORS = [
@@ -340,6 +340,6 @@ def test_a_torch_function_mode_sees_the_operator_and_not_its_inside():
 
 def test_the_table_of_the_documentation():
     """docs/architecture.md shows `spmd.table()`, row for row."""
-    text = (Path(__file__).parents[2] / "docs" / "architecture.md").read_text()
+    text = (DOCS / "architecture.md").read_text()
     shown = [tuple(re.split(r" {2,}", line)) for line in text.splitlines() if re.match(r"[RIVPS] -> [RIVPS] ", line)]
     assert shown == spmd.table()

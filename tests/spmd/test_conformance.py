@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conformance import CONFORMANCE, TP2
-from pool import processes
 
 from neuronx_dist import comm
 from neuronx_dist.comm.backends import threads
 from neuronx_dist.spmd.collectives import ROWS
+from tests.support.conformance import CONFORMANCE, TP2
+from tests.support.pool import processes
 
 
 def check_conformance(device: str = "cpu") -> int:

@@ -8,11 +8,11 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from pool import processes
 
 from neuronx_dist import comm
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.parallel_layers import random
+from tests.support.pool import processes
 
 KEEP = 64
 

@@ -9,7 +9,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from pool import processes
 from torch import nn
 
 from neuronx_dist import Mesh, comm
@@ -17,6 +16,7 @@ from neuronx_dist.comm.backends import threads
 from neuronx_dist.parallel_layers.layers import ColumnParallelLinear, RowParallelLinear
 from neuronx_dist.pipeline import NxDPPModel
 from neuronx_dist.spmd import SpmdTypeError, verify
+from tests.support.pool import processes
 
 _one_at_a_time = threading.Lock()  # torch's random generator is one for all threads
 

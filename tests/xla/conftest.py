@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from pathlib import Path
 
 import pytest
 
@@ -17,3 +18,12 @@ def _workers():
     from neuronx_dist import xla_replay
 
     xla_replay.close()
+
+
+@pytest.hookimpl(wrapper=True)  # before the fast tier is chosen
+def pytest_collection_modifyitems(items):
+    """Programs are lowered and executed in processes of their own."""
+    for item in items:
+        if item.path.is_relative_to(Path(__file__).parent):
+            item.add_marker("process")
+    return (yield)

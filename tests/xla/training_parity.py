@@ -6,13 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import training_programs as programs
-from llama_training import distance, reference
-from pool import processes
-from training_programs import Training
 
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.xla_replay import ReplayedLoop, replay_loop
+from tests.support.llama_training import distance, reference
+from tests.support.pool import processes
+from tests.xla.programs import training as programs
+from tests.xla.programs.training import Training
 
 STEPS = 3
 TOLERANCE = 1e-5  # ‖Δ‖ / ‖w‖, of every tensor

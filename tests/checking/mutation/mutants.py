@@ -11,21 +11,21 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-from edits import Call, Edit, edits_of, edits_of_function, recorder
-from programs import PROGRAMS
-
+from neuronx_dist import checking, comm, spmd, xla_replay
 from neuronx_dist.checking.types.handlers import autograd
 from neuronx_dist.comm.backends import threads
+from neuronx_dist.planning import memory
 from neuronx_dist.spmd.axes import mesh_of
-
-from call_sites import Site, find_sites, mutate  # isort: skip  # tests/parity, on the path since `programs`
+from tests.checking.mutation.edits import Call, Edit, edits_of, edits_of_function, recorder
+from tests.checking.mutation.programs import PROGRAMS
+from tests.support.call_sites import Site, find_sites, mutate
 
 __all__ = [
     "EQUIVALENT",
     "EXEMPT",
     "FUNCTIONS",
     "PROGRAM_OF",
-    "SCOPE",
+    "OUTSIDE",
     "SITES",
     "UNSEEN",
     "Verdict",
@@ -42,10 +42,7 @@ _PARALLEL = ("ColumnParallelLinear", "RowParallelLinear", "ParallelEmbedding")
 FUNCTIONS = (*_REDUCTIONS, *_MARKS, *_PARALLEL)
 SITES: dict[str, Site] = find_sites(also=FUNCTIONS)
 
-_LAYERS = "parallel_layers/"
-_LINEAR = "parallel_layers/linear.py:"
-_FUNCTIONS = "parallel_layers/autograd_linear.py:"
-_EMBEDDING = "parallel_layers/embedding.py:ParallelEmbedding.forward:spmd."
+_EMBEDDING = "ParallelEmbedding.forward:spmd."
 _REGIONS = {
     "copy_to_tensor_model_parallel_region:spmd.convert": "tensor parallel",
     "reduce_from_tensor_model_parallel_region:spmd.all_reduce": "tensor parallel",
@@ -68,56 +65,55 @@ _REGIONS = {
     },
 }
 PROGRAM_OF: dict[str, str] = {
-    **{f"{_LAYERS}mappings.py:{region}#1": program for region, program in _REGIONS.items()},
-    f"{_FUNCTIONS}ColumnLinear.forward:comm.all_gather#1": "sequence",
-    f"{_FUNCTIONS}ColumnLinear.backward:comm.all_gather#1": "sequence",
-    f"{_FUNCTIONS}ColumnLinear.backward:comm.all_reduce#1": "fused",
-    f"{_FUNCTIONS}ColumnLinear.backward:comm.reduce_scatter#1": "sequence",
-    f"{_FUNCTIONS}RowLinear.forward:comm.all_reduce#1": "mlp",
-    f"{_FUNCTIONS}RowLinear.forward:comm.reduce_scatter#1": "sequence",
-    f"{_FUNCTIONS}RowLinear.backward:comm.all_gather#1": "sequence",
-    f"{_LINEAR}ColumnParallelLinear._gathered:spmd.all_gather#1": "gathered blocks",
-    f"{_LINEAR}ColumnParallelLinear._gathered:spmd.all_gather#2": "gathered",
-    f"{_LINEAR}RowParallelLinear.forward:spmd.convert#1": "split",
-    f"{_LINEAR}RowParallelLinear.forward:spmd.convert#2": "partial",
+    **{f"{region}#1": program for region, program in _REGIONS.items()},
+    "ColumnLinear.forward:comm.all_gather#1": "sequence",
+    "ColumnLinear.backward:comm.all_gather#1": "sequence",
+    "ColumnLinear.backward:comm.all_reduce#1": "fused",
+    "ColumnLinear.backward:comm.reduce_scatter#1": "sequence",
+    "RowLinear.forward:comm.all_reduce#1": "mlp",
+    "RowLinear.forward:comm.reduce_scatter#1": "sequence",
+    "RowLinear.backward:comm.all_gather#1": "sequence",
+    "ColumnParallelLinear._gathered:spmd.all_gather#1": "gathered blocks",
+    "ColumnParallelLinear._gathered:spmd.all_gather#2": "gathered",
+    "RowParallelLinear.forward:spmd.convert#1": "split",
+    "RowParallelLinear.forward:spmd.convert#2": "partial",
     f"{_EMBEDDING}all_gather#1": "embedding, columns",
     f"{_EMBEDDING}all_to_all#1": "embedding, columns, sequence",
     f"{_EMBEDDING}all_reduce#1": "embedding",
     f"{_EMBEDDING}reduce_scatter#1": "embedding, sequence",
-    f"{_LAYERS}loss_functions.py:_ParallelCrossEntropy.forward:comm.all_reduce#1": "cross entropy",
-    f"{_LAYERS}loss_functions.py:_ParallelCrossEntropy.forward:comm.all_reduce#2": "cross entropy, smooth",
-    f"{_LAYERS}grad_norm.py:norm_of:comm.all_reduce#1": "llama, example",
-    f"{_LAYERS}grads.py:global_num_items:comm.all_reduce#1": "items",
-    f"{_LAYERS}grads.py:reduce_gradients:_reduce_params#1": "sequence",
-    f"{_LAYERS}grads.py:reduce_gradients:_reduce_params#2": "llama, tied stages",
-    f"{_LAYERS}grads.py:reduce_gradients:_reduce_params#3": "mlp",
-    f"{_LAYERS}grads.py:bucket_allreduce_gradients:_reduce_list#1": "names of nxd, experts",
-    f"{_LAYERS}grads.py:bucket_allreduce_gradients:_reduce_list#2": "names of nxd",
-    f"{_LAYERS}grads.py:allreduce_sequence_parallel_gradients:_reduce_list#1": "names of nxd",
-    f"{_LAYERS}grads.py:allreduce_context_parallel_gradients:_reduce_list#1": "names of nxd, context",
-    f"{_LAYERS}grads.py:_all_reduce.start:comm.all_reduce#1": "mlp",
-    f"{_LAYERS}layer_norm.py:_Norm.__init__:set_spec#1": "sequence",
-    f"{_LINEAR}_ParallelLinear.__init__:set_spec#1": "mlp",
-    f"{_LINEAR}_ParallelLinear.__init__:set_spec#2": "sequence",
-    f"{_LAYERS}embedding.py:ParallelEmbedding.__init__:set_spec#1": "embedding",
-    "hf/sequence_parallel.py:mark_partial_gradients:set_spec#1": "llama, sequence",
-    "hf/sequence_parallel.py:apply_sequence_parallel:mark_partial_gradients#1": "llama, sequence",
-    "hf/swap.py:swap:mark_partial_gradients#1": "qwen",
-    "hf/swap.py:_replace:set_spec#1": "llama",
-    "hf/swap.py:swap:ParallelEmbedding#1": "llama, sequence",
-    "hf/swap.py:swap:ColumnParallelLinear#1": "llama, sequence",
-    "hf/swap.py:swap:RowParallelLinear#1": "llama, sequence",
-    "hf/swap.py:swap:ColumnParallelLinear#2": "llama, sequence",
-    "hf/sequence_parallel.py:_scatter_embedding.scatter:spmd.reduce_scatter#1": "llama, sequence",
-    "hf/sequence_parallel.py:_gather_sequence.gather:spmd.all_gather#1": "llama, sequence",
-    "hf/swap.py:_gather_vocabulary:spmd.all_gather#1": "llama, logits",
-    "optimizer/zero1.py:NeuronZero1Optimizer._reduce_scatter.start:comm.reduce_scatter#1": "llama, example",
-    "optimizer/zero1.py:NeuronZero1Optimizer._all_gather.start:comm.all_gather#1": "llama, example",
-    "pipeline/model.py:NxDPPModel.run_train:reduce_gradients#1": "llama",
-    "pipeline/model.py:NxDPPModel._report:comm.all_reduce#1": "llama",
-    "pipeline/model.py:NxDPPModel._report:comm.broadcast#1": "llama, stages",
+    "_ParallelCrossEntropy.forward:comm.all_reduce#1": "cross entropy",
+    "_ParallelCrossEntropy.forward:comm.all_reduce#2": "cross entropy, smooth",
+    "norm_of:comm.all_reduce#1": "llama, example",
+    "global_num_items:comm.all_reduce#1": "items",
+    "reduce_gradients:_reduce_params#1": "sequence",
+    "reduce_gradients:_reduce_params#2": "llama, tied stages",
+    "reduce_gradients:_reduce_params#3": "mlp",
+    "bucket_allreduce_gradients:_reduce_list#1": "names of nxd, experts",
+    "bucket_allreduce_gradients:_reduce_list#2": "names of nxd",
+    "allreduce_sequence_parallel_gradients:_reduce_list#1": "names of nxd",
+    "allreduce_context_parallel_gradients:_reduce_list#1": "names of nxd, context",
+    "_all_reduce.start:comm.all_reduce#1": "mlp",
+    "_Norm.__init__:set_spec#1": "sequence",
+    "_ParallelLinear.__init__:set_spec#1": "mlp",
+    "_ParallelLinear.__init__:set_spec#2": "sequence",
+    "ParallelEmbedding.__init__:set_spec#1": "embedding",
+    "mark_partial_gradients:set_spec#1": "llama, sequence",
+    "apply_sequence_parallel:mark_partial_gradients#1": "llama, sequence",
+    "apply:mark_partial_gradients#1": "qwen",
+    "_replace:set_spec#1": "llama",
+    "_embedding:ParallelEmbedding#1": "llama, sequence",
+    "_column:ColumnParallelLinear#1": "llama, sequence",
+    "_row:RowParallelLinear#1": "llama, sequence",
+    "_scatter_embedding.scatter:spmd.reduce_scatter#1": "llama, sequence",
+    "_gather_sequence.gather:spmd.all_gather#1": "llama, sequence",
+    "_gather_vocabulary:spmd.all_gather#1": "llama, logits",
+    "NeuronZero1Optimizer._reduce_scatter.start:comm.reduce_scatter#1": "llama, example",
+    "NeuronZero1Optimizer._all_gather.start:comm.all_gather#1": "llama, example",
+    "NxDPPModel.run_train:reduce_gradients#1": "llama",
+    "NxDPPModel._report:comm.all_reduce#1": "llama",
+    "NxDPPModel._report:comm.broadcast#1": "llama, stages",
     **{
-        f"pipeline/run/executor.py:Run.{call}#1": "llama, stages"
+        f"Run.{call}#1": "llama, stages"
         for call in (
             "_post_forward:comm.recv",
             "_post_backward:comm.recv",
@@ -130,39 +126,40 @@ PROGRAM_OF: dict[str, str] = {
 
 # Sites that are no part of a training step, or not of the program.
 EXEMPT = {
-    "hf/weights.py": "writes and reads weights",
-    "optimizer/zero1.py:NeuronZero1Optimizer.save_sharded_state_dict": "writes files",
-    "optimizer/zero1.py:NeuronZero1Optimizer.load_sharded_state_dict": "reads files",
-    "weights/shard_spec.py:gather_full": "gives tests and files the whole of a tensor",
-    "parallel_layers/pad.py": "marks the weights of other sizes, before training",
-    "parallel_layers/parallel_state.py": "Python objects",
-    "pipeline/run/lockstep.py": "in place of the messages of pipeline/run/executor.py, where there are none (XLA)",
-    "pipeline/stage_module.py:StageModule.sync_tied_weights": "before the first step; a check has no values",
-    f"{_FUNCTIONS}ColumnLinear.composition": "what the layer is compared with, under a check only",
-    f"{_FUNCTIONS}RowLinear.composition": "what the layer is compared with, under a check only",
+    "save_pretrained": "writes weights",
+    "full_state_dict": "gives tests and files the whole of the weights",
+    "NeuronZero1Optimizer.save_sharded_state_dict": "writes files",
+    "NeuronZero1Optimizer.load_sharded_state_dict": "reads files",
+    "gather_full": "gives tests and files the whole of a tensor",
+    "_pad_layer": "marks the weights of other sizes, before training",
+    "gather_python_object": "Python objects",
+    "Lockstep": "in place of the messages of the runtime, where there are none (XLA)",
+    "StageModule.sync_tied_weights": "before the first step; a check has no values",
+    "ColumnLinear.composition": "what the layer is compared with, under a check only",
+    "RowLinear.composition": "what the layer is compared with, under a check only",
 }
-SCOPE = ("parallel_layers/", "hf/", "optimizer/", "pipeline/")
+# Everything else is part of a training step, in whatever folder it is.
+OUTSIDE = (checking, comm, memory, spmd, xla_replay)
 
 # Mutants that numbers show and types do not.
 _WHICH = "which rank has the value: types say that the ranks differ, and not in what"
 UNSEEN = {
-    (f"{_LAYERS}mappings.py:all_to_all:spmd.all_to_all#1", "twice"): "V -> V: of what varies no order is known",
-    (f"{_LINEAR}RowParallelLinear.forward:spmd.convert#2", "reinterpret(R, P)"): (
+    ("all_to_all:spmd.all_to_all#1", "twice"): "V -> V: of what varies no order is known",
+    ("RowParallelLinear.forward:spmd.convert#2", "reinterpret(R, P)"): (
         "the expert's declaration that equal values are summands: a constant factor, listed as trusted in the report"
     ),
-    ("pipeline/model.py:NxDPPModel._report:comm.broadcast#1", "from 0"): _WHICH,
-    ("pipeline/model.py:NxDPPModel._report:comm.broadcast#1", "over pp,dp"): _WHICH,
+    ("NxDPPModel._report:comm.broadcast#1", "from 0"): _WHICH,
+    ("NxDPPModel._report:comm.broadcast#1", "over pp,dp"): _WHICH,
 }
 # Mutants that compute the same: neither numbers nor types show them.
 _REPEATED = "doing it twice is doing it once"
 EQUIVALENT = {
-    (f"{_LAYERS}mappings.py:copy_to_tensor_model_parallel_region:spmd.convert#1", "reinterpret(I, R)"): "a synonym",
-    (f"{_LAYERS}loss_functions.py:_ParallelCrossEntropy.forward:comm.all_reduce#1", "twice"): _REPEATED,
-    (f"{_LAYERS}grads.py:reduce_gradients:_reduce_params#2", "over pp"): "all stages hold the weight",
-    ("hf/swap.py:_replace:set_spec#1", "delete"): "the parameter comes with it, unless it is padded",
-    ("hf/swap.py:swap:ColumnParallelLinear#1", "not sequence_parallel_enabled"): "it does not gather",
-    ("pipeline/model.py:NxDPPModel._report:comm.broadcast#1", "twice"): _REPEATED,
-    ("pipeline/model.py:NxDPPModel._report:comm.broadcast#1", "all_reduce()"): "the other buffers are new",
+    ("copy_to_tensor_model_parallel_region:spmd.convert#1", "reinterpret(I, R)"): "a synonym",
+    ("_ParallelCrossEntropy.forward:comm.all_reduce#1", "twice"): _REPEATED,
+    ("reduce_gradients:_reduce_params#2", "over pp"): "all stages hold the weight",
+    ("_replace:set_spec#1", "delete"): "the parameter comes with it, unless it is padded",
+    ("NxDPPModel._report:comm.broadcast#1", "twice"): _REPEATED,
+    ("NxDPPModel._report:comm.broadcast#1", "all_reduce()"): "the other buffers are new",
 }
 
 
@@ -242,6 +239,6 @@ def table(values: bool) -> Iterator[str]:
     yield from (f"{count:5} {what}" for what, count in sorted(counts.items()))
 
 
-if __name__ == "__main__":  # a table of all mutants: python mutants.py [--values]
+if __name__ == "__main__":  # a table of all mutants: python -m tests.checking.mutation.mutants [--values]
     for line in table("--values" in sys.argv):
         print(line, flush=True)

@@ -5,14 +5,11 @@ Each is a model with a loss (or the Llama of two layers), on 2 x 2 ranks, so tha
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-from checked_program import Program
 from torch import nn
 from torch.nn import functional as F
 
@@ -20,9 +17,9 @@ import neuronx_dist as nxd
 from neuronx_dist import comm, hf, spmd
 from neuronx_dist.parallel_layers import fuse_columns, grads, mappings
 from neuronx_dist.parallel_layers.layer_norm import LayerNorm
-
-_TESTS = Path(__file__).parents[2]
-sys.path[:0] = [str(_TESTS / "parity"), str(_TESTS)]
+from tests.checking.mutation.checked_program import Program
+from tests.parity import mutation_cases
+from tests.support.llama_training import Case
 
 __all__ = ["PROGRAMS"]
 
@@ -279,9 +276,6 @@ def _numbers_of(case: str, *args: Any, **options: Any) -> Callable[[], None]:
     """Values of a case of the numeric mutation tests."""
 
     def values() -> None:
-        import mutation_cases
-        from llama_training import Case
-
         getattr(mutation_cases, case)(*args, *([Case(**options)] if options else ()))
 
     return values

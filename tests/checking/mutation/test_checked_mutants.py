@@ -4,7 +4,7 @@ Every call site of the layers, of the reduction of gradients, of the optimizer a
 that uses it. What types cannot see is listed, with the reason, in `mutants.UNSEEN`. A usual run takes one mutant of
 each kind at each site; NXD_FULL=1 takes all, and compares with what numbers show.
 
-    python tests/checking/mutation/mutants.py --values        # the table
+    python -m tests.checking.mutation.mutants --values        # the table
 """
 
 from __future__ import annotations
@@ -12,8 +12,22 @@ from __future__ import annotations
 import os
 
 import pytest
-from mutants import EQUIVALENT, EXEMPT, PROGRAM_OF, SCOPE, SITES, UNSEEN, checked, edits_at, some, values_differ
-from programs import PROGRAMS
+
+from tests.checking.mutation.mutants import (
+    EQUIVALENT,
+    EXEMPT,
+    OUTSIDE,
+    PROGRAM_OF,
+    SITES,
+    UNSEEN,
+    checked,
+    edits_at,
+    some,
+    values_differ,
+)
+from tests.checking.mutation.programs import PROGRAMS
+
+pytestmark = pytest.mark.slow
 
 FULL = os.environ.get("NXD_FULL") == "1"
 NOT_SEEN = {**UNSEEN, **EQUIVALENT}
@@ -25,7 +39,7 @@ def mutants_of(name):
 
 
 def test_every_site_has_a_program():
-    sites = {name for name in SITES if name.startswith(SCOPE) and not name.startswith(tuple(EXEMPT))}
+    sites = {name for name, site in SITES.items() if not site.is_in(*OUTSIDE) and not name.startswith(tuple(EXEMPT))}
     assert sites == set(PROGRAM_OF)
     assert set(PROGRAM_OF.values()) <= set(PROGRAMS)
     assert not set(UNSEEN) & set(EQUIVALENT)

@@ -1,0 +1,174 @@
+"""Which layers of a model become parallel, as data, and the one function that replaces them.
+
+    apply(model, [
+        LayerPlan("mlp.gate", "column", fused_with=("mlp.up",)),
+        LayerPlan("mlp.up", "column"),
+        LayerPlan("mlp.down", "row"),
+        LayerPlan("embed", "embedding"),
+    ])
+
+Whoever decides how a model is sharded makes such a list: `hf.swap` from the plans of transformers, or a user by hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import comm
+from ..weights.shard_spec import ShardedModule, set_spec, spec_of
+from .embedding import ParallelEmbedding
+from .linear import ColumnParallelLinear, RowParallelLinear, fuse_columns
+
+__all__ = ["STYLES", "LayerPlan", "Style", "apply", "mark_partial_gradients"]
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """What becomes of one layer.
+
+    Attributes:
+        name: the layer's qualified name in the model.
+        style: a key of `STYLES`.
+        padded_size: of the sharded dim (a column's output, a row's input, an embedding's rows), zeros included; None:
+            no padding. `ShardSpec.unpadded` remembers the real size, so that saving strips the zeros.
+        fused_with: names of column layers that are always called on the same tensor: one input gradient for all.
+        options: keyword arguments of the parallel layer's class, beside sizes, bias, dtype and device.
+    """
+
+    name: str
+    style: str
+    padded_size: int | None = None
+    fused_with: tuple[str, ...] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Style:
+    """One way to shard a layer.
+
+    Attributes:
+        layer_type: the class that it replaces, exactly: a subclass may compute more. None: any module.
+        build: `build(layer, sharded size, options)` gives the parallel layer, on meta. None: the layer stays.
+        size_attribute: the layer's attribute that holds the size of the sharded dim.
+    """
+
+    layer_type: type[nn.Module] | None
+    build: Callable[[Any, int, Mapping[str, Any]], ShardedModule] | None
+    size_attribute: str = ""
+
+
+def _column(linear: nn.Linear, size: int, options: Mapping[str, Any]) -> ShardedModule:
+    layer_options = {"gather_output": False, **options}
+    has_bias, dtype = linear.bias is not None, linear.weight.dtype
+    return ColumnParallelLinear(linear.in_features, size, bias=has_bias, dtype=dtype, device="meta", **layer_options)
+
+
+def _row(linear: nn.Linear, size: int, options: Mapping[str, Any]) -> ShardedModule:
+    layer_options = {"input_is_parallel": True, **options}
+    has_bias, dtype = linear.bias is not None, linear.weight.dtype
+    return RowParallelLinear(size, linear.out_features, bias=has_bias, dtype=dtype, device="meta", **layer_options)
+
+
+def _embedding(table: nn.Embedding, size: int, options: Mapping[str, Any]) -> ShardedModule:
+    dim, padding_idx, dtype = table.embedding_dim, table.padding_idx, table.weight.dtype
+    return ParallelEmbedding(size, dim, padding_idx, dtype=dtype, device="meta", **options)
+
+
+STYLES = {
+    "column": Style(nn.Linear, _column, "out_features"),
+    "row": Style(nn.Linear, _row, "in_features"),
+    "embedding": Style(nn.Embedding, _embedding, "num_embeddings"),
+    # The layer stays whole on every rank, and a rank gets a part of its gradient: the norms of local heads.
+    "partial_gradient": Style(None, None),
+}
+
+
+def apply(model: nn.Module, plans: Sequence[LayerPlan]) -> nn.Module:
+    """Replaces the layers that `plans` name, in place, by parallel ones over "tp". Returns the model.
+
+    A layer on meta stays there (`materialize` or `load_pretrained` give it values); a real one is sliced. Layers that
+    share their weight go on sharing it; `requires_grad` and training mode are kept.
+
+    Raises:
+        ValueError: a plan that does not fit the model; all of them are listed, and the model is left as it was.
+    """
+    _check(model, plans)
+    tied: dict[int, nn.Parameter] = {}  # id of the whole parameter -> the local one
+    for plan in plans:
+        layer = model.get_submodule(plan.name)
+        style = STYLES[plan.style]
+        if style.build is None:
+            mark_partial_gradients(layer)
+            continue
+        size = getattr(layer, style.size_attribute)
+        _replace(model, plan.name, style.build(layer, plan.padded_size or size, plan.options), size, tied)
+    groups = dict.fromkeys(frozenset((plan.name, *plan.fused_with)) for plan in plans if plan.fused_with)
+    for group in groups:
+        columns: list[Any] = [model.get_submodule(plan.name) for plan in plans if plan.name in group]
+        fuse_columns(columns)
+    return model
+
+
+def mark_partial_gradients(module: nn.Module) -> None:
+    """Says of a module's own replicated parameters that a rank has a part of their gradient: it is summed over tp."""
+    for name, param in module.named_parameters(recurse=False):
+        set_spec(module, name, replace(spec_of(param), sequence_parallel=True))
+
+
+def _check(model: nn.Module, plans: Sequence[LayerPlan]) -> None:
+    """Raises what `apply` does for plans that do not fit."""
+    tp = comm.size("tp")
+    layers = dict(model.named_modules(remove_duplicate=False))
+    names = [plan.name for plan in plans]
+    problems = [f"{name} is planned twice" for name in dict.fromkeys(names) if names.count(name) > 1]
+    for plan in plans:
+        style, layer = STYLES.get(plan.style), layers.get(plan.name)
+        if style is None:
+            problems.append(f"{plan.name} has the style {plan.style!r}: use one of {', '.join(STYLES)}")
+        elif layer is None:
+            problems.append(f"{plan.name} is no module of this {type(model).__name__}")
+        elif style.layer_type is not None and type(layer) is not style.layer_type:
+            actual, expected = type(layer).__name__, style.layer_type.__name__
+            problems.append(f"{plan.name} is a {actual}, and the style {plan.style!r} replaces torch.nn.{expected}")
+        elif style.build is not None:
+            size = getattr(layer, style.size_attribute)
+            padded = size if plan.padded_size is None else plan.padded_size
+            if padded < size:
+                problems.append(f"{plan.name} has {style.size_attribute} {size}, more than its padded size {padded}")
+            elif padded % tp:
+                problems.append(f"{plan.name} has {style.size_attribute} {padded}, which tp={tp} does not divide")
+        columns = {each.name for each in plans if each.style == "column"}
+        if plan.fused_with and not columns.issuperset((plan.name, *plan.fused_with)):
+            problems.append(f"{plan.name} is fused with {', '.join(plan.fused_with)}: all must be planned as columns")
+    if problems:
+        raise ValueError(f"cannot replace the layers of this {type(model).__name__}: " + "; ".join(problems))
+
+
+def _replace(
+    model: nn.Module, name: str, parallel: ShardedModule, real_size: int, tied: dict[int, nn.Parameter]
+) -> None:
+    """Puts `parallel`, built on meta, in the place of `name`, with this rank's slices of the parameters there."""
+    original = model.get_submodule(name)
+    for parameter, full in original.named_parameters(recurse=False):
+        spec = spec_of(getattr(parallel, parameter))
+        if spec.dim is not None and real_size != spec.full_shape[spec.dim]:
+            spec = replace(spec, unpadded=real_size)  # the layer was built with its padded size
+        if id(full) in tied:
+            local = tied[id(full)]
+        elif full.is_meta or spec.axis is None:
+            local = nn.Parameter(full.detach() if spec.axis is None else full.new_empty(spec.local_shape))
+        else:
+            piece = spec.local_slice(full.detach(), comm.rank(spec.axis))
+            local = nn.Parameter(piece.clone(memory_format=torch.contiguous_format))
+        local.requires_grad = full.requires_grad
+        tied[id(full)] = local
+        setattr(parallel, parameter, local)
+        set_spec(parallel, parameter, spec)
+    parallel.train(original.training)
+    parent, _, child = name.rpartition(".")
+    setattr(model.get_submodule(parent), child, parallel)

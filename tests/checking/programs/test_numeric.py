@@ -1,0 +1,105 @@
+"""`numeric=True`: what no type shows, a wrong scale, is named with its ratio."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import neuronx_dist as nxd
+from neuronx_dist import comm, spmd
+from tests.checking.programs import checked_models as models
+
+MESH = {"dp": 2, "tp": 2}
+
+
+class Mean(models.MLP):
+    """Its loss is a mean, which over dp is again one: what the sum's constant leaves to the caller."""
+
+    def __init__(self, defect: str = "") -> None:
+        super().__init__(defect)
+        if defect == "gradient":
+            self.up.weight.register_hook(lambda grad: grad * 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.down(torch.relu(self.up(x)))
+        y = self._scale(y) if self.defect == "scale" else y
+        return y.square().sum() / (y.numel() if self.defect != "constant" else models.COUNT * comm.size("tp"))
+
+
+def check(defect: str = "", inputs=models.example_inputs, mesh=MESH, level="G"):
+    return spmd.check(Mean, inputs(), mesh, options={"defect": defect}, numeric=True, level=level)
+
+
+def test_a_right_model_has_the_values_of_one_process():
+    report = check()
+    assert report.ok, str(report)
+    assert "loss and 4 gradients equal those of one process" in str(report)
+
+
+def test_a_wrong_scale_passes_the_types_and_not_the_numbers():
+    assert spmd.check(Mean, models.example_inputs(), MESH, options={"defect": "scale"}).ok
+    report = check("scale")
+    assert {problem.kind for problem in report.problems} == {"values"}
+    assert "the loss is" in report.problems[0].message and "0.25 times that" in report.problems[0].message
+    assert "the gradient of up.weight is wrong on rank 0: 0.25 times" in report.problems[1].message
+    assert "and 3 more of 4" in report.problems[1].message
+
+
+def test_a_wrong_gradient_is_named_with_its_parameter():
+    def model_fn():
+        model = Mean()
+        if comm.size("tp") > 1:  # only where it is parallel
+            model.register_forward_pre_hook(lambda m, args: (m.up.weight.register_hook(lambda g: g * 2), args)[1])
+        return model
+
+    report = spmd.check(model_fn, models.example_inputs(), MESH, numeric=True)
+    (problem,) = report.problems
+    assert problem.message == (
+        "the gradient of up.weight is wrong on rank 0: 2 times that of one process (the dp size or the tp size)"
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("zero1", [False, True])
+def test_pipelines_have_the_values_of_one_process(zero1):
+    class Stack(models.Stack):
+        def forward(self, x, target):
+            for layer in self.layers:
+                x = layer(x)
+            return (x - target).square().sum() / x.numel()
+
+    def model_fn():
+        return nxd.NxDPPModel(
+            Stack(),
+            transformer_layer_cls=models.Block,
+            num_microbatches=2,
+            output_loss_value_spec=True,
+            input_names=["x", "target"],
+            auto_partition=True,
+            use_zero1_optimizer=zero1,
+        )
+
+    report = spmd.check(model_fn, models.pipeline_inputs(), {"pp": 2, "dp": 2, "tp": 2}, numeric=True)
+    assert report.ok, str(report)
+    assert "loss and 16 gradients equal" in str(report)
+
+
+def test_inputs_that_a_function_makes_are_each_ranks_part_of_one_batch():
+    whole = torch.linspace(-1, 1, 8 * models.HIDDEN).view(8, models.HIDDEN)
+
+    def mine():
+        rows = 8 // comm.size("dp")
+        start = comm.rank("dp") * rows
+        return whole[start : start + rows]
+
+    assert check(inputs=lambda: mine).ok
+
+
+def test_a_step_of_its_own_is_not_compared_and_says_so():
+    def step(model, optimizer, x):
+        model(x).backward()
+        nxd.reduce_gradients(model)
+        optimizer.step()
+
+    report = spmd.check(Mean, models.example_inputs(), MESH, step=step, numeric=True)
+    assert report.ok and "values not compared" in str(report)

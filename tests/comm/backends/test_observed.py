@@ -1,0 +1,399 @@
+"""Coordinates and the checking backend: what counts as looking at the rank, and what a collective leaves behind."""
+
+from __future__ import annotations
+
+import copy
+import math
+import operator
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import BaseTorchFunctionMode, TorchFunctionMode
+
+from neuronx_dist import Mesh, comm, spmd
+from neuronx_dist.comm.backends.observed import CheckBackend
+from neuronx_dist.comm.rank_values import Coordinate, elsewhere, find, plain
+from neuronx_dist.gradients import norm as grad_norm
+from neuronx_dist.parallel_layers import autograd_linear, loss_functions, parallel_state
+from neuronx_dist.parallel_layers.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
+from neuronx_dist.parallel_layers.loss_functions import parallel_cross_entropy
+from neuronx_dist.parallel_layers.random import model_parallel_manual_seed
+from neuronx_dist.pipeline import NxDPPModel
+from neuronx_dist.spmd import collectives
+from tests.support.paths import file_name
+
+MESH = Mesh(16, tp=2, pp=2, cp=2)  # dp=2
+
+
+class _Observed:
+    """`with observed(rank) as seen`: what a program reads; `seen.axes` are those of its reads."""
+
+    def __init__(self, mesh: Mesh = MESH, rank: int = 5) -> None:
+        self.calls: list[frozenset[str]] = []
+        self.backend = CheckBackend(self.calls.append)
+        self._place = comm.as_rank(mesh, rank, self.backend)
+
+    @property
+    def axes(self) -> set[str]:
+        return set().union(*self.calls)
+
+    def __enter__(self) -> _Observed:
+        self._place.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._place.__exit__(*error)
+
+
+def axes_of(x: int) -> set[str]:
+    return set(x.axes) if isinstance(x, Coordinate) else set()
+
+
+ORDERED = [Mesh(16, tp=4, pp=2, topology=name, ranks_per_node=8) for name in ("trn1", "trn2")]
+
+
+@pytest.mark.parametrize("mesh", [MESH, Mesh(8, tp=2, ep=2), Mesh(12, tp=3, ep=2, cp=1), *ORDERED])
+def test_every_way_to_ask_for_the_rank_gives_its_number_and_its_axes(mesh):
+    for rank in range(mesh.world_size):
+        with _Observed(mesh, rank) as seen:
+            here = comm.current().rank
+            for axis in ("tp", "pp", "dp", "cp", "ep", "edp", ("dp", "cp"), ("pp", "tp"), ("edp", "ep"), "world", ()):
+                atoms = {axis} if isinstance(axis, str) else set(axis)
+                if axis == "world":
+                    atoms = {"pp", "dp", "cp", "tp"}
+                atoms = {name for name in atoms if getattr(mesh, name) > 1}
+                group = mesh.group_of(axis, rank)
+                asked = [comm.rank(axis), comm.communicator(axis).rank, mesh.coordinate(axis, here)]
+                for index in asked:
+                    assert plain(index) == mesh.coordinate(axis, rank) == group.index(rank)
+                    assert axes_of(index) == atoms
+                for ranks in (comm.communicator(axis).ranks, mesh.group_of(axis, here)):
+                    assert tuple(map(plain, ranks)) == group
+                    assert not any(axes_of(r) & atoms for r in ranks)
+                    assert ranks.index(here) == comm.rank(axis) and here in ranks
+                    assert plain(ranks[comm.rank(axis)]) == rank  # an index of one's own into one's own group
+                assert comm.communicator(axis).size == len(group)
+            for name, index in mesh.coordinates(here).items():
+                assert plain(index) == mesh.coordinates(rank)[name]
+            assert plain(comm.communicator("tp").global_rank) == rank
+        assert not seen.calls
+
+
+def test_the_getters_of_parallel_state():
+    for rank in range(16):
+        with comm.as_rank(MESH, rank):
+            getters = [name for name in dir(parallel_state) if name.startswith("get_") and name.endswith("_rank")]
+            getters = [name for name in getters if "expert_parallel_rank" not in name]
+            expected = {name: getattr(parallel_state, name)() for name in getters}
+        with _Observed(rank=rank) as seen:
+            found = {name: getattr(parallel_state, name)() for name in expected}
+            assert not seen.calls, seen.backend.reads
+            assert {name: plain(value) for name, value in found.items()} == expected
+            assert axes_of(found["get_tensor_model_parallel_rank"]) == {"tp"}
+            assert axes_of(found["get_tensor_model_parallel_src_rank"]) == {"pp", "dp", "cp"}
+            assert axes_of(found["get_pipeline_model_parallel_next_rank"]) == {"pp", "dp", "cp", "tp"}
+            parallel_state.is_global_rank_zero()
+            assert seen.axes == {"pp", "dp", "cp", "tp"}
+
+
+OPERATORS = [
+    operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod, operator.and_, operator.or_,
+    operator.xor, operator.lshift, pow, divmod, min, max,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("function", OPERATORS, ids=lambda f: f.__name__)
+def test_arithmetic_is_that_of_ints_on_every_rank_and_reads_nothing(function):
+    for rank in range(16):
+        with _Observed(rank=rank) as seen:
+            tp, world = comm.rank("tp"), comm.rank("world")
+            for a, b in ((tp, 3), (3, tp + 1), (world, 7), (tp, world + 1), (tp + 5, comm.rank("pp") + 2)):
+                found = function(a, b)
+                assert not seen.calls or function in (min, max)
+                value = tuple(map(plain, found)) if function is divmod else plain(found)
+                assert value == function(plain(a), plain(b))
+                if function not in (divmod, min, max):
+                    for other in range(16):
+                        assert elsewhere(found, other) == function(elsewhere(a, other), elsewhere(b, other))
+            for unary in (operator.neg, operator.pos, abs, operator.invert, round, math.floor, math.trunc):
+                assert elsewhere(unary(world - 3), 2) == unary(2 - 3)
+
+
+def test_results_know_only_the_axes_along_which_they_differ():
+    with _Observed() as seen:
+        world = comm.rank("world")
+        assert axes_of(world % 2) == {"tp"} and axes_of(world // 2 % 2) == {"cp"} and axes_of(world // 8) == {"pp"}
+        assert type(world // 16) is int and type(world * 0) is int and type(world - world) is int
+        assert axes_of(comm.rank("tp") + 2 * comm.rank("dp")) == {"tp", "dp"}
+        assert axes_of(sum([comm.rank("tp"), comm.rank("pp")])) == {"tp", "pp"}
+    assert not seen.calls
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda r: r == 0, lambda r: 0 < r, lambda r: 1 != r, bool, int, float, hash, str, repr, lambda r: f"{r:02d}",
+        lambda r: r / 2, lambda r: 2 / (r + 1), lambda r: r * 0.5, lambda r: [0] * r, lambda r: {0: "a", 1: "b"}[r],
+        lambda r: r in (0, 5), lambda r: pow(r, 2, 7), lambda r: math.sqrt(r), lambda r: r.bit_length(),
+        lambda r: 1 % r if r else 0, copy.copy(lambda r: r ** -1 if r else 0), lambda r: r < 0.5, lambda r: r and 3,
+        lambda r: sorted([r, 1 - r])[0] + int(r), lambda r: int(r.real),
+    ],
+)  # fmt: skip
+def test_reads_are_told(look):
+    found = {}
+    for rank in (0, 1):
+        with _Observed(Mesh(2, tp=2), rank) as seen:
+            value = look(comm.rank("tp"))
+            assert seen.axes == {"tp"}
+            assert not seen.backend.same_program(1 - rank) and seen.backend.same_program(rank)
+            assert seen.backend.reads[0].where.startswith(__file__)
+            found[rank] = value
+        assert found[rank] == look(rank)
+
+
+def test_questions_with_one_answer_are_no_reads():
+    with _Observed() as seen:
+        tp, world = comm.rank("tp"), comm.rank("world")
+        assert 0 <= tp < 2 and tp != 2 and not tp == -1 and world < 16 and world == comm.current().rank and tp != "x"
+        assert bool(tp + 1) and min(tp * 4, 8) == tp * 4 and tp is not None and copy.deepcopy(tp) is tp
+        with comm.record() as calls:
+            comm.all_reduce(torch.ones(1), "tp")
+        assert len(calls) == 1
+    assert not seen.calls
+
+
+def test_a_read_separates_only_the_ranks_with_another_answer():
+    mesh = Mesh(8, tp=8)
+    with _Observed(mesh, 3) as seen:
+        assert comm.rank("tp") > 0
+        assert [seen.backend.same_program(r) for r in range(8)] == [False] + [True] * 7
+        assert comm.rank("tp") % 2 == 1
+        assert [r for r in range(8) if seen.backend.same_program(r)] == [1, 3, 5, 7]
+        (first, second) = seen.backend.reads
+        assert first.axes == {"tp"} and [first.answer({"tp": i}) for i in range(3)] == [False, True, True]
+        int(comm.rank("tp"))
+        assert [r for r in range(8) if seen.backend.same_program(r)] == [3]
+
+
+class _Sees(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.axes: list[set[str]] = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.axes.append(set().union(*(c.axes for c in find((args, kwargs)))))
+        return func(*args, **(kwargs or {}))
+
+
+TORCH_CALLS = [
+    lambda x, c: x - c, lambda x, c: c - x, lambda x, c: c * x, lambda x, c: x // (c + 1), lambda x, c: x == c,
+    lambda x, c: x.narrow(0, c, 2), lambda x, c: x[c], lambda x, c: x[c : c + 2], lambda x, c: x[:, c],
+    lambda x, c: torch.tensor(c), lambda x, c: torch.tensor([c, 1]), lambda x, c: torch.full((2,), c),
+    lambda x, c: x.select(1, c), lambda x, c: torch.where(x > c, x, c), lambda x, c: x.masked_fill(x > 1, c),
+    lambda x, c: torch.arange(4) * c + c, lambda x, c: x.index_select(0, torch.tensor([c])), lambda x, c: x.roll(c, 0),
+    lambda x, c: torch.add(x, x, alpha=c), lambda x, c: nn.functional.one_hot(torch.tensor(c), 4),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("call", TORCH_CALLS)
+def test_torch_takes_a_coordinate_as_a_number_and_a_mode_sees_it(call):
+    for x in (torch.arange(12.0).view(4, 3), torch.arange(12.0, dtype=torch.float64).view(4, 3)):
+        with _Observed() as seen:
+            c = comm.rank("tp")
+            expected = call(x, plain(c))
+            assert torch.equal(call(x, c), expected) and call(x, c).dtype == expected.dtype
+            with _Sees() as mode:
+                assert torch.equal(call(x, c), expected)
+            assert {"tp"} in mode.axes
+            with FakeTensorMode() as fake:
+                assert call(fake.from_tensor(x), c).shape == expected.shape
+        assert not seen.calls
+
+
+# --- programs of the package
+
+
+def test_layers_loss_and_seeds_look_at_nothing():
+    """Their programs are the same on all tensor-parallel ranks, though what they hold is not."""
+    for rank in (0, 3):
+        with _Observed(Mesh(8, tp=4), rank) as seen:
+            model_parallel_manual_seed(3)
+            embedding = ParallelEmbedding(16, 8, padding_idx=9, device="meta")
+            column = ColumnParallelLinear(8, 16, gather_output=False, device="meta")
+            row = RowParallelLinear(16, 8, input_is_parallel=True, device="meta")
+            head = ColumnParallelLinear(8, 16, gather_output=False, bias=False, device="meta")
+            with FakeTensorMode(allow_non_fake_inputs=True):
+                for module in (embedding, column, row, head):
+                    module.to_empty(device="cpu")
+                ids = torch.zeros(2, 4, dtype=torch.long)
+                seen.backend.phase = "forward"
+                logits = head(row(column(embedding(ids))))
+                loss = parallel_cross_entropy(logits, ids).mean()
+                seen.backend.phase = "backward"
+                loss.backward()
+            assert axes_of(embedding.first_id) == {"tp"} and plain(embedding.first_id) == 4 * rank
+        assert not seen.calls, seen.backend.reads
+        verbs = [(event.phase, event.verb, event.op) for event in seen.backend.events]
+        assert verbs == [
+            ("forward", "all_reduce", "sum"),
+            ("forward", "all_reduce", "sum"),
+            ("forward", "all_reduce", "max"),
+            ("forward", "all_reduce", "sum"),
+            ("backward", "all_reduce", "sum"),
+            ("backward", "all_reduce", "sum"),
+        ]
+        for event in seen.backend.events:
+            assert event.where.startswith(__file__) and event.axis == "tp" and event.ranks == (0, 1, 2, 3)
+            assert event.awaited is not None and event.awaited > event.number
+        inside = [event.inside.rsplit("/", 1)[1].split(":")[0] for event in seen.backend.events]
+        assert inside[:4] == [
+            file_name(module) for module in (collectives, autograd_linear, loss_functions, loss_functions)
+        ]
+
+
+def test_the_norm_of_the_gradients_reads_tp_once():
+    from neuronx_dist.gradients.norm import clip_grad_norm
+
+    with _Observed(Mesh(8, tp=4), 2) as seen:
+        layer = RowParallelLinear(16, 8, input_is_parallel=True)
+        for param in layer.parameters():
+            param.grad = torch.ones_like(param)
+        clip_grad_norm(layer.parameters(), 1.0)
+        assert seen.axes == {"tp"}
+        assert [r for r in range(8) if seen.backend.same_program(r)] == [1, 2, 3, 5, 6, 7]
+        assert all(f"{file_name(grad_norm)}:" in read.inside and __file__ in read.where for read in seen.backend.reads)
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = ColumnParallelLinear(8, 16, gather_output=False, bias=False)
+        self.down = RowParallelLinear(16, 8, input_is_parallel=True, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def test_a_pipeline_reads_pp_and_nothing_else():
+    for rank in (0, 7):
+        with _Observed(Mesh(8, tp=2, pp=2), rank) as seen:
+            model = NxDPPModel(
+                Model(),
+                transformer_layer_cls=Layer,
+                num_microbatches=2,
+                auto_partition=True,
+                output_loss_value_spec=True,
+            )
+            model.run_train(x=torch.ones(4, 8))
+            assert seen.axes == {"pp"}, seen.backend.reads
+            stage = rank // 4
+            assert [r for r in range(8) if seen.backend.same_program(r)] == list(range(4 * stage, 4 * stage + 4))
+        messages = [(e.verb, e.axis, e.peer) for e in seen.backend.events if e.verb in ("send", "recv")]
+        assert {verb for verb, _, _ in messages} == {"send", "recv"} and len(messages) == 4
+        assert {peer for _, _, peer in messages} == {4 if rank == 0 else 3}
+        at = next(e for e in seen.backend.events if e.verb == "send")
+        assert at.on(4 * stage + 2).peer == (6 if rank == 0 else 2)
+        assert at.on(4 * stage + 2).ranks == (2, 6)
+
+
+# --- events
+
+
+def test_events_have_what_other_ranks_must_match():
+    with _Observed(MESH, 5) as seen:
+        x = torch.ones(4, 6)
+        handle = comm.all_gather(x, "cp", async_op=True)
+        comm.all_reduce(x, ("dp", "cp"), op="max")
+        comm.reduce_scatter(x.bfloat16(), "tp", reduce_dtype=torch.float32, dim=1)
+        handle.wait()
+        comm.send(x, "pp", dst=1 - comm.rank("pp"), tag=3)
+        comm.recv(x, "tp", src=(comm.rank("tp") + 1) % 2)
+        comm.broadcast(x, "dp", src=1)
+        comm.permute(x, "tp", [(0, 1)])
+        comm.barrier()
+        comm.all_reduce(x, ())
+    events = seen.backend.events
+    assert [e.verb for e in events] == [
+        "all_gather", "all_reduce", "reduce_scatter", "send", "recv", "broadcast", "permute", "gather_objects",
+    ]  # fmt: skip
+    gather, reduce, scatter, send, recv, broadcast, permute, objects = events
+    assert (gather.number, gather.awaited) == (1, 6) and (reduce.number, reduce.awaited) == (2, 3)
+    assert (gather.axis, gather.ranks, gather.shape, gather.dtype) == ("cp", (5, 7), (4, 6), torch.float32)
+    assert (reduce.axis, reduce.op, reduce.ranks) == ("dp,cp", "max", (1, 3, 5, 7))
+    assert (scatter.dtype, scatter.shape) == (torch.float32, (2, 4, 3))
+    assert (send.peer, send.tag, send.ranks) == (13, 3, (5, 13))
+    assert recv.peer == 4 and recv.on(4).peer == 5 and recv.on(12).ranks == (12, 13)
+    assert broadcast.peer == MESH.group_of("dp", 5)[1] and permute.pairs == ((0, 1),)
+    assert objects.shape is None and objects.dtype is None
+    assert "send to rank 13 tag 3 of [4, 6] float32 over pp [5, 13]" in str(send)
+    assert gather.key != reduce.key and reduce.on(1).key != reduce.on(9).key
+    assert not seen.calls
+
+
+def test_call_sites_under_a_mode_are_those_of_the_caller():
+    for mode in (BaseTorchFunctionMode(), _Sees()):
+        with _Observed() as seen, mode:
+            x = torch.ones(4)
+            line = _line() + 1
+            comm.all_reduce(x, "tp")
+            spmd.all_reduce(x, "tp", dst=spmd.R)
+        first, second = seen.backend.events
+        assert first.where == first.inside == f"{__file__}:{line}"
+        assert second.where == f"{__file__}:{line + 1}" and f"{collectives.__file__}:" in second.inside
+
+
+def _line() -> int:
+    import sys
+
+    return sys._getframe(1).f_lineno
+
+
+def test_explicit_groups():
+    with _Observed(Mesh(8, tp=2, pp=2), 5) as seen:
+        every = comm.new_group([[0, 1, 2, 3], [4, 5, 6, 7]], "halves")
+        assert every is not None and not seen.calls
+        assert every.size == 4 and axes_of(every.rank) == {"dp", "tp"} and plain(every.rank) == 1
+        assert tuple(map(plain, every.ranks)) == (4, 5, 6, 7) and axes_of(every.ranks[0]) == {"pp"}
+        last = comm.new_group([[4, 5, 6, 7]], "last stage")
+        assert last is not None and seen.axes == {"pp"} and last.size == 4
+        assert [seen.backend.same_program(r) for r in range(8)] == [False] * 4 + [True] * 4
+    with _Observed(Mesh(8, tp=2, pp=2), 1) as seen:
+        assert comm.new_group([[4, 5, 6, 7]], "tp") is None and seen.axes == {"pp"}
+    with _Observed(Mesh(4, tp=4), 0) as seen:
+        uneven = comm.new_group([[0], [1, 2, 3]], "tp")
+        assert uneven is not None and not seen.calls
+        assert uneven.size == 1
+        uneven = comm.new_group([[0, 1, 2], [3]], "tp")
+        assert comm.all_gather(torch.ones(1), uneven).shape == (3,)
+
+
+def test_plain_ranks_on_request_and_nothing_is_left_behind():
+    backend = CheckBackend(symbolic=False)
+    with comm.as_rank(MESH, 5, backend):
+        for value in (comm.rank("tp"), comm.current().rank, comm.communicator("tp").rank):
+            assert type(value) is int
+        assert comm.communicator("tp").ranks == (4, 5)
+        comm.all_reduce(torch.ones(1), "tp")
+    assert len(backend.events) == 1 and backend.reads == []
+
+
+def test_a_silent_twin_inside_reads_for_the_one_outside():
+    with _Observed() as seen:
+        with comm.as_rank(MESH, comm.current().rank) as inner:  # what the recorder of pipelines does
+            comm.all_reduce(torch.ones(2), "tp")
+            assert not seen.calls and isinstance(inner.rank, Coordinate)
+            assert comm.communicator("tp").rank == 1
+        assert seen.axes == {"tp"} and not seen.backend.events

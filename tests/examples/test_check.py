@@ -1,0 +1,70 @@
+"""`train_llama.py --check`, and the same check before every launch."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.support.paths import ROOT
+
+pytest.importorskip("transformers")
+
+pytestmark = pytest.mark.process
+
+SCRIPT = str(ROOT / "examples" / "train_llama.py")
+SMALL = ["--steps", "1", "--global-batch", "4", "--seq-len", "32", "--microbatches", "2", "--tp", "2"]
+
+
+def run(*flags: str, processes: int = 1) -> tuple[int, str]:
+    """Exit code and output, on so many processes of torchrun."""
+    launcher = [sys.executable]
+    if processes > 1:
+        launcher += ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+        launcher += ["--nproc-per-node", str(processes)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    env["PYTHONPATH"] = f"{ROOT}:{env.get('PYTHONPATH', '')}"
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        env.pop(name, None)
+    done = subprocess.run(
+        [*launcher, SCRIPT, *flags], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=240
+    )
+    return done.returncode, done.stdout
+
+
+def test_check_alone_starts_nothing_and_knows_any_number_of_processes(tmp_path):
+    out = tmp_path / "run"
+    flags = ["--tp", "2", "--pp", "2", "--sequence-parallel", "--zero1", "--check", "64", "--global-batch", "128"]
+    code, text = run(*flags, "--out", str(out))
+    assert code == 0, text
+    assert text.startswith("ok: ") and "of 64 rank programs differ, all agree" in text and "level G" in text
+    assert len(text.splitlines()) == 1 and not out.exists()
+
+
+def test_check_alone_takes_tp_x_pp_processes_and_refuses_what_cannot_be():
+    code, text = run("--tp", "2", "--pp", "2", "--check")
+    assert code == 0 and "of 4 rank programs" in text, text
+    code, text = run("--tp", "3", "--check")
+    assert code == 1 and "cannot be split over tp 3" in text and "Traceback" not in text
+
+
+def test_every_launch_is_checked_on_rank_0(tmp_path):
+    code, text = run(*SMALL, "--out", str(tmp_path / "run"), processes=2)
+    assert code == 0, text
+    assert text.count("check: ok: ") == 1 and "step 1/1" in text
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--check-limit", "0"], "warning: not checked to the end in 0 s (--check-limit), going on"),
+        (["--no-check"], None),
+    ],
+)
+def test_the_check_gives_way(tmp_path, flags, said):
+    code, text = run(*SMALL, *flags, "--out", str(tmp_path / "run"), processes=2)
+    assert code == 0 and "step 1/1" in text, text
+    assert "check: ok" not in text
+    assert said is None and "warning: not checked" not in text or said in text

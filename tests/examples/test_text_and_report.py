@@ -1,0 +1,181 @@
+"""The helpers beside the training script: text data and reporting."""
+
+import io
+import json
+import random
+
+import pytest
+import torch
+
+from examples.reporting import Report, loss_curve
+from examples.text_data import ByteTokenizer, TextData, data_parallel_rows
+
+
+def some_text(size: int) -> str:
+    return "".join(random.Random(size).choices("abcdef \n", k=size))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "text" / "deep").mkdir(parents=True)
+    (tmp_path / "text" / ".hidden").mkdir()
+    (tmp_path / "text" / "a.txt").write_text(some_text(5000))
+    (tmp_path / "text" / "deep" / "b.txt").write_text(some_text(3000))
+    (tmp_path / "text" / "empty.txt").write_text("")
+    (tmp_path / "text" / "picture.png").write_bytes(b"\x89PNG\0\0")
+    (tmp_path / "text" / ".hidden" / "c.txt").write_text("hidden" * 1000)
+    return tmp_path / "text"
+
+
+# --- text_data ---
+
+
+def test_batches_depend_on_seed_and_step_only(folder):
+    first = TextData([folder], seq_len=16, global_batch=8, seed=3)
+    again = TextData([folder], seq_len=16, global_batch=8, seed=3)
+    again.batch(7)  # the order of calls does not matter
+    assert torch.equal(first.batch(5)["input_ids"], again.batch(5)["input_ids"])
+    assert not torch.equal(first.batch(5)["input_ids"], first.batch(6)["input_ids"])
+    other = TextData([folder], seq_len=16, global_batch=8, seed=4)
+    assert not torch.equal(first.batch(5)["input_ids"], other.batch(5)["input_ids"])
+    assert first.batch(5)["input_ids"].shape == (8, 16) and first.batch(5)["input_ids"].dtype == torch.int64
+    assert torch.equal(first.batch(5)["input_ids"], first.batch(5)["labels"])
+
+
+@pytest.mark.parametrize("dp", [1, 2, 4])
+def test_data_parallel_shares_make_up_the_batch(folder, dp):
+    batch = TextData([folder], seq_len=16, global_batch=8).batch(0)
+    shares = [data_parallel_rows(batch, rank, dp)["labels"] for rank in range(dp)]
+    assert all(len(share) == 8 // dp for share in shares)
+    assert torch.equal(torch.cat(shares), batch["labels"])
+
+
+def test_all_text_of_a_folder_is_read_and_part_of_it_held_out(folder):
+    data = TextData([folder], seq_len=16, global_batch=2)
+    stream = 5000 + 3000 + 2  # an end after each document; no hidden, binary or empty file
+    assert len(data.train) + len(data.held_out) == stream
+    assert 0.03 < len(data.held_out) / stream < 0.07
+    text = data.decode(data.train.tolist())
+    assert "hidden" not in text and "PNG" not in text
+
+
+def test_training_batches_hold_no_held_out_text(tmp_path):
+    """With text that never repeats itself, no window of the held-out part occurs in the training part."""
+    (tmp_path / "numbers.txt").write_text(" ".join(f"{n:06}" for n in range(3000)))
+    data = TextData([tmp_path], seq_len=32, global_batch=4)
+    train = data.decode(data.train.tolist())
+    held_out = data.decode(data.held_out.tolist())
+    numbers = {text for text in held_out.split() if len(text) == 6}
+    assert numbers and not [number for number in numbers if f" {number} " in train]
+
+
+def test_held_out_batches_walk_through_the_held_out_text(folder):
+    data = TextData([folder], seq_len=16, global_batch=4)
+    windows = len(data.held_out) // 16
+    rows = torch.cat([data.held_out_batch(index)["input_ids"] for index in range(-(-windows // 4))])
+    assert torch.equal(rows[:windows].flatten(), data.held_out[: windows * 16].long())
+    assert torch.equal(rows[windows:], rows[: len(rows) - windows])  # then from the start
+
+
+def test_the_default_text_is_there_and_capped():
+    data = TextData(seq_len=64, global_batch=2, max_bytes=200_000)
+    assert 190_000 < len(data.train) + len(data.held_out) < 210_000
+    assert data.vocab_size == 256 and int(data.batch(0)["input_ids"].max()) < 256
+    assert "import" in data.decode(data.train.tolist())
+
+
+def test_bytes_round_trip(folder):
+    data = TextData([folder], seq_len=16, global_batch=2)
+    assert data.decode(data.encode("naïve → ∑")) == "naïve → ∑"
+    assert isinstance(data.tokenizer, ByteTokenizer)
+
+
+def test_a_hugging_face_tokenizer(folder):
+    tokenizers = pytest.importorskip("tokenizers")
+    transformers = pytest.importorskip("transformers")
+    model = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="?"))
+    model.train_from_iterator(
+        [some_text(5000)], tokenizers.trainers.BpeTrainer(vocab_size=64, special_tokens=["?", "<end>"])
+    )
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=model, unk_token="?", eos_token="<end>")
+    data = TextData([folder], seq_len=16, global_batch=2, tokenizer=tokenizer)
+    assert data.vocab_size == len(tokenizer) and int(data.train.max()) < data.vocab_size
+    assert len(data.train) < 8000 * 0.95  # merges
+    assert (torch.cat([data.train, data.held_out]) == tokenizer.eos_token_id).sum() == 2
+
+
+def test_data_that_cannot_be_used(folder, tmp_path):
+    with pytest.raises(ValueError, match="no file or folder .*nowhere"):
+        TextData([folder, tmp_path / "nowhere"], seq_len=16, global_batch=2)
+    (tmp_path / "none").mkdir()
+    with pytest.raises(ValueError, match="no text in .*none"):
+        TextData([tmp_path / "none"], seq_len=16, global_batch=2)
+    with pytest.raises(ValueError, match="a sequence takes 5,000.*seq_len of at most 400"):
+        TextData([folder], seq_len=5000, global_batch=2)
+
+
+# --- reporting ---
+
+
+def run(report, steps=4):
+    with report:
+        for step in range(1, steps + 1):
+            report.step(step, loss=5.0 - step, grad_norm=1.5, lr=1e-3)
+            if step % 2 == 0:
+                report.held_out(4.0)
+
+
+def test_metrics_hold_one_object_a_step(tmp_path, capsys):
+    report = Report(4, 1000, out=tmp_path / "run", log_every=2, terminal=False)
+    run(report)
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert [row["loss"] for row in rows] == [4.0, 3.0, 2.0, 1.0]
+    assert all({"grad_norm", "lr", "tokens_per_s"} <= row.keys() for row in rows)
+    assert ["held_out_loss" in row for row in rows] == [False, True, False, True]
+    assert report.mean_loss(2) == 1.5
+    assert (tmp_path / "run" / "loss.png").read_bytes().startswith(b"\x89PNG")
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in lines if line.startswith("step")] == ["1/4", "2/4", "4/4"]
+    assert "loss 3.0000" in lines[1] and "grad norm 1.500" in lines[1] and "tokens/s" in lines[1] and "left" in lines[1]
+
+
+def test_metrics_survive_a_failure(tmp_path):
+    with pytest.raises(RuntimeError), Report(4, 1000, out=tmp_path, active=True, terminal=False) as report:
+        report.step(1, loss=5.0, grad_norm=1.0, lr=1e-3)
+        raise RuntimeError("a rank failed")
+    assert json.loads((tmp_path / "metrics.jsonl").read_text())["step"] == 1
+
+
+def test_other_ranks_say_and_write_nothing(tmp_path, capsys):
+    report = Report(4, 1000, out=tmp_path / "run", active=False, log_every=1)
+    run(report)
+    assert capsys.readouterr().out == "" and not (tmp_path / "run").exists()
+    assert report.mean_loss() == 2.5
+
+
+def test_evaluation_time_counts_for_no_step(monkeypatch):
+    clock = iter([0.0, 0.0, 1.0, 1.0, 100.0, 101.0, 101.0])
+    monkeypatch.setattr("examples.reporting.time.perf_counter", lambda: next(clock))
+    report = Report(2, 500, terminal=False, active=False)
+    with report:
+        report.step(1, loss=1.0, grad_norm=1.0, lr=1.0)
+        report.held_out(1.0)
+        report.step(2, loss=1.0, grad_norm=1.0, lr=1.0)
+    assert [row["tokens_per_s"] for row in report.rows] == [500.0, 500.0]
+
+
+def test_a_terminal_gets_a_bar(monkeypatch):
+    rich = pytest.importorskip("rich.console")
+    screen = io.StringIO()
+    report = Report(4, 1000, terminal=True)
+    report._bar.live.console = rich.Console(file=screen, force_terminal=True, width=120)
+    run(report)
+    text = screen.getvalue()
+    assert "4/4" in text and "loss 1.0000" in text and "grad norm 1.500" in text and "tokens/s" in text
+    assert "held-out loss 4.0000 after step 2" in text
+
+
+def test_a_loss_curve_of_one_step(tmp_path):
+    loss_curve([{"step": 1, "loss": 5.5}], tmp_path / "one.png", "tp 2")
+    assert (tmp_path / "one.png").stat().st_size > 1000

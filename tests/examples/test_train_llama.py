@@ -1,0 +1,154 @@
+"""The training example and the README's code, run as a user runs them."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.paths import EXAMPLES, ROOT
+
+pytest.importorskip("transformers")
+
+pytestmark = pytest.mark.process
+
+SCRIPT = EXAMPLES / "train_llama.py"
+SMALL = ["--steps", "4", "--global-batch", "4", "--seq-len", "32", "--microbatches", "2", "--log-every", "1"]
+
+
+def run(command, processes=1, timeout=240, **environment):
+    """Output of a Python command, on so many processes of torchrun; (exit code, output)."""
+    launcher = [sys.executable]
+    if processes > 1:
+        launcher += ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+        launcher += ["--nproc-per-node", str(processes)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo", **environment}
+    env["PYTHONPATH"] = f"{ROOT}:{env.get('PYTHONPATH', '')}"
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        env.pop(name, None)
+    done = subprocess.run(
+        [*launcher, *command], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=timeout
+    )
+    return done.returncode, done.stdout
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A short run of the example in one process."""
+    out = tmp_path_factory.mktemp("train") / "run"
+    code, text = run([str(SCRIPT), *SMALL, "--out", str(out)])
+    assert code == 0, text
+    return out, text
+
+
+def losses(out):
+    return [json.loads(line)["loss"] for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_one_process_without_torchrun_leaves_metrics_curve_and_model(trained):
+    from transformers import AutoModelForCausalLM
+
+    out, text = trained
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert all({"loss", "grad_norm", "lr", "tokens_per_s"} <= row.keys() for row in rows)
+    assert 5.3 < rows[0]["loss"] < 5.8  # log 256 = 5.55: an untrained model knows nothing
+    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
+    _, report = AutoModelForCausalLM.from_pretrained(out / "model", output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    for part in ("1 rank", "parameters", "held-out loss", "the model goes on"):
+        assert part in text, text
+
+
+def test_processes_give_the_losses_of_one(trained, tmp_path):
+    out = tmp_path / "run"
+    flags = ["--tp", "2", "--pp", "2", "--sequence-parallel", "--out", str(out)]
+    code, text = run([str(SCRIPT), *SMALL, *flags], processes=4)
+    assert code == 0, text
+    assert losses(out) == pytest.approx(losses(trained[0]), rel=1e-5)
+
+
+def test_a_saved_folder_is_trained_further_in_another_layout_and_in_bfloat16(trained, tmp_path):
+    out = tmp_path / "run"
+    flags = ["--model", str(trained[0] / "model"), "--zero1", "--dtype", "bfloat16", "--out", str(out)]
+    code, text = run([str(SCRIPT), *SMALL, *flags], processes=2)
+    assert code == 0, text
+    assert losses(out)[0] < losses(trained[0])[-1] + 0.1  # it goes on from where the first run ended
+
+
+def test_verify_prints_a_table_and_agrees(tmp_path):
+    code, text = run([str(SCRIPT), *SMALL, "--verify"], processes=2)
+    assert code == 0, text
+    assert "one process" in text and "tp 2 × pp 1 × dp 1 + sequence parallel" in text
+    assert "all layouts agree to 1e-05" in text
+    assert not (Path.cwd() / "runs").exists() or "runs" not in text
+
+
+# Commands that end at once, in one interpreter that has imported what they import: each in a fork of it.
+SEVERAL = """
+import json, os, runpy, sys
+import train_llama, transformers
+script, results = train_llama.__file__, []
+for flags in json.loads(sys.argv[1]):
+    read, write = os.pipe()
+    if not (child := os.fork()):
+        os.dup2(write, 1), os.dup2(write, 2)
+        sys.argv = [script, *flags]
+        runpy.run_path(script, run_name="__main__")
+        sys.exit()
+    os.close(write)
+    with os.fdopen(read) as output:
+        text = output.read()
+    results.append((os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), text))
+print(json.dumps(results))
+"""
+
+
+def test_what_cannot_work_is_refused_with_the_numbers(tmp_path):
+    from transformers import GPT2Config
+
+    unplanned = tmp_path / "gpt2"
+    GPT2Config(n_layer=4, n_embd=32, n_head=2, vocab_size=256).save_pretrained(unplanned)
+    refusals = [
+        (["--tp", "3"], ["1 processes are not divisible by tp 3"]),
+        (["--global-batch", "6"], ["a global batch of 6 is not divisible by dp 1 × 4 microbatches = 4"]),
+        (["--pp", "5"], ["5 pipeline stages for 4 layers"]),
+        (["--data", "/no/such/folder"], ["no file or folder /no/such/folder"]),
+        (["--out", "."], [". exists, and a run does not write over another"]),
+        (["--model", "/no/such/model"], ["has no config.json"]),
+        (["--model", str(unplanned), "--out", str(tmp_path / "run")], ["GPT2LMHeadModel", "c_attn"]),
+        (["--device", "xla"], ["device 'xla'"]),
+    ]
+    path = f"{SCRIPT.parent}:{os.environ.get('PYTHONPATH', '')}"
+    code, text = run(["-c", SEVERAL, json.dumps([flags for flags, _ in refusals])], PYTHONPATH=path)
+    assert code == 0, text
+    results = json.loads(text.splitlines()[-1])
+    for (flags, messages), (code, text) in zip(refusals, results, strict=True):
+        assert code == 1 and all(message in text for message in messages) and "Traceback" not in text, (flags, text)
+
+
+def readme_block(number):
+    return re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[number]
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_the_readme_example_trains(processes, tmp_path):
+    script = tmp_path / "readme.py"
+    script.write_text(readme_block(0))
+    assert len(readme_block(0).splitlines()) <= 35
+    code, text = run([str(script)], processes)
+    assert code == 0, text
+    assert max(map(float, re.findall(r"loss (\d+\.\d+),", text))) < 3.5, text
+
+
+def test_the_names_of_the_readme_are_those_of_the_package():
+    import neuronx_dist as nxd
+
+    section = (ROOT / "README.md").read_text().split("## Names at the top level")[1].split("## ")[0]
+    named = set(re.findall(r"`(\w+)`", section))
+    assert named == set(nxd.__all__) - {"__version__"}
+    for name in nxd.__all__:
+        assert getattr(nxd, name) is not None

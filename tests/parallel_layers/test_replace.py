@@ -1,0 +1,134 @@
+"""`apply(model, plans)`: layers replaced by data, equal to the same model in one process; what it refuses."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from neuronx_dist import comm, spmd
+from neuronx_dist.gradients.reduce import reduce_gradients
+from neuronx_dist.mesh import Mesh
+from neuronx_dist.parallel_layers.loss_functions import parallel_cross_entropy
+from neuronx_dist.parallel_layers.replace import LayerPlan, apply
+from neuronx_dist.weights.shard_spec import gather_full
+
+VOCAB, HIDDEN, INNER = 16, 8, 12
+
+
+class Gated(nn.Module):
+    """ids `[batch, seq]` -> logits `[batch, seq, VOCAB]`; the head shares the embedding's weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, HIDDEN)
+        self.gate, self.up = nn.Linear(HIDDEN, INNER), nn.Linear(HIDDEN, INNER)
+        self.down = nn.Linear(INNER, HIDDEN)
+        self.head = nn.Linear(HIDDEN, VOCAB, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        return self.head(x + self.down(F.silu(self.gate(x)) * self.up(x)))
+
+
+def plans(inner: int | None = None, fused: bool = True) -> list[LayerPlan]:
+    return [
+        LayerPlan("embed", "embedding"),
+        LayerPlan("gate", "column", inner, ("up",) if fused else ()),
+        LayerPlan("up", "column", inner),
+        LayerPlan("down", "row", inner),
+        LayerPlan("head", "column"),
+    ]
+
+
+def whole_model() -> Gated:
+    return copy.deepcopy(WHOLE)
+
+
+torch.manual_seed(0)
+WHOLE = Gated().double()
+
+IDS = torch.randint(VOCAB, (2, 5), generator=torch.Generator().manual_seed(1))
+LABELS = IDS.roll(-1, 1)
+
+
+@pytest.mark.parametrize(("tp", "inner"), [(1, None), (2, None), (4, None), (8, 16)])
+@pytest.mark.parametrize("fused", [False, True])
+def test_equal_to_one_process_after_three_steps(tp, inner, fused):
+    reference = whole_model()
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.5)
+    losses = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(reference(IDS).flatten(0, 1), LABELS.flatten())
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    expected = dict(reference.named_parameters())
+
+    def rank_main():
+        model = apply(whole_model(), plans(inner, fused))
+        assert model.head.weight is model.embed.weight
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        for step in range(3):
+            optimizer.zero_grad()
+            with comm.record() as calls:
+                loss = parallel_cross_entropy(model(IDS), LABELS).mean()
+                loss.backward()
+            reduce_gradients(model)
+            torch.testing.assert_close(loss.detach(), losses[step], rtol=1e-12, atol=0)
+            optimizer.step()
+        for name, param in model.named_parameters():
+            whole = gather_full(param, spmd.spec_of(param))
+            torch.testing.assert_close(whole, expected[name].detach(), rtol=1e-11, atol=1e-13)
+        return sum(call.verb == "all_reduce" for call in calls)
+
+    counts = comm.threads.run(Mesh(tp, tp=tp), rank_main)
+    # embedding, down, two of the loss; backward: the head's input, and gate and up together or apart
+    assert set(counts) == {0 if tp == 1 else 6 if fused else 7}
+
+
+def test_meta_layers_stay_on_meta_and_flags_are_kept():
+    def rank_main():
+        with torch.device("meta"):
+            model = Gated()
+        model.gate.weight.requires_grad_(False)
+        model.eval()
+        apply(model, plans())
+        assert all(param.is_meta for param in model.parameters())
+        assert not model.gate.weight.requires_grad and model.up.weight.requires_grad and not model.gate.training
+        assert model.gate.weight.shape == (INNER // 2, HIDDEN)
+
+    comm.threads.run(Mesh(2, tp=2), rank_main)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (LayerPlan("gate", "columns"), "gate has the style 'columns': use one of column, row, embedding"),
+        (LayerPlan("gat", "column"), "gat is no module of this Gated"),
+        (LayerPlan("gate", "embedding"), "gate is a Linear, and the style 'embedding' replaces torch.nn.Embedding"),
+        (LayerPlan("gate", "column", 8), "gate has out_features 12, more than its padded size 8"),
+        (LayerPlan("gate", "column", 13), "gate has out_features 13, which tp=2 does not divide"),
+        (LayerPlan("gate", "column", None, ("down",)), "gate is fused with down: all must be planned as columns"),
+        (LayerPlan("up", "column"), "up is planned twice"),
+    ],
+)
+def test_plans_that_do_not_fit_are_refused_and_the_model_is_left_as_it_was(wrong, message):
+    def rank_main():
+        model = whole_model()
+        before = {name: type(module) for name, module in model.named_modules()}
+        with pytest.raises(ValueError, match="cannot replace the layers of this Gated") as caught:
+            apply(model, [LayerPlan("up", "column"), wrong])
+        assert message in str(caught.value)
+        assert {name: type(module) for name, module in model.named_modules()} == before
+
+    comm.threads.run(Mesh(2, tp=2), rank_main)
+
+
+def test_a_copied_plan_is_equal():
+    assert copy.deepcopy(plans()) == plans()

@@ -1,0 +1,64 @@
+"""The fast tier stays fast: what starts a process is found, and what takes long fails."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.support import fast
+from tests.support.pool import processes
+
+
+def item(*marks: str) -> Any:
+    return SimpleNamespace(get_closest_marker=lambda name: name in marks, user_properties=[])
+
+
+def directly() -> None:
+    processes(2)
+
+
+def through_a_helper() -> None:
+    directly()
+
+
+def neither() -> None:
+    item()
+
+
+def test_tests_that_start_processes_are_found_by_what_they_name() -> None:
+    found = [fast._starts_processes(function, set()) for function in (directly, through_a_helper, neither)]  # type: ignore[arg-type]
+    assert found == [True, True, False]
+
+
+@pytest.mark.process
+def test_a_fast_test_that_starts_a_process_fails() -> None:
+    def start() -> None:
+        subprocess.run([sys.executable, "-S", "-c", ""], check=True)
+
+    with pytest.raises(pytest.fail.Exception, match="starts a process"), fast.limit(item("fast")):
+        start()
+    with fast.limit(item("process")):
+        start()
+
+
+def test_a_fast_test_that_takes_long_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:  # undone before this test is looked at itself
+        patch.setattr(fast, "TEST_SECONDS", -1.0)
+        with pytest.raises(pytest.fail.Exception, match="mark it `slow`"), fast.limit(item("fast")):
+            pass
+        with fast.limit(item("slow")):
+            pass
+
+
+def test_the_session_fails_when_the_tier_takes_long() -> None:
+    total = fast.Total()
+    for number, seconds in enumerate((fast.TIER_SECONDS, 1.0)):
+        session = SimpleNamespace(exitstatus=0)
+        report = SimpleNamespace(when="call", nodeid=str(number), user_properties=[(fast._PROPERTY, seconds)])
+        total.pytest_runtest_logreport(report)  # type: ignore[arg-type]
+        total.pytest_sessionfinish(session)  # type: ignore[arg-type]
+        assert session.exitstatus == number

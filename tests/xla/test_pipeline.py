@@ -1,0 +1,62 @@
+"""Training steps of a Llama in pipeline stages, each a program of its own, against gloo processes and one process."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from neuronx_dist.mesh import Mesh
+from tests.support.llama_training import distance, reference
+from tests.xla.programs import training as programs
+from tests.xla.programs.training import Training
+from tests.xla.training_parity import TOLERANCE, assert_trains_as_elsewhere, replayed
+
+TRANSFERS = [("pp_forward", "{{0,2},{1,3}}"), ("pp_backward", "{{2,0},{3,1}}")]
+CASES = {
+    "pp2 dp2, zero1 adamw, 4 microbatches": (dict(pp=2), Training("adamw", "zero1", microbatches=4)),
+    "pp2 tp2, plain sgd, tied, sequence parallel": (
+        dict(pp=2, tp=2),
+        Training("sgd", "plain", tied=True, sequence_parallel=True, microbatches=2),
+    ),
+    "pp4, master sgd, 2 microbatches": (dict(pp=4), Training("sgd", "master", microbatches=2, layers=4)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_pipeline_trains_as_under_gloo_and_in_one_process(name):
+    sizes, case = CASES[name]
+    assert_trains_as_elsewhere(case, **sizes)
+
+
+def test_a_task_is_a_program_and_a_transfer_another():
+    """Over three steps: one program for each stage and kind of task, and for each direction of transfers."""
+    sizes, case = CASES["pp2 tp2, plain sgd, tied, sequence parallel"]
+    found = replayed(Mesh(4, **sizes), case)
+    assert found.compiled[1:] == [found.compiled[1], 0]
+    step = [(found.programs[run.program], run) for run in found.runs[-1]]
+    transfers = [run.program for program, run in step if program.collectives and run.ranks == (0, 1, 2, 3)]
+    kinds = Counter(str(found.programs[number].collectives[0]).split(" over ")[1] for number in transfers)
+    # Two microbatches forward and back; tied weights; the norm over stages, and the loss from the last one.
+    assert [kinds[f"{axis} {pairs}"] for axis, pairs in TRANSFERS] == [2, 2]
+    for program, run in step:
+        if run.ranks == (0, 1, 2, 3):
+            assert len(program.collectives) == 1  # alone in its program
+        else:
+            assert run.ranks in ((0, 1), (2, 3))
+            assert all(c.groups == ((0, 1), (2, 3)) for c in program.collectives)
+    for stage in ((0, 1), (2, 3)):
+        ran = Counter(run.program for _, run in step if run.ranks == stage)
+        assert sorted(count for count in ran.values() if count > 1) == [2, 2]  # forward and backward, twice each
+
+
+def test_a_pipeline_on_devices_without_a_collective_permute():
+    """Pairs of ranks gather what neighbours send; of four stages first the even pairs, then the odd ones."""
+    sizes, case = CASES["pp4, master sgd, 2 microbatches"]
+    found = replayed(Mesh(4, **sizes), case, steps=2, setup=programs.setup_by_gathering)
+    alone = reference(case.options, case.optimizer, 2)
+    for rank in range(4):
+        assert all(distance(float(found.outputs[rank][k]["loss"]), alone.losses[k]) <= TOLERANCE for k in range(2))
+        assert all(distance(float(found.outputs[rank][k]["norm"]), alone.norms[k]) <= TOLERANCE for k in range(2))
+    kinds = {(c.kind, c.groups) for p in found.programs for c in p.collectives if (c.axis or "").startswith("pp_")}
+    assert kinds == {("all-gather", ((0, 1), (2, 3))), ("all-gather", ((1, 2), (3, 0)))}
