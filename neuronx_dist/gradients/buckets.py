@@ -1,8 +1,9 @@
-"""Buckets: many tensors become a few large collectives (of lists: `comm.verbs`), which overlap with the copies in and
-out of them, where there are any.
+"""Many tensors become a few large collectives.
+
+Collectives of lists are `comm.verbs`; they overlap with the copies in and out of them, where there are any.
 
 Buckets are cut by the parameters alone (order, dtype, size), never by which gradients happen to be there, so that every
-rank of a group cuts the same ones.
+rank of a group cuts the same ones. A `BucketPlan` keeps them from step to step.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from .. import spmd
 from ..comm import Communicator
 from ..spmd import P
 
-__all__ = ["cap_in_bytes", "cut", "overlap", "presence"]
+__all__ = ["BucketPlan", "cap_in_bytes", "cut", "overlap", "presence"]
 
 T = TypeVar("T")
 W = TypeVar("W")
@@ -49,6 +50,30 @@ def cut(items: Iterable[T], key: Callable[[T], Hashable], nbytes: Callable[[T], 
         bucket.append(item)
         open_buckets[kind] = (bucket, held + size)
     return buckets
+
+
+class BucketPlan:
+    """The buckets of a list of tensors: cut when they are first asked for, and then kept.
+
+    They are cut again when the list, a tensor's kind or size, or the cap is another one than last time.
+    """
+
+    def __init__(self) -> None:
+        self._made_for: tuple[list[Hashable], list[int], int] | None = None
+        self._buckets: list[list[int]] = []
+
+    def buckets(self, kinds: list[Hashable], nbytes: list[int], cap: int) -> list[list[int]]:
+        """Buckets of at most `cap` bytes, as numbers of tensors.
+
+        Args:
+            kinds: of each tensor; only tensors of one kind share a bucket.
+            nbytes: of each tensor.
+        """
+        wanted = (kinds, nbytes, cap)
+        if wanted != self._made_for:
+            self._buckets = cut(range(len(kinds)), kinds.__getitem__, nbytes.__getitem__, cap)
+            self._made_for = wanted
+        return self._buckets
 
 
 def overlap(items: Iterable[T], start: Callable[[T], W], finish: Callable[[T, W], None], in_flight: int = 2) -> None:

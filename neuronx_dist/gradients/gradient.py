@@ -1,37 +1,21 @@
-"""One parameter's gradient: where it is, what stands in for a missing one, what has been done to it in this step."""
+"""One parameter's gradient: where it is, its dtype, over which ranks it is reduced."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 
 import torch
 from torch import nn
 
 from .. import comm, spmd
 from ..weights.partial_model import partial_model
-from ..weights.shard_spec import restamp
+from ..weights.shard_spec import restamp, spec_of
 
-__all__ = [
-    "DATA_AXES",
-    "Parameters",
-    "data_axis",
-    "gradient_dtype",
-    "gradient_of",
-    "is_expert",
-    "keeping_stages",
-    "mark",
-    "missing_gradient",
-    "parameters_of",
-    "reduced_twice",
-    "set_gradient",
-    "stages_of",
-]
+__all__ = ["DATA_AXES", "ParameterGradient", "Parameters", "gradient_of", "missing_gradient", "parameters_of"]
 
 Parameters = torch.Tensor | Iterable[torch.Tensor]
 
 DATA_AXES = ("dp", "cp")
-_TAG = "_nxd_reduced"
 
 
 def parameters_of(source: torch.optim.Optimizer | nn.Module | Parameters) -> list[torch.Tensor]:
@@ -47,64 +31,82 @@ def parameters_of(source: torch.optim.Optimizer | nn.Module | Parameters) -> lis
     return list(dict.fromkeys(source))  # type: ignore[arg-type]
 
 
+class ParameterGradient:
+    """The gradient of one parameter.
+
+    It is a view, which holds the parameter and nothing that could be out of date: whoever needs one may make one. What
+    has been done to the gradient in this step is kept with the gradient's tensor (`state.ReductionState`).
+
+    The gradient is `param.main_grad` if the parameter has this attribute and it is not None, else `param.grad`.
+    `main_grad` is a wider accumulator of microbatches; `accumulate_in_main_grad` makes it, or a script does.
+    """
+
+    def __init__(self, param: torch.Tensor) -> None:
+        self.param = param
+
+    @property
+    def tensor(self) -> torch.Tensor | None:
+        """The gradient; None if this rank has none. What is set goes to `attribute`."""
+        main_grad: torch.Tensor | None = getattr(self.param, "main_grad", None)
+        return self.param.grad if main_grad is None else spmd.gradient(main_grad, self.param)
+
+    @tensor.setter
+    def tensor(self, grad: torch.Tensor | None) -> None:
+        setattr(self.param, self.attribute, grad)
+
+    @property
+    def attribute(self) -> str:
+        """The attribute of the parameter that accumulates its gradient: "main_grad" or "grad"."""
+        return "main_grad" if hasattr(self.param, "main_grad") else "grad"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The gradient's dtype: the parameter's, at least fp32 in a `main_grad`."""
+        param = self.param
+        return torch.promote_types(torch.float32, param.dtype) if hasattr(param, "main_grad") else param.dtype
+
+    def zeros(self) -> torch.Tensor:
+        """What stands in for a gradient that this rank does not have, in the dtype that other ranks have it in."""
+        return torch.zeros_like(self.param, dtype=self.dtype, requires_grad=False)
+
+    @property
+    def is_partial_over_tp(self) -> bool:
+        """Whether the parameter sees a shard of the sequence only, so that its gradients must be summed over tp."""
+        return spec_of(self.param).sequence_parallel
+
+    @property
+    def is_expert(self) -> bool:
+        """Whether different ep ranks hold different experts in the parameter."""
+        return bool(getattr(self.param, "expert_model_parallel", False))
+
+    @property
+    def data_axis(self) -> tuple[str, ...]:
+        """The axis along which the data of one value of the parameter is spread; the mean always divides by dp * cp."""
+        return ("edp",) if self.is_expert and comm.size("ep") > 1 else DATA_AXES
+
+    def accumulate_in_main_grad(self) -> None:
+        """From now on each backward adds its `param.grad` to `param.main_grad`, which is at least fp32."""
+        self.param.main_grad = None  # type: ignore[attr-defined]
+        self.param.register_post_accumulate_grad_hook(_move_to_main_grad)
+
+
+def _move_to_main_grad(param: torch.Tensor) -> None:
+    """Runs each time backward has made `param.grad`."""
+    grad, total = param.grad, param.main_grad  # type: ignore[attr-defined]
+    assert grad is not None
+    if total is None:
+        param.main_grad = grad.to(ParameterGradient(param).dtype)  # type: ignore[attr-defined]
+    else:
+        with torch.no_grad():
+            total.add_(grad)
+    param.grad = None
+
+
 def gradient_of(param: torch.Tensor) -> torch.Tensor | None:
-    """A parameter's gradient: its accumulator `main_grad` if it has one (see NeuronZero1Optimizer), else `grad`."""
-    main_grad: torch.Tensor | None = getattr(param, "main_grad", None)
-    return param.grad if main_grad is None else spmd.gradient(main_grad, param)
-
-
-def set_gradient(param: torch.Tensor, grad: torch.Tensor) -> None:
-    setattr(param, "main_grad" if hasattr(param, "main_grad") else "grad", grad)
-
-
-def gradient_dtype(param: torch.Tensor) -> torch.dtype:
-    """Dtype of the gradient: the parameter's, at least fp32 in a `main_grad`."""
-    return torch.promote_types(torch.float32, param.dtype) if hasattr(param, "main_grad") else param.dtype
+    """Short for `ParameterGradient(param).tensor`."""
+    return ParameterGradient(param).tensor
 
 
 def missing_gradient(param: torch.Tensor) -> torch.Tensor:
-    """Zeros in the place of a gradient that this rank does not have, in the dtype that other ranks have it in."""
-    return torch.zeros_like(param, dtype=gradient_dtype(param), requires_grad=False)
-
-
-def is_expert(param: torch.Tensor) -> bool:
-    """Whether different ep ranks hold different experts in it."""
-    return bool(getattr(param, "expert_model_parallel", False))
-
-
-def data_axis(param: torch.Tensor) -> tuple[str, ...]:
-    """The axis along which the data of one value of this parameter is spread; the mean always divides by dp * cp."""
-    return ("edp",) if is_expert(param) and comm.size("ep") > 1 else DATA_AXES
-
-
-# A reduced gradient carries the stages it has been through, and its version counter. Backward and zero_grad make a new
-# tensor or a new version, and the tag no longer holds; clipping, and the next stage, write the gradient but keep it.
-
-
-def stages_of(grad: torch.Tensor) -> frozenset[str]:
-    """The stages of reduction that a gradient has been through since the last backward."""
-    version, stages = getattr(grad, _TAG, (None, frozenset()))
-    return stages if version == grad._version else frozenset()
-
-
-def mark(grads: Iterable[torch.Tensor], stage: str) -> None:
-    """Notes that gradients have been through `stage`."""
-    for grad in grads:
-        setattr(grad, _TAG, (grad._version, stages_of(grad) | {stage}))
-
-
-@contextmanager
-def keeping_stages(grads: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Writing the gradients in place in here does not count as a new backward."""
-    marked = [(grad, stages) for grad, stages in ((grad, stages_of(grad)) for grad in grads) if stages]
-    yield
-    for grad, stages in marked:
-        setattr(grad, _TAG, (grad._version, stages))
-
-
-def reduced_twice(stages: Iterable[str]) -> RuntimeError:
-    return RuntimeError(
-        f"gradients were reduced already in this step (done: {', '.join(sorted(stages))}); reducing them again would "
-        "scale them. Call reduce_gradients once after the last backward, and not after NxDPPModel.run_train, which "
-        "calls it; call zero_grad before the next step"
-    )
+    """Short for `ParameterGradient(param).zeros()`."""
+    return ParameterGradient(param).zeros()

@@ -12,7 +12,8 @@ from .. import comm, spmd
 from ..comm.select import in_one_program, only_on_first
 from ..spmd import P, V
 from ..weights.shard_spec import spec_of
-from .gradient import DATA_AXES, Parameters, gradient_of, is_expert, keeping_stages, parameters_of
+from .gradient import DATA_AXES, ParameterGradient, Parameters, gradient_of, parameters_of
+from .state import keeping_reductions
 
 __all__ = ["clip_grad_norm", "clip_grads_with_norm", "get_grad_norm", "group_of_ranks", "norm_groups", "norm_of"]
 
@@ -73,7 +74,7 @@ def clip_grads_with_norm(parameters: Parameters, total_norm: torch.Tensor, max_n
     if math.isinf(max_norm):
         return total_norm
     coefficient = (max_norm / (total_norm + 1.0e-6)).clamp(max=1.0)
-    with keeping_stages(grads):
+    with keeping_reductions(grads):
         for same in _by_dtype_and_device(grads):
             torch._foreach_mul_(same, coefficient.to(same[0].device))
     return total_norm
@@ -170,7 +171,7 @@ def _counting_ranks(param: torch.Tensor, over_ep: bool) -> list[comm.Communicato
     """The groups of whose copies of this gradient the first one counts."""
     spec = spec_of(param)
     copied = [] if spec.is_sharded and spec.axis != "ep" else ["tp"]
-    if over_ep and not is_expert(param):
+    if over_ep and not ParameterGradient(param).is_expert:
         copied.append("ep")
     return [comm.communicator(axis) for axis in copied]
 

@@ -12,29 +12,17 @@ are averaged over dp x cp, and the loss is given `global_num_items`; the result 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from .. import comm
-from ..weights.partial_model import partial_model
-from ..weights.shard_spec import spec_of
-from .buckets import cap_in_bytes, cut, overlap, presence
-from .gradient import (
-    DATA_AXES,
-    Parameters,
-    data_axis,
-    gradient_of,
-    keeping_stages,
-    mark,
-    missing_gradient,
-    parameters_of,
-    reduced_twice,
-    set_gradient,
-    stages_of,
-)
+from .buckets import BucketPlan, cap_in_bytes, overlap, presence
+from .gradient import DATA_AXES, ParameterGradient, Parameters, gradient_of, parameters_of
+from .plan import GradientGroup, ModelGradients
+from .state import keeping_reductions, mark_reduced, refuse_reduced
 
 __all__ = [
     "allreduce_context_parallel_gradients",
@@ -69,28 +57,18 @@ def reduce_gradients(
     Raises:
         RuntimeError: they have been reduced already since the last backward or `zero_grad`.
     """
-    params = [param for param in parameters_of(model) if param.requires_grad]
-    for grad in map(gradient_of, params):
-        if grad is not None and stages_of(grad):
-            raise reduced_twice(stages_of(grad))
+    gradients = ModelGradients(model)
+    refuse_reduced(gradients.held)
 
     cap = cap_in_bytes(bucket_cap_mb, "ALLREDUCE_BUCKET_CAP_MB", _BUCKET_CAP_MB)
     options: dict[str, Any] = {"cap": cap, "reduce_dtype": reduce_dtype}
-    _reduce_params([param for param in params if spec_of(param).sequence_parallel], "tp", **options)
-
-    tied: dict[comm.Communicator, list[torch.Tensor]] = {}
-    for copy, holders in partial_model(model).tied_groups():
-        tied.setdefault(holders, []).append(copy)
-    for holders, copies in tied.items():
+    _reduce_params(gradients.partial_over_tp, "tp", **options)
+    for holders, copies in gradients.tied():
         _reduce_params(copies, holders, **options)
-
     if average_over_data:
-        by_axis: dict[tuple[str, ...], list[torch.Tensor]] = {}
-        for param in params:
-            by_axis.setdefault(data_axis(param), []).append(param)
-        for axis, members in by_axis.items():
+        for axis, members in gradients.by_data_axis():
             _reduce_params(members, axis, scale=1.0 / comm.size(DATA_AXES), **options)
-    mark([grad for grad in map(gradient_of, params) if grad is not None], "step")
+    mark_reduced(gradients.held, "step")
 
 
 @torch.no_grad()
@@ -117,8 +95,9 @@ def allreduce_sequence_parallel_gradients(optimizer: torch.optim.Optimizer | nn.
     Raises:
         RuntimeError: it has been done since the last backward, for instance by `run_train` or `reduce_gradients`.
     """
-    params = [param for param in parameters_of(optimizer) if spec_of(param).sequence_parallel]
-    _reduce_list([grad for grad in map(gradient_of, params) if grad is not None], "tp", "tp", 1.0)
+    gradients = [ParameterGradient(param) for param in parameters_of(optimizer)]
+    partial = [gradient.tensor for gradient in gradients if gradient.is_partial_over_tp]
+    _reduce_list([grad for grad in partial if grad is not None], "tp", "tp", 1.0)
 
 
 @torch.no_grad()
@@ -163,37 +142,38 @@ def global_num_items(
 
 
 def _reduce_list(grads: Sequence[torch.Tensor], axis: Any, stage: str, scale: float) -> None:
-    for grad in grads:
-        if stages_of(grad) & {stage, "step"}:
-            raise reduced_twice(stages_of(grad))
+    """Reduces gradients whose parameters are not known, so that no plan of them can be kept."""
+    refuse_reduced(grads, {stage, "step"})
     cap = cap_in_bytes(None, "ALLREDUCE_BUCKET_CAP_MB", _BUCKET_CAP_MB)
-    with keeping_stages(grads):
-        _all_reduce(grads, [True] * len(grads), comm.communicator(axis), scale=scale, cap=cap)
-    mark(grads, stage)
+    with keeping_reductions(grads):
+        _all_reduce(grads, [True] * len(grads), comm.communicator(axis), BucketPlan(), scale=scale, cap=cap)
+    mark_reduced(grads, stage)
 
 
-def _reduce_params(params: Sequence[torch.Tensor], axis: Any, **options: Any) -> None:
-    group = comm.communicator(axis)
-    if group.size == 1:  # nobody else can have what is missing here
-        params = [param for param in params if gradient_of(param) is not None]
-    held = [gradient_of(param) for param in params]
-    grads = [missing_gradient(param) if grad is None else grad for param, grad in zip(params, held)]
-    somewhere = _all_reduce(grads, [grad is not None for grad in held], group, **options)
-    for param, mine, grad, found in zip(params, held, grads, somewhere):
-        if mine is None and found:
-            set_gradient(param, grad)
+def _reduce_params(group: GradientGroup, axis: Any, **options: Any) -> None:
+    """Reduces the gradients of a group; one that is missing here is made if another rank has it."""
+    ranks, gradients = comm.communicator(axis), group.gradients
+    if ranks.size == 1:  # nobody else can have what is missing here
+        gradients = [gradient for gradient in gradients if gradient.tensor is not None]
+    own = [gradient.tensor for gradient in gradients]
+    grads = [gradient.zeros() if grad is None else grad for gradient, grad in zip(gradients, own)]
+    somewhere = _all_reduce(grads, [grad is not None for grad in own], ranks, group.buckets, **options)
+    for gradient, own_grad, grad, is_somewhere in zip(gradients, own, grads, somewhere):
+        if own_grad is None and is_somewhere:
+            gradient.tensor = grad
 
 
 def _all_reduce(
     grads: Sequence[torch.Tensor],
     held: Sequence[bool],
     group: comm.Communicator,
+    plan: BucketPlan,
     *,
     cap: int,
     scale: float = 1.0,
     reduce_dtype: torch.dtype | None = None,
 ) -> list[bool]:
-    """Sums `scale *` gradients over a group, in place and in buckets.
+    """Sums `scale *` gradients over a group, in place and in the buckets of a plan.
 
     `held` says which of them are this rank's own, not zeros in their place; returns which of them any rank has.
     """
@@ -215,8 +195,7 @@ def _all_reduce(
             # Waits for the device where a gradient is missing, and only there.
             somewhere[i] = held[i] or bool(flag > 0)
 
-    def kind(i: int) -> tuple[torch.dtype, torch.device]:
-        return grads[i].dtype, grads[i].device
-
-    overlap(cut(range(len(grads)), kind, lambda i: grads[i].numel() * grads[i].element_size(), cap), start, finish)
+    kinds: list[Hashable] = [(grad.dtype, grad.device) for grad in grads]
+    nbytes = [grad.numel() * grad.element_size() for grad in grads]
+    overlap(plan.buckets(kinds, nbytes, cap), start, finish)
     return somewhere

@@ -19,28 +19,36 @@ from torch.nn import functional as F
 from .. import spmd
 from ..comm import Communicator
 from ..comm.select import own_slot
-from ..gradients.gradient import gradient_of
+from ..gradients.gradient import ParameterGradient
 
-__all__ = ["Shard"]
+__all__ = ["ParameterShard"]
 
 
-class Shard:
+class ParameterShard:
     """This rank's shard of a parameter.
 
     Attributes:
-        param: the model's parameter.
+        gradient: of the model's parameter, which is `param`.
         group: the ranks that share it, `degree` of them.
         scale: what the sum of their gradients is multiplied by (1/degree gives the mean).
         grad_dtype: dtype in which its gradient travels.
-        shape, columns: of the shard, and its number of elements.
-        master: the shard that the base optimizer updates. It is the parameter itself if nothing distinguishes them:
-            one rank, one dtype.
+        shape: of the shard.
+        columns: number of elements of the shard.
+        nbytes: size of the parameter's gradient on its way, `[degree, columns]`.
+        master: the shard that the base optimizer updates.
+        is_param: the master is the parameter itself, because nothing distinguishes them: one rank, one dtype.
     """
 
     def __init__(
-        self, param: nn.Parameter, group: Communicator, scale: float, dtype: torch.dtype, grad_dtype: torch.dtype
+        self,
+        gradient: ParameterGradient,
+        group: Communicator,
+        scale: float,
+        dtype: torch.dtype,
+        grad_dtype: torch.dtype,
     ) -> None:
-        self.param = param
+        param = gradient.param
+        self.gradient = gradient
         self.group = group
         self.degree = group.size
         self.scale = scale
@@ -48,6 +56,7 @@ class Shard:
         rows, *rest = param.shape or (1,)  # a 0-dim parameter is one row
         self.shape = (-(-rows // self.degree), *rest)
         self.columns = math.prod(self.shape)
+        self.nbytes = self.degree * self.columns * grad_dtype.itemsize
         self.is_param = self.degree == 1 and scale == 1.0 and param.dtype == dtype and not hasattr(param, "main_grad")
         if self.is_param:
             self.master = param
@@ -55,6 +64,16 @@ class Shard:
             self.master = nn.Parameter(torch.empty(self.shape, dtype=dtype, device=param.device))
             spmd.mark_shard(self.master, param, group)
             self.pull()
+
+    @property
+    def param(self) -> torch.Tensor:
+        """The model's parameter."""
+        return self.gradient.param
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether no other rank holds a shard of the parameter, so that nothing is communicated."""
+        return self.degree == 1
 
     @torch.no_grad()
     def pull(self) -> None:
@@ -76,20 +95,10 @@ class Shard:
         missing = self.degree * self.columns - flat.numel()
         return (F.pad(flat, (0, missing)) if missing else flat).view(self.degree, self.columns)
 
-    @property
-    def grad(self) -> torch.Tensor | None:
-        """The parameter's gradient on this rank."""
-        return gradient_of(self.param)
-
     def take_own_grad(self) -> None:
         """Without other ranks: gives the master this rank's gradient, in a copy, which clipping may write."""
         if not self.is_param:
-            grad = self.grad
+            grad = self.gradient.tensor
             self.master.grad = None if grad is None else grad.reshape(self.shape).to(self.master.dtype, copy=True)
             if self.master.grad is not None and self.scale != 1.0:
                 self.master.grad.mul_(self.scale)
-
-    @property
-    def nbytes(self) -> int:
-        """Size of its block in a bucket of gradients."""
-        return self.degree * self.columns * self.grad_dtype.itemsize

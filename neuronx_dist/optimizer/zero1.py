@@ -10,18 +10,18 @@ another. After "ZeRO: Memory Optimizations Toward Training Trillion Parameter Mo
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from .. import comm, spmd
-from ..gradients.buckets import cap_in_bytes, cut, overlap, presence
-from ..gradients.gradient import DATA_AXES, data_axis, gradient_dtype, is_expert
+from ..gradients.buckets import BucketPlan, cap_in_bytes, overlap, presence
+from ..gradients.gradient import DATA_AXES, ParameterGradient
 from ..gradients.norm import clip_grads_with_norm, group_of_ranks, norm_groups, norm_of
 from ..parallel_layers.utils import load_optimizer_state_dict, move_all_tensor_to_cpu
-from .shards import Shard
+from .shards import ParameterShard
 
 __all__ = ["MasterWeightsOptimizer", "NeuronZero1Optimizer"]
 
@@ -72,6 +72,10 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
         higher_cc_precision: send gradients in `optimizer_dtype` instead of their own.
         defaults: arguments of `optimizer_class`.
 
+    Attributes:
+        base_optimizer: the optimizer of the shards; None as long as `lazy_init` puts it off.
+        shards: what this rank holds of each trainable parameter, in order; empty as long as `lazy_init` puts it off.
+
     Raises:
         RuntimeError: there is no mesh; the message says what to call.
         ValueError: the optimizer's update is not elementwise, or the groups do not fit.
@@ -111,7 +115,8 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
         self._gather_cap = cap_in_bytes(bucket_cap_mb_all_gather, _BUCKET_CAP_ENV, _BUCKET_CAP_MB)
         self._scatter_cap = cap_in_bytes(bucket_cap_mb_reduce_scatter, _BUCKET_CAP_ENV, _BUCKET_CAP_MB)
         self._grad_norm: torch.Tensor | None = None
-        self._shards: list[Shard] = []
+        self.shards: list[ParameterShard] = []
+        self._scatter_plan, self._gather_plan = BucketPlan(), BucketPlan()
         self.base_optimizer: torch.optim.Optimizer | None = None
         super().__init__(params, defaults)
         if not lazy_init:
@@ -125,9 +130,9 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
     def init_zero(self) -> None:
         """Makes the shards; later, sets the masters to the parameters' values: call it after loading weights."""
         if self.base_optimizer is None:
-            self._base()
+            self._make_base()
         else:
-            for shard in self._shards:
+            for shard in self.shards:
                 shard.pull()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -144,14 +149,14 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        base = self._base()
+        base = self._make_base()
         self._reduce_scatter()
         if self.grad_clipping:
             self._clip_grad_norm(self.max_norm)
         _copy_options(self.param_groups, base.param_groups)
         base.step()
         _copy_options(base.param_groups, self.param_groups)  # some optimizers keep values there
-        for shard in self._shards:
+        for shard in self.shards:
             if not shard.is_param:
                 shard.master.grad = None
         self._all_gather()
@@ -160,72 +165,76 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients of the parameters, `main_grad` included."""
         super().zero_grad(set_to_none)
-        for shard in self._shards:
-            if hasattr(shard.param, "main_grad"):
-                shard.param.main_grad = None
+        for shard in self.shards:
+            if shard.gradient.attribute == "main_grad":
+                shard.gradient.tensor = None
 
     # --- the parts of a step -----------------------------------------------------------------------------------------
 
     def _reduce_scatter(self) -> None:
         """Gives each master the mean of its gradients over the group, in its dtype; None if no rank has one."""
 
-        def start(bucket: list[Shard]) -> Any:
+        def start(bucket: list[ParameterShard]) -> Any:
             first = bucket[0]
+            grads = [shard.gradient.tensor for shard in bucket]
             parts = [
                 first.param.new_zeros(shard.degree, shard.columns, dtype=shard.grad_dtype)
-                if shard.grad is None
-                else shard.split(shard.grad).to(shard.grad_dtype)
-                for shard in bucket
+                if grad is None
+                else shard.split(grad).to(shard.grad_dtype)
+                for shard, grad in zip(bucket, grads)
             ]
-            flags = presence([shard.grad is not None for shard in bucket], parts[0], first.group)
+            flags = presence([grad is not None for grad in grads], parts[0], first.group)
             # Before the sum: fp16 must not overflow in it.
             parts = list(torch._foreach_mul([*parts, flags.expand(first.degree, -1)], first.scale))
             return comm.reduce_scatter(parts, first.group, async_op=True)
 
-        def finish(bucket: list[Shard], handle: Any) -> None:
+        def finish(bucket: list[ParameterShard], handle: Any) -> None:
             *parts, flags = handle.wait()
             for shard, part, flag in zip(bucket, parts, spmd.local(flags)[0]):
                 # Waits for the device where a gradient is missing, and only there.
-                found = shard.grad is not None or bool(flag > 0)
-                shard.master.grad = part.view(shard.shape).to(shard.master.dtype) if found else None
+                is_somewhere = shard.gradient.tensor is not None or bool(flag > 0)
+                shard.master.grad = part.view(shard.shape).to(shard.master.dtype) if is_somewhere else None
 
-        for shard in self._shards:
-            if shard.degree == 1:
+        for shard in self.shards:
+            if shard.is_alone:
                 shard.take_own_grad()
-        overlap(self._buckets(self._scatter_cap), start, finish)
+        overlap(self._buckets(self._scatter_plan, self._scatter_cap), start, finish)
 
     def _clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> None:
-        masters: list[torch.Tensor] = [shard.master for shard in self._shards]
-        params: list[torch.Tensor] = [shard.param for shard in self._shards]
+        masters: list[torch.Tensor] = [shard.master for shard in self.shards]
+        params: list[torch.Tensor] = [shard.param for shard in self.shards]
         self._grad_norm = norm_of(params, [master.grad for master in masters], norm_type, self._norm_groups)
         clip_grads_with_norm(masters, self._grad_norm, max_norm)
 
     def _all_gather(self) -> None:
         """Sets the parameters, in their dtype, from everybody's masters."""
 
-        def start(bucket: list[Shard]) -> Any:
+        def start(bucket: list[ParameterShard]) -> Any:
             masters = [shard.master.detach().reshape(1, -1).to(shard.param.dtype) for shard in bucket]
             return comm.all_gather(masters, bucket[0].group, async_op=True)
 
-        def finish(bucket: list[Shard], handle: Any) -> None:
+        def finish(bucket: list[ParameterShard], handle: Any) -> None:
             for shard, block in zip(bucket, handle.wait()):
                 shard.push(block)
 
-        for shard in self._shards:
-            if shard.degree == 1 and not shard.is_param:
+        for shard in self.shards:
+            if shard.is_alone and not shard.is_param:
                 shard.push(shard.master.detach().view(1, -1))
-        overlap(self._buckets(self._gather_cap), start, finish)
+        overlap(self._buckets(self._gather_plan, self._gather_cap), start, finish)
 
-    def _buckets(self, cap: int) -> list[list[Shard]]:
-        def kind(shard: Shard) -> Any:
-            return shard.group, shard.param.dtype, shard.grad_dtype, shard.param.device
-
-        return cut([shard for shard in self._shards if shard.degree > 1], kind, lambda shard: shard.nbytes, cap)
+    def _buckets(self, plan: BucketPlan, cap: int) -> list[list[ParameterShard]]:
+        """The shards that are communicated, in the buckets of a plan, which is made once."""
+        shards = [shard for shard in self.shards if not shard.is_alone]
+        kinds: list[Hashable] = [
+            (shard.group, shard.param.dtype, shard.grad_dtype, shard.param.device) for shard in shards
+        ]
+        buckets = plan.buckets(kinds, [shard.nbytes for shard in shards], cap)
+        return [[shards[index] for index in bucket] for bucket in buckets]
 
     # --- making the shards -------------------------------------------------------------------------------------------
 
-    def _base(self) -> torch.optim.Optimizer:
-        """The optimizer of the shards, made when it is first needed."""
+    def _make_base(self) -> torch.optim.Optimizer:
+        """Makes the shards and their optimizer, if that was not done yet; returns the optimizer."""
         if self.base_optimizer is None:
             groups = [self._shard_group(group) for group in self.param_groups]
             self.base_optimizer = self.optimizer_class(groups, **self.defaults)
@@ -234,24 +243,24 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
         return self.base_optimizer
 
     def _shard_group(self, group: dict[str, Any]) -> dict[str, Any]:
-        """A parameter group of the base optimizer: the shards of one of ours, and its options."""
+        """Makes the shards of a parameter group; returns the base optimizer's group of them, with the same options."""
         shards = [self._shard(param) for param in group["params"] if param.requires_grad]
-        self._shards += shards
+        self.shards += shards
         options = {name: value for name, value in group.items() if name != "param_names"}
         return {**options, "params": [shard.master for shard in shards]}
 
-    def _shard(self, param: nn.Parameter) -> Shard:
+    def _shard(self, param: nn.Parameter) -> ParameterShard:
+        gradient = ParameterGradient(param)
         if self._group is None:
-            group, scale = comm.communicator(data_axis(param)), 1.0 / comm.size(DATA_AXES)
-        elif is_expert(param) and comm.size("ep") > 1 and self._group.size > 1:
+            group, scale = comm.communicator(gradient.data_axis), 1.0 / comm.size(DATA_AXES)
+        elif gradient.is_expert and comm.size("ep") > 1 and self._group.size > 1:
             raise ValueError("sharding_groups with expert parallelism would mix experts; leave them out")
         else:
             group, scale = self._group, 1.0 / self._group.size
         if self._use_grad_acc_hook:
-            param.main_grad = None  # type: ignore[attr-defined]
-            param.register_post_accumulate_grad_hook(_accumulate_in_main_grad)
+            gradient.accumulate_in_main_grad()
         dtype = self.optimizer_dtype or torch.promote_types(torch.float32, param.dtype)
-        return Shard(param, group, scale, dtype, dtype if self._higher_cc_precision else gradient_dtype(param))
+        return ParameterShard(gradient, group, scale, dtype, dtype if self._higher_cc_precision else gradient.dtype)
 
     # --- state -------------------------------------------------------------------------------------------------------
 
@@ -263,10 +272,10 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
         sharded_master_weights  the master shards; with `save_master_weights`
         """
         state = super().state_dict()
-        state["base_state"] = self._base().state_dict()["state"]
-        state["shape_info"] = {index: tuple(shard.param.shape) for index, shard in enumerate(self._shards)}
+        state["base_state"] = self._make_base().state_dict()["state"]
+        state["shape_info"] = {index: tuple(shard.param.shape) for index, shard in enumerate(self.shards)}
         if self.save_master_weights:
-            state["sharded_master_weights"] = {index: shard.master.detach() for index, shard in enumerate(self._shards)}
+            state["sharded_master_weights"] = {index: shard.master.detach() for index, shard in enumerate(self.shards)}
         return state
 
     @torch.no_grad()
@@ -278,14 +287,14 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
         Raises:
             ValueError: it is of other parameters, or of another sharding degree.
         """
-        base = self._base()
+        base = self._make_base()
         self._check_loadable(state_dict)
         groups = {name: state_dict[name] for name in ("state", "param_groups")}
         load_optimizer_state_dict(self, groups, super().load_state_dict)
         load_optimizer_state_dict(base, {**base.state_dict(), "state": state_dict["base_state"]})
         _copy_options(self.param_groups, base.param_groups)
         masters = state_dict.get("sharded_master_weights")
-        for index, shard in enumerate(self._shards):
+        for index, shard in enumerate(self.shards):
             if masters is None:
                 shard.pull()
             else:
@@ -295,20 +304,20 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
         missing = [name for name in ("state", "param_groups", "base_state", "shape_info") if name not in state_dict]
         if missing:
             raise ValueError(f"this is no state dict of {type(self).__name__}: it lacks {', '.join(missing)}")
-        theirs = {index: tuple(shape) for index, shape in state_dict["shape_info"].items()}
-        ours = {index: tuple(shard.param.shape) for index, shard in enumerate(self._shards)}
-        different = [index for index in sorted({*theirs, *ours}) if theirs.get(index) != ours.get(index)]
+        saved = {index: tuple(shape) for index, shape in state_dict["shape_info"].items()}
+        present = {index: tuple(shard.param.shape) for index, shard in enumerate(self.shards)}
+        different = [index for index in sorted({*saved, *present}) if saved.get(index) != present.get(index)]
         if different:
             index = different[0]
             raise ValueError(
-                f"the state dict is of other parameters: number {index} has shape {theirs.get(index)} there and "
-                f"{ours.get(index)} here ({len(different)} of {len(ours)} differ)"
+                f"the state dict is of other parameters: number {index} has shape {saved.get(index)} there and "
+                f"{present.get(index)} here ({len(different)} of {len(present)} differ)"
             )
-        held = {index: list(values.values()) for index, values in state_dict["base_state"].items()}
+        tensors = {index: list(values.values()) for index, values in state_dict["base_state"].items()}
         for index, master in state_dict.get("sharded_master_weights", {}).items():
-            held.setdefault(index, []).append(master)
-        for index, values in held.items():
-            shape = self._shards[index].shape
+            tensors.setdefault(index, []).append(master)
+        for index, values in tensors.items():
+            shape = self.shards[index].shape
             for value in values:
                 rows_differ = isinstance(value, torch.Tensor) and value.dim() and value.shape[1:] == shape[1:]
                 if rows_differ and value.shape[0] != shape[0]:
@@ -352,22 +361,13 @@ class MasterWeightsOptimizer(NeuronZero1Optimizer):
         super().__init__(params, optimizer_class, sharding_groups=comm.communicator(()), **options)
 
 
-def _copy_options(source: Sequence[dict[str, Any]], target: Sequence[dict[str, Any]]) -> None:
-    """Learning rates and the like: schedulers set them in our groups, the base optimizer reads them in its own."""
-    for theirs, ours in zip(source, target):
-        ours.update({name: value for name, value in theirs.items() if name not in ("params", "param_names")})
+def _copy_options(src_groups: Sequence[dict[str, Any]], dst_groups: Sequence[dict[str, Any]]) -> None:
+    """Copies learning rates and the like from some parameter groups to others.
 
-
-def _accumulate_in_main_grad(param: torch.Tensor) -> None:
-    """Runs each time backward has made `param.grad`."""
-    grad, total = param.grad, param.main_grad  # type: ignore[attr-defined]
-    assert grad is not None
-    if total is None:
-        param.main_grad = grad.to(gradient_dtype(param))  # type: ignore[attr-defined]
-    else:
-        with torch.no_grad():
-            total.add_(grad)
-    param.grad = None
+    Schedulers set them in the groups of NeuronZero1Optimizer, and the base optimizer reads them in its own.
+    """
+    for src_group, dst_group in zip(src_groups, dst_groups):
+        dst_group.update({name: value for name, value in src_group.items() if name not in ("params", "param_names")})
 
 
 def _state_path(output_dir: str | os.PathLike[str]) -> str:

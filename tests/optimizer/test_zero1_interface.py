@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,7 @@ import torch
 from torch import nn
 
 from neuronx_dist import comm
+from neuronx_dist.gradients import buckets
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.optimizer import NeuronZero1Optimizer
 from tests.optimizer.zero1_training import train, weights_of
@@ -108,6 +112,77 @@ def test_bad_option_of_the_optimizer_is_refused_by_it() -> None:
         comm.threads.run(
             Mesh(1), lambda: NeuronZero1Optimizer([nn.Parameter(torch.ones(2))], torch.optim.SGD, momentun=0.9)
         )
+
+
+# --- shards ----------------------------------------------------------------------------------------------------------
+
+
+def test_shards_are_public() -> None:
+    """One for each trainable parameter, in order; the base optimizer's parameters are their masters."""
+
+    def rank_main() -> None:
+        model = Model(torch.bfloat16)
+        model.norm.requires_grad_(False)
+        params = [param for param in model.parameters() if param.requires_grad]
+        optimizer = NeuronZero1Optimizer(model.parameters(), torch.optim.SGD, lr=0.1, lazy_init=True)
+        assert optimizer.shards == [] and optimizer.base_optimizer is None
+        optimizer.init_zero()
+        assert [shard.param for shard in optimizer.shards] == params
+        model.set_gradients(0)
+        for shard, master in zip(optimizer.shards, optimizer.base_optimizer.param_groups[0]["params"], strict=True):
+            assert shard.master is master and shard.gradient.tensor is shard.param.grad
+            assert shard.shape == tuple(master.shape) and shard.degree == 2
+
+    comm.threads.run(Mesh(2), rank_main)
+
+
+def test_buckets_are_cut_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuts: Counter[int] = Counter()  # by rank
+    cut = buckets.cut
+
+    def counting(*args: Any) -> Any:
+        cuts[comm.rank("world")] += 1
+        return cut(*args)
+
+    monkeypatch.setattr(buckets, "cut", counting)
+
+    def rank_main() -> None:
+        def cuts_of_three_steps() -> int:
+            before = cuts[comm.rank("world")]
+            for _ in range(3):
+                for param in params:
+                    param.grad = torch.ones_like(param)
+                optimizer.step()
+                optimizer.zero_grad()
+            return cuts[comm.rank("world")] - before
+
+        params = [nn.Parameter(torch.ones(4, dtype=torch.bfloat16)) for _ in range(3)]
+        optimizer = NeuronZero1Optimizer(params[:2], torch.optim.SGD, lr=0.0)
+        assert cuts_of_three_steps() == 2  # for reduce-scatter and for all-gather
+        assert cuts_of_three_steps() == 0
+        optimizer.add_param_group({"params": params[2:]})
+        assert cuts_of_three_steps() == 2
+        params[1].data = params[1].data.float()
+        assert cuts_of_three_steps() == 2
+        with comm.record() as calls:
+            assert cuts_of_three_steps() == 0
+        # A bucket of two bfloat16 parameters, one of a parameter that is wider now, each way.
+        assert Counter(call.verb for call in calls) == {"reduce_scatter": 3 * 2, "all_gather": 3 * 2, "all_reduce": 3}
+
+    comm.threads.run(Mesh(2), rank_main)
+
+
+def test_a_deleted_model_and_its_optimizer_are_collected() -> None:
+    def rank_main() -> None:
+        model = Model()
+        optimizer = NeuronZero1Optimizer(model.parameters(), torch.optim.AdamW, lr=0.1, use_grad_acc_hook=True)
+        train(model, optimizer, last=2)
+        gone = [weakref.ref(x) for x in (model, model.norm, optimizer, optimizer.shards[0])]
+        del model, optimizer
+        gc.collect()
+        assert [ref() for ref in gone] == [None] * 4
+
+    comm.threads.run(Mesh(2), rank_main)
 
 
 # --- state -----------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ...gradients.gradient import DATA_AXES, gradient_of, parameters_of
+from ...gradients.gradient import DATA_AXES, ParameterGradient, parameters_of
 from ...optimizer import NeuronZero1Optimizer
 from ...spmd.axes import atoms_of
 from ...spmd.errors import SpmdTypeError
@@ -38,8 +38,9 @@ def gated(mode: SpmdTypeMode) -> Iterator[None]:
         if threading.get_ident() != thread or mode.paused:
             return
         if isinstance(optimizer, NeuronZero1Optimizer):
-            with mode.pause():
-                optimizer._base()  # with lazy_init it makes its shards now
+            if optimizer.base_optimizer is None:  # lazy_init has put off making the shards
+                with mode.pause():
+                    optimizer.init_zero()
         _check(mode, optimizer)
         if not isinstance(optimizer, NeuronZero1Optimizer):
             mode.paused += 1
@@ -63,9 +64,9 @@ def gated(mode: SpmdTypeMode) -> Iterator[None]:
 
 
 def _check(mode: SpmdTypeMode, optimizer: Any) -> None:
-    shards = {id(shard.param): shard for shard in getattr(optimizer, "_shards", ())}
+    shards = {id(s.param): s for s in optimizer.shards} if isinstance(optimizer, NeuronZero1Optimizer) else {}
     for param in parameters_of(optimizer):
-        grad = gradient_of(param)
+        grad = ParameterGradient(param).tensor
         if grad is None:
             continue
         shard = shards.get(id(param))
