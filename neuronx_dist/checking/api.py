@@ -87,7 +87,7 @@ def check(
     for same in failures.values():
         report.add(_problem(same, grid))
     if not report.problems and found.finished:
-        compared = [*compare_events(found), *compare_schedule(grid, found.num_microbatches)]
+        compared = [*compare_events(found), *compare_schedule(grid, found.schedule)]
         for problem in compared or compare_branches(found):
             report.add(problem)
     if numeric and report.ok:

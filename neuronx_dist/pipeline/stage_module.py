@@ -132,18 +132,18 @@ class StageModule(nn.Module):
             RuntimeError: with `strict`, a key of this stage is missing, or one is not of the model.
         """
         wanted = list(self.local_state_dict())
-        found = {}
+        loaded = {}
         for key in wanted:
             source = next((name for name in (key, *self._aliases.get(key, ())) if name in state_dict), None)
             if source is not None:
-                found[key] = state_dict[source]
-        missing = [key for key in wanted if key not in found]
+                loaded[key] = state_dict[source]
+        missing = [key for key in wanted if key not in loaded]
         unexpected = sorted(set(state_dict) - set(self.original_module.state_dict()))
         if strict and (missing or unexpected):
             raise RuntimeError(
                 f"load_state_dict of stage {self.stage}: missing {missing or 'none'}, unexpected {unexpected or 'none'}"
             )
-        self.original_module.load_state_dict(found, strict=False, assign=assign)
+        self.original_module.load_state_dict(loaded, strict=False, assign=assign)
         return _IncompatibleKeys(missing, unexpected)
 
     def _concerns(self, name: str, module: nn.Module) -> bool:

@@ -338,16 +338,20 @@ def test_a_batch_that_is_not_divisible_into_microbatches():
 
 def test_the_schedule_is_simulated_over_all_microbatches(monkeypatch):
     from neuronx_dist.checking.programs import compare
-    from neuronx_dist.pipeline.schedule import one_f_one_b
+    from neuronx_dist.pipeline.schedule import OneFOneB
 
     asked = []
 
-    def first_receive_last(stage, num_stages, num_microbatches):
-        asked.append(num_microbatches)
-        tasks = one_f_one_b(stage, num_stages, num_microbatches)
-        return tasks if stage < num_stages - 1 else [*tasks[1:], tasks[0]]
+    class FirstReceiveLast(OneFOneB):
+        def tasks(self, stage):
+            asked.append(self.num_microbatches)
+            tasks = super().tasks(stage)
+            return tasks if stage < self.num_stages - 1 else [*tasks[1:], tasks[0]]
 
-    monkeypatch.setattr(compare, "one_f_one_b", first_receive_last)
+    simulate = compare.simulate
+    monkeypatch.setattr(
+        compare, "simulate", lambda given: simulate(FirstReceiveLast(given.num_stages, given.num_microbatches))
+    )
     report = spmd.check(
         models.pipeline, models.pipeline_inputs(), {"pp": 2}, options=dict(num_microbatches=8), level=None
     )

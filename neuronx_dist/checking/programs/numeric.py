@@ -14,7 +14,7 @@ from ... import comm
 from ...gradients.gradient import DATA_AXES, gradient_of
 from ...gradients.reduce import reduce_gradients
 from ...mesh import Mesh
-from ...pipeline import NxDPPModel
+from ...pipeline.model import NxDPPModel
 from ...weights.materialize import gather_full, local_modules, materialize, parameter_names
 from ...weights.shard_spec import spec_of
 from ..report import Problem

@@ -110,11 +110,11 @@ class Stage:
 
     def _run(self, step: _Step, module: nn.Module, values: list[Any]) -> None:
         if step.lookup is not None:
-            found = step.lookup(module)
+            attribute = step.lookup(module)
             if step.call is None and step.node.op == "get_attr":
-                values[step.out] = found
+                values[step.out] = attribute
                 return
-        call = step.call if step.call is not None else found
+        call = step.call if step.call is not None else attribute
         if step.nested:
             args, kwargs = _fill(step.args, values), _fill(step.kwargs, values)
         else:

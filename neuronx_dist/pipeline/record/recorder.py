@@ -392,8 +392,8 @@ def _refuse_hidden(x: Any, what: str, where: str) -> None:
     """Objects may go through as they are, unless they carry tensors that nobody would follow."""
     if isinstance(x, (nn.Module, type)) or callable(x):
         return
-    held = getattr(x, "__dict__", {})
-    if any(isinstance(tensor, FakeTensor) for tensor in tensors_in(list(held.values()))):
+    attributes = getattr(x, "__dict__", {})
+    if any(isinstance(tensor, FakeTensor) for tensor in tensors_in(list(attributes.values()))):
         raise TracingError(
             f"{where}: {what} is a {type(x).__name__} that holds tensors. Register the class with "
             f"torch.utils._pytree.register_pytree_node, or pass its tensors in a tuple or dict."

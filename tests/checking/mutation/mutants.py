@@ -117,13 +117,7 @@ PROGRAM_OF: dict[str, str] = {
     "pipeline/model.py:NxDPPModel._report:comm.all_reduce#1": "llama",
     "pipeline/model.py:NxDPPModel._report:comm.broadcast#1": "llama, stages",
     **{
-        f"pipeline/run/executor.py:Run.{call}#1": "llama, stages"
-        for call in (
-            "_post_forward:comm.recv",
-            "_post_backward:comm.recv",
-            "_send_forward:comm.send",
-            "_send_backward:comm.send",
-        )
+        f"pipeline/run/messages.py:Messages.{call}#1": "llama, stages" for call in ("_post:comm.recv", "_send:comm.send")
     },
 }
 
@@ -136,7 +130,7 @@ EXEMPT = {
     "weights/materialize.py:gather_full": "gives tests and files the whole of a tensor",
     "parallel_layers/pad.py": "marks the weights of other sizes, before training",
     "parallel_layers/parallel_state.py": "Python objects",
-    "pipeline/run/lockstep.py": "in place of the messages of pipeline/run/executor.py, where there are none (XLA)",
+    "pipeline/run/lockstep.py": "in place of the messages of pipeline/run/messages.py, where there are none (XLA)",
     "pipeline/stage_module.py:StageModule.sync_tied_weights": "before the first step; a check has no values",
     f"{_FUNCTIONS}ColumnLinear.composition": "what the layer is compared with, under a check only",
     f"{_FUNCTIONS}RowLinear.composition": "what the layer is compared with, under a check only",
