@@ -120,7 +120,9 @@ class NxDPPModel(StageModule):
             raise ValueError("broadcast_and_average_loss gives one loss: return_mb_loss must be False with it")
         if auto_partition and pipeline_cuts:
             raise ValueError(f"auto_partition makes the cuts: do not pass pipeline_cuts={list(pipeline_cuts)} with it")
-        super().__init__(module, stage=comm.rank("pp"), num_stages=comm.size("pp"))
+        num_stages = comm.size("pp")
+        last_stage = training_schedule(num_stages, num_microbatches).holders[-1]
+        super().__init__(module, stage=comm.rank("pp"), num_stages=num_stages, last_stage=last_stage)
         self.num_microbatches = num_microbatches
         self.output_loss_value_spec = output_loss_value_spec
         self.return_mb_loss = return_mb_loss
@@ -138,7 +140,7 @@ class NxDPPModel(StageModule):
         self._channels = Channels(None, None)
         self._example: Recording | None = None
         self._programs: dict[Any, Program] = {}
-        if self.pipeline_cuts or self.auto_partition or self.num_stages == 1:
+        if self.pipeline_cuts or self.auto_partition or self.training_schedule.num_virtual_stages == 1:
             self.partition()
 
     # --- cutting
@@ -185,23 +187,24 @@ class NxDPPModel(StageModule):
         if self.num_stages > 1:
             self._check_not_partitioned("partition")
         module = self.original_module
+        holders = self.training_schedule.holders
         names = leaf_names(module, self._leaf_classes)
         if self.auto_partition and not self.pipeline_cuts:
             layers = [n for n in names if isinstance(module.get_submodule(n), tuple(self._layer_classes))]
-            self.pipeline_cuts = create_partitions(self.num_stages, layers)
+            self.pipeline_cuts = create_partitions(len(holders), layers)
         if self._example is not None:
             plans = split(self._example, self.pipeline_cuts)
             placement = place_by_recording(module, plans, self._leaf_classes)
             self._example = None
         else:
-            check_cuts(self.pipeline_cuts, names, self.num_stages)
+            check_cuts(self.pipeline_cuts, names, len(holders))
             placement = place_by_registration(module, self.pipeline_cuts, self._leaf_classes)
         if self.num_stages > 1:
             pipelines = comm.current().mesh.groups("pp")
             self._channels = Channels(
                 forward=comm.new_group(pipelines, "pp_forward"), backward=comm.new_group(pipelines, "pp_backward")
             )
-        self.place(placement)
+        self.place(placement.on_stages(holders))
         if self.param_init_fn is not None:
             self.initialize(self.param_init_fn)
         # A model that goes to XLA is often still on the CPU here: then the first step makes tied weights equal.
@@ -250,7 +253,9 @@ class NxDPPModel(StageModule):
             microbatch, on the last stage, None on others.
         """
         with evaluating(self.original_module):
-            program, results = self._execute(Inference(self.num_stages, self.num_microbatches), kwargs)
+            program, results = self._execute(
+                Inference(self.num_stages, self.num_microbatches, self.training_schedule), kwargs
+            )
         if program.loss is not None:
             return self._report(program, results)
         return results if self.is_last_stage() else None
@@ -280,8 +285,8 @@ class NxDPPModel(StageModule):
                 tensors and all else go whole to every microbatch.
 
         Returns:
-            By microbatch, on the last stage: its loss (0-dim, detached, on the device), or the forward's result where
-            there is no `output_loss_value_spec`. On other stages None for each.
+            By microbatch, on the stage that holds the end of the model (`is_last_stage()`): its loss (0-dim, detached,
+            on the device), or the forward's result where there is no `output_loss_value_spec`. Elsewhere None for each.
 
         Raises:
             ValueError: a schedule for another number of stages or chunks; inputs other than `input_names`, or not
@@ -373,8 +378,8 @@ class NxDPPModel(StageModule):
                 wanted, loss = [node], node.meta["info"].spec
             plans = split(recording, self.pipeline_cuts, wanted)
             assert self.placement is not None
-            check_placement(self.placement, plans)
             schedule = self.training_schedule
+            check_placement(self.placement, plans, schedule.holders)
             virtual_stages = [schedule.virtual_stage(self.stage, chunk) for chunk in range(schedule.num_chunks)]
             lockstep = self.num_stages > 1 and not comm.current().backend.has_messages
             self._programs[key] = Program(
@@ -390,7 +395,7 @@ class NxDPPModel(StageModule):
         if not self.partitioned:
             raise RuntimeError(
                 f"this model is not partitioned: pass pipeline_cuts or auto_partition=True, or call cut_pipeline_stage "
-                f"{self.num_stages - 1} times and then partition()"
+                f"{self.training_schedule.num_virtual_stages - 1} times and then partition()"
             )
 
     def _check_schedule(self, schedule: Schedule) -> None:
@@ -432,7 +437,7 @@ class NxDPPModel(StageModule):
             if self.is_last_stage():
                 total = comm.all_reduce(mean, ("dp", "cp"))
                 mean = total / comm.size(("dp", "cp"))
-            mean = comm.broadcast(mean, "pp", src=self.num_stages - 1)
+            mean = comm.broadcast(mean, "pp", src=self.last_stage)
             if active() is not None:
                 spmd.assert_type(mean, dict.fromkeys(("pp", "dp", "cp"), spmd.R))
         return mean.to(device)

@@ -27,15 +27,19 @@ class _Tied(NamedTuple):
 class StageModule(nn.Module):
     """Holds the original module and knows which of its tensors are this stage's.
 
-    `parameters()`, `named_parameters()`, `buffers()` and attributes are those of the whole model; `local_*` are this
-    stage's.
+    `parameters()`, `named_parameters()`, `buffers()` and attributes are of the whole model, `local_*` of this stage.
+
+    Attributes:
+        stage, num_stages: the pipeline stage of this rank, and how many there are.
+        last_stage: the one that holds the end of the model.
     """
 
-    def __init__(self, module: nn.Module, stage: int, num_stages: int) -> None:
+    def __init__(self, module: nn.Module, *, stage: int, num_stages: int, last_stage: int) -> None:
         super().__init__()
         self.original_module = module
         self.stage = stage
         self.num_stages = num_stages
+        self.last_stage = last_stage
         self.placement: Placement | None = None
         self.peak_in_flight = 0
         self._tied: list[_Tied] = []
@@ -59,7 +63,7 @@ class StageModule(nn.Module):
 
     def is_last_stage(self) -> bool:
         """Whether this rank's stage is the one that computes the loss."""
-        return self.stage == self.num_stages - 1
+        return self.stage == self.last_stage
 
     # --- what is local
 

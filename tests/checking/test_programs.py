@@ -144,7 +144,7 @@ def test_a_rank_is_played_for_each_answer_and_not_for_each_rank():
 
 def test_stages_are_programs_of_their_own():
     found = played(models.pipeline, Mesh(16, tp=2, pp=4), models.pipeline_inputs)
-    assert found.num_microbatches == 4
+    assert found.schedule.num_microbatches == 4
     assert {program.rank for program in found.distinct} == {0, 4, 8, 12}
     assert found.representatives() == [0, 4, 8, 12]
 

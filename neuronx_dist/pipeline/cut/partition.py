@@ -101,6 +101,14 @@ class Placement:
     leaves: dict[str, frozenset[int]]
     direct: dict[str, frozenset[int]]
 
+    def on_stages(self, holders: Sequence[int]) -> Placement:
+        """This placement of pieces of the model, as one of the stages that hold them: `holders[piece]`."""
+        leaves, direct = (
+            {name: frozenset(holders[piece] for piece in pieces) for name, pieces in table.items()}
+            for table in (self.leaves, self.direct)
+        )
+        return Placement(leaves, direct)
+
     def stages(self, name: str) -> frozenset[int] | None:
         """Stages of a parameter, buffer or module; None: of all (buffers and modules that no leaf layer holds)."""
         if name in self.direct:
@@ -155,20 +163,23 @@ def _direct(
     return {name: frozenset(read.get(name, {0})) for name in names}
 
 
-def check_placement(placement: Placement, plans: Sequence[StagePlan]) -> None:
+def check_placement(placement: Placement, plans: Sequence[StagePlan], holders: Sequence[int]) -> None:
     """Checks that each stage has what it runs.
+
+    Args:
+        plans, holders: of each piece of the model, and the stage that holds it.
 
     Raises:
         ValueError: layers do not run in the order in which they are registered, by which they were placed.
     """
-    for stage, plan in enumerate(plans):
+    for stage, plan in zip(holders, plans):
         for node in plan.nodes:
             if node.op == "call_module" or _info(node).kind == "parameter":
-                holders = placement.stages(str(node.target)) or frozenset()
-                if stage not in holders:
+                placed = placement.stages(str(node.target)) or frozenset()
+                if stage not in placed:
                     raise ValueError(
                         f"{node.target} ({_info(node).where}) is used by pipeline stage {stage}, but its parameters "
-                        f"were placed on stage {', '.join(map(str, sorted(holders)))}, by the order in which the model "
+                        f"were placed on stage {', '.join(map(str, sorted(placed)))}, by the order in which the model "
                         f"registers its layers. Register them in the order in which they run, or show how they run "
                         f"before partition(): call trace(kwargs={{...example inputs...}})."
                     )
@@ -315,7 +326,7 @@ class _Splitter:
     # --- where they are needed
 
     def _compute(self, node: fx.Node, stage: int) -> None:
-        """Has `stage` compute `node`."""
+        """Makes `stage` compute `node`."""
         if node in self.computed[stage]:
             return
         self.computed[stage].add(node)
@@ -323,7 +334,7 @@ class _Splitter:
             self._require(argument, stage, _info(node).after)
 
     def _require(self, node: fx.Node, stage: int, after: Iterable[fx.Node]) -> None:
-        """Has the value that `node` has after the calls `after` present on `stage`."""
+        """Makes the value that `node` has after the calls `after` available on `stage`."""
         info = _info(node)
         if info.kind == "pack":
             self.computed[stage].add(node)

@@ -20,12 +20,12 @@ from .partition import StagePlan
 __all__ = ["Stage", "add_place"]
 
 
-def add_place(error: BaseException, place: str) -> None:
+def add_place(error: BaseException, location: str) -> None:
     """Says where an error happened, before its own message; its type stays what it was."""
     if error.args and isinstance(error.args[0], str):
-        error.args = (f"{place}: {error.args[0]}", *error.args[1:])
+        error.args = (f"{location}: {error.args[0]}", *error.args[1:])
     elif hasattr(error, "add_note"):  # Python 3.11
-        error.add_note(f"at {place}")
+        error.add_note(f"at {location}")
 
 
 class _Slot(NamedTuple):

@@ -212,7 +212,7 @@ class _Recorder(TorchFunctionMode):
 
     @contextmanager
     def _paused(self) -> Iterator[None]:
-        """What runs inside is ours."""
+        """Records nothing of what runs inside: the recorder itself calls it."""
         self.paused = True
         try:
             yield
@@ -225,7 +225,7 @@ class _Recorder(TorchFunctionMode):
     # --- tensors and nodes
 
     def _bind(self, node: fx.Node, result: Any, info: Info) -> None:
-        """Notes that `node` stands for `result`, and makes nodes for the tensors inside it."""
+        """Makes `node` stand for `result`, and makes nodes for the tensors inside it."""
         node.meta["info"] = info
         if isinstance(result, torch.Tensor):
             info.spec, info.storage = TensorSpec.of(result), storage_of(result)

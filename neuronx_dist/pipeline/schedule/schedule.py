@@ -79,6 +79,11 @@ class Schedule(ABC):
         return self.num_stages * self.num_chunks
 
     @property
+    def holders(self) -> list[int]:
+        """The stage that holds each piece of the model, in the model's order."""
+        return [self.holder(virtual_stage)[0] for virtual_stage in range(self.num_virtual_stages)]
+
+    @property
     def trains(self) -> bool:
         """Whether there are backwards, so that forwards have to keep what these need."""
         return any(task.kind is not Kind.FORWARD for task in self.computations(0))

@@ -117,7 +117,8 @@ PROGRAM_OF: dict[str, str] = {
     "pipeline/model.py:NxDPPModel._report:comm.all_reduce#1": "llama",
     "pipeline/model.py:NxDPPModel._report:comm.broadcast#1": "llama, stages",
     **{
-        f"pipeline/run/messages.py:Messages.{call}#1": "llama, stages" for call in ("_post:comm.recv", "_send:comm.send")
+        f"pipeline/run/messages.py:Messages.{call}#1": "llama, stages"
+        for call in ("_post:comm.recv", "_send:comm.send")
     },
 }
 
