@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ from neuronx_dist.comm.backends import threads
 from neuronx_dist.gradients.reduce import reduce_gradients
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.pipeline import Inference, Kind, NxDPPModel, OneFOneB, Schedule, Task
+from neuronx_dist.pipeline.cut.partition import StagePlan
+from neuronx_dist.pipeline.run.lockstep import Transfers
 
 OPTIONS: dict[str, Any] = {"num_microbatches": 4, "output_loss_value_spec": True}
 
@@ -77,10 +80,44 @@ def test_several_chunks_on_a_stage(
     assert all(error(value, loss) < 1e-12 for values in both for value in values)
 
 
-def test_chunks_in_a_row_go_in_lockstep_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_in_lockstep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as a stage sends to one other stage in each direction, which is what one collective can do."""
     monkeypatch.setattr(threads.ThreadsBackend, "has_messages", False)
     monkeypatch.setattr(neuronx_dist.pipeline.model, "training_schedule", Around)
     check(Around, 2, 5)
+    plans = [StagePlan() for _ in range(6)]
+    assert Transfers(plans, Around(3, 1)).forward.pairs == [(0, 1), (1, 2), (2, 0)]
+    assert Transfers(plans, Around(3, 1)).backward.pairs == [(0, 2), (1, 0), (2, 1)]
+    with pytest.raises(ValueError, match="a stage sends to several others"):
+        Transfers(plans, ThereAndBack(3, 1))
+
+
+def test_sends_under_way_are_within_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was sent is freed when its window is over, and not at the end of the step."""
+    under_way: dict[tuple[str, int], int] = {}
+    most: dict[tuple[str, int], int] = {}
+    send = comm.send
+
+    def counted(x: torch.Tensor, channel: Any, **options: Any) -> Any:
+        handle, key = send(x, channel, **options), (channel.axis, comm.rank("pp"))
+        under_way[key] = under_way.get(key, 0) + 1
+        most[key] = max(most.get(key, 0), under_way[key])
+        wait = handle.wait
+
+        def waiting() -> Any:
+            under_way[key] -= 1
+            return wait()
+
+        return SimpleNamespace(wait=waiting)
+
+    monkeypatch.setattr(comm, "send", counted)
+    on_ranks(Mesh(3, pp=3), make(), lambda pipeline: pipeline.run(OneFOneB(3, 8), batch()), **OPTIONS)
+    assert set(under_way.values()) == {0}
+    schedule = OneFOneB(3, 8)
+    assert most == {
+        **{("pp_forward", stage): schedule.send_window(Kind.SEND_FORWARD, stage) for stage in (0, 1)},
+        **{("pp_backward", stage): schedule.send_window(Kind.SEND_BACKWARD, stage) for stage in (1, 2)},
+    }
 
 
 def test_a_dropped_weight_gradient_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,6 +59,9 @@ def test_messages_have_two_ends(schedule_class: type[Schedule], stages: int) -> 
                     other_end = schedule.peer(stage, task)
                     assert other_end is not None and other_end[0] != stage
                     assert schedule.peer(*other_end) == (stage, task)
+                    ahead = task.kind in (Kind.SEND_FORWARD, Kind.RECV_BACKWARD)
+                    here, there = (schedule.virtual_stage(s, t.chunk) for s, t in ((stage, task), other_end))
+                    assert there - here == (1 if ahead else -1)
                     assert (task.kind in SENDS) == (other_end[1].kind in RECEIVES)
                     if task.kind in SENDS:
                         sends[other_end] += 1
