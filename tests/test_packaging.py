@@ -53,9 +53,9 @@ def test_import_adds_at_most_0_3_s_to_torch():
     assert min(float(python(code)) for _ in range(3)) <= 0.3
 
 
-@pytest.mark.parametrize("module", ["mesh", "planning.layout"])
+@pytest.mark.parametrize("module", ["mesh", "planning.layout", "pipeline.schedule"])
 def test_what_runs_before_torch_needs_no_torch(module):
-    """`mesh` and `planning.layout` are pure Python: loaded without the package around them, they import no torch."""
+    """These are pure Python: loaded without the package around them, they import no torch."""
     code = f"""
 import importlib, sys, types
 package = types.ModuleType("neuronx_dist")

@@ -88,7 +88,7 @@ def check(
     for same in failures.values():
         report.add(_problem(same, grid))
     if not report.problems and explored.finished:
-        compared = [*compare_events(explored), *compare_schedule(grid, explored.num_microbatches)]
+        compared = [*compare_events(explored), *compare_schedule(grid, explored.schedule)]
         for problem in compared or compare_branches(explored):
             report.add(problem)
     if numeric and report.ok:

@@ -1,18 +1,36 @@
-"""Pipeline parallelism: record a forward (`trace`), cut it into stages (`partition`), and run them by a schedule."""
+"""Pipeline parallelism: record a forward, cut it into stages, and run them by a schedule.
 
-from .cut.partition import create_partitions
-from .model import NxDPPModel
-from .record.recording import TracingError
-from .schedule import Kind, Task, format_schedule, inference, one_f_one_b, simulate
+schedule/        what each stage does, in which order: pure Python, which loads without torch
+record/          a forward as a graph of what it calls
+cut/             a recording in stages; a stage as a function
+run/             a schedule executed on one rank
+stage_module.py  a module of which this rank has a part; model.py: `NxDPPModel`, which does all of it
+"""
+
+from ..lazy_names import lazy_names
+from .schedule import Inference, Kind, OneFOneB, Schedule, Task, format_schedule, rounds, simulate
+
+# Name -> its module, loaded when first asked for: a layout asks a schedule without torch.
+_LAZY = {
+    "NxDPPModel": "pipeline.model",
+    "TracingError": "pipeline.record.recording",
+    "create_partitions": "pipeline.cut.partition",
+}
 
 __all__ = [
+    "Inference",
     "Kind",
-    "NxDPPModel",
+    "OneFOneB",
+    "Schedule",
     "Task",
-    "TracingError",
-    "create_partitions",
     "format_schedule",
-    "inference",
-    "one_f_one_b",
+    "rounds",
     "simulate",
+    *_LAZY,
 ]
+
+__getattr__ = lazy_names(__name__, _LAZY)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -12,8 +12,7 @@ memory, and keep their names. At one stage the same path runs, with no messages.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
@@ -36,23 +35,16 @@ from .cut.partition import (
 from .cut.stage import Stage
 from .record.recorder import record
 from .record.recording import Recording, TensorSpec
-from .run.executor import Channels, Run
+from .run.executor import Executor
 from .run.lockstep import Lockstep, Transfers
+from .run.messages import Messages
 from .run.microbatches import Batch, evaluating, find_loss
-from .schedule import Task, inference, one_f_one_b
+from .run.program import Program
+from .run.transport import Channels, Transport
+from .schedule import Inference, Schedule, training_schedule
 from .stage_module import StageModule
 
 __all__ = ["NxDPPModel"]
-
-
-class _Program(NamedTuple):
-    """What a recording became, for inputs of one kind."""
-
-    stage: Stage
-    structure: pytree.TreeSpec
-    loss: TensorSpec | None
-    constants: list[Any]  # of the inputs; compared by identity where they do not hash, so they must stay alive
-    transfers: Transfers | None  # where ranks have no messages
 
 
 class NxDPPModel(StageModule):
@@ -82,6 +74,9 @@ class NxDPPModel(StageModule):
         use_optimizer_wrapper: as `use_zero1_optimizer`.
         return_loss_on_cpu: move the loss to the CPU.
         manual_pp_partition: only False.
+
+    Attributes:
+        recorder: records a forward, as `record` does; the checker puts one here that shares recordings between ranks.
 
     Raises:
         ValueError: an argument that cannot be; the message says what would.
@@ -125,7 +120,9 @@ class NxDPPModel(StageModule):
             raise ValueError("broadcast_and_average_loss gives one loss: return_mb_loss must be False with it")
         if auto_partition and pipeline_cuts:
             raise ValueError(f"auto_partition makes the cuts: do not pass pipeline_cuts={list(pipeline_cuts)} with it")
-        super().__init__(module, stage=comm.rank("pp"), num_stages=comm.size("pp"))
+        num_stages = comm.size("pp")
+        last_stage = training_schedule(num_stages, num_microbatches).holders[-1]
+        super().__init__(module, stage=comm.rank("pp"), num_stages=num_stages, last_stage=last_stage)
         self.num_microbatches = num_microbatches
         self.output_loss_value_spec = output_loss_value_spec
         self.return_mb_loss = return_mb_loss
@@ -139,11 +136,11 @@ class NxDPPModel(StageModule):
         self.return_loss_on_cpu = return_loss_on_cpu
         self._layer_classes = _classes(module, transformer_layer_cls)
         self._leaf_classes = [*self._layer_classes, *PARALLEL_MODULES, *_classes(module, leaf_module_cls)]
+        self.recorder: Callable[..., Recording] = record
         self._channels = Channels(None, None)
         self._example: Recording | None = None
-        self._programs: dict[Any, _Program] = {}
-        self._record: Callable[..., Recording] = record  # the checker shares recordings between ranks
-        if self.pipeline_cuts or self.auto_partition or self.num_stages == 1:
+        self._programs: dict[Any, Program] = {}
+        if self.pipeline_cuts or self.auto_partition or self.training_schedule.num_virtual_stages == 1:
             self.partition()
 
     # --- cutting
@@ -190,23 +187,24 @@ class NxDPPModel(StageModule):
         if self.num_stages > 1:
             self._check_not_partitioned("partition")
         module = self.original_module
+        holders = self.training_schedule.holders
         names = leaf_names(module, self._leaf_classes)
         if self.auto_partition and not self.pipeline_cuts:
             layers = [n for n in names if isinstance(module.get_submodule(n), tuple(self._layer_classes))]
-            self.pipeline_cuts = create_partitions(self.num_stages, layers)
+            self.pipeline_cuts = create_partitions(len(holders), layers)
         if self._example is not None:
             plans = split(self._example, self.pipeline_cuts)
             placement = place_by_recording(module, plans, self._leaf_classes)
             self._example = None
         else:
-            check_cuts(self.pipeline_cuts, names, self.num_stages)
+            check_cuts(self.pipeline_cuts, names, len(holders))
             placement = place_by_registration(module, self.pipeline_cuts, self._leaf_classes)
         if self.num_stages > 1:
             pipelines = comm.current().mesh.groups("pp")
             self._channels = Channels(
                 forward=comm.new_group(pipelines, "pp_forward"), backward=comm.new_group(pipelines, "pp_backward")
             )
-        self.place(placement)
+        self.place(placement.on_stages(holders))
         if self.param_init_fn is not None:
             self.initialize(self.param_init_fn)
         # A model that goes to XLA is often still on the CPU here: then the first step makes tied weights equal.
@@ -241,16 +239,11 @@ class NxDPPModel(StageModule):
             ValueError: inputs other than `input_names`, or not divisible into microbatches.
             RuntimeError: not partitioned, still on meta, or no `output_loss_value_spec`.
         """
-        if self.output_loss_value_spec is None:
-            raise RuntimeError(
-                "run_train needs to know which output is the loss: pass output_loss_value_spec, e.g. True, "
-                '(True, False) or {"loss": True, "logits": False}'
-            )
-        with torch.enable_grad():
-            program, results = self._run(kwargs, one_f_one_b)
+        self._check_loss_is_known("run_train")
+        program, losses = self._execute(self.training_schedule, kwargs)
         average_over_data = not (self.use_zero1_optimizer or self.use_optimizer_wrapper)
         reduce_gradients(self, average_over_data=average_over_data)
-        return self._report(program, results)
+        return self._report(program, losses)
 
     def run_eval(self, **kwargs: Any) -> Any:
         """Forward only, in evaluation mode and without gradients; modes are set back afterwards.
@@ -259,48 +252,114 @@ class NxDPPModel(StageModule):
             What `run_train` returns; without an `output_loss_value_spec` a list of the forward's results, one for each
             microbatch, on the last stage, None on others.
         """
-        with torch.no_grad(), evaluating(self.original_module):
-            program, results = self._run(kwargs, inference)
+        with evaluating(self.original_module):
+            program, results = self._execute(
+                Inference(self.num_stages, self.num_microbatches, self.training_schedule), kwargs
+            )
         if program.loss is not None:
             return self._report(program, results)
-        if not self.is_last_stage():
-            return None
-        return [pytree.tree_unflatten(leaves, program.structure) for leaves in results]
+        return results if self.is_last_stage() else None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise RuntimeError("a pipeline model is not called: use run_train(**inputs) or run_eval(**inputs)")
 
-    def _run(
-        self, kwargs: dict[str, Any], schedule: Callable[[int, int, int], list[Task]]
-    ) -> tuple[_Program, list[Any]]:
-        if not self.partitioned:
-            raise RuntimeError(
-                f"this model is not partitioned: pass pipeline_cuts or auto_partition=True, or call cut_pipeline_stage "
-                f"{self.num_stages - 1} times and then partition()"
+    @property
+    def training_schedule(self) -> Schedule:
+        """The schedule that `run_train` runs, for the present `num_microbatches`."""
+        return training_schedule(self.num_stages, self.num_microbatches)
+
+    @property
+    def stage_channels(self) -> Channels:
+        """Communicators of the messages between stages, one in each direction; both None before `partition()`."""
+        return self._channels
+
+    def run(self, schedule: Schedule, inputs: Mapping[str, Any]) -> list[Any]:
+        """Runs a schedule over a batch; `run_train` and `run_eval` do it with theirs. All ranks call it with the same.
+
+        Gradients are added to those that parameters have, as the mean over the microbatches; they are not reduced over
+        other ranks (`reduce_gradients(model)`). Modules stay in the mode, training or evaluation, that they are in.
+
+        Args:
+            schedule: for this model's number of stages. If it has backwards, gradients are enabled, else disabled.
+            inputs: named as `input_names`. Tensors `[schedule.num_microbatches * rows, ...]` are cut along dim 0; 0-dim
+                tensors and all else go whole to every microbatch.
+
+        Returns:
+            By microbatch, on the stage that holds the end of the model (`is_last_stage()`): its loss (0-dim, detached,
+            on the device), or the forward's result where there is no `output_loss_value_spec`. Elsewhere None for each.
+
+        Raises:
+            ValueError: a schedule for another number of stages or chunks; inputs other than `input_names`, or not
+                divisible into microbatches.
+            RuntimeError: not partitioned, still on meta, or backwards without an `output_loss_value_spec`.
+            whatever a task raises, with the task and the stage before the message.
+        """
+        if schedule.trains:
+            self._check_loss_is_known("a schedule with backwards")
+        _, results = self._execute(schedule, inputs)
+        return results
+
+    def program(self, inputs: Mapping[str, Any]) -> Program:
+        """What this stage runs for each microbatch of inputs like these; recorded when such inputs are first seen.
+
+        Args:
+            inputs: a batch as `run_train` takes it: tensors `[num_microbatches * rows, ...]`, of which shapes, strides,
+                dtypes and `requires_grad` count; all else by value.
+
+        Raises:
+            ValueError: inputs other than `input_names`, not divisible into microbatches, or no loss where
+                `output_loss_value_spec` says; layers that do not run in the order in which they were placed.
+            RuntimeError: not partitioned, or parameters on meta.
+            TracingError: the forward cannot be recorded, or not be cut here.
+        """
+        self._check_partitioned()
+        return self._program(Batch(inputs, self.input_names, self.num_microbatches))
+
+    def _execute(self, schedule: Schedule, inputs: Mapping[str, Any]) -> tuple[Program, list[Any]]:
+        """The program that ran, and the results of `run`."""
+        self._check_partitioned()
+        self._check_schedule(schedule)
+        with torch.set_grad_enabled(schedule.trains):
+            batch = Batch(inputs, self.input_names, schedule.num_microbatches)
+            if self.device.type == "meta":
+                self._refuse_meta()
+            program = self._program(batch)
+            if not self.tied_weights_synced:
+                self.sync_tied_weights()
+            executor = Executor(
+                module=self.original_module,
+                chunks=program.chunks,
+                schedule=schedule,
+                stage=self.stage,
+                transport=self._transport(program, schedule),
+                microbatches=batch.microbatches(program.input_leaves, self.device),
+                pick_loss=None if program.loss is None else (lambda outputs: outputs[0]),
             )
-        batch = Batch(kwargs, self.input_names, self.num_microbatches)
-        if self.device.type == "meta":
-            self._refuse_meta()
-        program = self._program(batch)
-        if not self.tied_weights_synced:
-            self.sync_tied_weights()
-        kind = Run if program.transfers is None else partial(Lockstep, program.transfers, self.local_parameters())
-        run = kind(
-            self.original_module,
-            program.stage,
-            self.stage,
-            self.num_stages,
-            self._channels,
-            batch.microbatches(program.stage.input_leaves, self.device),
-            self.device,
-            None if program.loss is None else (lambda outputs: outputs[0]),
-        )
-        results = run.execute(schedule)
-        self.peak_in_flight = run.peak_in_flight
+            results = executor.execute()
+        self.peak_in_flight = executor.peak_in_flight
+        if program.loss is None and self.is_last_stage():
+            results = [pytree.tree_unflatten(leaves, program.structure) for leaves in results]
         return program, results
 
-    def _program(self, batch: Batch) -> _Program:
-        """The stage's program for inputs like these, recorded when they are first seen."""
+    def _transport(self, program: Program, schedule: Schedule) -> Transport:
+        if program.transfers is not None:
+            return Lockstep(
+                schedule=schedule,
+                stage=self.stage,
+                transfers=program.transfers,
+                channels=self._channels,
+                parameters=self.local_parameters(),
+                device=self.device,
+            )
+        return Messages(
+            schedule=schedule,
+            stage=self.stage,
+            plans=[chunk.plan for chunk in program.chunks],
+            channels=self._channels,
+            device=self.device,
+        )
+
+    def _program(self, batch: Batch) -> Program:
         module, device = self.original_module, self.device
         key = (
             batch.key(),
@@ -311,24 +370,49 @@ class NxDPPModel(StageModule):
         )
         if key not in self._programs:
             self._refuse_meta()
-            recording = self._record(module, batch.example(), self._leaf_classes, device)
+            recording = self.recorder(module, batch.example(), self._leaf_classes, device)
             wanted: list[Any] = recording.outputs
-            loss = None
+            loss: TensorSpec | None = None
             if self.output_loss_value_spec is not None:
                 node = find_loss(recording, self.output_loss_value_spec)
                 wanted, loss = [node], node.meta["info"].spec
             plans = split(recording, self.pipeline_cuts, wanted)
             assert self.placement is not None
-            check_placement(self.placement, plans)
+            schedule = self.training_schedule
+            check_placement(self.placement, plans, schedule.holders)
+            virtual_stages = [schedule.virtual_stage(self.stage, chunk) for chunk in range(schedule.num_chunks)]
             lockstep = self.num_stages > 1 and not comm.current().backend.has_messages
-            self._programs[key] = _Program(
-                Stage(plans[self.stage]),
-                recording.structure,
-                loss,
-                batch.constants(),
-                Transfers(plans) if lockstep else None,
+            self._programs[key] = Program(
+                chunks=tuple(Stage(plans[virtual_stage]) for virtual_stage in virtual_stages),
+                structure=recording.structure,
+                loss=loss,
+                constants=batch.constants(),
+                transfers=Transfers(plans, schedule) if lockstep else None,
             )
         return self._programs[key]
+
+    def _check_partitioned(self) -> None:
+        if not self.partitioned:
+            raise RuntimeError(
+                f"this model is not partitioned: pass pipeline_cuts or auto_partition=True, or call cut_pipeline_stage "
+                f"{self.training_schedule.num_virtual_stages - 1} times and then partition()"
+            )
+
+    def _check_schedule(self, schedule: Schedule) -> None:
+        own = self.training_schedule
+        mine, theirs = ([each.holder(v) for v in range(each.num_virtual_stages)] for each in (own, schedule))
+        if mine != theirs:
+            raise ValueError(
+                f"{schedule} is not for this model, which has {own.num_stages} stages with {own.num_chunks} pieces of "
+                f"the model each, in the order {mine} of (stage, chunk)"
+            )
+
+    def _check_loss_is_known(self, what: str) -> None:
+        if self.output_loss_value_spec is None:
+            raise RuntimeError(
+                f"{what} needs to know which output is the loss: pass output_loss_value_spec, e.g. True, "
+                '(True, False) or {"loss": True, "logits": False}'
+            )
 
     def _refuse_meta(self) -> None:
         for name, param in self.local_named_parameters():
@@ -338,13 +422,13 @@ class NxDPPModel(StageModule):
                     f"neuronx_dist.materialize(model, seed), by loading weights, or by param_init_fn"
                 )
 
-    def _report(self, program: _Program, losses: list[torch.Tensor]) -> torch.Tensor | list[torch.Tensor] | None:
+    def _report(self, program: Program, losses: list[torch.Tensor]) -> torch.Tensor | list[torch.Tensor] | None:
         assert program.loss is not None
-        place = torch.device("cpu") if self.return_loss_on_cpu else self.device
+        device = torch.device("cpu") if self.return_loss_on_cpu else self.device
         if not self.is_last_stage() and not self.broadcast_and_average_loss:
             return None
         if self.return_mb_loss:
-            return [loss.to(place) for loss in losses]
+            return [loss.to(device) for loss in losses]
         if self.is_last_stage():
             mean = torch.stack(losses).mean()
         else:
@@ -353,23 +437,22 @@ class NxDPPModel(StageModule):
             if self.is_last_stage():
                 total = comm.all_reduce(mean, ("dp", "cp"))
                 mean = total / comm.size(("dp", "cp"))
-            mean = comm.broadcast(mean, "pp", src=self.num_stages - 1)
+            mean = comm.broadcast(mean, "pp", src=self.last_stage)
             if active() is not None:
                 spmd.assert_type(mean, dict.fromkeys(("pp", "dp", "cp"), spmd.R))
-        return mean.to(place)
+        return mean.to(device)
 
 
-def _classes(module: nn.Module, given: Any) -> list[type]:
+def _classes(module: nn.Module, classes: Any) -> list[type]:
     """Module classes from a class, the name of one, or several of them."""
-    if given is None:
+    if classes is None:
         return []
-    items = list(given) if isinstance(given, (list, tuple, set)) else [given]
-    found: list[type] = []
-    for item in items:
+    result: list[type] = []
+    for item in classes if isinstance(classes, (list, tuple, set)) else [classes]:
         if isinstance(item, str):
-            found += dict.fromkeys(type(m) for m in module.modules() if type(m).__name__ == item)
+            result += dict.fromkeys(type(m) for m in module.modules() if type(m).__name__ == item)
         elif isinstance(item, type) and issubclass(item, nn.Module):
-            found.append(item)
+            result.append(item)
         else:
             raise ValueError(f"expected a module class or the name of one, got {item!r}")
-    return found
+    return result

@@ -27,15 +27,19 @@ class _Tied(NamedTuple):
 class StageModule(nn.Module):
     """Holds the original module and knows which of its tensors are this stage's.
 
-    `parameters()`, `named_parameters()`, `buffers()` and attributes are those of the whole model; `local_*` are this
-    stage's.
+    `parameters()`, `named_parameters()`, `buffers()` and attributes are of the whole model, `local_*` of this stage.
+
+    Attributes:
+        stage, num_stages: the pipeline stage of this rank, and how many there are.
+        last_stage: the one that holds the end of the model.
     """
 
-    def __init__(self, module: nn.Module, stage: int, num_stages: int) -> None:
+    def __init__(self, module: nn.Module, *, stage: int, num_stages: int, last_stage: int) -> None:
         super().__init__()
         self.original_module = module
         self.stage = stage
         self.num_stages = num_stages
+        self.last_stage = last_stage
         self.placement: Placement | None = None
         self.peak_in_flight = 0
         self._tied: list[_Tied] = []
@@ -59,7 +63,7 @@ class StageModule(nn.Module):
 
     def is_last_stage(self) -> bool:
         """Whether this rank's stage is the one that computes the loss."""
-        return self.stage == self.num_stages - 1
+        return self.stage == self.last_stage
 
     # --- what is local
 
@@ -132,18 +136,18 @@ class StageModule(nn.Module):
             RuntimeError: with `strict`, a key of this stage is missing, or one is not of the model.
         """
         wanted = list(self.local_state_dict())
-        found = {}
+        loaded = {}
         for key in wanted:
             source = next((name for name in (key, *self._aliases.get(key, ())) if name in state_dict), None)
             if source is not None:
-                found[key] = state_dict[source]
-        missing = [key for key in wanted if key not in found]
+                loaded[key] = state_dict[source]
+        missing = [key for key in wanted if key not in loaded]
         unexpected = sorted(set(state_dict) - set(self.original_module.state_dict()))
         if strict and (missing or unexpected):
             raise RuntimeError(
                 f"load_state_dict of stage {self.stage}: missing {missing or 'none'}, unexpected {unexpected or 'none'}"
             )
-        self.original_module.load_state_dict(found, strict=False, assign=assign)
+        self.original_module.load_state_dict(loaded, strict=False, assign=assign)
         return _IncompatibleKeys(missing, unexpected)
 
     def _concerns(self, name: str, module: nn.Module) -> bool:

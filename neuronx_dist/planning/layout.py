@@ -16,6 +16,7 @@ from typing import Any
 
 from ..mesh import Mesh
 from ..model_shape import ModelShape, padded_heads, stage_layers
+from ..pipeline.schedule import Schedule, training_schedule
 
 __all__ = ["Layout", "LayoutError", "format_bytes", "format_count"]
 
@@ -68,9 +69,14 @@ class Layout:
         return self.global_batch // (self.dp * self.num_microbatches)
 
     @property
+    def schedule(self) -> Schedule:
+        """What the pipeline's stages do in a step."""
+        return training_schedule(self.pp, self.num_microbatches)
+
+    @property
     def bubble(self) -> float:
-        """Share of a 1F1B step in which a stage waits, if all stages take equally long."""
-        return (self.pp - 1) / (self.num_microbatches + self.pp - 1)
+        """Share of a step in which a stage waits, if all stages take equally long."""
+        return self.schedule.bubble
 
     def mesh(self) -> Mesh:
         return Mesh(self.world_size, tp=self.tp, pp=self.pp, cp=self.cp, ep=self.ep)

@@ -26,9 +26,7 @@ from ..comm.backends.c10d import C10dCommunicator
 from ..comm.base import Backend, Communicator, WorkLike
 from ..gradients.reduce import reduce_gradients
 from ..optimizer import MasterWeightsOptimizer, NeuronZero1Optimizer
-from ..pipeline import NxDPPModel
-from ..pipeline.run.microbatches import Batch
-from ..pipeline.schedule import one_f_one_b
+from ..pipeline.model import NxDPPModel
 from .layout import Layout, format_bytes, format_count
 from .meter import MemoryMeter, Phase, measure_peak
 
@@ -167,9 +165,7 @@ def _play(
             module = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, layout.dtype))
         num_parameters = sum(param.numel() for param in module.parameters())
         hf.swap(module, sequence_parallel=layout.sequence_parallel, pad_heads=layout.pad_heads)
-        # With more microbatches a step repeats itself: all that fit are in flight, and there are gradients to add to;
-        # after the first stage also two are on their way back (`send_window`), and the next activations are expected.
-        num_microbatches = min(layout.num_microbatches, layout.pp - stage + (3 if stage else 1))
+        num_microbatches = layout.schedule.microbatches_until_repeat(stage)
         model = NxDPPModel(
             module,
             transformer_layer_cls=hf.transformer_layer_class(module),
@@ -188,7 +184,7 @@ def _play(
             batch = batch[:, : layout.micro_batch * num_microbatches]
             inputs = {"input_ids": batch[0], "labels": batch[1], "num_items_in_batch": torch.ones((), device=device)}
         with torch.enable_grad():
-            model._program(Batch(inputs, None, num_microbatches))  # recorded at the first step
+            model.program(inputs)  # recorded at the first step
         stack.enter_context(fake)
         stack.enter_context(meter)
         params = [param for param in model.local_parameters() if param.requires_grad]
@@ -205,8 +201,7 @@ def _play(
 
         meter.kind = ACTIVATIONS
         meter.reset("compute")
-        with torch.enable_grad():
-            model._run(inputs, one_f_one_b)
+        model.run(model.training_schedule, inputs)
         meter.kind = BUFFERS
         meter.phase("reduction")
         reduce_gradients(model, average_over_data=not layout.zero1)

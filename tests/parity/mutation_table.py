@@ -64,12 +64,7 @@ REGION_OPERATORS = {
     "reduce_scatter_last_dim_to_tensor_parallel_region": "reduce_scatter",
     "reduce_from_context_model_parallel_region": "all_reduce",
 }
-MESSAGES = (
-    "_post_forward:comm.recv",
-    "_post_backward:comm.recv",
-    "_send_forward:comm.send",
-    "_send_backward:comm.send",
-)
+MESSAGES = ("_post:comm.recv", "_send:comm.send")
 TP, TP_SP = Case(tp=2), Case(tp=2, sequence_parallel=True)
 _EMBEDDING = "ParallelEmbedding.forward:"
 
@@ -143,7 +138,7 @@ CASES: dict[str, Callable[[], None]] = {
     "NxDPPModel._report:comm.all_reduce#1": partial(steps_of_a_pipeline, Case(dp=2)),
     "NxDPPModel._report:comm.broadcast#1": partial(steps_of_a_pipeline, Case(pp=2)),
     "Lockstep._transfer:comm.permute#1": partial(steps_in_rounds, Case(pp=2)),
-    **{f"Run.{call}#1": partial(steps_of_a_pipeline, Case(pp=2)) for call in MESSAGES},
+    **{f"Messages.{call}#1": partial(steps_of_a_pipeline, Case(pp=2)) for call in MESSAGES},
     "StageModule.sync_tied_weights:comm.broadcast#1": tied_copies,
     "_exchange:comm.gather_objects#1": unequal_values,
 }

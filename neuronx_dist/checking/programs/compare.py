@@ -13,7 +13,7 @@ from typing import Any
 
 from ...comm.backends.observed import Event
 from ...mesh import Mesh
-from ...pipeline.schedule import one_f_one_b, simulate
+from ...pipeline.schedule import Schedule, simulate
 from ..report import Problem
 from .explore import Explored, Program
 
@@ -244,11 +244,20 @@ def _unequal(mesh: Mesh, sent: _Seen, received: _Seen) -> Problem:
 # --- the schedule -----------------------------------------------------------------------------------------------------
 
 
-def compare_schedule(mesh: Mesh, num_microbatches: int) -> list[Problem]:
-    """Whether the messages of all microbatches, in the order in which each stage makes them, come to an end."""
+def compare_schedule(mesh: Mesh, schedule: Schedule | None) -> list[Problem]:
+    """Whether the messages of all microbatches, in the order in which each stage makes them, come to an end.
+
+    Args:
+        schedule: of the pipeline model; None: there is no pipeline.
+    """
+    if schedule is None:
+        return []
     try:
-        simulate([one_f_one_b(stage, mesh.pp, num_microbatches) for stage in range(mesh.pp)])
+        simulate(schedule)
     except RuntimeError as error:
-        what = f"the schedule of {num_microbatches} microbatches over {mesh.pp} stages cannot run: {error}"
+        what = (
+            f"the schedule of {schedule.num_microbatches} microbatches over {schedule.num_stages} stages cannot run: "
+            f"{error}"
+        )
         return [Problem("pipeline", what, tuple(mesh.groups("pp")[0]), error=error)]
     return []

@@ -13,6 +13,7 @@ from typing import Any
 
 from ...comm.backends.observed import Event
 from ...mesh import DENSE_AXES, Mesh
+from ...pipeline.schedule import Schedule
 from .calls import Deadline, Op, OutOfTime
 from .inputs_and_wire import Wire
 from .played import PHASES, Phase, Played, Subject
@@ -66,7 +67,7 @@ class Explored:
 
     Attributes:
         programs: by rank; ranks may share one. A rank that time did not suffice for is missing.
-        num_microbatches: of the pipeline model; 1 without one.
+        schedule: of the pipeline model; of the longest, if ranks made different ones; None without a pipeline.
         plays: how many ranks were played, in whole or in part.
         finished: whether time sufficed.
         wire: types that stages sent one another.
@@ -75,7 +76,7 @@ class Explored:
 
     mesh: Mesh
     programs: dict[int, Program] = field(default_factory=dict)
-    num_microbatches: int = 1
+    schedule: Schedule | None = None
     plays: int = 0
     finished: bool = True
     wire: Wire = field(default_factory=Wire)
@@ -139,7 +140,8 @@ def _explore_stage(subject: Subject, ranks: list[int], deadline: Deadline, explo
         same = [other for other in left if other == rank or played.same_program(other)]
         explored.programs.update(dict.fromkeys(same, program))
         left = [other for other in left if other not in set(same)]
-        explored.num_microbatches = max(explored.num_microbatches, played.num_microbatches)
+        schedules = [each for each in (explored.schedule, played.schedule) if each is not None]
+        explored.schedule = max(schedules, key=lambda each: each.num_microbatches, default=None)
 
 
 def _play(

@@ -9,7 +9,6 @@ import torch
 import torch.utils._pytree as pytree
 
 from ...call_site import PACKAGE, USER, nearest_line
-from ...pipeline.run.microbatches import Batch
 from ...spmd.tensor_type import TensorType, type_of, write
 from ...spmd.types import LocalType, Shard
 from ..types.declared import input_type
@@ -78,9 +77,8 @@ class Wire:
         stage = getattr(model, "stage", None)
         if stage is None or model.num_stages == 1:
             return
-        forward, backward = model._channels
-        program = model._program(Batch(inputs, model.input_names, 1))
-        needs_grad = [node.meta["info"].spec.requires_grad for node in program.stage.plan.sent]
+        forward, backward = model.stage_channels
+        needs_grad = [spec.requires_grad for chunk in model.program(inputs).chunks for spec in chunk.plan.sent_specs]
         sent: list[TensorType | None] = []
         arriving = iter(self._sent.get(stage - 1, ()))
         posted: list[torch.Tensor] = []

@@ -14,7 +14,7 @@ from ... import comm
 from ...gradients.gradient import DATA_AXES, gradient_of
 from ...gradients.reduce import reduce_gradients
 from ...mesh import Mesh
-from ...pipeline import NxDPPModel
+from ...pipeline.model import NxDPPModel
 from ...weights.materialize import materialize
 from ...weights.partial_model import parameter_names, partial_model
 from ...weights.shard_spec import gather_full, spec_of

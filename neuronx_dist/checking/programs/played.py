@@ -30,10 +30,11 @@ from ...gradients.gradient import parameters_of
 from ...gradients.reduce import reduce_gradients
 from ...mesh import Mesh
 from ...optimizer import MasterWeightsOptimizer, NeuronZero1Optimizer
-from ...pipeline import NxDPPModel
+from ...pipeline.model import NxDPPModel
 from ...pipeline.record.recorder import record
 from ...pipeline.record.recording import Recording
 from ...pipeline.run.microbatches import Batch
+from ...pipeline.schedule import Schedule
 from .calls import Deadline, Op, OpRecorder
 from .fakes import QuietFakeMode, fake_inputs, make_fake, no_messages, optimizers_of
 from .gate import gated
@@ -88,7 +89,7 @@ class Played:
     Attributes:
         model, optimizer: what `build` made.
         types: the type checker of all phases; None: types are not checked.
-        num_microbatches: of the pipeline model, before it was set to one.
+        schedule: of the pipeline model, before its number of microbatches was set to one; None without a pipeline.
         phases: the latest play of each, by name; of one that raised as far as it went.
     """
 
@@ -99,7 +100,7 @@ class Played:
         self.deadline = deadline
         self.model: Any = None
         self.optimizer: Any = None
-        self.num_microbatches = 1
+        self.schedule: Schedule | None = None
         self.phases: dict[str, Phase] = {}
         self._events: list[Event] = []  # of all phases: communicators of one are used in the next
         self._extras: dict[str, Any] = {}
@@ -127,7 +128,7 @@ class Played:
                     f"an NxDPPModel, or (model, optimizer)"
                 )
             if isinstance(self.model, NxDPPModel):
-                self.num_microbatches = self.model.num_microbatches
+                self.schedule = self.model.training_schedule
             make_fake(self.model, self.optimizer, self._fake, _DEVICE)
             if self.types is not None:
                 self.types.watch(self.model)
@@ -228,15 +229,16 @@ class Played:
                         f"{model.input_names}: pass a dict"
                     )
                 inputs = dict(zip(model.input_names, values))
-            inputs = Batch(inputs, model.input_names, self.num_microbatches).example()
+            assert self.schedule is not None
+            inputs = Batch(inputs, model.input_names, self.schedule.num_microbatches).example()
             model.num_microbatches = 1
         return fake_inputs(inputs, self._fake, _DEVICE)
 
     def _record(self, inputs: dict[str, Any]) -> None:
         """Has the pipeline record its forward, which is not part of the step."""
-        self.model._record = functools.partial(self.subject.recordings.record, self)
+        self.model.recorder = functools.partial(self.subject.recordings.record, self)
         with torch.enable_grad():
-            self.model._program(Batch(inputs, self.model.input_names, 1))
+            self.model.program(inputs)
 
     def _forget_gradients(self) -> None:
         for param in self.model.parameters():

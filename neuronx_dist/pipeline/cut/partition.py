@@ -17,7 +17,7 @@ from typing import Any
 from torch import fx, nn
 
 from ...model_shape import stage_layers
-from ..record.recording import Info, Recording, TracingError, is_leaf
+from ..record.recording import Info, Recording, TensorSpec, TracingError, is_leaf
 
 __all__ = [
     "Placement",
@@ -74,19 +74,19 @@ def check_cuts(cuts: Sequence[str], names: Sequence[str], num_stages: int) -> No
 
 def leaf_names(module: nn.Module, leaf_classes: Sequence[type]) -> list[str]:
     """Names of the leaf layers, in the order in which they are registered. A module with two names is listed twice."""
-    found: list[str] = []
+    names: list[str] = []
 
     def walk(parent: nn.Module, prefix: str) -> None:
         for name, child in parent._modules.items():
             if child is not None:
                 path = f"{prefix}.{name}" if prefix else name
                 if is_leaf(child, leaf_classes):
-                    found.append(path)
+                    names.append(path)
                 else:
                     walk(child, path)
 
     walk(module, "")
-    return found
+    return names
 
 
 @dataclass(frozen=True)
@@ -100,6 +100,14 @@ class Placement:
 
     leaves: dict[str, frozenset[int]]
     direct: dict[str, frozenset[int]]
+
+    def on_stages(self, holders: Sequence[int]) -> Placement:
+        """This placement of pieces of the model, as one of the stages that hold them: `holders[piece]`."""
+        leaves, direct = (
+            {name: frozenset(holders[piece] for piece in pieces) for name, pieces in table.items()}
+            for table in (self.leaves, self.direct)
+        )
+        return Placement(leaves, direct)
 
     def stages(self, name: str) -> frozenset[int] | None:
         """Stages of a parameter, buffer or module; None: of all (buffers and modules that no leaf layer holds)."""
@@ -155,20 +163,23 @@ def _direct(
     return {name: frozenset(read.get(name, {0})) for name in names}
 
 
-def check_placement(placement: Placement, plans: Sequence[StagePlan]) -> None:
+def check_placement(placement: Placement, plans: Sequence[StagePlan], holders: Sequence[int]) -> None:
     """Checks that each stage has what it runs.
+
+    Args:
+        plans, holders: of each piece of the model, and the stage that holds it.
 
     Raises:
         ValueError: layers do not run in the order in which they are registered, by which they were placed.
     """
-    for stage, plan in enumerate(plans):
+    for stage, plan in zip(holders, plans):
         for node in plan.nodes:
             if node.op == "call_module" or _info(node).kind == "parameter":
-                held = placement.stages(str(node.target)) or frozenset()
-                if stage not in held:
+                placed = placement.stages(str(node.target)) or frozenset()
+                if stage not in placed:
                     raise ValueError(
                         f"{node.target} ({_info(node).where}) is used by pipeline stage {stage}, but its parameters "
-                        f"were placed on stage {', '.join(map(str, sorted(held)))}, by the order in which the model "
+                        f"were placed on stage {', '.join(map(str, sorted(placed)))}, by the order in which the model "
                         f"registers its layers. Register them in the order in which they run, or show how they run "
                         f"before partition(): call trace(kwargs={{...example inputs...}})."
                     )
@@ -183,7 +194,7 @@ class StagePlan:
 
     Attributes:
         nodes: its calls, in recorded order; values of earlier stages are in `received`, inputs are placeholders.
-        received: what the stage before sends, in order. Shapes, dtypes and `requires_grad` are in their `info.spec`.
+        received: what the stage before sends, in order.
         copied: those of `received`, and those inputs, that this stage changes in place.
         sent: what the next stage receives, in order.
         outputs: leaves of the model's result (nodes and constants) that this stage, the last, returns.
@@ -194,6 +205,16 @@ class StagePlan:
     copied: set[fx.Node] = field(default_factory=set)
     sent: list[fx.Node] = field(default_factory=list)
     outputs: list[Any] = field(default_factory=list)
+
+    @property
+    def received_specs(self) -> list[TensorSpec]:
+        """Shapes, dtypes and `requires_grad` of `received`."""
+        return [_spec(node) for node in self.received]
+
+    @property
+    def sent_specs(self) -> list[TensorSpec]:
+        """Shapes, dtypes and `requires_grad` of `sent`."""
+        return [_spec(node) for node in self.sent]
 
 
 def split(recording: Recording, cuts: Sequence[str], outputs: Sequence[Any] | None = None) -> list[StagePlan]:
@@ -227,20 +248,20 @@ class _Splitter:
         self.attributes = {_info(node).storage for node in self.nodes if node.op == "get_attr"}
         self.stage: dict[fx.Node, int] = {}  # of bound nodes
         self._bind_all()
-        self.held: list[set[fx.Node]] = [set() for _ in range(self.num_stages)]
+        self.computed: list[set[fx.Node]] = [set() for _ in range(self.num_stages)]
         self.crossing: list[set[fx.Node]] = [set() for _ in range(self.num_stages)]  # from this stage to the next
 
     def plans(self) -> list[StagePlan]:
         self._check_attributes()
         for node, stage in self.stage.items():
-            self._hold(node, stage)
+            self._compute(node, stage)
         for leaf in self.outputs:
             if isinstance(leaf, fx.Node):
                 self._require(leaf, self.num_stages - 1, {node for node in self.nodes if _info(node).writes})
         plans = []
         for stage in range(self.num_stages):
             received = self._sorted(self.crossing[stage - 1]) if stage else []
-            own = self._sorted(self.held[stage])
+            own = self._sorted(self.computed[stage])
             self._check_aliases(received, stage)
             changed = set().union(*(_info(node).writes for node in own))
             arriving = received + [node for node in own if node.op == "placeholder"]
@@ -270,12 +291,12 @@ class _Splitter:
                         self.stage[node] = self.stage[whole]
                 elif info.kind != "pack" and (node in wholes or info.storage in changed or not self._is_free(node)):
                     self.stage[node] = sum(index > end for end in self.ends)
-            found = set().union(*(_info(node).writes for node in self.stage))
-            parts = (n for n in self.nodes if _info(n).kind == "part" and _info(n).storage in found)
-            found_wholes = {self._whole(node) for node in parts}
-            if found == changed and found_wholes == wholes:
+            changed_now = set().union(*(_info(node).writes for node in self.stage))
+            parts = (n for n in self.nodes if _info(n).kind == "part" and _info(n).storage in changed_now)
+            wholes_now = {self._whole(node) for node in parts}
+            if changed_now == changed and wholes_now == wholes:
                 return
-            changed, wholes = found, found_wholes
+            changed, wholes = changed_now, wholes_now
 
     def _is_free(self, node: fx.Node) -> bool:
         """No parameter, no randomness, no lasting effect, and nothing that depends on them."""
@@ -304,31 +325,31 @@ class _Splitter:
 
     # --- where they are needed
 
-    def _hold(self, node: fx.Node, stage: int) -> None:
-        """Has `stage` compute `node`."""
-        if node in self.held[stage]:
+    def _compute(self, node: fx.Node, stage: int) -> None:
+        """Makes `stage` compute `node`."""
+        if node in self.computed[stage]:
             return
-        self.held[stage].add(node)
+        self.computed[stage].add(node)
         for argument in node.all_input_nodes:
             self._require(argument, stage, _info(node).after)
 
     def _require(self, node: fx.Node, stage: int, after: Iterable[fx.Node]) -> None:
-        """Has the value that `node` has after the calls `after` present on `stage`."""
+        """Makes the value that `node` has after the calls `after` available on `stage`."""
         info = _info(node)
         if info.kind == "pack":
-            self.held[stage].add(node)
+            self.computed[stage].add(node)
             for argument in node.all_input_nodes:
                 self._require(argument, stage, after)
         elif info.kind == "parameter":  # every stage that uses it has it
-            self.held[stage].add(node)
+            self.computed[stage].add(node)
         elif node in self.stage:
             for boundary in range(self.stage[node], stage):
                 self.crossing[boundary].add(node)
         else:
-            self._hold(node, stage)
+            self._compute(node, stage)
             for writer in after:
                 if info.storage in _info(writer).writes:
-                    self._hold(writer, stage)
+                    self._compute(writer, stage)
 
     # --- what cannot be cut
 
@@ -368,3 +389,9 @@ class _Splitter:
 def _info(node: fx.Node) -> Info:
     info: Info = node.meta["info"]
     return info
+
+
+def _spec(node: fx.Node) -> TensorSpec:
+    spec = _info(node).spec
+    assert spec is not None  # only tensors cross a boundary
+    return spec

@@ -20,12 +20,12 @@ from .partition import StagePlan
 __all__ = ["Stage", "add_place"]
 
 
-def add_place(error: BaseException, place: str) -> None:
+def add_place(error: BaseException, location: str) -> None:
     """Says where an error happened, before its own message; its type stays what it was."""
     if error.args and isinstance(error.args[0], str):
-        error.args = (f"{place}: {error.args[0]}", *error.args[1:])
+        error.args = (f"{location}: {error.args[0]}", *error.args[1:])
     elif hasattr(error, "add_note"):  # Python 3.11
-        error.add_note(f"at {place}")
+        error.add_note(f"at {location}")
 
 
 class _Slot(NamedTuple):
@@ -110,11 +110,11 @@ class Stage:
 
     def _run(self, step: _Step, module: nn.Module, values: list[Any]) -> None:
         if step.lookup is not None:
-            found = step.lookup(module)
+            attribute = step.lookup(module)
             if step.call is None and step.node.op == "get_attr":
-                values[step.out] = found
+                values[step.out] = attribute
                 return
-        call = step.call if step.call is not None else found
+        call = step.call if step.call is not None else attribute
         if step.nested:
             args, kwargs = _fill(step.args, values), _fill(step.kwargs, values)
         else:

@@ -13,7 +13,7 @@ __all__ = ["Effects", "has_tensors", "storage_of", "tensors_in"]
 
 
 class Effects(TorchDispatchMode):
-    """Notes it of the operators that run inside."""
+    """Collects, of all operators that run inside it, whose memory they change and whether they draw random numbers."""
 
     def __init__(self) -> None:
         super().__init__()

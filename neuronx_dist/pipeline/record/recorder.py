@@ -212,7 +212,7 @@ class _Recorder(TorchFunctionMode):
 
     @contextmanager
     def _paused(self) -> Iterator[None]:
-        """What runs inside is ours."""
+        """Records nothing of what runs inside: the recorder itself calls it."""
         self.paused = True
         try:
             yield
@@ -225,7 +225,7 @@ class _Recorder(TorchFunctionMode):
     # --- tensors and nodes
 
     def _bind(self, node: fx.Node, result: Any, info: Info) -> None:
-        """Notes that `node` stands for `result`, and makes nodes for the tensors inside it."""
+        """Makes `node` stand for `result`, and makes nodes for the tensors inside it."""
         node.meta["info"] = info
         if isinstance(result, torch.Tensor):
             info.spec, info.storage = TensorSpec.of(result), storage_of(result)
@@ -392,8 +392,8 @@ def _refuse_hidden(x: Any, what: str, where: str) -> None:
     """Objects may go through as they are, unless they carry tensors that nobody would follow."""
     if isinstance(x, (nn.Module, type)) or callable(x):
         return
-    held = getattr(x, "__dict__", {})
-    if any(isinstance(tensor, FakeTensor) for tensor in tensors_in(list(held.values()))):
+    attributes = getattr(x, "__dict__", {})
+    if any(isinstance(tensor, FakeTensor) for tensor in tensors_in(list(attributes.values()))):
         raise TracingError(
             f"{where}: {what} is a {type(x).__name__} that holds tensors. Register the class with "
             f"torch.utils._pytree.register_pytree_node, or pass its tensors in a tuple or dict."

@@ -1,1 +1,7 @@
-"""Running a schedule on one rank: executor.py, with messages; lockstep.py, without; microbatches.py: the inputs."""
+"""Running a schedule on one rank.
+
+executor.py    computes forwards and backwards, and keeps what is between them
+transport.py   what it needs of a transport: messages.py, or lockstep.py where ranks have no messages (XLA)
+wire.py        which tensors a message carries, and how they lie in memory
+program.py     what a recording became on this rank; microbatches.py: the inputs
+"""

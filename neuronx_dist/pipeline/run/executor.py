@@ -1,248 +1,220 @@
-"""Executing a schedule on one rank: the stage's computations, and the messages between stages.
+"""Computing a stage's tasks: forwards, backwards whole or in halves, and what is kept between them.
 
-    RF  post the receives of a microbatch's activations         RB  post the receives of its gradients
-    F   await them, run the stage, keep what backward needs     B   await them, run backward, drop what was kept
-    SF  start sending its outputs to the next stage             SB  start sending its inputs' gradients back
+    F   take the activations of the stage before, run the chunk, keep what backward needs, give on what it makes
+    B   take the gradients of the stage after, run backward, drop what was kept, give back the inputs' gradients
+    I   as B, but parameters get no gradient yet, and what was kept stays
+    W   give parameters their gradients, drop what was kept
 
-Shapes, dtypes and who needs a gradient are known from the recording, so no message describes another. Activations and
-gradients have a communicator each: on NCCL messages between two ranks are one queue per communicator, and neither
-direction may wait for the other. Where there are no messages, `rounds.py` takes their place.
+A transport brings and takes away tensors, and says when each task is due.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from ... import comm
-from ..cut.stage import Stage, add_place
-from ..record.recording import TensorSpec
-from ..schedule import Kind, Task, send_window
+from ..cut.stage import Stage
+from ..schedule import Kind, Schedule, Task
+from ..schedule.tasks import RECEIVE_FOR, SEND_AFTER
+from .transport import Transport
 
-__all__ = ["Channels", "Run", "off_the_wire", "on_the_wire", "tensor_spec", "wire_shape"]
-
-
-class Channels(NamedTuple):
-    """Communicators of the stages of one pipeline; both None if it has one stage."""
-
-    forward: comm.Communicator | None
-    backward: comm.Communicator | None
+__all__ = ["Executor"]
 
 
 class _Kept(NamedTuple):
-    """What a microbatch's backward starts from: what the stage received, and the history of what it sent."""
+    """What a backward starts from.
+
+    Attributes:
+        received: what came from the stage before; backward puts gradients on those that require them.
+        sent: the history of what went to the stage after; None for what no gradient comes back through.
+        loss: of the chunk that ends the model, which sends nothing.
+        incoming: gradients of `sent` that require one, from the first half of a backward for the second.
+    """
 
     received: list[torch.Tensor]
     sent: list[GradientEdge | None]
     loss: torch.Tensor | None
+    incoming: list[torch.Tensor] | None = None
 
 
-class Run:
+class Executor:
     """One pass over all microbatches on this rank.
 
     Args:
         module: the whole model, of which this rank holds the parameters of its stage.
-        stage, index, num_stages: the program of this rank's stage, its number, and their number.
-        channels: to the neighbours.
+        chunks: the stage's pieces of the model.
+        schedule, stage: what to run, and on which stage.
+        transport: to the other stages.
         microbatches: input tensors by leaf number, for each microbatch.
         pick_loss: from the model's output leaves, on the last stage; None: all leaves are kept as results.
-        device: where tensors are received.
+
+    Attributes:
+        results: by microbatch, on the stage that ends the model: losses, or lists of output leaves; None elsewhere.
+        peak_in_flight: the most forwards of which activations were kept at one time.
     """
 
     def __init__(
         self,
+        *,
         module: nn.Module,
-        stage: Stage,
-        index: int,
-        num_stages: int,
-        channels: Channels,
+        chunks: Sequence[Stage],
+        schedule: Schedule,
+        stage: int,
+        transport: Transport,
         microbatches: Sequence[dict[int, torch.Tensor]],
-        device: torch.device,
         pick_loss: Callable[[list[Any]], torch.Tensor] | None,
     ) -> None:
-        self.module = module
-        self.stage = stage
-        self.index = index
-        self.num_stages = num_stages
-        self.channels = channels
-        self.microbatches = microbatches
-        self.device = device
-        self.pick_loss = pick_loss
-        self.results: list[Any] = [None] * len(microbatches)  # of the last stage: losses, or lists of output leaves
+        self.results: list[Any] = [None] * len(microbatches)
         self.peak_in_flight = 0
-        self._received_specs = [tensor_spec(node) for node in stage.plan.received]
-        self._sent_specs = [tensor_spec(node) for node in stage.plan.sent]
-        self._arriving: dict[Task, list[comm.Handle]] = {}
-        self._leaving: dict[Task, list[torch.Tensor]] = {}
-        self._under_way: dict[Kind, deque[list[comm.Handle]]] = {
-            Kind.SEND_FORWARD: deque(),
-            Kind.SEND_BACKWARD: deque(),
-        }
-        self._kept: dict[int, _Kept] = {}
+        self._module = module
+        self._chunks = chunks
+        self._schedule = schedule
+        self._stage = stage
+        self._transport = transport
+        self._microbatches = microbatches
+        self._pick_loss = pick_loss
+        self._trains = schedule.trains
+        self._handed_over: dict[Task, list[torch.Tensor]] = {}  # from one chunk of this stage to another, by receive
+        self._kept: dict[Task, _Kept] = {}  # by the forward
 
-    def execute(self, schedule: Callable[[int, int, int], Sequence[Task]]) -> list[Any]:
-        """Runs this stage's tasks of `schedule(stage, num_stages, num_microbatches)` in order; returns the results.
+    def execute(self) -> list[Any]:
+        """Runs this stage's tasks; returns `results`.
 
         Raises:
             whatever a task raises, with the task and the stage before the message.
         """
-        do = {  # not an attribute: `self` in a cycle would hold tensors until the garbage collector comes by
-            Kind.RECV_FORWARD: self._post_forward,
-            Kind.FORWARD: self._forward,
-            Kind.SEND_FORWARD: self._send_forward,
-            Kind.RECV_BACKWARD: self._post_backward,
-            Kind.BACKWARD: self._backward,
-            Kind.SEND_BACKWARD: self._send_backward,
-        }
-        for task in schedule(self.index, self.num_stages, len(self.microbatches)):
-            with self._at(task):
-                do[task.kind](task.microbatch)
-        for kind, sends in self._under_way.items():
-            with self._at(f"last {kind.value}"):
-                while sends:
-                    _wait(sends.popleft())
+        self._transport.run(self._compute)
         return self.results
 
-    @contextmanager
-    def _at(self, what: Task | str) -> Iterator[None]:
-        """Errors inside say what was being done, and where."""
-        try:
-            yield
-        except Exception as error:
-            add_place(error, f"{what} on stage {self.index} of {self.num_stages}")
-            raise
+    def _compute(self, task: Task) -> None:
+        if task.kind is Kind.FORWARD:
+            self._forward(task)
+        elif task.kind is Kind.BACKWARD:
+            self._backward(task)
+        elif task.kind is Kind.BACKWARD_INPUT:
+            self._backward_input(task)
+        else:
+            self._backward_weight(task)
 
-    # --- computing
+    # --- forward
 
-    def _forward(self, microbatch: int) -> None:
-        received = self._await(Task(Kind.RECV_FORWARD, microbatch), self._received_specs)
-        training = torch.is_grad_enabled()
-        for tensor, spec in zip(received, self._received_specs):
-            tensor.requires_grad_(training and spec.requires_grad)
-        sent, outputs = self.stage.run(self.module, self.microbatches[microbatch], received)
+    def _forward(self, task: Task) -> None:
+        chunk = self._chunks[task.chunk]
+        received = self._take(task)
+        for tensor, spec in zip(received, chunk.plan.received_specs):
+            tensor.requires_grad_(self._trains and spec.requires_grad)
+        sent, outputs = chunk.run(self._module, self._microbatches[task.microbatch], received)
         loss = None
-        if self.index == self.num_stages - 1:
-            if self.pick_loss is None:
-                self.results[microbatch] = [x.detach() if isinstance(x, torch.Tensor) else x for x in outputs]
+        if self._schedule.peer(self._stage, _send_after(task)) is None:
+            if self._pick_loss is None:
+                self.results[task.microbatch] = [x.detach() if isinstance(x, torch.Tensor) else x for x in outputs]
             else:
-                loss = self.pick_loss(outputs)
-                self.results[microbatch] = loss.detach()
-        if self.index < self.num_stages - 1:
-            self._leaving[Task(Kind.SEND_FORWARD, microbatch)] = [x.detach() for x in sent]
-        if training:
+                loss = self._pick_loss(outputs)
+                self.results[task.microbatch] = loss.detach()
+        else:
+            self._give(task, [x.detach() for x in sent])
+        if self._trains:
             # An edge holds the history of a tensor and not its values: what was sent is freed unless autograd saved it.
             edges = [get_gradient_edge(x) if x.requires_grad else None for x in sent]
-            self._kept[microbatch] = _Kept(received, edges, loss)
+            self._kept[task] = _Kept(received, edges, loss)
             self.peak_in_flight = max(self.peak_in_flight, len(self._kept))
 
-    def _backward(self, microbatch: int) -> None:
-        received, edges, loss = self._kept.pop(microbatch)
+    # --- backward
+
+    def _backward(self, task: Task) -> None:
+        received, edges, loss, _ = self._kept.pop(task._replace(kind=Kind.FORWARD))
         if loss is not None:
-            (loss / len(self.microbatches)).backward()
+            (loss / len(self._microbatches)).backward()
         else:
-            specs = [spec for spec in self._sent_specs if spec.requires_grad]
-            incoming = iter(self._await(Task(Kind.RECV_BACKWARD, microbatch), specs))
-            pairs = [(edge, next(incoming)) for edge, spec in zip(edges, self._sent_specs) if spec.requires_grad]
-            used = [(edge, grad) for edge, grad in pairs if edge is not None]
+            used = self._used(task, edges, self._take(task))
             if used:
                 torch.autograd.backward([edge for edge, _ in used], [grad for _, grad in used])
-        if self.index > 0:
-            self._leaving[Task(Kind.SEND_BACKWARD, microbatch)] = [
-                torch.zeros_like(x) if x.grad is None else x.grad
-                for x, spec in zip(received, self._received_specs)
+        self._give_gradients(task, received, [x.grad for x in received])
+
+    def _backward_input(self, task: Task) -> None:
+        """The gradients of what was received. The graph stays for the other half."""
+        forward = task._replace(kind=Kind.FORWARD)
+        kept = self._kept[forward]
+        incoming = [] if kept.loss is not None else self._take(task)
+        self._kept[forward] = kept._replace(incoming=incoming)
+        roots, root_grads = self._roots(task, kept, incoming)
+        inputs = [x for x in kept.received if x.requires_grad]
+        computed: Sequence[torch.Tensor | None] = [None] * len(inputs)
+        if roots and inputs:
+            computed = torch.autograd.grad(roots, inputs, root_grads, retain_graph=True, allow_unused=True)
+        grads = iter(computed)
+        self._give_gradients(task, kept.received, [next(grads) if x.requires_grad else None for x in kept.received])
+
+    def _backward_weight(self, task: Task) -> None:
+        """The gradients of parameters, by a backward of the whole chunk, which computes input gradients again.
+
+        The result is right for every module. Layers that can compute their weight gradient alone would save the work.
+        """
+        kept = self._kept.pop(task._replace(kind=Kind.FORWARD))
+        assert kept.incoming is not None
+        roots, root_grads = self._roots(task, kept, kept.incoming)
+        if roots:
+            torch.autograd.backward(roots, root_grads)
+
+    def _roots(
+        self, task: Task, kept: _Kept, incoming: Sequence[torch.Tensor]
+    ) -> tuple[list[torch.Tensor] | list[GradientEdge], list[torch.Tensor] | None]:
+        """Where backward starts, and with which gradients."""
+        if kept.loss is not None:
+            return [kept.loss / len(self._microbatches)], None
+        used = self._used(task, kept.sent, incoming)
+        return [edge for edge, _ in used], [grad for _, grad in used]
+
+    def _used(
+        self, task: Task, edges: Sequence[GradientEdge | None], incoming: Sequence[torch.Tensor]
+    ) -> list[tuple[GradientEdge, torch.Tensor]]:
+        """What was sent and has a history, with its gradients."""
+        specs = self._chunks[task.chunk].plan.sent_specs
+        arrived = iter(incoming)
+        pairs = [(edge, next(arrived)) for edge, spec in zip(edges, specs) if spec.requires_grad]
+        return [(edge, grad) for edge, grad in pairs if edge is not None]
+
+    def _give_gradients(
+        self, task: Task, received: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]
+    ) -> None:
+        if self._schedule.peer(self._stage, _send_after(task)) is None:
+            return
+        specs = self._chunks[task.chunk].plan.received_specs
+        self._give(
+            task,
+            [
+                torch.zeros_like(x) if grad is None else grad
+                for x, grad, spec in zip(received, grads, specs)
                 if spec.requires_grad
-            ]
+            ],
+        )
 
-    # --- messages
+    # --- to and from the neighbouring chunks, on other stages or on this one
 
-    def _post_forward(self, microbatch: int) -> None:
-        handles = []
-        for spec in self._received_specs:
-            buffer = self._buffer(spec)
-            handles.append(comm.recv(buffer, self.channels.forward, src=self.index - 1, async_op=True))
-        self._arriving[Task(Kind.RECV_FORWARD, microbatch)] = handles
+    def _take(self, task: Task) -> list[torch.Tensor]:
+        """What a computation needs of its neighbour; nothing at the ends of the pipeline."""
+        receive = task._replace(kind=RECEIVE_FOR[task.kind])
+        sender = self._schedule.peer(self._stage, receive)
+        if sender is None:
+            return []
+        if sender[0] == self._stage:
+            return self._handed_over.pop(receive)
+        return self._transport.take(receive)
 
-    def _post_backward(self, microbatch: int) -> None:
-        handles = []
-        for spec in self._sent_specs:
-            if spec.requires_grad:
-                buffer = self._buffer(spec)
-                handles.append(comm.recv(buffer, self.channels.backward, src=self.index + 1, async_op=True))
-        self._arriving[Task(Kind.RECV_BACKWARD, microbatch)] = handles
-
-    def _send_forward(self, microbatch: int) -> None:
-        self._make_room(Kind.SEND_FORWARD)
-        handles = []
-        for tensor, spec in zip(self._leaving.pop(Task(Kind.SEND_FORWARD, microbatch)), self._sent_specs):
-            payload = on_the_wire(tensor, spec)
-            handles.append(comm.send(payload, self.channels.forward, dst=self.index + 1, async_op=True))
-        self._under_way[Kind.SEND_FORWARD].append(handles)
-
-    def _send_backward(self, microbatch: int) -> None:
-        self._make_room(Kind.SEND_BACKWARD)
-        handles = []
-        specs = [spec for spec in self._received_specs if spec.requires_grad]
-        for tensor, spec in zip(self._leaving.pop(Task(Kind.SEND_BACKWARD, microbatch)), specs):
-            payload = on_the_wire(tensor, spec)
-            handles.append(comm.send(payload, self.channels.backward, dst=self.index - 1, async_op=True))
-        self._under_way[Kind.SEND_BACKWARD].append(handles)
-
-    def _make_room(self, kind: Kind) -> None:
-        sends = self._under_way[kind]
-        while len(sends) >= send_window(kind, self.index, self.num_stages):
-            _wait(sends.popleft())
-
-    def _buffer(self, spec: TensorSpec) -> torch.Tensor:
-        return torch.empty(wire_shape(spec), dtype=spec.dtype, device=self.device)
-
-    def _await(self, task: Task, specs: Sequence[TensorSpec]) -> list[torch.Tensor]:
-        """The tensors of a posted receive, laid out in memory as the model has them."""
-        buffers = _wait(self._arriving.pop(task, []))
-        return [off_the_wire(buffer, spec) for buffer, spec in zip(buffers, specs)]
+    def _give(self, task: Task, tensors: list[torch.Tensor]) -> None:
+        """Passes what a computation made on to its neighbour."""
+        send = _send_after(task)
+        receiver = self._schedule.peer(self._stage, send)
+        assert receiver is not None
+        if receiver[0] == self._stage:
+            self._handed_over[receiver[1]] = tensors
+        else:
+            self._transport.give(send, tensors)
 
 
-def _wait(handles: Sequence[comm.Handle]) -> list[torch.Tensor]:
-    return [handle.wait() for handle in handles]
-
-
-def tensor_spec(node: Any) -> TensorSpec:
-    spec: TensorSpec = node.meta["info"].spec
-    return spec
-
-
-# A transposed tensor travels as it lies in memory, without a copy, and arrives with the strides that it has in the
-# model: a `view` which is possible there is possible here.
-
-
-def _memory_order(spec: TensorSpec) -> list[int]:
-    """Dims from the largest stride to the smallest; as they are, if memory has gaps or overlaps."""
-    order = sorted(range(len(spec.shape)), key=lambda dim: (spec.stride[dim], spec.shape[dim]), reverse=True)
-    expected = 1
-    for dim in reversed(order):
-        if spec.shape[dim] > 1 and spec.stride[dim] != expected:
-            return list(range(len(spec.shape)))
-        expected *= spec.shape[dim]
-    return order
-
-
-def wire_shape(spec: TensorSpec) -> tuple[int, ...]:
-    return tuple(spec.shape[dim] for dim in _memory_order(spec))
-
-
-def on_the_wire(x: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    return _permuted(x, _memory_order(spec)).contiguous()
-
-
-def off_the_wire(x: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    order = _memory_order(spec)
-    return _permuted(x, [order.index(dim) for dim in range(len(order))])
-
-
-def _permuted(x: torch.Tensor, order: list[int]) -> torch.Tensor:
-    return x if order == sorted(order) else x.permute(order)  # on XLA even the identity is a computation
+def _send_after(task: Task) -> Task:
+    return task._replace(kind=SEND_AFTER[task.kind])

@@ -1,4 +1,4 @@
-"""Executing a schedule where ranks have no messages (XLA): stages in lockstep, transfers in which all ranks take part.
+"""Moving tensors where ranks have no messages (XLA): stages in lockstep, transfers in which all ranks take part.
 
     round      stage 0     stage 1     transfers after it
     1          F0                      forward
@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -29,136 +29,176 @@ from ...comm.host import upload
 from ...gradients.gradient import gradient_of, missing_gradient
 from ..cut.partition import StagePlan
 from ..record.recording import TensorSpec
-from ..schedule import Kind, Task, rounds
-from .executor import Run, off_the_wire, on_the_wire, tensor_spec, wire_shape
+from ..schedule import Kind, Round, Schedule, Task, rounds
+from ..schedule.tasks import SEND_AFTER
+from .transport import Channels, located
+from .wire import off_the_wire, on_the_wire, specs_of, wire_shape
 
 __all__ = ["Lockstep", "Transfers"]
 
 
-class _Slot(NamedTuple):
-    """What one collective carries."""
+class _Payload(NamedTuple):
+    """What one collective of a transfer carries."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
 class _Direction:
-    """Transfers to the next stage, or to the one before.
+    """Transfers of activations, or of gradients.
 
-    Boundary `i` is between stages `i` and `i + 1`. Of each shape and dtype there are as many slots as the boundary
-    needs that needs the most; `places[i]` are the slots of the tensors that cross boundary `i`.
+    Attributes:
+        sent: the kind of the sends that these transfers carry out.
+        pairs: `(source, target)` stages.
+        payloads: of each shape and dtype as many as the boundary needs that needs the most.
+        crossing: what crosses each boundary, by the virtual stage that sends it.
+        indices: the payloads that those tensors are, by the virtual stage that sends them.
     """
 
-    def __init__(self, step: int, computed: Kind, sent: Kind, received: Kind, crossing: list[list[TensorSpec]]) -> None:
-        self.step, self.computed, self.sent, self.received = step, computed, sent, received
-        self.crossing = crossing
-        last = len(crossing)
-        self.pairs = [(stage, stage + step) for stage in range(last + 1) if 0 <= stage + step <= last]
-        kinds = [[_Slot(wire_shape(spec), spec.dtype) for spec in specs] for specs in crossing]
-        needed: Counter[_Slot] = Counter()
-        for found in kinds:
-            needed |= Counter(found)
-        self.slots = list(needed.elements())
-        self.places = [self._places(found) for found in kinds]
+    def __init__(self, sent: Kind, plans: Sequence[StagePlan], schedule: Schedule) -> None:
+        self.sent = sent
+        self.crossing: dict[int, list[TensorSpec]] = {}
+        pairs: set[tuple[int, int]] = set()
+        for virtual_stage, plan in enumerate(plans):
+            stage, chunk = schedule.holder(virtual_stage)
+            receiver = schedule.peer(stage, Task(sent, chunk, 0))
+            if receiver is not None and receiver[0] != stage:
+                self.crossing[virtual_stage] = specs_of(plan, sent)
+                pairs.add((stage, receiver[0]))
+        self.pairs = sorted(pairs)
+        if len({source for source, _ in pairs}) < len(pairs):
+            raise ValueError(f"{schedule}: a stage sends to several others, which one collective cannot do: {pairs}")
+        carried = {
+            sender: [_Payload(wire_shape(spec), spec.dtype) for spec in specs]
+            for sender, specs in self.crossing.items()
+        }
+        needed: Counter[_Payload] = Counter()
+        for payloads in carried.values():
+            needed |= Counter(payloads)
+        self.payloads = list(needed.elements())
+        self.indices = {sender: self._indices_of(payloads) for sender, payloads in carried.items()}
 
-    def sending(self, tasks: Sequence[Task | None], stage: int) -> tuple[int, int] | None:
-        """The boundary and the microbatch of what a stage has to send after a round, if it has anything."""
-        boundary = min(stage, stage + self.step)
-        task = tasks[stage] if 0 <= stage < len(tasks) and 0 <= boundary < len(self.crossing) else None
-        return (boundary, task.microbatch) if task is not None and task.kind is self.computed else None
+    def send_of(self, task: Task | None) -> Task | None:
+        """The send after a computation, if it is of this direction."""
+        if task is None or SEND_AFTER.get(task.kind) is not self.sent:
+            return None
+        return task._replace(kind=self.sent)
 
-    def _places(self, found: Sequence[_Slot]) -> list[int]:
-        free = {kind: [place for place, slot in enumerate(self.slots) if slot == kind] for kind in found}
-        return [free[kind].pop(0) for kind in found]
+    def _indices_of(self, payloads: Sequence[_Payload]) -> list[int]:
+        free = {payload: [i for i, each in enumerate(self.payloads) if each == payload] for payload in payloads}
+        return [free[payload].pop(0) for payload in payloads]
 
 
 class Transfers:
-    """What goes from stage to stage, by the plans of all stages, which every rank has."""
-
-    def __init__(self, plans: Sequence[StagePlan]) -> None:
-        crossing = [[tensor_spec(node) for node in plan.sent] for plan in plans[:-1]]
-        grads = [[spec for spec in specs if spec.requires_grad] for specs in crossing]
-        self.forward = _Direction(1, Kind.FORWARD, Kind.SEND_FORWARD, Kind.RECV_FORWARD, crossing)
-        self.backward = _Direction(-1, Kind.BACKWARD, Kind.SEND_BACKWARD, Kind.RECV_BACKWARD, grads)
-        self._dummies: dict[tuple[_Slot, torch.device], torch.Tensor] = {}
-
-    def dummy(self, slot: _Slot, device: torch.device) -> torch.Tensor:
-        """What a rank sends that has nothing to send: data like all else, not a constant of its program."""
-        if (slot, device) not in self._dummies:
-            self._dummies[slot, device] = upload(torch.zeros(slot.shape, dtype=slot.dtype), device)
-        return self._dummies[slot, device]
-
-
-class Lockstep(Run):
-    """One pass over all microbatches on this rank.
+    """What goes from stage to stage, by the plans of all virtual stages, which every rank has.
 
     Args:
-        transfers: of the program.
-        parameters: of this stage.
-        given: the arguments of `Run`.
+        plans: by virtual stage.
+        schedule: says which stage holds each of them.
+
+    Raises:
+        ValueError: a stage sends to several others.
     """
 
-    def __init__(self, transfers: Transfers, parameters: Iterable[torch.Tensor], *given: Any) -> None:
-        super().__init__(*given)
+    def __init__(self, plans: Sequence[StagePlan], schedule: Schedule) -> None:
+        self.forward = _Direction(Kind.SEND_FORWARD, plans, schedule)
+        self.backward = _Direction(Kind.SEND_BACKWARD, plans, schedule)
+        self.dummies: dict[tuple[_Payload, torch.device], torch.Tensor] = {}
+
+    def dummy(self, payload: _Payload, device: torch.device) -> torch.Tensor:
+        """What a rank sends that has nothing to send: data like all else, not a constant of its program."""
+        if (payload, device) not in self.dummies:
+            self.dummies[payload, device] = upload(torch.zeros(payload.shape, dtype=payload.dtype), device)
+        return self.dummies[payload, device]
+
+
+class Lockstep:
+    """The transport of backends on which all ranks have to call the same collective.
+
+    Args:
+        schedule, stage: what to go through, and on which stage.
+        transfers: of the program.
+        channels: to the other stages.
+        parameters: of this stage.
+        device: where this stage computes.
+    """
+
+    def __init__(
+        self,
+        *,
+        schedule: Schedule,
+        stage: int,
+        transfers: Transfers,
+        channels: Channels,
+        parameters: Iterable[torch.Tensor],
+        device: torch.device,
+    ) -> None:
+        self._schedule = schedule
+        self._stage = stage
         self._transfers = transfers
+        self._channels = channels
         self._parameters = [param for param in parameters if param.requires_grad]
-        self._arrived: dict[Task, list[torch.Tensor]] = {}
+        self._device = device
+        self._leaving: dict[Task, list[torch.Tensor]] = {}
+        self._arrived: dict[Task, tuple[list[torch.Tensor], list[TensorSpec]]] = {}
 
-    def execute(self, schedule: Callable[[int, int, int], Sequence[Task]]) -> list[Any]:
-        """Runs this stage's tasks, takes part in all transfers, and returns the results.
-
-        Raises:
-            whatever a task raises, with the task and the stage before the message.
-        """
-        schedules = [schedule(stage, self.num_stages, len(self.microbatches)) for stage in range(self.num_stages)]
-        filled = self._fill_gradients() if torch.is_grad_enabled() else []
+    def run(self, compute: Callable[[Task], None]) -> None:
+        filled = self._fill_gradients() if self._schedule.trains else []
         self._cut()
         versions = [grad._version for _, _, grad in filled]
         try:
-            self._run(schedules)
+            for number, each in enumerate(rounds(self._schedule), 1):
+                self._round(number, each, compute)
         finally:
             for (param, name, grad), version in zip(filled, versions):
                 if getattr(param, name) is grad and grad._version == version:  # no microbatch used the parameter
                     setattr(param, name, None)
-        return self.results
 
-    def _run(self, schedules: Sequence[Sequence[Task]]) -> None:
-        for number, (tasks, forward, backward) in enumerate(rounds(schedules), 1):
-            task = tasks[self.index]
-            if task is not None:
-                with self._at(task):
-                    (self._forward if task.kind is Kind.FORWARD else self._backward)(task.microbatch)
-            both = ((forward, self._transfers.forward), (backward, self._transfers.backward))
-            needed = [direction for needed, direction in both if needed and direction.slots]
-            for direction in needed:
-                with self._at(f"{direction.sent.value} of round {number}"):
-                    self._transfer(direction, tasks)
-            if not needed:
-                self._cut()
+    def give(self, send: Task, tensors: list[torch.Tensor]) -> None:
+        self._leaving[send] = tensors
+
+    def take(self, receive: Task) -> list[torch.Tensor]:
+        # Nothing has come where no boundary of the direction has tensors. What has come is permuted here, in the
+        # program of the task that needs it, and not in that of the transfer.
+        wires, specs = self._arrived.pop(receive, ([], []))
+        return [off_the_wire(wire, spec) for wire, spec in zip(wires, specs)]
+
+    def _round(self, number: int, each: Round, compute: Callable[[Task], None]) -> None:
+        task = each.tasks[self._stage]
+        if task is not None:
+            with located(task, self._stage, self._schedule.num_stages):
+                compute(task)
+        both = ((each.forward, self._transfers.forward), (each.backward, self._transfers.backward))
+        needed = [direction for is_needed, direction in both if is_needed and direction.payloads]
+        for direction in needed:
+            with located(f"{direction.sent.value} of round {number}", self._stage, self._schedule.num_stages):
+                self._transfer(direction, each.tasks)
+        if not needed:
+            self._cut()
 
     def _transfer(self, direction: _Direction, tasks: Sequence[Task | None]) -> None:
-        """Moves what stages made in this round, by what they did of the direction's kind."""
-        channel = self.channels.forward if direction.step > 0 else self.channels.backward
+        """Moves what stages made in this round, if it is of the direction."""
+        channel = self._channels.forward if direction.sent is Kind.SEND_FORWARD else self._channels.backward
         payloads = {}
-        mine = direction.sending(tasks, self.index)
-        if mine is not None:
-            boundary, microbatch = mine
-            leaving = self._leaving.pop(Task(direction.sent, microbatch))
-            crossing = zip(direction.places[boundary], leaving, direction.crossing[boundary])
-            payloads = {place: on_the_wire(tensor, spec) for place, tensor, spec in crossing}
+        send = direction.send_of(tasks[self._stage])
+        if send is not None and self._schedule.is_message(self._stage, send):
+            sender = self._schedule.virtual_stage(self._stage, send.chunk)
+            leaving = self._leaving.pop(send)
+            for index, tensor, spec in zip(direction.indices[sender], leaving, direction.crossing[sender]):
+                payloads[index] = on_the_wire(tensor, spec)
         came = []
-        for place, slot in enumerate(direction.slots):
-            payload = payloads.pop(place) if place in payloads else self._transfers.dummy(slot, self.device)
-            # A program for each slot: two tensors that a stage sends may be one in memory, which would be one input.
+        for index, wanted in enumerate(direction.payloads):
+            payload = payloads.pop(index) if index in payloads else self._transfers.dummy(wanted, self._device)
+            # A program for each payload: two tensors that a stage sends may be one in memory, which would be one input.
             with comm.current().backend.own_program():
                 came.append(comm.permute(payload, channel, pairs=direction.pairs))
-        theirs = direction.sending(tasks, self.index - direction.step)
-        if theirs is not None:
-            boundary, microbatch = theirs
-            self._arrived[Task(direction.received, microbatch)] = [came[place] for place in direction.places[boundary]]
-
-    def _await(self, task: Task, specs: Sequence[TensorSpec]) -> list[torch.Tensor]:
-        return [off_the_wire(wire, spec) for wire, spec in zip(self._arrived.pop(task, []), specs)]
+        for stage, task in enumerate(tasks):
+            send = direction.send_of(task)
+            receiver = None if send is None else self._schedule.peer(stage, send)
+            if send is not None and receiver is not None and receiver[0] == self._stage != stage:
+                sender = self._schedule.virtual_stage(stage, send.chunk)
+                wires = [came[index] for index in direction.indices[sender]]
+                self._arrived[receiver[1]] = wires, direction.crossing[sender]
 
     def _fill_gradients(self) -> list[tuple[torch.Tensor, str, torch.Tensor]]:
         """Zeros where a gradient is missing: `(parameter, attribute, gradient)`.

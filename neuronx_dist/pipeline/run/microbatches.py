@@ -61,12 +61,12 @@ class Batch:
         """What is not a tensor: constants of a recording."""
         return [leaf for leaf in self.leaves if not isinstance(leaf, torch.Tensor)]
 
-    def microbatches(self, wanted: Sequence[int], device: torch.device) -> list[dict[int, torch.Tensor]]:
-        """The tensors with the wanted leaf numbers, on `device`, for each microbatch."""
+    def microbatches(self, leaves: Sequence[int], device: torch.device) -> list[dict[int, torch.Tensor]]:
+        """The tensors with these leaf numbers, on `device`, for each microbatch."""
         # A 0-dim tensor of 0 or 1 would be a constant of an XLA program, which another value would need anew.
         moved = {
             index: leaf.to(device, non_blocking=True) if leaf.ndim else upload(leaf, device)
-            for index, leaf in ((index, self.leaves[index]) for index in wanted)
+            for index, leaf in ((index, self.leaves[index]) for index in leaves)
         }
         return [
             {index: self._piece(leaf, microbatch) for index, leaf in moved.items()}
@@ -129,7 +129,7 @@ def _marked(output: Any, spec: Any, where: str) -> Iterator[Any]:
         yield output
     elif isinstance(spec, Mapping):
         if not isinstance(output, Mapping):
-            raise ValueError(f"output_loss_value_spec is a dict, but {where} is a {_kind(output)}")
+            raise ValueError(f"output_loss_value_spec is a dict, but {where} is a {_type_name(output)}")
         for key, inner in spec.items():
             if inner and key not in output:
                 raise ValueError(f"output_loss_value_spec names {key!r}, but {where} has {sorted(map(str, output))}")
@@ -139,7 +139,7 @@ def _marked(output: Any, spec: Any, where: str) -> Iterator[Any]:
         items = list(output.values()) if isinstance(output, Mapping) else output
         if not isinstance(items, (tuple, list)) or len(items) < len(spec):
             raise ValueError(
-                f"output_loss_value_spec has {len(spec)} entries, but {where} is a {_kind(output)}"
+                f"output_loss_value_spec has {len(spec)} entries, but {where} is a {_type_name(output)}"
                 + (f" of {len(items)}" if isinstance(items, (tuple, list)) else "")
             )
         for index, inner in enumerate(spec):
@@ -149,5 +149,5 @@ def _marked(output: Any, spec: Any, where: str) -> Iterator[Any]:
         raise ValueError(f"output_loss_value_spec must be made of True, False, tuples and dicts, got {spec!r}")
 
 
-def _kind(output: Any) -> str:
+def _type_name(output: Any) -> str:
     return "Tensor" if isinstance(output, torch.Tensor) else type(output).__name__  # it is a fake one

@@ -113,13 +113,8 @@ PROGRAM_OF: dict[str, str] = {
     "NxDPPModel._report:comm.all_reduce#1": "llama",
     "NxDPPModel._report:comm.broadcast#1": "llama, stages",
     **{
-        f"Run.{call}#1": "llama, stages"
-        for call in (
-            "_post_forward:comm.recv",
-            "_post_backward:comm.recv",
-            "_send_forward:comm.send",
-            "_send_backward:comm.send",
-        )
+        f"Messages.{call}#1": "llama, stages"
+        for call in ("_post:comm.recv", "_send:comm.send")
     },
 }
 

@@ -144,7 +144,7 @@ def test_a_rank_is_played_for_each_answer_and_not_for_each_rank():
 
 def test_stages_are_programs_of_their_own():
     found = played(models.pipeline, Mesh(16, tp=2, pp=4), models.pipeline_inputs)
-    assert found.num_microbatches == 4
+    assert found.schedule.num_microbatches == 4
     assert {program.rank for program in found.distinct} == {0, 4, 8, 12}
     assert found.representatives() == [0, 4, 8, 12]
 
@@ -339,16 +339,20 @@ def test_a_batch_that_is_not_divisible_into_microbatches():
 
 def test_the_schedule_is_simulated_over_all_microbatches(monkeypatch):
     from neuronx_dist.checking.programs import compare
-    from neuronx_dist.pipeline.schedule import one_f_one_b
+    from neuronx_dist.pipeline.schedule import OneFOneB
 
     asked = []
 
-    def first_receive_last(stage, num_stages, num_microbatches):
-        asked.append(num_microbatches)
-        tasks = one_f_one_b(stage, num_stages, num_microbatches)
-        return tasks if stage < num_stages - 1 else [*tasks[1:], tasks[0]]
+    class FirstReceiveLast(OneFOneB):
+        def tasks(self, stage):
+            asked.append(self.num_microbatches)
+            tasks = super().tasks(stage)
+            return tasks if stage < self.num_stages - 1 else [*tasks[1:], tasks[0]]
 
-    monkeypatch.setattr(compare, "one_f_one_b", first_receive_last)
+    simulate = compare.simulate
+    monkeypatch.setattr(
+        compare, "simulate", lambda given: simulate(FirstReceiveLast(given.num_stages, given.num_microbatches))
+    )
     report = spmd.check(
         models.pipeline, models.pipeline_inputs(), {"pp": 2}, options=dict(num_microbatches=8), level=None
     )

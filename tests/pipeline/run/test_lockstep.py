@@ -21,8 +21,9 @@ from neuronx_dist.comm.backends import threads
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.optimizer import NeuronZero1Optimizer
 from neuronx_dist.pipeline import NxDPPModel
+from neuronx_dist.pipeline.run.executor import Executor
 from neuronx_dist.pipeline.run.lockstep import Lockstep
-from neuronx_dist.pipeline.schedule import Kind, Task, inference, one_f_one_b, rounds, simulate
+from neuronx_dist.pipeline.schedule import Inference, Kind, OneFOneB, Task, rounds, simulate
 from tests.pipeline import test_parity
 from tests.support import pipeline_models
 from tests.support.paths import file_name
@@ -40,6 +41,7 @@ from tests.support.pipeline_models import (
     reference,
     train,
 )
+from tests.support.toy_schedules import InTheseOrders
 
 PP2 = Mesh(2, pp=2)
 
@@ -76,7 +78,7 @@ def programs(monkeypatch: pytest.MonkeyPatch) -> Programs:
 
     def noting(original: Any, what: str) -> Any:
         def call(self: Any, *args: Any) -> Any:
-            noted.found[-1].append(f"{what}{args[0]}" if isinstance(args[0], int) else f"{what} {list(args[2])}")
+            noted.found[-1].append(str(args[0]) if isinstance(args[0], Task) else f"{what} {list(args[2])}")
             return original(self, *args)
 
         return call
@@ -87,8 +89,7 @@ def programs(monkeypatch: pytest.MonkeyPatch) -> Programs:
         monkeypatch.setattr(threads.ThreadsCommunicator, verb, refuse)
     permute = noting(threads.ThreadsCommunicator.start_permute, "permute")
     monkeypatch.setattr(threads.ThreadsCommunicator, "start_permute", permute)
-    for name, what in (("_forward", "F"), ("_backward", "B")):
-        monkeypatch.setattr(Lockstep, name, noting(getattr(Lockstep, name), what))
+    monkeypatch.setattr(Executor, "_compute", noting(Executor._compute, "task"))
     return noted
 
 
@@ -99,16 +100,16 @@ GRID = [(stages, microbatches) for stages in range(1, 9) for microbatches in (1,
 
 @pytest.mark.parametrize("stages,microbatches", GRID)
 def test_1f1b_in_rounds(stages: int, microbatches: int) -> None:
-    schedules = [one_f_one_b(stage, stages, microbatches) for stage in range(stages)]
-    found = rounds(schedules)
+    schedule = OneFOneB(stages, microbatches)
+    found = rounds(schedule)
     assert len(found) == 2 * (microbatches + stages - 1)
     peaks = []
-    for stage, schedule in enumerate(schedules):
+    for stage in range(stages):
         tasks = [each.tasks[stage] for each in found if each.tasks[stage] is not None]
-        assert tasks == [task for task in schedule if task.kind in (Kind.FORWARD, Kind.BACKWARD)]
+        assert tasks == [task for task in schedule.tasks(stage) if task.kind in (Kind.FORWARD, Kind.BACKWARD)]
         open_now = [sum(1 if task.kind is Kind.FORWARD else -1 for task in tasks[:n]) for n in range(len(tasks) + 1)]
         peaks.append(max(open_now))
-    assert peaks == simulate(schedules).peak_in_flight == [min(stages - s, microbatches) for s in range(stages)]
+    assert peaks == simulate(schedule).peak_in_flight == [min(stages - s, microbatches) for s in range(stages)]
     when = {(stage, task): number for number, each in enumerate(found) for stage, task in enumerate(each.tasks) if task}
     for (stage, task), number in when.items():
         before = stage - 1 if task.kind is Kind.FORWARD else stage + 1
@@ -118,21 +119,19 @@ def test_1f1b_in_rounds(stages: int, microbatches: int) -> None:
 
 
 def test_inference_in_rounds() -> None:
-    found = rounds([inference(stage, 3, 4) for stage in range(3)])
+    found = rounds(Inference(3, 4))
     assert len(found) == 4 + 3 - 1 and not any(each.backward for each in found)
     assert [each.forward for each in found] == [True] * 5 + [False]
 
 
 def test_prints_compactly() -> None:
-    found = rounds([one_f_one_b(stage, 2, 2) for stage in range(2)])
+    found = rounds(OneFOneB(2, 2))
     assert list(map(str, found)) == ["F0 - >", "F1 F0 >", "- B0 <", "B0 F1", "- B1 <", "B1 -"]
 
 
 def test_a_deadlock_says_where() -> None:
-    first = [Task(Kind.FORWARD, 0), Task(Kind.BACKWARD, 0), Task(Kind.FORWARD, 1), Task(Kind.BACKWARD, 1)]
-    last = [Task(Kind.FORWARD, 0), Task(Kind.FORWARD, 1), Task(Kind.BACKWARD, 0), Task(Kind.BACKWARD, 1)]
     with pytest.raises(RuntimeError, match="deadlock: stage 0 at B0, stage 1 at F1"):
-        rounds([first, last])
+        rounds(InTheseOrders("F0 B0 F1 B1", "F0 F1 B0 B1"))
 
 
 # --- what comes out of it ---------------------------------------------------------------------------------------------
@@ -182,7 +181,7 @@ def test_boundaries_that_differ() -> None:
     options = {"num_microbatches": 4, "output_loss_value_spec": True}
     found = on_ranks(Mesh(4, pp=4), model, use, **options)
     assert found == [found[0]] * 4
-    schedule = rounds([one_f_one_b(stage, 4, 4) for stage in range(4)])
+    schedule = rounds(OneFOneB(4, 4))
     forward, backward = sum(each.forward for each in schedule), sum(each.backward for each in schedule)
     wide, flat = (2, SEQ, HIDDEN), (2, SEQ)
     assert Counter(found[0]) == {
@@ -340,15 +339,21 @@ def test_each_task_and_each_transfer_is_a_program(programs: Programs) -> None:
 def test_gradients_are_there_before_each_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the first would make them, and the others add to them: two programs."""
     missing: list[Any] = []
-    original = Lockstep._backward
+    checked: list[Task] = []
+    original = Lockstep.run
 
-    def backward(self: Lockstep, microbatch: int) -> None:
-        missing.extend(param for param in self._parameters if param.grad is None)
-        original(self, microbatch)
+    def run(self: Lockstep, compute: Any) -> None:
+        def computing(task: Task) -> None:
+            if task.kind is Kind.BACKWARD:
+                checked.append(task)
+                missing.extend(param for param in self._parameters if param.grad is None)
+            compute(task)
 
-    monkeypatch.setattr(Lockstep, "_backward", backward)
+        original(self, computing)
+
+    monkeypatch.setattr(Lockstep, "run", run)
     on_ranks(PP2, make(), lambda p: p.run_train(**batch()), num_microbatches=4, output_loss_value_spec=True)
-    assert missing == []
+    assert missing == [] and len(checked) == 8
 
 
 def test_dummies_are_made_once() -> None:
@@ -357,8 +362,9 @@ def test_dummies_are_made_once() -> None:
         for _ in range(2):
             pipeline.run_train(**batch())
             pipeline.zero_grad()
-            (program,) = pipeline._programs.values()
-            found.append({key: id(value) for key, value in program.transfers._dummies.items()})
+            transfers = pipeline.program(batch()).transfers
+            assert transfers is not None
+            found.append({key: id(value) for key, value in transfers.dummies.items()})
         assert found[0] == found[1]
         return len(found[0])
 

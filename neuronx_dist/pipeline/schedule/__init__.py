@@ -1,0 +1,42 @@
+"""Pipeline schedules as data: what each stage does, in which order. Pure Python; the runtime only executes them.
+
+    >>> schedule = OneFOneB(num_stages=2, num_microbatches=2)
+    >>> print(format_schedule(schedule.tasks(stage=0)))
+    F0 SF0 RB0 F1 SF1 RB1 B0 B1
+
+tasks.py         what a stage does for a microbatch; how it prints
+schedule.py      `Schedule`: the questions that runtime, layout, memory prediction and check ask
+one_f_one_b.py, inference.py     a schedule each: its order of computations, and its formulas
+selection.py     which of them trains
+messages.py      sends and receives, added to an order of computations
+simulate.py      all stages against each other, with the strictest transport there is
+lockstep.py      rounds, where there are no messages
+
+Two rules make every schedule here free of deadlock, whatever the transport does:
+
+- a receive is posted one computation ahead of the one that needs it, so that its sender finds it waiting;
+- activations and gradients travel in channels of their own, each a queue, and a sender waits only for messages that are
+  `send_window` places back in the same queue. By then the receiver has asked for them.
+"""
+
+from .inference import Inference
+from .lockstep import Round, rounds
+from .one_f_one_b import OneFOneB
+from .schedule import Schedule
+from .selection import training_schedule
+from .simulate import Simulation, simulate
+from .tasks import Kind, Task, format_schedule
+
+__all__ = [
+    "Inference",
+    "Kind",
+    "OneFOneB",
+    "Round",
+    "Schedule",
+    "Simulation",
+    "Task",
+    "format_schedule",
+    "rounds",
+    "simulate",
+    "training_schedule",
+]

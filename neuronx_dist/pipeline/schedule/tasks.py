@@ -1,0 +1,88 @@
+"""What a stage does, as data: a task is one thing done for one microbatch by one chunk of the model's layers.
+
+Tasks print as their kind, their microbatch and, after a point, their chunk, where that is not 0:
+
+    F3       forward of microbatch 3; F3.1: in the second chunk of a stage that holds several pieces of the model
+    B3       its backward: the gradients of its inputs and of its weights
+    I3, W3   the same in halves: the input gradient, for which the stage before waits; the weight gradient, which can be
+             later
+    RF3, SF3 post the receive of its activations; start sending them on
+    RB3, SB3 the same for the gradients that travel back
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from typing import NamedTuple
+
+__all__ = [
+    "COMPUTATIONS",
+    "OTHER_END",
+    "RECEIVES",
+    "RECEIVE_FOR",
+    "SENDS",
+    "SEND_AFTER",
+    "Kind",
+    "Task",
+    "format_schedule",
+]
+
+
+class Kind(Enum):
+    """What a task does; the value is what it prints as."""
+
+    RECV_FORWARD = "RF"
+    FORWARD = "F"
+    SEND_FORWARD = "SF"
+    RECV_BACKWARD = "RB"
+    BACKWARD = "B"
+    BACKWARD_INPUT = "I"
+    BACKWARD_WEIGHT = "W"
+    SEND_BACKWARD = "SB"
+
+
+class Task(NamedTuple):
+    """One thing that a stage does.
+
+    Attributes:
+        kind: what it does.
+        chunk: which of the stage's pieces of the model it concerns, from 0; a stage of a plain pipeline has one.
+        microbatch: from 0.
+    """
+
+    kind: Kind
+    chunk: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.kind.value}{self.microbatch}" + (f".{self.chunk}" if self.chunk else "")
+
+
+COMPUTATIONS = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT})
+SENDS = frozenset({Kind.SEND_FORWARD, Kind.SEND_BACKWARD})
+RECEIVES = frozenset({Kind.RECV_FORWARD, Kind.RECV_BACKWARD})
+
+# The message that brings what a computation needs, and the message that takes away what it makes. Both halves of a
+# backward need the incoming gradient; the stage keeps it between them, so that it is received once.
+RECEIVE_FOR = {
+    Kind.FORWARD: Kind.RECV_FORWARD,
+    Kind.BACKWARD: Kind.RECV_BACKWARD,
+    Kind.BACKWARD_INPUT: Kind.RECV_BACKWARD,
+}
+SEND_AFTER = {
+    Kind.FORWARD: Kind.SEND_FORWARD,
+    Kind.BACKWARD: Kind.SEND_BACKWARD,
+    Kind.BACKWARD_INPUT: Kind.SEND_BACKWARD,
+}
+OTHER_END = {
+    Kind.SEND_FORWARD: Kind.RECV_FORWARD,
+    Kind.RECV_FORWARD: Kind.SEND_FORWARD,
+    Kind.SEND_BACKWARD: Kind.RECV_BACKWARD,
+    Kind.RECV_BACKWARD: Kind.SEND_BACKWARD,
+}
+
+
+def format_schedule(tasks: Sequence[Task]) -> str:
+    """The tasks on one line."""
+    return " ".join(map(str, tasks))

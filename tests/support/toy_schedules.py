@@ -1,0 +1,95 @@
+"""Schedules that a user could write, each in a few lines: the package knows nothing of them."""
+
+from __future__ import annotations
+
+import re
+
+from neuronx_dist.pipeline.schedule import Kind, Schedule, Task
+
+
+class GPipe(Schedule):
+    """All forwards, then all backwards, the last microbatch first (Huang et al., 2019)."""
+
+    def computations(self, stage: int) -> list[Task]:
+        forwards = [Task(Kind.FORWARD, 0, microbatch) for microbatch in range(self.num_microbatches)]
+        return forwards + [Task(Kind.BACKWARD, 0, microbatch) for microbatch in reversed(range(self.num_microbatches))]
+
+    def peak_in_flight(self, stage: int) -> int:
+        return self.num_microbatches
+
+    @property
+    def bubble(self) -> float:
+        return (self.num_stages - 1) / (self.num_microbatches + self.num_stages - 1)
+
+
+class Halves(GPipe):
+    """All forwards, then all input gradients, then all weight gradients, where others would wait."""
+
+    def computations(self, stage: int) -> list[Task]:
+        kinds = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+        return [Task(kind, 0, microbatch) for kind in kinds for microbatch in range(self.num_microbatches)]
+
+    @property
+    def bubble(self) -> float:
+        # A stage waits for its first activation or its last stage's, and for its first gradient: both ways of the line.
+        rounds = 3 * self.num_microbatches + 2 * (self.num_stages - 1)
+        return 1 - 3 * self.num_microbatches / rounds
+
+
+class Around(Schedule):
+    """GPipe with two chunks on each stage: microbatches go around the line of stages twice."""
+
+    num_chunks = 2
+
+    def computations(self, stage: int) -> list[Task]:
+        pairs = [(chunk, microbatch) for chunk in range(2) for microbatch in range(self.num_microbatches)]
+        return [Task(Kind.FORWARD, *pair) for pair in pairs] + [Task(Kind.BACKWARD, *pair) for pair in reversed(pairs)]
+
+    def peak_in_flight(self, stage: int) -> int:
+        return 2 * self.num_microbatches
+
+    @property
+    def bubble(self) -> float:
+        waits = max(0, self.num_stages - self.num_microbatches)  # for the first microbatch to come around
+        idle = self.num_stages - 1 + waits
+        return idle / (2 * self.num_microbatches + idle)
+
+
+class ThereAndBack(Around):
+    """The same, but the second chunks are in reverse order: the last stage hands over to itself, as in ZB-V."""
+
+    def virtual_stage(self, stage: int, chunk: int) -> int:
+        return stage if chunk == 0 else 2 * self.num_stages - 1 - stage
+
+    def holder(self, virtual_stage: int) -> tuple[int, int]:
+        if virtual_stage < self.num_stages:
+            return virtual_stage, 0
+        return 2 * self.num_stages - 1 - virtual_stage, 1
+
+
+class InTheseOrders(Schedule):
+    """Stages that do what is written, such as `F0 SF0 B0`; messages are added where there are none."""
+
+    def __init__(self, *stages: str) -> None:
+        self.stages = [[_task(word) for word in words.split()] for words in stages]
+        super().__init__(len(stages), 1 + max(task.microbatch for tasks in self.stages for task in tasks))
+
+    def computations(self, stage: int) -> list[Task]:
+        return [task for task in self.stages[stage] if task.kind.value in ("F", "B", "I", "W")]
+
+    def tasks(self, stage: int) -> list[Task]:
+        written = self.stages[stage]
+        return super().tasks(stage) if written == self.computations(stage) else written
+
+    def peak_in_flight(self, stage: int) -> int:
+        raise NotImplementedError
+
+    @property
+    def bubble(self) -> float:
+        raise NotImplementedError
+
+
+def _task(word: str) -> Task:
+    match = re.fullmatch(r"([A-Z]+)(\d+)(?:\.(\d+))?", word)
+    assert match is not None
+    return Task(Kind(match[1]), int(match[3] or 0), int(match[2]))
