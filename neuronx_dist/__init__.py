@@ -21,7 +21,7 @@ _LAZY = {
     "Layout": "planning.layout",
     "MasterWeightsOptimizer": "optimizer",
     "NeuronZero1Optimizer": "optimizer",
-    "NxDPPModel": "pipeline",
+    "NxDPPModel": "pipeline.model",
     "clip_grad_norm": "gradients.norm",
     "hf": "",
     "global_num_items": "gradients.reduce",

@@ -31,12 +31,10 @@ def lazy_names(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]
         if name not in modules:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         path, _, attribute = modules[name].partition(":")
-        holder = importlib.import_module(f"{root}.{path}" if path else root)
         attribute = attribute or name
-        if attribute in vars(holder):
-            value = vars(holder)[attribute]
-        else:
-            value = importlib.import_module(f"{holder.__name__}.{attribute}")
+        value = getattr(importlib.import_module(f"{root}.{path}"), attribute, None) if path else None
+        if value is None:  # not in the package, so one of its modules
+            value = importlib.import_module(".".join(filter(None, [root, path, attribute])))
         setattr(sys.modules[package], name, value)
         return value
 
