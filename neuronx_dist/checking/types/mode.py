@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -73,6 +73,18 @@ _NO_KEYWORDS: dict[str, Any] = {}
 
 # Judgements of all modes, by the key of the call; those of modes whose ranks are RankValues apart.
 _memos: dict[bool, dict[Any, CachedJudgement]] = {False: {}, True: {}}
+
+
+class _Uncached(NamedTuple):
+    """A call on the slow path. `key`: under which to store its judgement; None: it is not to be stored."""
+
+    rule: Rule
+    func: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    tensors: Sequence[Tensor]
+    notes: Sequence[Note]
+    key: tuple[Any, ...] | None
 
 
 class SpmdTypeMode(Session):
@@ -280,11 +292,12 @@ class SpmdTypeMode(Session):
                 store(self._memo, key, CachedJudgement.undecided(rule.name, extra_key))
                 key += extra_values(extra_key, items, self)
         judgement = self.judge(rule, func, args, kwargs, tensors, notes)
+        call = _Uncached(rule, func, args, kwargs, tensors, notes, key)
         if rule.inplace is not None:
-            return self._write(tensors[rule.inplace], judgement, rule, func, args, kwargs, tensors, notes, key)
+            return self._write(call, tensors[rule.inplace], judgement)
         if kwargs.get("out") is not None:
-            return self._write(kwargs["out"], judgement, rule, func, args, kwargs, tensors, notes, key)
-        return self._make(judgement, rule, func, args, kwargs, tensors, notes, key)
+            return self._write(call, kwargs["out"], judgement)
+        return self._make(call, judgement)
 
     def _notes(self, tensors: Sequence[Tensor], function: str) -> tuple[list[Note] | None, bool]:
         """What is known of each operand, and whether any of that was written just now.
@@ -302,40 +315,26 @@ class SpmdTypeMode(Session):
             notes.append(note)
         return notes, changed
 
-    def _write(
-        self,
-        target: Tensor,
-        judgement: Judgement,
-        rule: Rule,
-        func: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        tensors: Sequence[Tensor],
-        notes: Sequence[Note],
-        key: tuple[Any, ...] | None,
-    ) -> Any:
+    def _write(self, call: _Uncached, target: Tensor, judgement: Judgement) -> Any:
         """Runs a function that writes to `target`, if that may become what is written to it."""
         type_ = judgement.types[0]
-        check_write(self, rule, target, type_, tensors, notes)
-        result = func(*args, **kwargs)
-        note_write(self, target, type_, self.origins(judgement, notes))
-        if key is not None and args and target is args[0] is tensors[0] and type_ is notes[0].type:
-            store(self._memo, key, CachedJudgement.of(judgement, rule.name, written=True))
+        check_write(self, call.rule, target, type_, call.tensors, call.notes)
+        result = call.func(*call.args, **call.kwargs)
+        note_write(self, target, type_, self.origins(judgement, call.notes))
+        keeps_type = bool(call.args) and target is call.args[0] is call.tensors[0] and type_ is call.notes[0].type
+        if call.key is not None and keeps_type:
+            store(self._memo, call.key, CachedJudgement.of(judgement, call.rule.name, written=True))
         return result
 
-    def _make(
-        self,
-        judgement: Judgement,
-        rule: Rule,
-        func: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        tensors: Sequence[Tensor],
-        notes: Sequence[Note],
-        key: tuple[Any, ...] | None,
-    ) -> Any:
+    def _make(self, call: _Uncached, judgement: Judgement) -> Any:
         """Runs a function that makes new tensors, and writes their types on them."""
-        result = self._run(func, args, kwargs, tensors, notes, rule)
+        rule, args, kwargs, notes = call.rule, call.args, call.kwargs, call.notes
+        try:
+            result = call.func(*args, **kwargs)
+        except RuntimeError as error:  # says more, if shapes do not fit because operands are sharded
+            operand_types = [Operand(note.type, x.requires_grad) for x, note in zip(call.tensors, notes)]
+            refused = JudgedCall(rule, call.func, args, kwargs, call.tensors, operand_types, None)
+            raise (explain_shapes(self, refused, error) or error) from None
         origins = self.origins(judgement, notes)
         extra = None
         if rule.kind == "random":
@@ -343,7 +342,7 @@ class SpmdTypeMode(Session):
         elif rule.aliases and notes and notes[0].extra == READONLY:
             extra = READONLY
         elif counts(rule, args, kwargs) or (
-            rule.aliases and notes and notes[0].extra == COUNTED and result.numel() == tensors[0].numel()
+            rule.aliases and notes and notes[0].extra == COUNTED and result.numel() == call.tensors[0].numel()
         ):
             extra = COUNTED
         entry = CachedJudgement.of(judgement, rule.name, extra)
@@ -352,8 +351,8 @@ class SpmdTypeMode(Session):
             pieces = picked(self, rule, result, args, kwargs)
             if pieces is not result:
                 return pieces
-        if key is not None:
-            store(self._memo, key, entry)
+        if call.key is not None:
+            store(self._memo, call.key, entry)
         return result
 
     def judge(
@@ -432,15 +431,6 @@ class SpmdTypeMode(Session):
                     )
                     raise explain(self, Violation("scalar", axis, why, [index]), call)
         return Judgement((EQUAL,), {}, ())
-
-    def _run(self, func: Any, args: Any, kwargs: Any, tensors: Any, notes: Any, rule: Rule) -> Any:
-        """Runs a function; if its shapes do not fit because operands are sharded, the error says so."""
-        try:
-            return func(*args, **kwargs)
-        except RuntimeError as error:
-            operand_types = [Operand(note.type, x.requires_grad) for x, note in zip(tensors, notes)]
-            call = JudgedCall(rule, func, args, kwargs, tensors, operand_types, None)
-            raise (explain_shapes(self, call, error) or error) from None
 
     def origins(self, judgement: Judgement | None, notes: Sequence[Note]) -> dict[str, Origin] | None:
         """Where the types of a result began: where those of its operands did, or here."""
