@@ -18,7 +18,7 @@ MESH = {"dp": 2, "cp": 2, "tp": 4}
 
 # What cannot be proven, by file: each line here is a hole. Shapes and axes are left out.
 FLAGS = {"buckets.py: that [] is P on *"}  # which ranks have a gradient
-NORM = {"grad_norm.py: that [] is P on *"}  # gradients of one rank of several with the same
+NORM = {"norm.py: that [] is P on *"}  # gradients of one rank of several with the same
 LOOKUP = {"embedding.py: that [] is P on *",
           "embedding.py: embedding: a lookup in a sharded dim 0 by positions that vary"}  # fmt: skip
 TARGET = {"loss_functions.py: that [] is P on *",
