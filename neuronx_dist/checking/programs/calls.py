@@ -105,7 +105,7 @@ class OpRecorder(TorchFunctionMode):
             name = getattr(func, "__name__", str(func))
             scalars: list[Any] = []
             if _scalars(args, scalars) | (bool(kwargs) and _scalars(kwargs.values(), scalars)):
-                _judge(name, args, kwargs)
+                _read_what_decides(name, args, kwargs)
             if name not in _QUIET:
                 site, inside = user_site()
                 result = func(*args, **kwargs)
@@ -136,7 +136,7 @@ def _scalars(args: Iterable[Any], scalars: list[Any]) -> bool:
     return holds_rank_value
 
 
-def _judge(name: str, args: Any, kwargs: Any) -> None:
+def _read_what_decides(name: str, args: Any, kwargs: Any) -> None:
     """Reads the rank values among a call's arguments that decide more than values and positions."""
     if name in _VALUES:
         return

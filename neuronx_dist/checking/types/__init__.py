@@ -2,6 +2,7 @@
 
 mode.py          `SpmdTypeMode`: its fast path, its slow path, what it writes on tensors
 session.py       what a mode knows while it is entered; handlers are written against it
+judging.py       from a call to its operands and its spec
 judge.py         from operands to results; shard_positions.py: where in a dim a shard lies
 memo.py          judgements that are remembered
 declared.py      the types that parameters and inputs start with

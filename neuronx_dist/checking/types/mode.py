@@ -6,14 +6,14 @@ that the usual call costs a look-up. Sources: the spmd_types quick start; `docs/
 
     fast path   all arguments typed and plain, judged before     -> run, write the type
     handlers    collectives, backward, gradients, data           -> `operators.py`, `autograd.py`
-    slow path   label spec -> judgement -> remembered            -> `rules/`, `judge.py`; violations -> `explain.py`
+    slow path   label spec -> judgement -> remembered            -> `judging.py`, `rules/`, `judge.py`; `explain.py`
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,6 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from ...call_site import call_site
 from ...comm import context
-from ...spmd.errors import Violation
 from ...spmd.intercept import intercept
 from ...spmd.tensor_type import (
     COUNTED,
@@ -32,22 +31,18 @@ from ...spmd.tensor_type import (
     Note,
     Origin,
     Segments,
-    TensorType,
     note_of,
-    tensors_in,
-    type_of,
     version,
     without_shards,
 )
-from ...spmd.types import DIFFERING, R, V
 from ...spmd.watching import HANDLERS, Watcher, entered, left
 from . import raw_collectives as raw
 from .declared import parameter_type
 from .handlers import autograd, packing
-from .handlers.inplace import OVERWRITES, check_write, note_write, overwritten, stale
-from .handlers.random_numbers import draws, made_type, stream_type
-from .handlers.rank_values import counted, counts, picked, rank_values
-from .judge import Judgement, Operand, judge
+from .handlers.inplace import check_write, note_write, stale
+from .handlers.rank_values import counts, picked
+from .judge import Judgement, Operand
+from .judging import JudgingSession
 from .memo import (
     BY_VALUE,
     LONG,
@@ -59,11 +54,10 @@ from .memo import (
     extra_values,
     store,
 )
-from .messages.explain import JudgedCall, explain, explain_shapes, missing_type
-from .messages.provenance import module_path
+from .messages.explain import JudgedCall, explain_shapes, missing_type
 from .rules import RULES, Rule, operands
 from .rules.names import CATS
-from .session import Session, in_backward
+from .session import in_backward
 from .surroundings import surroundings
 
 __all__ = ["SpmdTypeMode", "typecheck"]
@@ -75,7 +69,19 @@ _NO_KEYWORDS: dict[str, Any] = {}
 _memos: dict[bool, dict[Any, CachedJudgement]] = {False: {}, True: {}}
 
 
-class SpmdTypeMode(Session):
+class _Uncached(NamedTuple):
+    """A call on the slow path. `key`: under which to store its judgement; None: it is not to be stored."""
+
+    rule: Rule
+    func: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    tensors: Sequence[Tensor]
+    notes: Sequence[Note]
+    key: tuple[Any, ...] | None
+
+
+class SpmdTypeMode(JudgingSession):
     """Checks types while it is entered, in this thread.
 
     Args:
@@ -280,11 +286,12 @@ class SpmdTypeMode(Session):
                 store(self._memo, key, CachedJudgement.undecided(rule.name, extra_key))
                 key += extra_values(extra_key, items, self)
         judgement = self.judge(rule, func, args, kwargs, tensors, notes)
+        call = _Uncached(rule, func, args, kwargs, tensors, notes, key)
         if rule.inplace is not None:
-            return self._write(tensors[rule.inplace], judgement, rule, func, args, kwargs, tensors, notes, key)
+            return self._write(call, tensors[rule.inplace], judgement)
         if kwargs.get("out") is not None:
-            return self._write(kwargs["out"], judgement, rule, func, args, kwargs, tensors, notes, key)
-        return self._make(judgement, rule, func, args, kwargs, tensors, notes, key)
+            return self._write(call, kwargs["out"], judgement)
+        return self._make(call, judgement)
 
     def _notes(self, tensors: Sequence[Tensor], function: str) -> tuple[list[Note] | None, bool]:
         """What is known of each operand, and whether any of that was written just now.
@@ -302,40 +309,26 @@ class SpmdTypeMode(Session):
             notes.append(note)
         return notes, changed
 
-    def _write(
-        self,
-        target: Tensor,
-        judgement: Judgement,
-        rule: Rule,
-        func: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        tensors: Sequence[Tensor],
-        notes: Sequence[Note],
-        key: tuple[Any, ...] | None,
-    ) -> Any:
+    def _write(self, call: _Uncached, target: Tensor, judgement: Judgement) -> Any:
         """Runs a function that writes to `target`, if that may become what is written to it."""
         type_ = judgement.types[0]
-        check_write(self, rule, target, type_, tensors, notes)
-        result = func(*args, **kwargs)
-        note_write(self, target, type_, self.origins(judgement, notes))
-        if key is not None and args and target is args[0] is tensors[0] and type_ is notes[0].type:
-            store(self._memo, key, CachedJudgement.of(judgement, rule.name, written=True))
+        check_write(self, call.rule, target, type_, call.tensors, call.notes)
+        result = call.func(*call.args, **call.kwargs)
+        note_write(self, target, type_, self.origins(judgement, call.notes))
+        keeps_type = bool(call.args) and target is call.args[0] is call.tensors[0] and type_ is call.notes[0].type
+        if call.key is not None and keeps_type:
+            store(self._memo, call.key, CachedJudgement.of(judgement, call.rule.name, written=True))
         return result
 
-    def _make(
-        self,
-        judgement: Judgement,
-        rule: Rule,
-        func: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        tensors: Sequence[Tensor],
-        notes: Sequence[Note],
-        key: tuple[Any, ...] | None,
-    ) -> Any:
+    def _make(self, call: _Uncached, judgement: Judgement) -> Any:
         """Runs a function that makes new tensors, and writes their types on them."""
-        result = self._run(func, args, kwargs, tensors, notes, rule)
+        rule, args, kwargs, notes = call.rule, call.args, call.kwargs, call.notes
+        try:
+            result = call.func(*args, **kwargs)
+        except RuntimeError as error:  # says more, if shapes do not fit because operands are sharded
+            operand_types = [Operand(note.type, x.requires_grad) for x, note in zip(call.tensors, notes)]
+            refused = JudgedCall(rule, call.func, args, kwargs, call.tensors, operand_types, None)
+            raise (explain_shapes(self, refused, error) or error) from None
         origins = self.origins(judgement, notes)
         extra = None
         if rule.kind == "random":
@@ -343,7 +336,7 @@ class SpmdTypeMode(Session):
         elif rule.aliases and notes and notes[0].extra == READONLY:
             extra = READONLY
         elif counts(rule, args, kwargs) or (
-            rule.aliases and notes and notes[0].extra == COUNTED and result.numel() == tensors[0].numel()
+            rule.aliases and notes and notes[0].extra == COUNTED and result.numel() == call.tensors[0].numel()
         ):
             extra = COUNTED
         entry = CachedJudgement.of(judgement, rule.name, extra)
@@ -352,108 +345,9 @@ class SpmdTypeMode(Session):
             pieces = picked(self, rule, result, args, kwargs)
             if pieces is not result:
                 return pieces
-        if key is not None:
-            store(self._memo, key, entry)
+        if call.key is not None:
+            store(self._memo, call.key, entry)
         return result
-
-    def judge(
-        self,
-        rule: Rule,
-        func: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        tensors: Sequence[Tensor],
-        notes: Sequence[Note],
-    ) -> Judgement:
-        """Types of the results.
-
-        Raises:
-            SpmdTypeError: the types do not go together.
-        """
-        enabled = torch.is_grad_enabled()
-        operand_types = [Operand(note.type, enabled and x.requires_grad) for x, note in zip(tensors, notes)]
-        if func in OVERWRITES:
-            operand_types[0] = Operand(overwritten(operand_types[0].type), operand_types[0].differentiable)
-        numbers = [
-            Operand(TensorType.of(dict.fromkeys(self._atoms(value.axes), V), R), False)
-            for value in rank_values(rule, args, kwargs)
-        ]
-        if rule.kind not in ("op", "scalar", "decompose"):
-            type_, assumed = made_type(self, rule, operand_types, numbers)
-            return self._assuming(Judgement((type_,), {}, assumed))
-        if rule.kind == "decompose" and rule.decompose is not None:
-            before = dict(self.assumed)
-            with self:
-                result = rule.decompose(*args, **kwargs)
-            result_types = tuple(type_ for type_ in map(type_of, tensors_in(result)) if type_ is not None)
-            return Judgement(result_types, {}, tuple(key[0] for key, n in self.assumed.items() if before.get(key) != n))
-        spec = None
-        if rule.spec is not None:
-            try:
-                spec = rule.spec(*args, **kwargs)
-            except Exception:
-                try:
-                    func(*args, **kwargs)  # torch's own message, if the arguments are wrong
-                except RuntimeError as error:
-                    call = JudgedCall(rule, func, args, kwargs, tensors, operand_types, None)
-                    raise (explain_shapes(self, call, error) or error) from None
-                raise
-        if rule.kind == "scalar":
-            return self._scalar(JudgedCall(rule, func, args, kwargs, tensors, operand_types, spec))
-        if spec is not None:
-            spec = counted(rule, spec, tensors, notes)
-        affine = rule.affine is not None and bool(rule.affine(*args, **kwargs))
-        total = max(1, len(spec.outs)) if spec is not None else 1
-        drawn, assumed = [], ()
-        if draws(rule, args, kwargs):
-            stream, assumed = stream_type(self, operand_types[0].type)
-            drawn = [Operand(stream, False)]
-        try:
-            judgement = judge(rule, spec, [*operand_types, *numbers, *drawn], affine, total)
-        except Violation as violation:
-            call = JudgedCall(rule, func, args, kwargs, tensors, [*operand_types, *numbers, *drawn], spec, affine)
-            raise explain(self, violation, call) from None
-        return self._assuming(judgement._replace(assumed=(*judgement.assumed, *assumed)))
-
-    def _assuming(self, judgement: Judgement) -> Judgement:
-        """Notes the assumptions of a judgement, and returns it."""
-        for text in judgement.assumed:
-            self.assume(text)
-        return judgement
-
-    def _scalar(self, call: JudgedCall) -> Judgement:
-        """Judges a call that makes a Python number, which has to be the same on all ranks."""
-        for index, operand in enumerate(call.operands):
-            for axis, spmd_type in operand.type:
-                if spmd_type.letter in DIFFERING and axis != "pp":
-                    why = (
-                        f"a Python number made of it would differ between the ranks of {axis}, and what it decides "
-                        "could not be followed"
-                    )
-                    raise explain(self, Violation("scalar", axis, why, [index]), call)
-        return Judgement((EQUAL,), {}, ())
-
-    def _run(self, func: Any, args: Any, kwargs: Any, tensors: Any, notes: Any, rule: Rule) -> Any:
-        """Runs a function; if its shapes do not fit because operands are sharded, the error says so."""
-        try:
-            return func(*args, **kwargs)
-        except RuntimeError as error:
-            operand_types = [Operand(note.type, x.requires_grad) for x, note in zip(tensors, notes)]
-            call = JudgedCall(rule, func, args, kwargs, tensors, operand_types, None)
-            raise (explain_shapes(self, call, error) or error) from None
-
-    def origins(self, judgement: Judgement | None, notes: Sequence[Note]) -> dict[str, Origin] | None:
-        """Where the types of a result began: where those of its operands did, or here."""
-        merged: dict[str, Origin] | None = None
-        for note in notes:
-            if note.origins is not None:
-                merged = note.origins if merged is None or merged is note.origins else {**note.origins, **merged}
-        return self._begin(judgement.born, merged) if judgement is not None and judgement.born else merged
-
-    def _begin(self, born: dict[str, str], origins: dict[str, Origin] | None) -> dict[str, Origin]:
-        """The origins of a result: those of its operands, and for the axes in `born` this line."""
-        line, module = call_site(), module_path(self.modules)
-        return {**(origins or {}), **{axis: Origin(what, line, module, "P") for axis, what in born.items()}}
 
     def _repeat(self, cached: CachedJudgement, origins: dict[str, Origin] | None) -> dict[str, Origin] | None:
         """Assumes again what a cached judgement assumes, and returns the origins of the call's results."""
