@@ -14,31 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from ...weights.partial_model import PartialModel, join, partial_model
 
-__all__ = ["QuietFakeMode", "fake_inputs", "make_fake", "no_messages", "optimizers_of"]
-
-_DEVICE = torch.ops.prim.device.default
-
-
-class QuietFakeMode(FakeTensorMode):
-    """Fake tensors compute with torch functions of their own, which are no part of the program: in backward, where
-    autograd asks for them, a TorchFunctionMode would see them.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(allow_non_fake_inputs=True)
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """torch wraps each mode's dispatch, so that no compiler looks into it: `super`'s is wrapped, once is enough."""
-        return False
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        with torch._C.DisableTorchFunction():
-            if func is _DEVICE and isinstance(args[0], FakeTensor):  # every other call: autograd asks it of all tensors
-                return args[0].device
-            return super().__torch_dispatch__(func, types, args, kwargs or {})
+__all__ = ["fake_inputs", "make_fake", "no_messages", "optimizers_of"]
 
 
 @contextmanager
