@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from ..call_site import LIBRARY, USER, nearest_line, owner_of
@@ -20,6 +22,7 @@ from .report import Problem, Report
 __all__ = ["check"]
 
 LEVELS = ("G", "L")
+_NEW_OBJECTS = 20_000  # between two collections
 
 
 def check(
@@ -76,7 +79,8 @@ def check(
     subject = Subject(model_fn, example_inputs, dict(options or {}), step, optimizer, in_types, level)
     report = Report(_sizes(grid), level=level)
     report.unchecked = [axis for axis in (*DENSE_AXES, "ep") if grid.size(axis) == 1 and axis in _named(mesh)]
-    found = explore(subject, grid, deadline)
+    with _rare_collections():
+        found = explore(subject, grid, deadline)
     _simplify(found, caller)
     _fill(report, found)
     failures: dict[tuple[str, str], list[Failure]] = {}  # the same on several ranks is told once
@@ -105,6 +109,20 @@ def check(
     if raise_errors and report.problems:
         raise _as_error(report)
     return report
+
+
+@contextmanager
+def _rare_collections() -> Iterator[None]:
+    """Inside, Python looks for garbage in cycles less often: what a play makes, it keeps until it is compared, and the
+    collector would go through all of that again and again.
+    """
+    before = gc.get_threshold()
+    if before[0]:  # else the caller has switched it off
+        gc.set_threshold(max(before[0], _NEW_OBJECTS), *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 def _sizes(mesh: Mesh) -> dict[str, int]:
