@@ -14,22 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from ...weights.partial_model import PartialModel, join, partial_model
 
-__all__ = ["QuietFakeMode", "fake_inputs", "make_fake", "no_messages", "optimizers_of"]
-
-
-class QuietFakeMode(FakeTensorMode):
-    """A mode for fake tensors that no TorchFunctionMode sees at work.
-
-    Fake tensors compute with torch functions of their own, which are no part of the program: in backward, where
-    autograd asks for them, a TorchFunctionMode would see them.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(allow_non_fake_inputs=True)
-
-    def __torch_dispatch__(self, *args: Any, **kwargs: Any) -> Any:
-        with torch._C.DisableTorchFunction():
-            return super().__torch_dispatch__(*args, **kwargs)
+__all__ = ["fake_inputs", "make_fake", "no_messages", "optimizers_of"]
 
 
 @contextmanager

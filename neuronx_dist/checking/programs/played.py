@@ -31,12 +31,13 @@ from ...gradients.reduce import reduce_gradients
 from ...mesh import Mesh
 from ...optimizer import MasterWeightsOptimizer, NeuronZero1Optimizer
 from ...pipeline.model import NxDPPModel
+from ...pipeline.record.fake_mode import QuietFakeMode
 from ...pipeline.record.recorder import record
 from ...pipeline.record.recording import Recording
 from ...pipeline.run.microbatches import Batch
 from ...pipeline.schedule import Schedule
 from .calls import Deadline, Op, OpRecorder
-from .fakes import QuietFakeMode, fake_inputs, make_fake, no_messages, optimizers_of
+from .fakes import fake_inputs, make_fake, no_messages, optimizers_of
 from .gate import gated
 from .inputs_and_wire import Types, Wire, declare_inputs
 

@@ -2,4 +2,5 @@
 
 recorder.py    runs the forward and writes down its calls; recording.py: the graph, and what is known of each value
 effects.py     what a call changes in place
+fake_mode.py   fake tensors, at little cost for calls that were made before
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,12 +24,23 @@ class Effects(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        self.random |= torch.Tag.nondeterministic_seeded in func.tags
-        for position, argument in enumerate(func._schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                value = args[position] if position < len(args) else (kwargs or {}).get(argument.name)
-                self.writes |= {storage_of(x) for x in tensors_in(value)}
+        random, written = _effects_of(func)
+        self.random |= random
+        for position, name in written:
+            value = args[position] if position < len(args) else (kwargs or {}).get(name)
+            self.writes |= {storage_of(x) for x in tensors_in(value)}
         return func(*args, **(kwargs or {}))
+
+
+@functools.cache
+def _effects_of(func: Any) -> tuple[bool, list[tuple[int, str]]]:
+    """Whether an operator draws random numbers, and the positions and names of the arguments that it writes."""
+    written = [
+        (position, argument.name)
+        for position, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    return torch.Tag.nondeterministic_seeded in func.tags, written
 
 
 def tensors_in(x: Any) -> Iterator[torch.Tensor]:

@@ -28,7 +28,6 @@ from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
-    FakeTensorMode,
 )
 from torch.overrides import TorchFunctionMode
 
@@ -38,6 +37,7 @@ from ...comm.backends.shapes import ShapesCommunicator
 from ...spmd.intercept import intercept
 from ...spmd.watching import no_typecheck
 from .effects import Effects, has_tensors, storage_of, tensors_in
+from .fake_mode import QuietFakeMode
 from .recording import Info, Recording, TensorSpec, TracingError, is_leaf, pack, part
 
 __all__ = ["record"]
@@ -94,7 +94,7 @@ class _Recorder(TorchFunctionMode):
         self.leaf_classes = leaf_classes
         self.device = device
         self.graph = fx.Graph()
-        self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.fake_mode = QuietFakeMode()
         self.paused = False
         self.nodes: dict[int, fx.Node] = {}  # by id of the tensor
         self.alive: list[torch.Tensor] = []  # what `nodes` speaks of: an id must not be used again
