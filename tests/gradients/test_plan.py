@@ -20,7 +20,6 @@ from neuronx_dist.parallel_layers import grads
 from neuronx_dist.weights.shard_spec import ShardSpec, set_spec, spec_of
 from tests.support.synthetic import Model
 
-
 SIZES = {"a": 2, "b": 3, "c": 5, "d": 7}
 
 
