@@ -38,7 +38,7 @@ def cap_in_bytes(cap_mb: float | None, env: str, default_mb: float) -> int:
 
 
 def cut(items: Iterable[T], key: Callable[[T], Hashable], nbytes: Callable[[T], int], cap: int) -> list[list[T]]:
-    """Items of one key in buckets of at most `cap` bytes, in their order; a larger item has one to itself."""
+    """Puts items of one key into buckets of at most `cap` bytes, in their order; a larger item has one to itself."""
     open_buckets: dict[Hashable, tuple[list[T], int]] = {}
     buckets: list[list[T]] = []
     for item in items:
@@ -91,7 +91,9 @@ def overlap(items: Iterable[T], start: Callable[[T], W], finish: Callable[[T, W]
 
 
 def presence(held: Sequence[bool], like: torch.Tensor, group: Communicator) -> torch.Tensor:
-    """`[len(held)]` of 1 where this rank has a gradient, else 0: it travels at the end of a bucket, and is summed.
+    """Flags `[len(held)]` of a bucket: 1 where this rank has a gradient, else 0.
+
+    They travel at the end of the bucket, and are summed.
 
     A parameter may have a gradient on some ranks only (an expert that got no tokens). Missing ones count as zero, but
     one that no rank has must stay None, as in one process: weight decay and momentum move a parameter by zeros.

@@ -25,7 +25,9 @@ def get_grad_norm(
     zero1_optimizer_groups: Any = None,
     force_spmd: bool = True,
 ) -> torch.Tensor:
-    """The norm of all gradients of the whole model as one vector, the same on every rank. Every rank calls it.
+    """The norm of all gradients of the whole model as one vector, the same on every rank.
+
+    Every rank calls it.
 
     Shards over tp add up, what is replicated over tp counts once, parameters marked `shared` (later copies of a tied
     weight) are left out, and stages add up: one scalar all-reduce over the merged (pp, tp). Sums are taken in fp32, or
@@ -98,7 +100,9 @@ def norm_groups(zero1_optimizer: bool, zero1_optimizer_groups: Any) -> list[Any]
 
 
 def group_of_ranks(groups: Any) -> comm.Communicator:
-    """The communicator over lists of ranks which together are the world: the mesh's own if it has one with these lists.
+    """The communicator over lists of ranks which together are the world.
+
+    It is the mesh's own if the mesh has one with these lists.
 
     Raises:
         ValueError: the lists do not hold this rank.
@@ -120,7 +124,11 @@ def group_of_ranks(groups: Any) -> comm.Communicator:
 def norm_of(
     params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None], norm_type: float, groups: Sequence[Any]
 ) -> torch.Tensor:
-    """The norm, summed over `groups`, of `grads`; `params` say how each is laid out. `grads` may be shards of theirs.
+    """The norm of `grads`, summed over `groups`.
+
+    Args:
+        params: say how each gradient is laid out.
+        grads: of the parameters, or shards of them.
 
     Raises:
         ValueError: `norm_type` is not positive.
@@ -168,7 +176,7 @@ def _counts_here(param: torch.Tensor, over_ep: bool) -> bool:
 
 
 def _counting_ranks(param: torch.Tensor, over_ep: bool) -> list[comm.Communicator]:
-    """The groups of whose copies of this gradient the first one counts."""
+    """The groups that hold copies of this gradient, of which the first one counts."""
     spec = spec_of(param)
     copied = [] if spec.is_sharded and spec.axis != "ep" else ["tp"]
     if over_ep and not ParameterGradient(param).is_expert:

@@ -83,20 +83,20 @@ class ParameterShard:
 
     @torch.no_grad()
     def push(self, block: torch.Tensor) -> None:
-        """Sets the parameter from everybody's shards, `[degree, columns]`."""
+        """Sets the parameter from the shards of all ranks, `[degree, columns]`."""
         if self.param.is_contiguous() and self.param.numel() == block.numel():
             self.param.view(block.shape).copy_(block)
         else:
             self.param.copy_(block.reshape(-1)[: self.param.numel()].view(self.param.shape))
 
     def split(self, full: torch.Tensor) -> torch.Tensor:
-        """`[rows, ...] -> [degree, columns]`, zero-padded; a view where nothing is added."""
+        """Splits a whole tensor, `[rows, ...] -> [degree, columns]`, zero-padded; a view where nothing is added."""
         flat = spmd.local(full.detach()).reshape(-1)
         missing = self.degree * self.columns - flat.numel()
         return (F.pad(flat, (0, missing)) if missing else flat).view(self.degree, self.columns)
 
     def take_own_grad(self) -> None:
-        """Without other ranks: gives the master this rank's gradient, in a copy, which clipping may write."""
+        """Gives the master this rank's gradient, where there are no others, in a copy, which clipping may write."""
         if not self.is_param:
             grad = self.gradient.tensor
             self.master.grad = None if grad is None else grad.reshape(self.shape).to(self.master.dtype, copy=True)

@@ -2,9 +2,11 @@
 
     gradients --reduce-scatter (mean)--> shards --clip--> base optimizer on shards --all-gather--> parameters
 
-Collectives go in buckets, started ahead and awaited in order, so that packing one overlaps with the transfer of
-another. After "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (Rajbhandari et al., 2020), stage
-1; names and state-dict keys are those of NeuronX Distributed.
+Collectives go in buckets, which are planned once. They are started ahead and awaited in order, so that packing one
+overlaps with the transfer of another.
+
+This is stage 1 of "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (Rajbhandari et al., 2020).
+Names and state-dict keys are those of NeuronX Distributed.
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ _NOT_ELEMENTWISE = {
 
 
 class NeuronZero1Optimizer(torch.optim.Optimizer):
-    """Wraps an optimizer class. Used like any torch optimizer: learning-rate schedulers, parameter groups, closures.
+    """Wraps an optimizer class, and shards its state and master weights over the data-parallel ranks.
+
+    It is used like any torch optimizer: with learning-rate schedulers, parameter groups, closures.
 
     Each parameter is split along dim 0 over the sharding group, zero-padded to a multiple of its size: a rank holds
     1/degree of the optimizer's state and of the master weights. Before `step`, gradients must be summed over tp under
@@ -128,7 +132,7 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
         return self._grad_norm
 
     def init_zero(self) -> None:
-        """Makes the shards; later, sets the masters to the parameters' values: call it after loading weights."""
+        """Makes the shards, or sets the masters to the parameters' values: call it after loading weights."""
         if self.base_optimizer is None:
             self._make_base()
         else:
@@ -144,7 +148,14 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step, on all ranks together. Returns what `closure`, which makes loss and gradients anew, returned."""
+        """Makes one step, on all ranks together.
+
+        Args:
+            closure: makes the loss and the gradients anew.
+
+        Returns:
+            What `closure` returned.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -223,7 +234,7 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
         overlap(self._buckets(self._gather_plan, self._gather_cap), start, finish)
 
     def _buckets(self, plan: BucketPlan, cap: int) -> list[list[ParameterShard]]:
-        """The shards that are communicated, in the buckets of a plan, which is made once."""
+        """The shards that are communicated, in the buckets of a plan."""
         shards = [shard for shard in self.shards if not shard.is_alone]
         kinds: list[Hashable] = [
             (shard.group, shard.param.dtype, shard.grad_dtype, shard.param.device) for shard in shards
@@ -265,7 +276,7 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
     # --- state -------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state. torch's keys, and NxD's, by index of the trainable parameter:
+        """This rank's state, under torch's keys and NxD's, which go by index of the trainable parameter.
 
         base_state              state of the base optimizer on the shards
         shape_info              whole shapes of the parameters
@@ -351,10 +362,10 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
 
 
 class MasterWeightsOptimizer(NeuronZero1Optimizer):
-    """fp32 master weights and state for low-precision parameters, not sharded: each rank holds all of its own.
+    """Keeps fp32 master weights and state for low-precision parameters: each rank all of its own, not sharded.
 
-    Gradients must have been averaged over the data before, by `reduce_gradients(model)`. Arguments are those of
-    NeuronZero1Optimizer.
+    Gradients must have been averaged over the data before, by `reduce_gradients(model)`.
+    Arguments are those of NeuronZero1Optimizer.
     """
 
     def __init__(self, params: Any, optimizer_class: type[torch.optim.Optimizer], **options: Any) -> None:
@@ -371,13 +382,16 @@ def _copy_options(src_groups: Sequence[dict[str, Any]], dst_groups: Sequence[dic
 
 
 def _state_path(output_dir: str | os.PathLike[str]) -> str:
-    """Every coordinate is in the name: upstream leaves out pp and cp, whose ranks then overwrite each other's files."""
+    """This rank's file, with every coordinate in its name.
+
+    Upstream leaves out pp and cp, whose ranks then overwrite each other's files.
+    """
     coordinates = [f"{axis}_rank_{comm.rank(axis):02d}" for axis in ("dp", "cp", "tp", "pp")]
     return os.path.join(output_dir, ".".join(["optim", *coordinates]))
 
 
 def _turns(ranks_at_a_time: int) -> list[bool]:
-    """For each turn, until all ranks have had theirs: whether it is this rank's."""
+    """Whether it is this rank's turn, for each turn until all ranks have had theirs."""
     if ranks_at_a_time < 1:
         raise ValueError(f"num_workers_per_step must be at least 1, got {ranks_at_a_time}")
     mine = comm.rank("world") // ranks_at_a_time
