@@ -1,6 +1,4 @@
 """Docstrings begin with one sentence, and are wrapped as a person would: no shape is cut in two, no word stands alone.
-
-Files in `NOT_YET` are excused.
 """
 
 from __future__ import annotations
@@ -14,28 +12,6 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "neuronx_dist"
 WIDTH = 120  # columns of a line of source
-
-# Files with docstrings that are still to be mended; whoever mends one takes it off.
-NOT_YET = {
-    "checking/programs/played.py",
-    "gradients/buckets.py",
-    "hf/sequence_parallel.py",
-    "hf/sources.py",
-    "hf/swap.py",
-    "hf/weights.py",
-    "optimizer/zero1.py",
-    "parallel_layers/autograd_linear.py",
-    "parallel_layers/linear.py",
-    "parallel_layers/loss_functions.py",
-    "parallel_layers/pad.py",
-    "parallel_layers/parallel_state.py",
-    "parallel_layers/utils.py",
-    "pipeline/cut/stage.py",
-    "pipeline/schedule.py",
-    "pipeline/stage_module.py",
-    "weights/materialize.py",
-    "weights/shard_spec.py",
-}
 
 _QUOTED = re.compile(r"`([^`]*)`")
 
@@ -82,8 +58,7 @@ def all_faults(path: Path) -> list[str]:
 
 
 def test_docstrings_are_written_and_not_only_wrapped() -> None:
-    files = [path for path in sorted(PACKAGE.rglob("*.py")) if str(path.relative_to(PACKAGE)) not in NOT_YET]
-    assert [fault for path in files for fault in all_faults(path)] == []
+    assert [fault for path in sorted(PACKAGE.rglob("*.py")) for fault in all_faults(path)] == []
 
 
 @pytest.mark.parametrize(

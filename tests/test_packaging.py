@@ -67,61 +67,11 @@ print("torch" in sys.modules)
     assert python(code).strip() == "False"
 
 
-# --- layers of the package ---
-
-# A part imports the parts of lower levels, and itself; level 4 parts also one another.
-LEVELS = {
-    "lazy_names": -1,
-    "model_shape": -1,
-    "weights": 1.5,
-    "gradients": 2.5,
-    "planning": 6,
-    "__main__": 7,
-    "call_site": -1,
-    "topology": -1,
-    "mesh": 0,
-    "comm": 1,
-    "spmd": 2,
-    "parallel_layers": 3,
-    "pipeline": 4,
-    "optimizer": 4,
-    "hf": 4,
-    "checking": 5,
-    "xla_replay": 4,
-}
+# --- what only comm does ---
 
 
 def part_of(path):
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-
-
-def imported_modules(path):
-    """(line, dotted name) of everything that a file imports, at any depth; relative names resolved."""
-    package = ("neuronx_dist", *path.relative_to(PACKAGE).parts[:-1])
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            base = [*package[: len(package) - node.level + 1]] if node.level else []
-            base += node.module.split(".") if node.module else []
-            yield from ((node.lineno, ".".join([*base, alias.name])) for alias in node.names)
-
-
-def test_imports_point_down():
-    wrong = []
-    for path in SOURCES:
-        part = part_of(path)
-        if part == "__init__":
-            continue
-        assert part in LEVELS, f"{path}: give the new part {part!r} a level"
-        for line, name in imported_modules(path):
-            words = name.split(".")
-            if words[0] != "neuronx_dist" or len(words) < 2:
-                continue
-            level = LEVELS.get(words[1])
-            if words[1] != part and (level is None or level > LEVELS[part] or level == LEVELS[part] < 4):
-                wrong.append(f"{path.relative_to(ROOT)}:{line} imports {name}")
-    assert wrong == []
 
 
 COLLECTIVES = re.compile(

@@ -1,5 +1,6 @@
-"""Where whole weights are read from, one tensor or one slice of a tensor at a time: a folder of safetensors, or a
-state dict.
+"""Where whole weights are read from: a folder of safetensors, or a state dict.
+
+One tensor, or one slice of a tensor, is read at a time.
 """
 
 from __future__ import annotations
@@ -59,8 +60,9 @@ class StateDict:
 
 
 class SafetensorsFolder:
-    """`model.safetensors`, or the files that `model.safetensors.index.json` lists. Slices are read without reading
-    the tensor.
+    """`model.safetensors`, or the files that `model.safetensors.index.json` lists.
+
+    Slices are read without reading the tensor.
     """
 
     def __init__(self, folder: str | PathLike[str]) -> None:

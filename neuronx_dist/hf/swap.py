@@ -41,8 +41,8 @@ def swap(model: Any, *, sequence_parallel: bool = False, pad_heads: bool = False
         model: any causal LM of transformers whose linear layers its plan covers; the embedding may be tied to the head.
         sequence_parallel: between attention and MLP, activations are `[batch, seq/tp, hidden]`; so are the
             `hidden_states` that the model returns when asked to.
-        pad_heads: add zero heads where tp does not divide the heads (see `parallel_layers.pad`); False refuses such a
-            model.
+        pad_heads: add zero heads where tp does not divide the heads (see `parallel_layers.pad`); False refuses the
+            model then.
 
     Raises:
         UnsupportedModelError: the plan does not cover the model; the layers are named.

@@ -49,8 +49,8 @@ def load_pretrained(
     Args:
         model: on meta (then its buffers get their values too) or real; of a pipeline model the local stage is filled.
         source: a folder with safetensors in Hugging Face's layout, or a state dict with whole tensors.
-        device, dtype: of parameters that are on meta; None keeps the dtype that they were built with. Others keep
-            theirs.
+        device, dtype: of parameters that are on meta; None keeps the dtype that they were built with. Real parameters
+            keep theirs.
 
     Raises:
         ValueError: names that are missing from the source, left over in it, or of another shape: all are listed,
@@ -82,8 +82,9 @@ def load_pretrained(
 
 
 def save_pretrained(model: Any, folder: str | PathLike[str], tokenizer: Any = None) -> None:
-    """Writes a folder that `AutoModelForCausalLM.from_pretrained` loads; all ranks call it. Values are bit-equal to
-    the parameters.
+    """Writes a folder that `AutoModelForCausalLM.from_pretrained` loads; all ranks call it.
+
+    Values are bit-equal to the parameters.
 
     One file per pipeline stage (`model-0000k-of-0000n.safetensors` and an index; `model.safetensors` without a
     pipeline); weight files that an earlier save left in the folder are removed. The folder is to be one file system
@@ -136,8 +137,9 @@ def save_pretrained(model: Any, folder: str | PathLike[str], tokenizer: Any = No
 
 
 def full_state_dict(model: nn.Module, *, gradients: bool = False) -> dict[str, torch.Tensor]:
-    """The whole model's weights on every rank, un-padded, tied ones once; all ranks call it. For tests and small
-    models.
+    """The whole model's weights on every rank, un-padded, tied ones once; all ranks call it.
+
+    For tests and small models.
 
     With `gradients=True` the gradients of the parameters that have one, by the same names and laid out the same.
     """

@@ -33,8 +33,9 @@ __all__ = ["ColumnLinear", "RowLinear", "linear_alone", "linear_with_async_allre
 
 
 class ColumnLinear(torch.autograd.Function):
-    """n linear layers on one input, one input-gradient collective: started before the weight gradients, awaited after
-    them.
+    """n linear layers on one input, with one input-gradient collective.
+
+    It is started before the weight gradients are computed, and awaited after them.
     """
 
     @staticmethod
@@ -125,8 +126,9 @@ def linear_alone(
 
 
 class RowLinear(torch.autograd.Function):
-    """A linear layer whose output is partial, the reduction done in the output's own memory, and the bias added to the
-    sum.
+    """A linear layer whose output is a partial sum.
+
+    The reduction is done in the output's own memory, and the bias is added to the sum.
     """
 
     @staticmethod

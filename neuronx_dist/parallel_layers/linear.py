@@ -93,8 +93,9 @@ class _ParallelLinear(ShardedModule):
 
     @torch.no_grad()
     def _draw(self, keep_master_weight: bool) -> None:
-        """Draws the whole parameters from the global CPU generator, and keeps this rank's slices: equal at any
-        degree.
+        """Draws the whole parameters from the global CPU generator, and keeps this rank's slices.
+
+        So the weights are equal at any degree.
         """
         rank = comm.communicator(self.axis).rank
         dtype = torch.promote_types(self.weight.dtype, torch.float32)
@@ -253,8 +254,9 @@ class _FusedColumns:
 
 
 def fuse_columns(layers: Sequence[ColumnParallelLinear]) -> None:
-    """Makes column layers that are always called on the same tensor (q/k/v, gate/up) share one input-gradient
-    collective.
+    """Makes column layers that are always called on the same tensor share one input-gradient collective.
+
+    q, k and v are such layers, and gate and up.
 
     Raises:
         ValueError: they differ in input, group, sequence parallelism or bias, or gather their output.

@@ -84,8 +84,9 @@ def parallel_cross_entropy(
     ignore_index: int = -100,
     tensor_model_parallel_group: AxisLike | None = None,
 ) -> torch.Tensor:
-    """Cross entropy per token of vocabulary-sharded logits: `[.., vocab/tp]`, labels `[..]` (whole) `-> [..]`, in fp32
-    or better.
+    """Cross entropy per token of vocabulary-sharded logits, in fp32 or better.
+
+    `[.., vocab/tp]`, labels `[..]` (whole) `-> [..]`.
 
     Args:
         parallel_logits: this rank's shard; it is left as it is.

@@ -49,8 +49,9 @@ def pad_model(
     wrapped_classes: type[nn.Module] | Sequence[type[nn.Module]] = (),
     pad_hook_fn: Callable[[nn.Module, float], Any] | None = None,
 ) -> nn.Module:
-    """Pads the parallel linear layers of a model, in place, as if it had enough heads for `tp_degree`. Returns the
-    model.
+    """Pads the parallel linear layers of a model, in place, as if it had enough heads for `tp_degree`.
+
+    Returns the model.
 
     Column layers grow in their output (weight and bias), row layers in their input, by the ratio padded / n_heads.
     Padding goes at the end of the whole dim, not of each rank's shard, so the padded model computes what the original

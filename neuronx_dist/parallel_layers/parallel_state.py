@@ -34,8 +34,9 @@ def initialize_model_parallel(
     topology: str | None = None,
     timeout: float | None = None,
 ) -> ParallelGroups | None:
-    """Lays the ranks out as (pp, dp, cp, tp), tp fastest, and makes their process groups; dp is what is left of the
-    world.
+    """Lays the ranks out as (pp, dp, cp, tp), tp fastest, and makes their process groups.
+
+    dp is what the other sizes leave of the world.
 
     NxD looks at the hardware and takes another order by itself: "trn1" on trn1 and inf2 at a tensor parallel size of 4;
     "trn2" on trn2 at 64 with lnc_size=1, and at 32 with lnc_size=2 and 64 or more ranks. Nothing is guessed here.
@@ -99,8 +100,9 @@ def _group(axis: Axis, as_list: bool) -> Any:
 
 
 def process_group(communicator: comm.Communicator) -> Any:
-    """The torch ProcessGroup of a communicator; the communicator itself where the backend has none (ranks as threads,
-    shapes).
+    """The torch ProcessGroup of a communicator.
+
+    The communicator itself where the backend has none (ranks as threads, shapes).
     """
     backend = context.current().backend
     if isinstance(communicator, C10dCommunicator):
@@ -328,8 +330,9 @@ def destroy_token_shuffle_group() -> None:
 
 
 def initialize_kv_group(kv_shared_group_size: int = 1, sequential_ranks_in_group: bool = False) -> None:
-    """Makes the groups of tensor-parallel ranks that share one key/value head: adjacent ranks, or strided ones (NxD's
-    trn1 order).
+    """Makes the groups of tensor-parallel ranks that share one key/value head.
+
+    They are adjacent ranks, or strided ones (NxD's trn1 order).
     """
     if get_mesh().tp % kv_shared_group_size:
         raise ValueError(

@@ -185,8 +185,10 @@ def load_optimizer_state_dict(
 
 
 def move_model_to_device(model: nn.Module, device: Any) -> nn.Module:
-    """Moves a model, in place. Every parameter stays the object that it is, on whatever device: tied ones stay tied,
-    attributes stay on them, and so do gradients; a buffer that several modules share stays one.
+    """Moves a model to a device, in place.
+
+    Every parameter stays the object that it is: tied ones stay tied, attributes and gradients stay on them; a buffer
+    that several modules share stays one.
 
     (`.to` makes new parameters when the kind of device changes, as from the CPU to XLA, and a weight tied to another
     becomes two.) A torch optimizer that was made before holds the same parameters, but no step may have been taken:

@@ -1,5 +1,4 @@
-"""Weights that do not depend on the layout: a model built on the meta device gets its values here, one full parameter
-at a time.
+"""Initial weights that do not depend on the layout, for a model that was built on the meta device.
 
     with torch.device("meta"):
         model = MyModel()            # parallel layers inside, nothing drawn, nothing allocated

@@ -176,8 +176,9 @@ def restamp(module: nn.Module) -> None:
 
 
 class ShardedModule(nn.Module):
-    """A module whose parameters keep their layout through `.to()`, `deepcopy`, `load_state_dict(assign=True)` and
-    re-wrapping.
+    """A module whose parameters keep their layout.
+
+    They keep it through `.to()`, `deepcopy`, `load_state_dict(assign=True)` and re-wrapping.
     """
 
     def _apply(self, fn: Any, recurse: bool = True) -> ShardedModule:

@@ -141,9 +141,7 @@ class Played:
         return phase
 
     def train(self, rank: int) -> Phase:
-        """Forward, loss and backward of one microbatch, and the reduction of gradients; with a `step` of the user's
-        all of the step.
-        """
+        """Plays forward, loss, backward and gradient reduction of one microbatch; or the whole of the user's `step`."""
         self._forget_gradients()
         states = self._states()
         with self._phase("train", rank) as phase:
@@ -275,7 +273,7 @@ class Recordings:
             there = played.mesh.coordinates(other)
             if kind == inside and all(read.answer(here) == read.answer(there) for _, read in reads):
                 for name, read in reads:  # this rank has asked them too
-                    observed = phases[name]._observed
+                    observed = phases[name].observed
                     assert observed is not None
                     observed.read(read.names, read.answers)
                 return recording

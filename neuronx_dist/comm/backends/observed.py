@@ -230,6 +230,7 @@ class CheckBackend(Backend):
     Attributes:
         events: the collectives so far.
         phase: put into each event; set it to "forward", "backward", ...
+        observed: the rank that is played, and what was asked about it; None before a context is made.
     """
 
     name = "check"
@@ -246,30 +247,30 @@ class CheckBackend(Backend):
         self.silent = silent
         self.phase = ""
         self.events: list[Event] = []
-        self._observed: ObservedRank | None = None
+        self.observed: ObservedRank | None = None
         self._number = 0
 
     @property
     def reads(self) -> list[Read]:
         """All different reads: `.axes`, `.where`, `.answer(coordinates)`."""
-        return self._observed.reads if self._observed is not None else []
+        return self.observed.reads if self.observed is not None else []
 
     def same_program(self, rank: int) -> bool:
         """Whether `rank` would have read the same answers: all its decisions, so far, are those of this program."""
-        assert self._observed is not None, "not in use yet"
-        return self._observed.same_program(rank)
+        assert self.observed is not None, "not in use yet"
+        return self.observed.same_program(rank)
 
     def current_rank(self, mesh: Mesh, rank: int) -> int:
         if isinstance(rank, RankValue) and rank.observed.mesh == mesh:
-            self._observed = rank.observed
+            self.observed = rank.observed
         else:
-            self._observed = ObservedRank(mesh, rank, self.on_read or (lambda axes: None))
-        return self._observed.rank if self.symbolic else self._observed.number
+            self.observed = ObservedRank(mesh, rank, self.on_read or (lambda axes: None))
+        return self.observed.rank if self.symbolic else self.observed.number
 
     def communicator(
         self, label: str, groups: Sequence[Sequence[int]], global_rank: int, own: bool = False
     ) -> Communicator:
-        observed = self._observed
+        observed = self.observed
         assert observed is not None
         axis = tuple(label.split(",")) if "," in label else label if label else ()
         try:
@@ -280,7 +281,7 @@ class CheckBackend(Backend):
 
     def wrap(self, group: Any, global_rank: int) -> Communicator:
         """A process group of the user's. Which groups the other ranks have is not known: they are taken to differ."""
-        observed = self._observed
+        observed = self.observed
         assert observed is not None
         ranks = dist.get_process_group_ranks(group)
         observed.read(DENSE_AXES, observed.table_by_rank(range(observed.mesh.world_size)))

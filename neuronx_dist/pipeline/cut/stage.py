@@ -1,8 +1,7 @@
 """One stage as a function: what it was sent and the inputs in, what it sends on and the model's outputs out.
 
 A `StagePlan` becomes a list of steps with numbered slots; a slot is emptied after its last use, so that a value lives
-no longer than in the model itself. Modules and parameters are looked up by name in the whole model, whose names they
-keep.
+no longer than in the model itself. Modules and parameters are looked up in the whole model, by their names there.
 """
 
 from __future__ import annotations

@@ -83,7 +83,9 @@ _known: dict[tuple[Any, ...], _Results | None] = {}  # of all modes; None: to be
 
 
 class QuietFakeMode(FakeTensorMode):
-    """Fake tensors compute with torch functions of their own, which are no part of the program: in backward, where
+    """A mode for fake tensors that no TorchFunctionMode sees at work.
+
+    Fake tensors compute with torch functions of their own, which are no part of the program: in backward, where
     autograd asks for them, a TorchFunctionMode would see them.
     """
 
