@@ -92,8 +92,9 @@ test-full: $(STAMP)  ## run all tests: the whole layout matrix, all mutants, man
 test-xla: $(STAMP_XLA)  ## run the tests that need torch_xla, in their own environment
 	$(PY_XLA) $(PYTEST) tests/xla $(ARGS)
 
-lint: $(STAMP)  ## check the style with ruff
+lint: $(STAMP)  ## check style and formatting with ruff
 	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
 
 types: $(STAMP)  ## check the types with mypy
 	$(PY) -m mypy

@@ -1,5 +1,4 @@
-"""Docstrings begin with one sentence, and are wrapped as a person would: no shape is cut in two, no word stands alone.
-"""
+"""Docstrings begin with one sentence, and are wrapped as a person would: no shape is cut, no word stands alone."""
 
 from __future__ import annotations
 

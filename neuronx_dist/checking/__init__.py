@@ -12,6 +12,4 @@ __all__ = ["Problem", "Report", "check"]
 
 hide(__name__)
 
-__getattr__ = lazy_names(
-    __name__, {"Problem": "checking.report", "Report": "checking.report", "check": "checking.api"}
-)
+__getattr__ = lazy_names(__name__, {"Problem": "checking.report", "Report": "checking.report", "check": "checking.api"})

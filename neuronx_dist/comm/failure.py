@@ -13,6 +13,7 @@ import os
 import sys
 import threading
 import time
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -43,7 +44,7 @@ class FailureMonitor:
     def __init__(self, store: Any, rank: int, world_size: int, number: int = 0) -> None:
         self.rank = rank
         self.world_size = world_size
-        self._store = dist.PrefixStore(f"neuronx_dist/failure/{number}", store)
+        self._store = dist.PrefixStore(f"neuronx_dist/failure/{number}", store)  # type: ignore[attr-defined]
         self._stop = threading.Event()
         self._seen: Failure | None = None
         self._acknowledged = False
@@ -110,10 +111,8 @@ class FailureMonitor:
         if self._acknowledged:
             return
         self._acknowledged = True
-        try:
+        with suppress(RuntimeError):
             self._store.add("acknowledged", 1)
-        except RuntimeError:
-            pass
 
     def _watch(self) -> None:
         while not self._stop.wait(_POLL):

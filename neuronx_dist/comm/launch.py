@@ -52,7 +52,7 @@ def init_distributed(device: str = "auto", timeout: float | None = None) -> torc
     if not dist.is_initialized():
         options: dict[str, Any] = {"timeout": datetime.timedelta(seconds=timeout)} if timeout is not None else {}
         if "RANK" not in os.environ:
-            options.update(store=dist.HashStore(), rank=0, world_size=1)
+            options.update(store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
         dist.init_process_group("nccl" if device == "cuda" else "gloo", **options)
     return own_device
 

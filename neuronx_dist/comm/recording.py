@@ -60,9 +60,9 @@ def note(
     size = 0 if verb.startswith("wait:") else math.prod(shape) * dtype.itemsize * scale
     call = Call(verb, communicator.axis, op, shape, dtype, size, communicator.size)
     for each in recorders:
-        if each.rank is None or each.rank == communicator.global_rank:
-            if each.waits or not verb.startswith("wait:"):
-                each.calls.append(call)
+        concerned = each.rank is None or each.rank == communicator.global_rank
+        if concerned and (each.waits or not verb.startswith("wait:")):
+            each.calls.append(call)
 
 
 def shape_of(x: torch.Tensor | Sequence[torch.Tensor]) -> tuple[int, ...]:

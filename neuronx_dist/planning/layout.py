@@ -1,8 +1,8 @@
 """What a layout is, whether it fits a model, and how it looks. Pure Python: it runs before any process group or tensor.
 
-    layout = Layout(world_size=8, tp=2, pp=2, num_microbatches=4, global_batch=32, seq_len=128)
-    layout.check(config)            # LayoutError with every problem and its repair, or nothing
-    print(layout.picture(config))   # ranks as pp (down) x dp (boxes) x tp (within a box)
+layout = Layout(world_size=8, tp=2, pp=2, num_microbatches=4, global_batch=32, seq_len=128)
+layout.check(config)            # LayoutError with every problem and its repair, or nothing
+print(layout.picture(config))   # ranks as pp (down) x dp (boxes) x tp (within a box)
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..pipeline.schedule import Schedule, training_schedule
 
 __all__ = ["Layout", "LayoutError", "format_bytes", "format_count"]
 
-AnyPath = str | PathLike
+AnyPath = str | PathLike[str]
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 

@@ -37,7 +37,7 @@ class Phase:
     most: dict[str, int] = field(default_factory=dict)
 
 
-class _Live(ref):
+class _Live(ref[Any]):
     """A storage that is alive. It is its own weak reference: nothing is kept alive by being counted."""
 
     __slots__ = ("key", "kind", "nbytes")

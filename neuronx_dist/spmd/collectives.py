@@ -373,9 +373,10 @@ def convert(
     identity whose backward sums. Pairs that are legal but rarely meant need `expert_mode=True`; the error says what to
     use instead.
     """
-    if _letter(src) == _letter(dst) or {_letter(src), _letter(dst)} == {"V", "S"}:
-        if not (isinstance(src, Shard) and isinstance(dst, Shard) and src.dim != dst.dim):
-            return x
+    same_values = _letter(src) == _letter(dst) or {_letter(src), _letter(dst)} == {"V", "S"}
+    other_dim = isinstance(src, Shard) and isinstance(dst, Shard) and src.dim != dst.dim
+    if same_values and not other_dim:
+        return x
     return _operate(convert, x, axis, src, dst, expert_mode, reduce_dtype)
 
 

@@ -247,9 +247,8 @@ def _compare(
     unequal = []
     for name in names:
         contents, value = kinds[name], values.get(name)
-        if value is None:  # and the others of the group say so, too
-            unequal.append(name)
-        elif axis in value.equal | value.alike and len(contents) > 1:
+        # Where this rank lacks a value, the others of the group say so, too.
+        if value is None or (axis in value.equal | value.alike and len(contents) > 1):
             unequal.append(name)
         elif axis in value.apart:
             for digest, same in contents.items():

@@ -144,7 +144,7 @@ def test_without_a_mode_the_look_costs_less_than_a_tenth_of_a_microsecond():
 
     def looks(x: torch.Tensor) -> None:
         if has_torch_function_unary(x):
-            return None
+            return
 
     # In turns and short pieces, in seconds of CPU: the best piece is one that nothing else on the machine slowed down.
     count, best = 10_000, {nothing: math.inf, looks: math.inf}

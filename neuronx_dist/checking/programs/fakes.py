@@ -136,7 +136,7 @@ def _replace(table: Any, fakes: _Fakes, seen: set[int], depth: int = 4) -> None:
             table[key] = fakes.of(value)
         elif isinstance(value, (dict, list)):
             _replace(value, fakes, seen, depth - 1)
-        elif isinstance(value, torch.optim.Optimizer) or isinstance(value, (type, str)) or callable(value):
+        elif isinstance(value, (torch.optim.Optimizer, type, str)) or callable(value):
             continue
         elif hasattr(value, "__dict__") and type(value).__module__.split(".")[0] not in ("torch", "builtins"):
             _replace(value.__dict__, fakes, seen, depth - 1)

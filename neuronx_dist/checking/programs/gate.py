@@ -37,10 +37,9 @@ def gated(mode: SpmdTypeMode) -> Iterator[None]:
     def before(optimizer: Any, args: Any, kwargs: Any) -> None:
         if threading.get_ident() != thread or mode.paused:
             return
-        if isinstance(optimizer, NeuronZero1Optimizer):
-            if optimizer.base_optimizer is None:  # lazy_init has put off making the shards
-                with mode.pause():
-                    optimizer.init_zero()
+        if isinstance(optimizer, NeuronZero1Optimizer) and optimizer.base_optimizer is None:
+            with mode.pause():  # lazy_init has put off making the shards
+                optimizer.init_zero()
         _check(mode, optimizer)
         if not isinstance(optimizer, NeuronZero1Optimizer):
             mode.paused += 1

@@ -35,9 +35,10 @@ def _new(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
     param = _NEW(cls, data, requires_grad)
     mode = active()
     note = note_of(data) if mode is not None and isinstance(data, Tensor) else None
-    if mode is not None and note is not None and note.type.rest is None and note.type.types and param is not data:
-        if note.extra is None or note.extra == READONLY:
-            mode.stamp(param, note.type, note.origins)
+    if mode is None or note is None or param is data:
+        return param
+    if note.type.types and note.type.rest is None and note.extra in (None, READONLY):
+        mode.stamp(param, note.type, note.origins)
     return param
 
 

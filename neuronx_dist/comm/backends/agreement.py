@@ -71,7 +71,7 @@ class AgreementStore:
 
     def __init__(self, store: Any, rank: int, timeout: float, monitor: FailureMonitor | None = None) -> None:
         number = store.add(f"neuronx_dist/debug/connections/{rank}", 1)  # what an earlier mesh left is not read again
-        self.store = dist.PrefixStore(f"neuronx_dist/debug/{number}", store)
+        self.store = dist.PrefixStore(f"neuronx_dist/debug/{number}", store)  # type: ignore[attr-defined]
         self.rank = rank
         self.timeout = timeout
         self.monitor = monitor

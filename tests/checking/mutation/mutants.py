@@ -112,10 +112,7 @@ PROGRAM_OF: dict[str, str] = {
     "NxDPPModel.run_train:reduce_gradients#1": "llama",
     "NxDPPModel._report:comm.all_reduce#1": "llama",
     "NxDPPModel._report:comm.broadcast#1": "llama, stages",
-    **{
-        f"Messages.{call}#1": "llama, stages"
-        for call in ("_post:comm.recv", "_send:comm.send")
-    },
+    **{f"Messages.{call}#1": "llama, stages" for call in ("_post:comm.recv", "_send:comm.send")},
 }
 
 

@@ -72,10 +72,10 @@ def counted(rule: Rule, spec: Spec, tensors: Sequence[Tensor], notes: Sequence[N
         return spec
     for index, dim in enumerate(looked, 1):
         wide = [labels for labels in ins[index] or () if any(spec.sizes[label] != 1 for label in labels)]
-        if notes[index].extra == COUNTED and len(wide) == 1 and len(wide[0]) == 1:
-            if spec.sizes[wide[0][0]] == tensors[0].shape[dim]:
-                fixed.pop(dims_of_x[dim][0], None)
-                dims_of_x[dim], ins[index] = wide[0], None
+        counted_once = notes[index].extra == COUNTED and len(wide) == 1 and len(wide[0]) == 1
+        if counted_once and spec.sizes[wide[0][0]] == tensors[0].shape[dim]:
+            fixed.pop(dims_of_x[dim][0], None)
+            dims_of_x[dim], ins[index] = wide[0], None
     ins[0] = tuple(dims_of_x)
     return spec._replace(ins=tuple(ins), fixed=fixed)
 

@@ -225,10 +225,10 @@ def otherwise(mode: Any, violation: Violation, call: JudgedCall, names: Sequence
     for index in violation.operands:
         if index < len(call.tensors) and isinstance(call.tensors[index], nn.Parameter):
             spmd_type = call.operands[index].type.get(violation.axis)
-            if violation.rule == "invariant" and spmd_type is I and violation.axis == "tp":
-                if not contracted(call, violation.axis):
-                    yield Repair(f"{names[index].code}.sequence_parallel_enabled = True, if it sees a part of the "
-                                 "sequence: reduce_gradients then sums its gradient")  # fmt: skip
+            of_tp = violation.rule == "invariant" and spmd_type is I and violation.axis == "tp"
+            if of_tp and not contracted(call, violation.axis):
+                yield Repair(f"{names[index].code}.sequence_parallel_enabled = True, if it sees a part of the "
+                             "sequence: reduce_gradients then sums its gradient")  # fmt: skip
     if violation.rule == "whole":
         code = f'spmd.convert(whole, "{violation.axis}", src=spmd.R, dst=spmd.S(dim))'
         yield Repair(f"take this rank's piece of the whole: {code} instead of a slice that is the same on all")

@@ -280,9 +280,9 @@ class _Check:
                 self.fail(f"it is said to add a constant, and is linear in operands {group}")
         if self.refusals and rule.spec is not None and any(x.is_floating_point() for x in self.whole):
             for number in range(len(floats)):
-                if floats[number] and [number] not in groups and self.spec.ins[number] is not None:
-                    if self.is_linear([number]):
-                        self.fail(f"it is linear in operand {number} alone, and the rule does not say so")
+                untold = floats[number] and [number] not in groups and self.spec.ins[number] is not None
+                if untold and self.is_linear([number]):
+                    self.fail(f"it is linear in operand {number} alone, and the rule does not say so")
 
     def is_linear(self, group: list[int]) -> bool:
         generator = torch.Generator().manual_seed(1)
