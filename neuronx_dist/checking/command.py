@@ -98,29 +98,29 @@ def _usage_error(text: str) -> argparse.ArgumentError:
 
 def _load(name: str, file: str) -> Any:
     """What `file.py:name` or `package.module:name` is; a bare `name` is looked up in `file`."""
-    place, _, attribute = name.rpartition(":")
-    place = place or file
-    if not place:
+    module_name, _, attribute = name.rpartition(":")
+    module_name = module_name or file
+    if not module_name:
         raise _usage_error(f"{name!r} names no file: write file.py:function")
-    module = _module(place)
-    found: Any = module
+    module = _module(module_name)
+    value: Any = module
     for part in attribute.split("."):
-        if not hasattr(found, part):
-            raise _usage_error(f"{place} has no {attribute!r}; it has {_listed(module)}")
-        found = getattr(found, part)
-    return found
+        if not hasattr(value, part):
+            raise _usage_error(f"{module_name} has no {attribute!r}; it has {_listed(module)}")
+        value = getattr(value, part)
+    return value
 
 
 _modules: dict[str, Any] = {}
 
 
-def _module(place: str) -> Any:
-    if place in _modules:
-        return _modules[place]
-    if place.endswith(".py"):
-        path = Path(place).resolve()
+def _module(name: str) -> Any:
+    if name in _modules:
+        return _modules[name]
+    if name.endswith(".py"):
+        path = Path(name).resolve()
         if not path.is_file():
-            raise _usage_error(f"there is no file {place} (seen from {Path.cwd()})")
+            raise _usage_error(f"there is no file {name} (seen from {Path.cwd()})")
         if str(path.parent) not in sys.path:
             sys.path.insert(0, str(path.parent))  # as Python does for a script: it may import its neighbours
         spec = importlib.util.spec_from_file_location(path.stem, path)
@@ -130,10 +130,10 @@ def _module(place: str) -> Any:
         spec.loader.exec_module(module)
     else:
         try:
-            module = importlib.import_module(place)
+            module = importlib.import_module(name)
         except ModuleNotFoundError as error:
-            raise _usage_error(f"cannot import {place}: {error}") from None
-    _modules[place] = module
+            raise _usage_error(f"cannot import {name}: {error}") from None
+    _modules[name] = module
     return module
 
 

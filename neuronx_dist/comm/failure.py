@@ -69,9 +69,9 @@ class FailureMonitor:
         """The first failure of the job, or None if no rank has told one within `wait` seconds."""
         deadline = time.monotonic() + wait
         while True:
-            found = self._read()
-            if found is not None or time.monotonic() >= deadline:
-                return found
+            failure = self._read()
+            if failure is not None or time.monotonic() >= deadline:
+                return failure
             time.sleep(0.05)
 
     def report(self, error: BaseException) -> None:

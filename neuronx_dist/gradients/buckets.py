@@ -90,7 +90,7 @@ def overlap(items: Iterable[T], start: Callable[[T], W], finish: Callable[[T, W]
         finish(*started.popleft())
 
 
-def presence(held: Sequence[bool], like: torch.Tensor, group: Communicator) -> torch.Tensor:
+def presence(present: Sequence[bool], like: torch.Tensor, group: Communicator) -> torch.Tensor:
     """Flags `[len(held)]` of a bucket: 1 where this rank has a gradient, else 0.
 
     They travel at the end of the bucket, and are summed.
@@ -98,5 +98,5 @@ def presence(held: Sequence[bool], like: torch.Tensor, group: Communicator) -> t
     A parameter may have a gradient on some ranks only (an expert that got no tokens). Missing ones count as zero, but
     one that no rank has must stay None, as in one process: weight decay and momentum move a parameter by zeros.
     """
-    flags = like.new_ones(len(held)) if all(held) else like.new_tensor([float(flag) for flag in held])
+    flags = like.new_ones(len(present)) if all(present) else like.new_tensor([float(flag) for flag in present])
     return spmd.trust(flags, group, P)

@@ -165,7 +165,7 @@ def _reduce_params(group: GradientGroup, axis: Any, **options: Any) -> None:
 
 def _all_reduce(
     grads: Sequence[torch.Tensor],
-    held: Sequence[bool],
+    present: Sequence[bool],
     group: comm.Communicator,
     plan: BucketPlan,
     *,
@@ -177,14 +177,14 @@ def _all_reduce(
 
     `held` says which of them are this rank's own, not zeros in their place; returns which of them any rank has.
     """
-    somewhere = list(held)
+    somewhere = list(present)
     if group.size == 1:
         if scale != 1.0 and grads:
             torch._foreach_mul_(list(grads), scale)
         return somewhere
 
     def start(bucket: list[int]) -> Any:
-        flags = presence([held[i] for i in bucket], grads[bucket[0]], group)
+        flags = presence([present[i] for i in bucket], grads[bucket[0]], group)
         parts = [*(grads[i] for i in bucket), flags]
         if scale != 1.0:
             torch._foreach_mul_(parts, scale)  # before the sum: fp16 must not overflow in it
@@ -193,7 +193,7 @@ def _all_reduce(
     def finish(bucket: list[int], handle: Any) -> None:
         for i, flag in zip(bucket, handle.wait()[-1]):
             # Waits for the device where a gradient is missing, and only there.
-            somewhere[i] = held[i] or bool(flag > 0)
+            somewhere[i] = present[i] or bool(flag > 0)
 
     kinds: list[Hashable] = [(grad.dtype, grad.device) for grad in grads]
     nbytes = [grad.numel() * grad.element_size() for grad in grads]

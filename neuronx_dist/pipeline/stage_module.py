@@ -135,13 +135,13 @@ class StageModule(nn.Module):
         Raises:
             RuntimeError: with `strict`, a key of this stage is missing, or one is not of the model.
         """
-        wanted = list(self.local_state_dict())
+        expected = list(self.local_state_dict())
         loaded = {}
-        for key in wanted:
+        for key in expected:
             source = next((name for name in (key, *self._aliases.get(key, ())) if name in state_dict), None)
             if source is not None:
                 loaded[key] = state_dict[source]
-        missing = [key for key in wanted if key not in loaded]
+        missing = [key for key in expected if key not in loaded]
         unexpected = sorted(set(state_dict) - set(self.original_module.state_dict()))
         if strict and (missing or unexpected):
             raise RuntimeError(

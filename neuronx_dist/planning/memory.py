@@ -141,8 +141,10 @@ def estimate_memory(
     stages, num_parameters = [], 0
     for stage in range(layout.pp):
         rank = layout.mesh().groups("pp")[0][stage]
-        found, num_parameters = _play(layout, copy.deepcopy(config), stage, rank, device, optimizer_class, options)
-        stages.append(found)
+        stage_memory, num_parameters = _play(
+            layout, copy.deepcopy(config), stage, rank, device, optimizer_class, options
+        )
+        stages.append(stage_memory)
     return MemoryEstimate(num_parameters, tuple(stages))
 
 
@@ -213,18 +215,18 @@ def _play(
 
 def _make_fake(model: Any, device: torch.device) -> None:
     """Puts fake tensors on `device` in the place of this stage's parameters and buffers, which are on meta."""
-    made: dict[int, torch.Tensor] = {}
+    fakes: dict[int, torch.Tensor] = {}
     tables = [table for m in model.original_module.modules() for table in (m._parameters, m._buffers)]
     local = {id(x) for x in (*model.local_parameters(), *model.local_buffers())}
     originals = [(table, name, x) for table in tables for name, x in table.items() if x is not None and id(x) in local]
     for table, name, x in originals:
-        if id(x) not in made:
+        if id(x) not in fakes:
             fake = torch.empty_like(x, device=device, requires_grad=False)
             if isinstance(x, nn.Parameter):
                 fake = nn.Parameter(fake, requires_grad=x.requires_grad)
             fake.__dict__.update(x.__dict__)
-            made[id(x)] = fake
-        table[name] = made[id(x)]
+            fakes[id(x)] = fake
+        table[name] = fakes[id(x)]
 
 
 def _label_logits(module: Any, meter: MemoryMeter) -> None:

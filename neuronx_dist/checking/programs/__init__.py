@@ -5,7 +5,7 @@ calls.py            what a program calls
 played.py           plays one rank on fake tensors, in phases that can be played again for another rank
 explore.py          which ranks to play: those whose program can differ, because it looked at a coordinate
 gate.py             no gradient may be a part of a sum when the optimizer uses it
-inputs_and_wire.py  types of inputs, and of what stages send one another
+inputs.py           types of inputs; wire.py: of what stages send one another
 compare.py          all ranks' collectives, group by group; messages between stages; the schedule
 branches.py         what ranks do differently beside communicating
 numeric.py          the same step with real values at toy size, on threads and in one process

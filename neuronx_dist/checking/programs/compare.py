@@ -63,14 +63,14 @@ def _at(event: Event) -> str:
 # --- collectives and messages -----------------------------------------------------------------------------------------
 
 
-def compare_events(found: Explored) -> list[Problem]:
+def compare_events(explored: Explored) -> list[Problem]:
     """Collectives that some ranks of a group call otherwise or not at all; messages without the other end."""
-    kept = found.representatives()
-    meeting = _Meeting(found.mesh, {rank: found.programs[rank] for rank in kept})
+    kept = explored.representatives()
+    meeting = _Meeting(explored.mesh, {rank: explored.programs[rank] for rank in kept})
     problem = meeting.run()
     if problem is not None:
         return [problem]
-    return _messages(found.mesh, meeting.messages, set(kept))
+    return _messages(explored.mesh, meeting.messages, set(kept))
 
 
 @dataclass

@@ -15,8 +15,8 @@ from ...comm.backends.observed import Event
 from ...mesh import DENSE_AXES, Mesh
 from ...pipeline.schedule import Schedule
 from .calls import Deadline, Op, OutOfTime
-from .inputs_and_wire import Wire
 from .played import PHASES, Phase, Played, Subject
+from .wire import Wire
 
 __all__ = ["Explored", "Failure", "Program", "explore"]
 

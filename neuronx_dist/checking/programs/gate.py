@@ -19,7 +19,7 @@ from ...optimizer import NeuronZero1Optimizer
 from ...spmd.axes import atoms_of
 from ...spmd.errors import SpmdTypeError
 from ...spmd.tensor_type import NAME, NOTE, TensorType, note_of, type_of, write
-from ...spmd.types import SpmdType, V
+from ...spmd.types import SAME, VARYING, SpmdType, V
 from ...weights.shard_spec import spec_of
 from ..types.mode import SpmdTypeMode
 
@@ -51,7 +51,7 @@ def gated(mode: SpmdTypeMode) -> Iterator[None]:
         for param in parameters_of(optimizer):  # they were written, to what they are
             note = note_of(param)
             if note is not None:
-                param.__dict__[NOTE] = (*note[:3], param._version, *note[4:])
+                param.__dict__[NOTE] = tuple(note._replace(version=param._version))
 
     hooks = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
     try:
@@ -70,24 +70,25 @@ def _check(mode: SpmdTypeMode, optimizer: Any) -> None:
             continue
         shard = shards.get(id(param))
         own = atoms_of(shard.group, mode.mesh) if shard is not None else ()  # over which the optimizer reduces itself
-        found, note = type_of(grad), mode.note(param, "the optimizer's step")
-        if found is None or note is None:
+        grad_type, note = type_of(grad), mode.note(param, "the optimizer's step")
+        if grad_type is None or note is None:
             continue
-        for axis in mode.axes_of(found):
-            kind, wanted = found.get(axis), note[0].get(axis)
-            if kind is None or axis in own:
+        for axis in mode.axes_of(grad_type):
+            spmd_type, parameter_type = grad_type.get(axis), note.type.get(axis)
+            if spmd_type is None or axis in own:
                 continue
-            if kind.letter == "P" or (kind.letter in "VS" and wanted is not None and wanted.letter in "RI"):
-                raise _refused(mode, optimizer, param, grad, axis, kind)
+            equal_parameter = parameter_type is not None and parameter_type.letter in SAME
+            if spmd_type.letter == "P" or (spmd_type.letter in VARYING and equal_parameter):
+                raise _refused(mode, optimizer, param, grad, axis, spmd_type)
         if shard is not None and not shard.is_param:
-            _declare_master(shard.master, note[0], own, mode)
+            _declare_master(shard.master, note.type, own, mode)
 
 
-def _declare_master(master: torch.Tensor, found: TensorType, own: tuple[str, ...], mode: SpmdTypeMode) -> None:
+def _declare_master(master: torch.Tensor, type_: TensorType, own: tuple[str, ...], mode: SpmdTypeMode) -> None:
     """A master holds some rows of its parameter: other ones on each rank of the sharding group."""
-    types: dict[str, SpmdType] = {axis: V if kind.letter == "S" else kind for axis, kind in found}
+    types: dict[str, SpmdType] = {axis: V if kind.letter == "S" else kind for axis, kind in type_}
     types.update(dict.fromkeys(own, V))
-    write(master, TensorType.of(types, found.rest), None, mode.session)
+    write(master, TensorType.of(types, type_.rest), None, mode.session)
 
 
 def _refused(

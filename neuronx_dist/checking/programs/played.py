@@ -23,7 +23,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from ... import comm
-from ...call_site import DRIVER, hide
+from ...call_site import DRIVER, PACKAGE, USER, hide, nearest_line
 from ...comm.backends.observed import CheckBackend, Event
 from ...comm.rank_values import Read
 from ...gradients.gradient import parameters_of
@@ -36,10 +36,12 @@ from ...pipeline.record.recorder import record
 from ...pipeline.record.recording import Recording
 from ...pipeline.run.microbatches import Batch
 from ...pipeline.schedule import Schedule
+from ..types.mode import SpmdTypeMode
 from .calls import Deadline, Op, OpRecorder
 from .fakes import fake_inputs, make_fake, no_messages, optimizers_of
 from .gate import gated
-from .inputs_and_wire import Types, Wire, declare_inputs
+from .inputs import declare_inputs
+from .wire import Wire
 
 __all__ = ["PHASES", "Phase", "Played", "ReadsValues", "Subject", "call_model", "default_optimizer", "find_loss"]
 
@@ -84,6 +86,16 @@ class Phase:
     ops: list[Op] = field(default_factory=list)
 
 
+class PlayedTypeMode(SpmdTypeMode):
+    """The type checker of a played program. It names the line that declares or assumes something, be it ours."""
+
+    def assume(self, text: str) -> None:
+        self.assumed[text, nearest_line(USER, PACKAGE)] = self.assumed.get((text, nearest_line(USER, PACKAGE)), 0) + 1
+
+    def trust(self, text: str) -> None:
+        self.trusted[text, nearest_line(USER, PACKAGE)] = self.trusted.get((text, nearest_line(USER, PACKAGE)), 0) + 1
+
+
 class Played:
     """A model as one rank builds it, and the phases of a step.
 
@@ -106,10 +118,10 @@ class Played:
         self._events: list[Event] = []  # of all phases: communicators of one are used in the next
         self._extras: dict[str, Any] = {}
         self._fake = QuietFakeMode()
-        self.types: Types | None = None
+        self.types: PlayedTypeMode | None = None
         self._wire = wire
         if subject.level is not None:
-            self.types = Types(mesh, level=subject.level, strict=False)
+            self.types = PlayedTypeMode(mesh, level=subject.level, strict=False)
 
     def same_program(self, rank: int, phases: tuple[str, ...] = PHASES) -> bool:
         """Whether `rank` would have been told the same whenever the program asked where it is."""
@@ -121,8 +133,8 @@ class Played:
         """Calls the user's function, and makes fake tensors of all that it made."""
         with self._phase("build", self.rank) as phase:
             with torch.device("meta"), OpRecorder(self.deadline):
-                made = self.subject.model_fn(**self.subject.options)
-            self.model, self.optimizer = made if isinstance(made, tuple) else (made, None)
+                built = self.subject.model_fn(**self.subject.options)
+            self.model, self.optimizer = built if isinstance(built, tuple) else (built, None)
             if not isinstance(self.model, nn.Module):
                 raise TypeError(
                     f"{_name(self.subject.model_fn)} returned a {type(self.model).__name__}; it is to return a module, "
@@ -246,13 +258,13 @@ class Played:
                 param.main_grad = None
 
     def _states(self) -> list[tuple[Any, Any]]:
-        return [(found, dict(found.state)) for found in optimizers_of(self.optimizer)]
+        return [(wrapped, dict(wrapped.state)) for wrapped in optimizers_of(self.optimizer)]
 
     def _restore(self, states: list[tuple[Any, Any]]) -> None:
         """As before the step: the next rank that is played takes a first step too."""
-        for found, state in states:
-            found.state.clear()
-            found.state.update(state)
+        for wrapped, state in states:
+            wrapped.state.clear()
+            wrapped.state.update(state)
 
 
 class Recordings:

@@ -167,9 +167,9 @@ class ThreadsCommunicator(Communicator):
         return (self._uid, "mail", src, dst, tag, number)
 
     def gather_objects(self, obj: Any) -> list[Any]:
-        found: list[Any] = []
-        self._exchange("gather_objects", obj, None, found.extend).wait()
-        return found
+        objects: list[Any] = []
+        self._exchange("gather_objects", obj, None, objects.extend).wait()
+        return objects
 
 
 class ThreadsBackend(Backend):

@@ -62,9 +62,9 @@ def process_group(communicator: Communicator) -> Any:
     if not dist.is_initialized() or dist.get_backend() != "xla":
         return communicator
     here = context.current()
-    made = here.extras.setdefault("process_groups", {})
-    if communicator not in made:
+    groups = here.extras.setdefault("process_groups", {})
+    if communicator not in groups:
         options = {"xla_pg_options": {"mesh": getattr(communicator, "groups", None)}}
-        group = made[communicator] = dist.new_group(list(communicator.ranks), pg_options=options)
+        group = groups[communicator] = dist.new_group(list(communicator.ranks), pg_options=options)
         here._communicators[group] = communicator  # with its name, which torch_xla's new_group takes none of
-    return made[communicator]
+    return groups[communicator]

@@ -159,17 +159,17 @@ class QuietFakeMode(FakeTensorMode):
         if _DEPENDS_ON_VALUES & set(func.tags) or any(argument.is_out for argument in func._schema.arguments):
             return None
         container = result.__class__ if result.__class__ in (list, tuple) else None
-        found = list(result) if container is not None else [] if result is None else [result]
+        results = list(result) if container is not None else [] if result is None else [result]
         items: list[_Result] = []
         memory = {_memory(x): index for index, x in reversed([*enumerate(tensors)])}
-        for x in found:
+        for x in results:
             if x.__class__ is not FakeTensor or x.fake_mode is not self or x.constant is not None:
                 return None
             if x.layout is not torch.strided or x.dtype.is_complex or x.is_neg():
                 return None
             same = [index for index, y in enumerate(tensors) if y is x]
             argument = same[0] if same else memory.get(_memory(x))
-            if argument is None and any(_memory(x) == _memory(y) for y in found if y is not x):
+            if argument is None and any(_memory(x) == _memory(y) for y in results if y is not x):
                 return None
             attributes = {} if same else _attributes(x)
             if any(value is not None for name, value in attributes.items() if name != "_fake_device"):
