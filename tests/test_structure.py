@@ -291,6 +291,22 @@ def test_importing_the_package_loads_no_checker_and_less_than_8000_lines():
     assert sum(len(Path(file).read_text().splitlines()) for file in loaded) < 8000
 
 
+def test_the_files_that_the_documentation_names_are_there():
+    """`comm/base.py`, `hf/{plan,swap}.py`, and after a semicolon or comma `pad.py`, which is in the same folder."""
+    known = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("*/**/*.py") if ".venv" not in path.parts[0]}
+    missing = []
+    for page in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]:
+        if page.name == "CHANGELOG.md":  # it names what was
+            continue
+        for quoted in re.findall(r"`([\w/{},]+\.py)`", page.read_text()):
+            braces = re.search(r"\{([^}]*)\}", quoted)
+            for choice in braces[1].split(",") if braces else [""]:
+                name = quoted.replace(braces[0], choice) if braces else quoted
+                if not any(path == name or path.endswith(f"/{name}") for path in known):
+                    missing.append(f"{page.name}: {name}")
+    assert missing == []
+
+
 # --- the tests above turn red ---
 
 
