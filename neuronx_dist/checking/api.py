@@ -13,7 +13,7 @@ from ..spmd.errors import SpmdTypeError
 from .programs.branches import compare_branches, differences
 from .programs.calls import Deadline, OutOfTime
 from .programs.compare import compare_events, compare_schedule
-from .programs.explore import Explored, Failure, explore
+from .programs.explore import Explored, PhaseFailure, explore
 from .programs.numeric import compare_values
 from .programs.played import ReadsValues, Subject
 from .report import Problem, Report
@@ -80,7 +80,7 @@ def check(
     explored = explore(subject, grid, deadline)
     _simplify(explored, caller)
     _fill(report, explored)
-    failures: dict[tuple[str, str], list[Failure]] = {}  # the same on several ranks is told once
+    failures: dict[tuple[str, str], list[PhaseFailure]] = {}  # the same on several ranks is told once
     for program in explored.distinct:
         if program.failure is not None:
             error = program.failure.error
@@ -138,7 +138,7 @@ def _fill(report: Report, explored: Explored) -> None:
     report.assumed = [f"{where}: {text}" for where, text in explored.assumed.items()]
 
 
-def _problem(failures: Sequence[Failure], mesh: Mesh) -> Problem:
+def _problem(failures: Sequence[PhaseFailure], mesh: Mesh) -> Problem:
     """What a phase raised, as a finding."""
     failure = failures[0]
     error = failure.error

@@ -39,7 +39,7 @@ from .run.executor import Executor
 from .run.lockstep import Lockstep, Transfers
 from .run.messages import Messages
 from .run.microbatches import Batch, evaluating, find_loss
-from .run.program import Program
+from .run.program import StageProgram
 from .run.transport import Channels, Transport
 from .schedule import Inference, Schedule, training_schedule
 from .stage_module import StageModule
@@ -139,7 +139,7 @@ class NxDPPModel(StageModule):
         self.recorder: Callable[..., Recording] = record
         self._channels = Channels(None, None)
         self._example: Recording | None = None
-        self._programs: dict[Any, Program] = {}
+        self._programs: dict[Any, StageProgram] = {}
         if self.pipeline_cuts or self.auto_partition or self.training_schedule.num_virtual_stages == 1:
             self.partition()
 
@@ -299,7 +299,7 @@ class NxDPPModel(StageModule):
         _, results = self._execute(schedule, inputs)
         return results
 
-    def program(self, inputs: Mapping[str, Any]) -> Program:
+    def program(self, inputs: Mapping[str, Any]) -> StageProgram:
         """What this stage runs for each microbatch of inputs like these; recorded when such inputs are first seen.
 
         Args:
@@ -315,7 +315,7 @@ class NxDPPModel(StageModule):
         self._check_partitioned()
         return self._program(Batch(inputs, self.input_names, self.num_microbatches))
 
-    def _execute(self, schedule: Schedule, inputs: Mapping[str, Any]) -> tuple[Program, list[Any]]:
+    def _execute(self, schedule: Schedule, inputs: Mapping[str, Any]) -> tuple[StageProgram, list[Any]]:
         """The program that ran, and the results of `run`."""
         self._check_partitioned()
         self._check_schedule(schedule)
@@ -341,7 +341,7 @@ class NxDPPModel(StageModule):
             results = [pytree.tree_unflatten(leaves, program.structure) for leaves in results]
         return program, results
 
-    def _transport(self, program: Program, schedule: Schedule) -> Transport:
+    def _transport(self, program: StageProgram, schedule: Schedule) -> Transport:
         if program.transfers is not None:
             return Lockstep(
                 schedule=schedule,
@@ -359,7 +359,7 @@ class NxDPPModel(StageModule):
             device=self.device,
         )
 
-    def _program(self, batch: Batch) -> Program:
+    def _program(self, batch: Batch) -> StageProgram:
         module, device = self.original_module, self.device
         key = (
             batch.key(),
@@ -382,7 +382,7 @@ class NxDPPModel(StageModule):
             check_placement(self.placement, plans, schedule.holders)
             virtual_stages = [schedule.virtual_stage(self.stage, chunk) for chunk in range(schedule.num_chunks)]
             lockstep = self.num_stages > 1 and not comm.current().backend.has_messages
-            self._programs[key] = Program(
+            self._programs[key] = StageProgram(
                 chunks=tuple(Stage(plans[virtual_stage]) for virtual_stage in virtual_stages),
                 structure=recording.structure,
                 loss=loss,
@@ -422,7 +422,7 @@ class NxDPPModel(StageModule):
                     f"neuronx_dist.materialize(model, seed), by loading weights, or by param_init_fn"
                 )
 
-    def _report(self, program: Program, losses: list[torch.Tensor]) -> torch.Tensor | list[torch.Tensor] | None:
+    def _report(self, program: StageProgram, losses: list[torch.Tensor]) -> torch.Tensor | list[torch.Tensor] | None:
         assert program.loss is not None
         device = torch.device("cpu") if self.return_loss_on_cpu else self.device
         if not self.is_last_stage() and not self.broadcast_and_average_loss:

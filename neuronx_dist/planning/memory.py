@@ -28,7 +28,7 @@ from ..gradients.reduce import reduce_gradients
 from ..optimizer import MasterWeightsOptimizer, NeuronZero1Optimizer
 from ..pipeline.model import NxDPPModel
 from .layout import Layout, format_bytes, format_count
-from .meter import MemoryMeter, Phase, measure_peak
+from .meter import MemoryMeter, MemoryPhase, measure_peak
 
 __all__ = ["MemoryEstimate", "StageMemory", "estimate_memory", "measure_peak"]
 
@@ -48,9 +48,9 @@ class StageMemory:
 
     num_parameters: int
     in_flight: int
-    compute: Phase
-    reduction: Phase
-    step: Phase
+    compute: MemoryPhase
+    reduction: MemoryPhase
+    step: MemoryPhase
 
     @property
     def peak(self) -> int:
@@ -82,7 +82,7 @@ class MemoryEstimate:
         def row(label: str, cell: Callable[[StageMemory], str]) -> list[str]:
             return [label, *("…" if stage < 0 else cell(self.stages[stage]) for stage in shown)]
 
-        def most(label: str, kind: str, phase: Callable[[StageMemory], Phase]) -> list[str]:
+        def most(label: str, kind: str, phase: Callable[[StageMemory], MemoryPhase]) -> list[str]:
             return row(label, lambda stage: format_bytes(phase(stage).most.get(kind, 0)))
 
         rows = [
@@ -252,7 +252,7 @@ class _Held:
         return None
 
 
-class _Wire(C10dCommunicator):
+class _WireCommunicator(C10dCommunicator):
     """No group: nothing is sent, and what the real communicator allocates on the way is allocated."""
 
     def __init__(self, label: str, ranks: Sequence[int], global_rank: int, meter: MemoryMeter, is_gloo: bool) -> None:
@@ -298,4 +298,4 @@ class _WireBackend(Backend):
         self, label: str, groups: Sequence[Sequence[int]], global_rank: int, own: bool = False
     ) -> Communicator:
         ranks = next(group for group in groups if global_rank in group)
-        return _Wire(label, ranks, global_rank, self._meter, self._is_gloo)
+        return _WireCommunicator(label, ranks, global_rank, self._meter, self._is_gloo)

@@ -19,11 +19,11 @@ from weakref import ref
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["MemoryMeter", "Phase", "measure_peak"]
+__all__ = ["MemoryMeter", "MemoryPhase", "measure_peak"]
 
 
 @dataclass
-class Phase:
+class MemoryPhase:
     """What was alive during a part of a run, in bytes.
 
     Attributes:
@@ -63,7 +63,7 @@ class MemoryMeter(TorchDispatchMode):
         super().__init__()
         self.kind = "other"
         self.current = 0
-        self.phases: dict[str, Phase] = {}
+        self.phases: dict[str, MemoryPhase] = {}
         self._kinds: dict[str, int] = {}
         self._live: dict[int, _Live] = {}
         self._freed: deque[_Live] = deque()  # filled wherever memory is freed, emptied by this thread
@@ -76,7 +76,7 @@ class MemoryMeter(TorchDispatchMode):
 
     def phase(self, name: str) -> None:
         """What follows is recorded under this name."""
-        self._phase = self.phases.setdefault(name, Phase())
+        self._phase = self.phases.setdefault(name, MemoryPhase())
         for kind, nbytes in self._kinds.items():
             self._phase.most[kind] = max(self._phase.most.get(kind, 0), nbytes)
         self._settle()

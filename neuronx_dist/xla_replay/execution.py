@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from .traces import Array
 from .worker import serve
 
-__all__ = ["Executor", "Request", "environment"]
+__all__ = ["ProgramExecutor", "Request", "environment"]
 
 
 def environment(devices: int) -> dict[str, str]:
@@ -30,7 +30,7 @@ class Request(NamedTuple):
     arguments: list[list[Array]]
 
 
-class Executor:
+class ProgramExecutor:
     def __init__(self) -> None:
         self._compiled: dict[tuple[str, tuple[int, ...]], Any] = {}
 
@@ -112,4 +112,4 @@ def _from_jax(value: Any) -> Array:
 
 
 def main() -> None:
-    serve(Executor())
+    serve(ProgramExecutor())

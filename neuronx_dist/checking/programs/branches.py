@@ -16,7 +16,7 @@ from ...spmd.tensor_type import TensorType
 from ...spmd.types import SAME
 from ..report import Problem
 from .calls import Op
-from .explore import Explored, Program
+from .explore import Explored, RankProgram
 
 __all__ = ["compare_branches", "differences"]
 
@@ -56,7 +56,7 @@ def compare_branches(explored: Explored) -> list[Problem]:
     return []
 
 
-def _unlike(one: Program, other: Program, op: Op, axis: str, here: str, there: str) -> Problem:
+def _unlike(one: RankProgram, other: RankProgram, op: Op, axis: str, here: str, there: str) -> Problem:
     spmd_type = op.types.get(axis) if op.types is not None else None
     message = (
         f"{op.name} at {op.line} {here} on rank {one.rank} and {there} on rank {other.rank}, and its result is "
@@ -82,9 +82,9 @@ def _equal_on(type_: TensorType | None, axes: list[str]) -> str | None:
     return spmd_types[0][0]
 
 
-def _pairs(explored: Explored) -> Iterator[tuple[Program, Program]]:
+def _pairs(explored: Explored) -> Iterator[tuple[RankProgram, RankProgram]]:
     """Pairs the first program of each stage with each other one of that stage."""
-    first: dict[int, Program] = {}
+    first: dict[int, RankProgram] = {}
     for program in explored.distinct:
         one = first.setdefault(explored.mesh.coordinate("pp", program.rank), program)
         if one is not program:
@@ -103,7 +103,7 @@ def _unequal_part(one: Op, other: Op) -> tuple[tuple[Any, ...], tuple[Any, ...]]
     return one.scalars[same:], other.scalars[same:]
 
 
-def _first_difference(one: Program, other: Program, phase: str) -> str | None:
+def _first_difference(one: RankProgram, other: RankProgram, phase: str) -> str | None:
     first, second = one.phases[phase].ops, other.phases[phase].ops
     for a, b in zip(first, second):
         if (a.name, a.scalars) != (b.name, b.scalars):

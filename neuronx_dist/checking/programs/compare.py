@@ -15,7 +15,7 @@ from ...comm.backends.observed import Event
 from ...mesh import Mesh
 from ...pipeline.schedule import Schedule, simulate
 from ..report import Problem
-from .explore import Explored, Program
+from .explore import Explored, RankProgram
 
 __all__ = ["compare_events", "compare_schedule"]
 
@@ -89,7 +89,7 @@ class _Queue:
 class _Meeting:
     """Runs the collectives of all ranks against each other."""
 
-    def __init__(self, mesh: Mesh, programs: Mapping[int, Program]) -> None:
+    def __init__(self, mesh: Mesh, programs: Mapping[int, RankProgram]) -> None:
         self.mesh = mesh
         self.messages: list[_Seen] = []
         self.queues: dict[int, _Queue] = {}

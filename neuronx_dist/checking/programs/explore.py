@@ -18,13 +18,13 @@ from .calls import Deadline, Op, OutOfTime
 from .played import PHASES, Phase, Played, Subject
 from .wire import Wire
 
-__all__ = ["Explored", "Failure", "Program", "explore"]
+__all__ = ["Explored", "PhaseFailure", "RankProgram", "explore"]
 
 CONFIRMED_OPS = 3_000  # operators to spend on ranks that should do the same
 
 
 @dataclass(frozen=True)
-class Failure:
+class PhaseFailure:
     """A phase that raised."""
 
     phase: str
@@ -33,7 +33,7 @@ class Failure:
 
 
 @dataclass
-class Program:
+class RankProgram:
     """What some ranks do in a step.
 
     Attributes:
@@ -44,7 +44,7 @@ class Program:
 
     rank: int
     phases: dict[str, Phase]
-    failure: Failure | None = None
+    failure: PhaseFailure | None = None
 
     def __post_init__(self) -> None:
         self.events: list[Event] = [event for phase in self.phases.values() for event in phase.events]
@@ -75,7 +75,7 @@ class Explored:
     """
 
     mesh: Mesh
-    programs: dict[int, Program] = field(default_factory=dict)
+    programs: dict[int, RankProgram] = field(default_factory=dict)
     schedule: Schedule | None = None
     plays: int = 0
     finished: bool = True
@@ -84,7 +84,7 @@ class Explored:
     assumed: dict[str, str] = field(default_factory=dict)
 
     @property
-    def distinct(self) -> list[Program]:
+    def distinct(self) -> list[RankProgram]:
         """Each program once, in the order of its first rank."""
         return list({id(self.programs[rank]): self.programs[rank] for rank in sorted(self.programs)}.values())
 
@@ -94,7 +94,7 @@ class Explored:
         kept = sorted(programs)
         coordinates = {rank: mesh.coordinates(rank) for rank in kept}
         for axis in DENSE_AXES:
-            first: dict[Any, Program] = {}
+            first: dict[Any, RankProgram] = {}
             shared = all(
                 first.setdefault(tuple(c for a, c in coordinates[rank].items() if a in DENSE_AXES and a != axis), p)
                 is p
@@ -146,7 +146,7 @@ def _explore_stage(subject: Subject, ranks: list[int], deadline: Deadline, explo
 
 def _play(
     subject: Subject, rank: int, deadline: Deadline, explored: Explored, models: list[Played]
-) -> tuple[Played, Program]:
+) -> tuple[Played, RankProgram]:
     """Plays `rank`, from a model that it would have built too, if there is one."""
     explored.plays += 1
     for played in models:
@@ -169,7 +169,7 @@ def _play(
     return played, program
 
 
-def _run(played: Played, rank: int, phases: Iterable[str]) -> Program:
+def _run(played: Played, rank: int, phases: Iterable[str]) -> RankProgram:
     failure = None
     play: dict[str, Callable[[], Any]] = {
         "build": played.build,
@@ -182,9 +182,9 @@ def _run(played: Played, rank: int, phases: Iterable[str]) -> Program:
         except OutOfTime:
             raise
         except Exception as error:  # noqa: B902 - a finding, whatever it is
-            failure = Failure(name, rank, error)
+            failure = PhaseFailure(name, rank, error)
             break
-    return Program(rank, dict(played.phases), failure)
+    return RankProgram(rank, dict(played.phases), failure)
 
 
 def _confirm(subject: Subject, deadline: Deadline, explored: Explored) -> None:

@@ -10,10 +10,10 @@ from ..cut.stage import Stage
 from ..record.recording import TensorSpec
 from .lockstep import Transfers
 
-__all__ = ["Program"]
+__all__ = ["StageProgram"]
 
 
-class Program(NamedTuple):
+class StageProgram(NamedTuple):
     """What a stage runs for each microbatch.
 
     Attributes:
