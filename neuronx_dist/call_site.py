@@ -1,4 +1,4 @@
-"""Whose line asked for this? Names the stack frame that a message, a record or a report is about.
+"""Finds the source line that a message, a record or a report names: whose line asked for this?
 
 Every source file has an owner:
 

@@ -29,7 +29,7 @@ def deliver(value: torch.Tensor, out: torch.Tensor | None, dtype: torch.dtype) -
 
 
 def wire_dtype(x: torch.Tensor, op: str, reduce_dtype: torch.dtype | None) -> torch.dtype:
-    """The dtype in which `x` is reduced."""
+    """The dtype that a sum is done in: `reduce_dtype` if it is wider (bf16 -> fp32); max and min keep that of `x`."""
     if op not in _OPS:
         raise ValueError(f"op must be one of {', '.join(_OPS)}; got {op!r}")
     if reduce_dtype is None or reduce_dtype == x.dtype or op != "sum":

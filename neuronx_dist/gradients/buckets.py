@@ -42,37 +42,37 @@ def cut(items: Iterable[T], key: Callable[[T], Hashable], nbytes: Callable[[T], 
     open_buckets: dict[Hashable, tuple[list[T], int]] = {}
     buckets: list[list[T]] = []
     for item in items:
-        kind, size = key(item), nbytes(item)
-        bucket, held = open_buckets.get(kind, ([], 0))
-        if not bucket or held + size > cap:
-            bucket, held = [], 0
+        item_key, size = key(item), nbytes(item)
+        bucket, filled = open_buckets.get(item_key, ([], 0))
+        if not bucket or filled + size > cap:
+            bucket, filled = [], 0
             buckets.append(bucket)
         bucket.append(item)
-        open_buckets[kind] = (bucket, held + size)
+        open_buckets[item_key] = (bucket, filled + size)
     return buckets
 
 
 class BucketPlan:
     """The buckets of a list of tensors: cut when they are first asked for, and then kept.
 
-    They are cut again when the list, a tensor's kind or size, or the cap is another one than last time.
+    They are cut again when the list, a tensor's key or size, or the cap is another one than last time.
     """
 
     def __init__(self) -> None:
-        self._made_for: tuple[list[Hashable], list[int], int] | None = None
+        self._cut_by: tuple[list[Hashable], list[int], int] | None = None
         self._buckets: list[list[int]] = []
 
-    def buckets(self, kinds: list[Hashable], nbytes: list[int], cap: int) -> list[list[int]]:
+    def buckets(self, keys: list[Hashable], nbytes: list[int], cap: int) -> list[list[int]]:
         """Buckets of at most `cap` bytes, as numbers of tensors.
 
         Args:
-            kinds: of each tensor; only tensors of one kind share a bucket.
+            keys: of each tensor; only tensors of equal keys share a bucket.
             nbytes: of each tensor.
         """
-        wanted = (kinds, nbytes, cap)
-        if wanted != self._made_for:
-            self._buckets = cut(range(len(kinds)), kinds.__getitem__, nbytes.__getitem__, cap)
-            self._made_for = wanted
+        cut_by = (keys, nbytes, cap)
+        if cut_by != self._cut_by:
+            self._buckets = cut(range(len(keys)), keys.__getitem__, nbytes.__getitem__, cap)
+            self._cut_by = cut_by
         return self._buckets
 
 

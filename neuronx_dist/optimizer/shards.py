@@ -1,7 +1,7 @@
 """One parameter's part in ZeRO-1: the rows that a rank owns, in the dtype that the optimizer works in.
 
     parameter   [rows, ...]                           on every rank of the sharding group, of size `degree`
-    padded      [degree * ceil(rows / degree), ...]   zeros at the end; on its way only
+    padded      [degree * ceil(rows / degree), ...]   zeros at the end; only while it is communicated
     master      [ceil(rows / degree), ...]            this rank's rows: a parameter of the base optimizer
 
 It travels as `[degree, columns]`, whose row r is what rank r owns: one reduce-scatter of a list of them gives a rank
@@ -34,7 +34,8 @@ class ParameterShard:
         grad_dtype: dtype in which its gradient travels.
         shape: of the shard.
         columns: number of elements of the shard.
-        nbytes: size of the parameter's gradient on its way, `[degree, columns]`.
+        nbytes: size of the parameter's gradient while it is communicated, `[degree, columns]`. Buckets of the
+            all-gather are cut by it too.
         master: the shard that the base optimizer updates.
         is_param: the master is the parameter itself, because nothing distinguishes them: one rank, one dtype.
     """

@@ -200,7 +200,7 @@ def move_model_to_device(model: nn.Module, device: Any) -> nn.Module:
     names = parameter_names(model)
     if torch.device(device).type != "meta":
         _refuse_meta(model, device)
-    places = [
+    registered = [
         (module, name, param, dict(param.__dict__))
         for module in model.modules()
         for name, param in module._parameters.items()
@@ -220,7 +220,7 @@ def move_model_to_device(model: nn.Module, device: Any) -> nn.Module:
 
     model._apply(move)
     # torch's settings for conversions (`torch.__future__`) may have put other parameters there, without attributes.
-    for module, name, param, attributes in places:
+    for module, name, param, attributes in registered:
         module._parameters[name] = param
         param.__dict__.update(attributes)
     return model

@@ -1,6 +1,6 @@
 """Pipeline parallelism: record a forward, cut it into stages, and run them by a schedule.
 
-schedule/        what each stage does, in which order: pure Python, which loads without torch
+schedule/        what each stage does, in which order: pure Python
 record/          a forward as a graph of what it calls
 cut/             a recording in stages; a stage as a function
 run/             a schedule executed on one rank

@@ -252,7 +252,7 @@ class _Held:
         return None
 
 
-class _WireCommunicator(C10dCommunicator):
+class _MeasuringCommunicator(C10dCommunicator):
     """No group: nothing is sent, and what the real communicator allocates on the way is allocated."""
 
     def __init__(self, label: str, ranks: Sequence[int], global_rank: int, meter: MemoryMeter, is_gloo: bool) -> None:
@@ -298,4 +298,4 @@ class _WireBackend(Backend):
         self, label: str, groups: Sequence[Sequence[int]], global_rank: int, own: bool = False
     ) -> Communicator:
         ranks = next(group for group in groups if global_rank in group)
-        return _WireCommunicator(label, ranks, global_rank, self._meter, self._is_gloo)
+        return _MeasuringCommunicator(label, ranks, global_rank, self._meter, self._is_gloo)

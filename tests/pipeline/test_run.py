@@ -56,7 +56,7 @@ def check(schedule_class: type[Schedule], pp: int, microbatches: int, **model: A
 @pytest.mark.parametrize("pp,microbatches", [(1, 3), (2, 1), (2, 5), (4, 4)])
 @pytest.mark.parametrize("schedule_class", [OneFOneB, GPipe, Halves])
 def test_a_schedule_is_one_class(schedule_class: type[Schedule], pp: int, microbatches: int, transport: str) -> None:
-    """`GPipe` and `Halves` are ten lines of this test, and know nothing of executors and transports."""
+    """The toy schedules are ten lines each, and know nothing of executors and transports."""
     check(schedule_class, pp, microbatches)
 
 

@@ -154,7 +154,7 @@ class _Meeting:
         )
 
     def _stuck(self, heads: Sequence[_Seen]) -> Problem:
-        """Nobody can go on: someone never comes, or two ranks wait for each other in different groups."""
+        """Reports a deadlock: a rank never calls the collective, or ranks wait for one another in different groups."""
         for head in heads:
             for rank in head.ranks:
                 if rank in self.queues and not any(seen.group == head.group for seen in self.queues[rank].rest()):

@@ -173,8 +173,8 @@ def _renumbered(
 
 def _inside(axis: str, axes: Sequence[str]) -> bool | None:
     """Whether `axis` comes after all of `axes` in the order of the mesh, or (False) before; None: neither."""
-    places = {order_of(axis) > order_of(atom) for atom in axes}
-    return places.pop() if len(places) == 1 else None
+    is_inner = {order_of(axis) > order_of(atom) for atom in axes}
+    return is_inner.pop() if len(is_inner) == 1 else None
 
 
 def joined(types: dict[str, SpmdType], axes: Sequence[str], dim: int, count: int, copies: bool = False) -> None:

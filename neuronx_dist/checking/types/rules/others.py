@@ -1,4 +1,4 @@
-"""Rules of the rest.
+"""Rules of FFTs, sampling, counting, writes to slices, and what is alone of its family.
 
 Forms that copy what a view shares, writes into slices, Fourier transforms, sampling of images, counts and sets, and
 low-level twins of functions that have rules.
