@@ -46,7 +46,7 @@ MACHINERY, TRANSPORT, DRIVER = "machinery", "transport", "driver"
 
 _PACKAGE_FOLDER = str(Path(__file__).parent) + os.sep
 _TORCH_FOLDER = str(Path(torch.__file__).parent)
-_LIBRARY_PREFIXES = (_TORCH_FOLDER + os.sep, _TORCH_FOLDER + "_xla" + os.sep, "<")
+_LIBRARY_PREFIXES = (_TORCH_FOLDER + os.sep, "<")
 _HANDLE_TORCH_FUNCTION = handle_torch_function.__code__
 
 _hidden: dict[str, str] = {}  # prefix of file names -> owner
@@ -75,7 +75,7 @@ def owner_of(file: str) -> str:
     """The owner of a source file, by the name that its code objects have."""
     owner = _owners.get(file)
     if owner is None:
-        if file.startswith(_LIBRARY_PREFIXES):
+        if file.startswith(_LIBRARY_PREFIXES) or "/torch_xla/" in file:
             owner = LIBRARY
         elif not file.startswith(_PACKAGE_FOLDER):
             owner = USER

@@ -32,8 +32,10 @@ def lazy_names(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         path, _, attribute = modules[name].partition(":")
         attribute = attribute or name
-        value = getattr(importlib.import_module(f"{root}.{path}"), attribute, None) if path else None
-        if value is None:  # not in the package, so one of its modules
+        holder = importlib.import_module(f"{root}.{path}") if path else None
+        if holder is not None and hasattr(holder, attribute):
+            value = getattr(holder, attribute)
+        else:  # one of the package's modules
             value = importlib.import_module(".".join(filter(None, [root, path, attribute])))
         setattr(sys.modules[package], name, value)
         return value

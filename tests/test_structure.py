@@ -231,18 +231,18 @@ def _private(name: str) -> bool:
 def test_no_room_reaches_for_anothers_private_members():
     """A `_name` is used in the room that defines it. (Of `x._name` it counts where any class or module defines it.)"""
     defined: dict[str, set[str]] = defaultdict(set)
-    for path in files().values():
+    for path in set(files().values()) - {PACKAGE / "__init__.py"}:
         for node in ast.walk(tree_of(path)):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-                defined[node.name].add(top_room(path))
+                defined[node.name].add(room_of(path))
             elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
                 if ast.unparse(node.value) in ("self", "cls"):
-                    defined[node.attr].add(top_room(path))
+                    defined[node.attr].add(room_of(path))
             elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                defined[node.id].add(top_room(path))
+                defined[node.id].add(room_of(path))
     reached = []
-    for path in files().values():
-        here = top_room(path)
+    for path in set(files().values()) - {PACKAGE / "__init__.py"}:
+        here = room_of(path)
         for node in ast.walk(tree_of(path)):
             name = node.attr if isinstance(node, ast.Attribute) else ""
             if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("self", "cls", "super()"):
@@ -250,7 +250,7 @@ def test_no_room_reaches_for_anothers_private_members():
             if _private(name) and defined[name] and here not in defined[name]:
                 reached.append(f"{path.relative_to(PACKAGE.parent)}:{node.lineno} uses {ast.unparse(node)}")
         for each in imports_of(path):
-            if each.name and _private(each.name) and top_room(files()[each.module]) != here:
+            if each.name and _private(each.name) and room_of(files()[each.module]) != here:
                 reached.append(repr(each))
     assert reached == []
 

@@ -49,6 +49,10 @@ class Context:
         self._communicators[axis] = communicator
         return communicator
 
+    def register(self, group: Any, communicator: Communicator) -> None:
+        """From now on a torch ProcessGroup is this communicator."""
+        self._communicators[group] = communicator
+
     def new_group(self, groups: Sequence[Sequence[int]], label: str) -> Communicator | None:
         """A communicator over explicit rank lists: every rank of the world calls this, in the same order."""
         seen = [rank for group in groups for rank in group]

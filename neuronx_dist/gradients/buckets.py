@@ -91,7 +91,7 @@ def overlap(items: Iterable[T], start: Callable[[T], W], finish: Callable[[T, W]
 
 
 def presence(present: Sequence[bool], like: torch.Tensor, group: Communicator) -> torch.Tensor:
-    """Flags `[len(held)]` of a bucket: 1 where this rank has a gradient, else 0.
+    """Flags `[len(present)]` of a bucket: 1 where this rank has a gradient, else 0.
 
     They travel at the end of the bucket, and are summed.
 

@@ -44,12 +44,14 @@ class ModelGradients:
 
     def __init__(self, model: nn.Module | Parameters) -> None:
         params = _trainable(_local_parameters(model))
-        plan = _PLANS.get(model) if isinstance(model, nn.Module) else None
-        if plan is None or not plan.fits(params):
-            params = _trainable(parameters_of(model))
+        if isinstance(model, nn.Module):
+            known = _PLANS.get(model)
+            if known is None or not known.fits(params):
+                params = _trainable(parameters_of(model))  # stamped again
+                known = _PLANS[model] = GradientPlan(params)
+            plan = known
+        else:
             plan = GradientPlan(params)
-            if isinstance(model, nn.Module):
-                _PLANS[model] = plan
         self.gradients = [ParameterGradient(param) for param in params]
         self.plan = plan
         self._model = model

@@ -175,7 +175,7 @@ def _all_reduce(
 ) -> list[bool]:
     """Sums `scale *` gradients over a group, in place and in the buckets of a plan.
 
-    `held` says which of them are this rank's own, not zeros in their place; returns which of them any rank has.
+    `present` says which of them are this rank's own, not zeros in their place; returns which of them any rank has.
     """
     somewhere = list(present)
     if group.size == 1:

@@ -16,7 +16,7 @@ from ..comm.context import AxisLike
 from ..spmd import I, P, R, S, ShardedModule, ShardSpec, set_spec
 from .autograd_linear import ColumnLinear, RowLinear, linear_alone
 
-__all__ = ["ColumnParallelLinear", "RowParallelLinear", "fuse_columns"]
+__all__ = ["ColumnParallelLinear", "RowParallelLinear", "check_fusable", "fuse_columns"]
 
 Output = torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]
 InitMethod = Callable[[torch.Tensor], Any]
@@ -261,6 +261,18 @@ def fuse_columns(layers: Sequence[ColumnParallelLinear]) -> None:
     Raises:
         ValueError: they differ in input, group, sequence parallelism or bias, or gather their output.
     """
+    check_fusable(layers)
+    fused = _FusedColumns(layers)
+    for layer in layers:
+        layer._siblings = fused
+
+
+def check_fusable(layers: Sequence[ColumnParallelLinear]) -> None:
+    """Checks that column layers can share one input-gradient collective.
+
+    Raises:
+        ValueError: as `fuse_columns`.
+    """
     signatures = {
         (
             layer.input_size,
@@ -279,9 +291,6 @@ def fuse_columns(layers: Sequence[ColumnParallelLinear]) -> None:
             "fuse_columns needs at least two layers with equal input size, group, sequence parallelism, reduce dtype "
             f"and bias, and gather_output=False; got {[repr(layer) for layer in layers]}"
         )
-    fused = _FusedColumns(layers)
-    for layer in layers:
-        layer._siblings = fused
 
 
 class RowParallelLinear(_ParallelLinear):

@@ -12,6 +12,7 @@ Whoever decides how a model is sharded makes such a list: `hf.swap` from the pla
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -22,7 +23,7 @@ from torch import nn
 from .. import comm
 from ..weights.shard_spec import ShardedModule, set_spec, spec_of
 from .embedding import ParallelEmbedding
-from .linear import ColumnParallelLinear, RowParallelLinear, fuse_columns
+from .linear import ColumnParallelLinear, RowParallelLinear, check_fusable, fuse_columns
 
 __all__ = ["STYLES", "LayerPlan", "Style", "apply", "mark_partial_gradients"]
 
@@ -97,21 +98,36 @@ def apply(model: nn.Module, plans: Sequence[LayerPlan]) -> nn.Module:
     Raises:
         ValueError: a plan that does not fit the model; all of them are listed, and the model is left as it was.
     """
-    _check(model, plans)
+    layers = _checked(model, plans)
+    groups = dict.fromkeys(frozenset((plan.name, *plan.fused_with)) for plan in plans if plan.fused_with)
+    # Whatever raises does so before the model is changed.
+    parallel = {plan.name: _build(plan, layers[plan.name]) for plan in plans if STYLES[plan.style].build is not None}
+    for group in groups:
+        check_fusable([parallel[name] for name in group])
     tied: dict[int, nn.Parameter] = {}  # id of the whole parameter -> the local one
     for plan in plans:
-        layer = model.get_submodule(plan.name)
-        style = STYLES[plan.style]
-        if style.build is None:
-            mark_partial_gradients(layer)
-            continue
-        size = getattr(layer, style.size_attribute)
-        _replace(model, plan.name, style.build(layer, plan.padded_size or size, plan.options), size, tied)
-    groups = dict.fromkeys(frozenset((plan.name, *plan.fused_with)) for plan in plans if plan.fused_with)
+        if plan.name in parallel:
+            real_size = getattr(layers[plan.name], STYLES[plan.style].size_attribute)
+            _install(model, plan.name, parallel[plan.name], real_size, tied)
+        else:
+            mark_partial_gradients(layers[plan.name])
     for group in groups:
-        columns: list[Any] = [model.get_submodule(plan.name) for plan in plans if plan.name in group]
-        fuse_columns(columns)
+        fuse_columns([parallel[plan.name] for plan in plans if plan.name in group])
     return model
+
+
+def _build(plan: LayerPlan, layer: nn.Module) -> Any:
+    """The parallel layer of a plan, on meta.
+
+    Raises:
+        ValueError: its class does not take the options.
+    """
+    style = STYLES[plan.style]
+    assert style.build is not None
+    try:
+        return style.build(layer, plan.padded_size or getattr(layer, style.size_attribute), plan.options)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"cannot replace {plan.name} with the options {dict(plan.options)}: {error}") from error
 
 
 def mark_partial_gradients(module: nn.Module) -> None:
@@ -120,19 +136,34 @@ def mark_partial_gradients(module: nn.Module) -> None:
         set_spec(module, name, replace(spec_of(param), sequence_parallel=True))
 
 
-def _check(model: nn.Module, plans: Sequence[LayerPlan]) -> None:
-    """Raises what `apply` does for plans that do not fit."""
+def _checked(model: nn.Module, plans: Sequence[LayerPlan]) -> dict[str, nn.Module]:
+    """The layers that plans name.
+
+    Raises:
+        ValueError: plans that do not fit the model.
+    """
     tp = comm.size("tp")
     layers = dict(model.named_modules(remove_duplicate=False))
-    names = [plan.name for plan in plans]
-    problems = [f"{name} is planned twice" for name in dict.fromkeys(names) if names.count(name) > 1]
+    columns = {plan.name for plan in plans if plan.style == "column"}
+    problems = [f"{name} is planned twice" for name, count in Counter(plan.name for plan in plans).items() if count > 1]
+    first_name: dict[int, str] = {}
+    group_of: dict[str, frozenset[str]] = {}
     for plan in plans:
         style, layer = STYLES.get(plan.style), layers.get(plan.name)
+        group = frozenset((plan.name, *plan.fused_with))
+        if plan.fused_with and not columns.issuperset(group):
+            problems.append(f"{plan.name} is fused with {', '.join(plan.fused_with)}: all must be planned as columns")
+        elif plan.fused_with and any(group_of.setdefault(name, group) != group for name in group):
+            problems.append(f"{plan.name} is fused with {', '.join(plan.fused_with)}, and one of them with others")
         if style is None:
             problems.append(f"{plan.name} has the style {plan.style!r}: use one of {', '.join(STYLES)}")
-        elif layer is None:
+            continue
+        if layer is None:
             problems.append(f"{plan.name} is no module of this {type(model).__name__}")
-        elif style.layer_type is not None and type(layer) is not style.layer_type:
+            continue
+        if first_name.setdefault(id(layer), plan.name) != plan.name:
+            problems.append(f"{plan.name} and {first_name[id(layer)]} are one module: plan it once")
+        if style.layer_type is not None and type(layer) is not style.layer_type:
             actual, expected = type(layer).__name__, style.layer_type.__name__
             problems.append(f"{plan.name} is a {actual}, and the style {plan.style!r} replaces torch.nn.{expected}")
         elif style.build is not None:
@@ -142,14 +173,12 @@ def _check(model: nn.Module, plans: Sequence[LayerPlan]) -> None:
                 problems.append(f"{plan.name} has {style.size_attribute} {size}, more than its padded size {padded}")
             elif padded % tp:
                 problems.append(f"{plan.name} has {style.size_attribute} {padded}, which tp={tp} does not divide")
-        columns = {each.name for each in plans if each.style == "column"}
-        if plan.fused_with and not columns.issuperset((plan.name, *plan.fused_with)):
-            problems.append(f"{plan.name} is fused with {', '.join(plan.fused_with)}: all must be planned as columns")
     if problems:
         raise ValueError(f"cannot replace the layers of this {type(model).__name__}: " + "; ".join(problems))
+    return layers
 
 
-def _replace(
+def _install(
     model: nn.Module, name: str, parallel: ShardedModule, real_size: int, tied: dict[int, nn.Parameter]
 ) -> None:
     """Puts `parallel`, built on meta, in the place of `name`, with this rank's slices of the parameters there."""

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from .. import comm
 from ..comm.generators import get_state
-from ..weights.partial_model import PartialModel, partial_model
+from ..weights.partial_model import is_partial, partial_model
 from ..weights.shard_spec import restamp, spec_of
 from .errors import SpmdTypeError
 
@@ -130,7 +130,7 @@ def _tied(model: nn.Module, digests: dict[str, _Digest], compared: dict[str, int
     names = {id(param): name for name, param in _named(model)}
     findings: list[_Finding] = []
     pp = frozenset(["pp"])
-    for part in (module for module in model.modules() if isinstance(module, PartialModel)):
+    for part in (module for module in model.modules() if is_partial(module)):
         later = not part.tied_weights_synced
         for param, holders in part.tied_groups():
             value = _Value("a tied weight", param.detach(), frozenset() if later else pp, pp)

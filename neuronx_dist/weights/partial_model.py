@@ -9,7 +9,7 @@ Gradients, checkpoints, initial weights and the checker ask a model only what `P
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeGuard
 
 import torch
 from torch import nn
@@ -22,6 +22,7 @@ __all__ = [
     "Slot",
     "buffer_slots",
     "install_parameter",
+    "is_partial",
     "join",
     "parameter_names",
     "parameter_slots",
@@ -29,7 +30,6 @@ __all__ = [
 ]
 
 
-@runtime_checkable
 class PartialModel(Protocol):
     """A model of which this rank holds a part. Names are those of the whole model.
 
@@ -83,9 +83,39 @@ class _WholeModel:
         return []
 
 
+_MEMBERS = (
+    "original_module",
+    "partitioned",
+    "tied_weights_synced",
+    "is_local",
+    "local_named_modules",
+    "local_named_parameters",
+    "tied_groups",
+)
+
+
+def is_partial(model: Any) -> TypeGuard[PartialModel]:
+    """Whether a model answers what `PartialModel` says.
+
+    (Not `isinstance`: since Python 3.12 that does not see a submodule, such as `original_module` is one.)
+
+    Raises:
+        TypeError: it has tied weights of several ranks (`tied_groups`), and not all of the rest.
+    """
+    if not hasattr(model, "tied_groups"):
+        return False
+    missing = [name for name in _MEMBERS if not hasattr(model, name)]
+    if missing:
+        raise TypeError(
+            f"{type(model).__name__} has tied_groups, and lacks {', '.join(missing)}: a model of which a rank holds a "
+            f"part answers all of neuronx_dist.weights.partial_model.PartialModel"
+        )
+    return True
+
+
 def partial_model(model: nn.Module | PartialModel) -> PartialModel:
     """The model itself if it is partial; else a view of it in which everything is local."""
-    return model if isinstance(model, PartialModel) else _WholeModel(model)
+    return model if is_partial(model) else _WholeModel(model)  # type: ignore[arg-type]
 
 
 class Slot(NamedTuple):

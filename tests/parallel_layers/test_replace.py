@@ -132,3 +132,34 @@ def test_plans_that_do_not_fit_are_refused_and_the_model_is_left_as_it_was(wrong
 
 def test_a_copied_plan_is_equal():
     assert copy.deepcopy(plans()) == plans()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ([LayerPlan("gate", "column", None, ("up",)), LayerPlan("up", "column", None, ("head",)),
+          LayerPlan("head", "column")], "up is fused with head, and one of them with others"),
+        ([LayerPlan("gate", "column", options={"gather": True})], "cannot replace gate with the options"),
+        ([LayerPlan("gate", "column", None, ("head",)), LayerPlan("head", "column")], "fuse_columns needs"),
+    ],
+)  # fmt: skip
+def test_what_is_found_out_while_building_leaves_the_model_as_it_was_too(wrong, message):
+    def rank_main():
+        model = whole_model()
+        before = {name: type(module) for name, module in model.named_modules()}
+        with pytest.raises(ValueError) as caught:
+            apply(model, [LayerPlan("down", "row"), *wrong])
+        assert message in str(caught.value)
+        assert {name: type(module) for name, module in model.named_modules()} == before
+
+    comm.threads.run(Mesh(2, tp=2), rank_main)
+
+
+def test_a_module_with_two_names_is_planned_once():
+    def rank_main():
+        model = whole_model()
+        model.again = model.up
+        with pytest.raises(ValueError, match="again and up are one module: plan it once"):
+            apply(model, [LayerPlan("up", "column"), LayerPlan("again", "column")])
+
+    comm.threads.run(Mesh(2, tp=2), rank_main)

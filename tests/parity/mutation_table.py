@@ -37,7 +37,7 @@ from tests.parity.mutation_cases import (
 )
 from tests.support.llama_training import Case
 
-__all__ = ["CASES"]
+__all__ = ["CASES", "MESSAGES", "VERBS"]
 
 VERBS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute", "broadcast", "send", "recv")
 KERNELS = (

@@ -12,8 +12,8 @@ import pytest
 
 from neuronx_dist.comm.backends import c10d
 from tests.parity.mutation_cases import values_of_every_verb
-from tests.parity.mutation_table import CASES, VERBS
-from tests.support.call_sites import MUTATIONS, find_sites, hidden_imports, mutate
+from tests.parity.mutation_table import CASES, MESSAGES, VERBS
+from tests.support.call_sites import MUTATIONS, Mutant, find_sites, hidden_imports, mutate
 from tests.support.pool import processes
 
 SITES = find_sites()
@@ -45,8 +45,8 @@ EXEMPT = {
             "RowLinear.composition:spmd.reduce_scatter",
         )
     },
-    "_Wire.start_all_gather:?.start_all_gather#1": _MEASURES,
-    "_Wire.start_reduce_scatter:?.start_reduce_scatter#1": _MEASURES,
+    "_MeasuringCommunicator.start_all_gather:?.start_all_gather#1": _MEASURES,
+    "_MeasuringCommunicator.start_reduce_scatter:?.start_reduce_scatter#1": _MEASURES,
     "NeuronZero1Optimizer.load_sharded_state_dict:comm.barrier#1": _ORDER,
     "NeuronZero1Optimizer.save_sharded_state_dict:comm.barrier#1": _ORDER,
 }
@@ -92,6 +92,22 @@ def test_mutants_are_red(name: str) -> None:
                 noticed = True
         assert hits, f"{name}: its case does not reach it"
         assert noticed, f"{name}: {mutation} is not noticed by its case"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("direction", ["pp_forward", "pp_backward"])
+@pytest.mark.parametrize("call", MESSAGES)
+def test_wrong_messages_of_one_direction_are_red(call: str, direction: str) -> None:
+    """Activations and gradients go through one line of code: each by itself has to be noticed."""
+
+    def wrong(original: Any, x: Any, channel: Any, **options: Any) -> Any:
+        verb = call.rpartition(".")[2]
+        return original(x, Mutant(channel, "scale", verb) if channel.axis == direction else channel, **options)
+
+    name = f"Messages.{call}#1"
+    with mutate(SITES[name], wrong) as hits, pytest.raises(AssertionError):
+        CASES[name]()
+    assert hits
 
 
 def _on_this_rank(names: list[str]) -> dict[tuple[str, str], tuple[int, list[str]]]:

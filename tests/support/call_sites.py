@@ -33,7 +33,7 @@ from neuronx_dist.comm.backends.threads import ThreadsCommunicator
 from neuronx_dist.comm.base import DONE, Communicator, Works
 from neuronx_dist.spmd import collectives
 
-__all__ = ["MUTATIONS", "Site", "find_sites", "hidden_imports", "mutate", "sites_of"]
+__all__ = ["MUTATIONS", "Mutant", "Site", "find_sites", "hidden_imports", "mutate", "sites_of"]
 
 MUTATIONS = ("drop", "double", "scale")
 PACKAGE = Path(neuronx_dist.__file__).parent
@@ -150,7 +150,7 @@ def _wrong(mutation: str, tensor: torch.Tensor, factor: int = 2, pieces: bool = 
             tensor.copy_(tensor * 3 // 2)
 
 
-class _Mutant(Communicator):
+class Mutant(Communicator):
     """Communicates as `real` does, but for the mutation. The other ranks are served, so that nobody waits."""
 
     def __init__(self, real: Communicator, mutation: str, verb: str) -> None:
@@ -261,7 +261,7 @@ def mutate(site: Site, mutation: str | Callable[..., Any]) -> Iterator[list[int]
                 hits.append(1)
                 if not isinstance(mutation, str):
                     return mutation(original, x, axis, **options)
-                result = original(x, _Mutant(real, mutation, name), **options)
+                result = original(x, Mutant(real, mutation, name), **options)
                 silent = name == "convert" and {options["src"].letter, options["dst"].letter} == {"R", "P"}
                 return result * (2.0 if mutation == "double" else 1.5) if silent and mutation != "drop" else result
             return original(x, axis, **options)
@@ -273,7 +273,7 @@ def mutate(site: Site, mutation: str | Callable[..., Any]) -> Iterator[list[int]
         def call(self: Communicator, *args: Any) -> Any:
             if _at(site):
                 hits.append(1)
-                return getattr(_Mutant(self, mutation, name), name)(*args)
+                return getattr(Mutant(self, mutation, name), name)(*args)
             return original(self, *args)
 
         return call

@@ -12,7 +12,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from ...weights.partial_model import PartialModel, join, partial_model
+from ...weights.partial_model import is_partial, join, partial_model
 
 __all__ = ["fake_inputs", "make_fake", "no_messages", "optimizers_of"]
 
@@ -41,7 +41,7 @@ def make_fake(
     """
     fakes = _Fakes(mode, device)
     part = partial_model(model)
-    full_model, is_partial = part.original_module, isinstance(model, PartialModel)
+    full_model, has_others = part.original_module, is_partial(model)
     for prefix, module in full_model.named_modules(remove_duplicate=False):
         for table in (module._parameters, module._buffers):
             for name, tensor in table.items():
@@ -54,7 +54,7 @@ def make_fake(
                 if isinstance(value, torch.Tensor) and id(value) in fakes.made:
                     table[name] = fakes.of(value)
         for name, value in module.__dict__.items():
-            if isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor) and _is_alone(value, is_partial):
+            if isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor) and _is_alone(value, has_others):
                 module.__dict__[name] = fakes.of(value)
     for wrapped in optimizers_of(optimizer):
         for group in wrapped.param_groups:
@@ -68,9 +68,9 @@ def make_fake(
     return fakes.made
 
 
-def _is_alone(value: torch.Tensor, is_partial: bool) -> bool:
+def _is_alone(value: torch.Tensor, has_others: bool) -> bool:
     """Of a partial model a plain attribute on meta may be another rank's; elsewhere all of them are this rank's."""
-    return not is_partial or not value.is_meta or value.numel() < 2**16
+    return not has_others or not value.is_meta or value.numel() < 2**16
 
 
 def optimizers_of(optimizer: Any) -> Iterator[Any]:

@@ -89,11 +89,8 @@ class Phase:
 class PlayedTypeMode(SpmdTypeMode):
     """The type checker of a played program. It names the line that declares or assumes something, be it ours."""
 
-    def assume(self, text: str) -> None:
-        self.assumed[text, nearest_line(USER, PACKAGE)] = self.assumed.get((text, nearest_line(USER, PACKAGE)), 0) + 1
-
-    def trust(self, text: str) -> None:
-        self.trusted[text, nearest_line(USER, PACKAGE)] = self.trusted.get((text, nearest_line(USER, PACKAGE)), 0) + 1
+    def line(self) -> str:
+        return nearest_line(USER, PACKAGE) or "an unknown line"
 
 
 class Played:

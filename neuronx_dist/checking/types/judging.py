@@ -46,7 +46,7 @@ class JudgingSession(Session):
         if func in OVERWRITES:
             operand_types[0] = Operand(overwritten(operand_types[0].type), operand_types[0].differentiable)
         numbers = [
-            Operand(TensorType.of(dict.fromkeys(self._atoms(value.axes), V), R), False)
+            Operand(TensorType.of(dict.fromkeys(self.atoms(value.axes), V), R), False)
             for value in rank_values(rule, args, kwargs)
         ]
         if rule.kind not in ("op", "scalar", "decompose"):

@@ -111,18 +111,18 @@ class Session(TorchFunctionMode):
 
     def axes_of(self, type_: TensorType) -> list[str]:
         """All axes that matter for a tensor: those of the mesh, or without one those it was given types on."""
-        return sorted({*type_.types, *self._atoms(("pp", "dp", "cp", "tp"))})
+        return sorted({*type_.types, *self.atoms(("pp", "dp", "cp", "tp"))})
 
     def data_axes(self) -> tuple[str, ...]:
         """Axes along which ranks have other data."""
-        return self._atoms(("dp", "cp"))
+        return self.atoms(("dp", "cp"))
 
     def named(self, type_: TensorType) -> TensorType:
         """The same type with every axis of the mesh named."""
         if type_.rest is None:
             return type_
         spmd_type = R if type_.rest.letter == "R" else type_.rest
-        return TensorType.of({**dict.fromkeys(self._atoms(("pp", "dp", "cp", "tp")), spmd_type), **type_.types})
+        return TensorType.of({**dict.fromkeys(self.atoms(("pp", "dp", "cp", "tp")), spmd_type), **type_.types})
 
     @contextmanager
     def trial(self) -> Iterator[None]:
@@ -149,7 +149,8 @@ class Session(TorchFunctionMode):
             if before is not None:
                 backend.silent = before  # type: ignore[union-attr]
 
-    def _atoms(self, axes: Any) -> tuple[str, ...]:
+    def atoms(self, axes: Any) -> tuple[str, ...]:
+        """The atoms of an axis, or of several; none without a mesh."""
         if self.mesh is None:
             return ()
         return atoms_of(tuple(axes), self.mesh) if not isinstance(axes, str) else atoms_of(axes, self.mesh)
@@ -166,16 +167,20 @@ class Session(TorchFunctionMode):
 
     # --- for messages and reports
 
+    def line(self) -> str:
+        """The line that a report names for what is assumed or declared now."""
+        return call_site()
+
     def assume(self, text: str) -> None:
         """Notes what could not be proven."""
         self.num_assumptions += 1
-        entry = text, call_site()
+        entry = text, self.line()
         self.assumed[entry] = self.assumed.get(entry, 0) + 1
 
     def trust(self, text: str) -> None:
         """Notes a declaration that was taken at its word."""
         self.num_assumptions += 1
-        entry = text, call_site()
+        entry = text, self.line()
         self.trusted[entry] = self.trusted.get(entry, 0) + 1
 
     def watch(self, module: nn.Module) -> None:

@@ -135,7 +135,8 @@ class C10dBackend(Backend):
     Args:
         timeout: after which a collective gives up on a silent rank; None: that of `init_process_group`.
         monitor: knows whether another rank has failed.
-        watch: gets every communicator that is made, and returns the one to use.
+        watch: gets every communicator that is made, and returns the one to use (`launch.connect` passes that of
+            NEURONX_DIST_DEBUG).
     """
 
     name = "c10d"

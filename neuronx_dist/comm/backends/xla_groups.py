@@ -66,5 +66,5 @@ def process_group(communicator: Communicator) -> Any:
     if communicator not in groups:
         options = {"xla_pg_options": {"mesh": getattr(communicator, "groups", None)}}
         group = groups[communicator] = dist.new_group(list(communicator.ranks), pg_options=options)
-        here._communicators[group] = communicator  # with its name, which torch_xla's new_group takes none of
+        here.register(group, communicator)  # with its name, which torch_xla's new_group takes none of
     return groups[communicator]

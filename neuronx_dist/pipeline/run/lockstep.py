@@ -26,7 +26,7 @@ import torch
 
 from ... import comm
 from ...comm.host import upload
-from ...gradients.gradient import gradient_of, missing_gradient
+from ...gradients.gradient import ParameterGradient
 from ..cut.partition import StagePlan
 from ..record.recording import TensorSpec
 from ..schedule import Kind, Round, Schedule, Task, rounds
@@ -207,10 +207,10 @@ class Lockstep:
         """
         filled = []
         for param in self._parameters:
-            if gradient_of(param) is None:
-                name = "main_grad" if hasattr(param, "main_grad") else "grad"
-                setattr(param, name, missing_gradient(param))
-                filled.append((param, name, getattr(param, name)))
+            gradient = ParameterGradient(param)
+            if gradient.tensor is None:
+                zeros = gradient.tensor = gradient.zeros()
+                filled.append((param, gradient.attribute, zeros))
         return filled
 
     def _cut(self) -> None:

@@ -47,6 +47,59 @@ def test_results_are_those_of_torch():
     assert found[0] == found[1] == found[2]
 
 
+def _grads(x):
+    with torch.no_grad():
+        y = x * 2
+    return [x * 2, y, x.detach() * 2]
+
+
+def _autocast(x):
+    weight = torch.empty(8, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = x @ weight
+    return [x @ weight, y, torch.nn.functional.scaled_dot_product_attention(x[None], x[None], x[None])]
+
+
+def _default_dtype(x):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        y = x.to(torch.int64) / 2
+    finally:
+        torch.set_default_dtype(before)
+    return [x.to(torch.int64) / 2, y]
+
+
+def _inference(x):
+    with torch.inference_mode():
+        y = torch.empty(4, 8) + 1
+    return [torch.empty(4, 8) + 1, y]
+
+
+def _memory(x):
+    y = torch.empty(4, 8)
+    y.set_(torch.empty(6, 8).untyped_storage(), 8, (4, 8), (8, 1))
+    z = torch.empty(4, 8).resize_(2, 16)
+    return [y + 1, y.t(), z.view(-1), z.t_() * 2, torch.nn.functional.conv1d(x[None], torch.empty(3, 4, 2))]
+
+
+def _devices(x):
+    return [x * 2, torch.empty(4, 8, device="meta") * 2, torch.empty(4, 8, dtype=torch.float64) * 2]
+
+
+@pytest.mark.parametrize("calls", [_grads, _autocast, _default_dtype, _inference, _memory, _devices])
+def test_what_surrounds_a_call_decides_too(calls):
+    """The same calls on the same shapes, in other circumstances: the second time, what the first left is there."""
+    results = []
+    for mode in (FakeTensorMode(allow_non_fake_inputs=True), QuietFakeMode(), QuietFakeMode()):
+        with mode:
+            x = torch.empty(4, 8, requires_grad=True)
+            made = calls(x)
+        sizes = [(y.shape, y.stride(), y.storage_offset(), y.dtype, y.device, y.is_inference()) for y in made]
+        results.append([(*size, y.requires_grad, type(y.grad_fn)) for size, y in zip(sizes, made)])
+    assert results[0] == results[1] == results[2]
+
+
 def test_a_call_that_failed_fails_again():
     with QuietFakeMode():
         x = torch.empty(4, 4)

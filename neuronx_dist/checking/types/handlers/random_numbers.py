@@ -24,7 +24,7 @@ def draws(rule: Rule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 def drawing(mode: Session) -> tuple[bool, tuple[str, ...]]:
     """All that decides about the type of random numbers: whether they differ by tp rank, and the axes of the mesh."""
     own = context.is_initialized() and streams().drawing == TENSOR_PARALLEL
-    return own, mode._atoms(("pp", "dp", "cp", "tp"))
+    return own, mode.atoms(("pp", "dp", "cp", "tp"))
 
 
 def stream_type(mode: Session, like: TensorType | None = None) -> tuple[TensorType, tuple[str, ...]]:

@@ -183,7 +183,7 @@ def explain_shapes(mode: Session, call: JudgedCall, error: Exception | None = No
 
 def missing_type(mode: Session, x: Tensor, function: str) -> SpmdTypeError:
     """The error for a tensor that nobody declared."""
-    axes = ", ".join(f'"{axis}": spmd.R' for axis in (mode._atoms(("pp", "dp", "cp", "tp")) or ("tp",)))
+    axes = ", ".join(f'"{axis}": spmd.R' for axis in (mode.atoms(("pp", "dp", "cp", "tp")) or ("tp",)))
     here = site()
     name = name_operands([x], here)[0]
     code = f"spmd.assert_type({name.code or 'x'}, {{{axes}}})"
