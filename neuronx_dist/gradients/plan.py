@@ -111,7 +111,7 @@ class GradientPlan:
         for index, gradient in enumerate(gradients):
             group = self.by_data_axis.setdefault(gradient.data_axis, _PlannedGroup([], BucketPlan()))
             group.members.append(index)
-        self._tied: dict[tuple[int, ...], BucketPlan] = {}
+        self._tied: dict[Communicator, BucketPlan] = {}  # by communicator: its ranks are not looked at
 
     def fits(self, params: Sequence[torch.Tensor]) -> bool:
         """Whether the plan is for these parameters, laid out as they are now, on the current mesh.
@@ -127,7 +127,7 @@ class GradientPlan:
 
     def tied_buckets(self, holders: Communicator) -> BucketPlan:
         """The buckets of the tied weights that these ranks hold."""
-        return self._tied.setdefault(holders.ranks, BucketPlan())
+        return self._tied.setdefault(holders, BucketPlan())
 
 
 # By model, weakly. Not on the model: a file or a copy of a model should hold nothing of this.

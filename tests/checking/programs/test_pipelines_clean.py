@@ -9,6 +9,7 @@ from torch import nn
 import neuronx_dist as nxd
 from neuronx_dist import spmd
 from neuronx_dist.gradients import buckets
+from tests.checking.programs import checked_models
 from tests.support import pipeline_models as models
 from tests.support.paths import file_name
 
@@ -73,3 +74,10 @@ def test_a_pipeline_model_is_ok(name, mesh):
     report = spmd.check(model_fn, models.batch(ROWS), mesh)
     assert report.ok, str(report)
     assert not report.assumed and all(file_name(buckets) in line for line in report.trusted)
+
+
+def test_ranks_that_differ_along_dp_alone_run_one_program():
+    """A second rank of each kind is played after the first has stepped: it must not seem to do something else."""
+    mesh, options = {"pp": 2, "dp": 2, "tp": 2}, {"zero1": True}
+    report = spmd.check(checked_models.pipeline, checked_models.pipeline_inputs, mesh, options=options)
+    assert report.ok and report.programs == 4  # by pp, and by tp: replicated parameters count for the norm once
