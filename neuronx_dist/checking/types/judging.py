@@ -1,4 +1,7 @@
-"""From the call of a torch function to its judgement: which operands it has, which spec, and what the error says."""
+"""From the call of a torch function to its judgement: which operands it has, which spec, and what the error says.
+
+Nothing here runs a call or caches a judgement: `SpmdTypeMode` does.
+"""
 
 from __future__ import annotations
 
@@ -21,98 +24,99 @@ from .messages.provenance import module_path
 from .rules import Rule
 from .session import Session
 
-__all__ = ["JudgingSession"]
+__all__ = ["begin", "judge_call", "result_origins"]
 
 
-class JudgingSession(Session):
-    """The part of `SpmdTypeMode` that judges single calls; it neither runs nor caches them."""
+def judge_call(
+    mode: Session,
+    rule: Rule,
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    tensors: Sequence[Tensor],
+    notes: Sequence[Note],
+) -> Judgement:
+    """Types of the results.
 
-    def judge(
-        self,
-        rule: Rule,
-        func: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        tensors: Sequence[Tensor],
-        notes: Sequence[Note],
-    ) -> Judgement:
-        """Types of the results.
-
-        Raises:
-            SpmdTypeError: the types do not go together.
-        """
-        enabled = torch.is_grad_enabled()
-        operand_types = [Operand(note.type, enabled and x.requires_grad) for x, note in zip(tensors, notes)]
-        if func in OVERWRITES:
-            operand_types[0] = Operand(overwritten(operand_types[0].type), operand_types[0].differentiable)
-        numbers = [
-            Operand(TensorType.of(dict.fromkeys(self.atoms(value.axes), V), R), False)
-            for value in rank_values(rule, args, kwargs)
-        ]
-        if rule.kind not in ("op", "scalar", "decompose"):
-            type_, assumed = made_type(self, rule, operand_types, numbers)
-            return self._assuming(Judgement((type_,), {}, assumed))
-        if rule.kind == "decompose" and rule.decompose is not None:
-            before = dict(self.assumed)
-            with self:
-                result = rule.decompose(*args, **kwargs)
-            result_types = tuple(type_ for type_ in map(type_of, tensors_in(result)) if type_ is not None)
-            return Judgement(result_types, {}, tuple(key[0] for key, n in self.assumed.items() if before.get(key) != n))
-        spec = None
-        if rule.spec is not None:
-            try:
-                spec = rule.spec(*args, **kwargs)
-            except Exception:
-                try:
-                    func(*args, **kwargs)  # torch's own message, if the arguments are wrong
-                except RuntimeError as error:
-                    call = JudgedCall(rule, func, args, kwargs, tensors, operand_types, None)
-                    raise (explain_shapes(self, call, error) or error) from None
-                raise
-        if rule.kind == "scalar":
-            return self._scalar(JudgedCall(rule, func, args, kwargs, tensors, operand_types, spec))
-        if spec is not None:
-            spec = counted(rule, spec, tensors, notes)
-        affine = rule.affine is not None and bool(rule.affine(*args, **kwargs))
-        total = max(1, len(spec.outs)) if spec is not None else 1
-        drawn, assumed = [], ()
-        if draws(rule, args, kwargs):
-            stream, assumed = stream_type(self, operand_types[0].type)
-            drawn = [Operand(stream, False)]
+    Raises:
+        SpmdTypeError: the types do not go together.
+    """
+    enabled = torch.is_grad_enabled()
+    operand_types = [Operand(note.type, enabled and x.requires_grad) for x, note in zip(tensors, notes)]
+    if func in OVERWRITES:
+        operand_types[0] = Operand(overwritten(operand_types[0].type), operand_types[0].differentiable)
+    numbers = [
+        Operand(TensorType.of(dict.fromkeys(mode.atoms(value.axes), V), R), False)
+        for value in rank_values(rule, args, kwargs)
+    ]
+    if rule.kind not in ("op", "scalar", "decompose"):
+        type_, assumed = made_type(mode, rule, operand_types, numbers)
+        return _assuming(mode, Judgement((type_,), {}, assumed))
+    if rule.kind == "decompose" and rule.decompose is not None:
+        before = dict(mode.assumed)
+        with mode:
+            result = rule.decompose(*args, **kwargs)
+        result_types = tuple(type_ for type_ in map(type_of, tensors_in(result)) if type_ is not None)
+        return Judgement(result_types, {}, tuple(key[0] for key, n in mode.assumed.items() if before.get(key) != n))
+    spec = None
+    if rule.spec is not None:
         try:
-            judgement = judge(rule, spec, [*operand_types, *numbers, *drawn], affine, total)
-        except Violation as violation:
-            call = JudgedCall(rule, func, args, kwargs, tensors, [*operand_types, *numbers, *drawn], spec, affine)
-            raise explain(self, violation, call) from None
-        return self._assuming(judgement._replace(assumed=(*judgement.assumed, *assumed)))
+            spec = rule.spec(*args, **kwargs)
+        except Exception:
+            try:
+                func(*args, **kwargs)  # torch's own message, if the arguments are wrong
+            except RuntimeError as error:
+                call = JudgedCall(rule, func, args, kwargs, tensors, operand_types, None)
+                raise (explain_shapes(mode, call, error) or error) from None
+            raise
+    if rule.kind == "scalar":
+        return _scalar(mode, JudgedCall(rule, func, args, kwargs, tensors, operand_types, spec))
+    if spec is not None:
+        spec = counted(rule, spec, tensors, notes)
+    affine = rule.affine is not None and bool(rule.affine(*args, **kwargs))
+    total = max(1, len(spec.outs)) if spec is not None else 1
+    drawn, assumed = [], ()
+    if draws(rule, args, kwargs):
+        stream, assumed = stream_type(mode, operand_types[0].type)
+        drawn = [Operand(stream, False)]
+    try:
+        judgement = judge(rule, spec, [*operand_types, *numbers, *drawn], affine, total)
+    except Violation as violation:
+        call = JudgedCall(rule, func, args, kwargs, tensors, [*operand_types, *numbers, *drawn], spec, affine)
+        raise explain(mode, violation, call) from None
+    return _assuming(mode, judgement._replace(assumed=(*judgement.assumed, *assumed)))
 
-    def _assuming(self, judgement: Judgement) -> Judgement:
-        """Notes the assumptions of a judgement, and returns it."""
-        for text in judgement.assumed:
-            self.assume(text)
-        return judgement
 
-    def _scalar(self, call: JudgedCall) -> Judgement:
-        """Judges a call that makes a Python number, which has to be the same on all ranks."""
-        for index, operand in enumerate(call.operands):
-            for axis, spmd_type in operand.type:
-                if spmd_type.letter in DIFFERING and axis != "pp":
-                    why = (
-                        f"a Python number made of it would differ between the ranks of {axis}, and what it decides "
-                        "could not be followed"
-                    )
-                    raise explain(self, Violation("scalar", axis, why, [index]), call)
-        return Judgement((EQUAL,), {}, ())
+def _assuming(mode: Session, judgement: Judgement) -> Judgement:
+    """Notes the assumptions of a judgement, and returns it."""
+    for text in judgement.assumed:
+        mode.assume(text)
+    return judgement
 
-    def origins(self, judgement: Judgement | None, notes: Sequence[Note]) -> dict[str, Origin] | None:
-        """Where the types of a result began: where those of its operands did, or here."""
-        merged: dict[str, Origin] | None = None
-        for note in notes:
-            if note.origins is not None:
-                merged = note.origins if merged is None or merged is note.origins else {**note.origins, **merged}
-        return self._begin(judgement.born, merged) if judgement is not None and judgement.born else merged
 
-    def _begin(self, born: dict[str, str], origins: dict[str, Origin] | None) -> dict[str, Origin]:
-        """The origins of a result: those of its operands, and for the axes in `born` this line."""
-        line, module = call_site(), module_path(self.modules)
-        return {**(origins or {}), **{axis: Origin(what, line, module, "P") for axis, what in born.items()}}
+def _scalar(mode: Session, call: JudgedCall) -> Judgement:
+    """Judges a call that makes a Python number, which has to be the same on all ranks."""
+    for index, operand in enumerate(call.operands):
+        for axis, spmd_type in operand.type:
+            if spmd_type.letter in DIFFERING and axis != "pp":
+                why = (
+                    f"a Python number made of it would differ between the ranks of {axis}, and what it decides "
+                    "could not be followed"
+                )
+                raise explain(mode, Violation("scalar", axis, why, [index]), call)
+    return Judgement((EQUAL,), {}, ())
+
+
+def result_origins(mode: Session, judgement: Judgement | None, notes: Sequence[Note]) -> dict[str, Origin] | None:
+    """Where the types of a result began: where those of its operands did, or here."""
+    merged: dict[str, Origin] | None = None
+    for note in notes:
+        if note.origins is not None:
+            merged = note.origins if merged is None or merged is note.origins else {**note.origins, **merged}
+    return begin(mode, judgement.born, merged) if judgement is not None and judgement.born else merged
+
+
+def begin(mode: Session, born: dict[str, str], origins: dict[str, Origin] | None) -> dict[str, Origin]:
+    """The origins of a result: those of its operands, and for the axes in `born` this line."""
+    line, module = call_site(), module_path(mode.modules)
+    return {**(origins or {}), **{axis: Origin(what, line, module, "P") for axis, what in born.items()}}

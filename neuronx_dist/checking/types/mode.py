@@ -42,7 +42,7 @@ from .handlers import autograd, packing
 from .handlers.inplace import check_write, note_write, stale
 from .handlers.rank_values import counts, picked
 from .judge import Judgement, Operand
-from .judging import JudgingSession
+from .judging import begin, judge_call, result_origins
 from .memo import (
     BY_VALUE,
     LONG,
@@ -57,7 +57,7 @@ from .memo import (
 from .messages.explain import JudgedCall, explain_shapes, missing_type
 from .rules import RULES, Rule, operands
 from .rules.names import CATS
-from .session import in_backward
+from .session import Session, in_backward
 from .surroundings import surroundings
 
 __all__ = ["SpmdTypeMode", "typecheck"]
@@ -81,7 +81,7 @@ class _Uncached(NamedTuple):
     key: tuple[Any, ...] | None
 
 
-class SpmdTypeMode(JudgingSession):
+class SpmdTypeMode(Session):
     """Checks types while it is entered, in this thread.
 
     Args:
@@ -238,6 +238,20 @@ class SpmdTypeMode(JudgingSession):
             return note
         return note_of(x)
 
+    def judge(
+        self,
+        rule: Rule,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        tensors: Sequence[Tensor],
+        notes: Sequence[Note],
+    ) -> Judgement:
+        return judge_call(self, rule, func, args, kwargs, tensors, notes)
+
+    def origins(self, judgement: Judgement | None, notes: Sequence[Note]) -> dict[str, Origin] | None:
+        return result_origins(self, judgement, notes)
+
     def adopt(self, param: Tensor, grad: Tensor) -> Tensor:
         """Backward accumulates the gradient of `param` in `grad`."""
         return autograd.adopt(self, param, grad)
@@ -353,7 +367,7 @@ class SpmdTypeMode(JudgingSession):
         """Assumes again what a cached judgement assumes, and returns the origins of the call's results."""
         for text in cached.assumed:
             self.assume(text)
-        return self._begin(cached.born, origins) if cached.born else origins
+        return begin(self, cached.born, origins) if cached.born else origins
 
 
 typecheck = SpmdTypeMode  # the newer name
