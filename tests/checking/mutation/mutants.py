@@ -100,7 +100,7 @@ PROGRAM_OF: dict[str, str] = {
     "mark_partial_gradients:set_spec#1": "llama, sequence",
     "apply_sequence_parallel:mark_partial_gradients#1": "llama, sequence",
     "apply:mark_partial_gradients#1": "qwen",
-    "_replace:set_spec#1": "llama",
+    "_install:set_spec#1": "llama",
     "_embedding:ParallelEmbedding#1": "llama, sequence",
     "_column:ColumnParallelLinear#1": "llama, sequence",
     "_row:RowParallelLinear#1": "llama, sequence",
@@ -149,7 +149,7 @@ EQUIVALENT = {
     ("copy_to_tensor_model_parallel_region:spmd.convert#1", "reinterpret(I, R)"): "a synonym",
     ("_ParallelCrossEntropy.forward:comm.all_reduce#1", "twice"): _REPEATED,
     ("reduce_gradients:_reduce_params#2", "over pp"): "all stages hold the weight",
-    ("_replace:set_spec#1", "delete"): "the parameter comes with it, unless it is padded",
+    ("_install:set_spec#1", "delete"): "the parameter comes with it, unless it is padded",
     ("NxDPPModel._report:comm.broadcast#1", "twice"): _REPEATED,
     ("NxDPPModel._report:comm.broadcast#1", "all_reduce()"): "the other buffers are new",
 }
