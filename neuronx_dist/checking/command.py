@@ -129,6 +129,8 @@ def _module(name: str) -> Any:
         sys.modules.setdefault(path.stem, module)
         spec.loader.exec_module(module)
     else:
+        if not {"", str(Path.cwd())} & {*sys.path}:
+            sys.path.insert(0, str(Path.cwd()))  # as `python -m` does; the console script does not
         try:
             module = importlib.import_module(name)
         except ModuleNotFoundError as error:

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -73,6 +74,33 @@ def test_inputs_step_optimizer_and_options_are_names_of_the_file(capsys):
 def test_a_command_that_cannot_be_understood_is_2(capsys, args, message):
     code, out, err = run(capsys, *args)
     assert code == 2 and message in err and out == ""
+
+
+def test_a_module_of_the_current_folder_is_imported_by_the_console_script_too(tmp_path):
+    example = Path(MODELS).read_text()
+    (tmp_path / "a_module.py").write_text(example)
+    script = (
+        "import sys; sys.path = [p for p in sys.path if p]; from neuronx_dist.__main__ import main; sys.exit(main())"
+    )
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            script,
+            "check",
+            "a_module:model_fn",
+            "--inputs",
+            "a_module:example_inputs",
+            "--mesh",
+            "tp=2",
+        ],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_the_help_has_an_example_that_works(capsys, tmp_path):
