@@ -4,7 +4,7 @@ types.py          R, I, V, P, S(i); tensor_type.py: the type of a tensor, and ho
 collectives.py    the operators, which are rows of one table
 declarations.py   what users and layers tell the checker about a tensor
 watching.py       whether a checker is at work; functions that it treats in a way of their own
-axes.py           axes as the types name them; random.py: random streams; verify.py: equal values, at run time
+axes.py           axes as the types name them; random.py: random streams; verification.py: equal values, at run time
 
 `SpmdTypeMode` follows types through ordinary torch code; `check` does so for whole models on all ranks of a mesh, in
 one process. Both live in `neuronx_dist.checking`, which is loaded when they are asked for.
@@ -27,7 +27,6 @@ from .declarations import (
 )
 from .errors import SpmdTypeError
 from .types import I, P, R, S, Shard, SpmdType, V, dual
-from .verify import verify
 from .watching import no_typecheck
 
 __all__ = [
@@ -74,11 +73,12 @@ __all__ = [
 hide(__name__)
 
 
-# The checker stands above this room: a training run loads none of it.
+# The checker stands above this room: a training run loads none of it. `verify` is for debugging.
 _LAZY = {
     "SpmdTypeMode": "checking.types.mode",
     "check": "checking.api",
     "register_rule": "checking.types.rules:rule",
     "typecheck": "checking.types.mode",
+    "verify": "spmd.verification",
 }
 __getattr__ = lazy_names(__name__, _LAZY)

@@ -124,7 +124,7 @@ def test_the_message_shows_what_the_ranks_hold():
 
 def test_a_loss_of_one_bit_or_an_exchange_of_rows_is_noticed():
     """Sums that count places and are exact: NaNs, signed zeros and low bits of every dtype included."""
-    from neuronx_dist.spmd.verify import _digests
+    from neuronx_dist.spmd.verification import _digests
 
     for dtype in (
         torch.float32,
