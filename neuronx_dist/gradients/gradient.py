@@ -11,7 +11,7 @@ from .. import comm, spmd
 from ..weights.partial_model import partial_model
 from ..weights.shard_spec import restamp, spec_of
 
-__all__ = ["DATA_AXES", "ParameterGradient", "Parameters", "gradient_of", "missing_gradient", "parameters_of"]
+__all__ = ["DATA_AXES", "ParameterGradient", "Parameters", "gradient_of", "parameters_of"]
 
 Parameters = torch.Tensor | Iterable[torch.Tensor]
 
@@ -105,8 +105,3 @@ def _move_to_main_grad(param: torch.Tensor) -> None:
 def gradient_of(param: torch.Tensor) -> torch.Tensor | None:
     """Short for `ParameterGradient(param).tensor`."""
     return ParameterGradient(param).tensor
-
-
-def missing_gradient(param: torch.Tensor) -> torch.Tensor:
-    """Short for `ParameterGradient(param).zeros()`."""
-    return ParameterGradient(param).zeros()

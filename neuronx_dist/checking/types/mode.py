@@ -238,19 +238,8 @@ class SpmdTypeMode(Session):
             return note
         return note_of(x)
 
-    def judge(
-        self,
-        rule: Rule,
-        func: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        tensors: Sequence[Tensor],
-        notes: Sequence[Note],
-    ) -> Judgement:
-        return judge_call(self, rule, func, args, kwargs, tensors, notes)
-
-    def origins(self, judgement: Judgement | None, notes: Sequence[Note]) -> dict[str, Origin] | None:
-        return result_origins(self, judgement, notes)
+    judge = judge_call
+    origins = result_origins
 
     def adopt(self, param: Tensor, grad: Tensor) -> Tensor:
         """Backward accumulates the gradient of `param` in `grad`."""
