@@ -14,15 +14,15 @@
 
         return dict(model_fn=lambda: nn.Linear(4, 1), step=step)
 
-registers `averaged_by_hand`, which is right, and `averaged_by_hand.no_mean`, which is not. `python -m
-tests.checking.user_programs.support` runs all of them, asks the checker, and prints the figures; `... support NAME` shows
-one program's differences and report.
+registers `averaged_by_hand`, which is right, and `averaged_by_hand.no_mean`, which is not.
+
+    python -m tests.checking.user_programs.support          runs all, asks the checker, and prints the figures
+    python -m tests.checking.user_programs.support NAME     shows what it found of the programs of that name
 """
 
 from __future__ import annotations
 
 import sys
-import threading
 import time
 import warnings
 import zlib
@@ -51,7 +51,6 @@ EQUAL = 1e-9  # relative difference of what a right program leaves behind, at mo
 DIFFERENT = 1e-6  # of what a buggy one leaves behind, at least
 STEPS = 3
 PROGRAMS: dict[str, Program] = {}
-_BUILDING = threading.Lock()  # ranks share one generator, from which modules draw their first weights
 _MISTAKES = (NameError, AttributeError, SyntaxError, ImportError)  # of who wrote the program, not of what it does
 
 Draw = Callable[[torch.Generator], torch.Tensor]  # the global value of an input, for one step
@@ -74,7 +73,8 @@ class Program:
         sharded: `{name: (axis, dim)}` of parameters and buffers whose shards no ShardSpec states.
         final: `final(model)`: the tensors that are compared after the last step, by name, on this rank. None: all
             parameters, gathered, and the buffers of the state dict.
-        fill: the harness sets the weights. False: they are as `model_fn` draws them, after `torch.manual_seed(0)`.
+        fill: the harness sets the weights. False: they are as `model_fn` draws them, from a Generator of its own: the
+            default one belongs to all ranks together, so that no right program draws from it.
     """
 
     name: str
@@ -208,13 +208,9 @@ def _final(program: Program, model: nn.Module) -> dict[str, torch.Tensor]:
 
 def _train(program: Program) -> dict[str, torch.Tensor]:
     """A few steps on this rank; what they leave behind, whole."""
-    if program.fill:
-        built = program.model_fn()
-    else:
-        with _BUILDING:
-            torch.manual_seed(0)
-            built = program.model_fn()
+    built = program.model_fn()
     model, optimizer = built if isinstance(built, tuple) else (built, None)
+    model.double()  # parallel layers are made in fp32, whatever the default
     if program.fill:
         _fill(program, model)
     if isinstance(optimizer, NeuronZero1Optimizer):
@@ -259,7 +255,7 @@ class Execution:
     """What running a program on its ranks and in one process showed.
 
     Attributes:
-        difference: the largest relative difference of what is left behind, over tensors and ranks; inf if the ranks fail.
+        difference: largest relative difference of what is left behind, over tensors and ranks; inf if the ranks fail.
         what: the tensor and the rank where it is, or the error.
     """
 
@@ -272,7 +268,7 @@ class Execution:
 
 @cache
 def execute(name: str) -> Execution:
-    """Runs a program on ranks that are threads, and the same code with the global batch in one process, and compares."""
+    """Compares a program on ranks that are threads with the same code and the global batch in one process."""
     program = PROGRAMS[name]
     with _float64():
         (expected,) = comm.threads.run(Mesh(1), _train, program)
@@ -340,7 +336,7 @@ def verdict(name: str) -> Verdict:
     except Exception as error:  # a finding, whatever it is
         seconds = time.perf_counter() - start
         return Verdict("crashed", f"{type(error).__name__}: {error}", (), seconds, None)
-    assumed = tuple([*report.assumed, *report.trusted])
+    assumed = (*report.assumed, *report.trusted)
     message = report.problems[0].message if report.problems else ""
     outcome = "accepted" if report.ok else "refused"
     return Verdict(outcome, message, assumed, time.perf_counter() - start, report)
@@ -389,8 +385,8 @@ def figures(names: Sequence[str]) -> str:
     assumed = [p for p in buggy if verdict(p.name).outcome == "accepted" and assumed_at_the_bug(p)]
     crashed = [p for p in chosen if verdict(p.name).outcome == "crashed"]
     lines = [
-        f"buggy: refused {len(refused)} of {len(buggy)}; {len(same)} of them in the words in which the right original is "
-        f"refused; accepted with an assumption on the line of the bug: {len(assumed)}",
+        f"buggy: refused {len(refused)} of {len(buggy)}, {len(same)} of them in the words in which the original is",
+        f"    accepted with an assumption on the line of the bug: {len(assumed)}",
         f"right: accepted {len(accepted)} of {len(right)}",
         f"crashed: {len(crashed)}; {sum(verdict(p.name).seconds for p in chosen):.1f} s",
         "",

@@ -6,7 +6,7 @@ from tests.checking.user_programs.support import execute, load, verdict
 
 PROGRAMS = load()
 
-# Where the checker is wrong today: what it says, and why that is wrong. It is exact: what the checker learns is taken out.
+# Where the checker is wrong today, and why. It is exact: what the checker learns is taken out.
 KNOWN: dict[str, str] = {}
 
 
