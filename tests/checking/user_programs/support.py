@@ -16,17 +16,16 @@
 
 registers `averaged_by_hand`, which is right, and `averaged_by_hand.no_mean`, which is not.
 
-    python -m tests.checking.user_programs.support          runs all, asks the checker, and prints the figures
-    python -m tests.checking.user_programs.support NAME     shows what it found of the programs of that name
+    python -m tests.checking.user_programs          runs all, asks the checker, and prints the figures
+    python -m tests.checking.user_programs NAME     shows what was found of the programs of that name
 """
 
 from __future__ import annotations
 
-import sys
 import time
 import warnings
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -38,7 +37,7 @@ import torch
 from torch import nn
 
 from neuronx_dist import NeuronZero1Optimizer, comm, reduce_gradients, spmd
-from neuronx_dist.checking.programs.played import call_model, find_loss
+from neuronx_dist.checking.programs.played import ReadsValues, call_model, find_loss
 from neuronx_dist.checking.report import Report
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.pipeline.model import NxDPPModel
@@ -302,7 +301,7 @@ class Verdict:
     """What `spmd.check` says of a program.
 
     Attributes:
-        outcome: "accepted", "refused" or "crashed" (it raised).
+        outcome: "accepted", "refused" or "crashed": it raised, or reports an error of a program that runs without one.
         message: the first problem, or the exception.
         assumed: assumptions and trusted declarations, as the report lists them.
     """
@@ -338,8 +337,16 @@ def verdict(name: str) -> Verdict:
         return Verdict("crashed", f"{type(error).__name__}: {error}", (), seconds, None)
     assumed = (*report.assumed, *report.trusted)
     message = report.problems[0].message if report.problems else ""
-    outcome = "accepted" if report.ok else "refused"
-    return Verdict(outcome, message, assumed, time.perf_counter() - start, report)
+    seconds = time.perf_counter() - start
+    return Verdict(_outcome(name, report), message, assumed, seconds, report)
+
+
+def _outcome(name: str, report: Report) -> str:
+    if report.ok:
+        return "accepted"
+    first = report.problems[0] if report.problems else None
+    failed = first is not None and first.kind == "program" and not isinstance(first.error, ReadsValues)
+    return "crashed" if failed and execute(name).difference < float("inf") else "refused"
 
 
 def _example(program: Program) -> dict[str, torch.Tensor]:
@@ -350,9 +357,11 @@ def _example(program: Program) -> dict[str, torch.Tensor]:
 
 
 def assumed_at_the_bug(program: Program) -> list[str]:
-    """Assumptions of a buggy program that its right original does not have: lines that a reader is told to look at."""
-    others = verdict(program.original.name).assumed if program.original else ()
-    return [text for text in verdict(program.name).assumed if text not in others]
+    """Lines that a reader is told to look at, and that of the right original are not: those of the bug."""
+    if program.original is None or verdict(program.original.name).outcome != "accepted":
+        return []
+    others, here = verdict(program.original.name).assumed, str(Path(__file__).parent)
+    return [text for text in verdict(program.name).assumed if text not in others and text.startswith(here)]
 
 
 def refused_as_its_original(program: Program) -> bool:
@@ -363,55 +372,9 @@ def refused_as_its_original(program: Program) -> bool:
     return own.outcome == other.outcome == "refused" and own.line == other.line
 
 
-# --- figures ---
-
-
 def load() -> dict[str, Program]:
     """Registers the programs of all files beside this one."""
-    this = import_module("tests.checking.user_programs.support")  # one registry, also where this file is the main one
     for path in sorted(Path(__file__).parent.glob("*.py")):
         if path.stem.startswith(("data_", "model_")):
             import_module(f"tests.checking.user_programs.{path.stem}")
-    return this.PROGRAMS
-
-
-def figures(names: Sequence[str]) -> str:
-    """How many of these programs the checker judges rightly, and those that it does not, a line each."""
-    chosen = [PROGRAMS[name] for name in names]
-    buggy, right = [p for p in chosen if p.bug], [p for p in chosen if p.right]
-    refused = [p for p in buggy if verdict(p.name).outcome == "refused"]
-    accepted = [p for p in right if verdict(p.name).outcome == "accepted"]
-    same = [p for p in refused if refused_as_its_original(p)]
-    assumed = [p for p in buggy if verdict(p.name).outcome == "accepted" and assumed_at_the_bug(p)]
-    crashed = [p for p in chosen if verdict(p.name).outcome == "crashed"]
-    lines = [
-        f"buggy: refused {len(refused)} of {len(buggy)}, {len(same)} of them in the words in which the original is",
-        f"    accepted with an assumption on the line of the bug: {len(assumed)}",
-        f"right: accepted {len(accepted)} of {len(right)}",
-        f"crashed: {len(crashed)}; {sum(verdict(p.name).seconds for p in chosen):.1f} s",
-        "",
-    ]
-    for p in chosen:
-        told = verdict(p.name)
-        if told.outcome != ("accepted" if p.right else "refused"):
-            lines.append(f"{told.outcome} {p.name}: {told.line or p.bug}")
-            lines += [f"    assumed {text}" for text in (assumed_at_the_bug(p) if p.bug else ())]
-        elif p in same:
-            lines.append(f"refused as its original {p.name}: {told.line}")
-        if not execute(p.name).confirms(p):
-            lines.append(f"NOT CONFIRMED {p.name}: {execute(p.name)}")
-    return "\n".join(lines)
-
-
-def show(name: str) -> str:
-    told = verdict(name)
-    return f"{name}: {PROGRAMS[name].bug or 'right'}\n{execute(name)}\n{told.outcome}: {told.report or told.message}"
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    load()
-    this = sys.modules["tests.checking.user_programs.support"]
-    wanted = sys.argv[1:]
-    chosen = [name for name in this.PROGRAMS if not wanted or any(name.startswith(start) for start in wanted)]
-    print("\n\n".join(map(this.show, chosen)) if wanted else this.figures(chosen))
+    return PROGRAMS
