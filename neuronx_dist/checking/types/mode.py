@@ -37,8 +37,9 @@ from ...spmd.tensor_type import (
 )
 from ...spmd.watching import HANDLERS, Watcher, entered, left
 from . import raw_collectives as raw
+from .axis_sizes import tracked
 from .declared import parameter_type
-from .handlers import autograd, packing
+from .handlers import autograd, axis_numbers, packing
 from .handlers.inplace import check_write, note_write, stale
 from .handlers.rank_values import counts, picked
 from .judge import Judgement, Operand
@@ -121,6 +122,7 @@ class SpmdTypeMode(Session):
         self._hooks.append(ExitStack())
         self._hooks[-1].enter_context(intercept(self._function))
         self._hooks[-1].enter_context(surroundings())
+        self._hooks[-1].enter_context(tracked())
         super().__enter__()
         return self
 
@@ -284,7 +286,7 @@ class SpmdTypeMode(Session):
         if self.record is not None:
             self.record(rule.name, (args, kwargs), call_site())
         if key is not None:
-            extra_key = extra_key_of(rule, [note.type for note in notes])
+            extra_key = extra_key_of(rule, [note.type for note in notes], items)
             if extra_key is not None:
                 store(self._memo, key, CachedJudgement.undecided(rule.name, extra_key))
                 key += extra_values(extra_key, items, self)
@@ -362,3 +364,4 @@ class SpmdTypeMode(Session):
 typecheck = SpmdTypeMode  # the newer name
 HANDLERS.update((func, None) for func, rule in RULES.items() if rule.kind == "pass")
 HANDLERS.update(autograd.handlers)
+HANDLERS.update(axis_numbers.handlers)
