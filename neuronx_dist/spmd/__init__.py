@@ -3,6 +3,7 @@
 types.py          R, I, V, P, S(i); tensor_type.py: the type of a tensor, and how it is written on tensors
 collectives.py    the operators, which are rows of one table
 declarations.py   what users and layers tell the checker about a tensor
+local_map.py      a scope for code that works on this rank's own numbers
 watching.py       whether a checker is at work; functions that it treats in a way of their own
 axes.py           axes as the types name them; random.py: random streams; verification.py: equal values, at run time
 
@@ -26,6 +27,7 @@ from .declarations import (
     trust,
 )
 from .errors import SpmdTypeError
+from .local_map import local_map
 from .types import I, P, R, S, Shard, SpmdType, V, dual
 from .watching import no_typecheck
 
@@ -54,6 +56,7 @@ __all__ = [
     "gradient",
     "has_local_type",
     "local",
+    "local_map",
     "mark_shard",
     "named_specs",
     "no_typecheck",

@@ -11,8 +11,8 @@ that the usual call costs a look-up. Sources: the spmd_types quick start; `docs/
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any, NamedTuple
 
 import torch
@@ -40,6 +40,7 @@ from . import raw_collectives as raw
 from .declared import parameter_type
 from .handlers import autograd, packing
 from .handlers.inplace import check_write, note_write, stale
+from .handlers.local_code import local_scope
 from .handlers.rank_values import counts, picked
 from .judge import Judgement, Operand
 from .judging import begin, judge_call, result_origins
@@ -217,6 +218,9 @@ class SpmdTypeMode(Session):
             SpmdTypeError: it has no type; or its memory was written behind the checker's back.
         """
         note = note_of(x)
+        if self.scope is not None and (note is None or note.session != self.session):
+            self.scope.take(x, function)
+            return note_of(x)
         if note is None:
             type_ = None
             if self.mesh is not None and isinstance(x, nn.Parameter):
@@ -244,6 +248,10 @@ class SpmdTypeMode(Session):
     def adopt(self, param: Tensor, grad: Tensor) -> Tensor:
         """Backward accumulates the gradient of `param` in `grad`."""
         return autograd.adopt(self, param, grad)
+
+    def local_scope(self, axes: Collection[str]) -> AbstractContextManager[None]:
+        """Inside, what is sharded over `axes` is this rank's own numbers."""
+        return local_scope(self, axes)
 
     # --- calls whose judgement is not in the memo
 

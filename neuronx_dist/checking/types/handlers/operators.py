@@ -42,19 +42,20 @@ def _operator(mode: Session, func: Callable[..., Any], args: tuple[Any, ...], kw
     axes = mode.known.get(axis) if axis.__class__ is str else atoms_of(axis, mode.mesh)
     if axes is None:
         axes = mode.known[axis] = atoms_of(axis, mode.mesh)
-    stack = kwargs.get("gather_dim", kwargs.get("scatter_dim", 0))
+    stack = kwargs.get("gather_dim", kwargs.get("scatter_dim"))
     count = comm.communicator(axis).size if isinstance(src, Shard) or isinstance(dst, Shard) else 0
     key = (func, note.type, axes, src, dst, x.shape, x.requires_grad, torch.is_grad_enabled(), stack, count)
     result_type = mode.known.get(key)
     if result_type is None:
         num_assumptions = mode.num_assumptions
+        dims = collectives.operator_dims(func, x, src, dst, stack)
         for atom in axes:
             _check_source(mode, x, note, atom, name, src, dst)
         if name == "reinterpret" and src is V and axes:
             mode.trust(f"reinterpret({src}, {dst}): the values of the ranks of {', '.join(axes)} are summands")
         elif row.expert and axes:
             mode.trust(f"{name}({src}, {dst})")
-        result_type = _operated(mode, x, note.type, axes, name, src, dst, stack, count)
+        result_type = _operated(mode, x, note.type, axes, name, src, dst, dims, count)
         if num_assumptions == mode.num_assumptions:  # else it is to be assumed again at every call
             mode.known[key] = result_type
     mode.operators += 1
@@ -80,18 +81,20 @@ def _operated(
     name: str,
     src: SpmdType,
     dst: SpmdType,
-    stack: int,
+    dims: tuple[int, int],
     count: int,
 ) -> TensorType:
     """What an operator over `axes`, which are of `count` ranks, makes of a tensor."""
     if not axes:
         return type_
+    src_dim, dst_dim = dims
+    stack = src_dim if src is V else dst_dim
     types = _renumbered(type_.types, src, dst, name, stack, x.dim())
     if isinstance(src, Shard):
-        joined(types, axes, src.dim % x.dim(), count)
+        joined(types, axes, src_dim, count)
     new = dst
     if isinstance(dst, Shard):
-        new = cut(types, axes, dst.dim % x.dim(), count) if mode.level == "G" else V
+        new = cut(types, axes, dst_dim, count) if mode.level == "G" else V
     rest = type_.rest
     if getattr(rest, "along", None) and rest is not None:
         rest = _renumbered({"": rest}, src, dst, name, stack, x.dim())[""]
@@ -115,13 +118,22 @@ def _check_source(mode: Session, x: Tensor, note: Note, atom: str, name: str, sr
     if declared in SAME:
         if actual.letter == declared or (fixed and actual.letter in SAME):
             return
+    elif declared in "PV" and name in _REDUCTIONS:
+        if declared == "P" and actual is P:
+            return
+        if actual is V:
+            mode.assume(f"{name}: the values that vary over {atom} are summands")
+            return
+        if declared == "V" and isinstance(actual, Shard):
+            why = f"its pieces along dim {actual.dim} are added up: all_gather is what puts them together"
+            raise operator_error(mode, name, x, note, atom, src, dst, why, "sum_of_shards")
     elif declared == "P":
         if actual is P:
             return
-        if actual is V and name in _REDUCTIONS:
-            mode.assume(f"{name}: the values that vary over {atom} are summands")
-            return
     elif declared == "V":
+        if name == "all_gather" and isinstance(actual, Shard):
+            mode.assume(f"all_gather: that the pieces of dim {actual.dim}, stacked over {atom}, are put together in the "
+                        "order of the sharding")  # fmt: skip
         if actual.letter in VARYING:
             return
     elif isinstance(src, Shard):
