@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from ..comm import context
 from ..mesh import Mesh
 from .axes import atoms_of
 from .errors import SpmdTypeError, dim_of
-from .tensor_type import FRESH, NAME, Note, TensorType, note_of, write
+from .tensor_type import FRESH, NAME, Foreign, Note, Offset, TensorType, note_of, write
 from .types import SAME, UNIFORM, ZERO, I, LocalType, P, R, Shard, SpmdType, V
 from .watching import active
 
@@ -52,7 +53,12 @@ def get_local_type(x: torch.Tensor) -> dict[Any, SpmdType]:
             repairs=['assert_type(x, {"tp": R}) declares it'],
             rule="no_type",
         )
-    return {axis: R if spmd_type.letter in "R0" else spmd_type for axis, spmd_type in note.type}
+    return {axis: R if spmd_type.letter in "R0" else _told(spmd_type) for axis, spmd_type in note.type}
+
+
+def _told(spmd_type: SpmdType) -> SpmdType:
+    """A type as users declare it: a part of a shard is a shard."""
+    return replace(spmd_type, part=None) if isinstance(spmd_type, Shard) else spmd_type
 
 
 def assert_type(x: torch.Tensor, types: Mapping[Any, SpmdType] | SpmdType) -> torch.Tensor:
@@ -127,7 +133,7 @@ def _assert_type(mode: Any, x: torch.Tensor, types: Mapping[Any, SpmdType] | Spm
         before = old.get(axis)
         if fresh or before is None or before is ZERO or (before is UNIFORM and spmd_type.letter in SAME):
             new[axis] = spmd_type
-        elif before == spmd_type or (before.letter == "S" and spmd_type is V):
+        elif _told(before) == spmd_type or (before.letter == "S" and spmd_type is V):
             continue
         elif before is V and (isinstance(spmd_type, Shard) or spmd_type is P):
             if mode is not None:
@@ -188,7 +194,10 @@ def trust(x: torch.Tensor, axis: Any, kind: SpmdType) -> torch.Tensor:
                 type_ = type_.with_axis(atom, kind)
         if type_ is not note.type:
             mode.trust(f"that {list(x.shape)} is {kind} on {', '.join(atoms)}")
-            write(x, type_, note.origins, note.session, note.extra)
+            extra = None if isinstance(note.extra, Foreign) else note.extra
+            if kind is V and extra is None:
+                extra = Offset(frozenset(atoms))
+            write(x, type_, note.origins, note.session, extra)
     return x
 
 

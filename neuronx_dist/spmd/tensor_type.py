@@ -17,6 +17,7 @@ __all__ = [
     "COUNTED",
     "EQUAL",
     "FRESH",
+    "Foreign",
     "NAME",
     "NOTE",
     "READONLY",
@@ -24,6 +25,7 @@ __all__ = [
     "UNTYPED",
     "ZERO_TYPE",
     "Note",
+    "Offset",
     "Origin",
     "Segments",
     "TensorType",
@@ -151,7 +153,7 @@ class Note(NamedTuple):
         session: serial number of the mode that wrote this; 0: written outside of any.
         version: torch's version counter then: a higher one means that somebody wrote to the memory since.
         extra: `Segments` of a flat buffer, `READONLY` for what `.data` gave, `FRESH` for random numbers of which
-            nothing was declared yet, `COUNTED` for 0, 1, 2, ...; or None.
+            nothing was declared yet, `COUNTED` for 0, 1, 2, ..., `Offset` and `Foreign` of lookups; or None.
     """
 
     type: TensorType
@@ -169,6 +171,35 @@ NAME = "_spmd_name"  # what the user calls it: "layers.3.mlp.down_proj.weight"
 READONLY = "readonly"
 FRESH = "fresh"
 COUNTED = "counted"
+
+
+class _OverAxes:
+    """What is known over some axes."""
+
+    __slots__ = ("axes",)
+
+    def __init__(self, axes: frozenset[str]) -> None:
+        self.axes = axes
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self
+
+    def __reduce__(self) -> Any:
+        return OrderedDict, ()
+
+
+class Offset(_OverAxes):
+    """Equal numbers, counted from this rank's own first position (positions in its piece of a table), or made of that
+    alone (masks): see `checking/types/handlers/lookups.py`.
+    """
+
+    __slots__ = ()
+
+
+class Foreign(_OverAxes):
+    """What was looked up in a piece of a table by positions of which other ranks hold some: there it is anything."""
+
+    __slots__ = ()
 
 
 class Segments:

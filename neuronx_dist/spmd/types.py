@@ -15,6 +15,7 @@ Source: the spmd_types quick start.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any, ClassVar
 
 __all__ = ["DIFFERING", "SAME", "VARYING", "I", "P", "R", "S", "Shard", "SpmdType", "V", "dual"]
@@ -79,11 +80,14 @@ class Shard:
         stride: the dim is made of so many blocks, each sharded by itself (gate and up in one weight: 2).
         extent: how many of this rank's positions in a block the sharding counts; what lies inside of one is whole
             (heads, when heads and head dim were merged). None: all of the block.
+        part: which part of the positions that a rank had was taken, from and to, as fractions: the ranks' parts are the
+            pieces of a tensor, and not that part of the whole. None: all.
     """
 
     dim: int
     stride: int = 1
     extent: int | None = None
+    part: tuple[Fraction, Fraction] | None = None
 
     letter: ClassVar[str] = "S"
     meaning: ClassVar[str] = "sharded"

@@ -23,8 +23,9 @@ from ...spmd.axes import order_of
 from ...spmd.errors import Violation
 from ...spmd.tensor_type import TensorType
 from ...spmd.types import SAME, UNIFORM, VARYING, ZERO, I, P, R, Shard, SpmdType, V, repeated
+from .rules.names import CATS
 from .rules.spec import Dims, Rule, Spec
-from .shard_positions import ShardPosition, locate, put
+from .shard_positions import ShardPosition, locate, part_of, put, put_together, written_part
 
 __all__ = ["EXPANDS", "Judgement", "Operand", "judge"]
 
@@ -35,6 +36,8 @@ EXACT = frozenset(
     "gather scatter scatter_add scatter_reduce index_put index_add index_copy cat concat concatenate stack hstack "
     "vstack dstack row_stack column_stack bmm baddbmm addbmm cross_entropy nll_loss kl_div".split()
 )
+# Along these axes ranks have other samples: which ones a rank has does not matter, if all are used alike.
+SAMPLES = frozenset(("dp", "edp", "ep", "ep/cp"))
 LOOKUPS = ("__getitem__", "gather", "index_select", "take_along_dim")  # of operand 0, by the others
 
 
@@ -253,6 +256,9 @@ def _sharded(
     partial: Sequence[int],
 ) -> list[SpmdType]:
     name = call.rule.name
+    whole = put_together(spec, spmd_types) if name in CATS else None
+    if whole is not None:
+        return [whole]
     position: ShardPosition | None = None
     for index in sharded:
         dims = spec.ins[index]
@@ -262,9 +268,13 @@ def _sharded(
         own = locate(dims, shard, spec, axis, index, name)
         if position is None:
             position, first = own, index
-        elif own[:2] != position[:2]:  # the extent says what was merged with what, not which rank has what
+        elif (own.label, own.stride, own.part) != (position.label, position.stride, position.part):
+            # The extent, which is left out, says what was merged with what, not which rank has what.
             other = spmd_types[first]
-            if own.label == position.label:
+            if own.part != position.part:
+                why = f"of each rank's piece, one is {written_part(position.part)} and the other {written_part(own.part)}: "
+                why += "what stands side by side here does not in the whole"
+            elif own.label == position.label:
                 why = f"both are sharded on the same dim, but in another way ({other} and {shard})"
             else:
                 why = f"one is sharded on dim {other.dim}, the other on dim {shard.dim}: "  # type: ignore[union-attr]
@@ -278,8 +288,18 @@ def _sharded(
     dim = spmd_types[first].dim  # type: ignore[union-attr]
     if label in spec.fixed:
         if label in spec.looked_up and unknown:
-            call.assumed.append(f"{name}: a lookup in a sharded dim {dim} by positions that vary")
+            call.assumed.append(
+                f"{name}: a lookup in a sharded dim {dim} by positions that vary: that this rank holds all of them "
+                "(numeric=True compares the values)"
+            )
             return [V] * call.results
+        if axis in SAMPLES and label in spec.ranges and position.stride == 1 and len(call.operands) == 1:
+            call.assumed.append(f"{name}: each rank takes its own part of sharded dim {dim}: that all parts together are "
+                                "used alike")  # fmt: skip
+            return [
+                Shard(at, part=part_of(position.part, start, stop, length))
+                for at, start, stop, length in spec.ranges[label]
+            ]
         raise Violation("fixed", axis, f"dim {dim} is sharded, but {spec.fixed[label]}", [first])
     # A dim of size 1 that stays may be one that broadcasts: of size 1 in one process too.
     alone = spec.sizes[label] == 1 and label not in spec.reduced and name not in EXACT

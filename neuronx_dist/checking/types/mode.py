@@ -41,6 +41,7 @@ from .declared import parameter_type
 from .handlers import autograd, packing
 from .handlers.inplace import check_write, note_write, stale
 from .handlers.local_code import local_scope
+from .handlers.lookups import lookup_note
 from .handlers.rank_values import counts, picked
 from .judge import Judgement, Operand
 from .judging import begin, judge_call, result_origins
@@ -325,7 +326,8 @@ class SpmdTypeMode(Session):
         type_ = judgement.types[0]
         check_write(self, call.rule, target, type_, call.tensors, call.notes)
         result = call.func(*call.args, **call.kwargs)
-        note_write(self, target, type_, self.origins(judgement, call.notes))
+        extra = lookup_note(self, call.rule, call.args, call.kwargs, call.tensors, call.notes, type_)
+        note_write(self, target, type_, self.origins(judgement, call.notes), extra)
         keeps_type = bool(call.args) and target is call.args[0] is call.tensors[0] and type_ is call.notes[0].type
         if call.key is not None and keeps_type:
             store(self._memo, call.key, CachedJudgement.of(judgement, call.rule.name, written=True))
@@ -350,6 +352,8 @@ class SpmdTypeMode(Session):
             rule.aliases and notes and notes[0].extra == COUNTED and result.numel() == call.tensors[0].numel()
         ):
             extra = COUNTED
+        else:
+            extra = lookup_note(self, rule, args, kwargs, call.tensors, notes, judgement.types[0])
         entry = CachedJudgement.of(judgement, rule.name, extra)
         self._stamp(result, entry.result_types, origins, extra)
         if self.symbolic:

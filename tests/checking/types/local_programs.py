@@ -103,9 +103,7 @@ def lookup_masked_after_a_scale_and_a_transposition(tokens, weight):
     mask = (tokens < first) | (tokens >= end)
     out = (F.embedding((tokens - first) * ~mask, weight) * 2.0).transpose(0, 1).contiguous()
     out = out.masked_fill(mask.t().unsqueeze(-1), 0)
-    return spmd.reduce_scatter(out, "tp", dst=S(1), src=P).pow(2).sum() if False else (
-        spmd.all_reduce(out, "tp", dst=I).pow(2).sum()
-    )
+    return spmd.all_reduce(out, "tp", dst=I).pow(2).sum()
 
 
 LOGITS = dict(logits=t(S(1), 6, 8), target=ids(R, 8, 6))
@@ -163,7 +161,7 @@ def lookup_not_masked_and_reduced_by_a_verb(tokens, weight):
     return comm.all_reduce(out.detach(), "tp").sum() + weight.sum() * 0.0
 
 
-@case(**TABLE, refused="lookup", right=False)
+@case(**TABLE, refused="another tensor indexes it", right=False)
 def lookup_of_whole_ids(tokens, weight):
     out = weight[tokens % weight.shape[0]]
     return spmd.all_reduce(out, "tp", src=P, dst=I).pow(2).sum()
@@ -240,7 +238,7 @@ def loop_over_local_experts_in_a_scope(x, up, down, router):
 @case(**EXPERTS, refused="it is P on tp, and cannot be declared R", right=False)
 def local_code_whose_result_is_said_to_be_equal(x, up, down, router):
     part = spmd.local_map(lambda: x @ spmd.reinterpret(up[0], "tp", src=V, dst=P), out_types={"tp": R})
-    return spmd.convert(part(), "tp", src=R, dst=P).sum()
+    return part().pow(2).sum()
 
 
 @case(**EXPERTS, refused="cannot be declared S", right=False)
@@ -307,7 +305,7 @@ def top_k_of_the_top_k_of_shards(x):
 
 BATCH = dict(x=t({"dp": S(0)}, 8, 4), y=t({"dp": S(0)}, 8, 3), w=p({"dp": R}, 4, 3))
 DP = {"dp": 2}
-PIECES = ("all pieces together are used alike",)
+PIECES = ("all parts together are used alike",)
 
 
 def squares(x, y, w):
@@ -345,16 +343,41 @@ def one_sample_at_a_time(x, y, w):
     return sum(squares(x[i : i + 1], y[i : i + 1, :], w) for i in range(x.shape[0]))
 
 
-@case(**BATCH, mesh={"dp": 2, "tp": 2}, listed=PIECES)
+GRID = dict(
+    x=t({"dp": S(0), "tp": R}, 8, 4), y=t({"dp": S(0), "tp": S(1)}, 8, 6), w=p({"dp": R, "tp": S(1)}, 4, 6)
+)
+
+
+@case(**GRID, mesh={"dp": 2, "tp": 2}, listed=PIECES)
 def chunks_beside_tensor_parallelism(x, y, w):
-    w = spmd.convert(w, "tp", src=R, dst=S(1))
     loss = 0
     for own_x, own_y in zip(x.tensor_split(2), y.hsplit(1)[0].vsplit(2)):
-        loss = loss + (own_x @ w - spmd.convert(own_y, "tp", src=R, dst=S(1))).pow(2).sum()
+        loss = loss + squares(own_x, own_y, w)
     return loss
 
 
-@case(**BATCH, mesh=DP, refused="its rows are not those of the others", right=False)
+@case(**BATCH, mesh=DP, listed=PIECES)
+def chunks_put_together_again(x, y, w):
+    hidden = torch.cat([F.tanh(part @ w) for part in x.split(2)])
+    return (hidden - y).pow(2).sum()
+
+
+@case(x=t({"dp": S(0)}, 8, 2, 4), ids=ids({"dp": S(0)}, 3, 8, 2), w=p({"dp": R}, 4, 3), mesh=DP, listed=PIECES)
+def chunks_of_tokens_and_of_their_chunks(x, ids, w):
+    loss = 0
+    for own, labels in zip(x.view(-1, 4).chunk(2), ids.flatten().chunk(2)):
+        for logits, label in zip((own @ w).chunk(2), labels.chunk(2)):
+            loss = loss + F.cross_entropy(logits, label, reduction="sum")
+    return loss
+
+
+@case(**BATCH, mesh=DP, refused="does not in the whole", right=False)
+def chunks_put_together_in_another_order(x, y, w):
+    first, second = x.chunk(2)
+    return (torch.cat([second, first]) @ w - y).pow(2).sum()
+
+
+@case(**BATCH, mesh=DP, refused="does not in the whole", right=False)
 def a_half_of_the_samples_against_the_other(x, y, w):
     first, second = (x @ w).chunk(2)
     return (first * second).sum()

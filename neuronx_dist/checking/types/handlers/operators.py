@@ -6,6 +6,7 @@ An operator is judged by its row: what `src` says is what the tensor must be, wh
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,14 +16,14 @@ from .... import comm
 from ....call_site import call_site
 from ....spmd import collectives
 from ....spmd.axes import atoms_of, order_of
-from ....spmd.tensor_type import Note, Origin, TensorType
+from ....spmd.tensor_type import Foreign, Note, Origin, TensorType
 from ....spmd.types import SAME, UNIFORM, VARYING, P, R, Shard, SpmdType, V, repeated
 from ....spmd.watching import HANDLERS
 from ..messages.explain import operator_error
 from ..messages.provenance import module_path
 from ..session import Session
 
-__all__ = ["cut", "joined"]
+__all__ = ["check_masked", "cut", "joined"]
 
 _REDUCTIONS = ("all_reduce", "reduce_scatter")
 
@@ -52,6 +53,8 @@ def _operator(mode: Session, func: Callable[..., Any], args: tuple[Any, ...], kw
         for atom in axes:
             _check_source(mode, x, note, atom, name, src, dst)
         if name == "reinterpret" and src is V and axes:
+            for atom in axes:
+                check_masked(mode, name, x, note, atom, src, dst)
             mode.trust(f"reinterpret({src}, {dst}): the values of the ranks of {', '.join(axes)} are summands")
         elif row.expert and axes:
             mode.trust(f"{name}({src}, {dst})")
@@ -122,6 +125,7 @@ def _check_source(mode: Session, x: Tensor, note: Note, atom: str, name: str, sr
         if declared == "P" and actual is P:
             return
         if actual is V:
+            check_masked(mode, name, x, note, atom, src, dst)
             mode.assume(f"{name}: the values that vary over {atom} are summands")
             return
         if declared == "V" and isinstance(actual, Shard):
@@ -154,6 +158,14 @@ def _check_source(mode: Session, x: Tensor, note: Note, atom: str, name: str, sr
     raise operator_error(mode, name, x, note, atom, src, dst, f"it is {actual}, not {src}", "source")
 
 
+def check_masked(mode: Session, name: str, x: Tensor, note: Note, atom: str, src: Any, dst: Any) -> None:
+    """Refuses to take what was looked up in a shard for summands, unless it was masked."""
+    if isinstance(note.extra, Foreign) and atom in note.extra.axes:
+        why = "it was looked up in a shard by positions of which other ranks hold some, and nobody masked these: each "
+        why += "rank would add something of its own for them"
+        raise operator_error(mode, name, x, note, atom, src, dst, why, "foreign")
+
+
 def _renumbered(
     types: Mapping[str, SpmdType], src: SpmdType, dst: SpmdType, name: str, stack: int, ndim: int
 ) -> dict[str, SpmdType]:
@@ -176,7 +188,7 @@ def _renumbered(
             if step < 0 and spmd_type.dim == stack:
                 renumbered[axis] = V
             elif spmd_type.dim >= stack:
-                renumbered[axis] = Shard(spmd_type.dim + step, spmd_type.stride, spmd_type.extent)
+                renumbered[axis] = replace(spmd_type, dim=spmd_type.dim + step)
     return renumbered
 
 
@@ -197,7 +209,7 @@ def joined(types: dict[str, SpmdType], axes: Sequence[str], dim: int, count: int
         if axis in axes or not isinstance(spmd_type, Shard) or spmd_type.dim != dim:
             continue
         inside = True if copies or spmd_type.stride > 1 else _inside(axis, axes)
-        types[axis] = V if inside is None else Shard(dim, spmd_type.stride * count if inside else 1)
+        types[axis] = V if inside is None or spmd_type.part is not None else Shard(dim, spmd_type.stride * count if inside else 1)
 
 
 def cut(types: dict[str, SpmdType], axes: Sequence[str], dim: int, count: int) -> SpmdType:
@@ -211,7 +223,7 @@ def cut(types: dict[str, SpmdType], axes: Sequence[str], dim: int, count: int) -
         if axis in axes or not isinstance(spmd_type, Shard) or spmd_type.dim != dim:
             continue
         blocks = spmd_type.stride // count
-        if spmd_type.stride > 1 and spmd_type.stride % count:
+        if (spmd_type.stride > 1 and spmd_type.stride % count) or spmd_type.part is not None:
             types[axis] = result = V
         elif spmd_type.stride == 1:
             types[axis] = Shard(dim)

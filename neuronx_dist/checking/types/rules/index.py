@@ -89,7 +89,7 @@ def indexed(builder: Labels, shape: Sequence[int], index: Any) -> Indexed:
         elif isinstance(item, int):
             x.append((builder.new(shape[at], ONE, selected=True),))
         elif isinstance(item, slice):
-            dim, part = _sliced(builder, shape[at], item)
+            dim, part = _sliced(builder, shape[at], item, len(out))
             x.append(dim)
             out.append(part)
         elif item.dtype in (torch.bool, torch.uint8):
@@ -110,7 +110,7 @@ def indexed(builder: Labels, shape: Sequence[int], index: Any) -> Indexed:
     return Indexed(x, tensors, out, masked)
 
 
-def _sliced(builder: Labels, length: int, item: slice) -> tuple[Dim, Dim]:
+def _sliced(builder: Labels, length: int, item: slice, at: int) -> tuple[Dim, Dim]:
     start, stop, step = (None if value is None else as_int(value) for value in (item.start, item.stop, item.step))
     if step not in (None, 1):
         count = len(range(*slice(start, stop, step).indices(length)))
@@ -118,7 +118,7 @@ def _sliced(builder: Labels, length: int, item: slice) -> tuple[Dim, Dim]:
     first, last, _ = slice(start, stop).indices(length)
     if start is not None and start < 0:  # counted from the end, which is another one in the whole tensor
         return (builder.new(length, RANGE, selected=True),), (builder.new(max(0, last - first)),)
-    dim, (part,) = cut(builder, length, [(first, max(0, last - first))], RANGE, start in (None, 0) and stop is None)
+    dim, (part,) = cut(builder, length, [(first, max(0, last - first))], RANGE, at, start in (None, 0) and stop is None)
     return dim, part
 
 
@@ -134,6 +134,7 @@ def _insert_tables(
     """
     if not tables:
         return
+    builder.ranges.clear()  # dims of tables stand between
     positions = [position for position, _, _ in tables]
     width = max(len(dims) for _, dims, _ in tables)
     merged: list[Dim] = [()] * width

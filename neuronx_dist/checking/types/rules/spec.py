@@ -58,6 +58,8 @@ class Spec(NamedTuple):
             "dim 2 is sharded, but ...".
         selected: those of `fixed` along which the call picks positions.
         looked_up: those of `fixed` that another operand indexes.
+        ranges: of labels along which the call takes ranges of positions: for each result its dim that holds the range,
+            and the range: from, to, of how many.
         weak: factors of size 1 that an operand may have or not: nothing but a shard of extent 1 is along them.
     """
 
@@ -69,6 +71,7 @@ class Spec(NamedTuple):
     selected: frozenset[int] = frozenset()
     looked_up: frozenset[int] = frozenset()
     weak: frozenset[int] = frozenset()
+    ranges: dict[int, tuple[tuple[int, int, int, int], ...]] = {}
 
 
 class Rule(NamedTuple):

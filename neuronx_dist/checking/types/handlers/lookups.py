@@ -1,0 +1,105 @@
+"""Lookups in a table of which each rank holds a piece: whether what other ranks hold is masked before ranks are summed.
+
+    local = ids - first                          offset positions: equal numbers, less this rank's own first position
+    outside = (ids < first) | (ids >= end)       the same, as a mask
+    out = table[local.masked_fill(outside, 0)]   foreign rows: right where this rank holds the position, else anything
+    out = out.masked_fill(outside[..., None], 0) masked: summands
+
+Types do not tell the third from the fourth, both vary: `Offset` and `Foreign` on the note of a tensor do. They go from
+operands to results. A sum over the ranks of what is `Foreign` is refused; that a mask is the right one is assumed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ....comm.rank_values import rank_values_in
+from ....spmd.tensor_type import Foreign, Note, Offset, TensorType
+from ....spmd.types import DIFFERING, Shard, V
+from ..judge import LOOKUPS, Judgement
+from ..rules import Rule
+from ..session import Session
+
+__all__ = ["assumed_masked", "lookup_note"]
+
+_LOOKUPS = frozenset((*LOOKUPS, "embedding", "take"))
+_BY_MASK = frozenset(("masked_fill", "where", "index_put", "getitem", "setitem", "masked_select"))
+_PRODUCTS = frozenset(("mul", "multiply", "rmul", "imul"))
+
+
+def _carrying(notes: Sequence[Note], kind: type[Offset] | type[Foreign]) -> frozenset[str]:
+    """The axes over which some operand is `Offset`, or `Foreign`."""
+    axes: frozenset[str] = frozenset()
+    for note in notes:
+        if isinstance(note.extra, kind):
+            axes |= note.extra.axes
+    return axes
+
+
+def _of(note: Note, kind: type[Offset] | type[Foreign], axis: str) -> bool:
+    return isinstance(note.extra, kind) and axis in note.extra.axes
+
+
+def assumed_masked(rule: Rule, notes: Sequence[Note], judgement: Judgement) -> Judgement:
+    """The judgement of a call, whose assumption is another one if it looks offset positions up."""
+    tables = _tables(rule, notes)
+    if not tables or not judgement.assumed:
+        return judgement
+    over = ", ".join(sorted(tables))
+    text = f"{rule.name}: that the results for positions which another rank of {over} holds are masked"
+    return judgement._replace(assumed=(text,))
+
+
+def _tables(rule: Rule, notes: Sequence[Note]) -> frozenset[str]:
+    """The axes over which a call looks offset positions up in a shard."""
+    if rule.name not in _LOOKUPS:
+        return frozenset()
+    return frozenset(
+        axis
+        for axis in _carrying(notes, Offset)
+        if any(isinstance(note.type.get(axis), Shard) for note in notes)
+    )
+
+
+def lookup_note(
+    mode: Session,
+    rule: Rule,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    tensors: Sequence[Tensor],
+    notes: Sequence[Note],
+    result: TensorType,
+) -> Offset | Foreign | None:
+    """`Note.extra` of the result of a call, as far as lookups go."""
+    axes: set[str] = set()
+    if mode.symbolic:
+        axes = {atom for value in rank_values_in((args, kwargs)) for atom in mode.atoms(tuple(value.names))}
+    offset, foreign = _carrying(notes, Offset), _carrying(notes, Foreign)
+    if not (axes or offset or foreign):
+        return None
+    tables = _tables(rule, notes)
+    left = {axis for axis in foreign if not _masks(rule, tensors, notes, axis)} | tables
+    left = {axis for axis in left if result.get(axis) is V}
+    if left:
+        return Foreign(frozenset(left))
+    shifted = {
+        axis
+        for axis in offset | axes
+        if result.get(axis) is V
+        and all(_of(note, Offset, axis) or (note.type.get(axis) or V).letter not in DIFFERING for note in notes)
+    }
+    return Offset(frozenset(shifted)) if shifted else None
+
+
+def _masks(rule: Rule, tensors: Sequence[Tensor], notes: Sequence[Note], axis: str) -> bool:
+    """Whether a call keeps of what is foreign only what a mask says, that varies over the axis."""
+    name = rule.name.strip("_")
+    if name in _PRODUCTS:
+        return any(_of(note, Offset, axis) for note in notes)
+    return name in _BY_MASK and any(
+        x.dtype is torch.bool and note.type.get(axis) is V for x, note in zip(tensors, notes)
+    )
