@@ -173,33 +173,45 @@ FRESH = "fresh"
 COUNTED = "counted"
 
 
-class _OverAxes:
-    """What is known over some axes."""
+class Offset:
+    """Equal numbers, counted from this rank's own first position (positions in its piece of a table), or masks of them.
 
-    __slots__ = ("axes",)
+    See `checking/types/handlers/lookups.py`.
 
-    def __init__(self, axes: frozenset[str]) -> None:
-        self.axes = axes
+    Attributes:
+        axes: over which the ranks differ in that.
+        is_mask: it is made of bools.
+    """
 
-    def __deepcopy__(self, memo: Any) -> Any:
+    __slots__ = ("axes", "is_mask")
+
+    def __init__(self, axes: frozenset[str], is_mask: bool = False) -> None:
+        self.axes, self.is_mask = axes, is_mask
+
+    def __deepcopy__(self, memo: Any) -> Offset:
         return self
 
     def __reduce__(self) -> Any:
         return OrderedDict, ()
 
 
-class Offset(_OverAxes):
-    """Equal numbers, counted from this rank's own first position (positions in its piece of a table), or made of that
-    alone (masks): see `checking/types/handlers/lookups.py`.
+class Foreign:
+    """What was looked up in a piece of a table by positions of which other ranks hold some: there it is anything.
+
+    Attributes:
+        axes: over which the table is in pieces.
     """
 
-    __slots__ = ()
+    __slots__ = ("axes",)
 
+    def __init__(self, axes: frozenset[str]) -> None:
+        self.axes = axes
 
-class Foreign(_OverAxes):
-    """What was looked up in a piece of a table by positions of which other ranks hold some: there it is anything."""
+    def __deepcopy__(self, memo: Any) -> Foreign:
+        return self
 
-    __slots__ = ()
+    def __reduce__(self) -> Any:
+        return OrderedDict, ()
 
 
 class Segments:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
@@ -27,9 +29,8 @@ SPEC = spmd.ShardSpec("tp", 0, 1, 2, (8, 4))
 )
 def test_entries_that_contradict_each_other_are_an_error_that_names_both(types, axis):
     first, second = types
-    with comm.as_rank(MESH, 0), spmd.SpmdTypeMode():
-        with pytest.raises(SpmdTypeError) as error:
-            spmd.assert_type(torch.ones(4, 4), types)
+    with comm.as_rank(MESH, 0), spmd.SpmdTypeMode(), pytest.raises(SpmdTypeError) as error:
+        spmd.assert_type(torch.ones(4, 4), types)
     assert error.value.axis == axis and repr(first) in str(error.value) and repr(second) in str(error.value)
     with comm.as_rank(MESH, 0), pytest.raises(SpmdTypeError, match="both are about"):
         spmd.assert_type(torch.ones(4, 4), types)  # also without a check
@@ -48,9 +49,7 @@ def test_the_types_of_inputs_that_contradict_each_other_are_a_problem_of_the_rep
     def step(model, optimizer, inputs):
         return model(inputs).sum()
 
-    report = spmd.check(
-        lambda: nn.Linear(4, 4), torch.ones(4, 4), MESH, step=step, in_types={"dp": R, ("dp", "cp"): V}
-    )
+    report = spmd.check(lambda: nn.Linear(4, 4), torch.ones(4, 4), MESH, step=step, in_types={"dp": R, ("dp", "cp"): V})
     assert "'dp' says R and ('dp', 'cp') says V" in str(report)
 
 
@@ -81,11 +80,11 @@ def test_a_dim_that_a_tensor_does_not_have_is_a_type_error(dim):
         "convert": lambda: spmd.convert(x(R), "tp", src=R, dst=S(dim)),
         "in_types": lambda: input_type(torch.ones(2, 4), MESH, {"tp": S(dim)}),
     }
-    for mode in (False, True):
+    for checked in (nullcontext, spmd.SpmdTypeMode):
         for name, call in calls.items():
-            with comm.as_rank(MESH, 0), spmd.no_typecheck() if not mode else spmd.SpmdTypeMode():
-                with pytest.raises(SpmdTypeError, match=f"dim {dim} is out of range") as error:
-                    call()
+            words = f"dim {dim} is out of range"
+            with comm.as_rank(MESH, 0), checked(), pytest.raises(SpmdTypeError, match=words) as error:
+                call()
             assert error.value.rule == "dim", name
 
 
@@ -95,7 +94,7 @@ def test_the_dim_of_a_gather_or_scatter_must_be_that_of_its_shard(checked):
         x, p = torch.ones(2, 4), torch.ones(2, 4)
         spmd.assert_type(x, {"tp": S(1)})
         spmd.assert_type(p, {"tp": P})
-        with spmd.SpmdTypeMode() if checked else spmd.no_typecheck():
+        with spmd.SpmdTypeMode() if checked else nullcontext():
             with pytest.raises(SpmdTypeError, match=r"S\(1\) concatenates dim 1, and gather_dim names dim 0"):
                 spmd.all_gather(x, "tp", src=S(1), dst=R, gather_dim=0)
             with pytest.raises(ValueError, match=r"S\(-1\) splits dim 1, and scatter_dim names dim 0"):

@@ -272,8 +272,11 @@ def _sharded(
             # The extent, which is left out, says what was merged with what, not which rank has what.
             other = spmd_types[first]
             if own.part != position.part:
-                why = f"of each rank's piece, one is {written_part(position.part)} and the other {written_part(own.part)}: "
-                why += "what stands side by side here does not in the whole"
+                parts = written_part(position.part), written_part(own.part)
+                why = (
+                    f"of each rank's piece, one is {parts[0]} and the other {parts[1]}: what is side by side here "
+                )
+                why += "is not in the whole"
             elif own.label == position.label:
                 why = f"both are sharded on the same dim, but in another way ({other} and {shard})"
             else:
@@ -294,8 +297,8 @@ def _sharded(
             )
             return [V] * call.results
         if axis in SAMPLES and label in spec.ranges and position.stride == 1 and len(call.operands) == 1:
-            call.assumed.append(f"{name}: each rank takes its own part of sharded dim {dim}: that all parts together are "
-                                "used alike")  # fmt: skip
+            text = f"{name}: each rank takes its own part of sharded dim {dim}: that all parts together are used alike"
+            call.assumed.append(text)
             return [
                 Shard(at, part=part_of(position.part, start, stop, length))
                 for at, start, stop, length in spec.ranges[label]

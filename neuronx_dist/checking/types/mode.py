@@ -326,7 +326,7 @@ class SpmdTypeMode(Session):
         type_ = judgement.types[0]
         check_write(self, call.rule, target, type_, call.tensors, call.notes)
         result = call.func(*call.args, **call.kwargs)
-        extra = lookup_note(self, call.rule, call.args, call.kwargs, call.tensors, call.notes, type_)
+        extra = lookup_note(self, call.rule, call.args, call.kwargs, call.tensors, call.notes, target, type_)
         note_write(self, target, type_, self.origins(judgement, call.notes), extra)
         keeps_type = bool(call.args) and target is call.args[0] is call.tensors[0] and type_ is call.notes[0].type
         if call.key is not None and keeps_type:
@@ -343,7 +343,7 @@ class SpmdTypeMode(Session):
             refused = JudgedCall(rule, call.func, args, kwargs, call.tensors, operand_types, None)
             raise (explain_shapes(self, refused, error) or error) from None
         origins = self.origins(judgement, notes)
-        extra = None
+        extra: Any = None
         if rule.kind == "random":
             extra = FRESH
         elif rule.aliases and notes and notes[0].extra == READONLY:
@@ -353,7 +353,7 @@ class SpmdTypeMode(Session):
         ):
             extra = COUNTED
         else:
-            extra = lookup_note(self, rule, args, kwargs, call.tensors, notes, judgement.types[0])
+            extra = lookup_note(self, rule, args, kwargs, call.tensors, notes, result, judgement.types[0])
         entry = CachedJudgement.of(judgement, rule.name, extra)
         self._stamp(result, entry.result_types, origins, extra)
         if self.symbolic:

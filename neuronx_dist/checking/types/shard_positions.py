@@ -17,6 +17,9 @@ from .rules.spec import Dims, Spec
 __all__ = ["ShardPosition", "locate", "part_of", "put", "put_together", "written_part"]
 
 
+_ALL = Fraction(0), Fraction(1)
+
+
 class ShardPosition(NamedTuple):
     """Along which label a tensor is sharded: in `stride` blocks, `extent` positions of each counting.
 
@@ -31,7 +34,7 @@ class ShardPosition(NamedTuple):
 
 def part_of(part: tuple[Fraction, Fraction] | None, start: int, stop: int, length: int) -> tuple[Fraction, Fraction]:
     """The positions from `start` to `stop`, of `length`, of what is a part itself."""
-    first, end = part or (Fraction(0), Fraction(1))
+    first, end = part or _ALL
     return first + (end - first) * Fraction(start, length), first + (end - first) * Fraction(stop, length)
 
 
@@ -50,7 +53,7 @@ def put_together(spec: Spec, spmd_types: Sequence[SpmdType | None]) -> SpmdType 
     if at is None or len(parts) < max(2, len(operands)) or not follow:
         return None
     part = parts[0][0], parts[-1][1]
-    return Shard(at, part=None if part == (0, 1) else part)
+    return Shard(at, part=None if part == _ALL else part)
 
 
 def locate(dims: Dims, shard: Shard, spec: Spec, axis: str, index: int, name: str) -> ShardPosition:

@@ -39,7 +39,9 @@ def case(
 ) -> Callable[[Any], Any]:
     def register(body: Any) -> Any:
         name = body.__name__
-        CASES[name] = Case(Program(name, body, inputs, mesh or {"tp": 2}, "G", False, None, False), refused, listed, right)
+        CASES[name] = Case(
+            Program(name, body, inputs, mesh or {"tp": 2}, "G", False, None, False), refused, listed, right
+        )
         return body
 
     return register
@@ -48,7 +50,7 @@ def case(
 # --- lookups in a sharded vocabulary ---
 
 TABLE = dict(tokens=ids(R, 8, 3, 5), weight=p(S(0), 8, 4))
-MASKED = ("holds are masked",)
+MASKED = ("is masked",)
 UNMASKED = "nobody masked"
 
 
@@ -255,7 +257,7 @@ def local_code_is_checked_too(x, up, down, router):
 
 @case(**EXPERTS, refused="it is S(0) on tp, not S(1)", right=False)
 def local_code_whose_input_is_not_what_it_says(x, up, down, router):
-    part = spmd.local_map(lambda w: (x @ w[0]), out_types={"tp": P}, in_types={"tp": S(1)})
+    part = spmd.local_map(lambda w: x @ w[0], out_types={"tp": P}, in_types={"tp": S(1)})
     return spmd.all_reduce(part(up).sum(), "tp", dst=I)
 
 
@@ -343,9 +345,7 @@ def one_sample_at_a_time(x, y, w):
     return sum(squares(x[i : i + 1], y[i : i + 1, :], w) for i in range(x.shape[0]))
 
 
-GRID = dict(
-    x=t({"dp": S(0), "tp": R}, 8, 4), y=t({"dp": S(0), "tp": S(1)}, 8, 6), w=p({"dp": R, "tp": S(1)}, 4, 6)
-)
+GRID = dict(x=t({"dp": S(0), "tp": R}, 8, 4), y=t({"dp": S(0), "tp": S(1)}, 8, 6), w=p({"dp": R, "tp": S(1)}, 4, 6))
 
 
 @case(**GRID, mesh={"dp": 2, "tp": 2}, listed=PIECES)
@@ -371,13 +371,13 @@ def chunks_of_tokens_and_of_their_chunks(x, ids, w):
     return loss
 
 
-@case(**BATCH, mesh=DP, refused="does not in the whole", right=False)
+@case(**BATCH, mesh=DP, refused="is not in the whole", right=False)
 def chunks_put_together_in_another_order(x, y, w):
     first, second = x.chunk(2)
     return (torch.cat([second, first]) @ w - y).pow(2).sum()
 
 
-@case(**BATCH, mesh=DP, refused="does not in the whole", right=False)
+@case(**BATCH, mesh=DP, refused="is not in the whole", right=False)
 def a_half_of_the_samples_against_the_other(x, y, w):
     first, second = (x @ w).chunk(2)
     return (first * second).sum()

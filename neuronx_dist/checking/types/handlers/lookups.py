@@ -50,7 +50,7 @@ def assumed_masked(rule: Rule, notes: Sequence[Note], judgement: Judgement) -> J
     if not tables or not judgement.assumed:
         return judgement
     over = ", ".join(sorted(tables))
-    text = f"{rule.name}: that the results for positions which another rank of {over} holds are masked"
+    text = f"{rule.name}: that what it looks up for positions of other ranks over {over} is masked"
     return judgement._replace(assumed=(text,))
 
 
@@ -59,9 +59,7 @@ def _tables(rule: Rule, notes: Sequence[Note]) -> frozenset[str]:
     if rule.name not in _LOOKUPS:
         return frozenset()
     return frozenset(
-        axis
-        for axis in _carrying(notes, Offset)
-        if any(isinstance(note.type.get(axis), Shard) for note in notes)
+        axis for axis in _carrying(notes, Offset) if any(isinstance(note.type.get(axis), Shard) for note in notes)
     )
 
 
@@ -72,9 +70,10 @@ def lookup_note(
     kwargs: dict[str, Any],
     tensors: Sequence[Tensor],
     notes: Sequence[Note],
-    result: TensorType,
+    result: Any,
+    type_: TensorType,
 ) -> Offset | Foreign | None:
-    """`Note.extra` of the result of a call, as far as lookups go."""
+    """`Note.extra` of the result of a call, which is of `type_`, as far as lookups go."""
     axes: set[str] = set()
     if mode.symbolic:
         axes = {atom for value in rank_values_in((args, kwargs)) for atom in mode.atoms(tuple(value.names))}
@@ -83,16 +82,24 @@ def lookup_note(
         return None
     tables = _tables(rule, notes)
     left = {axis for axis in foreign if not _masks(rule, tensors, notes, axis)} | tables
-    left = {axis for axis in left if result.get(axis) is V}
+    left = {axis for axis in left if type_.get(axis) is V}
     if left:
         return Foreign(frozenset(left))
+    is_mask = isinstance(result, Tensor) and (result.dtype is torch.bool or _made_of_masks(notes))
+    if not isinstance(result, Tensor) or (result.dtype.is_floating_point and not is_mask):
+        return None  # as a position or a mask it counts no more
     shifted = {
         axis
         for axis in offset | axes
-        if result.get(axis) is V
+        if type_.get(axis) is V
         and all(_of(note, Offset, axis) or (note.type.get(axis) or V).letter not in DIFFERING for note in notes)
     }
-    return Offset(frozenset(shifted)) if shifted else None
+    return Offset(frozenset(shifted), is_mask) if shifted else None
+
+
+def _made_of_masks(notes: Sequence[Note]) -> bool:
+    offsets = [note.extra for note in notes if isinstance(note.extra, Offset)]
+    return bool(offsets) and all(offset.is_mask for offset in offsets)
 
 
 def _masks(rule: Rule, tensors: Sequence[Tensor], notes: Sequence[Note], axis: str) -> bool:

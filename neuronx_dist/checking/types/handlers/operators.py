@@ -136,8 +136,8 @@ def _check_source(mode: Session, x: Tensor, note: Note, atom: str, name: str, sr
             return
     elif declared == "V":
         if name == "all_gather" and isinstance(actual, Shard):
-            mode.assume(f"all_gather: that the pieces of dim {actual.dim}, stacked over {atom}, are put together in the "
-                        "order of the sharding")  # fmt: skip
+            text = f"all_gather: that the pieces of dim {actual.dim}, stacked over {atom}, are put together "
+            mode.assume(text + "in the order of the sharding")
         if actual.letter in VARYING:
             return
     elif isinstance(src, Shard):
@@ -209,7 +209,9 @@ def joined(types: dict[str, SpmdType], axes: Sequence[str], dim: int, count: int
         if axis in axes or not isinstance(spmd_type, Shard) or spmd_type.dim != dim:
             continue
         inside = True if copies or spmd_type.stride > 1 else _inside(axis, axes)
-        types[axis] = V if inside is None or spmd_type.part is not None else Shard(dim, spmd_type.stride * count if inside else 1)
+        types[axis] = (
+            V if inside is None or spmd_type.part is not None else Shard(dim, spmd_type.stride * count if inside else 1)
+        )
 
 
 def cut(types: dict[str, SpmdType], axes: Sequence[str], dim: int, count: int) -> SpmdType:
