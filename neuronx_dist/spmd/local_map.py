@@ -74,10 +74,10 @@ def local_map(
             result = fn(*args, **kwargs)
         given = [*tensors_in(args), *tensors_in(list(kwargs.values()))]
         result = _apart(result, given)
-        mode.trust(f"local_map: {name} computes {_words(out_types)}")
         tensors = tensors_in(result)
         for x, types in zip(tensors, _for_each(name, out_types, len(tensors), "tensors in the result")):
             _declare(mode, name, x, types)
+        mode.trust(f"local_map: {name} computes {_words(out_types)}")
         return result
 
     return mapped

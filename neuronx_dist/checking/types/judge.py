@@ -25,7 +25,7 @@ from ...spmd.tensor_type import TensorType
 from ...spmd.types import SAME, UNIFORM, VARYING, ZERO, I, P, R, Shard, SpmdType, V, repeated
 from .rules.names import CATS
 from .rules.spec import Dims, Rule, Spec
-from .shard_positions import ShardPosition, locate, part_of, put, put_together, written_part
+from .shard_positions import ShardPosition, difference, locate, part_of, put, put_together
 
 __all__ = ["EXPANDS", "Judgement", "Operand", "judge"]
 
@@ -270,19 +270,7 @@ def _sharded(
             position, first = own, index
         elif (own.label, own.stride, own.part) != (position.label, position.stride, position.part):
             # The extent, which is left out, says what was merged with what, not which rank has what.
-            other = spmd_types[first]
-            if own.part != position.part:
-                parts = written_part(position.part), written_part(own.part)
-                why = (
-                    f"of each rank's piece, one is {parts[0]} and the other {parts[1]}: what is side by side here "
-                )
-                why += "is not in the whole"
-            elif own.label == position.label:
-                why = f"both are sharded on the same dim, but in another way ({other} and {shard})"
-            else:
-                why = f"one is sharded on dim {other.dim}, the other on dim {shard.dim}: "  # type: ignore[union-attr]
-                why += "these are different dims of the result, and every rank has but one pair of pieces"
-            raise Violation("shards", axis, why, [index, first])
+            raise Violation("shards", axis, difference(own, position, shard, spmd_types[first]), [index, first])
     assert position is not None
     call.positions[axis] = position
     label = position.label
@@ -299,6 +287,7 @@ def _sharded(
         if axis in SAMPLES and label in spec.ranges and position.stride == 1 and len(call.operands) == 1:
             text = f"{name}: each rank takes its own part of sharded dim {dim}: that all parts together are used alike"
             call.assumed.append(text)
+            del call.positions[axis]  # it is along no label of the results
             return [
                 Shard(at, part=part_of(position.part, start, stop, length))
                 for at, start, stop, length in spec.ranges[label]

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ...spmd.errors import Violation
 from ...spmd.types import Shard, SpmdType, V
 from .rules.spec import Dims, Spec
 
-__all__ = ["ShardPosition", "locate", "part_of", "put", "put_together", "written_part"]
+__all__ = ["ShardPosition", "difference", "locate", "part_of", "put", "put_together"]
 
 
 _ALL = Fraction(0), Fraction(1)
@@ -38,9 +38,16 @@ def part_of(part: tuple[Fraction, Fraction] | None, start: int, stop: int, lengt
     return first + (end - first) * Fraction(start, length), first + (end - first) * Fraction(stop, length)
 
 
-def written_part(part: tuple[Fraction, Fraction] | None) -> str:
-    """In words for messages."""
-    return "all" if part is None else f"from {part[0]} to {part[1]} of it"
+def difference(own: ShardPosition, other: ShardPosition, own_type: Any, other_type: Any) -> str:
+    """How the places of two shards differ, in words."""
+    if own.label != other.label:
+        why = f"one is sharded on dim {other_type.dim}, the other on dim {own_type.dim}: "
+        return why + "these are different dims of the result, and every rank has but one pair of pieces"
+    if own.stride != other.stride:
+        return f"both are sharded on the same dim, but in another way ({other_type} and {own_type})"
+    first, second = (f"{p[0]} to {p[1]}" if p is not None else "all" for p in (own.part, other.part))
+    why = f"they are parts of each rank's piece, {first} and {second} of it"
+    return f"{why}: what is side by side here is not in the whole"
 
 
 def put_together(spec: Spec, spmd_types: Sequence[SpmdType | None]) -> SpmdType | None:

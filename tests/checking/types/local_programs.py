@@ -108,6 +108,20 @@ def lookup_masked_after_a_scale_and_a_transposition(tokens, weight):
     return spmd.all_reduce(out, "tp", dst=I).pow(2).sum()
 
 
+SHARED = dict(tokens=ids({"dp": S(0), "tp": R}, 8, 4, 5), weight=p({"dp": R, "tp": S(0)}, 8, 4))
+
+
+@case(**SHARED, mesh={"dp": 2, "tp": 2}, listed=MASKED)
+def lookup_of_sharded_ids_masked_by_rows(tokens, weight):
+    first, end = bounds(weight)
+    mask = (tokens < first) | (tokens >= end)
+    local = tokens - first
+    local[mask] = 0
+    out = F.embedding(local, weight)
+    out[mask, :] = 0.0
+    return spmd.all_reduce(out, "tp", src=P, dst=I).pow(2).sum()
+
+
 LOGITS = dict(logits=t(S(1), 6, 8), target=ids(R, 8, 6))
 
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from neuronx_dist import comm, spmd
 from neuronx_dist.comm.backends.observed import CheckBackend
+from neuronx_dist.gradients.reduce import reduce_gradients
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.spmd import I, P, R, S, SpmdTypeError, V
 from tests.checking.types.local_programs import CASES, experts_of_this_rank
@@ -160,6 +161,24 @@ def test_the_repair_of_a_refused_position_is_a_scope(mode):
         with pytest.raises(SpmdTypeError) as error:
             pick()
         assert any("spmd.local_map(" in repair for repair in error.value.repairs)
+
+
+def test_parts_of_a_batch_over_experts_too():
+    """With experts dp is two axes, and both shard the batch."""
+
+    def step(model, optimizer, inputs):
+        for part in inputs.chunk(2):
+            model(part).pow(2).sum().backward()
+        reduce_gradients(model)
+        optimizer.step()
+
+    def model_fn():
+        model = nn.Linear(4, 4, bias=False)
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    report = spmd.check(model_fn, torch.zeros(8, 4), {"dp": 4, "ep": 2}, step=step)
+    assert report.ok, str(report)
+    assert any("used alike" in line and "test_local_code.py" in line for line in report.assumed)
 
 
 # --- masks that are put on in other ways

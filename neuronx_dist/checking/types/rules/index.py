@@ -29,7 +29,7 @@ class Indexed(NamedTuple):
         x: the dims of x.
         tensors: the dims of each tensor in the index, in order.
         out: the dims of the result.
-        masked: the index is one boolean mask of x's own leading dims, and nothing else.
+        masked: the index is one boolean mask of some dims of x, and takes all of the others.
     """
 
     x: list[Dim]
@@ -105,7 +105,9 @@ def indexed(builder: Labels, shape: Sequence[int], index: Any) -> Indexed:
                 tables.append((len(out), dims, tuple(item.shape)))
             if own:
                 tensors.append(dims)
-    masked = len(items) == 2 and len(tensors) == 1 and items[-1] is Ellipsis and items[0].dtype is torch.bool
+    masks = [item for item in items if isinstance(item, Tensor)]
+    others = (item is Ellipsis or item == slice(None) for item in items if not isinstance(item, Tensor))
+    masked = len(masks) == len(tensors) == 1 and masks[0].dtype is torch.bool and all(others)
     _insert_tables(builder, tables, tensors, out)
     return Indexed(x, tensors, out, masked)
 
