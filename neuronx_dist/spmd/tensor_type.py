@@ -28,6 +28,7 @@ __all__ = [
     "Offset",
     "Origin",
     "Segments",
+    "Stacked",
     "TensorType",
     "note_of",
     "origins_of",
@@ -153,7 +154,8 @@ class Note(NamedTuple):
         session: serial number of the mode that wrote this; 0: written outside of any.
         version: torch's version counter then: a higher one means that somebody wrote to the memory since.
         extra: `Segments` of a flat buffer, `READONLY` for what `.data` gave, `FRESH` for random numbers of which
-            nothing was declared yet, `COUNTED` for 0, 1, 2, ..., `Offset` and `Foreign` of lookups; or None.
+            nothing was declared yet, `COUNTED` for 0, 1, 2, ..., `Offset` and `Foreign` of lookups, `Stacked`; or
+            None.
     """
 
     type: TensorType
@@ -208,6 +210,27 @@ class Foreign:
         self.axes = axes
 
     def __deepcopy__(self, memo: Any) -> Foreign:
+        return self
+
+    def __reduce__(self) -> Any:
+        return OrderedDict, ()
+
+
+class Stacked:
+    """Shards of the ranks of `axes`, stacked on a new dim.
+
+    Attributes:
+        axes: names, with commas.
+        ranks: the new dim.
+        dim: the one that was sharded.
+    """
+
+    __slots__ = ("axes", "dim", "ranks")
+
+    def __init__(self, axes: str, ranks: int, dim: int) -> None:
+        self.axes, self.ranks, self.dim = axes, ranks, dim
+
+    def __deepcopy__(self, memo: Any) -> Stacked:
         return self
 
     def __reduce__(self) -> Any:

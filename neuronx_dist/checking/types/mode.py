@@ -43,6 +43,7 @@ from .handlers.inplace import check_write, note_write, stale
 from .handlers.local_code import local_scope
 from .handlers.lookups import lookup_note
 from .handlers.rank_values import counts, picked
+from .handlers.stacks import stacked_note
 from .judge import Judgement, Operand
 from .judging import begin, judge_call, result_origins
 from .memo import (
@@ -354,6 +355,7 @@ class SpmdTypeMode(Session):
             extra = COUNTED
         else:
             extra = lookup_note(self, rule, args, kwargs, call.tensors, notes, result, judgement.types[0])
+            extra = extra or stacked_note(rule, args, kwargs, call.tensors, notes)
         entry = CachedJudgement.of(judgement, rule.name, extra)
         self._stamp(result, entry.result_types, origins, extra)
         if self.symbolic:

@@ -195,10 +195,35 @@ def stacked_and_put_together_in_order(x, w):
     return (pieces.permute(1, 0, 2).reshape(4, 6) @ w).pow(2).sum()
 
 
-@case(**SHARD, listed=ORDER, right=False)
+@case(**SHARD, refused="in another order", right=False)
 def stacked_and_put_together_in_another_order(x, w):
     pieces = spmd.all_gather(x, "tp", src=V, dst=I)
     return (pieces.permute(1, 2, 0).reshape(4, 6) @ w).pow(2).sum()
+
+
+@case(**SHARD, refused="in another order", right=False)
+def stacked_and_merged_with_the_rows(x, w):
+    pieces = spmd.all_gather(x * 2.0, "tp", src=V, dst=I, gather_dim=1)  # [4, tp, 3]
+    pieces = torch.tanh(pieces).transpose(0, 1).flatten(0, 1)  # [tp * 4, 3]
+    return (pieces.reshape(4, 6) @ w).pow(2).sum()
+
+
+@case(**SHARD, listed=ORDER)
+def stacked_beside_and_put_together_after_a_product(x, w):
+    pieces = spmd.all_gather(x, "tp", src=V, dst=I, gather_dim=-2)  # [4, tp, 3]
+    return ((pieces * 2.0).exp().flatten(1) @ w).pow(2).sum()
+
+
+@case(**SHARD, listed=ORDER)
+def stacked_and_put_together_in_a_loop(x, w):
+    pieces = spmd.all_gather(x, "tp", src=V, dst=I)
+    return (torch.cat([*pieces], 1) @ w).pow(2).sum()
+
+
+@case(x=t(S(0), 4, 6), w=t(I, 6, 3), listed=ORDER)
+def stacked_rows(x, w):
+    pieces = spmd.all_gather(x, "tp", src=V, dst=I)
+    return (pieces.reshape(-1, 6) @ w).pow(2).sum()
 
 
 @case(x=t(S(0), 4, 6), refused="added up", right=False)

@@ -16,7 +16,7 @@ from .... import comm
 from ....call_site import call_site
 from ....spmd import collectives
 from ....spmd.axes import atoms_of, order_of
-from ....spmd.tensor_type import Foreign, Note, Origin, TensorType
+from ....spmd.tensor_type import Foreign, Note, Origin, Stacked, TensorType
 from ....spmd.types import SAME, UNIFORM, VARYING, P, R, Shard, SpmdType, V, repeated
 from ....spmd.watching import HANDLERS
 from ..messages.explain import operator_error
@@ -72,8 +72,22 @@ def _operator(mode: Session, func: Callable[..., Any], args: tuple[Any, ...], kw
     if dst.letter in "PIRV" and axes:
         origin = Origin(f"{name}({src}, {dst})", call_site(), module_path(mode.modules), dst.letter)
         origins = {**(origins or {}), **dict.fromkeys(axes, origin)}
-    mode.stamp(result, result_type, origins)
+    mode.stamp(result, result_type, origins, _stacked(mode, x, note, axes, name, src, stack))
     return result
+
+
+def _stacked(
+    mode: Session, x: Tensor, note: Note, axes: Sequence[str], name: str, src: SpmdType, stack: int | None
+) -> Stacked | None:
+    """What is known of the result of a gather that stacks shards."""
+    shards = [note.type.get(axis) for axis in axes]
+    if name != "all_gather" or src is not V or mode.level != "G" or not shards:
+        return None
+    dims = {shard.dim if isinstance(shard, Shard) and shard.stride == 1 else None for shard in shards}
+    if len(dims) > 1 or None in dims:
+        return None
+    dim, ranks = dims.pop() or 0, (stack or 0) % (x.dim() + 1)
+    return Stacked(",".join(axes), ranks, dim + (dim >= ranks))
 
 
 def _operated(
