@@ -183,12 +183,14 @@ class Offset:
     Attributes:
         axes: over which the ranks differ in that.
         is_mask: it is made of bools.
+        shift: of positions: what was taken off on each rank, where that is known.
+        true: of a mask: the positions where it is True on each rank, where that is known.
     """
 
-    __slots__ = ("axes", "is_mask")
+    __slots__ = ("axes", "is_mask", "shift", "true")
 
-    def __init__(self, axes: frozenset[str], is_mask: bool = False) -> None:
-        self.axes, self.is_mask = axes, is_mask
+    def __init__(self, axes: frozenset[str], is_mask: bool = False, shift: Any = None, true: Any = None) -> None:
+        self.axes, self.is_mask, self.shift, self.true = axes, is_mask, shift, true
 
     def __deepcopy__(self, memo: Any) -> Offset:
         return self
@@ -202,12 +204,14 @@ class Foreign:
 
     Attributes:
         axes: over which the table is in pieces.
+        first: the position on each rank that its first row was taken for, where that is known.
+        count: rows of a piece.
     """
 
-    __slots__ = ("axes",)
+    __slots__ = ("axes", "count", "first")
 
-    def __init__(self, axes: frozenset[str]) -> None:
-        self.axes = axes
+    def __init__(self, axes: frozenset[str], first: Any = None, count: int = 0) -> None:
+        self.axes, self.first, self.count = axes, first, count
 
     def __deepcopy__(self, memo: Any) -> Foreign:
         return self

@@ -108,6 +108,49 @@ def lookup_masked_after_a_scale_and_a_transposition(tokens, weight):
     return spmd.all_reduce(out, "tp", dst=I).pow(2).sum()
 
 
+@case(**TABLE, refused="rank 0 it keeps positions 0 to 4, and the rank holds 0 to 3", right=False)
+def lookup_masked_beyond_the_end(tokens, weight):
+    first, end = bounds(weight)
+    mask = (tokens < first) | (tokens > end)
+    local = (tokens - first).clamp(0, weight.shape[0] - 1)
+    out = F.embedding(local, weight).masked_fill(mask.unsqueeze(-1), 0.0)
+    return spmd.all_reduce(out, "tp", dst=I).pow(2).sum()
+
+
+@case(**TABLE, refused="the mask is not that of what each rank holds", right=False)
+def lookup_that_keeps_what_is_foreign(tokens, weight):
+    first, end = bounds(weight)
+    foreign = ~((tokens >= first) & (tokens < end))
+    out = weight[(tokens - first) % weight.shape[0]]
+    out = torch.where(foreign.unsqueeze(-1), out, torch.zeros_like(out))
+    return spmd.all_reduce(out, "tp", dst=I).pow(2).sum()
+
+
+@case(**TABLE, refused="the mask is not that of what each rank holds", right=False)
+def lookup_that_loses_the_first_row(tokens, weight):
+    first, _ = bounds(weight)
+    local = tokens - first
+    own = (local > 0) & (local < weight.shape[0])
+    out = weight[local.clamp(0, weight.shape[0] - 1)] * own[..., None]
+    return spmd.all_reduce(out, "tp", dst=I).pow(2).sum()
+
+
+@case(**TABLE, refused="the mask is not that of what each rank holds", right=False)
+def lookup_by_positions_that_are_not_shifted(tokens, weight):
+    first, end = bounds(weight)
+    own = (tokens >= first) & (tokens < end)
+    out = weight[torch.where(own, tokens - first - 1, 0).clamp(0)] * own[..., None]
+    return spmd.all_reduce(out, "tp", dst=I).pow(2).sum()
+
+
+@case(tokens=ids(R, 7, 3, 5), weight=p(S(0), 8, 4), listed=MASKED)
+def lookup_in_a_padded_table(tokens, weight):
+    first, end = bounds(weight)
+    own = (tokens >= first) & (tokens < end) & (tokens < 7 + 0 * first)
+    out = weight[torch.where(own, tokens - first, 0)] * own[..., None]
+    return spmd.all_reduce(out, "tp", dst=I).pow(2).sum()
+
+
 SHARED = dict(tokens=ids({"dp": S(0), "tp": R}, 8, 4, 5), weight=p({"dp": R, "tp": S(0)}, 8, 4))
 
 

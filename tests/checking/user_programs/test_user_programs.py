@@ -19,7 +19,6 @@ SCALE = "a factor of the size of the axis is not seen"
 SHARE = "what each rank has, divided by the size of the axis, is no summand yet"
 MUON = "an optimizer that mixes the elements of a sharded weight is not judged"
 SEED = "a seed that differs by rank is not seen"
-MASK = "which tokens are masked is not judged"
 OFFSET = "which positions or heads are this rank's own is not judged"
 SIZE = "a literal size, or a divisor, is taken for a local one"
 CRASH = "an AttributeError inside the checker"
@@ -93,7 +92,6 @@ KNOWN = {
     "fused_qkv.heads_of_all_ranks": SIZE,
     "kv_head_of_rank.round_robin": OFFSET,
     "vmap_over_heads": SCRIPT,
-    "megatron_language_model.end_inclusive": MASK,
     "padded_vocabulary": "labels that are compared with what a rank computes are refused",
     "head_average.divided_by_local_heads": SIZE,
     "ring_attention": "a ring of permuted pieces has no type",
