@@ -221,3 +221,15 @@ def test_positions_that_are_this_ranks_own_are_another_assumption(mode):
     own = spmd.local_map(lambda x: x.argmax(1, keepdim=True), out_types={"tp": V})(x)
     spmd.all_reduce(x.gather(1, own).sum(), "tp", dst=I)
     assert any("numeric=True" in text for text, _ in mode.assumed)
+
+
+def test_positions_that_are_trusted_to_vary_are_offsets_too():
+    """Without a check of all ranks a rank is a plain number, and `trust` says that the positions vary."""
+    with comm.as_rank(TP2, 1), spmd.SpmdTypeMode():
+        weight, ids = typed(S(0), 2, 4), spmd.assert_type(torch.tensor([0, 3, 1]), {"tp": R})
+        local = spmd.trust(ids - 2, "tp", V)
+        outside = (local < 0) | (local >= 2)
+        out = weight[local.masked_fill(outside, 0)]
+        with pytest.raises(SpmdTypeError, match="nobody masked"):
+            spmd.all_reduce(out, "tp", dst=I)
+        spmd.all_reduce(out.masked_fill(outside[:, None], 0.0), "tp", dst=I)
