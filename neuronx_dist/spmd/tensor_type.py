@@ -154,8 +154,8 @@ class Note(NamedTuple):
         session: serial number of the mode that wrote this; 0: written outside of any.
         version: torch's version counter then: a higher one means that somebody wrote to the memory since.
         extra: `Segments` of a flat buffer, `READONLY` for what `.data` gave, `FRESH` for random numbers of which
-            nothing was declared yet, `COUNTED` for 0, 1, 2, ..., `Offset` and `Foreign` of lookups, `Stacked`; or
-            None.
+            nothing was declared yet, `COUNTED` for 0, 1, 2, ..., `Offset`, `Foreign` or `Stacked`
+            (handlers/lookups.py, stacks.py); or None.
     """
 
     type: TensorType
@@ -175,7 +175,19 @@ FRESH = "fresh"
 COUNTED = "counted"
 
 
-class Offset:
+class _Extra:
+    """What a note may hold beside a type: never copied, and not saved."""
+
+    __slots__ = ()
+
+    def __deepcopy__(self, memo: Any) -> _Extra:
+        return self
+
+    def __reduce__(self) -> Any:
+        return OrderedDict, ()
+
+
+class Offset(_Extra):
     """Equal numbers, counted from this rank's own first position (positions in its piece of a table), or masks of them.
 
     See `checking/types/handlers/lookups.py`.
@@ -192,14 +204,8 @@ class Offset:
     def __init__(self, axes: frozenset[str], is_mask: bool = False, shift: Any = None, true: Any = None) -> None:
         self.axes, self.is_mask, self.shift, self.true = axes, is_mask, shift, true
 
-    def __deepcopy__(self, memo: Any) -> Offset:
-        return self
 
-    def __reduce__(self) -> Any:
-        return OrderedDict, ()
-
-
-class Foreign:
+class Foreign(_Extra):
     """What was looked up in a piece of a table by positions of which other ranks hold some: there it is anything.
 
     Attributes:
@@ -213,14 +219,8 @@ class Foreign:
     def __init__(self, axes: frozenset[str], first: Any = None, count: int = 0) -> None:
         self.axes, self.first, self.count = axes, first, count
 
-    def __deepcopy__(self, memo: Any) -> Foreign:
-        return self
 
-    def __reduce__(self) -> Any:
-        return OrderedDict, ()
-
-
-class Stacked:
+class Stacked(_Extra):
     """Shards of the ranks of `axes`, stacked on a new dim.
 
     Attributes:
@@ -233,12 +233,6 @@ class Stacked:
 
     def __init__(self, axes: str, ranks: int, dim: int) -> None:
         self.axes, self.ranks, self.dim = axes, ranks, dim
-
-    def __deepcopy__(self, memo: Any) -> Stacked:
-        return self
-
-    def __reduce__(self) -> Any:
-        return OrderedDict, ()
 
 
 class Segments:
