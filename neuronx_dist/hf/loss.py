@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from .. import spmd
+from ..gradients.gradient import DATA_AXES
 from ..parallel_layers.loss_functions import parallel_cross_entropy
 
 __all__ = ["causal_lm_loss"]
@@ -29,7 +31,8 @@ def causal_lm_loss(
         `shift_labels`.
         vocab_size: accepted for Hugging Face's signature; the layers know the size of the vocabulary.
         num_items_in_batch: what the sum is divided by, for a mean over more than this call; None: the valid labels of
-        this call.
+        this call. On several data-parallel ranks, with averaged gradients, that is the mean over all labels only if
+        each rank has as many valid ones; `global_num_items` counts them all.
         shift_labels: `[batch, seq]`, shifted already.
 
     Returns:
@@ -41,7 +44,18 @@ def causal_lm_loss(
         shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     shift_labels = shift_labels.to(logits.device)
     losses = parallel_cross_entropy(logits, shift_labels, ignore_index=ignore_index)
-    count: Any = (shift_labels != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch
+    if num_items_in_batch is None:
+        return _mean_of_own(losses, shift_labels != ignore_index)
+    count: Any = num_items_in_batch
     if isinstance(count, torch.Tensor):
         count = count.to(losses.device)
-    return losses.sum() / (count + (count == 0))  # 0 labels: 0 / 1
+    return losses.sum() / (count + (count == 0))  # 0 labels: 0 / 1; a share of labels may be less than 1
+
+
+def _mean_of_own(losses: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+    """The mean over the valid labels of this call: of data-parallel ranks it is the mean of means that is averaged.
+
+    The sum over dp x cp of what is returned here is dp x cp times the loss of one process.
+    """
+    count = spmd.trust(valid.sum(), DATA_AXES, spmd.R, "that every rank has as many valid labels")
+    return losses.sum() / count.clamp(min=1)

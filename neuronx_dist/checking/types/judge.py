@@ -265,10 +265,11 @@ def _sharded(
         elif own[:2] != position[:2]:  # the extent says what was merged with what, not which rank has what
             other = spmd_types[first]
             if own.label == position.label:
-                why = f"both are sharded on the same dim, but in another way ({other} and {shard})"
+                why = f"both are sharded on the same dim, one {_blocks(position)}, the other {_blocks(own)}: the ranks "
+                why += "have other parts of it"
             else:
-                why = f"one is sharded on dim {other.dim}, the other on dim {shard.dim}: "  # type: ignore[union-attr]
-                why += "these are different dims of the result, and every rank has but one pair of pieces"
+                why = f"dim {other.dim} of the one and dim {shard.dim} of the other are sharded, "  # type: ignore[union-attr]
+                why += f"which {name} does not put beside each other: every rank has but one pair of pieces"
             raise Violation("shards", axis, why, [index, first])
     assert position is not None
     call.positions[axis] = position
@@ -304,6 +305,10 @@ def _sharded(
     if unknown:
         return [V] * call.results
     return [put(out, position, spec) for out in spec.outs] + [V] * (call.results - len(spec.outs))
+
+
+def _blocks(position: ShardPosition) -> str:
+    return "in one piece" if position.stride == 1 else f"in {position.stride} blocks, each sharded by itself"
 
 
 def _sharded_along(type_: TensorType, dims: Dims | None, label: int) -> bool:

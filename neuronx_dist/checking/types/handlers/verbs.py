@@ -18,7 +18,7 @@ from ....comm import Handle
 from ....spmd.axes import atoms_of
 from ....spmd.errors import SpmdTypeError
 from ....spmd.tensor_type import Note, Segments, TensorType
-from ....spmd.types import UNIFORM, ZERO, I, R, Shard, SpmdType, V
+from ....spmd.types import UNIFORM, ZERO, I, P, R, Shard, SpmdType, V
 from ....spmd.watching import HANDLERS
 from ..messages.explain import operator_error
 from ..session import Session
@@ -151,7 +151,9 @@ class _VerbOperand(NamedTuple):
         return self.kwargs.get(option, 0) % max(1, self.x.dim())
 
     def error(self, why: str, rule: str) -> SpmdTypeError:
-        return operator_error(self.mode, f"comm.{self.verb}", self.x, self.note, self.atom, None, None, why, rule)
+        takes = Shard(self.dim()) if self.verb == "all_gather" else P if "reduce" in self.verb else None
+        name = f"comm.{self.verb}"
+        return operator_error(self.mode, name, self.x, self.note, self.atom, None, None, why, rule, takes)
 
 
 def _reduce(operand: _VerbOperand) -> SpmdType:
