@@ -10,7 +10,7 @@ import torch
 from ...mesh import DENSE_AXES, Mesh
 from ...spmd.axes import atoms_of, mesh_atoms
 from ...spmd.declarations import SHARD_OF
-from ...spmd.tensor_type import TensorType, type_of
+from ...spmd.tensor_type import TensorType, type_of, without_shards
 from ...spmd.types import I, R, Shard, SpmdType, V
 from ...weights.shard_spec import spec_of
 
@@ -54,7 +54,8 @@ def input_type(
     """
     spmd_types: dict[str, SpmdType] = dict.fromkeys(atoms_of(DENSE_AXES, mesh), R)
     if x.dim():
-        spmd_types.update(dict.fromkeys(mesh_atoms(mesh)["dp"], Shard(0) if level == "G" else V))
+        spmd_types.update(dict.fromkeys(mesh_atoms(mesh)["dp"], Shard(0)))
     for axis, spmd_type in (types or {}).items():
         spmd_types.update(dict.fromkeys(atoms_of(axis, mesh), spmd_type))
-    return TensorType.of(spmd_types)
+    type_ = TensorType.of(spmd_types)
+    return type_ if level == "G" else without_shards(type_)

@@ -265,7 +265,7 @@ def _sharded(
         elif own[:2] != position[:2]:  # the extent says what was merged with what, not which rank has what
             other = spmd_types[first]
             if own.label == position.label:
-                why = f"both are sharded on the same dim, one {_blocks(position)}, the other {_blocks(own)}: the ranks "
+                why = f"both are sharded on the same dim, one {_blocks(own)}, the other {_blocks(position)}: the ranks "
                 why += "have other parts of it"
             else:
                 why = f"dim {other.dim} of the one and dim {shard.dim} of the other are sharded, "  # type: ignore[union-attr]

@@ -92,8 +92,8 @@ class Named(NamedTuple):
 
     Attributes:
         label: for reading: "layers.3.mlp.down_proj.weight".
-        code: for writing: "self.weight", or the expression that made it; "<mlp.weight>" or "<operand 1>" where the user's
-            frame has none.
+        code: for writing: "self.weight", or the expression that made it; "<mlp.weight>" or "<operand 1>" where the
+            user's frame has none.
         node: that expression in the line under evaluation, None if it is not there.
     """
 
@@ -252,8 +252,8 @@ def name_operands(tensors: Sequence[Tensor], here: Site | None = None) -> list[N
     for index, (x, name, node) in enumerate(zip(tensors, names, nodes)):
         code = here.text(node) or _variable(x, here.frame)
         label = name or _short(code)
-        own = code and owner_of(here.file) == USER
-        result.append(Named(label, code if own else _placeholder(label, index), node))
+        known = bool(code) and owner_of(here.file) == USER
+        result.append(Named(label, code if known else _placeholder(label, index), node))
     return result
 
 

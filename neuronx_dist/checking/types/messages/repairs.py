@@ -175,6 +175,9 @@ def operator_repairs(operation: Operation, operand: Named, here: Site | None, ru
         if path is not None:
             src = None if actual is P else actual
             offer(call_of(path[0], code, axis, src, operation.takes, path[1]), ": that is what it takes")
+        elif isinstance(actual, Shard) and actual.stride > 1 and operation.takes is not None:
+            whole = blocks_gathered(operand, axis, actual, I)
+            offer(call_of("convert", whole, axis, I, operation.takes), ": that is what it takes")
         return repairs
     if rule == "stride" and isinstance(actual, Shard):
         offer(blocks_gathered(operand, axis, actual, operation.gives))

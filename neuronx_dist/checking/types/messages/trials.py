@@ -105,7 +105,7 @@ def call_of(
 
 
 def out_of_reach(x: Tensor, name: Named, here: Site | None) -> bool:
-    """Whether an operand is a layer's own parameter, in the layer's own code: there is no expression of it to change."""
+    """Whether an operand is a layer's own parameter, in the layer's own code, where no user changes it."""
     return isinstance(x, nn.Parameter) and name.node is None and here is not None and here.called is not None
 
 
@@ -312,6 +312,8 @@ def route(src: SpmdType, dst: SpmdType) -> tuple[str, bool] | None:
     """The operator that takes `src` to `dst` and keeps the global value, and whether it needs expert_mode."""
     a, b = src.letter, dst.letter
     if a == b and not isinstance(src, Shard):
+        return None
+    if getattr(src, "stride", 1) > 1 or getattr(dst, "stride", 1) > 1:  # operators know one block
         return None
     operator = {"P": "all_reduce" if b in SAME else "reduce_scatter", "V": "all_gather", "S": "all_gather"}.get(
         a, "convert"

@@ -185,7 +185,9 @@ def apply(program: Program, edits: Any, path: str = "", to: Path | None = None) 
     if to is not None:
         to.write_bytes(text)
     tree = ast.parse(text)
-    globals_ = dict(vars(sys.modules[program.body.__module__]))
+    names = vars(sys.modules[program.body.__module__])
+    # Constants of the program anew: what it declares of them is not to be known the next time.
+    globals_ = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in names.items()}
     wanted = [node for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
     for node in wanted:
         node.decorator_list = []
@@ -198,24 +200,24 @@ class Convergence(NamedTuple):
 
     body: Any
     loss_type: dict[str, Any] | None  # None: not clean
-    messages: list[str]
-    applied: list[str]
+    errors: list[spmd.SpmdTypeError]
+    applied: list[Any]  # repairs
 
 
 def converge(program: Program, folder: Path, rounds: int = 4) -> Convergence:
-    body, path, messages, applied = program.body, "", [], []
+    body, path, errors, applied = program.body, "", [], []
     for number in range(rounds + 1):
         try:
-            return Convergence(body, check(program, body), messages, applied)
+            return Convergence(body, check(program, body), errors, applied)
         except spmd.SpmdTypeError as error:
-            messages.append(str(error))
+            errors.append(error)
             repair = next((r for r in error.repairs if getattr(r, "edits", ())), None)
             if repair is None or number == rounds:
                 break
             to = folder / f"{program.name}_{number}.py"
             body, path = apply(program, repair.edits, path, to), str(to)
             applied.append(repair)
-    return Convergence(body, None, messages, applied)
+    return Convergence(body, None, errors, applied)
 
 
 # --- numbers ---
