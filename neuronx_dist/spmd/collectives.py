@@ -449,7 +449,7 @@ def _why(operation: str, src: SpmdType, dst: SpmdType) -> str:
     a, b = _letter(src), _letter(dst)
     reduces = operation in ("all_reduce", "reduce_scatter")
     if a in "RI" and reduces:
-        return f"a {a} value is the same on all ranks already, and a sum multiplies it by their number; "
+        return f"a {a} value is the same on all ranks already, and a sum multiplies it by their number: drop it; "
     if a in "RI" and operation in ("all_gather", "all_to_all"):
         return f"a {a} value is whole on every rank already; "
     if a == "S" and reduces:

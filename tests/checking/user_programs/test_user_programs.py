@@ -113,7 +113,6 @@ KNOWN = {
     "greedy_feedback": "the largest of each shard, and then of all, is refused",
     "top_logits": "the top of each shard, and then of all, is refused",
     "stacked_logits.shards_in_rank_order_first": ORDER,
-    "llama_with_labels_alone": "labels without num_items_in_batch fail inside transformers",
     "small_transformer": MEAN,
 }
 

@@ -16,6 +16,7 @@ from ....spmd.types import DIFFERING, SAME, VARYING, I, P, R, Shard, SpmdType, V
 from ..judge import Operand, judge
 from ..rules import RULES
 from ..session import Session
+from .imports import importing
 from .provenance import Named, leaf_of, module_path, name_of, name_operands, site
 from .repairs import Operation, find_repairs, operator_repairs
 from .rewrites import fitting_sizes
@@ -134,7 +135,7 @@ def explain(mode: Session, violation: Violation, call: JudgedCall) -> SpmdTypeEr
         f"{call.rule.name}({listed}) at {location(mode)}",
         f"on {axis}{subject_text}: {why}" if subject_text else f"on {axis}: {why}",
         where_from=lines,
-        repairs=find_repairs(mode, violation, call, names, here),
+        repairs=importing(find_repairs(mode, violation, call, names, here), here),
         axis=axis,
         rule=violation.rule,
         operands=violation.operands,
@@ -196,7 +197,7 @@ def explain_shapes(mode: Session, call: JudgedCall, error: Exception | None = No
                 f"{call.rule.name}({listed}) at {location(mode)}",
                 f"on {axis}, the shapes do not fit, and would if all operands were whole, or all were pieces{of_torch}",
                 where_from=sharded,
-                repairs=[repair for _, repair in repairs[:4]],
+                repairs=importing((repair for _, repair in repairs[:4]), here),
                 axis=axis,
                 rule="shapes",
             )
@@ -209,10 +210,11 @@ def missing_type(mode: Session, x: Tensor, function: str) -> SpmdTypeError:
     here = site()
     name = name_operands([x], here)[0]
     code = f"spmd.assert_type({name.code}, {{{axes}}})"
+    declared = Repair(f"{code} where it is made", edit_of(here, name.node, code))
     return SpmdTypeError(
         f"{function} at {location(mode)} is given {shown(x, None, name.label)}, which has no type",
         "it was made outside of the check, and nobody said whether it is equal on all ranks",
-        repairs=[Repair(f"{code} where it is made", edit_of(here, name.node, code)), "make it inside of the check"],
+        repairs=importing([declared, "make it inside of the check"], here),
         rule="no_type",
     )
 
@@ -262,7 +264,7 @@ def operator_error(
         f"{name}({shown(x, note.type, named.label)}, {axis!r}{arrow}) at {location(mode)}",
         f"on {axis}, {why}",
         where_from=since(x, named.label, axis, note),
-        repairs=repairs,
+        repairs=importing(repairs, here),
         axis=axis,
         rule=rule,
         src=src,
@@ -358,7 +360,7 @@ def write_error(
         f"{name}({', '.join(shown(x, t, n.label) for x, t, n in zip(tensors, types, names))}) at {location(mode)}",
         f"on {axis} {label or 'what is written to'} is {before} and would become {after}: {keeps} its type",
         where_from=lines,
-        repairs=repairs,
+        repairs=importing(repairs, here),
         axis=axis,
         rule="inplace",
     )

@@ -9,6 +9,7 @@ from ....spmd.tensor_type import TensorType, origins_of
 from ....spmd.types import SAME, I, P, R, Shard, SpmdType, V
 from ..session import Session
 from .explain import location, shown, since
+from .imports import importing
 from .provenance import name_operands, site
 from .rewrites import origin_repair
 from .trials import Repair, call_of, edit_of, route
@@ -36,7 +37,7 @@ def logits_error(mode: Session, name: str, logits: Tensor, type_: TensorType, ax
         f"{name} of logits {shown(logits, type_, named.label)} at {location(mode)}",
         f"on {axis} they {why}",
         where_from=since(logits, named.label or "it", axis),
-        repairs=repairs,
+        repairs=importing(repairs, here),
         axis=axis,
         rule="logits",
     )
@@ -65,7 +66,7 @@ def loss_error(mode: Session, loss: Tensor, type_: TensorType, axis: str, spmd_t
         f"backward of {shown(loss, type_, name.label)} at {location(mode)}",
         f"on {axis} the loss {why}",
         where_from=since(loss, name.label or "the loss", axis),
-        repairs=repairs,
+        repairs=importing(repairs, here),
         axis=axis,
         rule="loss",
     )

@@ -103,8 +103,10 @@ class Named(NamedTuple):
 
 
 def site() -> Site | None:
-    """The expression of the user's that is being evaluated; None if its frame is not found."""
+    """The user's expression that is being evaluated; None if no line is the user's, or its frame is not found."""
     file, _, line = call_site().rpartition(":")
+    if owner_of(file) != USER:
+        return None
     frame, inner = sys._getframe(1), None
     while not (frame.f_code.co_filename == file and str(frame.f_lineno) == line):
         if frame.f_back is None:
@@ -252,8 +254,7 @@ def name_operands(tensors: Sequence[Tensor], here: Site | None = None) -> list[N
     for index, (x, name, node) in enumerate(zip(tensors, names, nodes)):
         code = here.text(node) or _variable(x, here.frame)
         label = name or _short(code)
-        known = bool(code) and owner_of(here.file) == USER
-        result.append(Named(label, code if known else _placeholder(label, index), node))
+        result.append(Named(label, code or _placeholder(label, index), node))
     return result
 
 

@@ -209,7 +209,7 @@ def _fixed(
     elif words == "embedding" and spmd_type.dim == 0:
         yield Repair("ParallelEmbedding: each rank looks up the ids whose rows it holds, masks the others, and the sum "
                      "over the ranks is the row")  # fmt: skip
-    elif spmd_type.stride == 1 and words in _BLOCKS:
+    elif spmd_type.stride == 1 and words in _BLOCKS and x.requires_grad:  # no weight made it otherwise
         for blocks in range(2, 9):
             change = Change("", Shard(spmd_type.dim, blocks), tuple(x.shape), 0)
             if x.shape[spmd_type.dim] % blocks == 0 and legal(call, axis, {index: change}):
