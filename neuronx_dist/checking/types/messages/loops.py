@@ -20,7 +20,7 @@ from ....spmd.types import SAME, I, P, R, Shard, SpmdType
 from .provenance import Named, Site, syntax_tree, value_of
 from .trials import JudgedCall, Repair, call_of, edit_of, written
 
-__all__ = ["ParameterLoop", "loop_repairs", "parameter_loop"]
+__all__ = ["ParameterLoop", "changes_with_the_turn", "loop_repairs", "parameter_loop"]
 
 _LOOPS = (ast.For, ast.GeneratorExp, ast.ListComp)
 
@@ -66,6 +66,19 @@ def parameter_loop(here: Site | None, node: ast.AST | None = None) -> ParameterL
             assigned = {name.id for name in names if isinstance(name.ctx, ast.Store)}
             return ParameterLoop(parameter, frozenset(assigned - {parameter}))
     return None
+
+
+def changes_with_the_turn(here: Site | None, node: ast.AST | None) -> bool:
+    """Whether an expression is about what a loop around it goes over: another layer, say, at the next turn."""
+    tree = syntax_tree(here.source) if here is not None else None
+    if here is None or node is None or tree is None:
+        return False
+    names = {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
+    for loop in (each for each in ast.walk(tree) if isinstance(each, _LOOPS) and node in ast.walk(each)):
+        target = loop.target if isinstance(loop, ast.For) else loop.generators[0].target
+        if names & {part.id for part in ast.walk(target) if isinstance(part, ast.Name)}:
+            return True
+    return False
 
 
 def _parameter_of(loop: Any, here: Site) -> str:

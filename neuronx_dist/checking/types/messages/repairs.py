@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from ....spmd.errors import Violation
 from ....spmd.types import SAME, I, P, R, Shard, SpmdType, V
-from .loops import ParameterLoop, loop_repairs, parameter_loop
+from .loops import ParameterLoop, changes_with_the_turn, loop_repairs, parameter_loop
 from .provenance import Named, Site
 from .rewrites import SPECIAL, declared, otherwise
 from .trials import (
@@ -166,6 +166,10 @@ def operator_repairs(operation: Operation, operand: Named, here: Site | None, ru
             text = loop.general(text, operand.node, actual)
             text = loop.chosen(here.text(node), text, axis) if whole else loop.chosen(text, code, axis)
             words = f": it is {actual} for this parameter, and another type for others"
+        elif text == code and changes_with_the_turn(here, operand.node):
+            # At another turn it may be needed: with it dropped that one would be refused, and so on without end.
+            repairs.append(Repair(f"{text}{words}, if it is at every turn of the loop; else make what differs alike"))
+            return
         replaced = operand.node if inside else node if own else None
         repairs.append(Repair(text + words, edit_of(here, replaced, text)))
 

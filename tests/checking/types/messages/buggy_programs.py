@@ -352,3 +352,15 @@ def reduces_by_the_maximum(x, w, out):
     y = F.linear(F.linear(copy(x), w), out)
     y = y / y.detach().abs().amax()
     return reduce(y).pow(2).mean()
+
+
+DIFFERING = {}
+
+
+@program(**MLP, v1=p(S(0), 16, 8), v2=p(S(1), 8, 16), programs=DIFFERING)
+def layers_of_which_one_is_reduced(x, w1, w2, v1, v2):
+    first = lambda x: mlp(x, w1, w2)  # noqa: E731
+    second = lambda x: F.linear(F.gelu(F.linear(copy(x), v1)), v2)  # noqa: E731
+    for layer in (first, second):
+        x = x + layer(x)
+    return x.pow(2).mean()

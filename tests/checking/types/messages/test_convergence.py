@@ -14,6 +14,7 @@ from tests.checking.types.messages.running import BUGGY, PROGRAMS, converge, par
 from tests.checking.types.messages.test_messages import POSITIONS, TOLERANCE
 
 ROUNDS = 4
+layers_of_which_one_is_reduced = buggy_programs.DIFFERING["layers_of_which_one_is_reduced"]
 # What has to be repaired in another place than where it is found is told in words: `test_messages` repairs it by hand.
 ALL = {
     **{name: program for name, program in PROGRAMS.items() if program.numeric and program.repaired is None},
@@ -48,6 +49,14 @@ def test_a_loop_is_repaired_for_all_its_parameters_at_once(name, tmp_path):
     assert any('if spmd.spec_of(w).axis == "tp" else' in code or "spec_of(param)" in code for code in end.applied)
     lines = [edit.start[0] for repair in end.applied for edit in repair.edits]
     assert len(lines) == len(set(lines)), end.applied  # no line is repaired twice
+
+
+@POSITIONS
+def test_a_loop_over_layers_that_differ_does_not_flip(tmp_path):
+    """One of two layers is not reduced: where the sum is added to both it is one too many for the other."""
+    end = converge(layers_of_which_one_is_reduced, tmp_path, ROUNDS)
+    assert end.loss_type is None and len(end.applied) == 1
+    assert "if it is at every turn of the loop; else make what differs alike" in str(end.errors[-1])
 
 
 def test_two_shards_of_one_name_are_told_apart():
