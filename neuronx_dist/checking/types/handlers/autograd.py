@@ -22,7 +22,8 @@ from ....comm import context
 from ....spmd.errors import SpmdTypeError
 from ....spmd.tensor_type import READONLY, TensorType, note_of, origins_of, write
 from ....spmd.types import SAME, VARYING, I, P, R, Shard, SpmdType, V
-from ..messages.explain import gradient_error, loss_error, scale_error, shown
+from ..messages.explain import gradient_error, shown
+from ..messages.losses import loss_error, scale_error
 from ..session import Session
 from .composition import Comparison, run_node
 from .inplace import last_write

@@ -155,7 +155,9 @@ class _VerbOperand(NamedTuple):
         return self.kwargs.get(option, 0) % max(1, self.x.dim())
 
     def error(self, why: str, rule: str) -> SpmdTypeError:
-        return operator_error(self.mode, f"comm.{self.verb}", self.x, self.note, self.atom, None, None, why, rule)
+        takes = Shard(self.dim()) if self.verb == "all_gather" else P if "reduce" in self.verb else None
+        name = f"comm.{self.verb}"
+        return operator_error(self.mode, name, self.x, self.note, self.atom, None, None, why, rule, takes)
 
 
 def _reduce(operand: _VerbOperand) -> SpmdType:
