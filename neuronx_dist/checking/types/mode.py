@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules._functions import BackwardHookFunction
 from torch.utils.checkpoint import CheckpointFunction
 
 from ...call_site import call_site
@@ -38,7 +39,7 @@ from ...spmd.tensor_type import (
 from ...spmd.watching import HANDLERS, Watcher, entered, left
 from . import raw_collectives as raw
 from .declared import parameter_type
-from .handlers import autograd, packing
+from .handlers import autograd, hooks, packing
 from .handlers.inplace import check_write, note_write, stale
 from .handlers.rank_values import counts, picked
 from .judge import Judgement, Operand
@@ -122,10 +123,12 @@ class SpmdTypeMode(Session):
         self._hooks[-1].enter_context(intercept(self._function))
         self._hooks[-1].enter_context(surroundings())
         super().__enter__()
+        self.entered += 1
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
+        self.entered -= 1
         self._hooks.pop().__exit__(None, None, None)
         left(self._before.pop())
 
@@ -204,6 +207,8 @@ class SpmdTypeMode(Session):
 
     def _function(self, original: Any, cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Follows the types through `Function.apply`, which torch does not hand to modes."""
+        if cls is BackwardHookFunction and not self.paused:
+            return hooks.pass_through(self, original, args)
         if self.paused or (cls.__module__.startswith("torch.") and cls is not CheckpointFunction):
             return original(*args, **kwargs)
         return autograd.apply_function(self, original, cls, args, kwargs)
@@ -229,9 +234,11 @@ class SpmdTypeMode(Session):
             if type_ is None:
                 raise missing_type(self, x, function)
             self.stamp(x, type_)
+            hooks.watch_hooks(self, x)
         elif note.session != self.session:  # written outside of any mode: what it says holds from now on
             type_ = note.type if self.level == "G" else without_shards(note.type)
             self.stamp(x, type_, note.origins, note.extra)
+            hooks.watch_hooks(self, x)
         elif note.version != version(x):
             return stale(self, x, note)
         else:
@@ -361,4 +368,4 @@ class SpmdTypeMode(Session):
 
 typecheck = SpmdTypeMode  # the newer name
 HANDLERS.update((func, None) for func, rule in RULES.items() if rule.kind == "pass")
-HANDLERS.update(autograd.handlers)
+HANDLERS.update({**autograd.handlers, **hooks.handlers})

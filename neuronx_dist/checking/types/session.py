@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from itertools import count
 from typing import Any
 
@@ -46,6 +46,10 @@ class Session(TorchFunctionMode):
         compared: fused functions, with types and shapes, that were compared with their composition.
         known: operators that were judged, on this mesh; and the atoms of axes.
         paused: how many `pause` are entered; nothing is looked at while it is not 0.
+        entered: how many `with` of it are open.
+        incoming: of leaves whose hooks ran in this backward pass, what these made of the gradient: by id `(leaf, its
+            type, its origins)`.
+        around_hooks: makes a context that the body of every hook on gradients runs in; None: none.
         probing: how many `trial` are entered; errors raised meanwhile are caught, and need no good message.
         symbolic: ranks are RankValues: one rank is played in place of many.
         received: `(tensor, axis) -> type` of what a pipeline stage gets by `comm.recv`; None: nobody knows.
@@ -68,7 +72,9 @@ class Session(TorchFunctionMode):
         self.paused = 0
         self.received: Callable[[Tensor, Any], TensorType | None] | None = None
         self.sent: Callable[[Tensor, Any], None] | None = None
-        self.probing = 0
+        self.entered = self.probing = 0
+        self.incoming: dict[int, tuple[Tensor, TensorType | None, Any]] = {}
+        self.around_hooks: Callable[[], AbstractContextManager[None]] | None = None
         self.symbolic = False
         self.known: dict[Any, Any] = {}
         self.num_assumptions = 0

@@ -24,6 +24,7 @@ from ....spmd.tensor_type import READONLY, TensorType, note_of, origins_of, writ
 from ....spmd.types import SAME, VARYING, I, P, R, Shard, SpmdType, V
 from ..messages.explain import gradient_error, loss_error, shown
 from ..session import Session
+from .accumulation import accumulated_error, accumulating, fits, gradient_type, incoming_origins
 from .composition import Comparison, run_node
 from .inplace import last_write
 
@@ -180,22 +181,9 @@ def _verify(signature: _Signature, cls: Any, grads: Sequence[Any]) -> None:
         gradient_type = input_type.of_gradient()
         for axis in sorted({*gradient_type.types, *note.type.types}):
             expected_type, actual_type = gradient_type.get(axis), note.type.get(axis)
-            if expected_type is None or actual_type is None or _fits(actual_type, expected_type):
+            if expected_type is None or actual_type is None or fits(actual_type, expected_type):
                 continue
             raise gradient_error(cls, signature.where, input_type.get(axis), index, grad, axis, expected_type)
-
-
-def _fits(actual: SpmdType, expected: SpmdType) -> bool:
-    """Whether a gradient of type `actual` may stand where one of type `expected` belongs."""
-    if actual.letter == "0" or actual is expected:
-        return True
-    if expected.letter in SAME:
-        return actual.letter in SAME
-    if expected.letter == "P":  # what varies is each rank's own part, where nothing is known of dims
-        return actual is P or actual is V
-    if isinstance(expected, Shard) and isinstance(actual, Shard):
-        return expected.dim == actual.dim and expected.stride == actual.stride
-    return actual.letter in VARYING | SAME  # V; what is equal everywhere may be each rank's own
 
 
 # --- I or R -----------------------------------------------------------------------------------------------------------
@@ -277,7 +265,8 @@ def _backward(mode: Session, func: Any, args: tuple[Any, ...], kwargs: dict[str,
     tensors = args[0] if args else kwargs.get("tensors")
     grads = args[1] if len(args) > 1 else kwargs.get("gradient", kwargs.get("grad_tensors"))
     _check_start(mode, tensors, grads)
-    return func(*args, **kwargs)
+    with accumulating(mode):
+        return func(*args, **kwargs)
 
 
 def _grad(mode: Session, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -286,12 +275,13 @@ def _grad(mode: Session, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
         return func(*args, **kwargs)
     named = {**dict(zip(("outputs", "inputs", "grad_outputs"), args)), **kwargs}
     _check_start(mode, named["outputs"], named.get("grad_outputs"))
-    result = func(*args, **kwargs)
     inputs = named["inputs"] if isinstance(named["inputs"], (list, tuple)) else (named["inputs"],)
-    for x, grad in zip(inputs, result):
-        note = mode.note(x, "grad") if isinstance(x, Tensor) else None
-        if note is not None and isinstance(grad, Tensor):
-            mode.stamp(grad, note.type.of_gradient())
+    with accumulating(mode):
+        result = func(*args, **kwargs)
+        for x, grad in zip(inputs, result):
+            note = mode.note(x, "grad") if isinstance(x, Tensor) else None
+            if note is not None and isinstance(grad, Tensor):
+                mode.stamp(grad, gradient_type(mode, x, note), incoming_origins(mode, x))
     return result
 
 
@@ -356,19 +346,14 @@ def adopt(mode: Session, param: Tensor, grad: Tensor) -> Tensor:
         note = mode.note(param, "grad")
     if note is None:
         return grad
-    gradient_type, grad_note = mode.named(note.type).of_gradient(), note_of(grad)
+    added, grad_note = gradient_type(mode, param, note), note_of(grad)
     known = last_write(mode, grad) if grad_note is not None else None
     if grad_note is None or grad_note.session != mode.session:
-        mode.stamp(grad, gradient_type)
+        mode.stamp(grad, added, incoming_origins(mode, param))
     elif grad_note.version != grad._version and (known is None or known.version != grad._version):
-        if grad_note.type is not gradient_type:
-            raise SpmdTypeError(
-                f"the gradient of {shown(param, note.type)}",
-                f"it was {grad_note.type} when backward added to it, which gives {gradient_type}: the sum is neither",
-                repairs=["reduce gradients once, after the last backward", "zero_grad() before the next backward"],
-                rule="accumulated",
-            )
-        mode.stamp(grad, gradient_type, grad_note.origins)
+        if grad_note.type is not added:
+            raise accumulated_error(param, note.type, grad_note.type, added)
+        mode.stamp(grad, added, grad_note.origins)
     return grad
 
 
