@@ -114,7 +114,7 @@ class OpRecorder(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        own = self._types is not None and (self._types.paused or self._types.probing)
+        own = self._types is not None and (self._types.paused or self._types.probing or self._types.unrecorded)
         if func not in _GETTERS and not own and (self._in_hooks or torch._C._current_graph_task_id() == -1):
             name = getattr(func, "__name__", str(func))
             scalars: list[Any] = []

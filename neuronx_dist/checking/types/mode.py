@@ -336,6 +336,9 @@ class SpmdTypeMode(Session):
         try:
             result = call.func(*args, **kwargs)
         except RuntimeError as error:  # says more, if shapes do not fit because operands are sharded
+            number = self.stand_in(call.tensors[0], rule.name) if rule.kind == "scalar" and self.stand_in else None
+            if number is not None:
+                return number
             operand_types = [Operand(note.type, x.requires_grad) for x, note in zip(call.tensors, notes)]
             refused = JudgedCall(rule, call.func, args, kwargs, call.tensors, operand_types, None)
             raise (explain_shapes(self, refused, error) or error) from None

@@ -47,6 +47,9 @@ class Session(TorchFunctionMode):
         known: operators that were judged, on this mesh; and the atoms of axes.
         paused: how many `pause` are entered; nothing is looked at while it is not 0.
         entered: how many `with` of it are open.
+        stand_in: `(tensor, function) -> number` where a Python number is made of a tensor that has no value; None: that
+            is an error.
+        unrecorded: how many are at work whose calls are nobody's to compare: torch's own optimizers.
         incoming: of leaves whose hooks ran in this backward pass, what these made of the gradient: by id `(leaf, its
             type, its origins)`.
         around_hooks: makes a context that the body of every hook on gradients runs in; None: none.
@@ -73,6 +76,8 @@ class Session(TorchFunctionMode):
         self.received: Callable[[Tensor, Any], TensorType | None] | None = None
         self.sent: Callable[[Tensor, Any], None] | None = None
         self.entered = self.probing = 0
+        self.stand_in: Callable[[Tensor, str], Any] | None = None
+        self.unrecorded = 0
         self.incoming: dict[int, tuple[Tensor, TensorType | None, Any]] = {}
         self.around_hooks: Callable[[], AbstractContextManager[None]] | None = None
         self.symbolic = False

@@ -264,7 +264,7 @@ def branching_by_rank(model, optimizer, x):
     plain(model, optimizer, x)
 
 
-# --- modules, nodes, several tensors, saved tensors --------------------------------------------------------------------
+# --- modules, nodes, several tensors, saved tensors ------------------------------------------------------------------
 
 
 @program(with_hooks(reduced_after, AFTER))

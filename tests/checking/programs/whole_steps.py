@@ -6,6 +6,7 @@ parameters says whether it is right.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -58,6 +59,10 @@ class Program(NamedTuple):
     refused: str
     assumed: str
 
+    @property
+    def file(self) -> str:
+        return self.step.__code__.co_filename
+
 
 PROGRAMS: dict[str, Program] = {}
 
@@ -72,6 +77,11 @@ def program(
         return step
 
     return register
+
+
+def names_in(module: Any) -> list[str]:
+    """The names of the programs of a module."""
+    return [name for name, program in PROGRAMS.items() if program.file == module.__file__]
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -99,6 +109,8 @@ def _run(program: Program) -> dict[str, torch.Tensor]:
     built = program.build()
     model, optimizer = built if isinstance(built, tuple) else (built, None)
     _fill(model)
+    if isinstance(optimizer, nxd.NeuronZero1Optimizer):
+        optimizer.init_zero()
     x = torch.cos(torch.arange(BATCH * FEATURES, dtype=torch.float64)).view(BATCH, FEATURES)
     x = x.chunk(comm.size("dp"))[comm.rank("dp")].clone()
     program.step(model, optimizer if optimizer is not None else sgd(model), x)
@@ -122,3 +134,18 @@ def error(program: Program) -> float:
                 want = spec.local_slice(want, mesh.coordinate(spec.axis, rank))
             worst = max(worst, float((value - want).norm() / want.norm()))
     return worst
+
+
+def verify(name: str) -> None:
+    """The checker says of a program what running it shows."""
+    program = PROGRAMS[name]
+    report, distance = check(program), error(program)
+    wrong = bool(program.refused or program.assumed)
+    assert distance > 1e-4 if wrong else distance < 1e-10, distance
+    assert report.ok is not bool(program.refused), str(report)
+    if program.refused:
+        assert re.search(program.refused, str(report)), str(report)
+    elif program.assumed:
+        assert any(program.assumed in line and line.startswith(program.file) for line in report.assumed), report.assumed
+    else:
+        assert report.assumed == []

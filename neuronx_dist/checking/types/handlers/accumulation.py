@@ -1,4 +1,4 @@
-"""The type that a leaf's gradient is accumulated with: the dual of the leaf's, or what the leaf's hooks made of that."""
+"""The type that backward adds to a leaf's gradient: the dual of the leaf's, or what its hooks made of that."""
 
 from __future__ import annotations
 

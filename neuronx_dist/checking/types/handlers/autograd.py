@@ -21,7 +21,7 @@ from ....call_site import call_site
 from ....comm import context
 from ....spmd.errors import SpmdTypeError
 from ....spmd.tensor_type import READONLY, TensorType, note_of, origins_of, write
-from ....spmd.types import SAME, VARYING, I, P, R, Shard, SpmdType, V
+from ....spmd.types import SAME, I, P, R, SpmdType, V
 from ..messages.explain import gradient_error, loss_error, shown
 from ..session import Session
 from .accumulation import accumulated_error, accumulating, fits, gradient_type, incoming_origins
@@ -311,7 +311,7 @@ def check_loss(mode: Session, loss: Tensor, gradient: Tensor | None = None) -> N
             if (
                 actual is not None
                 and expected is not None
-                and not (_fits(actual, expected) or actual.letter == "R" and expected is not P)
+                and not (fits(actual, expected) or actual.letter == "R" and expected is not P)
             ):
                 raise SpmdTypeError(
                     f"backward of {shown(loss, loss_type)} at {call_site()}",
