@@ -23,10 +23,11 @@ from ....spmd.errors import SpmdTypeError
 from ....spmd.tensor_type import READONLY, TensorType, note_of, origins_of, write
 from ....spmd.types import SAME, I, P, R, SpmdType, V
 from ..messages.explain import gradient_error, loss_error, shown
+from ..rules import RULES
 from ..session import Session
 from .accumulation import accumulated_error, accumulating, fits, gradient_type, incoming_origins
 from .composition import Comparison, run_node
-from .inplace import last_write
+from .inplace import check_write, last_write
 
 __all__ = ["adopt", "apply_function", "check_loss", "handlers"]
 
@@ -368,6 +369,8 @@ def _get_data(mode: Session, func: Any, args: tuple[Any, ...], kwargs: dict[str,
 def _set_data(mode: Session, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     target, value = args
     old, new = note_of(target), note_of(value)
+    if old is not None and new is not None and isinstance(target, nn.Parameter):
+        check_write(mode, RULES[func], target, new.type, args, [old, new])
     result = func(*args, **kwargs)
     if old is not None and (new is None or new.type is not old.type) and not isinstance(target, nn.Parameter):
         mode.stamp(target, new.type if new is not None else old.type)
