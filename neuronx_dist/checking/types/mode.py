@@ -42,6 +42,7 @@ from .declared import parameter_type
 from .handlers import autograd, hooks, packing
 from .handlers.inplace import check_write, note_write, stale
 from .handlers.rank_values import counts, picked
+from .handlers.vmapped import batched
 from .judge import Judgement, Operand
 from .judging import begin, judge_call, result_origins
 from .memo import (
@@ -280,7 +281,7 @@ class SpmdTypeMode(Session):
         if changed:  # with what is known now, the judgement may be in the memo
             return self.__torch_function__(func, (), args, kwargs)
         if any(isinstance(note.extra, Segments) for note in notes) or (
-            rule.name in CATS and not torch.is_grad_enabled()
+            rule.name in CATS and not torch.is_grad_enabled() and batched(notes) is None
         ):
             packed = packing.call(self, rule, func, args, kwargs, tensors, notes)
             if packed is not None:
@@ -324,7 +325,7 @@ class SpmdTypeMode(Session):
         type_ = judgement.types[0]
         check_write(self, call.rule, target, type_, call.tensors, call.notes)
         result = call.func(*call.args, **call.kwargs)
-        note_write(self, target, type_, self.origins(judgement, call.notes))
+        note_write(self, target, type_, self.origins(judgement, call.notes), batched(call.notes))
         keeps_type = bool(call.args) and target is call.args[0] is call.tensors[0] and type_ is call.notes[0].type
         if call.key is not None and keeps_type:
             store(self._memo, call.key, CachedJudgement.of(judgement, call.rule.name, written=True))
@@ -343,8 +344,10 @@ class SpmdTypeMode(Session):
             refused = JudgedCall(rule, call.func, args, kwargs, call.tensors, operand_types, None)
             raise (explain_shapes(self, refused, error) or error) from None
         origins = self.origins(judgement, notes)
-        extra = None
-        if rule.kind == "random":
+        extra: Any = batched(notes)
+        if extra is not None:
+            pass
+        elif rule.kind == "random":
             extra = FRESH
         elif rule.aliases and notes and notes[0].extra == READONLY:
             extra = READONLY

@@ -3,6 +3,7 @@
     nn.Parameter(x)       which no mode sees: the parameter is what `x` was declared to be
     torch.distributed     takes no typed tensors (`raw_collectives.py`)
     hooks                 of nodes in the graph, and of saved tensors (`handlers/hooks.py`)
+    torch.vmap, torch.func  what they hide of a tensor is in its type (`handlers/vmapped.py`)
     torch.compile         what was compiled runs as it is written: a compiler cannot follow types
 
 What a program just made (`torch.empty`, random numbers) was never declared: a parameter made of that is what its layout
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 from ...spmd.tensor_type import READONLY, note_of
 from ...spmd.watching import active
 from . import raw_collectives as raw
-from .handlers import hooks
+from .handlers import hooks, vmapped
 
 __all__ = ["surroundings"]
 
@@ -66,6 +67,7 @@ def _install() -> None:
     nn.Parameter.__new__ = _new  # type: ignore[method-assign]
     raw.install()
     hooks.install()
+    vmapped.install()
     if "torch._dynamo.eval_frame" in sys.modules:  # else nothing is compiled yet, and importing it takes seconds
         _stance = torch.compiler.set_stance("force_eager")
 
@@ -75,6 +77,7 @@ def _remove() -> None:
     nn.Parameter.__new__ = _NEW  # type: ignore[method-assign]
     raw.remove()
     hooks.remove()
+    vmapped.remove()
     if _stance is not None:
         _stance.__exit__(None, None, None)
         _stance = None

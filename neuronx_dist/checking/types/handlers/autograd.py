@@ -28,6 +28,7 @@ from ..session import Session
 from .accumulation import accumulated_error, accumulating, fits, gradient_type, incoming_origins
 from .composition import Comparison, run_node
 from .inplace import check_write, last_write
+from .vmapped import hidden_gradient, seen_loss
 
 __all__ = ["adopt", "apply_function", "check_loss", "handlers"]
 
@@ -275,6 +276,10 @@ def _grad(mode: Session, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     if mode.probing:
         return func(*args, **kwargs)
     named = {**dict(zip(("outputs", "inputs", "grad_outputs"), args)), **kwargs}
+    outputs = named["outputs"] if isinstance(named["outputs"], (list, tuple)) else (named["outputs"],)
+    losses = [note for x in outputs if isinstance(x, Tensor) and (note := note_of(x)) is not None]
+    for x in outputs:
+        seen_loss(mode, x)
     _check_start(mode, named["outputs"], named.get("grad_outputs"))
     inputs = named["inputs"] if isinstance(named["inputs"], (list, tuple)) else (named["inputs"],)
     with accumulating(mode):
@@ -282,7 +287,8 @@ def _grad(mode: Session, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
         for x, grad in zip(inputs, result):
             note = mode.note(x, "grad") if isinstance(x, Tensor) else None
             if note is not None and isinstance(grad, Tensor):
-                mode.stamp(grad, gradient_type(mode, x, note), incoming_origins(mode, x))
+                type_, hidden = hidden_gradient(losses, note, gradient_type(mode, x, note))
+                mode.stamp(grad, type_, incoming_origins(mode, x), hidden)
     return result
 
 
