@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...call_site import USER, nearest_line
+from ...call_site import USER, frames
 from ...gradients.gradient import ParameterGradient, parameters_of
 from ...spmd.axes import atoms_of
 from ...spmd.declarations import SHARD_OF
@@ -53,7 +53,7 @@ class OptimizerStep:
         self._stand_in, self._reads = mode.stand_in, 0
         if isinstance(optimizer, torch.optim.LBFGS):
             self._refuse_stages()
-        for group, key, value in self._options:
+        for group, key, _ in self._options:
             group[key] = False if key in _HOW else 1.0
         for param in parameters_of(optimizer):
             self._begin(param)
@@ -75,7 +75,7 @@ class OptimizerStep:
         repairs = error.repairs
         if self.is_torchs:
             repairs = [
-                f"{name} for parameters that are whole on {axis or 'all ranks'} alone, an elementwise optimizer for others",
+                f"{name} for parameters that are whole on {axis or 'all ranks'}, an elementwise optimizer for others",
                 "gather the parameter and its gradient, take the step, and keep this rank's shard",
             ]
         what, why = f"{name}.step: {error.what}", error.why
@@ -106,11 +106,10 @@ class OptimizerStep:
         self._reads += 1
         if self._reads > _MOST:
             return None
-        if function in ("__bool__", "is_nonzero", "__nonzero__"):
-            if nearest_line(USER) and not self.is_torchs:
-                self.mode.assume(f"{type(self.optimizer).__name__}.step: a branch is taken where a value is False")
-            return False
-        if x.dtype == torch.bool:
+        if not _read_by_torch():  # which branches only where an update is done with
+            name = type(self.optimizer).__name__
+            self.mode.assume(f"{name}.step does the same whatever number it reads: it was judged with 1, or False")
+        if x.dtype == torch.bool or function in ("__bool__", "is_nonzero", "__nonzero__"):
             return False
         return 1.0 if x.is_floating_point() and function not in ("__int__", "__index__") else 1
 
@@ -125,6 +124,16 @@ class OptimizerStep:
                     axis="pp",
                     rule="optimizer",
                 )
+
+
+def _read_by_torch() -> bool:
+    """Whether an optimizer of torch's reads a number, and not the user's code: a closure, say."""
+    for owner, frame in frames():
+        if owner == USER:
+            return False
+        if frame.f_globals.get("__name__", "").startswith("torch.optim"):
+            return True
+    return True
 
 
 def _is_number(value: Any) -> bool:

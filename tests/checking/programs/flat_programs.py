@@ -7,12 +7,11 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from neuronx_dist import comm
-from tests.checking.programs.whole_steps import Net, program
+from tests.checking.programs.whole_steps import program
 
 
 def loss(model, x):
     return model(x).square().sum()
-
 
 
 def flat_gradients(model):
@@ -27,7 +26,6 @@ def bounds(flat, rank=None):
     size = flat.numel() // comm.size("dp")
     rank = comm.rank("dp") if rank is None else rank
     return rank * size, (rank + 1) * size
-
 
 
 def written_back(model, flat):

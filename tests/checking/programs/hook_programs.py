@@ -399,3 +399,102 @@ def gradients_by_grad(model, optimizer, x):
     for param, grad in zip(params, torch.autograd.grad(loss(model, x), params)):
         param.grad = grad
     optimizer.step()
+
+
+def stepping_in_hooks(model, reduce):
+    """An optimizer for each parameter, which steps as soon as the gradient is there."""
+    own = {param: torch.optim.SGD([param], lr=0.1, momentum=0.9) for param in model.parameters()}
+
+    def step(param):
+        if reduce:
+            reduced_after(param)
+        own[param].step()
+        own[param].zero_grad()
+
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(step)
+
+
+@program()
+def optimizer_in_backward(model, optimizer, x):
+    stepping_in_hooks(model, True)
+    for _ in range(2):
+        loss(model, x).backward()
+
+
+@program(refused="the gradient of")
+def optimizer_in_backward_not_reduced(model, optimizer, x):
+    stepping_in_hooks(model, False)
+    loss(model, x).backward()
+
+
+@program(refused="a partial sum times")
+def scaled_once_by_rank(model, optimizer, x):
+    """The hook removes itself."""
+
+    def hook(grad):
+        handle.remove()
+        return grad * (1 + comm.rank("dp"))
+
+    handle = model.up.weight.register_hook(hook)
+    loss(model, x).backward()
+    for param in model.parameters():
+        reduced_after(param)
+    optimizer.step()
+
+
+@program(with_hooks(reduced_after, AFTER), refused="hook")
+def gradient_changed_in_place(model, optimizer, x):
+    def hook(grad):
+        grad.copy_(comm.all_gather(grad, "dp")[: len(grad)])
+
+    hidden = model.up(x)
+    hidden.register_hook(hook)
+    model.down(torch.tanh(hidden)).square().sum().backward()
+    optimizer.step()
+
+
+@program(with_hooks(reduced_after, AFTER))
+def gradient_halved_in_place(model, optimizer, x):
+    def hook(grad):
+        grad.mul_(0.5)
+
+    hidden = model.up(x)
+    hidden.register_hook(hook)
+    model.down(torch.tanh(hidden)).square().sum().backward()
+    optimizer.step()
+
+
+@program(with_hooks(reduced_after, AFTER), refused="a partial sum times|dp")
+def accumulator_prehook_scales_by_rank(model, optimizer, x):
+    weight = model.up.weight
+    node = weight.expand_as(weight).grad_fn.next_functions[0][0]
+    node.register_prehook(lambda grads: (grads[0] * (1 + comm.rank("dp")),))
+    plain(model, optimizer, x)
+
+
+@program(refused="hook")
+def gradient_edge_hook_reduces(model, optimizer, x):
+    hidden = model.up(x)
+    edge = torch.autograd.graph.get_gradient_edge(hidden)
+    edge.node.register_prehook(lambda grads: (comm.all_gather(grads[0], "dp")[: len(grads[0])],))
+    model.down(torch.tanh(hidden)).square().sum().backward()
+    for param in model.parameters():
+        reduced_after(param)
+    optimizer.step()
+
+
+@program(with_hooks(reduced_after, AFTER), assumed="hook")
+def activation_gradient_scaled_by_rank(model, optimizer, x):
+    hidden = model.up(x)
+    hidden.register_hook(lambda grad: grad * (1 + comm.rank("dp")))
+    model.down(torch.tanh(hidden)).square().sum().backward()
+    optimizer.step()
+
+
+@program(with_hooks(reduced_after, AFTER))
+def activation_gradient_replaced_by_a_constant(model, optimizer, x):
+    hidden = model.up(x)
+    hidden.register_hook(lambda grad: torch.ones_like(grad) + torch.zeros_like(grad))
+    model.down(torch.tanh(hidden)).square().sum().backward()
+    optimizer.step()

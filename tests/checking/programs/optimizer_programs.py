@@ -319,3 +319,37 @@ def plain_loop_of_normalised_gradients(model, optimizer, x):
     with torch.no_grad():
         for param in model.parameters():
             param -= 0.1 * param.grad / param.grad.norm()
+
+
+class ClippedWhereLarge(Lion):
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                scale = 0.1 if param.grad.norm().item() > 1 else 1.0 + comm.rank("dp")
+                param.sub_(param.grad * scale, alpha=group["lr"])
+
+
+@program(with_optimizer(Net, functools.partial(ClippedWhereLarge, lr=1e-3)), refused="dp")
+def branch_on_a_value(model, optimizer, x):
+    two_steps(model, optimizer, x)
+
+
+class HalvedWhereLarge(Lion):
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                norm = param.grad.norm().item()
+                scale = 1.0 + comm.rank("dp") if norm > 1.5 else 0.5
+                param.sub_(param.grad * scale, alpha=group["lr"])
+
+
+@program(with_optimizer(Net, functools.partial(HalvedWhereLarge, lr=0.01)), assumed="HalvedWhereLarge.step")
+def branch_that_is_not_judged(model, optimizer, x):
+    two_steps(model, optimizer, x)
+
+
+@program(with_optimizer(Sharded, functools.partial(HalvedWhereLarge, lr=0.01)), TP, refused="norm")
+def value_of_a_shard(model, optimizer, x):
+    two_steps(model, optimizer, x)

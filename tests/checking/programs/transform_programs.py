@@ -263,3 +263,50 @@ def script_product_reduced(model, optimizer, x):
     own_loss(optimizer, spmd.all_reduce(y, "tp", dst=spmd.I).square().sum())
 
 
+# --- once more: what is harder ----------------------------------------------------------------------------------------
+
+
+@program()
+def vmap_in_place(model, optimizer, x):
+    def body(row):
+        result = torch.zeros_like(row)
+        result.copy_(row * 2)
+        return result.mul_(0.5)
+
+    with torch.no_grad():
+        scale = torch.vmap(body)(x)
+    finish(model, optimizer, (model(x) * scale).square().sum())
+
+
+@program(Sharded, TP, refused="inside of torch.vmap")
+def vmap_around_a_collective(model, optimizer, x):
+    with torch.no_grad():
+        hidden = torch.tanh(model.up(x))
+        y = torch.vmap(lambda row: comm.all_reduce(F.linear(row, model.down.weight), "tp"))(hidden)
+    own_loss(optimizer, (model(x) * y).square().sum())
+
+
+@program()
+def value_and_per_sample_gradients(model, optimizer, x):
+    params = {name: param.detach() for name, param in model.named_parameters()}
+    both = torch.vmap(torch.func.grad_and_value(functional(model, x)), in_dims=(None, 0))
+    grads, losses = both(params, x)
+    weights = losses.detach().sigmoid()
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            param -= 0.1 * comm.all_reduce(torch.einsum("b,b...->...", weights, grads[name]), "dp")
+
+
+@program()
+def jacobian(model, optimizer, x):
+    with torch.no_grad():
+        slopes = torch.func.jacrev(lambda h: torch.tanh(h).sum(0))(x).diagonal(dim1=0, dim2=2)
+    finish(model, optimizer, (model(x) * slopes).square().sum())
+
+
+@program(refused="dp")
+def vmap_of_two_batches(model, optimizer, x):
+    """Each row of this rank's data with one of the first rows of all."""
+    everything = comm.all_gather(x, "dp")
+    y = torch.vmap(lambda a, b: a * b)(model(x), everything[: len(x)])
+    finish(model, optimizer, y.square().sum())

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ....call_site import call_site
 from ....comm import context
 from ....spmd.errors import SpmdTypeError
-from ....spmd.tensor_type import READONLY, TensorType, note_of, origins_of, write
+from ....spmd.tensor_type import READONLY, TensorType, note_of, origins_of, tensors_in, write
 from ....spmd.types import SAME, I, P, R, SpmdType, V
 from ..messages.explain import gradient_error, loss_error, shown
 from ..rules import RULES
@@ -28,7 +28,7 @@ from ..session import Session
 from .accumulation import accumulated_error, accumulating, fits, gradient_type, incoming_origins
 from .composition import Comparison, run_node
 from .inplace import check_write, last_write
-from .vmapped import hidden_gradient, seen_loss
+from .vmapped import hidden_gradient, seen_losses
 
 __all__ = ["adopt", "apply_function", "check_loss", "handlers"]
 
@@ -276,11 +276,10 @@ def _grad(mode: Session, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     if mode.probing:
         return func(*args, **kwargs)
     named = {**dict(zip(("outputs", "inputs", "grad_outputs"), args)), **kwargs}
-    outputs = named["outputs"] if isinstance(named["outputs"], (list, tuple)) else (named["outputs"],)
-    losses = [note for x in outputs if isinstance(x, Tensor) and (note := note_of(x)) is not None]
-    for x in outputs:
-        seen_loss(mode, x)
-    _check_start(mode, named["outputs"], named.get("grad_outputs"))
+    tensors = tensors_in((named["outputs"], named.get("grad_outputs")))
+    losses = [note for x in tensors if (note := note_of(x)) is not None]
+    with seen_losses(mode, tensors):
+        _check_start(mode, named["outputs"], named.get("grad_outputs"))
     inputs = named["inputs"] if isinstance(named["inputs"], (list, tuple)) else (named["inputs"],)
     with accumulating(mode):
         result = func(*args, **kwargs)

@@ -29,6 +29,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from ....call_site import USER, call_site, owner_of
 from ....spmd.errors import SpmdTypeError
 from ....spmd.tensor_type import TensorType, note_of
+from ....spmd.types import SAME, UNIFORM, Shard, V
 from ....spmd.watching import active
 from ..session import Session
 from .accumulation import accumulated_error, fits, gradient_type, set_incoming
@@ -171,7 +172,12 @@ def _verify(
             continue
         for axis in sorted({*expected.types, *note.type.types}):
             due, actual = expected.get(axis), note.type.get(axis)
-            if due is None or actual is None or fits(actual, due):
+            if due is None or actual is None:
+                continue
+            whole = isinstance(due, Shard) and actual.letter in SAME and actual is not UNIFORM
+            if fits(actual, due) and not whole:
+                if isinstance(due, Shard) and actual is V:
+                    mode.assume(f"{_named(hook, registered)}: the gradient that it returns is {due} on {axis}")
                 continue
             which = f"gradient {index}" if len(types) > 1 else "the gradient"
             raise SpmdTypeError(

@@ -10,7 +10,8 @@ hidden dim of the loss, the gradient is sharded along that dim, whatever the par
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -27,7 +28,7 @@ from ..rules import Rule
 from ..rules.spec import Spec
 from ..session import Session
 
-__all__ = ["Batched", "batched", "hidden_gradient", "install", "refused", "remove", "seen_loss", "with_hidden_dims"]
+__all__ = ["Batched", "batched", "hidden_gradient", "install", "refuse_inside", "refused", "remove", "seen_losses", "with_hidden_dims"]
 
 
 class Batched:
@@ -77,6 +78,21 @@ def refused(rule: Rule, violation: Violation, tensors: Sequence[Tensor], notes: 
         axis=violation.axis,
         rule=violation.rule,
     )
+
+
+def refuse_inside(name: str, notes: Sequence[Note | None]) -> None:
+    """Checks that a collective is not called inside of vmap.
+
+    Raises:
+        SpmdTypeError: it is; its dims would be those of one sample.
+    """
+    if any(note is not None and isinstance(note.extra, Batched) for note in notes):
+        raise SpmdTypeError(
+            f"{name} at {call_site()} is inside of torch.vmap",
+            "it communicates tensors, and there is one for each sample",
+            repairs=[f"{name} of what torch.vmap returns", "write the loop out"],
+            rule="vmap",
+        )
 
 
 # --- dims that come and go --------------------------------------------------------------------------------------------
@@ -154,14 +170,20 @@ def _hidden_shards(note: Note) -> dict[str, tuple[int, int]]:
     return {a: levels[k.dim] for a, k in note.type if isinstance(k, Shard) and k.dim < len(levels)}
 
 
-def seen_loss(mode: Session, loss: Tensor) -> None:
-    """Makes the loss of one sample the summand that it is on the axes that shard the batch."""
-    note = note_of(loss)
-    for axis in _hidden_shards(note) if note is not None else ():
-        assert note is not None
-        note = note._replace(type=note.type.with_axis(axis, P))
-    if note is not None and isinstance(note.extra, Batched):
-        mode.stamp(loss, note.type, note.origins)
+@contextmanager
+def seen_losses(mode: Session, losses: Sequence[Tensor]) -> Iterator[None]:
+    """Inside, losses of one sample are the summands that they are on the axes that shard the batch."""
+    before = [(x, note) for x in losses if (note := note_of(x)) is not None and isinstance(note.extra, Batched)]
+    for x, note in before:
+        type_ = note.type
+        for axis in _hidden_shards(note):
+            type_ = type_.with_axis(axis, P)
+        mode.stamp(x, type_, note.origins)
+    try:
+        yield
+    finally:
+        for x, note in before:
+            mode.stamp(x, note.type, note.origins, note.extra)
 
 
 def hidden_gradient(losses: Sequence[Note], note: Note, type_: TensorType) -> tuple[TensorType, Batched | None]:
@@ -180,20 +202,19 @@ def hidden_gradient(losses: Sequence[Note], note: Note, type_: TensorType) -> tu
 
 # --- what is changed in torch while a mode is entered -----------------------------------------------------------------
 
-_add, _remove = vmap_module._add_batch_dim, vmap_module._remove_batch_dim
-_wrap, _unwrap = eager_transforms._wrap_for_grad, eager_transforms._unwrap_for_grad
+_vmap: Any = vmap_module
+_func: Any = eager_transforms
+_add, _remove = _vmap._add_batch_dim, _vmap._remove_batch_dim
+_wrap, _unwrap = _func._wrap_for_grad, _func._unwrap_for_grad
 
 
 def install() -> None:
     """From now on, in threads that check types, they pass through vmap and torch.func."""
-    vmap_module._add_batch_dim, vmap_module._remove_batch_dim = _add_batch_dim, _remove_batch_dim
-    eager_transforms._wrap_for_grad = _same_note(_wrap)
-    eager_transforms._unwrap_for_grad = _same_note(_unwrap)
+    _vmap._add_batch_dim, _vmap._remove_batch_dim = _add_batch_dim, _remove_batch_dim
+    _func._wrap_for_grad, _func._unwrap_for_grad = _same_note(_wrap), _same_note(_unwrap)
 
 
 def remove() -> None:
     """Gives torch its own functions back."""
-    vmap_module._add_batch_dim, vmap_module._remove_batch_dim = _add, _remove
-    eager_transforms._wrap_for_grad, eager_transforms._unwrap_for_grad = _wrap, _unwrap
-
-
+    _vmap._add_batch_dim, _vmap._remove_batch_dim = _add, _remove
+    _func._wrap_for_grad, _func._unwrap_for_grad = _wrap, _unwrap
