@@ -498,3 +498,68 @@ def activation_gradient_replaced_by_a_constant(model, optimizer, x):
     hidden.register_hook(lambda grad: torch.ones_like(grad) + torch.zeros_like(grad))
     model.down(torch.tanh(hidden)).square().sum().backward()
     optimizer.step()
+
+
+class ByHand(Sharded):
+    """The gradient that goes back from the column-parallel product is summed in a hook."""
+
+    def forward(self, x):
+        y = x * self.scale if hasattr(self, "scale") else x
+        if y.requires_grad:
+            y.register_hook(lambda grad: comm.all_reduce(grad, "tp"))
+        hidden = torch.tanh(torch.nn.functional.linear(y, self.up.weight))
+        return spmd.all_reduce(torch.nn.functional.linear(hidden, self.down.weight), "tp", dst=spmd.I)
+
+
+class Scaled(ByHand):
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(4, dtype=torch.float64))
+
+
+class ScaledInParameterHook(Scaled):
+    """The parameter's own gradient is summed."""
+
+    def forward(self, x):
+        hidden = torch.tanh(torch.nn.functional.linear(x * self.scale, self.up.weight))
+        return spmd.all_reduce(torch.nn.functional.linear(hidden, self.down.weight), "tp", dst=spmd.I)
+
+
+@program(Scaled, TP)
+def summed_by_a_hook_of_an_activation(model, optimizer, x):
+    plain(model, optimizer, x)
+
+
+@program(with_hooks(lambda grad: grad * 1.0, TENSOR, ScaledInParameterHook), TP, refused="mixes")
+def not_summed_by_a_hook(model, optimizer, x):
+    plain(model, optimizer, x)
+
+
+@program(Scaled, TP, refused="hook|same on all ranks")
+def summed_by_two_hooks(model, optimizer, x):
+    y = x * model.scale
+    for _ in range(2):
+        y.register_hook(lambda grad: comm.all_reduce(grad, "tp"))
+    hidden = torch.tanh(torch.nn.functional.linear(y, model.up.weight))
+    out = spmd.all_reduce(torch.nn.functional.linear(hidden, model.down.weight), "tp", dst=spmd.I)
+    out.square().sum().backward()
+    optimizer.step()
+
+
+def summed_over_tp(model_class):
+    def make():
+        model = model_class()
+        model.scale.register_hook(lambda grad: comm.all_reduce(grad, "tp"))
+        return model
+
+    return make
+
+
+@program(summed_over_tp(ScaledInParameterHook), TP)
+def summed_by_a_hook_of_a_parameter(model, optimizer, x):
+    plain(model, optimizer, x)
+
+
+@program(summed_over_tp(Scaled), TP, refused="same on all ranks|hook|I and R|mixes")
+def summed_by_hooks_of_both(model, optimizer, x):
+    plain(model, optimizer, x)

@@ -28,8 +28,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ....call_site import USER, call_site, owner_of
 from ....spmd.errors import SpmdTypeError
-from ....spmd.tensor_type import TensorType, note_of
-from ....spmd.types import SAME, UNIFORM, Shard, V
+from ....spmd.tensor_type import Note, TensorType, note_of
+from ....spmd.types import SAME, UNIFORM, I, R, Shard, V
 from ....spmd.watching import active
 from ..session import Session
 from .accumulation import accumulated_error, fits, gradient_type, set_incoming
@@ -38,6 +38,7 @@ from .autograd import adopt
 __all__ = ["handlers", "install", "pass_through", "remove", "watch_hooks"]
 
 _KEY = "_spmd"  # in the metadata of a node: the types of its outputs by number; on a watched hook: the hook itself
+_DUE = "_spmd_due"  # of a tensor with hooks: its type when the first one was registered
 _POST_ACCUMULATE: Any = Tensor.register_post_accumulate_grad_hook
 _GRAD_FN: Any = Tensor.grad_fn
 
@@ -99,7 +100,11 @@ def _watched(mode: Session, x: Tensor, hook: Hook) -> Hook:
         return hook
     leaf = ref(x) if x.is_leaf else None
     note, table, registered = note_of(x), ref(x), call_site()
-    type_ = note.type if note is not None else None
+    due_type = given_type = note.type if note is not None else None
+    if note is not None and next(iter((x._backward_hooks or {}).values()), hook) is hook:  # the first one
+        given_type = _choose(mode, x, note, hook)
+    if due_type is not None:
+        due_type = x.__dict__.setdefault(_DUE, due_type)
 
     def watched(grad: Any) -> Any:
         here, tensor = _mode_for(mode), table()
@@ -107,11 +112,8 @@ def _watched(mode: Session, x: Tensor, hook: Hook) -> Hook:
             return hook(grad)
         hooks = [*((tensor._backward_hooks or {}).values() if tensor is not None else ())]
         param = leaf() if leaf is not None else None
-        own = here.note(param, "grad") if param is not None else None
-        known = own.type if own is not None else type_
-        expected = here.named(known).of_gradient() if known is not None else None
-        if expected is not None and (note_of(grad) is None or hooks[:1] == [watched]):
-            here.stamp(grad, expected)
+        if given_type is not None and (note_of(grad) is None or hooks[:1] == [watched]):
+            here.stamp(grad, here.named(given_type).of_gradient())
         before = grad._version
         result = _run(here, hook, (grad,))
         if hooks and hooks[-1] is not watched:
@@ -119,13 +121,43 @@ def _watched(mode: Session, x: Tensor, hook: Hook) -> Hook:
         given = grad if result is None else result
         if param is not None:
             _accumulates(here, param, given, hook, registered)
-        elif expected is not None:
-            _verify(here, hook, registered, [given], [expected])
+        elif due_type is not None:
+            _verify(here, hook, registered, [given], [here.named(due_type).of_gradient()])
         elif result is not None or grad._version != before:
             here.assume(f"{_named(hook, registered)}: the gradient that it returns is of the type that is due")
         return result
 
     return _marked(watched, hook)
+
+
+def _choose(mode: Session, x: Tensor, note: Note, hook: Hook) -> TensorType:
+    """The type of the gradients that the first hook of a tensor is given, as that of their tensor from now on.
+
+    A tensor that is I may be used as R, if its hook sums the gradients that these uses give: I of P. Whether it does is
+    tried, on gradients that hold nothing.
+    """
+    axes = [axis for axis in mode.axes_of(note.type) if note.type.get(axis) is I]
+    as_replicated = note.type
+    for axis in axes:
+        as_replicated = as_replicated.with_axis(axis, R)
+    if not axes or _probe(mode, x, hook, note.type, note.type) or not _probe(mode, x, hook, as_replicated, note.type):
+        return note.type
+    mode.stamp(x, as_replicated, note.origins, note.extra)
+    return as_replicated
+
+
+def _probe(mode: Session, x: Tensor, hook: Hook, given: TensorType, due: TensorType) -> bool:
+    """Whether a hook makes gradients of a tensor of type `due` of those of one of type `given`."""
+    with torch._C.DisableTorchFunction():
+        grad = torch.zeros_like(x, requires_grad=False)
+    mode.stamp(grad, mode.named(given).of_gradient())
+    try:
+        with mode.trial(), mode.unwatched(), torch.no_grad(), mode:
+            result = hook(grad)
+            _verify(mode, hook, "", [grad if result is None else result], [mode.named(due).of_gradient()])
+    except Exception:  # a hook may ask for what is there in backward only
+        return False
+    return True
 
 
 def _accumulates(mode: Session, param: Tensor, grad: Tensor, hook: Hook, registered: str) -> None:

@@ -28,7 +28,17 @@ from ..rules import Rule
 from ..rules.spec import Spec
 from ..session import Session
 
-__all__ = ["Batched", "batched", "hidden_gradient", "install", "refuse_inside", "refused", "remove", "seen_losses", "with_hidden_dims"]
+__all__ = [
+    "Batched",
+    "batched",
+    "hidden_gradient",
+    "install",
+    "refuse_inside",
+    "refused",
+    "remove",
+    "seen_losses",
+    "with_hidden_dims",
+]
 
 
 class Batched:
