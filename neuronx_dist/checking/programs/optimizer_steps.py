@@ -8,6 +8,8 @@ of optimizers to know that Muon on a sharded weight is another one than on the w
     foreach, fused, capturable  off: they say how a step is computed, and not what
     options that are tensors    1 in the place of each, if it is the same on all ranks (a learning rate)
     numbers that it reads       1 likewise (a step count, a norm)
+
+Of parameters of which torch's own optimizers do the same, for their types, shapes and options are, one is updated.
 """
 
 from __future__ import annotations
@@ -50,13 +52,19 @@ class OptimizerStep:
             if key in _HOW or _is_number(value)
         ]
         self._varying: list[tuple[Tensor, TensorType]] = []
+        self._params = [(group, group["params"]) for group in optimizer.param_groups]
+        self._alike: list[tuple[Tensor, Tensor]] = []  # a parameter, and the one that is updated in its place
         self._stand_in, self._reads = mode.stand_in, 0
         if isinstance(optimizer, torch.optim.LBFGS):
             self._refuse_stages()
         for group, key, _ in self._options:
             group[key] = False if key in _HOW else 1.0
-        for param in parameters_of(optimizer):
-            self._begin(param)
+        with torch._C.DisableTorchFunction():
+            if self.is_torchs and not isinstance(optimizer, torch.optim.LBFGS):
+                for group, params in self._params:
+                    group["params"] = self._one_of_each(params)
+            for param in parameters_of(optimizer):
+                self._begin(param)
         mode.stand_in = self._number
         mode.unrecorded += self.is_torchs
 
@@ -66,8 +74,14 @@ class OptimizerStep:
         self.mode.unrecorded -= self.is_torchs
         for group, key, value in self._options:
             group[key] = value
-        for x, type_ in self._varying:
-            self.mode.stamp(x, type_)
+        for group, params in self._params:
+            group["params"] = params
+        for param, other in self._alike:
+            if other in self.optimizer.state:
+                self.optimizer.state[param] = dict(self.optimizer.state[other])
+        with torch._C.DisableTorchFunction():
+            for x, type_ in self._varying:
+                self.mode.stamp(x, type_)
 
     def named(self, error: SpmdTypeError) -> SpmdTypeError:
         """The error with the optimizer's name; and what to do, if the optimizer is not the user's."""
@@ -83,6 +97,20 @@ class OptimizerStep:
         return SpmdTypeError(what, why, where_from=error.where_from, repairs=repairs, **more)
 
     # --- what a step begins with
+
+    def _one_of_each(self, params: list[Tensor]) -> list[Tensor]:
+        """The parameters of a group but for those of which another one says all."""
+        first: dict[Any, Tensor] = {}
+        for param in params:
+            grad, (full, ranks) = ParameterGradient(param).tensor, param.__dict__.get(SHARD_OF, (None, None))
+            piece = (full is not None and type_of(full), id(ranks), getattr(param, "expert_model_parallel", False))
+            key: Any = (type_of(param), param.shape, param.dtype, piece)
+            if grad is not None:
+                key = (*key, type_of(grad), grad.shape, grad.dtype, grad.layout)
+            other = first.setdefault(key, param)
+            if other is not param:
+                self._alike.append((param, other))
+        return [*first.values()]
 
     def _begin(self, param: Tensor) -> None:
         note = self.mode.note(param, "the optimizer's step")

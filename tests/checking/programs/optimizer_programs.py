@@ -326,7 +326,7 @@ class ClippedWhereLarge(Lion):
     def step(self, closure=None):
         for group in self.param_groups:
             for param in group["params"]:
-                scale = 0.1 if param.grad.norm().item() > 1 else 1.0 + comm.rank("dp")
+                scale = 0.1 if param.grad.norm().item() > 1e9 else 1.0 + comm.rank("dp")
                 param.sub_(param.grad * scale, alpha=group["lr"])
 
 
@@ -350,6 +350,14 @@ def branch_that_is_not_judged(model, optimizer, x):
     two_steps(model, optimizer, x)
 
 
-@program(with_optimizer(Sharded, functools.partial(HalvedWhereLarge, lr=0.01)), TP, refused="norm")
+class Normalised(Lion):
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.sub_(param.grad, alpha=group["lr"] / param.grad.norm().item())
+
+
+@program(with_optimizer(Sharded, functools.partial(Normalised, lr=0.01)), TP, refused="norm")
 def value_of_a_shard(model, optimizer, x):
     two_steps(model, optimizer, x)

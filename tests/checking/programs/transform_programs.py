@@ -278,14 +278,6 @@ def vmap_in_place(model, optimizer, x):
     finish(model, optimizer, (model(x) * scale).square().sum())
 
 
-@program(Sharded, TP, refused="inside of torch.vmap")
-def vmap_around_a_collective(model, optimizer, x):
-    with torch.no_grad():
-        hidden = torch.tanh(model.up(x))
-        y = torch.vmap(lambda row: comm.all_reduce(F.linear(row, model.down.weight), "tp"))(hidden)
-    own_loss(optimizer, (model(x) * y).square().sum())
-
-
 @program()
 def value_and_per_sample_gradients(model, optimizer, x):
     params = {name: param.detach() for name, param in model.named_parameters()}
