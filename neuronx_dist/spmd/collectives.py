@@ -23,7 +23,7 @@ from .. import comm
 from ..comm import Communicator, select
 from ..comm.context import AxisLike
 from .errors import SpmdTypeError
-from .types import P, Shard, SpmdType, V
+from .types import P, R, Shard, SpmdType, V
 
 __all__ = [
     "all_gather",
@@ -285,6 +285,8 @@ def _operate(
     row = ROWS.get((function.__name__, _letter(src), _letter(dst)))
     if row is None:
         raise SpmdTypeError(_advice(function.__name__, src, dst))
+    if src.scale or dst.scale:
+        return _averaged(function, x, axis, src, dst, reduce_dtype=reduce_dtype, stack_dim=stack_dim, inplace=inplace)
     if row.expert and not expert_mode:
         raise SpmdTypeError(f"{function.__name__}({src}, {dst}) needs expert_mode=True: {row.instead}")
     if isinstance(src, Shard) or isinstance(dst, Shard) or stack_dim or inplace or reduce_dtype is not None:
@@ -292,6 +294,24 @@ def _operate(
         dst_dim = _positive(dst.dim, x) if isinstance(dst, Shard) else stack_dim
         return _apply(row, x, comm.communicator(axis), OperatorArguments(src_dim, dst_dim, reduce_dtype, inplace))
     return _apply(row, x, comm.communicator(axis), _DEFAULT)
+
+
+def _averaged(
+    function: Callable[..., torch.Tensor], x: torch.Tensor, axis: AxisLike, src: SpmdType, dst: SpmdType, **options: Any
+) -> torch.Tensor:
+    """An operator from P("avg"), which divides the sum by the size of the axis, or to it from R, its own mean."""
+    if function is reinterpret and (src, dst) == (R, P("avg")):
+        return _operate(function, x, axis, R, P)
+    if src != P("avg") or dst.scale or function not in (all_reduce, reduce_scatter):
+        raise SpmdTypeError(
+            f'{function.__name__}({src}, {dst}) does not exist: all_reduce and reduce_scatter take P("avg"), and '
+            'reinterpret(R, P("avg")) gives it; else divide or multiply by comm.size(axis)'
+        )
+    if not (x.is_floating_point() or x.is_complex()):
+        raise SpmdTypeError(f"{function.__name__}({src}, {dst}) of {x.dtype}: a mean is no integer, sum and divide")
+    total = _operate(function, x, axis, P, dst, **options)
+    count = comm.size(axis)
+    return total if count == 1 else total / count
 
 
 def all_reduce(
@@ -306,7 +326,7 @@ def all_reduce(
     """Sum of `x` over the axis: `P -> R` (backward all-reduce) or `P -> I` (backward identity).
 
     Args:
-        src: P; V is taken as P.
+        src: P; V is taken as P. P("avg"): the mean over the axis, and the backward divides too.
         x: any shape; contiguity is not needed.
         reduce_dtype: the sum is done in `promote_types(x.dtype, reduce_dtype)`, in backward too.
         inplace: the result takes the memory of `x`, which is no leaf.
@@ -391,7 +411,8 @@ def reinterpret(
 ) -> torch.Tensor:
     """Another type for the same local data, unchanged.
 
-    The global meaning may change: `R -> P` multiplies it by the size of the axis.
+    The global meaning may change: `R -> P` multiplies it by the size of the axis. `R -> P("avg")` keeps it: what is the
+    same everywhere is its own mean.
     """
     if src == dst:
         return x

@@ -12,7 +12,7 @@ from ..mesh import Mesh
 from .axes import atoms_of
 from .errors import SpmdTypeError
 from .tensor_type import FRESH, NAME, TensorType, note_of, write
-from .types import SAME, UNIFORM, ZERO, I, LocalType, P, R, Shard, SpmdType, V
+from .types import SAME, UNIFORM, ZERO, I, LocalType, P, R, Shard, SpmdType, V, scaled
 from .watching import active
 
 __all__ = [
@@ -51,7 +51,9 @@ def get_local_type(x: torch.Tensor) -> dict[Any, SpmdType]:
             repairs=['assert_type(x, {"tp": R}) declares it'],
             rule="no_type",
         )
-    return {axis: R if spmd_type.letter in "R0" else spmd_type for axis, spmd_type in note.type}
+    return {
+        axis: scaled(R, spmd_type.scale) if spmd_type.letter in "R0" else spmd_type for axis, spmd_type in note.type
+    }
 
 
 def assert_type(x: torch.Tensor, types: Mapping[Any, SpmdType]) -> torch.Tensor:

@@ -38,8 +38,9 @@ from ...spmd.tensor_type import (
 )
 from ...spmd.watching import HANDLERS, Watcher, entered, left
 from . import raw_collectives as raw
+from .axis_sizes import tracked
 from .declared import parameter_type
-from .handlers import autograd, hooks, packing
+from .handlers import autograd, axis_numbers, hooks, packing
 from .handlers.inplace import check_write, note_write, stale
 from .handlers.rank_values import counts, picked
 from .handlers.vmapped import batched
@@ -123,6 +124,7 @@ class SpmdTypeMode(Session):
         self._hooks.append(ExitStack())
         self._hooks[-1].enter_context(intercept(self._function))
         self._hooks[-1].enter_context(surroundings())
+        self._hooks[-1].enter_context(tracked())
         super().__enter__()
         self.entered += 1
         return self
@@ -292,7 +294,7 @@ class SpmdTypeMode(Session):
         if self.record is not None:
             self.record(rule.name, (args, kwargs), call_site())
         if key is not None:
-            extra_key = extra_key_of(rule, [note.type for note in notes])
+            extra_key = extra_key_of(rule, [note.type for note in notes], items)
             if extra_key is not None:
                 store(self._memo, key, CachedJudgement.undecided(rule.name, extra_key))
                 key += extra_values(extra_key, items, self)
@@ -374,4 +376,4 @@ class SpmdTypeMode(Session):
 
 typecheck = SpmdTypeMode  # the newer name
 HANDLERS.update((func, None) for func, rule in RULES.items() if rule.kind == "pass")
-HANDLERS.update({**autograd.handlers, **hooks.handlers})
+HANDLERS.update({**autograd.handlers, **hooks.handlers, **axis_numbers.handlers})

@@ -44,7 +44,7 @@ def incoming_origins(mode: Session, leaf: Tensor) -> dict[str, Origin] | None:
 def gradient_type(mode: Session, leaf: Tensor, note: Note) -> TensorType:
     """The type of what backward adds to a leaf's gradient."""
     known = mode.incoming.get(id(leaf))
-    return (known[1] if known is not None else None) or mode.named(note.type).of_gradient()
+    return (known[1] if known is not None else None) or mode.gradient_type(mode.named(note.type))
 
 
 def accumulated_error(leaf: Tensor, type_: TensorType, before: TensorType, added: TensorType) -> SpmdTypeError:
@@ -61,10 +61,14 @@ def fits(actual: SpmdType, expected: SpmdType) -> bool:
     """Whether a gradient of type `actual` may stand where one of type `expected` belongs."""
     if actual.letter == "0" or actual is expected:
         return True
+    if expected.letter == "P" and actual.letter == "R":  # what is the same everywhere is its own mean
+        return actual.scale + 1 == expected.scale
+    if actual.scale != expected.scale:
+        return False
     if expected.letter in SAME:
         return actual.letter in SAME
     if expected.letter == "P":  # what varies is each rank's own part, where nothing is known of dims
-        return actual is P or actual is V
+        return actual.base is P or actual.base is V
     if isinstance(expected, Shard) and isinstance(actual, Shard):
         return expected.dim == actual.dim and expected.stride == actual.stride
     return actual.letter in VARYING | SAME  # V; what is equal everywhere may be each rank's own

@@ -21,8 +21,8 @@ from ....call_site import call_site
 from ....comm import context
 from ....spmd.errors import SpmdTypeError
 from ....spmd.tensor_type import READONLY, TensorType, note_of, origins_of, tensors_in, write
-from ....spmd.types import SAME, I, P, R, SpmdType, V
-from ..messages.explain import gradient_error, loss_error, shown
+from ....spmd.types import SAME, I, R, SpmdType, V
+from ..messages.explain import gradient_error, loss_error, scale_error, shown
 from ..rules import RULES
 from ..session import Session
 from .accumulation import accumulated_error, accumulating, fits, gradient_type, incoming_origins
@@ -136,7 +136,7 @@ def _subclass(cls: Any) -> Any:
             mode = signature.mode
             for grad, type_ in zip(grads, signature.outputs):
                 if isinstance(grad, Tensor) and type_ is not None:
-                    mode.stamp(grad, type_.of_gradient())
+                    mode.stamp(grad, mode.gradient_type(type_))
             with mode:  # the engine runs without it
                 result = cls.backward(ctx, *grads)
             _verify(signature, cls, result if isinstance(result, tuple) else (result,))
@@ -180,7 +180,7 @@ def _verify(signature: _Signature, cls: Any, grads: Sequence[Any]) -> None:
         if note is None:
             signature.mode.assume(f"{signature.name}.backward: the type of gradient {index}")
             continue
-        gradient_type = input_type.of_gradient()
+        gradient_type = signature.mode.gradient_type(input_type)
         for axis in sorted({*gradient_type.types, *note.type.types}):
             expected_type, actual_type = gradient_type.get(axis), note.type.get(axis)
             if expected_type is None or actual_type is None or fits(actual_type, expected_type):
@@ -292,48 +292,68 @@ def _grad(mode: Session, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _check_start(mode: Session, tensors: Any, grads: Any) -> None:
+    """Checks the losses, or gradients, at which backward starts, and notes the scale of the gradients that it makes."""
     outputs = tensors if isinstance(tensors, (list, tuple)) else (tensors,)
     seeds = grads if isinstance(grads, (list, tuple)) else (grads,) * len(outputs)
+    found: dict[str, tuple[int, Tensor]] = {}
     for output, seed in zip(outputs, seeds):
-        if isinstance(output, Tensor):
-            check_loss(mode, output, seed)
+        if not isinstance(output, Tensor):
+            continue
+        for axis, scale in check_loss(mode, output, seed).items():
+            before, other = found.setdefault(axis, (scale, output))
+            if before != scale:
+                raise scale_error(mode, [other, output], axis)
+    for axis in mode.averaged:
+        if axis in found and found[axis][0] != 1:
+            raise scale_error(mode, [found[axis][1]], axis)
+    scales = {axis: scale for axis, (scale, _) in found.items() if scale}
+    if scales != mode.gradient_scales:
+        mode.adopt_gradients()  # of the backward before, whose losses had other scales
+        mode.gradient_scales = scales
 
 
-def check_loss(mode: Session, loss: Tensor, gradient: Tensor | None = None) -> None:
-    """Checks that backward may start at a loss.
+def check_loss(mode: Session, loss: Tensor, gradient: Tensor | None = None) -> dict[str, int]:
+    """Checks that backward may start at a loss; returns the scale that gradients have by it, by axis.
 
     Raises:
         SpmdTypeError: a loss that is R would be counted once for each rank; of one that varies nobody knows.
     """
     note = mode.note(loss, "backward")
     if note is None:
-        return
+        return {}
     loss_type = note.type
+    scales: dict[str, int] = {}
     if gradient is not None:
         seed = mode.note(gradient, "backward")
         gradient_type = loss_type.of_gradient()
         for axis in {*gradient_type.types, *(seed.type.types if seed is not None else ())}:
             actual, expected = seed.type.get(axis) if seed is not None else None, gradient_type.get(axis)
-            if (
-                actual is not None
-                and expected is not None
-                and not (fits(actual, expected) or actual.letter == "R" and expected is not P)
-            ):
+            if actual is None or expected is None:
+                continue
+            if not (fits(actual.base, expected.base) or actual.letter == "R" and expected.letter != "P"):
                 raise SpmdTypeError(
                     f"backward of {shown(loss, loss_type)} at {call_site()}",
                     f"on {axis} the gradient that is given must be {expected}, it is {actual}",
                     axis=axis,
                     rule="loss",
                 )
-        return
+            scales[axis] = actual.scale - expected.scale
+        return scales
     for axis in mode.axes_of(loss_type):
         spmd_type = loss_type.get(axis)
-        if spmd_type is None or axis == "pp" or spmd_type.letter in "IP0" or not loss.requires_grad:
+        if spmd_type is None or axis == "pp" or not loss.requires_grad:
             continue
-        if spmd_type is V and axis in mode.data_axes():
+        scales[axis] = spmd_type.scale
+        if spmd_type.letter == "R" and (spmd_type.scale == -1 or axis in mode.data_axes()):
+            scales[axis] += 1  # its own mean
+            continue
+        if spmd_type.letter in "IP0":
+            continue
+        if spmd_type.base is V and axis in mode.data_axes():
             mode.assume(f"the losses that vary over {axis} are summands")
             continue
         raise loss_error(mode, loss, loss_type, axis, spmd_type)
+    return scales
 
 
 def _get_grad(mode: Session, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ....call_site import call_site
 from ....spmd.errors import SpmdTypeError
 from ....spmd.tensor_type import NAME, NOTE, READONLY, ZERO_TYPE, Note, TensorType, note_of, type_of
-from ....spmd.types import SAME, UNIFORM, VARYING, ZERO, R, Shard, SpmdType, V
+from ....spmd.types import SAME, UNIFORM, VARYING, ZERO, R, Shard, SpmdType, V, scaled
 from ..messages.explain import data_error, shown, write_error
 from ..rules import Rule
 from ..session import Session, in_backward
@@ -79,14 +79,14 @@ def _keeps(before: SpmdType | None, after: SpmdType | None) -> bool:
     if before is after or before is None or after is None:
         return True
     if after.letter in _TAKES.get(before.letter, ()):
-        return before.reduction == after.reduction or after.letter == "0"
+        return (before.reduction, before.scale) == (after.reduction, after.scale) or after.letter == "0"
     return _one(before, after)
 
 
 def _one(before: SpmdType | None, after: SpmdType | None) -> bool:
     """Whether two types are the same but for the dims that a shard was merged of."""
     if isinstance(before, Shard) and isinstance(after, Shard):
-        return (before.dim, before.stride) == (after.dim, after.stride)
+        return (before.dim, before.stride, before.scale) == (after.dim, after.stride, after.scale)
     return before == after
 
 
@@ -211,10 +211,12 @@ def _joined(own: SpmdType, old: SpmdType | None, new: SpmdType, full: bool, diff
 
     `full`: the view is all of the memory, so that nothing else is left in it.
     """
+    if new is not ZERO and own is not ZERO and own.scale != new.scale:
+        return new if full else None
     if getattr(new, "along", None):  # dims of the view
-        new = R
-    if own.letter == "R" and own is not R and not full and new.letter in "R0":
-        return R  # constants, and now others in between
+        new = scaled(R, new.scale)
+    if own.letter == "R" and own.base is not R and not full and new.letter in "R0":
+        return scaled(R, own.scale)  # constants, and now others in between
     if _one(own, new) and (_one(old, new) or own.letter != "S"):
         return own
     if new.letter == "P" or own.letter == "P":
@@ -222,12 +224,13 @@ def _joined(own: SpmdType, old: SpmdType | None, new: SpmdType, full: bool, diff
             return own if new is ZERO else new
         return None
     if new.letter in VARYING:
-        return own if own is V or (_one(old, new) and own.letter == "S") else V
+        return own if own.base is V or (_one(old, new) and own.letter == "S") else scaled(V, own.scale)
     if full:
-        kept = (own is R or own.letter == "I") and new.letter in SAME and not differentiable
+        kept = (own.base is R or own.letter == "I") and new.letter in SAME and not differentiable
         return own if kept else new
     if own.letter in VARYING:  # constants are as sharded as what they were put into
-        return own if (new is ZERO or new is UNIFORM) and old is not None and old.letter == own.letter else V
+        constant = new is ZERO or new is UNIFORM
+        return own if constant and old is not None and old.letter == own.letter else scaled(V, own.scale)
     if new is ZERO or new is UNIFORM:
         return own if own.letter in SAME and own is not UNIFORM else R
     return new if differentiable or own is ZERO or own is UNIFORM else own

@@ -6,6 +6,7 @@ An operator is judged by its row: what `src` says is what the tensor must be, wh
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from ....call_site import call_site
 from ....spmd import collectives
 from ....spmd.axes import atoms_of, order_of
 from ....spmd.tensor_type import Note, Origin, TensorType
-from ....spmd.types import SAME, UNIFORM, VARYING, P, R, Shard, SpmdType, V, repeated
+from ....spmd.types import SAME, UNIFORM, VARYING, P, R, Shard, SpmdType, V, repeated, scaled
 from ....spmd.watching import HANDLERS
 from ..messages.explain import operator_error
 from ..messages.provenance import module_path
@@ -102,7 +103,14 @@ def _operated(
         # Pieces of constants, and zeros between them, are no constant.
         types = {axis: R if old is UNIFORM else old for axis, old in types.items()}
         rest = R if rest is UNIFORM else rest
-    types.update(dict.fromkeys(axes, new))
+    for axis in axes:
+        old = type_.get(axis) or R
+        scale = old.scale - (0 if old.base is UNIFORM else src.scale)  # the mean of ones is 1, their sum a count
+        if old.base is V and name not in (*_REDUCTIONS, "reinterpret"):
+            scale = 0  # a guess, of what is taken for a summand
+        if name == "reinterpret" and src.letter in SAME and new.letter == "P":
+            scale += 1 - new.scale  # it is its own mean
+        types[axis] = scaled(new, scale)
     return TensorType.of(types, rest)
 
 
@@ -111,6 +119,10 @@ def _check_source(mode: Session, x: Tensor, note: Note, atom: str, name: str, sr
     actual = note.type.get(atom)
     if actual is None:
         raise operator_error(mode, name, x, note, atom, src, dst, f"it has no type on {atom}", "no_type")
+    if src.scale and actual.letter == "P" and actual is not src:
+        why = f"it is {actual}, not {src}: its mean would be the result divided by the size of {atom} too often"
+        raise operator_error(mode, name, x, note, atom, src, dst, why, "source")
+    actual, src = actual.base, src.base
     if actual.letter == "0" or actual is UNIFORM:  # constants are of any type
         return
     fixed = not (x.requires_grad and torch.is_grad_enabled())
@@ -162,12 +174,13 @@ def _renumbered(
         along = getattr(spmd_type, "along", None)
         if along and not isinstance(spmd_type, Shard):  # what other ranks hold there is another number
             left = (dim for dim in along if step > 0 or dim not in touched)
-            renumbered[axis] = repeated(frozenset(dim + step if dim >= stack and step else dim for dim in left))
+            repeats = repeated(frozenset(dim + step if dim >= stack and step else dim for dim in left))
+            renumbered[axis] = scaled(repeats, spmd_type.scale)
         elif step and isinstance(spmd_type, Shard):
             if step < 0 and spmd_type.dim == stack:
-                renumbered[axis] = V
+                renumbered[axis] = scaled(V, spmd_type.scale)
             elif spmd_type.dim >= stack:
-                renumbered[axis] = Shard(spmd_type.dim + step, spmd_type.stride, spmd_type.extent)
+                renumbered[axis] = replace(spmd_type, dim=spmd_type.dim + step)
     return renumbered
 
 
@@ -184,11 +197,12 @@ def joined(types: dict[str, SpmdType], axes: Sequence[str], dim: int, count: int
     """What the types of the other axes become when `dim` is put together over `axes`; `copies`: of no shards."""
     for axis, spmd_type in types.items():
         if dim in getattr(spmd_type, "along", ()):
-            types[axis] = repeated(spmd_type.along - {dim})  # type: ignore[union-attr]
+            types[axis] = scaled(repeated(spmd_type.along - {dim}), spmd_type.scale)  # type: ignore[union-attr]
         if axis in axes or not isinstance(spmd_type, Shard) or spmd_type.dim != dim:
             continue
         inside = True if copies or spmd_type.stride > 1 else _inside(axis, axes)
-        types[axis] = V if inside is None else Shard(dim, spmd_type.stride * count if inside else 1)
+        whole = V if inside is None else Shard(dim, spmd_type.stride * count if inside else 1)
+        types[axis] = scaled(whole, spmd_type.scale)
 
 
 def cut(types: dict[str, SpmdType], axes: Sequence[str], dim: int, count: int) -> SpmdType:
@@ -203,12 +217,12 @@ def cut(types: dict[str, SpmdType], axes: Sequence[str], dim: int, count: int) -
             continue
         blocks = spmd_type.stride // count
         if spmd_type.stride > 1 and spmd_type.stride % count:
-            types[axis] = result = V
+            types[axis], result = scaled(V, spmd_type.scale), V
         elif spmd_type.stride == 1:
-            types[axis] = Shard(dim)
+            types[axis] = scaled(Shard(dim), spmd_type.scale)
             result = result if _inside(axis, axes) is False else V
         else:
-            types[axis] = Shard(dim, blocks)
+            types[axis] = scaled(Shard(dim, blocks), spmd_type.scale)
             result = result if blocks > 1 or _inside(axis, axes) else V
     return result
 

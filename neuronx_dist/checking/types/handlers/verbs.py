@@ -18,7 +18,7 @@ from ....comm import Handle
 from ....spmd.axes import atoms_of
 from ....spmd.errors import SpmdTypeError
 from ....spmd.tensor_type import Note, Segments, TensorType
-from ....spmd.types import UNIFORM, ZERO, I, R, Shard, SpmdType, V
+from ....spmd.types import SAME, UNIFORM, ZERO, I, P, R, Shard, SpmdType, V, scaled
 from ....spmd.watching import HANDLERS
 from ..messages.explain import operator_error
 from ..session import Session
@@ -86,7 +86,11 @@ def verb_type(
         if actual is None:
             why = f"it has no type on {atom}"
             raise operator_error(mode, f"comm.{name}", x, note, atom, None, None, why, "no_type")
-        types[atom] = _VERBS[name](_VerbOperand(mode, name, x, note, atom, actual, kwargs))
+        if name in ("all_reduce", "reduce_scatter") and actual.letter in SAME and actual.scale < 0:
+            actual = scaled(P, actual.scale + 1)  # a share on every rank: together they are the whole
+        result = _VERBS[name](_VerbOperand(mode, name, x, note, atom, actual.base, kwargs))
+        summed = name in ("all_reduce", "reduce_scatter")
+        types[atom] = scaled(result, actual.scale if summed or actual.base is not V else 0)
     if type_.shaped and axes and name in ("all_gather", "reduce_scatter", "all_to_all"):
         _beside(name, x, type_, types, axes, kwargs, count)
         if getattr(type_.rest, "along", None):

@@ -107,6 +107,8 @@ def operator_repairs(
         repairs.append(Repair(text + words, edit_of(here, replaced, text)))
 
     base = name.removeprefix("comm.")
+    if actual.scale and actual is not P("avg"):
+        offer(f'{code} {"/" if actual.scale > 0 else "*"} comm.size("{axis}")')
     if rule == "stride" and isinstance(actual, Shard):
         d, n = actual.dim, actual.stride
         offer(f'torch.cat([spmd.all_gather(part, "{axis}", src=spmd.S({d}), dst={written(dst)}) for part in '
