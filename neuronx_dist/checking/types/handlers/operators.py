@@ -23,6 +23,7 @@ from ....spmd.watching import HANDLERS
 from ..messages.explain import operator_error
 from ..messages.provenance import module_path
 from ..session import Session
+from .vmapped import refuse_inside
 
 __all__ = ["check_masked", "cut", "joined"]
 
@@ -37,6 +38,8 @@ def _operator(mode: Session, func: Callable[..., Any], args: tuple[Any, ...], kw
         with mode.pause():
             return func(*args, **kwargs)
     src, dst = kwargs["src"], kwargs["dst"]
+    if note.extra is not None:
+        refuse_inside(name, [note])
     axes = mode.known.get(axis) if axis.__class__ is str else atoms_of(axis, mode.mesh)
     if axes is None:
         axes = mode.known[axis] = atoms_of(axis, mode.mesh)
