@@ -22,6 +22,7 @@ from ....spmd.watching import HANDLERS
 from ..messages.explain import operator_error
 from ..messages.provenance import module_path
 from ..session import Session
+from .vmapped import refuse_inside
 
 __all__ = ["cut", "joined"]
 
@@ -40,6 +41,8 @@ def _operator(mode: Session, func: Callable[..., Any], args: tuple[Any, ...], kw
     if row is None or (row.expert and not kwargs.get("expert_mode", True)):
         with mode.pause():
             return func(*args, **kwargs)  # raises
+    if note.extra is not None:
+        refuse_inside(name, [note])
     axes = mode.known.get(axis) if axis.__class__ is str else atoms_of(axis, mode.mesh)
     if axes is None:
         axes = mode.known[axis] = atoms_of(axis, mode.mesh)

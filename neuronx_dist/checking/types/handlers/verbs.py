@@ -24,6 +24,7 @@ from ..messages.explain import operator_error
 from ..session import Session
 from .inplace import note_write
 from .operators import cut, joined
+from .vmapped import refuse_inside
 
 __all__ = ["verb_type"]
 
@@ -33,6 +34,7 @@ def _verb(mode: Session, func: Callable[..., Any], args: tuple[Any, ...], kwargs
     xs: Sequence[Tensor] = args[0] if listed else args[:1]
     name = func.__name__
     notes = [mode.note(x, name) for x in xs]
+    refuse_inside(f"comm.{name}", notes)
     mode.operators += 1
     communicator = comm.communicator(axis)
     axes = atoms_of(communicator, mode.mesh) if communicator.size != 1 else ()
