@@ -22,7 +22,7 @@ from ....call_site import call_site
 from ....comm import context
 from ....spmd.errors import SpmdTypeError
 from ....spmd.tensor_type import READONLY, TensorType, note_of, origins_of, tensors_in, write
-from ....spmd.types import SAME, I, P, R, SpmdType, V
+from ....spmd.types import SAME, I, R, SpmdType, V
 from ..messages.explain import gradient_error, loss_error, scale_error, shown
 from ..rules import RULES
 from ..session import Session
