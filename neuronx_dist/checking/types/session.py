@@ -56,7 +56,7 @@ class Session(TorchFunctionMode):
         probing: how many `trial` are entered; errors raised meanwhile are caught, and need no good message.
         symbolic: ranks are RankValues: one rank is played in place of many.
         seeds: `(line of a draw, seed) -> axes` on which the seed that is drawn from there is known to differ.
-        outside_seed: of the default generator, as the program found it.
+        outside_seed: of the default generator, as the program found it; None: nobody compares the seeds of the ranks.
         received: `(tensor, axis) -> type` of what a pipeline stage gets by `comm.recv`; None: nobody knows.
         sent: `(tensor, axis)`, called at each `comm.send`.
         averaged: axes over which the gradients of every backward are averaged: of a pipeline that is known before.

@@ -16,7 +16,6 @@ CUT = "pieces of this rank's part of the batch are refused"
 LOCAL = "a piece of this rank's own shard is refused"
 SCALE = "a factor of the size of the axis is not seen"
 SHARE = "what each rank has, divided by the size of the axis, is no summand yet"
-SEED = "a seed that differs by rank is not seen"
 ORDER = "the order of gathered or scattered pieces is not seen"
 MASK = "that tokens of other ranks are not masked is not seen"
 OFFSET = "which positions or heads are this rank's own is not judged"
@@ -42,7 +41,6 @@ KNOWN = {
     "accumulation_by_split_and_sums": CUT,
     "mean_over_a_named_axis": MEAN,
     "tokens_cut_over_cp": MEAN,
-    "distributed_sampler.seeded_by_rank": SEED,
     "own_rows_of_a_whole_batch": MEAN,
     "broadcast_of_first_weights": MEAN,
     "flat_gradient_buffer": MEAN,
@@ -78,12 +76,9 @@ KNOWN = {
     "dropout_from_a_global_mask": MEAN,
     "loop_over_experts": LOCAL,
     "capacity_dispatch": "a cumulative sum over this rank's own tokens is refused",
-    "qk_norm.summed_without_a_gradient": "the gradient that a plain verb drops is not missed",
     "convolutions": CRASH,
     "convolutions.groups_of_the_whole": CRASH,
-    "own_regions": "a custom autograd function that sums backward is not seen as one",
     "norm_between_exchanges": CRASH,
-    "seeded_mask.mask_of_the_rank": SEED,
     "two_layer_mlp": SHARE,
     "gathered_mlp.pieces_interleaved": ORDER,
     "chunked_mlp": LOCAL,

@@ -204,7 +204,7 @@ def _choose(signature: _Signature, cls: Any, args: Sequence[Any], outputs: Seque
         receiving &= set("RIVSP")
         if not equal or not receiving:
             continue
-        tried = (R, I) if receiving == {"R"} else (I, R)
+        tried: tuple[SpmdType, SpmdType] = (R, I) if receiving == {"R"} else (I, R)
         if cls is CheckpointFunction and len(receiving) == 1 and receiving <= SAME:
             flavours[axis] = tried[0]  # its backward is native, and has effects
         else:

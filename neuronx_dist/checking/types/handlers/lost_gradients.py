@@ -21,7 +21,7 @@ from ..messages.provenance import name_operands
 from ..messages.trials import call_of
 from ..session import Session
 
-__all__ = ["watch_gradients"]
+__all__ = ["lost_gradients", "refuse_gradient"]
 
 _TYPED = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 
@@ -40,29 +40,34 @@ class _Lost(torch.autograd.Function):
         raise ctx.error
 
 
-def watch_gradients(
+def lost_gradients(
     mode: Session,
     verb: str,
     operands: Sequence[tuple[Tensor, Note]],
-    results: Sequence[Tensor],
     types: Sequence[TensorType],
-    axis: str,
+    axes: Sequence[str],
     kwargs: Mapping[str, Any],
-) -> None:
-    """Refuses gradients that arrive at what a verb made of tensors over `axis`; of a maximum they are assumed to be 0.
+) -> list[SpmdTypeError | None]:
+    """For each tensor that a verb is given, the error for a gradient that arrives at its result; None: it needs none.
 
-    What is written to `out=` is left as it is: it is no result of an expression.
+    Of a maximum the gradient is assumed to be 0. What is written to `out=` is left as it is: no expression has it.
     """
-    if kwargs.get("out") is not None:
-        return
-    for (x, note), result, type_ in zip(operands, results, types):
-        if not x.requires_grad or result.requires_grad:
-            continue
-        if kwargs.get("op") in ("max", "min"):
-            mode.assume(f"comm.{verb}: no gradient flows through the {kwargs['op']} over {axis}: it is a constant")
-            continue
-        error = _error(mode, verb, x, note, type_, axis)
-        with mode.pause():
+    errors: list[SpmdTypeError | None] = []
+    grads = bool(axes) and torch.is_grad_enabled() and kwargs.get("out") is None
+    for (x, note), type_ in zip(operands, types):
+        error, op = None, kwargs.get("op")
+        if grads and x.requires_grad and op in ("max", "min"):
+            mode.assume(f"comm.{verb}: no gradient flows through the {op} over {axes[0]}: it is a constant")
+        elif grads and x.requires_grad:
+            error = _error(mode, verb, x, note, type_, axes[0])
+        errors.append(error)
+    return errors
+
+
+def refuse_gradient(mode: Session, x: Tensor, result: Tensor, error: SpmdTypeError) -> None:
+    """From now on a gradient that arrives at `result`, which a verb made of `x`, raises `error`."""
+    if not result.requires_grad:
+        with mode.pause(), torch.enable_grad():
             _Lost.apply(result, x, error)
 
 

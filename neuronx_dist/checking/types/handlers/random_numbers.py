@@ -44,7 +44,7 @@ def stream_type(
     source, atoms = stream(mode, generator), mode.atoms(("pp", "dp", "cp", "tp"))
     types: dict[str, SpmdType] = {}
     assumed = []
-    if generator is not None and not mode.symbolic:  # one rank alone: nobody can compare
+    if generator is not None and mode.outside_seed is None:
         assumed.append("the generator is seeded alike on all ranks")
     for axis in dict.fromkeys((*(like.types if like is not None else ()), *atoms)):
         spmd_type = like.get(axis) if like is not None else None

@@ -103,5 +103,5 @@ def stream(mode: Session, generator: torch.Generator | None) -> Stream:
         differing.update(mode.atoms(tuple(seed.axes)))
     if mode.seeds:
         differing.update(mode.seeds.get((call_site(), concrete(seed)), ()))
-    unseeded = generator is None and (not mode.symbolic or seed == mode.outside_seed)
+    unseeded = generator is None and mode.outside_seed in (None, seed)
     return Stream(unseeded, frozenset(differing))
