@@ -237,7 +237,7 @@ def plain(g: Generator) -> Proposal | None:
     verb = g.rng.choice(["all_reduce", "all_reduce", "max", "all_gather", "reduce_scatter", "all_to_all", "broadcast"])
     if g.claims[x].constant and verb != "broadcast":  # ones are summed to count: how many there are is nobody's shape
         return None
-    held = f"{x}.detach()" if verb in ("max", "broadcast") or g.rng.random() < 0.8 else x
+    held = f"{x}.detach()" if verb in ("max", "broadcast") or g.rng.random() < 0.5 else x
     count = g.grid[axis]
     if kind.letter == "V" or (verb in ("broadcast", "max") and kind.letter not in "RIP"):
         whole = None
