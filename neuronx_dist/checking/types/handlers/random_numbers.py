@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from ..axis_sizes import exponents_of
 from ....spmd.tensor_type import EQUAL, UNIFORM_TYPE, ZERO_TYPE, TensorType
 from ....spmd.types import DIFFERING, VARYING, R, SpmdType, V
+from ..axis_sizes import exponents_of
 from ..judge import Operand
 from ..rules import Rule
 from ..session import Session
