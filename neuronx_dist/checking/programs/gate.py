@@ -86,14 +86,13 @@ def _check(mode: SpmdTypeMode, optimizer: Any) -> None:
             spmd_type, parameter_type = grad_type.get(axis), note.type.get(axis)
             if spmd_type is None:
                 continue
+            equal_parameter = parameter_type is not None and parameter_type.letter in SAME
+            differs = spmd_type.letter == "P" or (spmd_type.letter in VARYING and equal_parameter)
+            if differs and axis not in own:
+                raise _refused(mode, optimizer, param, grad, axis, spmd_type)
             expected = 1 if axis in averaged and not (axis in own and spmd_type.letter in SAME) else 0
             if spmd_type.scale != expected and spmd_type.letter != "0":
                 raise _scale_refused(mode, optimizer, param, grad, axis, spmd_type, expected)
-            if axis in own:
-                continue
-            equal_parameter = parameter_type is not None and parameter_type.letter in SAME
-            if spmd_type.letter == "P" or (spmd_type.letter in VARYING and equal_parameter):
-                raise _refused(mode, optimizer, param, grad, axis, spmd_type)
         if shard is not None and not shard.is_param:
             _declare_master(shard.master, note.type, own, mode)
 
@@ -157,7 +156,7 @@ def _refused(
     origin = origins.get(axis)
     data = axis in atoms_of(DATA_AXES, mode.mesh)
     if kind.letter == "P":
-        why = f"on {axis} it is P: each rank has its part of the gradient, and nobody has added them up"
+        why = f"on {axis} it is {kind}: each rank has its part of the gradient, and nobody has added them up"
     else:
         why = f"on {axis} it is {kind}: the parameter is the same on all ranks, and would not stay so"
     if data:

@@ -312,7 +312,7 @@ def _sharded(
             position, first = own, index
         elif (own.label, own.stride, own.part) != (position.label, position.stride, position.part):
             # The extent, which is left out, says what was merged with what, not which rank has what.
-            raise Violation("shards", axis, difference(own, position, shard, spmd_types[first]), [index, first])
+            raise Violation("shards", axis, difference(own, position, shard, spmd_types[first], name), [index, first])
     assert position is not None
     call.positions[axis] = position
     label = position.label
@@ -358,10 +358,6 @@ def _sharded(
     if unknown:
         return [V] * call.results
     return [put(out, position, spec) for out in spec.outs] + [V] * (call.results - len(spec.outs))
-
-
-def _blocks(position: ShardPosition) -> str:
-    return "in one piece" if position.stride == 1 else f"in {position.stride} blocks, each sharded by itself"
 
 
 def _sharded_along(type_: TensorType, dims: Dims | None, label: int) -> bool:

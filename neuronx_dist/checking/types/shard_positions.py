@@ -38,16 +38,21 @@ def part_of(part: tuple[Fraction, Fraction] | None, start: int, stop: int, lengt
     return first + (end - first) * Fraction(start, length), first + (end - first) * Fraction(stop, length)
 
 
-def difference(own: ShardPosition, other: ShardPosition, own_type: Any, other_type: Any) -> str:
-    """How the places of two shards differ, in words."""
+def difference(own: ShardPosition, other: ShardPosition, own_type: Any, other_type: Any, name: str) -> str:
+    """How the places of two shards, which a call of `name` puts beside each other, differ, in words."""
     if own.label != other.label:
-        why = f"one is sharded on dim {other_type.dim}, the other on dim {own_type.dim}: "
-        return why + "these are different dims of the result, and every rank has but one pair of pieces"
+        why = f"dim {other_type.dim} of the one and dim {own_type.dim} of the other are sharded, which {name} does not "
+        return why + "put beside each other: every rank has but one pair of pieces"
     if own.stride != other.stride:
-        return f"both are sharded on the same dim, but in another way ({other_type} and {own_type})"
+        why = f"both are sharded on the same dim, one {_blocks(own)}, the other {_blocks(other)}"
+        return f"{why}: the ranks have other parts of it"
     first, second = (f"{p[0]} to {p[1]}" if p is not None else "all" for p in (own.part, other.part))
     why = f"they are parts of each rank's piece, {first} and {second} of it"
     return f"{why}: what is side by side here is not in the whole"
+
+
+def _blocks(position: ShardPosition) -> str:
+    return "in one piece" if position.stride == 1 else f"in {position.stride} blocks, each sharded by itself"
 
 
 def put_together(spec: Spec, spmd_types: Sequence[SpmdType | None]) -> SpmdType | None:
