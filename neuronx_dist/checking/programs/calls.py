@@ -65,8 +65,8 @@ class Op(NamedTuple):
 
     Attributes:
         name: of the function.
-        scalars: Python numbers among its arguments, and the shapes of its tensors, in order; of a RankValue its axes
-            and its values on all ranks.
+        scalars: Python numbers among its arguments, and the shapes of its tensors, in order; of a RankValue its
+            values on all ranks.
         site: (file, line) of the nearest frame that is neither torch's nor ours.
         inside: whether that frame called it through this package.
         types: the type of the result (of the first of several), if types are checked.
@@ -125,7 +125,7 @@ def _scalars(args: Iterable[Any], scalars: list[Any]) -> bool:
         if isinstance(x, torch.Tensor):
             scalars.append(tuple(x.shape))
         elif class_ is RankValue:
-            scalars.append((x.names, x.table))
+            scalars.append(x.table)
             holds_rank_value = True
         elif class_ in (int, float, bool, complex):
             scalars.append(x)

@@ -284,7 +284,7 @@ class Recordings:
                 for name, read in reads:  # this rank has asked them too
                     observed = phases[name].observed
                     assert observed is not None
-                    observed.read(read.names, read.answers)
+                    observed.read(read.answers)
                 return recording
         before = {name: len(backend.reads) for name, backend in phases.items()}
         recording = record(module, inputs, leaf_classes, device)

@@ -103,7 +103,7 @@ def picked(mode: Session, rule: Rule, result: Any, args: tuple[Any, ...], kwargs
         if note is None:
             return piece
         atoms = atoms_of(tuple(index.names), mode.mesh) if mode.mesh is not None else ()
-        own = len(index.names) == 1 and index.table == tuple(range(len(pieces))) and rule.name != "unbind"
+        own = len(index.names) == 1 and index.table.values == tuple(range(len(pieces))) and rule.name != "unbind"
         type_ = note.type
         for atom in atoms:
             before = type_.get(atom)
