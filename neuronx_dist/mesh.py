@@ -87,12 +87,10 @@ class Mesh:
         knows = getattr(rank, "mesh_coordinates", None)  # a rank whose reads are noted: comm/rank_values.py
         if knows is not None and (known := knows(self)) is not None:
             return known
-        if not 0 <= rank < self.world_size:
-            raise ValueError(f"rank {rank} is not in a world of {self.world_size} ranks (0..{self.world_size - 1})")
-        position = rank if self.ranks_per_node is None else place_of(self.topology, self.ranks_per_node, rank)
+        place = self.place(rank)
         result: dict[str, int] = {}
         for view in (DENSE_AXES, EXPERT_AXES):
-            rest = position
+            rest = place
             for name in reversed(view):
                 rest, result[name] = divmod(rest, getattr(self, name))
         return result
@@ -102,12 +100,14 @@ class Mesh:
         coordinates = self.coordinates(rank)
         return rank if axis == "world" else _flat(self, self._atoms(axis), coordinates)
 
-    def rank_of(self, coordinates: Mapping[str, int]) -> int:
-        """The global rank with these coordinates on the dense axes."""
-        return self.rank_at_place(_flat(self, DENSE_AXES, coordinates))
+    def place(self, rank: int) -> int:
+        """The place of a global rank in the grid, counted row-major over the dense axes."""
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"rank {rank} is not in a world of {self.world_size} ranks (0..{self.world_size - 1})")
+        return rank if self.ranks_per_node is None else place_of(self.topology, self.ranks_per_node, rank)
 
     def rank_at_place(self, place: int) -> int:
-        """The global rank at a place of the grid, counted row-major over the dense axes."""
+        """The global rank at a place of the grid; see `place`."""
         return place if self.ranks_per_node is None else rank_at(self.topology, self.ranks_per_node, place)
 
     def groups(self, axis: Axis) -> Groups:

@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from ... import comm
 from ...call_site import DRIVER, PACKAGE, USER, hide, nearest_line
 from ...comm.backends.observed import CheckBackend, Event
+from ...comm.rank_tables import RankTable
 from ...comm.rank_values import Read
 from ...gradients.gradient import parameters_of
 from ...gradients.reduce import reduce_gradients
@@ -123,6 +124,10 @@ class Played:
     def same_program(self, rank: int, phases: tuple[str, ...] = PHASES) -> bool:
         """Whether `rank` would have been told the same whenever the program asked where it is."""
         return all(self.phases[name].backend.same_program(rank) for name in phases if name in self.phases)
+
+    def answers(self) -> list[RankTable]:
+        """What the program was told wherever it asked where it is, on all ranks."""
+        return [read.answers for phase in self.phases.values() for read in phase.backend.reads]
 
     # --- the phases
 

@@ -58,7 +58,8 @@ class Event:
         assert self.communicator is not None
         ranks = self.communicator.ranks_of(rank)
         peer = ranks[value_on(self.peer_index, rank)] if self.peer_index is not None else None
-        return replace(self, rank=rank, ranks=ranks, peer=peer, tag=value_on(self.tag, rank))
+        pairs = tuple((value_on(source, rank), value_on(target, rank)) for source, target in self.pairs)
+        return replace(self, rank=rank, ranks=ranks, peer=peer, tag=value_on(self.tag, rank), pairs=pairs)
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -100,6 +101,7 @@ class CheckCommunicator(ShapesCommunicator):
         self._observed = observed
         self._symbolic = symbolic
         self._groups = groups
+        self._known: dict[int, tuple[int, ...]] = {}
         self.concrete_ranks = self.ranks_of(observed.number)
         self.size = len(self.concrete_ranks)
         self._rank: int | None = None
@@ -154,7 +156,14 @@ class CheckCommunicator(ShapesCommunicator):
 
     def ranks_of(self, rank: int) -> tuple[int, ...]:
         """The ranks of the group that `rank` has where this rank has this one."""
-        return tuple(self._groups.of(rank)) if isinstance(self._groups, Groups) else self._by_rank[rank]
+        if rank not in self._known:
+            by_rank = self._groups
+            self._known[rank] = tuple(by_rank.of(rank)) if isinstance(by_rank, Groups) else self._by_rank[rank]
+        return self._known[rank]
+
+    def all_groups(self) -> list[tuple[int, ...]]:
+        """The groups of all ranks."""
+        return [tuple(group) for group in self._groups]
 
     def _event(
         self, verb: str, x: torch.Tensor | None, op: str | None = None, peer: int | None = None, **more: Any
