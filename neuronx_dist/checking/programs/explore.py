@@ -58,6 +58,11 @@ class RankProgram:
         events = tuple((e.verb, e.axis, e.op, e.shape, e.dtype, peer_index(e), e.tag, e.pairs) for e in self.events)
         return events, tuple((op.name, op.scalars) for op in self.ops)
 
+    def lines(self) -> Any:
+        """Equal for programs that do the same at the same lines, be it on other stages, with other neighbours."""
+        events = tuple((e.verb, e.axis, e.op, e.shape, e.dtype, e.where, e.inside) for e in self.events)
+        return events, tuple((op.name, op.scalars, op.site) for op in self.ops)
+
 
 def peer_index(event: Event) -> int | None:
     """The other end of a message, or the source of a broadcast, as an index in the group."""
@@ -232,8 +237,12 @@ def _run(played: Played, rank: int, phases: Iterable[str]) -> RankProgram:
 
 
 def _confirm(subject: Subject, deadline: Deadline, explored: Explored) -> None:
-    """Plays the last rank of each kind, and of small programs all; where one does something else, all of that kind."""
+    """Plays the last rank of each kind, and of small programs all; where one does something else, all of that kind.
+
+    Stages that do the same, line by line, are one kind: of the middle stages of a large pipeline one is played again.
+    """
     left = CONFIRMED_OPS
+    confirmed: set[Any] = set()
     models: dict[int, list[Played]] = {}  # by stage: what two kinds have in common is played once more, not twice
     programs = explored.programs
     kinds = []
@@ -244,9 +253,9 @@ def _confirm(subject: Subject, deadline: Deadline, explored: Explored) -> None:
             kinds.append((last, others, program))
     for last, others, program in sorted(kinds, key=lambda kind: -kind[0]):
         signature = program.signature()
-        is_same = True
+        is_same, is_known = True, program.lines() in confirmed
         for position, rank in enumerate(chain([last], others)):
-            if position and is_same and left < len(program.ops):
+            if (position or is_known) and is_same and left < len(program.ops):
                 break
             left -= len(program.ops)
             known = [] if position else models.setdefault(explored.mesh.coordinate("pp", rank), [])
@@ -254,3 +263,5 @@ def _confirm(subject: Subject, deadline: Deadline, explored: Explored) -> None:
             if second.failure is not None or second.signature() != signature:
                 is_same = False
                 programs.add_alone(second)
+        if is_same:
+            confirmed.add(program.lines())
