@@ -63,6 +63,7 @@ def main() -> int:
     parser.add_argument("--sequence-parallel", action="store_true", help="split activations along the sequence")
     parser.add_argument("--seq-len", type=int, default=4096, help="tokens of a sequence (4096)")
     parser.add_argument("--rows", type=int, default=2, help="sequences of a microbatch (2)")
+    parser.add_argument("--details", action="store_true", help="print what was assumed, trusted and left out, too")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     args = parser.parse_args()
 
@@ -78,7 +79,10 @@ def main() -> int:
         options=dict(size=args.size, sequence_parallel=args.sequence_parallel),
     )
     seconds = time.perf_counter() - started
-    print(report.to_json(indent=2) if args.json else report)
+    if args.json:
+        print(report.to_json(indent=2))
+    else:
+        report.show(details=args.details, hint="--details")
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 if sys.platform == "darwin" else 1024) / 1024
     print(f"{seconds:.1f} s, {memory:.2f} GiB at most", file=sys.stderr if args.json else sys.stdout)
     return 0 if report.ok else 1
