@@ -44,7 +44,7 @@ class RankTable:
         self.names, self.sizes, self.base, self.steps = names, sizes, base, steps
         if values is not None:
             self.__dict__["values"] = values
-        self._key = (names, base, steps if steps is not None else values)
+        self._key = (names, sizes, base, steps if steps is not None else values)
         self._hash = hash(self._key)
 
     @staticmethod

@@ -20,8 +20,8 @@ __all__ = ["Deadline", "Op", "OutOfTime", "OpRecorder"]
 _GETTERS = {
     getattr(torch.Tensor, name)
     for name in (
-        "size dim stride numel nelement element_size is_contiguous is_floating_point is_complex data_ptr "
-        "untyped_storage storage_offset get_device ndimension requires_grad_ register_hook retain_grad "
+        "size dim stride numel nelement element_size is_contiguous is_floating_point is_complex is_inference "
+        "data_ptr untyped_storage storage_offset get_device ndimension requires_grad_ register_hook retain_grad "
         "register_post_accumulate_grad_hook backward __hash__ __len__ __repr__ __format__"
     ).split()
 } | {torch.is_floating_point, torch.is_complex, torch.is_tensor, torch.numel, torch.autograd.backward}

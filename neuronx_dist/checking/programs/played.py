@@ -27,7 +27,7 @@ from ...call_site import DRIVER, PACKAGE, USER, hide, nearest_line
 from ...comm.backends.observed import CheckBackend, Event
 from ...comm.rank_tables import RankTable
 from ...comm.rank_values import Read
-from ...gradients.gradient import parameters_of
+from ...gradients.gradient import ParameterGradient, parameters_of
 from ...gradients.reduce import reduce_gradients
 from ...mesh import Mesh
 from ...optimizer import MasterWeightsOptimizer, NeuronZero1Optimizer
@@ -255,9 +255,7 @@ class Played:
 
     def _forget_gradients(self) -> None:
         for param in self.model.parameters():
-            param.grad = None
-            if hasattr(param, "main_grad"):
-                param.main_grad = None
+            ParameterGradient(param).clear()
 
     def _states(self) -> list[tuple[Any, Any]]:
         return [(wrapped, dict(wrapped.state)) for wrapped in optimizers_of(self.optimizer)]
