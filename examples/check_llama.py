@@ -71,7 +71,7 @@ def main() -> int:
         ids = torch.zeros(args.rows * MICROBATCHES, args.seq_len, dtype=torch.long)
         return {"input_ids": ids, "labels": ids, "num_items_in_batch": nxd.global_num_items(ids, MICROBATCHES)}
 
-    started = time.perf_counter()
+    started, started_cpu = time.perf_counter(), time.process_time()
     report = spmd.check(
         build,
         inputs,
@@ -84,7 +84,8 @@ def main() -> int:
     else:
         report.show(details=args.details, hint="--details")
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 if sys.platform == "darwin" else 1024) / 1024
-    print(f"{seconds:.1f} s, {memory:.2f} GiB at most", file=sys.stderr if args.json else sys.stdout)
+    cost = f"{seconds:.1f} s, {memory:.2f} GiB at most, {time.process_time() - started_cpu:.1f} s of CPU"
+    print(cost, file=sys.stderr if args.json else sys.stdout)
     return 0 if report.ok else 1
 
 
