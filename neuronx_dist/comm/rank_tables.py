@@ -97,7 +97,7 @@ class RankTable:
         return RankTable.of_values(self.names, self.sizes, tuple(map(function, self.values)))
 
     def slices(self, name: str) -> list[Hashable]:
-        """What is there at each coordinate of an axis: equal for coordinates of which nobody can tell one from another."""
+        """What is there at each coordinate of an axis: equal where one coordinate cannot be told from the other."""
         axis = self.names.index(name)
         if self.steps is not None:
             return [*self.steps[axis]]
@@ -121,9 +121,7 @@ class RankTable:
         return tuple(values[index] for index in indices)
 
     def __eq__(self, other: object) -> bool:
-        return self is other or (
-            isinstance(other, RankTable) and self._hash == other._hash and self._key == other._key
-        )
+        return self is other or (isinstance(other, RankTable) and self._hash == other._hash and self._key == other._key)
 
     def __hash__(self) -> int:
         return self._hash
@@ -167,7 +165,8 @@ _apply_known = lru_cache(maxsize=1024, typed=True)(_apply)  # programs ask the s
 
 def _plus(order: tuple[str, ...], one: Any, other: Any, sign: int = 1) -> RankTable | None:
     """one + sign * other."""
-    base, steps = 0, {}
+    base = 0
+    steps: dict[str, tuple[int, ...]] = {}
     for x, factor in ((one, 1), (other, sign)):
         if not isinstance(x, RankTable):
             base += factor * x

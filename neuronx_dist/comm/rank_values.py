@@ -87,9 +87,7 @@ class ObservedRank:
         """What each rank has, given by its number."""
         sizes = [self.mesh.size(name) for name in DENSE_AXES]
         ranks = range(self.mesh.world_size)
-        return RankTable.of_values(
-            DENSE_AXES, sizes, tuple(by_rank[self.mesh.rank_at_place(place)] for place in ranks)
-        )
+        return RankTable.of_values(DENSE_AXES, sizes, tuple(by_rank[self.mesh.rank_at_place(place)] for place in ranks))
 
     def _coordinate(self, axis: str) -> RankTable:
         return RankTable.of_steps((axis,), 0, [range(self.mesh.size(axis))])

@@ -230,10 +230,12 @@ class Layout:
             if stage is None:
                 lines.append(row("  ⋮", lambda replica: "│" + "⋮".center(box - 2) + "│"))
             else:
-                cell = partial(self._cell, mesh, stage)
-                lines.append(row(stages[stage], lambda at, cell=cell: f"│{cell(at).center(box - 2)}│", notes[stage]))
+                lines.append(row(stages[stage], partial(self._box, mesh, box - 2, stage), notes[stage]))
         lines.append(row("", lambda replica: "└" + "─" * (box - 2) + "┘"))
         return "\n".join([*lines, *self._legend()])
+
+    def _box(self, mesh: Mesh, width: int, stage: int, replica: int) -> str:
+        return f"│{self._cell(mesh, stage, replica).center(width)}│"
 
     def _cell(self, mesh: Mesh, stage: int, replica: int) -> str:
         """The ranks of one stage of one replica: 4═5, or 4═5 ┊ 6═7 with context parallelism."""

@@ -70,9 +70,7 @@ def test_slices_are_equal_where_nobody_can_tell_two_coordinates_apart(name):
 def test_coordinates_are_taken_out_of_a_number_without_a_list_of_all_ranks():
     sizes = {"pp": 1 << 20, "dp": 1 << 20, "tp": 8}
     assert sizes["pp"] * sizes["dp"] > LARGEST
-    rank = RankTable.of_steps(
-        tuple(sizes), 0, [range(0, 1 << 43, 1 << 23), range(0, 1 << 23, 8), range(8)]
-    )
+    rank = RankTable.of_steps(tuple(sizes), 0, [range(0, 1 << 43, 1 << 23), range(0, 1 << 23, 8), range(8)])
     tp, rest = apply(operator.mod, ORDER, rank, 8), apply(operator.floordiv, ORDER, rank, 8)
     assert tp.names == ("tp",) and tp.values == tuple(range(8))
     assert rest.names == ("pp", "dp") and apply(operator.mod, ORDER, rest, 1 << 20).names == ("dp",)

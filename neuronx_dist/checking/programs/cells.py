@@ -30,7 +30,7 @@ class Cells:
             self._atoms_of = mesh_atoms(mesh)
             common = True
         except ValueError:  # cp and ep have no common pieces: one atom for dp and cp, of which nothing is put together
-            data = {axis: ("dp,cp",) for axis in ("dp", "cp", "edp", "ep")}
+            data = dict.fromkeys(("dp", "cp", "edp", "ep"), ("dp,cp",))
             self._atoms_of = {**data, "pp": ("pp",), "tp": ("tp",)}
             common = False
         ordered = dict.fromkeys(atom for axis in ("pp", "edp", "ep", "tp") for atom in self._atoms_of[axis])
@@ -73,9 +73,7 @@ class Cells:
 
     def _cut(self, atom: str, labels: Sequence[Hashable]) -> None:
         numbers: dict[Hashable, int] = {}
-        self._classes[atom] = [
-            numbers.setdefault(label, len(numbers)) for label in zip(self._classes[atom], labels)
-        ]
+        self._classes[atom] = [numbers.setdefault(label, len(numbers)) for label in zip(self._classes[atom], labels)]
 
     # --- what there is
 

@@ -101,7 +101,7 @@ def kept_for_collectives(explored: Explored) -> list[int]:
 
 
 def kept_for_messages(explored: Explored) -> list[int]:
-    """Ranks whose messages are those of all ranks: with each rank all of its group, and one of what is alike besides."""
+    """Ranks whose messages are those of all ranks: with each of them its whole group, and else one of each cell."""
     cells = explored.programs.cells.copy()
     events = [event for program in explored.distinct for event in program.events if is_message(event)]
     for event in events:
@@ -337,9 +337,7 @@ def _messages(explored: Explored) -> list[Problem]:
     """Pairs sends and receives between two ranks, in order."""
     mesh = explored.mesh
     channels: dict[Any, tuple[list[_Seen], list[_Seen]]] = {}
-    sent_by = {
-        id(program): [event for event in program.events if is_message(event)] for program in explored.distinct
-    }
+    sent_by = {id(program): [event for event in program.events if is_message(event)] for program in explored.distinct}
     for rank in kept_for_messages(explored):
         for event in sent_by[id(explored.programs[rank])]:
             own = event if event.rank == rank else event.on(rank)

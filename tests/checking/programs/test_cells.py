@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from neuronx_dist import Mesh, comm, spmd
+from neuronx_dist import Mesh, comm
 from neuronx_dist.checking.programs import compare
 from neuronx_dist.checking.programs.calls import Deadline
 from neuronx_dist.checking.programs.cells import Cells
