@@ -148,6 +148,14 @@ def test_stages_are_programs_of_their_own():
     assert kept_for_collectives(found) == [0, 4, 8, 12]
 
 
+def test_stages_that_do_the_same_line_by_line_are_played_a_second_time_once(monkeypatch):
+    monkeypatch.setattr("neuronx_dist.checking.programs.explore.CONFIRMED_OPS", 0)
+    found = played(models.pipeline, Mesh(16, tp=2, pp=4), models.pipeline_inputs, twice=True)
+    first, second, third, last = found.distinct
+    assert second.lines() == third.lines() and first.lines() != second.lines() != last.lines()
+    assert found.plays == 4 + 3
+
+
 def test_only_the_phase_that_looked_is_played_again():
     builds = []
 
