@@ -55,7 +55,7 @@ class Context:
 
     def new_group(self, groups: Sequence[Sequence[int]], label: str) -> Communicator | None:
         """A communicator over explicit rank lists: every rank of the world calls this, in the same order."""
-        if isinstance(groups, Groups):  # of a mesh: no rank is left out
+        if isinstance(groups, Groups) and groups.mesh == self.mesh:  # no rank is left out
             return self.backend.communicator(label, groups, self.rank, own=True)
         seen = [rank for group in groups for rank in group]
         members = set(seen)
