@@ -118,7 +118,7 @@ def check_before_launch(args: Namespace, config: Any, layout: Layout) -> None:
     elif not report.finished:
         print(f"warning: not checked to the end in {args.check_limit:g} s (--check-limit), going on\n", flush=True)
     else:
-        print(f"check: {report}\n", flush=True)
+        report.show(hint="--check")
 
 
 def with_num_items(model: Any, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -166,7 +166,7 @@ def main() -> None:
         if args.check is not None:
             report = check(args, config, layout)
             if rank == 0:
-                print(report)
+                report.show(details=True)
             sys.exit(0 if report.ok else 1)
         text = dict(seq_len=args.seq_len, global_batch=args.global_batch, seed=args.seed, tokenizer=tokenizer)
         data = TextData(args.data, **text)

@@ -12,15 +12,16 @@ in another order on this grid: `topology.py`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import combinations, product
+from functools import cached_property
+from itertools import combinations
+from typing import overload
 
 from .axis_sizes import size_along, tracking
 from .topology import LINEAR, fitting_node, place_of, rank_at
 
-__all__ = ["Axis", "DENSE_AXES", "EXPERT_AXES", "Mesh"]
+__all__ = ["Axis", "DENSE_AXES", "EXPERT_AXES", "Groups", "Mesh"]
 
 Axis = str | tuple[str, ...]
 
@@ -100,12 +101,10 @@ class Mesh:
         knows = getattr(rank, "mesh_coordinates", None)  # a rank whose reads are noted: comm/rank_values.py
         if knows is not None and (known := knows(self)) is not None:
             return known
-        if not 0 <= rank < self.world_size:
-            raise ValueError(f"rank {rank} is not in a world of {self.world_size} ranks (0..{self.world_size - 1})")
-        position = rank if self.ranks_per_node is None else place_of(self.topology, self.ranks_per_node, rank)
+        place = self.place(rank)
         result: dict[str, int] = {}
         for view in (DENSE_AXES, EXPERT_AXES):
-            rest = position
+            rest = place
             for name in reversed(view):
                 rest, result[name] = divmod(rest, getattr(self, name))
         return result
@@ -113,27 +112,28 @@ class Mesh:
     def coordinate(self, axis: Axis, rank: int) -> int:
         """Index of a global rank within its group along `axis`."""
         coordinates = self.coordinates(rank)
-        if axis == "world":
-            return rank
-        index = 0
-        for name in self._atoms(axis):
-            index = index * getattr(self, name) + coordinates[name]
-        return index
+        return rank if axis == "world" else _flat(self, self._atoms(axis), coordinates)
 
-    def groups(self, axis: Axis) -> list[list[int]]:
+    def place(self, rank: int) -> int:
+        """The place of a global rank in the grid, counted row-major over the dense axes."""
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"rank {rank} is not in a world of {self.world_size} ranks (0..{self.world_size - 1})")
+        return rank if self.ranks_per_node is None else place_of(self.topology, self.ranks_per_node, rank)
+
+    def rank_at_place(self, place: int) -> int:
+        """The global rank at a place of the grid; see `place`."""
+        return place if self.ranks_per_node is None else rank_at(self.topology, self.ranks_per_node, place)
+
+    def groups(self, axis: Axis) -> Groups:
         """All replica groups along `axis`, together the world: lists of global ranks in the order of the axis."""
-        return [list(group) for group in self._groups(axis)]
+        return Groups(self, axis)
 
     def group_of(self, axis: Axis, rank: int) -> tuple[int, ...]:
         """The replica group along `axis` that holds `rank`."""
         knows = getattr(rank, "mesh_group", None)
         if knows is not None and (known := knows(self, axis)) is not None:
             return known
-        self.coordinates(rank)
-        return next(group for group in self._groups(axis) if rank in group)
-
-    def _groups(self, axis: Axis) -> Sequence[tuple[int, ...]]:
-        return (tuple(range(self.world_size)),) if axis == "world" else _groups(self, self._atoms(axis))
+        return tuple(self.groups(axis).of(rank))
 
     def _atoms(self, axis: Axis) -> tuple[str, ...]:
         """The axis as single names, outermost first."""
@@ -161,23 +161,79 @@ class Mesh:
         return f"Mesh({sizes}{order})"
 
 
-@lru_cache(maxsize=256)
-def _groups(mesh: Mesh, names: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-    view: Sequence[str] = DENSE_AXES if set(names) <= set(DENSE_AXES) else EXPERT_AXES
-    stride: dict[str, int] = {}
-    step = 1
-    for name in reversed(view):
-        stride[name] = step
-        step *= getattr(mesh, name)
-    others = [name for name in view if name not in names]
+class Groups(Sequence[list[int]]):
+    """The replica groups of a mesh along an axis: a sequence of lists, equal to the list of these lists.
 
-    def offsets(axes: Sequence[str]) -> list[int]:
-        return [
-            sum(index * stride[name] for index, name in zip(position, axes))
-            for position in product(*(range(getattr(mesh, name)) for name in axes))
-        ]
+    Its size does not depend on the number of ranks: a group is computed when it is asked for.
 
-    inside, bases, node = offsets(names), offsets(others), mesh.ranks_per_node
-    if node is None:
-        return tuple(tuple(base + offset for offset in inside) for base in bases)
-    return tuple(tuple(rank_at(mesh.topology, node, base + offset) for offset in inside) for base in bases)
+    Attributes:
+        mesh, axis: whose groups they are.
+        names: the axis as single names, outermost first.
+        others: the other axes of the same view.
+    """
+
+    def __init__(self, mesh: Mesh, axis: Axis) -> None:
+        self.mesh = mesh
+        self.axis = axis
+        self.names = mesh._atoms(axis)
+        view = DENSE_AXES if set(self.names) <= set(DENSE_AXES) else EXPERT_AXES
+        self.others = tuple(name for name in view if name not in self.names)
+        self.strides: dict[str, int] = {}
+        stride = 1
+        for name in reversed(view):
+            self.strides[name] = stride
+            stride *= getattr(mesh, name)
+
+    def of(self, rank: int) -> list[int]:
+        """The group that holds `rank`."""
+        at = self.mesh.coordinates(rank)
+        return self._group(sum(at[name] * self.strides[name] for name in self.others))
+
+    @cached_property
+    def offsets(self) -> list[int]:
+        """How far the places of a group's ranks are behind the first."""
+        return [self._offset(index, self.names) for index in range(self.mesh.size(self.names))]
+
+    def _group(self, first: int) -> list[int]:
+        if self.axis == "world":
+            return list(range(self.mesh.world_size))
+        return [self.mesh.rank_at_place(first + offset) for offset in self.offsets]
+
+    def _offset(self, index: int, names: Sequence[str]) -> int:
+        offset = 0
+        for name in reversed(names):
+            index, coordinate = divmod(index, getattr(self.mesh, name))
+            offset += coordinate * self.strides[name]
+        return offset
+
+    def __len__(self) -> int:
+        return self.mesh.size(self.others)
+
+    @overload
+    def __getitem__(self, index: int) -> list[int]: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[list[int]]: ...
+    def __getitem__(self, index: int | slice) -> list[int] | list[list[int]]:
+        if isinstance(index, slice):
+            return [self[each] for each in range(len(self))[index]]
+        return self._group(self._offset(range(len(self))[index], self.others))
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Groups) and (self.mesh, self.axis) == (other.mesh, other.axis):
+            return True
+        if not isinstance(other, (list, Groups)):
+            return NotImplemented
+        return len(self) == len(other) and all(mine == theirs for mine, theirs in zip(self, other))
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return repr([*self])
+
+
+def _flat(mesh: Mesh, names: Sequence[str], coordinates: Mapping[str, int]) -> int:
+    """The index of these coordinates in the product of some axes, the last fastest."""
+    index = 0
+    for name in names:
+        index = index * getattr(mesh, name) + coordinates[name]
+    return index

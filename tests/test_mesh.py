@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 
 import pytest
 from hypothesis import given, settings
@@ -138,3 +139,26 @@ def test_wrong_questions_are_refused(call, parts):
     with pytest.raises(ValueError) as error:
         call(Mesh(4, tp=2))
     assert all(part in str(error.value) for part in parts), str(error.value)
+
+
+# --- many ranks
+
+
+def test_a_mesh_of_many_ranks_costs_what_a_small_one_does():
+    begin = time.process_time()
+    mesh = Mesh(102_400, tp=8, pp=16)
+    assert mesh.group_of("tp", 77_777) == tuple(range(77_776, 77_784)) and mesh.coordinate("dp", 77_777) == 122
+    for axis in ("tp", "pp", ("dp", "cp"), "ep", "edp"):
+        groups = mesh.groups(axis)
+        assert 77_777 in groups.of(77_777) and len(groups) * mesh.size(axis) == 102_400
+        assert groups[-1][-1] == 102_399 and groups[:2] == [groups[0], groups[1]]
+    assert time.process_time() - begin < 0.02
+
+
+def test_groups_are_a_sequence_that_equals_a_list():
+    groups = Mesh(8, tp=2, pp=2).groups("tp")
+    assert groups == [[0, 1], [2, 3], [4, 5], [6, 7]] and groups != [[0, 1]] and groups != ((0, 1),)
+    assert repr(groups) == "[[0, 1], [2, 3], [4, 5], [6, 7]]" and [2, 3] in groups
+    assert groups[-1] == [6, 7] and groups[1:3] == [[2, 3], [4, 5]] and list(reversed(groups))[0] == [6, 7]
+    with pytest.raises(IndexError):
+        groups[4]

@@ -63,7 +63,7 @@ def check(
         time_limit: seconds after which to stop; the report then says that it is not finished.
 
     Returns:
-        A report: `report.ok`, `str(report)`, `report.to_json()`, `report.problems`.
+        A report: `report.ok`, `report.problems`, `str(report)`, `report.details()`, `report.to_json()`.
 
     Raises:
         ValueError: the mesh or the level is none.
@@ -92,6 +92,7 @@ def check(
         for problem in compared or compare_branches(explored):
             report.add(problem)
     if numeric and report.ok:
+        report.numeric = True
         try:
             for problem in compare_values(subject, grid, deadline, report.notes):
                 report.add(problem)

@@ -1,11 +1,19 @@
-"""What a check found: problems, each with its ranks and lines, and what the check covered."""
+"""What a check found: problems, each with its ranks and lines, and what the check covered.
+
+`str(report)` is for people: one line if all is well, else the problems; `report.details()` adds what was assumed,
+trusted and left out, with lines; `report.to_json()` has all of it for tools, with whole paths.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import os
+import re
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, TextIO
 
 __all__ = ["Problem", "Report"]
 
@@ -43,7 +51,7 @@ class Problem:
 
 @dataclass
 class Report:
-    """The result of `spmd.check`; `str()` of it is one line if all is well.
+    """The result of `spmd.check`.
 
     Attributes:
         mesh: sizes of the axes.
@@ -57,6 +65,8 @@ class Report:
         assumed: what was taken for granted: "file:line: what".
         unchecked: axes of size 1, along which there is nothing to check.
         differences: where programs of ranks differ in scalars, shapes or calls, and may.
+        notes: results of the run with values, in words.
+        numeric: whether it was run with values too.
         finished: False if time ran out before everything was checked.
         seconds: that it took.
     """
@@ -73,6 +83,7 @@ class Report:
     unchecked: list[str] = field(default_factory=list)
     differences: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    numeric: bool = False
     finished: bool = True
     seconds: float = 0.0
 
@@ -114,13 +125,66 @@ class Report:
             "unchecked_axes": self.unchecked,
             "differences": self.differences,
             "notes": self.notes,
+            "numeric": self.numeric,
             "seconds": round(self.seconds, 3),
         }
 
     def __str__(self) -> str:
-        covered = "; ".join([self._programs(), *self._asides()])
-        if self.ok:
-            return f"ok: {covered}"
+        return self.summary()
+
+    def summary(self, details: str = "report.details()") -> str:
+        """What `str` gives: one line if all is well, else the problems.
+
+        Args:
+            details: how the reader gets the rest: what lists what was assumed and trusted.
+        """
+        return _short_paths(self._ok_line(details) if self.ok else "\n".join(self._problem_lines()))
+
+    def details(self) -> str:
+        """The summary, and what was played, assumed, trusted and left out, with lines."""
+        lines = [self._ok_line() if self.ok else "\n".join(self._problem_lines())]
+        lines.append(f"  {self._covered()}; played in {_count(self.runs, 'run')}, {self.seconds:.1f} s")
+        lines += [f"  {note}" for note in self.notes]
+        if self.unchecked:
+            lines.append(f"  axes of size 1, along which there is nothing to check: {', '.join(self.unchecked)}")
+        advice = "" if self.numeric else "; numeric=True runs it with values at toy size, and compares with one process"
+        lines += _listed(self.assumed, f"assumed, not proven{advice}:")
+        lines += _listed(self.trusted, "trusted declarations:")
+        lines += _listed(self.differences, "what ranks do differently, and may:")
+        return _short_paths("\n".join(lines))
+
+    def show(self, file: TextIO | None = None, *, details: bool = False, hint: str = "report.details()") -> None:
+        """Prints the summary or the details. On a terminal "check ok" is green, unless NO_COLOR is set (no-color.org).
+
+        Args:
+            file: None: standard output.
+            hint: how the reader of the summary gets the details.
+        """
+        file = sys.stdout if file is None else file
+        text = self.details() if details else self.summary(hint)
+        if self.ok and file.isatty() and not os.environ.get("NO_COLOR"):
+            first, newline, rest = text.partition("\n")
+            text = f"\033[32m{first}\033[0m{newline}{rest}"
+        print(text, file=file, flush=True)
+
+    def _ok_line(self, details: str = "") -> str:
+        proven = ["gradients"] if self.level else []
+        proven.append("collectives")
+        if self.mesh.get("pp", 1) > 1:
+            proven.append("pipeline messages")
+        agree = ", ".join(proven[:-1]) + (" and " if len(proven) > 1 else "") + proven[-1]
+        level = f"level {self.level}" if self.level else "types not checked"
+        taken = []
+        if self.assumed:
+            advice = "" if self.numeric else " (numeric=True tests with values)"
+            taken.append(_count(len(self.assumed), "assumption") + advice)
+        if self.trusted:
+            taken.append(_count(len(self.trusted), "trusted declaration"))
+        taken_text = "; " + ", ".join(taken) + (f" ({details} lists them)" if details else "") if taken else ""
+        notes = "".join(f"; {note}" for note in self.notes)
+        return f"check ok: {_count(self.world_size, 'rank')}, {level}: {agree} agree{notes}{taken_text}"
+
+    def _problem_lines(self) -> list[str]:
         lines = []
         if self.problems:
             lines.append(f"{_count(len(self.problems), 'problem')} found:")
@@ -128,33 +192,32 @@ class Report:
             lines.append("")
         if not self.finished:
             lines.append(f"stopped after {self.seconds:.0f} s, before everything was checked: no verdict on the rest")
-        return "\n".join([*lines, f"checked: {covered}"])
+        level = f"level {self.level}" if self.level else "types not checked"
+        lines.append(f"checked: {self._covered()}, {level}")
+        if self.assumed and not self.numeric:
+            lines.append(f"{_count(len(self.assumed), 'assumption')}: numeric=True tests with values")
+        return lines
 
-    def _programs(self) -> str:
-        counted = f"{_count(self.operators, 'operator')}, {_count(self.collectives, 'collective')}"
-        if self.programs <= 1:
-            return f"{counted}, {_count(self.world_size, 'rank')} with one program"
-        agree = ", all agree" if self.ok else ""
-        return f"{counted}, {self.programs} of {self.world_size} rank programs differ{agree}"
+    def _covered(self) -> str:
+        ranks = _count(self.world_size, "rank")
+        programs = f"{ranks} with one program" if self.programs <= 1 else f"{self.programs} programs on {ranks}"
+        return f"{_count(self.operators, 'operator')}, {_count(self.collectives, 'collective')}, {programs}"
 
-    def _asides(self) -> list[str]:
-        asides = []
-        if self.trusted:
-            asides.append(f"{_count(len(self.trusted), 'trusted declaration')} ({_lines(self.trusted)})")
-        if self.assumed:
-            asides.append(f"{_count(len(self.assumed), 'assumption')} ({_lines(self.assumed)})")
-        if self.unchecked:
-            asides.append(f"axes of size 1 not checked: {', '.join(self.unchecked)}")
-        asides += self.notes
-        asides.append(f"level {self.level}" if self.level else "types not checked")
-        return asides
+
+_PACKAGE = Path(__file__).parent.parent
+
+
+def _short_paths(text: str) -> str:
+    """Paths below the current folder as seen from there; those of this package from its name on."""
+    for folder, name in ((_PACKAGE, f"{_PACKAGE.name}/"), (Path.cwd(), "")):
+        if folder != folder.parent:
+            text = re.sub(rf"(?<![\w./-]){re.escape(str(folder) + os.sep)}", name, text)
+    return text
+
+
+def _listed(entries: Sequence[str], title: str) -> list[str]:
+    return [f"  {title}", *(f"    {entry}" for entry in entries)] if entries else []
 
 
 def _count(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
-
-
-def _lines(entries: Iterable[str]) -> str:
-    listed = list(dict.fromkeys(entry.split(": ")[0] for entry in entries))
-    shown = ", ".join(listed[:4])
-    return f"{shown}, and {len(listed) - 4} more" if len(listed) > 4 else shown

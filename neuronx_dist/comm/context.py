@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from ..mesh import Axis, Mesh
+from ..mesh import Axis, Groups, Mesh
 from .base import Backend, Communicator
 from .rank_values import concrete, is_member
 
@@ -57,12 +57,15 @@ class Context:
 
     def new_group(self, groups: Sequence[Sequence[int]], label: str) -> Communicator | None:
         """A communicator over explicit rank lists: every rank of the world calls this, in the same order."""
+        if isinstance(groups, Groups) and groups.mesh == self.mesh:  # no rank is left out
+            return self.backend.communicator(label, groups, self.rank, own=True)
         seen = [rank for group in groups for rank in group]
-        if len(set(seen)) != len(seen) or not set(seen) <= set(range(self.mesh.world_size)):
+        members = set(seen)
+        if len(members) != len(seen) or not members <= set(range(self.mesh.world_size)):
             raise ValueError(
                 f"new_group {label!r}: {groups} must be disjoint lists of ranks below {self.mesh.world_size}"
             )
-        others = [[rank] for rank in range(self.mesh.world_size) if rank not in seen]
+        others = [[rank] for rank in range(self.mesh.world_size) if rank not in members]
         communicator = self.backend.communicator(label, [*groups, *others], self.rank, own=True)
         if not is_member(self.rank, seen):
             return None

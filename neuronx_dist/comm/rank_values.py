@@ -19,42 +19,38 @@ What is *not* seen, because C code takes an int's digits without asking:
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 
 from ..call_site import call_sites
-from ..mesh import DENSE_AXES, EXPERT_AXES, Axis, Mesh
+from ..mesh import DENSE_AXES, EXPERT_AXES, Axis, Groups, Mesh
+from .rank_tables import RankTable, apply
 
 __all__ = ["ObservedRank", "RankGroup", "RankValue", "Read", "concrete", "is_member", "rank_values_in", "value_on"]
 
 OnRead = Callable[[frozenset[str]], None]
 _ORDER = (*DENSE_AXES, *(name for name in EXPERT_AXES if name not in DENSE_AXES))
-_LARGEST = 1 << 16  # values that a table may have; combinations of the dense and the expert view could be more
 
 
 class Read(NamedTuple):
-    """The program looked at its rank: along which axes, what it learned, and where."""
+    """The program looked at its rank: what it learned there, and what it would have learned on others; and where."""
 
-    names: tuple[str, ...]  # axes along which the answer differs
-    answers: tuple[Any, ...]  # one for each combination of their coordinates, the last axis fastest
+    answers: RankTable
     where: str  # file:line of the user's code
     inside: str  # file:line of the innermost frame outside comm/ and torch
-    sizes: tuple[int, ...]
 
     @property
     def axes(self) -> frozenset[str]:
-        return frozenset(self.names)
+        """The axes along which the answer differs."""
+        return frozenset(self.answers.names)
 
     def answer(self, at: Mapping[str, int]) -> Any:
         """What a rank with the coordinates `at` (`Mesh.coordinates(rank)`) would have learned."""
-        index = 0
-        for name, size in zip(self.names, self.sizes):
-            index = index * size + at[name]
-        return self.answers[index]
+        return self.answers.at(at)
 
 
 class ObservedRank:
@@ -72,81 +68,64 @@ class ObservedRank:
         self.coordinates_here = mesh.coordinates(self.number)
         self.on_read = on_read
         self.reads: list[Read] = []
-        self._known: set[tuple[Any, ...]] = set()
-        self._coordinates = {
-            axis: self.value_along((axis,), tuple(range(getattr(mesh, axis)))) for axis in dict.fromkeys(_ORDER)
-        }
-        self.rank: int = self.value_by_rank(range(mesh.world_size))
-        if isinstance(self.rank, RankValue):
-            self.rank._is_rank = True
+        self._known: set[RankTable] = set()
+        self._coordinates = {axis: self.value(self._coordinate(axis)) for axis in dict.fromkeys(_ORDER)}
 
-    def value_by_rank(self, values: Sequence[int]) -> int:
-        """A number that is `values[rank]` on each rank."""
-        return self.value_along(DENSE_AXES, self.table_by_rank(values))
+    @cached_property
+    def rank(self) -> int:
+        rank = self.value(self._numbers(self.mesh.groups(DENSE_AXES), DENSE_AXES, 0))
+        if isinstance(rank, RankValue):
+            rank._is_rank = True
+        return rank
 
-    def table_by_rank(self, by_rank: Sequence[Any] | Mapping[int, Any]) -> tuple[Any, ...]:
-        """What each rank has, given by its number, as a table over the dense axes."""
-        return tuple(by_rank[rank] for rank in self.mesh.groups(DENSE_AXES)[0])
+    def value(self, table: RankTable) -> int:
+        """The RankValue with these values; a plain number if they are all the same."""
+        value: int = table.at(self.coordinates_here)
+        return RankValue(value, table, self) if table.names else value
 
-    def value_along(self, names: Sequence[str], table: tuple[Any, ...]) -> int:
-        """The RankValue with these values along these axes; a plain number if they are all the same."""
-        names, table = self.without_constant_axes(names, table)
-        return RankValue(table[self.index(names)], names, table, self) if names else table[0]
+    def table_by_rank(self, by_rank: Sequence[Any] | Mapping[int, Any]) -> RankTable:
+        """What each rank has, given by its number."""
+        sizes = [self.mesh.size(name) for name in DENSE_AXES]
+        ranks = range(self.mesh.world_size)
+        return RankTable.of_values(DENSE_AXES, sizes, tuple(by_rank[self.mesh.rank_at_place(place)] for place in ranks))
 
-    def sizes(self, names: Sequence[str]) -> list[int]:
-        return [getattr(self.mesh, name) for name in names]
+    def _coordinate(self, axis: str) -> RankTable:
+        return RankTable.of_steps((axis,), 0, [range(self.mesh.size(axis))])
 
-    def index(self, names: Sequence[str]) -> int:
-        """Where this rank's entry is in a table over the axes `names`."""
-        index = 0
-        for name in names:
-            index = index * getattr(self.mesh, name) + self.coordinates_here[name]
-        return index
+    def _numbers(self, groups: Groups, names: Sequence[str], offset: int) -> RankTable:
+        """The rank `offset` places behind where the coordinates on `names` alone would be, on every rank.
 
-    def without_constant_axes(
-        self, names: Sequence[str], table: tuple[Any, ...]
-    ) -> tuple[tuple[str, ...], tuple[Any, ...]]:
-        """Drops the axes along which a table is the same; returns the axes that are left, and its values on them."""
-        kept = []
-        inner = len(table)
-        for name in names:
-            size = getattr(self.mesh, name)
-            block, inner = inner, inner // size
-            starts = range(0, len(table), block)
-            if all(
-                table[start : start + inner] == table[start + k * inner : start + (k + 1) * inner]
-                for start in starts
-                for k in range(1, size)
-            ):
-                table = tuple(value for start in starts for value in table[start : start + inner])
-            else:
-                kept.append(name)
-        return tuple(kept), table
+        It is said in coordinates of the dense view.
+        """
+        mesh = self.mesh
+        data = mesh.groups(("dp", "cp")) if {"ep", "edp"} & {*names} else None
+        steps = {name: [k * groups.strides[name] for k in range(mesh.size(name))] for name in names}
+        if data is not None:
+            table = RankTable.of_values(
+                ("dp", "cp"),
+                (mesh.dp, mesh.cp),
+                tuple(
+                    sum(steps[name][at] for name, at in zip(("edp", "ep"), divmod(index, mesh.ep)) if name in steps)
+                    for index in range(mesh.dp * mesh.cp)
+                ),
+            )
+            steps = {name: of_axis for name, of_axis in steps.items() if name not in ("edp", "ep")}
+        dense = [name for name in DENSE_AXES if name in steps]
+        places = RankTable.of_steps(dense, offset, [steps[name] for name in dense])
+        if data is not None:
+            sums = _applied(operator.add, (places, table))
+            assert sums is not None
+            places = sums
+        return places if mesh.ranks_per_node is None else places.map(mesh.rank_at_place)
 
-    def expanded(self, names: tuple[str, ...], table: tuple[Any, ...], to: Sequence[str]) -> tuple[Any, ...]:
-        """The table over more axes, in the order of `to`: the same along those that are new."""
-        if names == to:
-            return table
-        steps, step = {}, 1
-        for name in reversed(names):
-            steps[name] = step
-            step *= getattr(self.mesh, name)
-        indices = [0]
-        for name in to:
-            step = steps.get(name, 0)
-            indices = [index + k * step for index in indices for k in range(getattr(self.mesh, name))]
-        return tuple(table[index] for index in indices)
-
-    def read(self, names: tuple[str, ...], answers: tuple[Any, ...]) -> Any:
+    def read(self, answers: RankTable) -> Any:
         """This rank's answer; reported if it is not everyone's."""
-        names, answers = self.without_constant_axes(names, answers)
-        if names:
-            key = (names, answers)
-            if key not in self._known:
-                self._known.add(key)
-                self.reads.append(Read(names, answers, *call_sites(), tuple(self.sizes(names))))
-            self.on_read(frozenset(names))
-        return answers[self.index(names)]
+        if answers.names:
+            if answers not in self._known:
+                self._known.add(answers)
+                self.reads.append(Read(answers, *call_sites()))
+            self.on_read(frozenset(answers.names))
+        return answers.at(self.coordinates_here)
 
     def same_program(self, rank: int) -> bool:
         """Whether `rank`, running the same code, would have got the same answers, and so have done the same."""
@@ -159,17 +138,22 @@ class ObservedRank:
         return dict(self._coordinates)
 
     def group(self, axis: Axis) -> RankGroup:
-        return self.group_in(self.mesh.groups(axis), self.mesh.coordinate(axis, self.rank))
+        """The group of this rank along an axis."""
+        groups, own = self.mesh.groups(axis), self.mesh.coordinate(axis, self.rank)
+        if not groups.others or len(groups) == 1:
+            return RankGroup(groups.of(self.number), self, own)
+        members = (self.value(self._numbers(groups, groups.others, offset)) for offset in groups.offsets)
+        return RankGroup(members, self, own)
 
     def group_in(self, groups: Sequence[Sequence[int]], own: int) -> RankGroup:
         """The one of `groups`, which are of equal size, that holds this rank."""
-        if len(groups) == 1:
-            return RankGroup(groups[0], self, own)
         by_rank = {rank: group for group in groups for rank in group}
-        all_ranks = range(self.mesh.world_size)
         size = len(by_rank[self.number])
-        members = (self.value_by_rank([(*by_rank[r], *[-1] * size)[i] for r in all_ranks]) for i in range(size))
-        return RankGroup(members, self, own)
+        columns = (
+            {rank: group[index] if index < len(group) else -1 for rank, group in by_rank.items()}
+            for index in range(size)
+        )
+        return RankGroup((self.value(self.table_by_rank(column)) for column in columns), self, own)
 
 
 class RankGroup(tuple[int, ...]):
@@ -186,6 +170,9 @@ class RankGroup(tuple[int, ...]):
     def __getitem__(self, index: Any) -> Any:
         if not isinstance(index, RankValue):
             return super().__getitem__(index)
+        own = self._own
+        if isinstance(own, RankValue) and index.table == own.table and index.observed is self._observed:
+            return self._observed.rank
         indices = [*range(len(self)), *range(-len(self), 0)]
         return _combine(lambda i, *ranks: ranks[i] if i in indices else _out_of_range(), index, *self)
 
@@ -203,36 +190,36 @@ class RankValue(int):
     """An int of this rank that carries its value on every rank of the mesh. Made by an `ObservedRank`.
 
     Attributes:
+        table: its values on all ranks.
         names: the axes along which it differs from rank to rank.
-        table: its values, one for each combination of the coordinates on `names`, the last axis fastest.
         observed: the rank that it belongs to, which its reads are reported to.
     """
 
-    names: tuple[str, ...]
-    table: tuple[int, ...]
+    table: RankTable
     observed: ObservedRank
     _is_rank = False
 
-    def __new__(cls, value: int, names: tuple[str, ...], table: tuple[int, ...], observed: ObservedRank) -> RankValue:
+    def __new__(cls, value: int, table: RankTable, observed: ObservedRank) -> RankValue:
         number = super().__new__(cls, value)
-        number.names, number.table, number.observed = names, table, observed
+        number.table, number.observed = table, observed
         return number
 
     @property
+    def names(self) -> tuple[str, ...]:
+        return self.table.names
+
+    @property
     def axes(self) -> frozenset[str]:
-        return frozenset(self.names)
+        return frozenset(self.table.names)
 
     def value_on(self, rank: int) -> int:
         """Its value on another rank of the mesh."""
-        mesh = self.observed.mesh
-        coordinates, index = mesh.coordinates(rank), 0
-        for name in self.names:
-            index = index * getattr(mesh, name) + coordinates[name]
-        return self.table[index]
+        value: int = self.table.at(self.observed.mesh.coordinates(rank))
+        return value
 
     def read(self) -> int:
         """The plain number; reports that the program knows it."""
-        return int(self.observed.read(self.names, self.table))
+        return int(self.observed.read(self.table))
 
     def mesh_coordinates(self, mesh: Mesh) -> dict[str, int] | None:
         """What `Mesh.coordinates` gives for it: None if it is not a rank of `mesh`."""
@@ -244,7 +231,7 @@ class RankValue(int):
     # --- reads
 
     def __bool__(self) -> bool:
-        return bool(self.observed.read(self.names, tuple(value != 0 for value in self.table)))
+        return bool(self.observed.read(self.table.map(bool)))
 
     def __int__(self) -> int:
         return self.read()
@@ -297,7 +284,7 @@ class RankValue(int):
 
 def concrete(x: int) -> int:
     """This rank's number as a plain int, nothing reported: for code that takes the same way whatever it is."""
-    return x.table[x.observed.index(x.names)] if isinstance(x, RankValue) else x
+    return int.__pos__(x) if isinstance(x, RankValue) else x
 
 
 def value_on(x: int, rank: int) -> int:
@@ -310,7 +297,7 @@ def is_member(rank: int, ranks: Sequence[int]) -> bool:
     if not isinstance(rank, RankValue):
         return rank in ranks
     members = set(ranks)
-    return bool(rank.observed.read(rank.names, tuple(value in members for value in rank.table)))
+    return bool(rank.observed.read(rank.table.map(members.__contains__)))
 
 
 def rank_values_in(x: Any) -> list[RankValue]:
@@ -326,33 +313,29 @@ def rank_values_in(x: Any) -> list[RankValue]:
     return []
 
 
-def _columns(operands: Sequence[Any]) -> tuple[ObservedRank, tuple[str, ...], list[tuple[Any, ...]]] | None:
-    """The operands' values on every rank; None if that is not one mesh, or too many."""
-    values = [x for x in operands if isinstance(x, RankValue)]
-    observed, names = values[0].observed, values[0].names
-    if len(values) > 1:
-        used = {name for x in values for name in x.names}
-        names = tuple(name for name in _ORDER if name in used)
-    count = math.prod(observed.sizes(names))
-    if count > _LARGEST or any(x.observed is not observed for x in values):
+def _applied(function: Callable[..., Any], operands: Sequence[Any]) -> RankTable | None:
+    return apply(function, _ORDER, *operands)
+
+
+def _tables(operands: Sequence[Any]) -> tuple[ObservedRank, list[Any]] | None:
+    """The operands with the tables of RankValues in place of them; None if these are of several meshes."""
+    observed = next(x for x in operands if isinstance(x, RankValue)).observed
+    if any(isinstance(x, RankValue) and x.observed is not observed for x in operands):
         return None
-    columns = [
-        observed.expanded(x.names, x.table, names) if isinstance(x, RankValue) else (x,) * count for x in operands
-    ]
-    return observed, names, columns
+    return observed, [x.table if isinstance(x, RankValue) else x for x in operands]
 
 
 def _combine(function: Callable[..., Any], *operands: Any) -> Any:
     """`function` of RankValues and ints, on every rank."""
-    common = _columns(operands)
+    common = _tables(operands)
     if common is not None:
-        observed, names, columns = common
+        observed, tables = common
         try:
-            table = tuple(map(function, *columns))
+            table = _applied(function, tables)
         except (ArithmeticError, ValueError):  # on another rank, perhaps, and not here
-            table = ()
-        if table and all(type(value) is int for value in table):
-            return observed.value_along(names, table)
+            table = None
+        if table is not None and (table.steps is not None or all(type(value) is int for value in table.values)):
+            return observed.value(table)
     return function(*(x.read() if isinstance(x, RankValue) else x for x in operands))
 
 
@@ -378,11 +361,11 @@ def _comparison(function: Callable[[Any, Any], bool]) -> Callable[..., Any]:
     def method(self: RankValue, other: Any) -> Any:
         if not isinstance(other, (int, float)):
             return NotImplemented
-        common = _columns((self, other))
-        if common is None:
+        common = _tables((self, other))
+        answers = None if common is None else _applied(function, common[1])
+        if common is None or answers is None:
             return function(self.read(), other.read() if isinstance(other, RankValue) else other)
-        observed, names, columns = common
-        return observed.read(names, tuple(map(function, *columns)))
+        return common[0].read(answers)
 
     return method
 

@@ -54,6 +54,11 @@ class ParameterGradient:
     def tensor(self, grad: torch.Tensor | None) -> None:
         setattr(self.param, self.attribute, grad)
 
+    def clear(self) -> None:
+        """From here on there is no gradient, of this step or of microbatches before."""
+        self.param.grad = None
+        self.tensor = None
+
     @property
     def attribute(self) -> str:
         """The attribute of the parameter that accumulates its gradient: "main_grad" or "grad"."""

@@ -67,7 +67,7 @@ def initialize_model_parallel(
         ranks_per_node=int(node) if node else None,
     )
     if mesh_only:
-        return ParallelGroups(*(mesh.groups(axis) for axis in ("tp", "dp", "pp", "ep", "edp", "cp")))
+        return ParallelGroups(*([*mesh.groups(axis)] for axis in ("tp", "dp", "pp", "ep", "edp", "cp")))
     if context.default() is not None:
         raise RuntimeError(
             f"model parallel is already initialized as {get_mesh()}: call destroy_model_parallel() first"
@@ -96,7 +96,7 @@ def get_rank() -> int:
 
 
 def _group(axis: Axis, as_list: bool) -> Any:
-    return get_mesh().groups(axis) if as_list else process_group(comm.communicator(axis))
+    return [*get_mesh().groups(axis)] if as_list else process_group(comm.communicator(axis))
 
 
 def process_group(communicator: comm.Communicator) -> Any:
@@ -142,32 +142,32 @@ def get_world_group(as_list: bool = False) -> Any:
 
 
 def get_tensor_model_parallel_replica_groups() -> list[list[int]]:
-    return get_mesh().groups("tp")
+    return [*get_mesh().groups("tp")]
 
 
 def get_pipeline_model_parallel_replica_groups() -> list[list[int]]:
-    return get_mesh().groups("pp")
+    return [*get_mesh().groups("pp")]
 
 
 def get_data_parallel_replica_groups() -> list[list[int]]:
-    return get_mesh().groups("dp")
+    return [*get_mesh().groups("dp")]
 
 
 def get_context_model_parallel_replica_groups() -> list[list[int]]:
-    return get_mesh().groups("cp")
+    return [*get_mesh().groups("cp")]
 
 
 def get_expert_model_parallel_replica_groups() -> list[list[int]]:
-    return get_mesh().groups("ep")
+    return [*get_mesh().groups("ep")]
 
 
 def get_expert_data_parallel_replica_groups() -> list[list[int]]:
-    return get_mesh().groups("edp")
+    return [*get_mesh().groups("edp")]
 
 
 def get_zero1_sharding_groups() -> list[list[int]]:
     """Groups over which ZeRO-1 shards: dp and cp merged."""
-    return get_mesh().groups(("dp", "cp"))
+    return [*get_mesh().groups(("dp", "cp"))]
 
 
 # Sizes and ranks.

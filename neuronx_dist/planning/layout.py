@@ -7,8 +7,9 @@ print(layout.picture(config))   # ranks as pp (down) x dp (boxes) x tp (within a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from os import PathLike
 from pathlib import Path
@@ -229,10 +230,12 @@ class Layout:
             if stage is None:
                 lines.append(row("  ⋮", lambda replica: "│" + "⋮".center(box - 2) + "│"))
             else:
-                cells = [self._cell(mesh, stage, replica).center(box - 2) for replica in range(self.dp)]
-                lines.append(row(stages[stage], [f"│{cell}│" for cell in cells].__getitem__, notes[stage]))
+                lines.append(row(stages[stage], partial(self._box, mesh, box - 2, stage), notes[stage]))
         lines.append(row("", lambda replica: "└" + "─" * (box - 2) + "┘"))
         return "\n".join([*lines, *self._legend()])
+
+    def _box(self, mesh: Mesh, width: int, stage: int, replica: int) -> str:
+        return f"│{self._cell(mesh, stage, replica).center(width)}│"
 
     def _cell(self, mesh: Mesh, stage: int, replica: int) -> str:
         """The ranks of one stage of one replica: 4═5, or 4═5 ┊ 6═7 with context parallelism."""
@@ -304,10 +307,9 @@ def _either(*options: tuple[str, list[int]]) -> str:
     return ", or ".join(texts) if texts else "no value near it works"
 
 
-def _elide(items: Iterable[int], most: int) -> list[int | None]:
+def _elide(items: Sequence[int], most: int) -> list[int | None]:
     """At most `most` items, with None in place of the middle ones."""
-    listed = list(items)
-    return [*listed] if len(listed) <= most else [*listed[: most - 2], None, listed[-1]]
+    return [*items] if len(items) <= most else [*items[: most - 2], None, items[-1]]
 
 
 def _free_name(path: Path) -> Path:

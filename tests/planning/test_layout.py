@@ -1,6 +1,7 @@
 """Layouts: what is refused and with which repair, stage shares, and the picture. No torch, no processes."""
 
 import re
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -254,3 +255,11 @@ def test_formats():
         "7.0 B",
         "2.0 T",
     ]
+
+
+def test_a_layout_of_many_ranks_costs_what_a_small_one_does():
+    layout = Layout(world_size=102_400, tp=8, pp=16, num_microbatches=32, global_batch=25_600, seq_len=128)
+    begin = time.process_time()
+    assert layout.problems() == [] and layout.dp == 800
+    assert "dp 799" in layout.picture(width=100) and "102399" in layout.picture(width=100)
+    assert time.process_time() - begin < 0.05

@@ -25,8 +25,8 @@ __all__ = ["Deadline", "Op", "OutOfTime", "OpRecorder"]
 _GETTERS = {
     getattr(torch.Tensor, name)
     for name in (
-        "size dim stride numel nelement element_size is_contiguous is_floating_point is_complex data_ptr "
-        "untyped_storage storage_offset get_device ndimension requires_grad_ register_hook retain_grad "
+        "size dim stride numel nelement element_size is_contiguous is_floating_point is_complex is_inference "
+        "data_ptr untyped_storage storage_offset get_device ndimension requires_grad_ register_hook retain_grad "
         "register_post_accumulate_grad_hook backward __hash__ __len__ __repr__ __format__"
     ).split()
 } | {torch.is_floating_point, torch.is_complex, torch.is_tensor, torch.numel, torch.autograd.backward}
@@ -84,8 +84,8 @@ class Op(NamedTuple):
 
     Attributes:
         name: of the function.
-        scalars: Python numbers among its arguments, and the shapes of its tensors, in order; of a RankValue its axes
-            and its values on all ranks.
+        scalars: Python numbers among its arguments, and the shapes of its tensors, in order; of a RankValue its
+            values on all ranks.
         site: (file, line) of the nearest frame that is neither torch's nor ours.
         inside: whether that frame called it through this package.
         types: the type of the result (of the first of several), if types are checked.
@@ -172,7 +172,7 @@ def _scalars(args: Iterable[Any], scalars: list[Any]) -> bool:
         if isinstance(x, torch.Tensor):
             scalars.append(tuple(x.shape))
         elif class_ is RankValue:
-            scalars.append((x.names, x.table))
+            scalars.append(x.table)
             holds_rank_value = True
         elif class_ in (int, float, bool, complex):
             scalars.append(x)

@@ -7,30 +7,44 @@ groups are involved. Messages wait for nobody; sends and receives of two ranks a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...comm.backends.observed import Event
+from ...comm.backends.observed import CheckCommunicator, Event
+from ...comm.rank_values import rank_values_in
 from ...mesh import Mesh
 from ...pipeline.schedule import Schedule, simulate
 from ..report import Problem
+from .cells import Cells
 from .explore import Explored, RankProgram
 
 __all__ = ["compare_events", "compare_schedule"]
 
 
+@dataclass(eq=False)
+class _Group:
+    """Ranks that communicate.
+
+    Attributes:
+        ranks: all of them.
+        kept: those that are looked at.
+    """
+
+    ranks: tuple[int, ...]
+    kept: list[int]
+
+
 class _Seen:
     """An event as a certain rank does it."""
 
-    __slots__ = ("event", "group", "is_message", "rank", "ranks", "what")
+    __slots__ = ("event", "group", "rank", "what")
 
-    def __init__(self, event: Event) -> None:
+    def __init__(self, event: Event, group: _Group) -> None:
         self.event = event
         self.rank = event.rank
-        self.ranks = event.ranks
-        self.group = (event.axis, event.ranks)
-        self.is_message = event.verb in ("send", "recv")
+        self.group = group
         source = event.peer if event.verb == "broadcast" else None
         # What has to be the same on all ranks of the group.
         self.what = event.verb, event.op, event.shape, event.dtype, source, event.pairs
@@ -60,43 +74,158 @@ def _at(event: Event) -> str:
     return f"{event.where}{inside}"
 
 
+# --- which ranks to look at -------------------------------------------------------------------------------------------
+
+
+def is_message(event: Event) -> bool:
+    """Whether it is between two ranks, and waits for no other."""
+    return event.verb in ("send", "recv")
+
+
+def kept_for_collectives(explored: Explored) -> list[int]:
+    """Ranks whose collectives, met among each other, go as those of all ranks do.
+
+    Each stands for the ranks of its cell, which run the same program with the same sources. Then all that a rank of a
+    group waits for has to be found in the group of the rank that stands for it: the group of a rank, each member
+    replaced by the one that stands for it, is what is kept of the group of that rank's own stand-in. So it is in groups
+    along axes, which are products of atoms, as the cells are. Explicit lists of ranks are looked through one by one.
+    """
+    cells = explored.programs.cells.copy()
+    events = [event for program in explored.distinct for event in program.events if not is_message(event)]
+    for event in events:
+        for number in rank_values_in((event.peer_index, event.pairs)):
+            cells.cut(number.table)
+    lists = _explicit_lists(events)
+    _separate_until(cells, lists, lambda: all(_is_covered(cells, groups) for groups in lists))
+    return cells.representatives()
+
+
+def kept_for_messages(explored: Explored) -> list[int]:
+    """Ranks whose messages are those of all ranks: with each of them its whole group, and else one of each cell."""
+    cells = explored.programs.cells.copy()
+    events = [event for program in explored.distinct for event in program.events if is_message(event)]
+    for event in events:
+        for number in rank_values_in((event.peer_index, event.tag)):
+            cells.cut(number.table)
+    for axis in {mesh_groups.axis for event in events if (mesh_groups := _communicator(event).mesh_groups) is not None}:
+        cells.separate(cells.atoms_of(axis))
+    lists = _explicit_lists(events)
+    for groups in lists:
+        cells.separate(_atoms_within(cells, groups))
+    _separate_until(cells, lists, lambda: all(_is_moved_whole(cells, groups) for groups in lists))
+    return cells.representatives()
+
+
+_Lists = list[tuple[int, ...]]
+
+
+def _explicit_lists(events: Iterable[Event]) -> list[_Lists]:
+    """The lists of ranks of groups that are not along an axis of the mesh."""
+    communicators = {id(event.communicator): _communicator(event) for event in events}
+    lists = {tuple(each.all_groups()) for each in communicators.values() if each.mesh_groups is None}
+    return [[group for group in groups if len(group) > 1] for groups in lists]
+
+
+def _communicator(event: Event) -> CheckCommunicator:
+    assert event.communicator is not None
+    return event.communicator
+
+
+def _separate_until(cells: Cells, lists: list[_Lists], fits: Callable[[], bool]) -> None:
+    """Takes ranks apart that are in one group, and if that is not enough all ranks."""
+    for take_apart in (lambda groups: _atoms_within(cells, groups), lambda groups: cells.atoms):
+        if fits():
+            return
+        for groups in lists:
+            cells.separate(take_apart(groups))
+
+
+def _atoms_within(cells: Cells, groups: _Lists) -> set[str]:
+    return {atom for group in groups for rank in group[1:] for atom in cells.atoms_between(group[0], rank)}
+
+
+def _is_covered(cells: Cells, groups: _Lists) -> bool:
+    """Whether what stands for the members of a group is what is kept of the group of each of these stand-ins."""
+    group_of = {rank: group for group in groups for rank in group}
+    stands_for = {rank: cells.representative(rank) for rank in group_of}
+    kept_of = {
+        one: {rank for rank in group_of.get(one, (one,)) if stands_for.get(rank, rank) == rank}
+        for one in set(stands_for.values())
+    }
+    in_groups = Counter(stands_for.values())
+    for one, kept in kept_of.items():
+        if in_groups[one] < cells.count(one) and kept != {one}:
+            return False  # it stands for ranks that are in no group
+    return all(
+        kept_of[stands_for[rank]] == {stands_for[member] for member in group} for group in groups for rank in group
+    )
+
+
+def _is_moved_whole(cells: Cells, groups: _Lists) -> bool:
+    """Whether what stands for the members of a group is a group, in the same order."""
+    known = set(groups)
+    return all(tuple(map(cells.representative, group)) in known for group in groups) and _is_covered(cells, groups)
+
+
 # --- collectives and messages -----------------------------------------------------------------------------------------
 
 
 def compare_events(explored: Explored) -> list[Problem]:
     """Collectives that some ranks of a group call otherwise or not at all; messages without the other end."""
-    kept = explored.representatives()
-    meeting = _Meeting(explored.mesh, {rank: explored.programs[rank] for rank in kept})
-    problem = meeting.run()
-    if problem is not None:
-        return [problem]
-    return _messages(explored.mesh, meeting.messages, set(kept))
+    problem = _Meeting(explored.programs, kept_for_collectives(explored)).run()
+    return [problem] if problem is not None else _messages(explored)
 
 
-@dataclass
 class _Queue:
-    events: list[_Seen]  # collectives
-    position: int = 0
+    """The collectives of a rank, which it has done up to a position."""
+
+    def __init__(self, rank: int, events: Sequence[Event], group_of: Callable[[Event, int], _Group]) -> None:
+        self.rank = rank
+        self.position = 0
+        self._events = events
+        self._group_of = group_of
+        self._head: _Seen | None = None
 
     @property
     def head(self) -> _Seen | None:
-        return self.events[self.position] if self.position < len(self.events) else None
+        if self._head is None and self.position < len(self._events):
+            self._head = self._seen(self._events[self.position])
+        return self._head
+
+    def advance(self) -> None:
+        self.position += 1
+        self._head = None
 
     def rest(self) -> Iterator[_Seen]:
-        return iter(self.events[self.position :])
+        return map(self._seen, self._events[self.position :])
+
+    def _seen(self, event: Event) -> _Seen:
+        own = event if event.rank == self.rank else event.on(self.rank)
+        return _Seen(own, self._group_of(event, self.rank))
 
 
 class _Meeting:
-    """Runs the collectives of all ranks against each other."""
+    """Runs the collectives of ranks against each other."""
 
-    def __init__(self, mesh: Mesh, programs: Mapping[int, RankProgram]) -> None:
-        self.mesh = mesh
-        self.messages: list[_Seen] = []
+    def __init__(self, programs: Mapping[int, RankProgram], kept: Sequence[int]) -> None:
+        self._groups: dict[tuple[str, tuple[int, ...]], _Group] = {}
+        self._group_of_rank: dict[tuple[int, int], _Group] = {}  # by communicator and rank
+        self._collectives: dict[int, list[Event]] = {}  # by program
         self.queues: dict[int, _Queue] = {}
-        for rank, program in programs.items():
-            seen = [_Seen(event if event.rank == rank else event.on(rank)) for event in program.events]
-            self.messages += [event for event in seen if event.is_message]
-            self.queues[rank] = _Queue([event for event in seen if not event.is_message])
+        for rank in kept:
+            program = programs[rank]
+            if id(program) not in self._collectives:
+                self._collectives[id(program)] = [event for event in program.events if not is_message(event)]
+            self.queues[rank] = _Queue(rank, self._collectives[id(program)], self._group_of)
+
+    def _group_of(self, event: Event, rank: int) -> _Group:
+        key = id(event.communicator), rank
+        if key not in self._group_of_rank:
+            ranks = _communicator(event).ranks_of(rank)
+            if (event.axis, ranks) not in self._groups:
+                self._groups[event.axis, ranks] = _Group(ranks, [member for member in ranks if member in self.queues])
+            self._group_of_rank[key] = self._groups[event.axis, ranks]
+        return self._group_of_rank[key]
 
     def run(self) -> Problem | None:
         waiting = list(self.queues)
@@ -106,16 +235,16 @@ class _Meeting:
                 head = self.queues[rank].head
                 if head is None:
                     continue
-                others = [self.queues[member] for member in head.ranks if member in self.queues]
+                others = [self.queues[member] for member in head.group.kept]
                 heads = [queue.head for queue in others]
-                if all(other is not None and other.group == head.group for other in heads):
+                if all(other is not None and other.group is head.group for other in heads):
                     first, *rest = (other for other in heads if other is not None)
                     for other in rest:
                         if other.what != first.what:
                             return self._differ(first, other)
                     for queue in others:
-                        queue.position += 1
-                    moved += [member for member in head.ranks if member in self.queues]
+                        queue.advance()
+                    moved += head.group.kept
             waiting = list(dict.fromkeys(moved))
         stuck = [queue.head for queue in self.queues.values() if queue.head is not None]
         return self._stuck(stuck) if stuck else None
@@ -125,8 +254,8 @@ class _Meeting:
         if one.rank > other.rank:
             one, other = other, one
         first, second = self.queues[one.rank], self.queues[other.rank]
-        mine = [seen.what for seen in first.rest() if seen.group == one.group]
-        theirs = [seen.what for seen in second.rest() if seen.group == one.group]
+        mine = [seen.what for seen in first.rest() if seen.group is one.group]
+        theirs = [seen.what for seen in second.rest() if seen.group is one.group]
         if mine[1:2] == theirs[:1] and len(mine) > len(theirs):
             return self._missing(one, other.rank, other)
         if theirs[1:2] == mine[:1] and len(theirs) > len(mine):
@@ -156,15 +285,15 @@ class _Meeting:
     def _stuck(self, heads: Sequence[_Seen]) -> Problem:
         """Reports a deadlock: a rank never calls the collective, or ranks wait for one another in different groups."""
         for head in heads:
-            for rank in head.ranks:
-                if rank in self.queues and not any(seen.group == head.group for seen in self.queues[rank].rest()):
+            for rank in head.group.kept:
+                if not any(seen.group is head.group for seen in self.queues[rank].rest()):
                     return self._missing(head, rank, self.queues[rank].head)
         # Everyone would come, but in another order: follow who waits for whom.
         one = heads[0]
         for _ in range(len(heads)):
-            present = [self.queues[rank].head for rank in one.ranks if rank in self.queues]
-            other = next(seen for seen in present if seen is not None and seen.group != one.group)
-            if one.rank in other.ranks:
+            present = [self.queues[rank].head for rank in one.group.kept]
+            other = next(seen for seen in present if seen is not None and seen.group is not one.group)
+            if one.rank in other.group.kept:
                 break
             one = other
         return _two(
@@ -183,7 +312,7 @@ class _Meeting:
             f"    rank {extra.rank}: {_at(extra.event)}\n"
             f"    rank {rank}: {then}\n"
             f"    Is it inside a branch that only some ranks take? Call it on all ranks of {extra.event.axis} "
-            f"{list(extra.ranks)}, or on none."
+            f"{_shown(extra.group.ranks)}, or on none."
         )
         return Problem("collectives", message, (extra.rank, rank), tuple(lines))
 
@@ -198,16 +327,26 @@ def _two(one: _Seen, other: _Seen, what: str, repair: str) -> Problem:
     return Problem("collectives", message, (one.rank, other.rank), (*places(one.event), *places(other.event)))
 
 
-def _messages(mesh: Mesh, messages: Sequence[_Seen], kept: set[int]) -> list[Problem]:
+def _shown(ranks: Sequence[int], most: int = 64) -> str:
+    if len(ranks) <= most:
+        return str([*ranks])
+    return f"[{', '.join(map(str, ranks[:most]))}, ...] ({len(ranks)} ranks)"
+
+
+def _messages(explored: Explored) -> list[Problem]:
     """Pairs sends and receives between two ranks, in order."""
+    mesh = explored.mesh
     channels: dict[Any, tuple[list[_Seen], list[_Seen]]] = {}
-    for seen in messages:
-        ends = (seen.rank, seen.peer) if seen.event.verb == "send" else (seen.peer, seen.rank)
-        if seen.peer in kept:
-            pair = channels.setdefault((seen.group, ends, seen.event.tag), ([], []))
-            pair[seen.event.verb == "recv"].append(seen)
+    sent_by = {id(program): [event for event in program.events if is_message(event)] for program in explored.distinct}
+    for rank in kept_for_messages(explored):
+        for event in sent_by[id(explored.programs[rank])]:
+            own = event if event.rank == rank else event.on(rank)
+            seen = _Seen(own, _Group(own.ranks, []))
+            ends = (rank, seen.peer) if own.verb == "send" else (seen.peer, rank)
+            pair = channels.setdefault((own.axis, own.ranks, ends, own.tag), ([], []))
+            pair[own.verb == "recv"].append(seen)
     problems = []
-    for (_, (source, target), _), (sends, receives) in channels.items():
+    for (_, _, (source, target), _), (sends, receives) in channels.items():
         for sent, received in zip(sends, receives):
             if (sent.event.shape, sent.event.dtype) != (received.event.shape, received.event.dtype):
                 problems.append(_unequal(mesh, sent, received))

@@ -7,19 +7,22 @@ an int without asking it (`items[rank]`), so the last rank of each kind is playe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from ...comm.backends.observed import Event
-from ...mesh import DENSE_AXES, Mesh
+from ...comm.rank_tables import RankTable
+from ...mesh import Mesh
 from ...pipeline.schedule import Schedule
 from .calls import Deadline, Op, OutOfTime
+from .cells import Cells
 from .played import PHASES, Phase, Played, Subject
 from .seeds import differing_seeds
 from .wire import Wire
 
-__all__ = ["Explored", "PhaseFailure", "RankProgram", "explore"]
+__all__ = ["Explored", "PhaseFailure", "Programs", "RankProgram", "explore"]
 
 CONFIRMED_OPS = 3_000  # operators to spend on ranks that should do the same
 
@@ -56,10 +59,81 @@ class RankProgram:
         events = tuple((e.verb, e.axis, e.op, e.shape, e.dtype, peer_index(e), e.tag, e.pairs) for e in self.events)
         return events, tuple((op.name, op.scalars, op.draw and op.draw.seed) for op in self.ops)
 
+    def lines(self) -> Any:
+        """Equal for programs that do the same at the same lines, be it on other stages, with other neighbours."""
+        events = tuple((e.verb, e.axis, e.op, e.shape, e.dtype, e.where, e.inside) for e in self.events)
+        return events, tuple((op.name, op.scalars, op.site) for op in self.ops)
+
 
 def peer_index(event: Event) -> int | None:
     """The other end of a message, or the source of a broadcast, as an index in the group."""
     return None if event.peer is None else event.ranks.index(event.peer)
+
+
+class Programs(Mapping[int, RankProgram]):
+    """The program of each rank, kept for whole cells of ranks; a rank that time did not suffice for has none.
+
+    Attributes:
+        cells: the ranks, those apart that a program told apart.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.cells = Cells(mesh)
+        self._shared: list[tuple[RankProgram, dict[RankTable, Any]]] = []  # with what a rank is told that runs it
+        self._alone: dict[int, RankProgram] = {}
+        self._known: dict[int, RankProgram | None] = {}  # of representatives
+
+    def add(self, program: RankProgram, reads: Iterable[RankTable]) -> None:
+        """What all ranks of the program's stage do that are told the same, if they have no program yet."""
+        coordinates = self.cells.mesh.coordinates(program.rank)
+        answers = {table: table.at(coordinates) for table in reads}
+        for table in answers:
+            self.cells.cut(table)
+        self._shared.append((program, answers))
+        self._known.clear()
+
+    def add_alone(self, program: RankProgram) -> None:
+        """What one rank does, and no other."""
+        self.cells.isolate(program.rank)
+        self._alone[program.rank] = program
+        self._known.clear()
+
+    def missing(self, stage: int) -> int | None:
+        """The first rank of a stage that has no program yet."""
+        return next((rank for rank in self.cells.representatives(stage) if self._of(rank) is None), None)
+
+    def distinct(self) -> list[RankProgram]:
+        """Each program once, in the order of its first rank."""
+        found = map(self._of, self.cells.representatives())
+        return list({id(program): program for program in found if program is not None}.values())
+
+    def backwards(self, program: RankProgram) -> Iterator[int]:
+        """The ranks that run it, from the last on."""
+        return self.cells.backwards(rank for rank in self.cells.representatives() if self._of(rank) is program)
+
+    def _of(self, representative: int) -> RankProgram | None:
+        if representative not in self._known:
+            at = self.cells.mesh.coordinates(representative)
+            shared = (
+                program
+                for program, answers in self._shared
+                if self.cells.mesh.coordinate("pp", program.rank) == at["pp"]
+                and all(table.at(at) == answer for table, answer in answers.items())
+            )
+            self._known[representative] = self._alone.get(representative) or next(shared, None)
+        return self._known[representative]
+
+    def __getitem__(self, rank: int) -> RankProgram:
+        program = self._of(self.cells.representative(rank))
+        if program is None:
+            raise KeyError(rank)
+        return program
+
+    def __iter__(self) -> Iterator[int]:
+        return (rank for rank in range(self.cells.mesh.world_size) if rank in self)
+
+    def __len__(self) -> int:
+        return sum(self.cells.count(rank) for rank in self.cells.representatives() if self._of(rank) is not None)
 
 
 @dataclass
@@ -67,7 +141,7 @@ class Explored:
     """The programs of all ranks.
 
     Attributes:
-        programs: by rank; ranks may share one. A rank that time did not suffice for is missing.
+        programs: by rank.
         schedule: of the pipeline model; of the longest, if ranks made different ones; None without a pipeline.
         plays: how many ranks were played, in whole or in part.
         finished: whether time sufficed.
@@ -76,7 +150,6 @@ class Explored:
     """
 
     mesh: Mesh
-    programs: dict[int, RankProgram] = field(default_factory=dict)
     schedule: Schedule | None = None
     plays: int = 0
     finished: bool = True
@@ -84,26 +157,13 @@ class Explored:
     trusted: dict[str, str] = field(default_factory=dict)
     assumed: dict[str, str] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self.programs = Programs(self.mesh)
+
     @property
     def distinct(self) -> list[RankProgram]:
         """Each program once, in the order of its first rank."""
-        return list({id(self.programs[rank]): self.programs[rank] for rank in sorted(self.programs)}.values())
-
-    def representatives(self) -> list[int]:
-        """Ranks that show all there is to compare: one coordinate of each axis along which all programs are shared."""
-        mesh, programs = self.mesh, self.programs
-        kept = sorted(programs)
-        coordinates = {rank: mesh.coordinates(rank) for rank in kept}
-        for axis in DENSE_AXES:
-            first: dict[Any, RankProgram] = {}
-            shared = all(
-                first.setdefault(tuple(c for a, c in coordinates[rank].items() if a in DENSE_AXES and a != axis), p)
-                is p
-                for rank, p in programs.items()
-            )
-            if shared:
-                kept = [rank for rank in kept if coordinates[rank][axis] == 0]
-        return kept
+        return self.programs.distinct()
 
 
 def explore(subject: Subject, mesh: Mesh, deadline: Deadline, twice: bool = True) -> Explored:
@@ -125,9 +185,9 @@ def explore(subject: Subject, mesh: Mesh, deadline: Deadline, twice: bool = True
 def _explore(subject: Subject, mesh: Mesh, deadline: Deadline, twice: bool) -> Explored:
     explored = Explored(mesh)
     try:
-        for ranks in _stages(mesh):
-            _explore_stage(subject, ranks, deadline, explored)
-            if any(explored.programs[rank].failure is not None for rank in ranks):
+        for stage in range(mesh.pp):
+            _explore_stage(subject, stage, deadline, explored)
+            if any(program.failure is not None for program in explored.distinct):
                 break  # the next stages are given what this one sends
         if twice:
             _confirm(subject, deadline, explored)
@@ -136,22 +196,11 @@ def _explore(subject: Subject, mesh: Mesh, deadline: Deadline, twice: bool) -> E
     return explored
 
 
-def _stages(mesh: Mesh) -> list[list[int]]:
-    stages: list[list[int]] = [[] for _ in range(mesh.pp)]
-    for rank in range(mesh.world_size):
-        stages[mesh.coordinate("pp", rank)].append(rank)
-    return stages
-
-
-def _explore_stage(subject: Subject, ranks: list[int], deadline: Deadline, explored: Explored) -> None:
-    left = list(ranks)
+def _explore_stage(subject: Subject, stage: int, deadline: Deadline, explored: Explored) -> None:
     models: list[Played] = []  # that were built so far
-    while left:
-        rank = left[0]
+    while (rank := explored.programs.missing(stage)) is not None:
         played, program = _play(subject, rank, deadline, explored, models)
-        same = [other for other in left if other == rank or played.same_program(other)]
-        explored.programs.update(dict.fromkeys(same, program))
-        left = [other for other in left if other not in set(same)]
+        explored.programs.add(program, played.answers())
         schedules = [each for each in (explored.schedule, played.schedule) if each is not None]
         explored.schedule = max(schedules, key=lambda each: each.num_microbatches, default=None)
 
@@ -200,23 +249,31 @@ def _run(played: Played, rank: int, phases: Iterable[str]) -> RankProgram:
 
 
 def _confirm(subject: Subject, deadline: Deadline, explored: Explored) -> None:
-    """Plays the last rank of each kind, and of small programs all; where one does something else, all of that kind."""
+    """Plays the last rank of each kind, and of small programs all; where one does something else, all of that kind.
+
+    Stages that do the same, line by line, are one kind: of the middle stages of a large pipeline one is played again.
+    """
     left = CONFIRMED_OPS
+    confirmed: set[Any] = set()
     models: dict[int, list[Played]] = {}  # by stage: what two kinds have in common is played once more, not twice
-    kinds = [
-        (program, [r for r, other in explored.programs.items() if other is program]) for program in explored.distinct
-    ]
-    for program, same in sorted(kinds, key=lambda kind: -kind[1][-1]):
-        if len(same) == 1 or program.failure is not None:
-            continue
+    programs = explored.programs
+    kinds = []
+    for program in explored.distinct:
+        others = (rank for rank in programs.backwards(program) if rank != program.rank)
+        last = next(others, None)
+        if last is not None and program.failure is None:
+            kinds.append((last, others, program))
+    for last, others, program in sorted(kinds, key=lambda kind: -kind[0]):
         signature = program.signature()
-        is_same = True
-        for position, rank in enumerate(reversed(same[1:])):
-            if position and is_same and left < len(program.ops):
+        is_same, is_known = True, program.lines() in confirmed
+        for position, rank in enumerate(chain([last], others)):
+            if (position or is_known) and is_same and left < len(program.ops):
                 break
             left -= len(program.ops)
             known = [] if position else models.setdefault(explored.mesh.coordinate("pp", rank), [])
             _, second = _play(subject, rank, deadline, explored, known)
             if second.failure is not None or second.signature() != signature:
                 is_same = False
-                explored.programs[rank] = second
+                programs.add_alone(second)
+        if is_same:
+            confirmed.add(program.lines())

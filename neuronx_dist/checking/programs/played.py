@@ -25,8 +25,9 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from ... import comm
 from ...call_site import DRIVER, PACKAGE, USER, hide, nearest_line
 from ...comm.backends.observed import CheckBackend, Event
+from ...comm.rank_tables import RankTable
 from ...comm.rank_values import Read
-from ...gradients.gradient import parameters_of
+from ...gradients.gradient import ParameterGradient, parameters_of
 from ...gradients.reduce import reduce_gradients
 from ...mesh import Mesh
 from ...optimizer import MasterWeightsOptimizer, NeuronZero1Optimizer
@@ -131,6 +132,10 @@ class Played:
     def same_program(self, rank: int, phases: tuple[str, ...] = PHASES) -> bool:
         """Whether `rank` would have been told the same whenever the program asked where it is."""
         return all(self.phases[name].backend.same_program(rank) for name in phases if name in self.phases)
+
+    def answers(self) -> list[RankTable]:
+        """What the program was told wherever it asked where it is, on all ranks."""
+        return [read.answers for phase in self.phases.values() for read in phase.backend.reads]
 
     # --- the phases
 
@@ -266,9 +271,7 @@ class Played:
 
     def _forget_gradients(self) -> None:
         for param in self.model.parameters():
-            param.grad = None
-            if hasattr(param, "main_grad"):
-                param.main_grad = None
+            ParameterGradient(param).clear()
 
     def _states(self) -> list[tuple[Any, Any]]:
         return [(wrapped, dict(wrapped.state)) for wrapped in optimizers_of(self.optimizer)]
@@ -300,7 +303,7 @@ class Recordings:
                 for name, read in reads:  # this rank has asked them too
                     observed = phases[name].observed
                     assert observed is not None
-                    observed.read(read.names, read.answers)
+                    observed.read(read.answers)
                 return recording
         before = {name: len(backend.reads) for name, backend in phases.items()}
         recording = record(module, inputs, leaf_classes, device)

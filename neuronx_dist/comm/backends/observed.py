@@ -16,13 +16,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ...call_site import call_site, call_sites
-from ...mesh import DENSE_AXES, Mesh
+from ...mesh import Groups, Mesh
 from ..base import Backend, Communicator, WorkLike
 from ..rank_values import ObservedRank, RankValue, Read, concrete, value_on
 from .shapes import ShapesCommunicator
@@ -57,7 +58,8 @@ class Event:
         assert self.communicator is not None
         ranks = self.communicator.ranks_of(rank)
         peer = ranks[value_on(self.peer_index, rank)] if self.peer_index is not None else None
-        return replace(self, rank=rank, ranks=ranks, peer=peer, tag=value_on(self.tag, rank))
+        pairs = tuple((value_on(source, rank), value_on(target, rank)) for source, target in self.pairs)
+        return replace(self, rank=rank, ranks=ranks, peer=peer, tag=value_on(self.tag, rank), pairs=pairs)
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -93,28 +95,29 @@ class CheckCommunicator(ShapesCommunicator):
         observed: ObservedRank,
         backend: CheckBackend,
         symbolic: bool,
-        on_mesh: bool,
     ) -> None:
         self.axis = axis
         self.backend = backend
         self._observed = observed
         self._symbolic = symbolic
         self._groups = groups
-        self._axis = tuple(axis.split(",")) if "," in axis else axis if axis else ()
-        self._on_mesh = on_mesh
-        self.concrete_ranks = tuple(next(group for group in groups if observed.number in group))
+        self._known: dict[int, tuple[int, ...]] = {}
+        self.concrete_ranks = self.ranks_of(observed.number)
         self._size = len(self.concrete_ranks)
         self._rank: int | None = None
         self._ranks: tuple[int, ...] | None = None
-        if symbolic and len({len(group) for group in groups} - {1}) > 1:
-            self._size = self._of_each_rank(lambda group, rank: len(group))
+        if symbolic and not isinstance(groups, Groups) and len({len(group) for group in groups} - {1}) > 1:
+            self._size = self._of_each_rank(lambda group, index: len(group))
+
+    @property
+    def mesh_groups(self) -> Groups | None:
+        """The groups of all ranks, if they are those along an axis of the mesh."""
+        return self._groups if isinstance(self._groups, Groups) else None
 
     def _of_each_rank(self, value: Callable[[Sequence[int], int], int]) -> int:
-        table = [0] * self._observed.mesh.world_size
-        for group in self._groups:
-            for rank in group:
-                table[rank] = value(group, rank)
-        return self._observed.value_by_rank(table)
+        """What `value` gives for each rank's group and its index there."""
+        by_rank = {rank: value(group, index) for group in self._groups for index, rank in enumerate(group)}
+        return self._observed.value(self._observed.table_by_rank(by_rank))
 
     @property
     def rank(self) -> int:  # type: ignore[override]
@@ -122,10 +125,10 @@ class CheckCommunicator(ShapesCommunicator):
         if self._rank is None:
             if not self._symbolic:
                 self._rank = self.concrete_ranks.index(self._observed.number)
-            elif self._on_mesh:
-                self._rank = self._observed.mesh.coordinate(self._axis, self._observed.rank)
+            elif isinstance(self._groups, Groups):
+                self._rank = self._observed.mesh.coordinate(self._groups.axis, self._observed.rank)
             else:
-                self._rank = self._of_each_rank(lambda group, rank: list(group).index(rank))
+                self._rank = self._of_each_rank(lambda group, index: index)
         return self._rank
 
     @property
@@ -138,16 +141,29 @@ class CheckCommunicator(ShapesCommunicator):
         if self._ranks is None:
             if not self._symbolic:
                 self._ranks = self.concrete_ranks
+            elif isinstance(self._groups, Groups):
+                self._ranks = self._observed.group(self._groups.axis)
             elif isinstance(self.size, RankValue):
-                by_rank = {rank: tuple(group) for group in self._groups for rank in group}
-                return self._observed.read(DENSE_AXES, self._observed.table_by_rank(by_rank))
+                ranks: tuple[int, ...] = self._observed.read(self._observed.table_by_rank(self._by_rank))
+                return ranks
             else:
                 self._ranks = self._observed.group_in(self._groups, self.rank)
         return self._ranks
 
+    @cached_property
+    def _by_rank(self) -> dict[int, tuple[int, ...]]:
+        return {rank: ranks for ranks in map(tuple, self._groups) for rank in ranks}
+
     def ranks_of(self, rank: int) -> tuple[int, ...]:
         """The ranks of the group that `rank` has where this rank has this one."""
-        return tuple(next(group for group in self._groups if rank in group))
+        if rank not in self._known:
+            by_rank = self._groups
+            self._known[rank] = tuple(by_rank.of(rank)) if isinstance(by_rank, Groups) else self._by_rank[rank]
+        return self._known[rank]
+
+    def all_groups(self) -> list[tuple[int, ...]]:
+        """The groups of all ranks."""
+        return [tuple(group) for group in self._groups]
 
     def _event(
         self, verb: str, x: torch.Tensor | None, op: str | None = None, peer: int | None = None, **more: Any
@@ -272,20 +288,15 @@ class CheckBackend(Backend):
     ) -> Communicator:
         observed = self.observed
         assert observed is not None
-        axis = tuple(label.split(",")) if "," in label else label if label else ()
-        try:
-            on_mesh = [list(group) for group in groups] == observed.mesh.groups(axis)
-        except ValueError:  # the name of no axis
-            on_mesh = False
-        return CheckCommunicator(label, groups, observed, self, self.symbolic, on_mesh)
+        return CheckCommunicator(label, groups, observed, self, self.symbolic)
 
     def wrap(self, group: Any, global_rank: int) -> Communicator:
         """A process group of the user's. Which groups the other ranks have is not known: they are taken to differ."""
         observed = self.observed
         assert observed is not None
         ranks = dist.get_process_group_ranks(group)
-        observed.read(DENSE_AXES, observed.table_by_rank(range(observed.mesh.world_size)))
-        return CheckCommunicator(group.group_desc or "group", [ranks], observed, self, False, False)
+        int(observed.rank)
+        return CheckCommunicator(group.group_desc or "group", [ranks], observed, self, False)
 
     def _next(self) -> int:
         self._number += 1

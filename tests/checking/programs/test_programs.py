@@ -12,6 +12,7 @@ import torch
 import neuronx_dist as nxd
 from neuronx_dist import Mesh, comm, spmd
 from neuronx_dist.checking.programs.calls import Deadline
+from neuronx_dist.checking.programs.compare import kept_for_collectives
 from neuronx_dist.checking.programs.explore import explore
 from neuronx_dist.checking.programs.played import Subject
 from tests.checking.programs import checked_models as models
@@ -34,11 +35,9 @@ def test_a_right_model_is_ok_and_says_what_was_covered():
     assert report.ok and report.problems == []
     assert report.programs == 1 and report.world_size == 8
     assert report.collectives == 2  # the row layer's, and the gradients'
-    assert re.fullmatch(
-        r"ok: \d+ operators, 2 collectives, 8 ranks with one program; axes of size 1 not checked: pp, cp; "
-        r"types not checked",
-        str(report),
-    )
+    assert str(report) == "check ok: 8 ranks, types not checked: collectives agree"
+    assert re.search(r"\d+ operators, 2 collectives, 8 ranks with one program; played in \d+ runs", report.details())
+    assert "axes of size 1, along which there is nothing to check: pp, cp" in report.details()
 
 
 def test_nothing_of_the_process_changes():
@@ -131,7 +130,7 @@ def played(model_fn, mesh, inputs=models.example_inputs, twice=False, **options)
 def test_one_rank_is_played_where_none_looks_at_its_coordinates():
     found = played(models.model_fn, Mesh(4096, tp=4))
     assert found.plays == 1 and len(found.programs) == 4096
-    assert found.representatives() == [0]
+    assert kept_for_collectives(found) == [0]
 
 
 def test_a_rank_is_played_for_each_answer_and_not_for_each_rank():
@@ -146,7 +145,15 @@ def test_stages_are_programs_of_their_own():
     found = played(models.pipeline, Mesh(16, tp=2, pp=4), models.pipeline_inputs)
     assert found.schedule.num_microbatches == 4
     assert {program.rank for program in found.distinct} == {0, 4, 8, 12}
-    assert found.representatives() == [0, 4, 8, 12]
+    assert kept_for_collectives(found) == [0, 4, 8, 12]
+
+
+def test_stages_that_do_the_same_line_by_line_are_played_a_second_time_once(monkeypatch):
+    monkeypatch.setattr("neuronx_dist.checking.programs.explore.CONFIRMED_OPS", 0)
+    found = played(models.pipeline, Mesh(16, tp=2, pp=4), models.pipeline_inputs, twice=True)
+    first, second, third, last = found.distinct
+    assert second.lines() == third.lines() and first.lines() != second.lines() != last.lines()
+    assert found.plays == 4 + 3
 
 
 def test_only_the_phase_that_looked_is_played_again():
@@ -203,9 +210,10 @@ def test_differences_that_are_allowed_are_listed():
 
     report = spmd.check(model_fn, models.example_inputs(), MESH, level=None)
     assert report.ok and report.programs == 2
-    assert str(report).startswith("ok: ") and "2 of 8 rank programs differ, all agree" in str(report)
+    assert str(report).startswith("check ok: ") and "2 programs on 8 ranks" in report.details()
     (difference,) = report.differences
     assert difference.startswith("ranks 0 and 1 call _foreach_norm with different numbers or shapes at ")
+    assert "what ranks do differently, and may:\n    ranks 0 and 1 call _foreach_norm" in report.details()
 
 
 # --- what may be given -----------------------------------------------------------------------------------------------

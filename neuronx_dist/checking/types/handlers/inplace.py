@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ....call_site import call_site
 from ....spmd.errors import SpmdTypeError
-from ....spmd.tensor_type import NAME, NOTE, READONLY, ZERO_TYPE, Foreign, Note, TensorType, note_of, type_of
+from ....spmd.tensor_type import NAME, NOTE, READONLY, ZERO_TYPE, Foreign, Note, TensorType, note_of, type_of, version
 from ....spmd.types import SAME, UNIFORM, VARYING, ZERO, R, Shard, SpmdType, V, scaled
 from ..messages.explain import data_error, shown, write_error
 from ..rules import Rule
@@ -116,11 +116,11 @@ def note_write(mode: Session, target: Tensor, type_: TensorType, origins: Any, e
         if len(mode.writes) > _MOST:
             mode.writes = {key: write for key, write in mode.writes.items() if write.memory() is not None}
         known = mode.writes[storage._cdata] = Writes(ref(storage))
-    known.version = target._version
+    known.version = version(target)
     if old is not None:
         full = target.numel() * target.itemsize == target.untyped_storage().nbytes() and target.is_contiguous()
         seen = target.requires_grad and torch.is_grad_enabled()
-        known.kinds[old, new, full, seen] = target._version
+        known.kinds[old, new, full, seen] = version(target)
 
 
 def _has_no_memory(x: Tensor) -> bool:
@@ -162,7 +162,7 @@ def stale(mode: Session, x: Tensor, note: Note) -> Note:
     """
     known = last_write(mode, x)
     kinds: list[tuple[TensorType, TensorType, bool, bool]] = []
-    if known is not None and known.version == x._version:
+    if known is not None and known.version == version(x):
         in_order = sorted(known.kinds.items(), key=lambda item: item[1])
         kinds = [kind for kind, version in in_order if version > note.version]
     else:
@@ -202,7 +202,7 @@ def stale(mode: Session, x: Tensor, note: Note) -> Note:
             rest = _joined(rest, old.rest, new.rest, full, differentiable) or rest
         type_ = TensorType.of(types, rest)
     extra = None if isinstance(note.extra, Foreign) else note.extra  # it may have been masked through another view
-    fresh = note._replace(type=type_, session=mode.session, version=x._version, extra=extra)
+    fresh = note._replace(type=type_, session=mode.session, version=version(x), extra=extra)
     x.__dict__[NOTE] = tuple(fresh)  # `stamp` would ask torch whether it has a version, which is recorded as a call
     return fresh
 

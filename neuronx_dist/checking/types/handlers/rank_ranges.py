@@ -45,7 +45,7 @@ def _name(rule: Rule) -> str:
 def _number(value: Any, count: int | None) -> PerRank | None:
     """A number of a call on each rank of the axis; None if it differs over other axes, or is none."""
     if isinstance(value, RankValue):
-        return value.table if len(value.names) == 1 and count in (None, len(value.table)) else None
+        return value.table.values if len(value.names) == 1 and count in (None, value.table.count) else None
     return (value,) * count if isinstance(value, int) and not isinstance(value, bool) and count else None
 
 

@@ -110,7 +110,7 @@ def picked(mode: Session, rule: Rule, result: Any, args: tuple[Any, ...], kwargs
         note = note_of(piece)
         if note is None:
             return piece
-        own = index.table == tuple(range(len(pieces)))
+        own = len(index.names) == 1 and index.table.values == tuple(range(len(pieces)))
         is_shard = own and rule.name != "unbind"
         _part(mode, piece, note.type, index, Shard(dim % piece.dim()) if is_shard else V, own)
         return piece
@@ -167,8 +167,8 @@ def _slice(mode: Session, rule: Rule, result: Tensor, args: tuple[Any, ...], kwa
         return
     if not _is_whole(mode, x, whole, start):
         return
-    count = len(start.table)
-    own = start.table == tuple(number * length for number in range(count)) and count * length == x.shape[dim]
+    count = start.table.count
+    own = start.table.values == tuple(number * length for number in range(count)) and count * length == x.shape[dim]
     _part(mode, result, whole, start, Shard(dim) if own and result.dim() == x.dim() else V, own)
 
 
@@ -179,7 +179,7 @@ def _every(mode: Session, x: Tensor, result: Tensor, item: slice, dim: int) -> N
         return
     if not _is_whole(mode, x, whole, start):
         return
-    own = start.table == tuple(range(int(step))) and x.shape[dim] % step == 0
+    own = start.table.values == tuple(range(int(step))) and x.shape[dim] % step == 0
     _part(mode, result, whole, start, Shard(dim, x.shape[dim] // int(step)) if own else V, own)
 
 
