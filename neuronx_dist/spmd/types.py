@@ -20,6 +20,7 @@ ranks counts, R at scale k is P at scale k + 1: a value that is the same everywh
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Any, ClassVar
 
 __all__ = ["DIFFERING", "SAME", "VARYING", "I", "P", "R", "S", "Shard", "SpmdType", "V", "dual", "scaled", "unscaled"]
@@ -108,11 +109,14 @@ class Shard:
         extent: how many of this rank's positions in a block the sharding counts; what lies inside of one is whole
             (heads, when heads and head dim were merged). None: all of the block.
         scale: the ranks hold N^scale times the pieces.
+        part: which part of the positions that a rank had was taken, from and to, as fractions: the ranks' parts are the
+            pieces of a tensor, and not that part of the whole. None: all.
     """
 
     dim: int
     stride: int = 1
     extent: int | None = None
+    part: tuple[Fraction, Fraction] | None = None
     scale: int = 0
 
     letter: ClassVar[str] = "S"

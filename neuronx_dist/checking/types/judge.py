@@ -24,9 +24,10 @@ from ...spmd.axes import order_of
 from ...spmd.errors import Violation
 from ...spmd.tensor_type import TensorType
 from ...spmd.types import SAME, UNIFORM, VARYING, ZERO, I, P, R, Shard, SpmdType, V, repeated, scaled
+from .rules.names import CATS
 from .rules.spec import Dims, Rule, Spec
 from .scales import as_summands, result_scale
-from .shard_positions import ShardPosition, locate, put
+from .shard_positions import ShardPosition, difference, locate, part_of, put, put_together
 
 __all__ = ["EXPANDS", "Judgement", "Operand", "judge"]
 
@@ -37,6 +38,8 @@ EXACT = frozenset(
     "gather scatter scatter_add scatter_reduce index_put index_add index_copy cat concat concatenate stack hstack "
     "vstack dstack row_stack column_stack bmm baddbmm addbmm cross_entropy nll_loss kl_div".split()
 )
+# Along these axes ranks have other samples: which ones a rank has does not matter, if all are used alike.
+SAMPLES = frozenset(("dp", "edp", "ep", "ep/cp"))
 LOOKUPS = ("__getitem__", "gather", "index_select", "take_along_dim")  # of operand 0, by the others
 
 
@@ -295,6 +298,9 @@ def _sharded(
     partial: Sequence[int],
 ) -> list[SpmdType]:
     name = call.rule.name
+    whole = put_together(spec, spmd_types) if name in CATS else None
+    if whole is not None:
+        return [whole]
     position: ShardPosition | None = None
     for index in sharded:
         dims = spec.ins[index]
@@ -304,14 +310,9 @@ def _sharded(
         own = locate(dims, shard, spec, axis, index, name)
         if position is None:
             position, first = own, index
-        elif own[:2] != position[:2]:  # the extent says what was merged with what, not which rank has what
-            other = spmd_types[first]
-            if own.label == position.label:
-                why = f"both are sharded on the same dim, but in another way ({other} and {shard})"
-            else:
-                why = f"one is sharded on dim {other.dim}, the other on dim {shard.dim}: "  # type: ignore[union-attr]
-                why += "these are different dims of the result, and every rank has but one pair of pieces"
-            raise Violation("shards", axis, why, [index, first])
+        elif (own.label, own.stride, own.part) != (position.label, position.stride, position.part):
+            # The extent, which is left out, says what was merged with what, not which rank has what.
+            raise Violation("shards", axis, difference(own, position, shard, spmd_types[first]), [index, first])
     assert position is not None
     call.positions[axis] = position
     label = position.label
@@ -320,8 +321,19 @@ def _sharded(
     dim = spmd_types[first].dim  # type: ignore[union-attr]
     if label in spec.fixed:
         if label in spec.looked_up and unknown:
-            call.assumed.append(f"{name}: a lookup in a sharded dim {dim} by positions that vary")
+            call.assumed.append(
+                f"{name}: a lookup in a sharded dim {dim} by positions that vary: that this rank holds all of them "
+                "(numeric=True compares the values)"
+            )
             return [V] * call.results
+        if axis in SAMPLES and label in spec.ranges and position.stride == 1 and len(call.operands) == 1:
+            text = f"{name}: each rank takes its own part of sharded dim {dim}: that all parts together are used alike"
+            call.assumed.append(text)
+            del call.positions[axis]  # it is along no label of the results
+            return [
+                Shard(at, part=part_of(position.part, start, stop, length))
+                for at, start, stop, length in spec.ranges[label]
+            ]
         raise Violation("fixed", axis, f"dim {dim} is sharded, but {spec.fixed[label]}", [first])
     # A dim of size 1 that stays may be one that broadcasts: of size 1 in one process too.
     alone = spec.sizes[label] == 1 and label not in spec.reduced and name not in EXACT

@@ -17,6 +17,7 @@ from ...spmd.tensor_type import EQUAL, Note, Origin, TensorType, tensors_in, typ
 from ...spmd.types import DIFFERING, R, V
 from .handlers.axis_numbers import with_factors, with_numbers
 from .handlers.inplace import OVERWRITES, overwritten
+from .handlers.lookups import assumed_masked
 from .handlers.random_numbers import draws, made_type, stream_type
 from .handlers.rank_values import counted, rank_values
 from .handlers.vmapped import batched, refused, with_hidden_dims
@@ -89,6 +90,7 @@ def judge_call(
             raise refused(rule, violation, tensors, notes) from None
         call = JudgedCall(rule, func, args, kwargs, tensors, [*operand_types, *numbers, *drawn], spec, affine)
         raise explain(mode, violation, call) from None
+    judgement = assumed_masked(rule, notes, judgement)
     judgement = judgement._replace(assumed=(*judgement.assumed, *assumed))
     return _assuming(mode, with_numbers(mode, rule, args, kwargs, judgement))
 

@@ -25,9 +25,14 @@ from ...weights.partial_model import partial_model
 from .judge import Judgement
 from .rules import Rule
 
-__all__ = ["Session", "in_backward"]
+__all__ = ["Session", "in_backward", "new_session"]
 
 _sessions = count(time.time_ns())  # no note of another process, out of a file, is ever taken for one of this
+
+
+def new_session() -> int:
+    """A serial number that no mode had yet."""
+    return next(_sessions)
 
 
 class Session(TorchFunctionMode):
@@ -35,7 +40,8 @@ class Session(TorchFunctionMode):
 
     Attributes:
         mesh, level, strict: as given to the mode.
-        session: serial number of this mode, which its notes have.
+        session: serial number of this mode, or of the scope of local code that it is in, which its notes have.
+        scope: of local code (handlers/local_code.py), while one is entered.
         assumed, trusted: (text, line) -> how often.
         num_assumptions: how often anything was assumed or trusted: a judgement during which it moved is not cached.
         operators, collectives: how many were checked.
@@ -65,7 +71,8 @@ class Session(TorchFunctionMode):
         super().__init__()
         self.mesh: Mesh | None = None if mesh is None else mesh_of(mesh)
         self.level, self.strict = level, strict
-        self.session = next(_sessions)
+        self.session = new_session()
+        self.scope: Any = None
         self.assumed: dict[tuple[str, str], int] = {}
         self.trusted: dict[tuple[str, str], int] = {}
         self.operators = self.collectives = 0

@@ -159,8 +159,8 @@ def test_a_tensor_that_is_not_what_src_says_is_refused():
                 what = (operator.__name__, src, dst, actual)
                 x = typed(torch.zeros(shape), actual).requires_grad_()
                 reduces = operator in (spmd.all_reduce, spmd.reduce_scatter)
-                fits = actual == src or (src is V and actual.letter == "S")
-                unknown = actual is V and (src.letter == "S" or (src is P and reduces))
+                fits = actual == src or (src is V and actual.letter == "S" and not reduces)
+                unknown = actual is V and (src.letter == "S" or (src in (P, V) and reduces))
                 with SpmdTypeMode() as mode:
                     if fits or unknown:  # of V nothing is known: it is taken for that, which is listed
                         operator(x, "tp", src=src, dst=dst, **options)

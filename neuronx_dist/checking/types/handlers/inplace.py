@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ....call_site import call_site
 from ....spmd.errors import SpmdTypeError
-from ....spmd.tensor_type import NAME, NOTE, READONLY, ZERO_TYPE, Note, TensorType, note_of, type_of
+from ....spmd.tensor_type import NAME, NOTE, READONLY, ZERO_TYPE, Foreign, Note, TensorType, note_of, type_of
 from ....spmd.types import SAME, UNIFORM, VARYING, ZERO, R, Shard, SpmdType, V, scaled
 from ..messages.explain import data_error, shown, write_error
 from ..rules import Rule
@@ -201,7 +201,8 @@ def stale(mode: Session, x: Tensor, note: Note) -> Note:
         if rest is not None and new.rest is not None:
             rest = _joined(rest, old.rest, new.rest, full, differentiable) or rest
         type_ = TensorType.of(types, rest)
-    fresh = note._replace(type=type_, session=mode.session, version=x._version)
+    extra = None if isinstance(note.extra, Foreign) else note.extra  # it may have been masked through another view
+    fresh = note._replace(type=type_, session=mode.session, version=x._version, extra=extra)
     x.__dict__[NOTE] = tuple(fresh)  # `stamp` would ask torch whether it has a version, which is recorded as a call
     return fresh
 

@@ -23,7 +23,7 @@ from ....spmd.watching import HANDLERS
 from ..messages.explain import operator_error
 from ..session import Session
 from .inplace import note_write
-from .operators import cut, joined
+from .operators import check_masked, cut, joined
 from .vmapped import refuse_inside
 
 __all__ = ["verb_type"]
@@ -172,6 +172,7 @@ def _reduce(operand: _VerbOperand) -> SpmdType:
             raise operand.error(why, "wrong_reduction")
         return R
     if spmd_type is V:
+        check_masked(operand.mode, f"comm.{operand.verb}", operand.x, operand.note, atom, None, None)
         operand.mode.assume(f"comm.{operand.verb}: the values that vary over {atom} are summands")
         return R
     if spmd_type is ZERO or spmd_type is UNIFORM:  # ones are summed to count

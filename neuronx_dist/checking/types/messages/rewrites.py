@@ -20,7 +20,7 @@ from ..rules import RULES
 from .provenance import Named, Site
 from .trials import Change, Edit, JudgedCall, Repair, call_of, contracted, edit_of, legal, misfit, on_meta, written
 
-__all__ = ["SPECIAL", "declared", "fitting_sizes", "origin_repair", "otherwise"]
+__all__ = ["SPECIAL", "declared", "fitting_sizes", "local_code", "origin_repair", "otherwise"]
 
 _BLOCKS = ("chunk", "split", "unflatten", "tensor_split", "view", "reshape")
 
@@ -176,6 +176,17 @@ def _fixed(
                 text += f"(ColumnParallelLinear(..., stride={blocks})): each rank then holds its part of each"
                 yield Repair(text)
                 break
+
+
+_PICKING = frozenset("topk sort argsort msort kthvalue median argmax argmin cumsum cumprod".split())
+
+
+def local_code(violation: Violation, call: JudgedCall) -> Iterator[Repair]:
+    """A scope for code that picks positions of a shard and means this rank's own."""
+    picks = call.spec is not None and bool(call.spec.selected or call.spec.looked_up)
+    if violation.rule == "fixed" and (picks or call.rule.name in _PICKING):
+        yield Repair(f'spmd.local_map(function, out_types={{"{violation.axis}": ...}}) around it, if this rank\'s own '
+                     "positions are meant: it declares what the results are")  # fmt: skip
 
 
 def otherwise(mode: Any, violation: Violation, call: JudgedCall, names: Sequence[Named]) -> Iterator[Repair]:

@@ -61,6 +61,8 @@ class Spec(NamedTuple):
         looked_up: those of `fixed` that another operand indexes.
         at_any_scale: a positive factor of the operands changes nothing (`x == 0`, `isfinite`).
         infinite: the constant that makes the call affine is infinite, and so the same at any scale.
+        ranges: of labels along which the call takes ranges of positions: for each result its dim that holds the range,
+            and the range: from, to, of how many.
         weak: factors of size 1 that an operand may have or not: nothing but a shard of extent 1 is along them.
     """
 
@@ -74,6 +76,7 @@ class Spec(NamedTuple):
     weak: frozenset[int] = frozenset()
     at_any_scale: bool = False
     infinite: bool = False
+    ranges: dict[int, tuple[tuple[int, int, int, int], ...]] = {}
 
 
 class Rule(NamedTuple):
