@@ -337,8 +337,9 @@ class SpmdTypeMode(Session):
         type_ = judgement.types[0]
         check_write(self, call.rule, target, type_, call.tensors, call.notes)
         result = call.func(*call.args, **call.kwargs)
-        extra = lookup_note(self, call.rule, call.args, call.kwargs, call.tensors, call.notes, target, type_)
-        extra = batched(call.notes) if extra is None else extra
+        extra: Any = batched(call.notes)
+        if extra is None:
+            extra = lookup_note(self, call.rule, call.args, call.kwargs, call.tensors, call.notes, target, type_)
         note_write(self, target, type_, self.origins(judgement, call.notes), extra)
         keeps_type = bool(call.args) and target is call.args[0] is call.tensors[0] and type_ is call.notes[0].type
         if call.key is not None and keeps_type:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -22,7 +23,7 @@ from torch._functorch import vmap as vmap_module
 from ....call_site import call_site
 from ....spmd.errors import SpmdTypeError, Violation
 from ....spmd.tensor_type import Note, TensorType, note_of
-from ....spmd.types import P, Shard, SpmdType, repeated
+from ....spmd.types import P, Shard, SpmdType, repeated, scaled
 from ....spmd.watching import active
 from ..rules import Rule
 from ..rules.spec import Spec
@@ -113,9 +114,9 @@ def _moved(type_: TensorType, move: Callable[[int], int]) -> TensorType:
 
     def of(kind: SpmdType) -> SpmdType:
         if isinstance(kind, Shard):
-            return Shard(move(kind.dim), kind.stride, kind.extent)
+            return replace(kind, dim=move(kind.dim))
         along = getattr(kind, "along", None)
-        return repeated(frozenset(map(move, along))) if along else kind
+        return scaled(repeated(frozenset(map(move, along))), kind.scale) if along else kind
 
     rest = of(type_.rest) if type_.rest is not None else None
     return TensorType.of({axis: of(kind) for axis, kind in type_}, rest)
@@ -174,10 +175,10 @@ def _same_note(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _hidden_shards(note: Note) -> dict[str, tuple[int, int]]:
-    """By axis the hidden dim, `(level, size)`, that it shards."""
-    levels = _levels(note)
-    return {a: levels[k.dim] for a, k in note.type if isinstance(k, Shard) and k.dim < len(levels)}
+def _hidden_shards(note: Note) -> dict[str, Shard]:
+    """The axes that shard a hidden dim."""
+    count = len(_levels(note))
+    return {axis: kind for axis, kind in note.type if isinstance(kind, Shard) and kind.dim < count}
 
 
 @contextmanager
@@ -186,8 +187,8 @@ def seen_losses(mode: Session, losses: Sequence[Tensor]) -> Iterator[None]:
     before = [(x, note) for x in losses if (note := note_of(x)) is not None and isinstance(note.extra, Batched)]
     for x, note in before:
         type_ = note.type
-        for axis in _hidden_shards(note):
-            type_ = type_.with_axis(axis, P)
+        for axis, kind in _hidden_shards(note).items():
+            type_ = type_.with_axis(axis, scaled(P, kind.scale))
         mode.stamp(x, type_, note.origins)
     try:
         yield
@@ -205,8 +206,8 @@ def hidden_gradient(losses: Sequence[Note], note: Note, type_: TensorType) -> tu
     shift = len(whole.levels) - len(own)
     type_ = _moved(type_, lambda dim: order[own[dim]] if dim < len(own) else dim + shift)
     for loss in losses:
-        for axis, level in _hidden_shards(loss).items():
-            type_ = type_.with_axis(axis, Shard(order[level]))
+        for axis, kind in _hidden_shards(loss).items():
+            type_ = type_.with_axis(axis, replace(kind, dim=order[_levels(loss)[kind.dim]]))
     return type_, whole
 
 

@@ -71,7 +71,7 @@ class Labels:
             frozenset(self.selected),
             frozenset(self.looked_up),
             frozenset(self.weak),
-            self.ranges,
+            ranges=self.ranges,
         )
 
 
