@@ -58,7 +58,9 @@ class Context:
     def new_group(self, groups: Sequence[Sequence[int]], label: str) -> Communicator | None:
         """A communicator over explicit rank lists: every rank of the world calls this, in the same order."""
         if isinstance(groups, Groups) and groups.mesh == self.mesh:  # no rank is left out
-            return self.backend.communicator(label, groups, self.rank, own=True)
+            communicator = self.backend.communicator(label, groups, self.rank, own=True)
+            communicator.axis_sizes = self.mesh.sizes(groups.axis)
+            return communicator
         seen = [rank for group in groups for rank in group]
         members = set(seen)
         if len(members) != len(seen) or not members <= set(range(self.mesh.world_size)):
