@@ -6,9 +6,11 @@ backend implements the eight primitives below, and a better `start_coalesced` if
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn, Protocol
+from weakref import WeakValueDictionary
 
 import torch
 from torch.overrides import has_torch_function_unary
@@ -49,6 +51,10 @@ class Works:
             self._finish()
 
 
+_numbers = itertools.count()
+communicators: WeakValueDictionary[str, Communicator] = WeakValueDictionary()  # by key
+
+
 class Communicator:
     """A group of ranks along an axis, seen from one of them.
 
@@ -58,6 +64,7 @@ class Communicator:
         rank: this rank's index in the group.
         size: number of ranks in the group.
         global_rank: this rank's number in the job.
+        key: names it in this process, and on all ranks of the group alike, for compiled code.
     """
 
     def __init__(self, axis: str, ranks: Sequence[int], global_rank: int) -> None:
@@ -66,6 +73,8 @@ class Communicator:
         self.global_rank = global_rank
         self.size = len(self.ranks)
         self.rank = self.ranks.index(global_rank)
+        self.key = f"{axis}#{next(_numbers)}"
+        communicators[self.key] = self
 
     def coordinate(self, like: torch.Tensor) -> int | torch.Tensor:
         """`rank`, as computations on `like` should use it.

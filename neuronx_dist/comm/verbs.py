@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.compiler import is_compiling
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from ..call_site import reissues
@@ -27,6 +28,7 @@ from .base import Communicator, Handle, WorkLike, Works
 from .context import AxisLike, communicator
 from .operands import check_out, checked_dim, deliver, gathered_shape, scattered_first, wire_dtype
 from .rank_values import concrete
+from .traced import TracedHandle, verb_operator
 
 __all__ = [
     "all_gather",
@@ -64,6 +66,8 @@ def all_reduce(
     comm = communicator(axis)
     if comm.size == 1:
         return _alone(comm, x, out, async_op)
+    if is_compiling():
+        return _traced(_all_reduce, x, comm, (op, reduce_dtype), out, async_op)
     dtype = wire_dtype(x, op, reduce_dtype)
     check_out(out, x.shape, comm, "all_reduce")
     direct = out is not None and dtype == out.dtype and out.is_contiguous()
@@ -104,6 +108,8 @@ def all_gather(
     comm = communicator(axis)
     if comm.size == 1:
         return _alone(comm, x, out, async_op)
+    if is_compiling():
+        return _traced(_all_gather, x, comm, (dim,), out, async_op)
     dim = checked_dim(x, dim, "all_gather")
     x = x.detach()
     shape = gathered_shape(x, dim, comm)
@@ -151,6 +157,8 @@ def reduce_scatter(
     comm = communicator(axis)
     if comm.size == 1:
         return _alone(comm, x, out, async_op)
+    if is_compiling():
+        return _traced(_reduce_scatter, x, comm, (dim, op, reduce_dtype), out, async_op)
     dtype = wire_dtype(x, op, reduce_dtype)
     scattered = scattered_first(x.detach(), dim, comm, "reduce_scatter").contiguous()
     if dtype != x.dtype:
@@ -185,6 +193,8 @@ def all_to_all(
     comm = communicator(axis)
     if comm.size == 1:
         return _alone(comm, x, out, async_op)
+    if is_compiling():
+        return _traced(_all_to_all, x, comm, (split_dim, concat_dim), out, async_op)
     concat_dim = checked_dim(x, concat_dim, "all_to_all")
     scattered = scattered_first(x.detach(), split_dim, comm, "all_to_all").contiguous()
     if recording.recorders:
@@ -224,6 +234,8 @@ def permute(
     check_out(out, x.shape, comm, "permute")
     if comm.size == 1:
         return _alone(comm, x if pairs else torch.zeros_like(x), out, async_op)
+    if is_compiling():
+        return _traced(_permute, x, comm, (pairs,), out, async_op)
     x = x.detach().contiguous()
     if recording.recorders:
         recording.note(comm, "permute", x)
@@ -247,6 +259,8 @@ def broadcast(
     _index(comm, src, "broadcast", "src")
     if comm.size == 1:
         return _alone(comm, x, out, async_op)
+    if is_compiling():
+        return _traced(_broadcast, x, comm, (src,), out, async_op)
     check_out(out, x.shape, comm, "broadcast")
     direct = out is not None and out.is_contiguous() and out.dtype == x.dtype
     if direct and out is not None:
@@ -394,6 +408,24 @@ def _coalesced(
     return _run(comm, name, start, async_op, finish)
 
 
+def _traced(
+    operator: Callable[..., torch.Tensor],
+    x: torch.Tensor,
+    comm: Communicator,
+    arguments: tuple[Any, ...],
+    out: torch.Tensor | None,
+    async_op: bool,
+) -> Result:
+    """A verb in compiled code: its operator."""
+    result = operator(x.detach(), comm.key, *arguments)
+    if out is not None:
+        check_out(out, result.shape, comm, "a compiled collective")
+        with torch.no_grad():
+            out.copy_(result)
+        result = out
+    return TracedHandle(result) if async_op else result
+
+
 def _alone(comm: Communicator, x: torch.Tensor, out: torch.Tensor | None, async_op: bool) -> Result:
     if out is not None and out is not x:
         with torch.no_grad():
@@ -418,3 +450,24 @@ _DEFAULTS: dict[Callable[..., Result], dict[str, Any]] = {
     verb: dict(verb.__kwdefaults__ or {})
     for verb in (all_reduce, all_gather, reduce_scatter, all_to_all, permute, broadcast, send, recv)
 }
+
+
+_DTYPE = "ScalarType? reduce_dtype"
+_all_reduce = verb_operator(all_reduce, f"str op, {_DTYPE}", lambda x, comm, **_: x.shape)
+_all_gather = verb_operator(
+    all_gather, "int dim", lambda x, comm, dim: gathered_shape(x, checked_dim(x, dim, "all_gather"), comm)
+)
+_reduce_scatter = verb_operator(
+    reduce_scatter,
+    f"int dim, str op, {_DTYPE}",
+    lambda x, comm, dim, **_: scattered_first(x, dim, comm, "reduce_scatter").shape[1:],
+)
+_all_to_all = verb_operator(
+    all_to_all,
+    "int split_dim, int concat_dim",
+    lambda x, comm, split_dim, concat_dim: gathered_shape(
+        scattered_first(x, split_dim, comm, "all_to_all")[0], checked_dim(x, concat_dim, "all_to_all"), comm
+    ),
+)
+_permute = verb_operator(permute, "int[][] pairs", lambda x, comm, pairs: x.shape)
+_broadcast = verb_operator(broadcast, "int src", lambda x, comm, src: x.shape)

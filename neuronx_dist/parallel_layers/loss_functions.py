@@ -16,6 +16,7 @@ from ..comm import Communicator
 from ..comm.context import AxisLike
 from ..spmd import P, V
 from ..spmd.watching import see_through
+from .vocabulary import check_ids
 
 __all__ = ["parallel_cross_entropy"]
 
@@ -141,18 +142,8 @@ def _cross_entropy(
         raise ValueError(f"parallel_cross_entropy: label_smoothing must be in [0, 1], got {label_smoothing}")
     communicator = comm.communicator(tensor_model_parallel_group or "tp")
     if type(labels) is torch.Tensor and labels.device.type == "cpu":
-        _check_labels(labels, parallel_logits.shape[-1] * communicator.size, ignore_index)
+        check_ids(labels, parallel_logits.shape[-1] * communicator.size, ignore_index, "parallel_cross_entropy: label")
     return _ParallelCrossEntropy.apply(parallel_logits, labels, communicator, label_smoothing, ignore_index)
-
-
-@spmd.no_typecheck()  # each rank looks at its own
-def _check_labels(labels: torch.Tensor, vocab: int, ignore_index: int) -> None:
-    wrong = ((labels < 0) | (labels >= vocab)) & (labels != ignore_index)
-    if wrong.any():
-        raise IndexError(
-            f"parallel_cross_entropy: label {labels[wrong][0].item()} is outside the vocabulary of {vocab} and is not "
-            f"ignore_index={ignore_index}"
-        )
 
 
 see_through(parallel_cross_entropy, _cross_entropy)

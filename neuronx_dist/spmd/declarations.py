@@ -1,4 +1,8 @@
-"""What users and layers declare about the types of tensors."""
+"""What users and layers declare about the types of tensors.
+
+In compiled code declarations do nothing, and no tensor has a type: under the checker what was compiled runs as it is
+written (`checking/types/surroundings.py`), so it is checked all the same.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch.compiler import is_compiling
 
 from ..comm import context
 from ..mesh import Mesh
@@ -33,7 +38,7 @@ SHARD_OF = "_spmd_shard_of"  # key of the tensors' `__dict__`: (the parameter, t
 
 def has_local_type(x: torch.Tensor) -> bool:
     """Whether a tensor has a type."""
-    return note_of(x) is not None
+    return not is_compiling() and note_of(x) is not None
 
 
 def get_local_type(x: torch.Tensor) -> dict[Any, SpmdType]:
@@ -72,6 +77,8 @@ def assert_type(x: torch.Tensor, types: Mapping[Any, SpmdType]) -> torch.Tensor:
         >>> get_local_type(t)
         {'tp': I}
     """
+    if is_compiling():
+        return x
     mode = active()
     with torch._C.DisableTorchFunction():
         return _assert_type(mode, x, types)
@@ -146,7 +153,7 @@ def trust(x: torch.Tensor, axis: Any, kind: SpmdType) -> torch.Tensor:
     Nothing is done where no check is under way. Unlike `reinterpret` it leaves no trace in autograd.
     """
     mode = active()
-    note = _present(mode, x)
+    note = _present(mode, x) if mode is not None else None
     if mode is None or note is None:
         return x
     with torch._C.DisableTorchFunction():
@@ -172,7 +179,7 @@ def local(x: torch.Tensor) -> torch.Tensor:
     check is under way.
     """
     mode = active()
-    note = _present(mode, x)
+    note = _present(mode, x) if mode is not None else None
     if mode is None or note is None or not note.type.sharded:
         return x
     with torch._C.DisableTorchFunction():
@@ -196,6 +203,8 @@ def gradient(grad: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
 
 def _present(mode: Any, x: torch.Tensor) -> Any:
     """What is known of a tensor now: a write through another view of its memory may have changed it."""
+    if is_compiling():
+        return None
     if mode is None or note_of(x) is None:
         return note_of(x)
     with torch._C.DisableTorchFunction():
