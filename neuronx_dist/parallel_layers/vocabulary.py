@@ -7,6 +7,7 @@ from torch.compiler import is_compiling
 
 from .. import spmd
 from ..comm.traced import ordered_operator
+from ..comm.transforms import transforming, whole_batch
 
 __all__ = ["check_ids"]
 
@@ -25,6 +26,8 @@ def check_ids(ids: torch.Tensor, vocabulary: int, ignore_index: int | None, name
 
 @spmd.no_typecheck()  # each rank looks at its own
 def _check(ids: torch.Tensor, vocabulary: int, ignore_index: int | None, name: str) -> None:
+    if transforming():
+        ids = whole_batch(ids)
     wrong = (ids < 0) | (ids >= vocabulary)
     if ignore_index is not None:
         wrong &= ids != ignore_index
