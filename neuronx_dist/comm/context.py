@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from torch.compiler import is_compiling
+from torch.compiler import is_dynamo_compiling
 
 from ..mesh import Axis, Mesh
 from .base import Backend, Communicator
@@ -43,7 +43,7 @@ class Context:
             pass
         if isinstance(axis, Communicator):
             return axis
-        if is_compiling():
+        if is_dynamo_compiling():
             raise RuntimeError(
                 f"compiled code cannot make the group over {axis!r}, for which all ranks meet: call "
                 f"neuronx_dist.comm.communicator({axis!r}) before it runs"

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.compiler import is_compiling
+from torch.compiler import is_dynamo_compiling
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from ..call_site import reissues
@@ -66,7 +66,7 @@ def all_reduce(
     comm = communicator(axis)
     if comm.size == 1:
         return alone(comm, x, out, async_op)
-    if is_compiling():
+    if is_dynamo_compiling():
         return compiled(_all_reduce, x, comm, (op, reduce_dtype), out, async_op)
     if transforming():
         x = untransformed(x, "all_reduce")
@@ -110,7 +110,7 @@ def all_gather(
     comm = communicator(axis)
     if comm.size == 1:
         return alone(comm, x, out, async_op)
-    if is_compiling():
+    if is_dynamo_compiling():
         return compiled(_all_gather, x, comm, (dim,), out, async_op)
     if transforming():
         x = untransformed(x, "all_gather")
@@ -163,7 +163,7 @@ def reduce_scatter(
     comm = communicator(axis)
     if comm.size == 1:
         return alone(comm, x, out, async_op)
-    if is_compiling():
+    if is_dynamo_compiling():
         return compiled(_reduce_scatter, x, comm, (dim, op, reduce_dtype), out, async_op)
     if transforming():
         x = untransformed(x, "reduce_scatter")
@@ -201,7 +201,7 @@ def all_to_all(
     comm = communicator(axis)
     if comm.size == 1:
         return alone(comm, x, out, async_op)
-    if is_compiling():
+    if is_dynamo_compiling():
         return compiled(_all_to_all, x, comm, (split_dim, concat_dim), out, async_op)
     if transforming():
         x = untransformed(x, "all_to_all")
@@ -244,7 +244,7 @@ def permute(
     check_out(out, x.shape, comm, "permute")
     if comm.size == 1:
         return alone(comm, x if pairs else torch.zeros_like(x), out, async_op)
-    if is_compiling():
+    if is_dynamo_compiling():
         return compiled(_permute, x, comm, (pairs,), out, async_op)
     if transforming():
         x = untransformed(x, "permute")
@@ -271,7 +271,7 @@ def broadcast(
     _index(comm, src, "broadcast", "src")
     if comm.size == 1:
         return alone(comm, x, out, async_op)
-    if is_compiling():
+    if is_dynamo_compiling():
         return compiled(_broadcast, x, comm, (src,), out, async_op)
     if transforming():
         x = untransformed(x, "broadcast")

@@ -86,7 +86,7 @@ def _loss(stacked: torch.Tensor, s: float, vocab: int) -> torch.Tensor:
     return (1 - s) * loss - s * (stacked[1] / vocab - log_total) if s else loss
 
 
-def _composed(
+def _cross_entropy_of_operators(
     logits: torch.Tensor, target: torch.Tensor, communicator: Communicator, smoothing: float, ignore_index: int
 ) -> torch.Tensor:
     """The same of operators, for `torch.func`."""
@@ -196,7 +196,7 @@ def _cross_entropy(
     communicator = comm.communicator(tensor_model_parallel_group or "tp")
     if type(labels) is torch.Tensor and labels.device.type == "cpu":
         check_ids(labels, parallel_logits.shape[-1] * communicator.size, ignore_index, "parallel_cross_entropy: label")
-    function = _composed if transforming() else _ParallelCrossEntropy.apply
+    function = _cross_entropy_of_operators if transforming() else _ParallelCrossEntropy.apply
     return function(parallel_logits, labels, communicator, label_smoothing, ignore_index)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch.compiler import is_compiling
+from torch.compiler import is_dynamo_compiling
 
 from .. import spmd
 from ..comm.traced import ordered_operator
@@ -18,7 +18,7 @@ def check_ids(ids: torch.Tensor, vocabulary: int, ignore_index: int | None, name
     Raises:
         IndexError: one is not; the message begins with `name`.
     """
-    if is_compiling():
+    if is_dynamo_compiling():
         _operator(ids, vocabulary, ignore_index, name)
     else:
         _check(ids, vocabulary, ignore_index, name)

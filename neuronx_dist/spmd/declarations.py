@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.compiler import is_compiling
+from torch.compiler import is_dynamo_compiling
 
 from ..comm import context
 from ..mesh import Mesh
@@ -38,7 +38,7 @@ SHARD_OF = "_spmd_shard_of"  # key of the tensors' `__dict__`: (the parameter, t
 
 def has_local_type(x: torch.Tensor) -> bool:
     """Whether a tensor has a type."""
-    return not is_compiling() and note_of(x) is not None
+    return not is_dynamo_compiling() and note_of(x) is not None
 
 
 def get_local_type(x: torch.Tensor) -> dict[Any, SpmdType]:
@@ -77,7 +77,7 @@ def assert_type(x: torch.Tensor, types: Mapping[Any, SpmdType]) -> torch.Tensor:
         >>> get_local_type(t)
         {'tp': I}
     """
-    if is_compiling():
+    if is_dynamo_compiling():
         return x
     mode = active()
     with torch._C.DisableTorchFunction():
@@ -203,7 +203,7 @@ def gradient(grad: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
 
 def _present(mode: Any, x: torch.Tensor) -> Any:
     """What is known of a tensor now: a write through another view of its memory may have changed it."""
-    if is_compiling():
+    if is_dynamo_compiling():
         return None
     if mode is None or note_of(x) is None:
         return note_of(x)
