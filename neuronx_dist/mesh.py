@@ -15,8 +15,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import product
+from itertools import combinations, product
 
+from .axis_sizes import size_along, tracking
 from .topology import LINEAR, fitting_node, place_of, rank_at
 
 __all__ = ["Axis", "DENSE_AXES", "EXPERT_AXES", "Mesh"]
@@ -76,11 +77,23 @@ class Mesh:
         return self.world_size // (self.tp * self.pp * self.ep)
 
     def size(self, axis: Axis) -> int:
-        """Number of ranks in a group along `axis`."""
+        """Number of ranks in a group along `axis`. While a checker is at work, it knows that (`axis_sizes.py`)."""
         total = 1
         for name in self._atoms(axis):
             total *= getattr(self, name)
-        return total
+        return size_along(self.sizes(axis), total) if tracking() else total
+
+    def sizes(self, axis: Axis) -> dict[str, int]:
+        """The single axes that `axis` consists of, with the number of ranks along each."""
+        return {name: getattr(self, name) for name in self._atoms(axis)}
+
+    def axis_of(self, ranks: Sequence[int]) -> Axis | None:
+        """The axis of which a group has these ranks, in any order; None: they are no group of an axis."""
+        merged = [names for n in range(1, len(DENSE_AXES) + 1) for names in combinations(DENSE_AXES, n)]
+        for names in (*merged, ("edp",), ("ep",), ("pp", "ep", "tp")):
+            if self.size(names) == len(ranks) and sorted(self.group_of(names, ranks[0])) == sorted(ranks):
+                return names
+        return None
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Coordinates of a global rank on every axis of both views."""

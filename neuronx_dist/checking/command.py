@@ -29,7 +29,7 @@ example:
       return torch.zeros(4, 8)
 
   def step(model, optimizer, x):
-      model(x).square().sum().backward()
+      model(x).square().mean().backward()
       nxd.reduce_gradients(model)
       optimizer.step()
 

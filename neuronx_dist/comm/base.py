@@ -7,7 +7,7 @@ backend implements the eight primitives below, and a better `start_coalesced` if
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn, Protocol
 from weakref import WeakValueDictionary
@@ -15,6 +15,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch.overrides import has_torch_function_unary
 
+from ..axis_sizes import size_along
 from ..call_site import call_site
 from ..mesh import Mesh
 from . import recording
@@ -62,19 +63,26 @@ class Communicator:
         axis: what the group is called in records and messages (`"tp"`, `"dp,cp"`).
         ranks: global ranks of the group, in the order of the axis.
         rank: this rank's index in the group.
-        size: number of ranks in the group.
+        size: number of ranks in the group. While a checker is at work, it knows of which axes (`axis_sizes.py`).
+        axis_sizes: the axes of the mesh that the group spans, with their sizes; none, if it is no group of an axis.
         global_rank: this rank's number in the job.
         key: names it in this process, and on all ranks of the group alike, for compiled code.
     """
+
+    axis_sizes: Mapping[str, int] = {}
 
     def __init__(self, axis: str, ranks: Sequence[int], global_rank: int) -> None:
         self.axis = axis
         self.ranks: tuple[int, ...] = tuple(ranks)
         self.global_rank = global_rank
-        self.size = len(self.ranks)
+        self._size = len(self.ranks)
         self.rank = self.ranks.index(global_rank)
         self.key = f"{axis}#{next(_numbers)}"
         communicators[self.key] = self
+
+    @property
+    def size(self) -> int:
+        return size_along(self.axis_sizes, self._size)
 
     def coordinate(self, like: torch.Tensor) -> int | torch.Tensor:
         """`rank`, as computations on `like` should use it.

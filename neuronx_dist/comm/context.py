@@ -16,7 +16,7 @@ from torch.compiler import is_dynamo_compiling
 
 from ..mesh import Axis, Mesh
 from .base import Backend, Communicator
-from .rank_values import is_member
+from .rank_values import concrete, is_member
 
 __all__ = ["AxisLike", "Context", "communicator", "current", "is_initialized", "set_default", "use"]
 
@@ -51,8 +51,10 @@ class Context:
         if isinstance(axis, (str, tuple)):
             label = axis if isinstance(axis, str) else ",".join(axis)
             communicator = self.backend.communicator(label, self.mesh.groups(axis), self.rank)
+            communicator.axis_sizes = self.mesh.sizes(axis)
         else:
             communicator = self.backend.wrap(axis, self.rank)
+            communicator.axis_sizes = self._sizes_of(communicator.ranks)
         self._communicators[axis] = communicator
         return communicator
 
@@ -69,7 +71,15 @@ class Context:
             )
         others = [[rank] for rank in range(self.mesh.world_size) if rank not in seen]
         communicator = self.backend.communicator(label, [*groups, *others], self.rank, own=True)
-        return communicator if is_member(self.rank, seen) else None
+        if not is_member(self.rank, seen):
+            return None
+        communicator.axis_sizes = self._sizes_of(next(group for group in groups if concrete(self.rank) in group))
+        return communicator
+
+    def _sizes_of(self, ranks: Sequence[int]) -> dict[str, int]:
+        """The sizes of the axes that a group of these ranks spans."""
+        axis = self.mesh.axis_of(ranks)
+        return {} if axis is None else self.mesh.sizes(axis)
 
 
 _default: Context | None = None

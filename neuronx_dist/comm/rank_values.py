@@ -365,6 +365,7 @@ def _arithmetic(function: Callable[[Any, Any], Any], swapped: bool) -> Callable[
         if modulo:
             return pow(self.read(), other, *modulo)
         if isinstance(other, int):
+            other = other if isinstance(other, RankValue) else int.__pos__(other)  # a plain one
             return _combine(function, other, self) if swapped else _combine(function, self, other)
         if not isinstance(other, torch.Tensor):  # a float, a list, an array: the program has the number then
             self.read()

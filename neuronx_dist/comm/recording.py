@@ -17,8 +17,10 @@ class Group(Protocol):
     """What a record says of a communicator."""
 
     axis: str
-    size: int
     global_rank: int
+
+    @property
+    def size(self) -> int: ...
 
 
 class Call(NamedTuple):

@@ -67,7 +67,7 @@ def reduce_gradients(
         _reduce_params(copies, holders, **options)
     if average_over_data:
         for axis, members in gradients.by_data_axis():
-            _reduce_params(members, axis, scale=1.0 / comm.size(DATA_AXES), **options)
+            _reduce_params(members, axis, scale=1 / comm.size(DATA_AXES), **options)
     mark_reduced(gradients.held, "step")
 
 
@@ -85,7 +85,7 @@ def bucket_allreduce_gradients(grads_list: Iterable[torch.Tensor], reduce_over_e
         _reduce_list(list(grads_list), "ep", "ep", 1.0)
     else:
         axis = ("edp",) if comm.size("ep") > 1 else DATA_AXES
-        _reduce_list(list(grads_list), axis, "data", 1.0 / comm.size(DATA_AXES))
+        _reduce_list(list(grads_list), axis, "data", 1 / comm.size(DATA_AXES))
 
 
 @torch.no_grad()
@@ -107,7 +107,7 @@ def allreduce_context_parallel_gradients(optimizer: torch.optim.Optimizer | nn.M
     `bucket_allreduce_gradients` and ZeRO-1 average over dp x cp, so that going before them it changes nothing.
     """
     grads = [grad for grad in map(gradient_of, parameters_of(optimizer)) if grad is not None]
-    _reduce_list(grads, "cp", "cp", 1.0 / comm.size("cp"))
+    _reduce_list(grads, "cp", "cp", 1 / comm.size("cp"))
 
 
 @torch.no_grad()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -42,6 +43,7 @@ def causal_lm_loss(
     shift_labels = shift_labels.to(logits.device)
     losses = parallel_cross_entropy(logits, shift_labels, ignore_index=ignore_index)
     count: Any = (shift_labels != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch
+    # Without labels 0 / inf: unlike 1, inf is the same whatever share of all labels is counted here.
     if isinstance(count, torch.Tensor):
-        count = count.to(losses.device)
-    return losses.sum() / (count + (count == 0))  # 0 labels: 0 / 1
+        return losses.sum() / torch.where(count == 0, math.inf, count.to(losses.device))
+    return losses.sum() / (count or math.inf)

@@ -32,8 +32,6 @@ class ParameterShard:
         group: the ranks that share it, `degree` of them.
         scale: what the sum of their gradients is multiplied by (1/degree gives the mean).
         grad_dtype: dtype in which its gradient travels.
-        shape: of the shard.
-        columns: number of elements of the shard.
         nbytes: size of the parameter's gradient while it is communicated, `[degree, columns]`. Buckets of the
             all-gather are cut by it too.
         master: the shard that the base optimizer updates.
@@ -54,9 +52,6 @@ class ParameterShard:
         self.degree = group.size
         self.scale = scale
         self.grad_dtype = grad_dtype
-        rows, *rest = param.shape or (1,)  # a 0-dim parameter is one row
-        self.shape = (-(-rows // self.degree), *rest)
-        self.columns = math.prod(self.shape)
         self.nbytes = self.degree * self.columns * grad_dtype.itemsize
         self.is_param = self.degree == 1 and scale == 1.0 and param.dtype == dtype and not hasattr(param, "main_grad")
         if self.is_param:
@@ -70,6 +65,17 @@ class ParameterShard:
     def param(self) -> torch.Tensor:
         """The model's parameter."""
         return self.gradient.param
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the shard."""
+        rows, *rest = self.param.shape or (1,)  # a 0-dim parameter is one row
+        return (-(-rows // self.degree), *rest)
+
+    @property
+    def columns(self) -> int:
+        """Number of elements of the shard."""
+        return math.prod(self.shape)
 
     @property
     def is_alone(self) -> bool:
@@ -86,7 +92,7 @@ class ParameterShard:
     def push(self, block: torch.Tensor) -> None:
         """Sets the parameter from the shards of all ranks, `[degree, columns]`."""
         if self.param.is_contiguous() and self.param.numel() == block.numel():
-            self.param.view(block.shape).copy_(block)
+            self.param.view(-1, self.columns).copy_(block)
         else:
             self.param.copy_(block.reshape(-1)[: self.param.numel()].view(self.param.shape))
 

@@ -263,11 +263,11 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
     def _shard(self, param: nn.Parameter) -> ParameterShard:
         gradient = ParameterGradient(param)
         if self._group is None:
-            group, scale = comm.communicator(gradient.data_axis), 1.0 / comm.size(DATA_AXES)
+            group, scale = comm.communicator(gradient.data_axis), 1 / comm.size(DATA_AXES)
         elif gradient.is_expert and comm.size("ep") > 1 and self._group.size > 1:
             raise ValueError("sharding_groups with expert parallelism would mix experts; leave them out")
         else:
-            group, scale = self._group, 1.0 / self._group.size
+            group, scale = self._group, 1 / self._group.size
         if self._use_grad_acc_hook:
             gradient.accumulate_in_main_grad()
         dtype = self.optimizer_dtype or torch.promote_types(torch.float32, param.dtype)

@@ -103,7 +103,7 @@ def reduce_from_context_model_parallel_region(x: torch.Tensor, process_group: An
 
 def all_to_all(group: Any, x: torch.Tensor) -> torch.Tensor:
     """Megatron's even all_to_all: piece i of dim 0 goes to rank i of the group; backward the same."""
-    pieces = x.unflatten(0, (comm.communicator(group).size, -1))
+    pieces = x.unflatten(0, (-1, x.shape[0] // comm.communicator(group).size))
     return spmd.all_to_all(pieces, group, src=V, dst=V).flatten(0, 1)
 
 

@@ -174,27 +174,27 @@ def get_zero1_sharding_groups() -> list[list[int]]:
 
 
 def get_tensor_model_parallel_size() -> int:
-    return get_mesh().tp
+    return comm.size("tp")
 
 
 def get_pipeline_model_parallel_size() -> int:
-    return get_mesh().pp
+    return comm.size("pp")
 
 
 def get_data_parallel_size() -> int:
-    return get_mesh().dp
+    return comm.size("dp")
 
 
 def get_context_model_parallel_size() -> int:
-    return get_mesh().cp
+    return comm.size("cp")
 
 
 def get_expert_model_parallel_size() -> int:
-    return get_mesh().ep
+    return comm.size("ep")
 
 
 def get_expert_data_parallel_size() -> int:
-    return get_mesh().edp
+    return comm.size("edp")
 
 
 def get_tensor_model_parallel_rank() -> int:

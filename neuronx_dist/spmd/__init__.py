@@ -3,6 +3,7 @@
 types.py          R, I, V, P, S(i); tensor_type.py: the type of a tensor, and how it is written on tensors
 collectives.py    the operators, which are rows of one table
 declarations.py   what users and layers tell the checker about a tensor
+local_code.py     `local_map`, a scope for code that works on this rank's own numbers
 watching.py       whether a checker is at work; functions that it treats in a way of their own
 axes.py           axes as the types name them; random.py: random streams; verification.py: equal values, at run time
 
@@ -54,6 +55,7 @@ __all__ = [
     "gradient",
     "has_local_type",
     "local",
+    "local_map",
     "mark_shard",
     "named_specs",
     "no_typecheck",
@@ -73,10 +75,11 @@ __all__ = [
 hide(__name__)
 
 
-# The checker stands above this room: a training run loads none of it. `verify` is for debugging.
+# The checker stands above this room: a training run loads none of it. `verify` is for debugging, `local_map` for few.
 _LAZY = {
     "SpmdTypeMode": "checking.types.mode",
     "check": "checking.api",
+    "local_map": "spmd.local_code",
     "register_rule": "checking.types.rules:rule",
     "typecheck": "checking.types.mode",
     "verify": "spmd.verification",

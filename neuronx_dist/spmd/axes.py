@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import lru_cache
-from itertools import combinations
-from typing import Any
 
 from ..comm import Communicator, context
 from ..comm.context import AxisLike
@@ -107,15 +105,9 @@ def atoms_of(axis: AxisLike, mesh: Mesh | None) -> tuple[str, ...]:
 @lru_cache(maxsize=1024)
 def _of_ranks(label: str, ranks: tuple[int, ...], mesh: Mesh | None) -> tuple[str, ...]:
     if mesh is not None:
-        names = tuple(label.split(","))
-        candidates: list[Any] = [names, *(c for n in range(1, 5) for c in combinations(DENSE_AXES, n))]
-        candidates += [("edp",), ("ep",), ("pp", "ep", "tp")]
-        for candidate in candidates:
-            try:
-                if sorted(mesh.group_of(candidate, ranks[0])) == sorted(ranks):
-                    return atoms_of(candidate, mesh)
-            except ValueError:
-                continue
+        axis = mesh.axis_of(ranks)
+        if axis is not None:
+            return atoms_of(axis, mesh)
         if all(mesh.coordinate(("dp", "cp", "tp"), r) == mesh.coordinate(("dp", "cp", "tp"), ranks[0]) for r in ranks):
             return ("pp",)  # some of the stages: those that hold a tied weight
     return (label if mesh is None and "," not in label else f"{label}{list(ranks)}",)

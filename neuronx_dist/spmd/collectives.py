@@ -23,15 +23,16 @@ from .. import comm
 from ..comm import Communicator, select
 from ..comm.context import AxisLike
 from ..comm.transforms import transforming
-from .errors import SpmdTypeError
+from .errors import SpmdTypeError, dim_of
 from .linear_operator import linear
-from .types import P, Shard, SpmdType, V
+from .types import P, R, Shard, SpmdType, V
 
 __all__ = [
     "all_gather",
     "all_reduce",
     "all_to_all",
     "convert",
+    "operator_dims",
     "redistribute",
     "reduce_scatter",
     "reinterpret",
@@ -296,7 +297,7 @@ def _operate(
     dst: SpmdType,
     expert_mode: bool = True,
     reduce_dtype: torch.dtype | None = None,
-    stack_dim: int = 0,
+    stack_dim: int | None = None,
     inplace: bool = False,
 ) -> torch.Tensor:
     if has_torch_function_unary(x):  # recorders and the checker see the operator, not its inside
@@ -307,19 +308,64 @@ def _operate(
             keywords["reduce_dtype"] = reduce_dtype
         if inplace:
             keywords["inplace"] = True
-        if stack_dim:
+        if stack_dim is not None:
             keywords["gather_dim" if function is all_gather else "scatter_dim"] = stack_dim
         return handle_torch_function(function, (x,), x, axis, **keywords)
     row = ROWS.get((function.__name__, _letter(src), _letter(dst)))
     if row is None:
         raise SpmdTypeError(_advice(function.__name__, src, dst))
+    if src.scale or dst.scale:
+        return _averaged(function, x, axis, src, dst, reduce_dtype=reduce_dtype, stack_dim=stack_dim, inplace=inplace)
     if row.expert and not expert_mode:
         raise SpmdTypeError(f"{function.__name__}({src}, {dst}) needs expert_mode=True: {row.instead}")
     if isinstance(src, Shard) or isinstance(dst, Shard) or stack_dim or inplace or reduce_dtype is not None:
-        src_dim = _positive(src.dim, x) if isinstance(src, Shard) else stack_dim
-        dst_dim = _positive(dst.dim, x) if isinstance(dst, Shard) else stack_dim
-        return _apply(row, x, comm.communicator(axis), OperatorArguments(src_dim, dst_dim, reduce_dtype, inplace))
+        dims = operator_dims(function, x, src, dst, stack_dim)
+        return _apply(row, x, comm.communicator(axis), OperatorArguments(*dims, reduce_dtype, inplace))
     return _apply(row, x, comm.communicator(axis), _DEFAULT)
+
+
+def operator_dims(
+    function: Callable[..., torch.Tensor], x: torch.Tensor, src: SpmdType, dst: SpmdType, stack_dim: int | None
+) -> tuple[int, int]:
+    """The dims of `src` and `dst`, counted from the front: of S(dim), else where V is stacked.
+
+    Args:
+        stack_dim: `gather_dim` or `scatter_dim`; None: not given.
+
+    Raises:
+        SpmdTypeError: S of a dim that `x` does not have, or that `stack_dim` contradicts.
+    """
+    gathers = function is all_gather
+    shard, option = (src, "gather_dim") if gathers else (dst, "scatter_dim")
+    new = gathers and not isinstance(src, Shard)  # V is stacked on a new dim
+    stacked = 0 if stack_dim is None else stack_dim % max(1, x.dim() + new)
+    if isinstance(shard, Shard) and stack_dim is not None and stacked != (own := dim_of(shard, x.shape)):
+        raise SpmdTypeError(
+            f"{function.__name__} of a tensor {list(x.shape)}, src={src}, dst={dst}, {option}={stack_dim}",
+            f"{shard} {'concatenates' if gathers else 'splits'} dim {own}, and {option} names dim {stack_dim}",
+            repairs=[f"leave {option} out", f"S({stack_dim}) in place of {shard}"],
+            rule="dim",
+        )
+    src_dim, dst_dim = (dim_of(each, x.shape) if isinstance(each, Shard) else stacked for each in (src, dst))
+    return src_dim, dst_dim
+
+
+def _averaged(
+    function: Callable[..., torch.Tensor], x: torch.Tensor, axis: AxisLike, src: SpmdType, dst: SpmdType, **options: Any
+) -> torch.Tensor:
+    """An operator from P("avg"), which divides the sum by the size of the axis, or to it from R, its own mean."""
+    if function is reinterpret and (src, dst) == (R, P("avg")):
+        return _operate(function, x, axis, R, P)
+    if src != P("avg") or dst.scale or function not in (all_reduce, reduce_scatter):
+        raise SpmdTypeError(
+            f'{function.__name__}({src}, {dst}) does not exist: all_reduce and reduce_scatter take P("avg"), and '
+            'reinterpret(R, P("avg")) gives it; else divide or multiply by comm.size(axis)'
+        )
+    if not (x.is_floating_point() or x.is_complex()):
+        raise SpmdTypeError(f"{function.__name__}({src}, {dst}) of {x.dtype}: a mean is no integer, sum and divide")
+    total = _operate(function, x, axis, P, dst, **options)
+    count = comm.size(axis)
+    return total if count == 1 else total / count
 
 
 def all_reduce(
@@ -334,7 +380,7 @@ def all_reduce(
     """Sum of `x` over the axis: `P -> R` (backward all-reduce) or `P -> I` (backward identity).
 
     Args:
-        src: P; V is taken as P.
+        src: P; V is taken as P. P("avg"): the mean over the axis, and the backward divides too.
         x: any shape; contiguity is not needed.
         reduce_dtype: the sum is done in `promote_types(x.dtype, reduce_dtype)`, in backward too.
         inplace: the result takes the memory of `x`, which is no leaf.
@@ -351,13 +397,16 @@ def all_gather(
     *,
     src: SpmdType = V,
     dst: SpmdType,
-    gather_dim: int = 0,
+    gather_dim: int | None = None,
     reduce_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """The values of all ranks side by side.
 
-    `S(i)` concatenates along dim i, `[.., n, ..] -> [.., size*n, ..]`; `V` stacks on a new dim `gather_dim`.
+    `S(i)` concatenates along dim i, `[.., n, ..] -> [.., size*n, ..]`; `V` stacks on a new dim `gather_dim` (0).
     `-> R`: backward reduce-scatter. `-> I`: backward takes the own piece, without communication.
+
+    Raises:
+        SpmdTypeError: S of a dim that there is not, or that `gather_dim` contradicts.
     """
     return _operate(all_gather, x, axis, src, dst, reduce_dtype=reduce_dtype, stack_dim=gather_dim)
 
@@ -368,12 +417,15 @@ def reduce_scatter(
     *,
     src: SpmdType = P,
     dst: SpmdType = V,
-    scatter_dim: int = 0,
+    scatter_dim: int | None = None,
     reduce_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """The own piece of the sum over the axis; backward all-gather.
 
-    `S(i)` splits dim i, `[.., size*n, ..] -> [.., n, ..]`; `V` unbinds dim `scatter_dim`, whose size is the axis's.
+    `S(i)` splits dim i, `[.., size*n, ..] -> [.., n, ..]`; `V` unbinds dim `scatter_dim` (0), whose size is the axis's.
+
+    Raises:
+        SpmdTypeError: S of a dim that there is not, or that `scatter_dim` contradicts.
     """
     return _operate(reduce_scatter, x, axis, src, dst, reduce_dtype=reduce_dtype, stack_dim=scatter_dim)
 
@@ -419,7 +471,8 @@ def reinterpret(
 ) -> torch.Tensor:
     """Another type for the same local data, unchanged.
 
-    The global meaning may change: `R -> P` multiplies it by the size of the axis.
+    The global meaning may change: `R -> P` multiplies it by the size of the axis. `R -> P("avg")` keeps it: what is the
+    same everywhere is its own mean.
     """
     if src == dst:
         return x
@@ -448,13 +501,6 @@ def _letter(type_: SpmdType) -> str:
         return type_.letter
     except AttributeError:
         raise SpmdTypeError(f"{type_!r} is not an SPMD type: use R, I, V, P or S(dim)") from None
-
-
-def _positive(dim: int, x: torch.Tensor) -> int:
-    """`dim` of S(dim), counted from the front."""
-    if not -x.dim() <= dim < x.dim():
-        raise ValueError(f"S({dim}) is out of range for a tensor of shape {tuple(x.shape)}")
-    return dim % x.dim()
 
 
 def _check_stacked(x: torch.Tensor, c: Communicator, dim: int) -> None:

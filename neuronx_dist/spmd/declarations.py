@@ -6,7 +6,8 @@ written (`checking/types/surroundings.py`), so it is checked all the same.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,9 +16,9 @@ from torch.compiler import is_dynamo_compiling
 from ..comm import context
 from ..mesh import Mesh
 from .axes import atoms_of
-from .errors import SpmdTypeError
-from .tensor_type import FRESH, NAME, TensorType, note_of, write
-from .types import SAME, UNIFORM, ZERO, I, LocalType, P, R, Shard, SpmdType, V
+from .errors import SpmdTypeError, dim_of
+from .tensor_type import FRESH, NAME, Foreign, Note, Offset, TensorType, note_of, write
+from .types import SAME, UNIFORM, ZERO, I, LocalType, P, R, Shard, SpmdType, V, scaled
 from .watching import active
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "local",
     "mark_shard",
     "trust",
+    "types_by_atom",
 ]
 
 
@@ -56,19 +58,28 @@ def get_local_type(x: torch.Tensor) -> dict[Any, SpmdType]:
             repairs=['assert_type(x, {"tp": R}) declares it'],
             rule="no_type",
         )
-    return {axis: R if spmd_type.letter in "R0" else spmd_type for axis, spmd_type in note.type}
+    return {axis: _told(spmd_type) for axis, spmd_type in note.type}
 
 
-def assert_type(x: torch.Tensor, types: Mapping[Any, SpmdType]) -> torch.Tensor:
+def _told(spmd_type: SpmdType) -> SpmdType:
+    """A type as users declare it: a part of a shard is a shard, a constant is R."""
+    if isinstance(spmd_type, Shard):
+        return replace(spmd_type, part=None)
+    return scaled(R, spmd_type.scale) if spmd_type.letter in "R0" else spmd_type
+
+
+def assert_type(x: torch.Tensor, types: Mapping[Any, SpmdType] | SpmdType) -> torch.Tensor:
     """Declares the type of a tensor, or asserts it where it has one. Returns the tensor.
 
     Args:
-        types: axis -> type. An axis is a name, a tuple of names, a ProcessGroup or a Communicator; axes of one rank are
-            left out. V may become S(dim), and, as an assertion that nothing can check, V may become P.
+        types: axis -> type; one type alone is that on all axes of the mesh. An axis is a name, a tuple of names, a
+            ProcessGroup or a Communicator; axes of one rank are left out. V may become S(dim), and, as an assertion
+            that nothing can check, V may become P.
 
     Raises:
-        SpmdTypeError: it has another type on one of these axes.
-        ValueError: what is given is no type, or S(dim) of a dim that it does not have.
+        SpmdTypeError: it has another type on one of these axes; S(dim) of a dim that it does not have; two entries that
+            are about one axis contradict each other.
+        ValueError: what is given is no type.
 
     Example:
         >>> t = torch.ones(20)
@@ -84,21 +95,45 @@ def assert_type(x: torch.Tensor, types: Mapping[Any, SpmdType]) -> torch.Tensor:
         return _assert_type(mode, x, types)
 
 
-def _assert_type(mode: Any, x: torch.Tensor, types: Mapping[Any, SpmdType]) -> torch.Tensor:
-    mesh = mode.mesh if mode is not None else _current_mesh()
+def types_by_atom(
+    types: Mapping[Any, SpmdType] | SpmdType, mesh: Mesh | None, shape: Sequence[int], level: str = "G"
+) -> dict[str, SpmdType]:
+    """A declaration for a tensor of `shape`: atom -> type, with dims counted from the front.
+
+    At level "L" what is sharded varies.
+
+    Raises:
+        SpmdTypeError: S(dim) of a dim that there is not; two entries that are about one axis contradict each other.
+        ValueError: what is given is no type; or one type for all axes, without a mesh.
+    """
+    if isinstance(types, (LocalType, Shard)):
+        if mesh is None:
+            raise ValueError(f"{types!r} for all axes: there is no mesh, name the axes: {{'tp': {types!r}}}")
+        types = {"world": types}
     declared: dict[str, SpmdType] = {}
+    named_by: dict[str, Any] = {}
     for axis, spmd_type in types.items():
         if isinstance(spmd_type, Shard):
-            if not -x.dim() <= spmd_type.dim < x.dim():
-                raise ValueError(
-                    f"{spmd_type} on {axis!r}: a tensor of shape {list(x.shape)} has no dim {spmd_type.dim}"
-                )
-            spmd_type = Shard(spmd_type.dim % x.dim(), spmd_type.stride, spmd_type.extent)
-            if mode is not None and mode.level == "L":
-                spmd_type = V
+            spmd_type = Shard(dim_of(spmd_type, shape), spmd_type.stride, spmd_type.extent)
+            spmd_type = V if level == "L" else spmd_type
         elif not isinstance(spmd_type, LocalType):
             raise ValueError(f"{spmd_type!r} on axis {axis!r} is not an SPMD type: use R, I, V, P or S(dim)")
-        declared.update(dict.fromkeys(atoms_of(axis, mesh), spmd_type))
+        for atom in atoms_of(axis, mesh):
+            if declared.setdefault(atom, spmd_type) != spmd_type:
+                raise SpmdTypeError(
+                    f"a declaration for a tensor {list(shape)}",
+                    f"{named_by[atom]!r} says {declared[atom]} and {axis!r} says {spmd_type}: both are about {atom}",
+                    repairs=[f"leave one of {named_by[atom]!r} and {axis!r} out", "name each axis once"],
+                    axis=atom,
+                    rule="declaration",
+                )
+            named_by.setdefault(atom, axis)
+    return declared
+
+
+def _assert_type(mode: Any, x: torch.Tensor, types: Mapping[Any, SpmdType] | SpmdType) -> torch.Tensor:
+    mesh = mode.mesh if mode is not None else _current_mesh()
+    declared = types_by_atom(types, mesh, x.shape, mode.level if mode is not None else "G")
     note = note_of(x) if mode is None else mode.note(x, "assert_type") if note_of(x) is not None else None
     old = note.type if note is not None else TensorType.of({})
     new, origins = dict(old.types), note.origins if note is not None else None
@@ -107,7 +142,7 @@ def _assert_type(mode: Any, x: torch.Tensor, types: Mapping[Any, SpmdType]) -> t
         before = old.get(axis)
         if fresh or before is None or before is ZERO or (before is UNIFORM and spmd_type.letter in SAME):
             new[axis] = spmd_type
-        elif before == spmd_type or (before.letter == "S" and spmd_type is V):
+        elif _told(before) == spmd_type or (before.letter == "S" and spmd_type is V):
             continue
         elif before is V and (isinstance(spmd_type, Shard) or spmd_type is P):
             if mode is not None:
@@ -168,23 +203,33 @@ def trust(x: torch.Tensor, axis: Any, kind: SpmdType) -> torch.Tensor:
                 type_ = type_.with_axis(atom, kind)
         if type_ is not note.type:
             mode.trust(f"that {list(x.shape)} is {kind} on {', '.join(atoms)}")
-            write(x, type_, note.origins, note.session, note.extra)
+            extra = None if isinstance(note.extra, Foreign) else note.extra
+            if kind is V and extra is None:
+                extra = Offset(frozenset(atoms))
+            write(x, type_, note.origins, note.session, extra)
     return x
 
 
 def local(x: torch.Tensor) -> torch.Tensor:
     """The same tensor as this rank's own numbers: along which dims it is sharded is not followed any further.
 
-    For code that works on the local part by intention, such as packing it into a buffer. Nothing is done where no
-    check is under way.
+    For code that works on the local part by intention, such as packing it into a buffer. Reports list it: what follows
+    is not compared with the unsharded program. Nothing is done where no check is under way.
     """
     mode = active()
     note = _present(mode, x) if mode is not None else None
     if mode is None or note is None or not note.type.sharded:
         return x
+    axes = [axis for axis, spmd_type in note.type if isinstance(spmd_type, Shard)]
+    mode.trust(f"local: sharding over {', '.join(axes)} is not followed")
+    return _forgotten(x, note, axes)
+
+
+def _forgotten(x: torch.Tensor, note: Note, axes: Sequence[str]) -> torch.Tensor:
+    """The same tensor, V on these axes."""
+    types = {axis: V if axis in axes else spmd_type for axis, spmd_type in note.type}
     with torch._C.DisableTorchFunction():
         result = x.view_as(x)
-        types = {axis: V if isinstance(spmd_type, Shard) else spmd_type for axis, spmd_type in note.type}
         write(result, TensorType.of(types, note.type.rest), note.origins, note.session)
     return result
 
@@ -201,14 +246,20 @@ def gradient(grad: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     return grad
 
 
-def _present(mode: Any, x: torch.Tensor) -> Any:
-    """What is known of a tensor now: a write through another view of its memory may have changed it."""
+def _present(mode: Any, x: torch.Tensor) -> Note | None:
+    """What is known of a tensor now.
+
+    A write through another view of its memory may have changed it; a parameter that nothing has touched is what its
+    layout says.
+    """
     if is_dynamo_compiling():
         return None
-    if mode is None or note_of(x) is None:
+    untouched = note_of(x) is None and not (isinstance(x, torch.nn.Parameter) and mode is not None and mode.mesh)
+    if mode is None or untouched:
         return note_of(x)
     with torch._C.DisableTorchFunction():
-        return mode.note(x, "a declaration")
+        note: Note | None = mode.note(x, "a declaration")
+    return note
 
 
 def mark_shard(shard: torch.Tensor, param: torch.Tensor, group: Any) -> None:
@@ -226,17 +277,11 @@ def forget(x: torch.Tensor, axis: Any) -> torch.Tensor:
     note = _present(mode, x)
     if note is None:
         return x
-    with torch._C.DisableTorchFunction():
-        result = x.view_as(x)
-    type_ = note.type
-    for atom in atoms_of(axis, mode.mesh if mode is not None else _current_mesh()):
-        if isinstance(type_.get(atom), Shard):
-            type_ = type_.with_axis(atom, V)
-            if mode is not None:
-                mode.trust(f"forget: sharding over {atom} is not followed")
-    with torch._C.DisableTorchFunction():
-        write(result, type_, note.origins, note.session)
-    return result
+    atoms = atoms_of(axis, mode.mesh if mode is not None else _current_mesh())
+    axes = [atom for atom in atoms if isinstance(note.type.get(atom), Shard)]
+    if mode is not None and axes:
+        mode.trust(f"forget: sharding over {', '.join(axes)} is not followed")
+    return _forgotten(x, note, axes)
 
 
 def _since(origins: Any, axis: str, spmd_type: SpmdType) -> list[str]:

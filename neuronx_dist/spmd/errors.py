@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["SpmdTypeError", "Violation"]
+from .types import Shard
+
+__all__ = ["SpmdTypeError", "Violation", "dim_of"]
 
 
 class SpmdTypeError(ValueError):
@@ -54,3 +56,20 @@ class Violation(Exception):
     def __init__(self, rule: str, axis: str, why: str, operands: Sequence[int] = ()) -> None:
         super().__init__(why)
         self.rule, self.axis, self.why, self.operands = rule, axis, why, tuple(operands)
+
+
+def dim_of(shard: Shard, shape: Sequence[int]) -> int:
+    """The dim of S(dim) of a tensor of `shape`, counted from the front.
+
+    Raises:
+        SpmdTypeError: there is no such dim.
+    """
+    ndim = len(shape)
+    if not -ndim <= shard.dim < ndim:
+        raise SpmdTypeError(
+            f"{shard} of a tensor {list(shape)}",
+            f"dim {shard.dim} is out of range: it has {ndim} dim{'' if ndim == 1 else 's'}",
+            repairs=[f"S(dim) with a dim from {-ndim} to {ndim - 1}"] if ndim else ["R: it has no dim to shard"],
+            rule="dim",
+        )
+    return shard.dim % ndim

@@ -17,6 +17,7 @@ __all__ = [
     "COUNTED",
     "EQUAL",
     "FRESH",
+    "Foreign",
     "NAME",
     "NOTE",
     "READONLY",
@@ -24,8 +25,10 @@ __all__ = [
     "UNTYPED",
     "ZERO_TYPE",
     "Note",
+    "Offset",
     "Origin",
     "Segments",
+    "Stacked",
     "TensorType",
     "note_of",
     "origins_of",
@@ -151,7 +154,8 @@ class Note(NamedTuple):
         session: serial number of the mode that wrote this; 0: written outside of any.
         version: torch's version counter then: a higher one means that somebody wrote to the memory since.
         extra: `Segments` of a flat buffer, `READONLY` for what `.data` gave, `FRESH` for random numbers of which
-            nothing was declared yet, `COUNTED` for 0, 1, 2, ...; or None.
+            nothing was declared yet, `COUNTED` for 0, 1, 2, ..., `Offset`, `Foreign` or `Stacked`
+            (handlers/lookups.py, stacks.py); or None.
     """
 
     type: TensorType
@@ -169,6 +173,66 @@ NAME = "_spmd_name"  # what the user calls it: "layers.3.mlp.down_proj.weight"
 READONLY = "readonly"
 FRESH = "fresh"
 COUNTED = "counted"
+
+
+class _Extra:
+    """What a note may hold beside a type: never copied, and not saved."""
+
+    __slots__ = ()
+
+    def __deepcopy__(self, memo: Any) -> _Extra:
+        return self
+
+    def __reduce__(self) -> Any:
+        return OrderedDict, ()
+
+
+class Offset(_Extra):
+    """Equal numbers, counted from this rank's own first position (positions in its piece of a table), or masks of them.
+
+    See `checking/types/handlers/lookups.py`.
+
+    Attributes:
+        axes: over which the ranks differ in that.
+        is_mask: it is made of bools.
+        shift: of positions: what was taken off on each rank, where that is known.
+        true: of a mask: the positions where it is True on each rank, where that is known.
+    """
+
+    __slots__ = ("axes", "is_mask", "shift", "true")
+
+    def __init__(self, axes: frozenset[str], is_mask: bool = False, shift: Any = None, true: Any = None) -> None:
+        self.axes, self.is_mask, self.shift, self.true = axes, is_mask, shift, true
+
+
+class Foreign(_Extra):
+    """What was looked up in a piece of a table by positions of which other ranks hold some: there it is anything.
+
+    Attributes:
+        axes: over which the table is in pieces.
+        first: the position on each rank that its first row was taken for, where that is known.
+        count: rows of a piece.
+    """
+
+    __slots__ = ("axes", "count", "first")
+
+    def __init__(self, axes: frozenset[str], first: Any = None, count: int = 0) -> None:
+        self.axes, self.first, self.count = axes, first, count
+
+
+class Stacked(_Extra):
+    """Shards of the ranks of `axes`, stacked on a new dim.
+
+    Attributes:
+        axes: names, with commas.
+        ranks: the new dim.
+        dim: the one that was sharded.
+    """
+
+    __slots__ = ("axes", "dim", "ranks")
+
+    def __init__(self, axes: str, ranks: int, dim: int) -> None:
+        self.axes, self.ranks, self.dim = axes, ranks, dim
 
 
 class Segments:

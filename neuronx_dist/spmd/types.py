@@ -1,4 +1,4 @@
-"""The four types a tensor can have along a mesh axis, and the sharding refinement of the third.
+"""The four types a tensor can have along a mesh axis, the sharding refinement of the third, and the scale of each.
 
 | type | forward | its gradient |
 | --- | --- | --- |
@@ -10,45 +10,72 @@
 `S(i)` is `V` whose values are the pieces of one tensor along its dim i: a collective concatenates or splits along that
 dim, where for plain `V` it stacks or unbinds on dim 0. `P("max")` is a value that is the maximum over the ranks.
 Source: the spmd_types quick start.
+
+Every type has a *scale* k, 0 unless it is shown: the ranks hold N^k times what the type says, N being the size of the
+axis. `P("avg")` is P at scale 1, `N*P`: the value is the mean over the ranks. Its sum is `N*R`, which is R again when
+it is divided by N. The scale of a gradient is that of the loss minus that of its tensor. Where only the sum over the
+ranks counts, R at scale k is P at scale k + 1: a value that is the same everywhere is its own mean.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Any, ClassVar
 
-__all__ = ["DIFFERING", "SAME", "VARYING", "I", "P", "R", "S", "Shard", "SpmdType", "V", "dual"]
+__all__ = ["DIFFERING", "SAME", "VARYING", "I", "P", "R", "S", "Shard", "SpmdType", "V", "dual", "scaled", "unscaled"]
 
 
 class LocalType:
-    """One of R, I, V, P. There is one object of each: compare with `is` or `==`."""
+    """One of R, I, V, P, at some scale. There is one object of each: compare with `is` or `==`."""
 
-    __slots__ = ("along", "letter", "meaning", "reduction", "_name")
+    __slots__ = ("along", "base", "letter", "meaning", "reduction", "scale", "_name")
 
     def __init__(
-        self, letter: str, meaning: str, reduction: str = "", name: str = "", along: frozenset[int] = frozenset()
+        self,
+        letter: str,
+        meaning: str,
+        reduction: str = "",
+        name: str = "",
+        along: frozenset[int] = frozenset(),
+        base: LocalType | None = None,
+        scale: int = 0,
     ) -> None:
         self.letter = letter
         self.meaning = meaning
         self.reduction = reduction  # of P: how the ranks' values combine
         self._name = name or letter
         self.along = along  # of R: dims along which it is the same at every position
+        self.base = base or self  # the same at scale 0
+        self.scale = scale
 
     def __call__(self, reduction: str) -> LocalType:
-        """`P("sum")` is `P`, `P("max")` a partial maximum.
+        """`P("sum")` is `P`, `P("avg")` a mean over the ranks, `P("max")` a partial maximum.
 
         Raises:
             ValueError: this is not P, or there is no such reduction.
         """
-        if self.letter != "P" or reduction not in ("sum", "max"):
-            raise ValueError(f'{self}({reduction!r}) is not a type; P("sum") and P("max") are')
-        return P if reduction == "sum" else PARTIAL_MAX
+        if self is not P or reduction not in ("sum", "avg", "max"):
+            raise ValueError(f'{self}({reduction!r}) is not a type; P("sum"), P("avg") and P("max") are')
+        return {"sum": P, "avg": PARTIAL_AVG, "max": PARTIAL_MAX}[reduction]
 
     def __repr__(self) -> str:
-        return 'P("max")' if self._name == "PARTIAL_MAX" else self.letter
+        if self is PARTIAL_AVG:
+            return 'P("avg")'
+        return _with_scale('P("max")' if self.reduction == "max" else self.letter, self.scale)
 
     def __reduce__(self) -> Any:
+        if self.scale:
+            return scaled, (self.base, self.scale)
         return (repeated, (self.along,)) if self.along else self._name
+
+
+def _with_scale(text: str, scale: int) -> str:
+    """`N*R`, `R/N`, `N^2*R`: a type at a scale."""
+    if not scale:
+        return text
+    factor = "N" if abs(scale) == 1 else f"N^{abs(scale)}"
+    return f"{factor}*{text}" if scale > 0 else f"{text}/{factor}"
 
 
 R = LocalType("R", "replicate")
@@ -56,11 +83,13 @@ I = LocalType("I", "invariant")  # noqa: E741 - the name of the type in its sour
 V = LocalType("V", "varying")
 P = LocalType("P", "partial", "sum")
 PARTIAL_MAX = LocalType("P", "partial maximum", "max", "PARTIAL_MAX")
+PARTIAL_AVG = LocalType("P", "partial mean", "sum", "PARTIAL_AVG", base=P, scale=1)
 
 # Of the checker only: values whose type is not decided by how they were made. Nobody declares them.
 ZERO = LocalType("0", "zero", name="ZERO")  # zeros: whatever is added to them decides
 UNIFORM = LocalType("R", "one constant", name="UNIFORM")  # R, and the same at every position: any shard of it is equal
 _REPEATED: dict[frozenset[int], LocalType] = {}
+_SCALED: dict[tuple[LocalType, int], LocalType] = {(P, 1): PARTIAL_AVG}
 
 
 def repeated(along: frozenset[int]) -> LocalType:
@@ -79,18 +108,29 @@ class Shard:
         stride: the dim is made of so many blocks, each sharded by itself (gate and up in one weight: 2).
         extent: how many of this rank's positions in a block the sharding counts; what lies inside of one is whole
             (heads, when heads and head dim were merged). None: all of the block.
+        scale: the ranks hold N^scale times the pieces.
+        part: which part of the positions that a rank had was taken, from and to, as fractions: the ranks' parts are the
+            pieces of a tensor, and not that part of the whole. None: all.
     """
 
     dim: int
     stride: int = 1
     extent: int | None = None
+    part: tuple[Fraction, Fraction] | None = None
+    scale: int = 0
 
     letter: ClassVar[str] = "S"
     meaning: ClassVar[str] = "sharded"
     reduction: ClassVar[str] = ""
 
+    @property
+    def base(self) -> Shard:
+        """The same at scale 0."""
+        return replace(self, scale=0) if self.scale else self
+
     def __repr__(self) -> str:
-        return f"S({self.dim}, stride={self.stride})" if self.stride > 1 else f"S({self.dim})"
+        text = f"S({self.dim}, stride={self.stride})" if self.stride > 1 else f"S({self.dim})"
+        return _with_scale(text, self.scale)
 
 
 S = Shard
@@ -104,6 +144,32 @@ DIFFERING = frozenset("VSP")  # not one value on all ranks
 _DUAL = {"R": P, "P": R, "I": I, "V": V, "0": V}
 
 
+def scaled(spmd_type: SpmdType, factor: int) -> SpmdType:
+    """The type of N^factor times a value of `spmd_type`, N being the size of the axis."""
+    if not factor or spmd_type is ZERO:
+        return spmd_type
+    scale = spmd_type.scale + factor
+    if isinstance(spmd_type, Shard):
+        return replace(spmd_type, scale=scale)
+    base = spmd_type.base
+    if not scale:
+        return base
+    key = (base, scale)
+    if key not in _SCALED:
+        name = f"{base._name}*N^{scale}"
+        _SCALED.setdefault(
+            key, LocalType(base.letter, base.meaning, base.reduction, name, base.along, base=base, scale=scale)
+        )
+    return _SCALED[key]
+
+
+def unscaled(spmd_type: SpmdType) -> SpmdType:
+    """The type at scale 0."""
+    return spmd_type.base
+
+
 def dual(type_: SpmdType) -> SpmdType:
-    """The type of the gradient of a tensor of `type_`."""
-    return type_ if isinstance(type_, Shard) else _DUAL[type_.letter]
+    """The type of the gradient of a tensor of `type_`, for a loss of scale 0."""
+    if isinstance(type_, Shard):
+        return replace(type_, scale=-type_.scale) if type_.scale else type_
+    return scaled(_DUAL[type_.letter], -type_.scale)

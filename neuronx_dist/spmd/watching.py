@@ -7,7 +7,7 @@ treat in a way of their own are registered in `HANDLERS`, by the room that has t
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
@@ -38,6 +38,9 @@ class Watcher(Protocol):
 
     def stamp(self, x: Tensor, type_: TensorType, origins: Any = None, extra: Any = None) -> None:
         """Writes a type on a tensor."""
+
+    def local_scope(self, axes: Collection[str]) -> AbstractContextManager[None]:
+        """Inside, what is sharded over `axes` is this rank's own numbers, and merely varies."""
 
     def pause(self) -> AbstractContextManager[None]:
         """Switches the checker off for what runs inside."""

@@ -104,8 +104,8 @@ def test_wrong_shapes_and_types():
             (lambda: spmd.reduce_scatter(torch.ones(4), "tp", dst=V), ["unbound from dim 0", "(2)", "(4,)", "S(0)"]),
             (lambda: spmd.all_to_all(torch.ones(4), "tp"), ["unbound", "(4,)"]),
             (lambda: spmd.convert(torch.ones(()), "tp", src=R, dst=V), ["unbound"]),
-            (lambda: spmd.all_gather(torch.ones(4), "tp", src=S(1), dst=R), ["S(1)", "(4,)"]),
-            (lambda: spmd.all_gather(torch.ones(4), "tp", src=S(-2), dst=R), ["S(-2)", "(4,)"]),
+            (lambda: spmd.all_gather(torch.ones(4), "tp", src=S(1), dst=R), ["S(1)", "[4]"]),
+            (lambda: spmd.all_gather(torch.ones(4), "tp", src=S(-2), dst=R), ["S(-2)", "[4]"]),
             (lambda: spmd.all_gather(torch.ones(4), "tp", src="V", dst=R), ["'V'", "R, I, V, P or S(dim)"]),
         ]:
             with pytest.raises(ValueError) as error:

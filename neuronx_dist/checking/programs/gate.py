@@ -6,6 +6,7 @@ stages that hold a tied weight. Checked before every optimizer's step, the user'
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ...gradients.gradient import DATA_AXES, ParameterGradient, parameters_of
 from ...optimizer import NeuronZero1Optimizer
+from ...optimizer.shards import ParameterShard
 from ...spmd.axes import atoms_of
 from ...spmd.errors import SpmdTypeError
 from ...spmd.tensor_type import NAME, NOTE, TensorType, note_of, type_of, write
@@ -70,12 +72,18 @@ def _check(mode: SpmdTypeMode, optimizer: Any) -> None:
             continue
         shard = shards.get(id(param))
         own = atoms_of(shard.group, mode.mesh) if shard is not None else ()  # over which the optimizer reduces itself
+        averaged = _averaged_by(shard, own, mode) if shard is not None else ()
         grad_type, note = type_of(grad), mode.note(param, "the optimizer's step")
         if grad_type is None or note is None:
             continue
         for axis in mode.axes_of(grad_type):
             spmd_type, parameter_type = grad_type.get(axis), note.type.get(axis)
-            if spmd_type is None or axis in own:
+            if spmd_type is None:
+                continue
+            expected = 1 if axis in averaged and not (axis in own and spmd_type.letter in SAME) else 0
+            if spmd_type.scale != expected and spmd_type.letter != "0":
+                raise _scale_refused(mode, optimizer, param, grad, axis, spmd_type, expected)
+            if axis in own:
                 continue
             equal_parameter = parameter_type is not None and parameter_type.letter in SAME
             if spmd_type.letter == "P" or (spmd_type.letter in VARYING and equal_parameter):
@@ -84,11 +92,55 @@ def _check(mode: SpmdTypeMode, optimizer: Any) -> None:
             _declare_master(shard.master, note.type, own, mode)
 
 
+def _averaged_by(shard: ParameterShard, own: tuple[str, ...], mode: SpmdTypeMode) -> tuple[str, ...]:
+    """The axes by whose sizes a ZeRO-1 optimizer divides a gradient."""
+    data = atoms_of(DATA_AXES, mode.mesh)
+    count = math.prod(mode.mesh.size(axis) for axis in DATA_AXES) if mode.mesh is not None else 1
+    return tuple({*own, *data}) if math.isclose(shard.scale * count, 1.0) else own
+
+
 def _declare_master(master: torch.Tensor, type_: TensorType, own: tuple[str, ...], mode: SpmdTypeMode) -> None:
     """A master holds some rows of its parameter: other ones on each rank of the sharding group."""
     types: dict[str, SpmdType] = {axis: V if kind.letter == "S" else kind for axis, kind in type_}
     types.update(dict.fromkeys(own, V))
     write(master, TensorType.of(types, type_.rest), None, mode.session)
+
+
+def _scale_refused(
+    mode: SpmdTypeMode,
+    optimizer: Any,
+    param: torch.Tensor,
+    grad: torch.Tensor,
+    axis: str,
+    spmd_type: SpmdType,
+    expected: int,
+) -> SpmdTypeError:
+    """The error for a gradient that is a power of the size of an axis too large, or too small."""
+    name = param.__dict__.get(NAME, "a parameter")
+    size = f'comm.size("{axis}")'
+    by_optimizer = f", and {type(optimizer).__name__} divides by the size of {axis} itself" if expected else ""
+    if spmd_type.scale > expected:
+        why = f"it is too large by the size of {axis}: of a mean over each rank's part, the ranks' sum is taken"
+        repairs = [
+            "reduce_gradients(model), which averages, in place of a sum",
+            f"divide the loss, or the gradients, by {size}",
+        ]
+    else:
+        why = f"it is too small by the size of {axis}: the loss is a sum over all ranks, and gradients are averaged"
+        repairs = [
+            "a loss that is a mean on every rank: .mean(), or a sum divided by global_num_items(labels)",
+            f"sum the gradients over {axis} instead of averaging them; or multiply the loss by {size}",
+        ]
+    origin = ((note_of(grad) or (None, None))[1] or {}).get(axis)
+    return SpmdTypeError(
+        f"{type(optimizer).__name__}.step: the gradient of {name} {list(param.shape)}",
+        f"on {axis} it is {spmd_type}{by_optimizer}: {why}",
+        where_from=[f"{spmd_type} on {axis} since {origin}"] if origin is not None else [],
+        repairs=repairs,
+        axis=axis,
+        rule="gate_scale",
+        parameter=name,
+    )
 
 
 def _refused(

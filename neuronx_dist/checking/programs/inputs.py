@@ -15,13 +15,16 @@ from ..types.mode import SpmdTypeMode
 
 __all__ = ["declare_inputs"]
 
+NUM_ITEMS = "num_items_in_batch"  # Hugging Face's name of what `global_num_items` gives
+
 
 def declare_inputs(inputs: Any, in_types: Any, mode: SpmdTypeMode) -> None:
     """Writes the types of inputs.
 
     Args:
         in_types: `{axis: type}` for all of them, or such dicts by name (of a dict of inputs) or in a list (of
-            positional ones); what is not said is sharded on dim 0 over dp, and equal elsewhere.
+            positional ones); what is not said is sharded on dim 0 over dp, and equal elsewhere; `num_items_in_batch` is
+            a rank's share of a count.
 
     Raises:
         ValueError: a name that no input has.
@@ -34,7 +37,8 @@ def declare_inputs(inputs: Any, in_types: Any, mode: SpmdTypeMode) -> None:
     for path, x in pytree.tree_flatten_with_path(inputs)[0]:
         if isinstance(x, torch.Tensor):
             declared = in_types if in_types is None or _is_type(in_types) else _at(in_types, path)
-            write(x, input_type(x, mode.mesh, declared, mode.level), None, mode.session)
+            share = bool(path) and getattr(path[-1], "key", None) == NUM_ITEMS
+            write(x, input_type(x, mode.mesh, declared, mode.level, share), None, mode.session)
 
 
 def _is_type(in_types: Any) -> bool:

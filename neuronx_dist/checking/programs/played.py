@@ -36,6 +36,7 @@ from ...pipeline.record.recorder import record
 from ...pipeline.record.recording import Recording
 from ...pipeline.run.microbatches import Batch
 from ...pipeline.schedule import Schedule
+from ..types.axis_sizes import tracked
 from ..types.mode import SpmdTypeMode
 from .calls import Deadline, Op, OpRecorder
 from .fakes import fake_inputs, make_fake, no_messages, optimizers_of
@@ -199,6 +200,7 @@ class Played:
             context.extras.update(self._extras)
             stack.enter_context(torch.random.fork_rng(devices=[]))
             stack.enter_context(no_messages())
+            stack.enter_context(tracked())
             try:
                 yield phase
             except (DataDependentOutputException, DynamicOutputShapeException) as error:

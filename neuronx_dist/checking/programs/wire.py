@@ -15,8 +15,9 @@ __all__ = ["Wire"]
 class Wire:
     """What stages send one another has the types that it was sent with. Stages are played in order.
 
-    Gradients come back from a stage that was not played yet: they have the duals of what was sent. A receive is posted
-    before that is known, so its buffer gets its type when it is.
+    Gradients come back from a stage that was not played yet: they have the duals of what was sent, at the scale of a
+    loss whose gradients are averaged over the data, which the last stage must have. A receive is posted before that is
+    known, so its buffer gets its type when it is.
     """
 
     def __init__(self) -> None:
@@ -42,7 +43,7 @@ class Wire:
             index = len(sent) - 1
             if sent_type is not None and needs_grad[index]:
                 buffer = posted[sum(needs_grad[:index])]
-                write(buffer, sent_type.of_gradient(), None, mode.session)
+                write(buffer, mode.gradient_type(sent_type), None, mode.session)
 
         def on_receive(buffer: torch.Tensor, axis: Any) -> TensorType | None:
             if axis is forward:
@@ -52,3 +53,5 @@ class Wire:
             return None
 
         mode.sent, mode.received = on_send, on_receive
+        mode.averaged = mode.data_axes()
+        mode.gradient_scales = dict.fromkeys(mode.averaged, 1)

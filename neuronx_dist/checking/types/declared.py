@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 
+from ...gradients.gradient import DATA_AXES
 from ...mesh import DENSE_AXES, Mesh
 from ...spmd.axes import atoms_of, mesh_atoms
-from ...spmd.declarations import SHARD_OF
+from ...spmd.declarations import SHARD_OF, types_by_atom
 from ...spmd.tensor_type import TensorType, type_of
-from ...spmd.types import I, R, Shard, SpmdType, V
+from ...spmd.types import I, R, Shard, SpmdType, V, scaled
 from ...weights.shard_spec import spec_of
 
 __all__ = ["input_type", "parameter_type"]
@@ -46,15 +47,18 @@ def parameter_type(param: torch.Tensor, mesh: Mesh, holders: Any = None, level: 
 
 
 def input_type(
-    x: torch.Tensor, mesh: Mesh, types: Mapping[Any, SpmdType] | None = None, level: str = "G"
+    x: torch.Tensor, mesh: Mesh, types: Mapping[Any, SpmdType] | None = None, level: str = "G", share: bool = False
 ) -> TensorType:
     """The type of an input of the model: sharded on dim 0 over dp and equal elsewhere, but for what `types` says.
 
-    0-dim tensors, and integers that count, are equal everywhere.
+    0-dim tensors are equal everywhere; with `share` it is a count that was divided by the number of ranks over dp, cp.
     """
     spmd_types: dict[str, SpmdType] = dict.fromkeys(atoms_of(DENSE_AXES, mesh), R)
     if x.dim():
         spmd_types.update(dict.fromkeys(mesh_atoms(mesh)["dp"], Shard(0) if level == "G" else V))
-    for axis, spmd_type in (types or {}).items():
-        spmd_types.update(dict.fromkeys(atoms_of(axis, mesh), spmd_type))
+    elif share:
+        spmd_types.update(dict.fromkeys(atoms_of(DATA_AXES, mesh), scaled(R, -1)))
+    if not x.dim():  # a declaration for all inputs means those that have dims
+        types = {axis: spmd_type for axis, spmd_type in (types or {}).items() if not isinstance(spmd_type, Shard)}
+    spmd_types.update(types_by_atom(types or {}, mesh, x.shape, level))
     return TensorType.of(spmd_types)

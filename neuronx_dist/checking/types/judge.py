@@ -1,12 +1,13 @@
 """The judgement: from the types of a call's operands to the types of its results, axis by axis.
 
 What a function does to dims is its label spec, in what it is linear its rule (`rules/`); here is what follows for the
-types, for all functions alike. For one axis:
+types, for all functions alike. For one axis, and types at
+scale 0 (`scales.py` has what follows for scales):
 
     no operand varies or is partial   the result is equal on all ranks: I if the gradient is to be one, else R
     P                                 only what is linear: all of one group of operands P, the others R
     S, and its label stays            the result is sharded where the label went
-    S, and its label is summed        the result is P: a contraction over a sharded dim
+    S, and its label is summed        the result is P: a contraction over a sharded dim; P("avg") if it is averaged
     S against another, or against R   a gather is missing
     V                                 the result is V; nothing is known about dims
 
@@ -15,16 +16,18 @@ I takes part with R or V only where it cannot receive a gradient.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import combinations
 from typing import Any, NamedTuple
 
 from ...spmd.axes import order_of
 from ...spmd.errors import Violation
 from ...spmd.tensor_type import TensorType
-from ...spmd.types import SAME, UNIFORM, VARYING, ZERO, I, P, R, Shard, SpmdType, V, repeated
+from ...spmd.types import SAME, UNIFORM, VARYING, ZERO, I, P, R, Shard, SpmdType, V, repeated, scaled
+from .rules.names import CATS
 from .rules.spec import Dims, Rule, Spec
-from .shard_positions import ShardPosition, locate, put
+from .scales import as_summands, result_scale
+from .shard_positions import ShardPosition, difference, locate, part_of, put, put_together
 
 __all__ = ["EXPANDS", "Judgement", "Operand", "judge"]
 
@@ -35,6 +38,8 @@ EXACT = frozenset(
     "gather scatter scatter_add scatter_reduce index_put index_add index_copy cat concat concatenate stack hstack "
     "vstack dstack row_stack column_stack bmm baddbmm addbmm cross_entropy nll_loss kl_div".split()
 )
+# Along these axes ranks have other samples: which ones a rank has does not matter, if all are used alike.
+SAMPLES = frozenset(("dp", "edp", "ep", "ep/cp"))
 LOOKUPS = ("__getitem__", "gather", "index_select", "take_along_dim")  # of operand 0, by the others
 
 
@@ -60,6 +65,8 @@ class _CallFacts(NamedTuple):
     spec: Spec | None
     operands: Sequence[Operand]
     groups: Sequence[frozenset[int]]  # of operands in which the call is jointly linear
+    groups_of_means: Sequence[frozenset[int]]  # the same where what is P is P("avg")
+    groups_of_constants: Sequence[frozenset[int]]  # the same but for a constant
     results: int  # how many
     assumed: list[str]
     positions: dict[str, ShardPosition]  # by axis: where it shards the operands
@@ -76,15 +83,15 @@ def judge(rule: Rule, spec: Spec | None, operands: Sequence[Operand], affine: bo
         Violation: the types do not go together.
     """
     everything = frozenset(range(len(operands)))
-    if affine:
-        groups: list[frozenset[int]] = []
-    elif rule.linear and rule.linear[0] == (-1,):
-        groups = [everything]
+    if rule.linear and rule.linear[0] == (-1,):
+        groups: list[frozenset[int]] = [everything]
     else:
         groups = [frozenset(group) & everything for group in rule.linear]
+    of_constants, of_means = groups, groups if not affine or rule.adds else []  # a constant is its own mean
+    groups = [] if affine else groups
     if spec is not None and len(spec.ins) < len(operands):  # operands that are no tensors: numbers that vary
         spec = spec._replace(ins=(*spec.ins, *((),) * (len(operands) - len(spec.ins))))
-    call = _CallFacts(rule, spec, operands, groups, count, [], {})
+    call = _CallFacts(rule, spec, operands, groups, of_means, of_constants, count, [], {})
     axes = sorted({axis for operand in operands for axis in operand.type.types})
     result_types: list[dict[str, SpmdType]] = [{} for _ in range(count)]
     born: dict[str, str] = {}
@@ -93,9 +100,7 @@ def judge(rule: Rule, spec: Spec | None, operands: Sequence[Operand], affine: bo
         for number, spmd_type in enumerate(_on_axis(call, axis, spmd_types)):
             result_types[number][axis] = spmd_type
             if spmd_type.letter == "P" and not any(k is not None and k.letter == "P" for k in spmd_types):
-                born[axis] = (
-                    f"contraction over a sharded dim in {rule.name}" if spmd_type is P else f"maximum in {rule.name}"
-                )
+                born[axis] = f"{_BORN.get(str(spmd_type), _BORN['P'])} in {rule.name}"
     _disentangle(call, result_types)
     rests = [operand.type.rest for operand in operands]
     equal: Sequence[SpmdType | None] = [None] * count
@@ -104,7 +109,11 @@ def judge(rule: Rule, spec: Spec | None, operands: Sequence[Operand], affine: bo
     return Judgement(tuple(map(TensorType.of, result_types, equal)), born, tuple(call.assumed))
 
 
+_BORN = {"P": "contraction over a sharded dim", 'P("avg")': "mean over a sharded dim", 'P("max")': "maximum"}
+
+
 def _on_axis(call: _CallFacts, axis: str, operand_types: Sequence[SpmdType | None]) -> list[SpmdType]:
+    """Types of the results on one axis: what follows at scale 0, and then the scale."""
     spec = call.spec
     spmd_types: list[SpmdType | None] = list(operand_types)
     for index, spmd_type in enumerate(spmd_types):
@@ -113,6 +122,28 @@ def _on_axis(call: _CallFacts, axis: str, operand_types: Sequence[SpmdType | Non
         elif spmd_type is None:
             raise Violation("no_type", axis, f"it has no type on {axis}, the others have", [index])
     known: list[SpmdType] = spmd_types  # type: ignore[assignment]
+    if {spmd_type.scale for spmd_type in known if spmd_type.letter == "P"} == {1}:
+        call = call._replace(groups=call.groups_of_means)
+    while True:
+        try:
+            result_types = _unscaled(call, axis, [spmd_type.base for spmd_type in known])
+            break
+        except Violation as violation:
+            changed = as_summands(violation, known)
+            if changed is None:
+                raise
+            known = changed
+    read = [None if spec is not None and spec.ins[index] is None else known[index] for index in range(len(known))]
+    if spec is not None and spec.at_any_scale:
+        return result_types
+    groups = call.groups_of_constants if spec is not None and spec.infinite else call.groups
+    scale = result_scale(axis, call.rule, groups, read)
+    return [scaled(spmd_type, scale) for spmd_type in result_types] if scale else result_types
+
+
+def _unscaled(call: _CallFacts, axis: str, known: list[SpmdType]) -> list[SpmdType]:
+    """Types of the results of operands at scale 0."""
+    spec = call.spec
     letters = [spmd_type.letter for spmd_type in known]
     varying = [index for index, letter in enumerate(letters) if letter in VARYING]
     partial = [index for index, letter in enumerate(letters) if letter == "P"]
@@ -137,8 +168,22 @@ def _on_axis(call: _CallFacts, axis: str, operand_types: Sequence[SpmdType | Non
                             [partial[0], varying[0]])  # fmt: skip
         if spec is None:
             call.assumed.append(f"{call.rule.name}: nothing is known about its dims")
-        return [V] * call.results
+            return [V] * call.results
+        return [scaled(V, _averaging(call, spec, axis))] * call.results
     return _sharded(call, spec, axis, known, sharded, varying, partial)
+
+
+def _averaging(call: _CallFacts, spec: Spec, axis: str) -> int:
+    """The scale of a mean over all that each rank has, as a summand; 0 of what is no mean."""
+    if not spec.reduced or spec.outs != ((),) or not {"mean", "mean_of_valid"}.issuperset(spec.reduced.values()):
+        return 0
+    _assume_equal_counts(call, axis, spec.reduced.values())
+    return 1
+
+
+def _assume_equal_counts(call: _CallFacts, axis: str, reductions: Iterable[str]) -> None:
+    if "mean_of_valid" in reductions:
+        call.assumed.append(f"{call.rule.name}: that as many targets count on every rank of {axis}")
 
 
 def _equals(call: _CallFacts, axis: str, spmd_types: Sequence[SpmdType]) -> list[SpmdType]:
@@ -253,6 +298,9 @@ def _sharded(
     partial: Sequence[int],
 ) -> list[SpmdType]:
     name = call.rule.name
+    whole = put_together(spec, spmd_types) if name in CATS else None
+    if whole is not None:
+        return [whole]
     position: ShardPosition | None = None
     for index in sharded:
         dims = spec.ins[index]
@@ -262,14 +310,9 @@ def _sharded(
         own = locate(dims, shard, spec, axis, index, name)
         if position is None:
             position, first = own, index
-        elif own[:2] != position[:2]:  # the extent says what was merged with what, not which rank has what
-            other = spmd_types[first]
-            if own.label == position.label:
-                why = f"both are sharded on the same dim, but in another way ({other} and {shard})"
-            else:
-                why = f"one is sharded on dim {other.dim}, the other on dim {shard.dim}: "  # type: ignore[union-attr]
-                why += "these are different dims of the result, and every rank has but one pair of pieces"
-            raise Violation("shards", axis, why, [index, first])
+        elif (own.label, own.stride, own.part) != (position.label, position.stride, position.part):
+            # The extent, which is left out, says what was merged with what, not which rank has what.
+            raise Violation("shards", axis, difference(own, position, shard, spmd_types[first]), [index, first])
     assert position is not None
     call.positions[axis] = position
     label = position.label
@@ -278,8 +321,19 @@ def _sharded(
     dim = spmd_types[first].dim  # type: ignore[union-attr]
     if label in spec.fixed:
         if label in spec.looked_up and unknown:
-            call.assumed.append(f"{name}: a lookup in a sharded dim {dim} by positions that vary")
+            call.assumed.append(
+                f"{name}: a lookup in a sharded dim {dim} by positions that vary: that this rank holds all of them "
+                "(numeric=True compares the values)"
+            )
             return [V] * call.results
+        if axis in SAMPLES and label in spec.ranges and position.stride == 1 and len(call.operands) == 1:
+            text = f"{name}: each rank takes its own part of sharded dim {dim}: that all parts together are used alike"
+            call.assumed.append(text)
+            del call.positions[axis]  # it is along no label of the results
+            return [
+                Shard(at, part=part_of(position.part, start, stop, length))
+                for at, start, stop, length in spec.ranges[label]
+            ]
         raise Violation("fixed", axis, f"dim {dim} is sharded, but {spec.fixed[label]}", [first])
     # A dim of size 1 that stays may be one that broadcasts: of size 1 in one process too.
     alone = spec.sizes[label] == 1 and label not in spec.reduced and name not in EXACT
@@ -331,9 +385,9 @@ def _reduced(
     how, name = spec.reduced[position.label], call.rule.name
     if how == "max" and not partial:
         return V if unknown else P("max")
-    if how != "sum":
+    _assume_equal_counts(call, axis, (how,))
+    if how not in ("sum", "mean", "mean_of_valid"):
         advice = {
-            "mean": "the mean over this rank's piece is not the mean: sum, then divide by the global count",
             "min": "a minimum is not carried as a partial value: take -amax(-x)",
         }
         raise Violation("reduced", axis, f"dim {dim} is sharded: " + advice.get(how, f"{name} needs all of it"), having)
@@ -358,7 +412,7 @@ def _reduced(
         )
     if unknown:
         call.assumed.append(f"{name}: that the varying operand is sharded on the dim which is summed over")
-    return P
+    return P if how == "sum" else P("avg")
 
 
 def _disentangle(call: _CallFacts, result_types: Sequence[dict[str, SpmdType]]) -> None:

@@ -15,7 +15,9 @@ from ...call_site import call_site
 from ...spmd.errors import Violation
 from ...spmd.tensor_type import EQUAL, Note, Origin, TensorType, tensors_in, type_of
 from ...spmd.types import DIFFERING, R, V
+from .handlers.axis_numbers import with_factors, with_numbers
 from .handlers.inplace import OVERWRITES, overwritten
+from .handlers.lookups import assumed_masked
 from .handlers.random_numbers import draws, made_type, stream_type
 from .handlers.rank_values import counted, rank_values
 from .judge import Judgement, Operand, judge
@@ -45,13 +47,14 @@ def judge_call(
     operand_types = [Operand(note.type, enabled and x.requires_grad) for x, note in zip(tensors, notes)]
     if func in OVERWRITES:
         operand_types[0] = Operand(overwritten(operand_types[0].type), operand_types[0].differentiable)
+    operand_types = with_factors(mode, rule, kwargs, operand_types)
     numbers = [
         Operand(TensorType.of(dict.fromkeys(mode.atoms(value.axes), V), R), False)
         for value in rank_values(rule, args, kwargs)
     ]
     if rule.kind not in ("op", "scalar", "decompose"):
         type_, assumed = made_type(mode, rule, operand_types, numbers)
-        return _assuming(mode, Judgement((type_,), {}, assumed))
+        return _assuming(mode, with_numbers(mode, rule, args, kwargs, Judgement((type_,), {}, assumed)))
     if rule.kind == "decompose" and rule.decompose is not None:
         before = dict(mode.assumed)
         with mode:
@@ -84,7 +87,9 @@ def judge_call(
     except Violation as violation:
         call = JudgedCall(rule, func, args, kwargs, tensors, [*operand_types, *numbers, *drawn], spec, affine)
         raise explain(mode, violation, call) from None
-    return _assuming(mode, judgement._replace(assumed=(*judgement.assumed, *assumed)))
+    judgement = assumed_masked(rule, notes, judgement)
+    judgement = judgement._replace(assumed=(*judgement.assumed, *assumed))
+    return _assuming(mode, with_numbers(mode, rule, args, kwargs, judgement))
 
 
 def _assuming(mode: Session, judgement: Judgement) -> Judgement:

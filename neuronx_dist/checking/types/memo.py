@@ -7,6 +7,7 @@ not, the entry says what else decides (`ExtraKey`), and a second look-up has tha
     grads      a tensor is I, or a constant: whether it receives a gradient
     dtypes     of masks and integers; casts that round are not linear
     random     the stream that is drawn from, on the axes of the mesh
+    mesh       an argument is a number that knows axes by name: which pieces of axes these are
 
 Types are interned and entries hold no tensors, so that all modes share them. Functions come from the registry of rules
 alone: what a program makes anew for every call is never a key.
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ...spmd.tensor_type import TensorType
+from .axis_sizes import NUMBER_CLASSES, AxisNumber
 from .handlers.random_numbers import drawing
 from .judge import EXPANDS, Judgement
 from .rules import Rule
@@ -44,10 +46,11 @@ __all__ = [
 
 # Classes of arguments, exactly: a subclass, such as a RankValue, means something of its own.
 TENSORS = frozenset({Tensor, nn.Parameter, FakeTensor})  # in the key by their type
-BY_VALUE = frozenset({int, str, type(None), type(...), torch.dtype, torch.device, torch.Size,
-                      torch.layout, torch.memory_format})  # fmt: skip
-NUMBERS = frozenset({bool, float, complex})  # equal to an int, and another argument all the same: x[1], x[True]
-SEQUENCES = frozenset({tuple, list})
+BY_VALUE = frozenset({int, str, type(None), type(...), torch.dtype, torch.device, torch.layout, torch.memory_format})
+NUMBERS = (
+    NUMBER_CLASSES  # may be equal to an int, and another argument all the same: x[1], x[True], x / comm.size("dp")
+)
+SEQUENCES = frozenset({tuple, list, torch.Size})
 LONG = 128  # a sequence of more than that is data
 
 SIZE = 20_000  # entries; then all are forgotten
@@ -60,6 +63,7 @@ class ExtraKey(NamedTuple):
     grads: bool
     dtypes: bool
     random: bool
+    mesh: bool
 
 
 class CachedJudgement:
@@ -105,8 +109,11 @@ class CachedJudgement:
         return cls(None, name, extra_key=extra_key)
 
 
-def extra_key_of(rule: Rule, types: Sequence[TensorType]) -> ExtraKey | None:
-    """What decides about calls of a function on tensors of these types, besides their key; None: nothing does."""
+def extra_key_of(rule: Rule, types: Sequence[TensorType], items: Sequence[Any]) -> ExtraKey | None:
+    """What decides about calls of a function on tensors of these types, besides their key; None: nothing does.
+
+    `items`: the arguments of the call.
+    """
     packs = rule.name in CATS  # may make a packed buffer
     shapes = packs or rule.name in EXPANDS or any(type_.shaped for type_ in types)
     partial = any(spmd_type.letter == "P" for type_ in types for _, spmd_type in type_)
@@ -115,13 +122,14 @@ def extra_key_of(rule: Rule, types: Sequence[TensorType]) -> ExtraKey | None:
         packs or any(type_.graded for type_ in types),
         shapes or (partial and rule.affine is not None),
         bool(rule.random) or rule.kind in ("random", "decompose"),
+        any(isinstance(x, AxisNumber) for x in items),
     )
     return extra_key if any(extra_key) else None
 
 
 def extra_values(extra_key: ExtraKey, items: Sequence[Any], mode: Session) -> tuple[Any, ...]:
     """These properties of a call's arguments, to be put behind its key."""
-    shapes, grads, dtypes, random = extra_key
+    shapes, grads, dtypes, random, mesh = extra_key
     # The class ends the arguments: True is 1, so that x.view(4) and two flags would be x.view(4, 1, 1).
     values: list[Any] = [ExtraKey]
     if grads:
@@ -136,6 +144,8 @@ def extra_values(extra_key: ExtraKey, items: Sequence[Any], mode: Session) -> tu
                 values.append(x.dtype)
     if random:
         values.append(drawing(mode))
+    if mesh:
+        values.append(mode.mesh)
     return tuple(values)
 
 

@@ -11,8 +11,8 @@ that the usual call costs a look-up. Sources: the spmd_types quick start; `docs/
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any, NamedTuple
 
 import torch
@@ -37,10 +37,14 @@ from ...spmd.tensor_type import (
 )
 from ...spmd.watching import HANDLERS, Watcher, entered, left
 from . import raw_collectives as raw
+from .axis_sizes import tracked
 from .declared import parameter_type
-from .handlers import autograd, packing
+from .handlers import autograd, axis_numbers, packing
 from .handlers.inplace import check_write, note_write, stale
+from .handlers.local_code import local_scope
+from .handlers.lookups import lookup_note
 from .handlers.rank_values import counts, picked
+from .handlers.stacks import stacked_note
 from .judge import Judgement, Operand
 from .judging import begin, judge_call, result_origins
 from .memo import (
@@ -121,6 +125,7 @@ class SpmdTypeMode(Session):
         self._hooks.append(ExitStack())
         self._hooks[-1].enter_context(intercept(self._function))
         self._hooks[-1].enter_context(surroundings())
+        self._hooks[-1].enter_context(tracked())
         super().__enter__()
         return self
 
@@ -217,6 +222,9 @@ class SpmdTypeMode(Session):
             SpmdTypeError: it has no type; or its memory was written behind the checker's back.
         """
         note = note_of(x)
+        if self.scope is not None and (note is None or note.session != self.session):
+            self.scope.take(x, function)
+            return note_of(x)
         if note is None:
             type_ = None
             if self.mesh is not None and isinstance(x, nn.Parameter):
@@ -244,6 +252,10 @@ class SpmdTypeMode(Session):
     def adopt(self, param: Tensor, grad: Tensor) -> Tensor:
         """Backward accumulates the gradient of `param` in `grad`."""
         return autograd.adopt(self, param, grad)
+
+    def local_scope(self, axes: Collection[str]) -> AbstractContextManager[None]:
+        """Inside, what is sharded over `axes` is this rank's own numbers."""
+        return local_scope(self, axes)
 
     # --- calls whose judgement is not in the memo
 
@@ -284,7 +296,7 @@ class SpmdTypeMode(Session):
         if self.record is not None:
             self.record(rule.name, (args, kwargs), call_site())
         if key is not None:
-            extra_key = extra_key_of(rule, [note.type for note in notes])
+            extra_key = extra_key_of(rule, [note.type for note in notes], items)
             if extra_key is not None:
                 store(self._memo, key, CachedJudgement.undecided(rule.name, extra_key))
                 key += extra_values(extra_key, items, self)
@@ -317,7 +329,8 @@ class SpmdTypeMode(Session):
         type_ = judgement.types[0]
         check_write(self, call.rule, target, type_, call.tensors, call.notes)
         result = call.func(*call.args, **call.kwargs)
-        note_write(self, target, type_, self.origins(judgement, call.notes))
+        extra = lookup_note(self, call.rule, call.args, call.kwargs, call.tensors, call.notes, target, type_)
+        note_write(self, target, type_, self.origins(judgement, call.notes), extra)
         keeps_type = bool(call.args) and target is call.args[0] is call.tensors[0] and type_ is call.notes[0].type
         if call.key is not None and keeps_type:
             store(self._memo, call.key, CachedJudgement.of(judgement, call.rule.name, written=True))
@@ -333,7 +346,7 @@ class SpmdTypeMode(Session):
             refused = JudgedCall(rule, call.func, args, kwargs, call.tensors, operand_types, None)
             raise (explain_shapes(self, refused, error) or error) from None
         origins = self.origins(judgement, notes)
-        extra = None
+        extra: Any = None
         if rule.kind == "random":
             extra = FRESH
         elif rule.aliases and notes and notes[0].extra == READONLY:
@@ -342,6 +355,9 @@ class SpmdTypeMode(Session):
             rule.aliases and notes and notes[0].extra == COUNTED and result.numel() == call.tensors[0].numel()
         ):
             extra = COUNTED
+        else:
+            extra = lookup_note(self, rule, args, kwargs, call.tensors, notes, result, judgement.types[0])
+            extra = extra or stacked_note(rule, args, kwargs, call.tensors, notes)
         entry = CachedJudgement.of(judgement, rule.name, extra)
         self._stamp(result, entry.result_types, origins, extra)
         if self.symbolic:
@@ -362,3 +378,4 @@ class SpmdTypeMode(Session):
 typecheck = SpmdTypeMode  # the newer name
 HANDLERS.update((func, None) for func, rule in RULES.items() if rule.kind == "pass")
 HANDLERS.update(autograd.handlers)
+HANDLERS.update(axis_numbers.handlers)

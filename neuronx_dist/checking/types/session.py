@@ -20,14 +20,19 @@ from ...comm import context
 from ...mesh import Mesh
 from ...spmd.axes import atoms_of, mesh_of
 from ...spmd.tensor_type import EQUAL, NAME, NOTE, Note, Origin, TensorType, note_of, tensors_in, version
-from ...spmd.types import R
+from ...spmd.types import R, scaled
 from ...weights.partial_model import partial_model
 from .judge import Judgement
 from .rules import Rule
 
-__all__ = ["Session", "in_backward"]
+__all__ = ["Session", "in_backward", "new_session"]
 
 _sessions = count(time.time_ns())  # no note of another process, out of a file, is ever taken for one of this
+
+
+def new_session() -> int:
+    """A serial number that no mode had yet."""
+    return next(_sessions)
 
 
 class Session(TorchFunctionMode):
@@ -35,7 +40,8 @@ class Session(TorchFunctionMode):
 
     Attributes:
         mesh, level, strict: as given to the mode.
-        session: serial number of this mode, which its notes have.
+        session: serial number of this mode, or of the scope of local code that it is in, which its notes have.
+        scope: of local code (handlers/local_code.py), while one is entered.
         assumed, trusted: (text, line) -> how often.
         num_assumptions: how often anything was assumed or trusted: a judgement during which it moved is not cached.
         operators, collectives: how many were checked.
@@ -50,13 +56,16 @@ class Session(TorchFunctionMode):
         symbolic: ranks are RankValues: one rank is played in place of many.
         received: `(tensor, axis) -> type` of what a pipeline stage gets by `comm.recv`; None: nobody knows.
         sent: `(tensor, axis)`, called at each `comm.send`.
+        averaged: axes over which the gradients of every backward are averaged: of a pipeline that is known before.
+        gradient_scales: axis -> scale that the loss of the last backward gave to gradients, where it is not 0.
     """
 
     def __init__(self, mesh: Any, level: str, strict: bool) -> None:
         super().__init__()
         self.mesh: Mesh | None = None if mesh is None else mesh_of(mesh)
         self.level, self.strict = level, strict
-        self.session = next(_sessions)
+        self.session = new_session()
+        self.scope: Any = None
         self.assumed: dict[tuple[str, str], int] = {}
         self.trusted: dict[tuple[str, str], int] = {}
         self.operators = self.collectives = 0
@@ -68,6 +77,9 @@ class Session(TorchFunctionMode):
         self.paused = 0
         self.received: Callable[[Tensor, Any], TensorType | None] | None = None
         self.sent: Callable[[Tensor, Any], None] | None = None
+        self.averaged: tuple[str, ...] = ()
+        self.gradient_scales: dict[str, int] = {}
+        self._parameters: dict[int, nn.Parameter] = {}
         self.probing = 0
         self.symbolic = False
         self.known: dict[Any, Any] = {}
@@ -106,6 +118,23 @@ class Session(TorchFunctionMode):
     def adopt(self, param: Tensor, grad: Tensor) -> Tensor:
         """Backward accumulates the gradient of `param` in `grad`."""
         raise NotImplementedError
+
+    def gradient_type(self, type_: TensorType) -> TensorType:
+        """The type of the gradient that the last backward gave to a tensor of `type_`."""
+        gradient_type = type_.of_gradient()
+        if not self.gradient_scales:
+            return gradient_type
+        types = {
+            axis: scaled(spmd_type, self.gradient_scales.get(axis, 0))
+            for axis, spmd_type in self.named(gradient_type).types.items()
+        }
+        return TensorType.of(types, gradient_type.rest)
+
+    def adopt_gradients(self) -> None:
+        """Gradients of the parameters of watched models get their types now."""
+        for param in self._parameters.values():
+            if param.grad is not None:
+                self.adopt(param, param.grad)
 
     # --- the mesh
 
@@ -188,6 +217,7 @@ class Session(TorchFunctionMode):
         self.modules.update((id(child), name) for name, child in module.named_modules())
         for name, param in module.named_parameters():
             param.__dict__[NAME] = name
+            self._parameters[id(param)] = param
         part = partial_model(module)
         if part.partitioned:
             self.tied.update((id(param), group) for param, group in part.tied_groups())

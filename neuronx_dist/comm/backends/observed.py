@@ -103,11 +103,11 @@ class CheckCommunicator(ShapesCommunicator):
         self._axis = tuple(axis.split(",")) if "," in axis else axis if axis else ()
         self._on_mesh = on_mesh
         self.concrete_ranks = tuple(next(group for group in groups if observed.number in group))
-        self.size = len(self.concrete_ranks)
+        self._size = len(self.concrete_ranks)
         self._rank: int | None = None
         self._ranks: tuple[int, ...] | None = None
         if symbolic and len({len(group) for group in groups} - {1}) > 1:
-            self.size = self._of_each_rank(lambda group, rank: len(group))
+            self._size = self._of_each_rank(lambda group, rank: len(group))
 
     def _of_each_rank(self, value: Callable[[Sequence[int], int], int]) -> int:
         table = [0] * self._observed.mesh.world_size

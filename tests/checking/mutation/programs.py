@@ -115,7 +115,7 @@ def _context(net: Any, x: torch.Tensor) -> torch.Tensor:
 
 def _even_all_to_all(net: Any, x: torch.Tensor) -> torch.Tensor:
     x = spmd.convert(x.flatten(0, 1), "tp", src=spmd.I, dst=spmd.S(0))
-    x = mappings.all_to_all("tp", F.linear(mappings.all_to_all("tp", x), spmd.local(net.up.weight)))
+    x = mappings.all_to_all("tp", F.linear(mappings.all_to_all("tp", x), net.up.weight))
     return spmd.all_gather(x, "tp", src=spmd.S(0), dst=spmd.I).unflatten(0, (-1, SEQ))
 
 

@@ -22,7 +22,7 @@ Column, Row = nxd.ColumnParallelLinear, nxd.RowParallelLinear
 
 
 def total(y: torch.Tensor) -> torch.Tensor:
-    return y.square().sum()
+    return y.square().sum() * comm.size(("dp", "cp"))
 
 
 def summed(y: torch.Tensor) -> torch.Tensor:
@@ -112,7 +112,8 @@ class CrossEntropy(nn.Module):
         self.options = options
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return nxd.parallel_cross_entropy(self.head(self.embed(ids)), ids, **self.options).sum()
+        losses = nxd.parallel_cross_entropy(self.head(self.embed(ids)), ids, **self.options)
+        return losses.sum() * comm.size(("dp", "cp"))
 
 
 def _linears() -> dict[str, Callable[[], nn.Module]]:
@@ -274,7 +275,7 @@ class Net(nn.Module):
             x = m.scatter_to_sequence_parallel_region(x, 1)
         for block in self.blocks:
             x = block(x)
-        loss = x.float().square().sum()
+        loss = x.float().square().sum() * comm.size(("dp", "cp"))
         return m.reduce_from_tensor_model_parallel_region(loss) if self.sequence_parallel else loss
 
 

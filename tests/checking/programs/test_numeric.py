@@ -23,7 +23,7 @@ class Mean(models.MLP):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.down(torch.relu(self.up(x)))
         y = self._scale(y) if self.defect == "scale" else y
-        return y.square().sum() / (y.numel() if self.defect != "constant" else models.COUNT * comm.size("tp"))
+        return y.square().sum() / (y.numel() if self.defect != "constant" else y.numel() * 2)
 
 
 def check(defect: str = "", inputs=models.example_inputs, mesh=MESH, level="G"):
@@ -66,7 +66,7 @@ def test_pipelines_have_the_values_of_one_process(zero1):
         def forward(self, x, target):
             for layer in self.layers:
                 x = layer(x)
-            return (x - target).square().sum() / x.numel()
+            return (x - target).square().mean()
 
     def model_fn():
         return nxd.NxDPPModel(

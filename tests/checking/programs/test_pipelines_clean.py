@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import neuronx_dist as nxd
-from neuronx_dist import spmd
+from neuronx_dist import comm, spmd
 from neuronx_dist.gradients import buckets
 from tests.checking.programs import checked_models
 from tests.support import pipeline_models as models
@@ -17,11 +17,12 @@ ROWS = models.BATCH
 
 
 class Summed(models.Model):
-    """The loss is a sum: the mean over a sharded batch is none that types can follow."""
+    """The loss is a sum, whose gradients are averaged over the data."""
 
     def loss(self, x, labels):
         logits = self.head(self.norm(x))
-        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / 100
+        total = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+        return total * comm.size("dp") / 100
 
 
 class Tupled(Summed):

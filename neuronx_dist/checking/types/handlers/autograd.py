@@ -22,7 +22,7 @@ from ....comm import context
 from ....spmd.errors import SpmdTypeError
 from ....spmd.tensor_type import READONLY, TensorType, note_of, origins_of, write
 from ....spmd.types import SAME, VARYING, I, P, R, Shard, SpmdType, V
-from ..messages.explain import gradient_error, loss_error, shown
+from ..messages.explain import gradient_error, loss_error, scale_error, shown
 from ..session import Session
 from .composition import Comparison, run_node
 from .inplace import last_write
@@ -133,7 +133,7 @@ def _subclass(cls: Any) -> Any:
             mode = signature.mode
             for grad, type_ in zip(grads, signature.outputs):
                 if isinstance(grad, Tensor) and type_ is not None:
-                    mode.stamp(grad, type_.of_gradient())
+                    mode.stamp(grad, mode.gradient_type(type_))
             with mode:  # the engine runs without it
                 result = cls.backward(ctx, *grads)
             _verify(signature, cls, result if isinstance(result, tuple) else (result,))
@@ -177,7 +177,7 @@ def _verify(signature: _Signature, cls: Any, grads: Sequence[Any]) -> None:
         if note is None:
             signature.mode.assume(f"{signature.name}.backward: the type of gradient {index}")
             continue
-        gradient_type = input_type.of_gradient()
+        gradient_type = signature.mode.gradient_type(input_type)
         for axis in sorted({*gradient_type.types, *note.type.types}):
             expected_type, actual_type = gradient_type.get(axis), note.type.get(axis)
             if expected_type is None or actual_type is None or _fits(actual_type, expected_type):
@@ -189,10 +189,14 @@ def _fits(actual: SpmdType, expected: SpmdType) -> bool:
     """Whether a gradient of type `actual` may stand where one of type `expected` belongs."""
     if actual.letter == "0" or actual is expected:
         return True
+    if expected.letter == "P" and actual.letter == "R":  # what is the same everywhere is its own mean
+        return actual.scale + 1 == expected.scale
+    if actual.scale != expected.scale:
+        return False
     if expected.letter in SAME:
         return actual.letter in SAME
     if expected.letter == "P":  # what varies is each rank's own part, where nothing is known of dims
-        return actual is P or actual is V
+        return actual.base is P or actual.base is V
     if isinstance(expected, Shard) and isinstance(actual, Shard):
         return expected.dim == actual.dim and expected.stride == actual.stride
     return actual.letter in VARYING | SAME  # V; what is equal everywhere may be each rank's own
@@ -291,53 +295,73 @@ def _grad(mode: Session, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     for x, grad in zip(inputs, result):
         note = mode.note(x, "grad") if isinstance(x, Tensor) else None
         if note is not None and isinstance(grad, Tensor):
-            mode.stamp(grad, note.type.of_gradient())
+            mode.stamp(grad, mode.gradient_type(note.type))
     return result
 
 
 def _check_start(mode: Session, tensors: Any, grads: Any) -> None:
+    """Checks the losses, or gradients, at which backward starts, and notes the scale of the gradients that it makes."""
     outputs = tensors if isinstance(tensors, (list, tuple)) else (tensors,)
     seeds = grads if isinstance(grads, (list, tuple)) else (grads,) * len(outputs)
+    found: dict[str, tuple[int, Tensor]] = {}
     for output, seed in zip(outputs, seeds):
-        if isinstance(output, Tensor):
-            check_loss(mode, output, seed)
+        if not isinstance(output, Tensor):
+            continue
+        for axis, scale in check_loss(mode, output, seed).items():
+            before, other = found.setdefault(axis, (scale, output))
+            if before != scale:
+                raise scale_error(mode, [other, output], axis)
+    for axis in mode.averaged:
+        if axis in found and found[axis][0] != 1:
+            raise scale_error(mode, [found[axis][1]], axis)
+    scales = {axis: scale for axis, (scale, _) in found.items() if scale}
+    if scales != mode.gradient_scales:
+        mode.adopt_gradients()  # of the backward before, whose losses had other scales
+        mode.gradient_scales = scales
 
 
-def check_loss(mode: Session, loss: Tensor, gradient: Tensor | None = None) -> None:
-    """Checks that backward may start at a loss.
+def check_loss(mode: Session, loss: Tensor, gradient: Tensor | None = None) -> dict[str, int]:
+    """Checks that backward may start at a loss; returns the scale that gradients have by it, by axis.
 
     Raises:
         SpmdTypeError: a loss that is R would be counted once for each rank; of one that varies nobody knows.
     """
     note = mode.note(loss, "backward")
     if note is None:
-        return
+        return {}
     loss_type = note.type
+    scales: dict[str, int] = {}
     if gradient is not None:
         seed = mode.note(gradient, "backward")
         gradient_type = loss_type.of_gradient()
         for axis in {*gradient_type.types, *(seed.type.types if seed is not None else ())}:
             actual, expected = seed.type.get(axis) if seed is not None else None, gradient_type.get(axis)
-            if (
-                actual is not None
-                and expected is not None
-                and not (_fits(actual, expected) or actual.letter == "R" and expected is not P)
-            ):
+            if actual is None or expected is None:
+                continue
+            if not (_fits(actual.base, expected.base) or actual.letter == "R" and expected.letter != "P"):
                 raise SpmdTypeError(
                     f"backward of {shown(loss, loss_type)} at {call_site()}",
                     f"on {axis} the gradient that is given must be {expected}, it is {actual}",
                     axis=axis,
                     rule="loss",
                 )
-        return
+            scales[axis] = actual.scale - expected.scale
+        return scales
     for axis in mode.axes_of(loss_type):
         spmd_type = loss_type.get(axis)
-        if spmd_type is None or axis == "pp" or spmd_type.letter in "IP0" or not loss.requires_grad:
+        if spmd_type is None or axis == "pp" or not loss.requires_grad:
             continue
-        if spmd_type is V and axis in mode.data_axes():
+        scales[axis] = spmd_type.scale
+        if spmd_type.letter == "R" and (spmd_type.scale == -1 or axis in mode.data_axes()):
+            scales[axis] += 1  # its own mean
+            continue
+        if spmd_type.letter in "IP0":
+            continue
+        if spmd_type.base is V and axis in mode.data_axes():
             mode.assume(f"the losses that vary over {axis} are summands")
             continue
         raise loss_error(mode, loss, loss_type, axis, spmd_type)
+    return scales
 
 
 def _get_grad(mode: Session, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -356,7 +380,7 @@ def adopt(mode: Session, param: Tensor, grad: Tensor) -> Tensor:
         note = mode.note(param, "grad")
     if note is None:
         return grad
-    gradient_type, grad_note = mode.named(note.type).of_gradient(), note_of(grad)
+    gradient_type, grad_note = mode.gradient_type(mode.named(note.type)), note_of(grad)
     known = last_write(mode, grad) if grad_note is not None else None
     if grad_note is None or grad_note.session != mode.session:
         mode.stamp(grad, gradient_type)

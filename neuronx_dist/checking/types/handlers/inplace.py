@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from ....call_site import call_site
 from ....spmd.errors import SpmdTypeError
-from ....spmd.tensor_type import NAME, NOTE, READONLY, ZERO_TYPE, Note, TensorType, note_of, type_of
-from ....spmd.types import SAME, UNIFORM, VARYING, ZERO, R, Shard, SpmdType, V
+from ....spmd.tensor_type import NAME, NOTE, READONLY, ZERO_TYPE, Foreign, Note, TensorType, note_of, type_of
+from ....spmd.types import SAME, UNIFORM, VARYING, ZERO, R, Shard, SpmdType, V, scaled
 from ..messages.explain import data_error, shown, write_error
 from ..rules import Rule
 from ..session import Session, in_backward
@@ -79,14 +79,14 @@ def _keeps(before: SpmdType | None, after: SpmdType | None) -> bool:
     if before is after or before is None or after is None:
         return True
     if after.letter in _TAKES.get(before.letter, ()):
-        return before.reduction == after.reduction or after.letter == "0"
+        return (before.reduction, before.scale) == (after.reduction, after.scale) or after.letter == "0"
     return _one(before, after)
 
 
 def _one(before: SpmdType | None, after: SpmdType | None) -> bool:
     """Whether two types are the same but for the dims that a shard was merged of."""
     if isinstance(before, Shard) and isinstance(after, Shard):
-        return (before.dim, before.stride) == (after.dim, after.stride)
+        return (before.dim, before.stride, before.scale) == (after.dim, after.stride, after.scale)
     return before == after
 
 
@@ -196,7 +196,8 @@ def stale(mode: Session, x: Tensor, note: Note) -> Note:
         if rest is not None and new.rest is not None:
             rest = _joined(rest, old.rest, new.rest, full, differentiable) or rest
         type_ = TensorType.of(types, rest)
-    fresh = note._replace(type=type_, session=mode.session, version=x._version)
+    extra = None if isinstance(note.extra, Foreign) else note.extra  # it may have been masked through another view
+    fresh = note._replace(type=type_, session=mode.session, version=x._version, extra=extra)
     x.__dict__[NOTE] = tuple(fresh)  # `stamp` would ask torch whether it has a version, which is recorded as a call
     return fresh
 
@@ -206,10 +207,12 @@ def _joined(own: SpmdType, old: SpmdType | None, new: SpmdType, full: bool, diff
 
     `full`: the view is all of the memory, so that nothing else is left in it.
     """
+    if new is not ZERO and own is not ZERO and own.scale != new.scale:
+        return new if full else None
     if getattr(new, "along", None):  # dims of the view
-        new = R
-    if own.letter == "R" and own is not R and not full and new.letter in "R0":
-        return R  # constants, and now others in between
+        new = scaled(R, new.scale)
+    if own.letter == "R" and own.base is not R and not full and new.letter in "R0":
+        return scaled(R, own.scale)  # constants, and now others in between
     if _one(own, new) and (_one(old, new) or own.letter != "S"):
         return own
     if new.letter == "P" or own.letter == "P":
@@ -217,12 +220,13 @@ def _joined(own: SpmdType, old: SpmdType | None, new: SpmdType, full: bool, diff
             return own if new is ZERO else new
         return None
     if new.letter in VARYING:
-        return own if own is V or (_one(old, new) and own.letter == "S") else V
+        return own if own.base is V or (_one(old, new) and own.letter == "S") else scaled(V, own.scale)
     if full:
-        kept = (own is R or own.letter == "I") and new.letter in SAME and not differentiable
+        kept = (own.base is R or own.letter == "I") and new.letter in SAME and not differentiable
         return own if kept else new
     if own.letter in VARYING:  # constants are as sharded as what they were put into
-        return own if (new is ZERO or new is UNIFORM) and old is not None and old.letter == own.letter else V
+        constant = new is ZERO or new is UNIFORM
+        return own if constant and old is not None and old.letter == own.letter else scaled(V, own.scale)
     if new is ZERO or new is UNIFORM:
         return own if own.letter in SAME and own is not UNIFORM else R
     return new if differentiable or own is ZERO or own is UNIFORM else own

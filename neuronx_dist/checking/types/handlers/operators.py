@@ -6,6 +6,7 @@ An operator is judged by its row: what `src` says is what the tensor must be, wh
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,14 +16,14 @@ from .... import comm
 from ....call_site import call_site
 from ....spmd import collectives
 from ....spmd.axes import atoms_of, order_of
-from ....spmd.tensor_type import Note, Origin, TensorType
-from ....spmd.types import SAME, UNIFORM, VARYING, P, R, Shard, SpmdType, V, repeated
+from ....spmd.tensor_type import Foreign, Note, Origin, Stacked, TensorType
+from ....spmd.types import SAME, UNIFORM, VARYING, P, R, Shard, SpmdType, V, repeated, scaled
 from ....spmd.watching import HANDLERS
 from ..messages.explain import operator_error
 from ..messages.provenance import module_path
 from ..session import Session
 
-__all__ = ["cut", "joined"]
+__all__ = ["check_masked", "cut", "joined"]
 
 _REDUCTIONS = ("all_reduce", "reduce_scatter")
 
@@ -42,19 +43,22 @@ def _operator(mode: Session, func: Callable[..., Any], args: tuple[Any, ...], kw
     axes = mode.known.get(axis) if axis.__class__ is str else atoms_of(axis, mode.mesh)
     if axes is None:
         axes = mode.known[axis] = atoms_of(axis, mode.mesh)
-    stack = kwargs.get("gather_dim", kwargs.get("scatter_dim", 0))
+    stack = kwargs.get("gather_dim", kwargs.get("scatter_dim"))
     count = comm.communicator(axis).size if isinstance(src, Shard) or isinstance(dst, Shard) else 0
     key = (func, note.type, axes, src, dst, x.shape, x.requires_grad, torch.is_grad_enabled(), stack, count)
     result_type = mode.known.get(key)
     if result_type is None:
         num_assumptions = mode.num_assumptions
+        dims = collectives.operator_dims(func, x, src, dst, stack)
         for atom in axes:
             _check_source(mode, x, note, atom, name, src, dst)
         if name == "reinterpret" and src is V and axes:
+            for atom in axes:
+                check_masked(mode, name, x, note, atom, src, dst)
             mode.trust(f"reinterpret({src}, {dst}): the values of the ranks of {', '.join(axes)} are summands")
         elif row.expert and axes:
             mode.trust(f"{name}({src}, {dst})")
-        result_type = _operated(mode, x, note.type, axes, name, src, dst, stack, count)
+        result_type = _operated(mode, x, note.type, axes, name, src, dst, dims, count)
         if num_assumptions == mode.num_assumptions:  # else it is to be assumed again at every call
             mode.known[key] = result_type
     mode.operators += 1
@@ -68,8 +72,22 @@ def _operator(mode: Session, func: Callable[..., Any], args: tuple[Any, ...], kw
     if dst.letter in "PIRV" and axes:
         origin = Origin(f"{name}({src}, {dst})", call_site(), module_path(mode.modules), dst.letter)
         origins = {**(origins or {}), **dict.fromkeys(axes, origin)}
-    mode.stamp(result, result_type, origins)
+    mode.stamp(result, result_type, origins, _stacked(mode, x, note, axes, name, src, stack))
     return result
+
+
+def _stacked(
+    mode: Session, x: Tensor, note: Note, axes: Sequence[str], name: str, src: SpmdType, stack: int | None
+) -> Stacked | None:
+    """What is known of the result of a gather that stacks shards."""
+    shards = [note.type.get(axis) for axis in axes]
+    if name != "all_gather" or src is not V or mode.level != "G" or not shards:
+        return None
+    dims = {shard.dim if isinstance(shard, Shard) and shard.stride == 1 else None for shard in shards}
+    if len(dims) > 1 or None in dims:
+        return None
+    dim, ranks = dims.pop() or 0, (stack or 0) % (x.dim() + 1)
+    return Stacked(",".join(axes), ranks, dim + (dim >= ranks))
 
 
 def _operated(
@@ -80,18 +98,20 @@ def _operated(
     name: str,
     src: SpmdType,
     dst: SpmdType,
-    stack: int,
+    dims: tuple[int, int],
     count: int,
 ) -> TensorType:
     """What an operator over `axes`, which are of `count` ranks, makes of a tensor."""
     if not axes:
         return type_
+    src_dim, dst_dim = dims
+    stack = src_dim if src is V else dst_dim
     types = _renumbered(type_.types, src, dst, name, stack, x.dim())
     if isinstance(src, Shard):
-        joined(types, axes, src.dim % x.dim(), count)
+        joined(types, axes, src_dim, count)
     new = dst
     if isinstance(dst, Shard):
-        new = cut(types, axes, dst.dim % x.dim(), count) if mode.level == "G" else V
+        new = cut(types, axes, dst_dim, count) if mode.level == "G" else V
     rest = type_.rest
     if getattr(rest, "along", None) and rest is not None:
         rest = _renumbered({"": rest}, src, dst, name, stack, x.dim())[""]
@@ -99,7 +119,14 @@ def _operated(
         # Pieces of constants, and zeros between them, are no constant.
         types = {axis: R if old is UNIFORM else old for axis, old in types.items()}
         rest = R if rest is UNIFORM else rest
-    types.update(dict.fromkeys(axes, new))
+    for axis in axes:
+        old = type_.get(axis) or R
+        scale = old.scale - (0 if old.base is UNIFORM else src.scale)  # the mean of ones is 1, their sum a count
+        if old.base is V and name not in (*_REDUCTIONS, "reinterpret"):
+            scale = 0  # a guess, of what is taken for a summand
+        if name == "reinterpret" and src.letter in SAME and new.letter == "P":
+            scale += 1 - new.scale  # it is its own mean
+        types[axis] = scaled(new, scale)
     return TensorType.of(types, rest)
 
 
@@ -108,6 +135,10 @@ def _check_source(mode: Session, x: Tensor, note: Note, atom: str, name: str, sr
     actual = note.type.get(atom)
     if actual is None:
         raise operator_error(mode, name, x, note, atom, src, dst, f"it has no type on {atom}", "no_type")
+    if src.scale and actual.letter == "P" and actual is not src:
+        why = f"it is {actual}, not {src}: its mean would be the result divided by the size of {atom} too often"
+        raise operator_error(mode, name, x, note, atom, src, dst, why, "source")
+    actual, src = actual.base, src.base
     if actual.letter == "0" or actual is UNIFORM:  # constants are of any type
         return
     fixed = not (x.requires_grad and torch.is_grad_enabled())
@@ -115,13 +146,23 @@ def _check_source(mode: Session, x: Tensor, note: Note, atom: str, name: str, sr
     if declared in SAME:
         if actual.letter == declared or (fixed and actual.letter in SAME):
             return
+    elif declared in "PV" and name in _REDUCTIONS:
+        if declared == "P" and actual is P:
+            return
+        if actual is V:
+            check_masked(mode, name, x, note, atom, src, dst)
+            mode.assume(f"{name}: the values that vary over {atom} are summands")
+            return
+        if declared == "V" and isinstance(actual, Shard):
+            why = f"its pieces along dim {actual.dim} are added up: all_gather is what puts them together"
+            raise operator_error(mode, name, x, note, atom, src, dst, why, "sum_of_shards")
     elif declared == "P":
         if actual is P:
             return
-        if actual is V and name in _REDUCTIONS:
-            mode.assume(f"{name}: the values that vary over {atom} are summands")
-            return
     elif declared == "V":
+        if name == "all_gather" and isinstance(actual, Shard):
+            text = f"all_gather: that the pieces of dim {actual.dim}, stacked over {atom}, are put together "
+            mode.assume(text + "in the order of the sharding")
         if actual.letter in VARYING:
             return
     elif isinstance(src, Shard):
@@ -142,6 +183,14 @@ def _check_source(mode: Session, x: Tensor, note: Note, atom: str, name: str, sr
     raise operator_error(mode, name, x, note, atom, src, dst, f"it is {actual}, not {src}", "source")
 
 
+def check_masked(mode: Session, name: str, x: Tensor, note: Note, atom: str, src: Any, dst: Any) -> None:
+    """Refuses to take what was looked up in a shard for summands, unless it was masked."""
+    if isinstance(note.extra, Foreign) and atom in note.extra.axes:
+        why = "it was looked up in a shard by positions of which other ranks hold some, and nobody masked these: each "
+        why += "rank would add something of its own for them"
+        raise operator_error(mode, name, x, note, atom, src, dst, why, "foreign")
+
+
 def _renumbered(
     types: Mapping[str, SpmdType], src: SpmdType, dst: SpmdType, name: str, stack: int, ndim: int
 ) -> dict[str, SpmdType]:
@@ -159,12 +208,13 @@ def _renumbered(
         along = getattr(spmd_type, "along", None)
         if along and not isinstance(spmd_type, Shard):  # what other ranks hold there is another number
             left = (dim for dim in along if step > 0 or dim not in touched)
-            renumbered[axis] = repeated(frozenset(dim + step if dim >= stack and step else dim for dim in left))
+            repeats = repeated(frozenset(dim + step if dim >= stack and step else dim for dim in left))
+            renumbered[axis] = scaled(repeats, spmd_type.scale)
         elif step and isinstance(spmd_type, Shard):
             if step < 0 and spmd_type.dim == stack:
-                renumbered[axis] = V
+                renumbered[axis] = scaled(V, spmd_type.scale)
             elif spmd_type.dim >= stack:
-                renumbered[axis] = Shard(spmd_type.dim + step, spmd_type.stride, spmd_type.extent)
+                renumbered[axis] = replace(spmd_type, dim=spmd_type.dim + step)
     return renumbered
 
 
@@ -181,11 +231,13 @@ def joined(types: dict[str, SpmdType], axes: Sequence[str], dim: int, count: int
     """What the types of the other axes become when `dim` is put together over `axes`; `copies`: of no shards."""
     for axis, spmd_type in types.items():
         if dim in getattr(spmd_type, "along", ()):
-            types[axis] = repeated(spmd_type.along - {dim})  # type: ignore[union-attr]
+            types[axis] = scaled(repeated(spmd_type.along - {dim}), spmd_type.scale)  # type: ignore[union-attr]
         if axis in axes or not isinstance(spmd_type, Shard) or spmd_type.dim != dim:
             continue
         inside = True if copies or spmd_type.stride > 1 else _inside(axis, axes)
-        types[axis] = V if inside is None else Shard(dim, spmd_type.stride * count if inside else 1)
+        unknown = inside is None or spmd_type.part is not None
+        whole = V if unknown else Shard(dim, spmd_type.stride * count if inside else 1)
+        types[axis] = scaled(whole, spmd_type.scale)
 
 
 def cut(types: dict[str, SpmdType], axes: Sequence[str], dim: int, count: int) -> SpmdType:
@@ -199,13 +251,13 @@ def cut(types: dict[str, SpmdType], axes: Sequence[str], dim: int, count: int) -
         if axis in axes or not isinstance(spmd_type, Shard) or spmd_type.dim != dim:
             continue
         blocks = spmd_type.stride // count
-        if spmd_type.stride > 1 and spmd_type.stride % count:
-            types[axis] = result = V
+        if (spmd_type.stride > 1 and spmd_type.stride % count) or spmd_type.part is not None:
+            types[axis], result = scaled(V, spmd_type.scale), V
         elif spmd_type.stride == 1:
-            types[axis] = Shard(dim)
+            types[axis] = scaled(Shard(dim), spmd_type.scale)
             result = result if _inside(axis, axes) is False else V
         else:
-            types[axis] = Shard(dim, blocks)
+            types[axis] = scaled(Shard(dim, blocks), spmd_type.scale)
             result = result if blocks > 1 or _inside(axis, axes) else V
     return result
 

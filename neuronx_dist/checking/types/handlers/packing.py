@@ -22,6 +22,7 @@ from ..messages.explain import shown
 from ..rules import RULES, Rule
 from ..rules.names import CATS
 from ..session import Session
+from .axis_numbers import Powers, factor, scaled_by
 from .inplace import check_write, note_write
 
 __all__ = ["FOREACH", "call", "for_each"]
@@ -51,7 +52,7 @@ def call(
         raise _refuse(rule.name, tensors[index], notes[index])
     if rule.name in _KEEP and all(not note.type.types for note in notes[1:]):
         result = func(*args, **kwargs)
-        mode.stamp(result, notes[0].type, notes[0].origins, segments)
+        mode.stamp(result, notes[0].type, notes[0].origins, _scaled(segments, factor(mode, rule, args, kwargs)))
         return result
     if rule.name in ("view", "reshape", "flatten", "ravel"):
         result = func(*args, **kwargs)
@@ -64,6 +65,14 @@ def call(
                 mode.stamp(piece, type_, origins)
             return result
     raise _refuse(rule.name, x, notes[0])
+
+
+def _scaled(segments: Segments, powers: Powers | None) -> Segments:
+    """The parts of a buffer that was multiplied by powers of the sizes of axes."""
+    if not powers:
+        return segments
+    parts = tuple((size, scaled_by(type_, powers), origins) for size, type_, origins in segments.parts)
+    return Segments(segments.dim, parts, segments.blocks)
 
 
 def _arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, int]:

@@ -18,12 +18,12 @@ from ....comm import Handle
 from ....spmd.axes import atoms_of
 from ....spmd.errors import SpmdTypeError
 from ....spmd.tensor_type import Note, Segments, TensorType
-from ....spmd.types import UNIFORM, ZERO, I, R, Shard, SpmdType, V
+from ....spmd.types import SAME, UNIFORM, ZERO, I, P, R, Shard, SpmdType, V, scaled
 from ....spmd.watching import HANDLERS
 from ..messages.explain import operator_error
 from ..session import Session
 from .inplace import note_write
-from .operators import cut, joined
+from .operators import check_masked, cut, joined
 
 __all__ = ["verb_type"]
 
@@ -84,7 +84,11 @@ def verb_type(
         if actual is None:
             why = f"it has no type on {atom}"
             raise operator_error(mode, f"comm.{name}", x, note, atom, None, None, why, "no_type")
-        types[atom] = _VERBS[name](_VerbOperand(mode, name, x, note, atom, actual, kwargs))
+        if name in ("all_reduce", "reduce_scatter") and actual.letter in SAME and actual.scale < 0:
+            actual = scaled(P, actual.scale + 1)  # a share on every rank: together they are the whole
+        result = _VERBS[name](_VerbOperand(mode, name, x, note, atom, actual.base, kwargs))
+        summed = name in ("all_reduce", "reduce_scatter")
+        types[atom] = scaled(result, actual.scale if summed or actual.base is not V else 0)
     if type_.shaped and axes and name in ("all_gather", "reduce_scatter", "all_to_all"):
         _beside(name, x, type_, types, axes, kwargs, count)
         if getattr(type_.rest, "along", None):
@@ -166,6 +170,7 @@ def _reduce(operand: _VerbOperand) -> SpmdType:
             raise operand.error(why, "wrong_reduction")
         return R
     if spmd_type is V:
+        check_masked(operand.mode, f"comm.{operand.verb}", operand.x, operand.note, atom, None, None)
         operand.mode.assume(f"comm.{operand.verb}: the values that vary over {atom} are summands")
         return R
     if spmd_type is ZERO or spmd_type is UNIFORM:  # ones are summed to count

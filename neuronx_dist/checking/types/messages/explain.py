@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ....call_site import call_site
 from ....spmd.errors import SpmdTypeError, Violation
-from ....spmd.tensor_type import Note, TensorType, note_of, origins_of, type_of
+from ....spmd.tensor_type import UNTYPED, Note, TensorType, note_of, origins_of, type_of
 from ....spmd.types import DIFFERING, SAME, VARYING, I, P, R, Shard, SpmdType, V
 from ..judge import Operand, judge
 from ..rules import RULES
@@ -269,6 +269,24 @@ def loss_error(mode: Session, loss: Tensor, type_: TensorType, axis: str, spmd_t
         repairs=repairs,
         axis=axis,
         rule="loss",
+    )
+
+
+def scale_error(mode: Session, losses: Sequence[Tensor], axis: str) -> SpmdTypeError:
+    """The error for losses of one backward of which some are sums and some means; or for one that should be a mean."""
+    names = [operand.label or "a loss" for operand in name_operands(losses, site())]
+    types = [str((type_of(x) or UNTYPED).get(axis)) for x in losses]
+    if len(losses) > 1:
+        why = f"on {axis} they are {' and '.join(types)}: gradients of one are to be averaged, of the other summed"
+        repairs = [f'multiply the sum by comm.size("{axis}"), or divide the mean by it']
+    else:
+        why = f'on {axis} it is {types[0]}, and its gradients are averaged over {axis}: that takes P("avg")'
+        repairs = [
+            "a loss that is a mean on every rank: .mean(), or a sum divided by global_num_items(labels)",
+            f'multiply it by comm.size("{axis}")',
+        ]
+    return SpmdTypeError(
+        f"backward of {' and '.join(names)} at {_location(mode)}", why, repairs=repairs, axis=axis, rule="scales"
     )
 
 

@@ -15,12 +15,13 @@ from typing import Any
 from ....spmd.errors import Violation
 from ....spmd.types import SAME, P, R, Shard, SpmdType, V
 from .provenance import Named, Site
-from .rewrites import SPECIAL, declared, otherwise
+from .rewrites import SPECIAL, declared, local_code, otherwise
 from .trials import LAST, Change, Edit, JudgedCall, Repair, call_of, changes_of, edit_of, legal, route, size_of, written
 
 __all__ = ["find_repairs", "operator_repairs"]
 
 MOST = 4  # repairs that a message shows
+GATHERED = 17  # the order behind gathers, and before exchanges
 
 
 def find_repairs(
@@ -56,6 +57,7 @@ def find_repairs(
                 if "all_gather" in change.code or "reduce" in change.code:
                     shape = list(change.shape)
                     tried.append((change.order, Repair(f"{change.code}: gives {shape}, to which the others must fit")))
+    tried += [(GATHERED, repair) for repair in local_code(violation, call)]
     tried += [(LAST - 1, repair) for repair in otherwise(mode, violation, call, names)]
     tried.sort(key=lambda pair: pair[0])
     for _, repair in tried:
@@ -107,11 +109,17 @@ def operator_repairs(
         repairs.append(Repair(text + words, edit_of(here, replaced, text)))
 
     base = name.removeprefix("comm.")
+    if actual.scale and actual is not P("avg"):
+        offer(f'{code} {"/" if actual.scale > 0 else "*"} comm.size("{axis}")')
     if rule == "stride" and isinstance(actual, Shard):
         d, n = actual.dim, actual.stride
         offer(f'torch.cat([spmd.all_gather(part, "{axis}", src=spmd.S({d}), dst={written(dst)}) for part in '
               f"{code}.chunk({n}, {d})], {d})")  # fmt: skip
         return repairs
+    if rule == "foreign":
+        mask = "((ids < first) | (ids >= first + count))"
+        words = ", where this rank holds the positions from first to first + count"
+        return [Repair(f"{code}.masked_fill({mask}.unsqueeze(-1), 0) before it{words}")]
     if verb:
         if actual.letter in SAME and base in ("all_reduce", "reduce_scatter"):
             offer(code, ": it is the same on all ranks already, drop this one")

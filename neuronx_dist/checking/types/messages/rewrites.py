@@ -20,7 +20,7 @@ from ..rules import RULES
 from .provenance import Named, Site
 from .trials import Change, Edit, JudgedCall, Repair, call_of, contracted, edit_of, legal, misfit, on_meta, written
 
-__all__ = ["SPECIAL", "declared", "fitting_sizes", "origin_repair", "otherwise"]
+__all__ = ["SPECIAL", "declared", "fitting_sizes", "local_code", "origin_repair", "otherwise"]
 
 _BLOCKS = ("chunk", "split", "unflatten", "tensor_split", "view", "reshape")
 
@@ -139,44 +139,6 @@ def origin_repair(origin: Origin, dst: SpmdType) -> Repair | None:
     return Repair(text)
 
 
-def _reduced(
-    mode: Any, violation: Violation, call: JudgedCall, names: Sequence[Named], here: Site | None, size: Any
-) -> Any:
-    """A mean over a sharded dim: the sum, over the global count."""
-    node, x = here.node if here is not None else None, names[0].code
-    if call.spec is None or "mean" not in call.spec.reduced.values() or here is None or not isinstance(node, ast.Call):
-        return
-    method = isinstance(node.func, ast.Attribute) and node.func.value is names[0].node
-    if call.rule.name == "mean":
-        rest = node.args[0 if method else 1 :]
-        words = [here.text(part) for part in rest] + [f"{k.arg}={here.text(k.value)}" for k in node.keywords]
-        total = f"{x}.sum({', '.join(words)})"
-        dims = [here.text(part) for part in rest[:1]] or [here.text(k.value) for k in node.keywords if k.arg == "dim"]
-        count = f"{x}.shape[{dims[0]}]" if dims and dims[0].lstrip("-").isdigit() else f"{x}.numel()"
-        if dims and not dims[0].lstrip("-").isdigit():
-            return
-    else:
-        words = [here.text(part) for part in node.args]
-        words += [f"{k.arg}={here.text(k.value)}" for k in node.keywords if k.arg != "reduction"]
-        total = f'{here.text(node.func)}({", ".join(words)}, reduction="sum")'
-        count = f"{x}.numel()"
-    axes = [a for a, spmd_type in call.operands[0].type if isinstance(spmd_type, Shard) and _ends(call, spmd_type.dim)]
-    factors = " * ".join(f'comm.size("{a}")' for a in axes)
-    if call.spec.outs and call.spec.outs[0]:
-        total = call_of("all_reduce", total, violation.axis, None, R)
-    code = f"{total} / ({count} * {factors})"
-    if call.rule.name in ("cross_entropy", "nll_loss") and len(names) > 1:  # labels of -100 do not count
-        over = f'"{axes[0]}"' if len(axes) == 1 else str(tuple(axes)).replace("'", '"')
-        code = f"{total} / comm.all_reduce(({names[1].code} != -100).sum(), {over})"
-    yield Repair(code, edit_of(here, node, f"({code})"))
-
-
-def _ends(call: JudgedCall, dim: int) -> bool:
-    assert call.spec is not None
-    dims = call.spec.ins[0]
-    return dims is not None and any(label in call.spec.reduced for label in dims[dim])
-
-
 def _fixed(
     mode: Any, violation: Violation, call: JudgedCall, names: Sequence[Named], here: Site | None, size: Any
 ) -> Any:
@@ -214,6 +176,17 @@ def _fixed(
                 text += f"(ColumnParallelLinear(..., stride={blocks})): each rank then holds its part of each"
                 yield Repair(text)
                 break
+
+
+_PICKING = frozenset("topk sort argsort msort kthvalue median argmax argmin cumsum cumprod".split())
+
+
+def local_code(violation: Violation, call: JudgedCall) -> Iterator[Repair]:
+    """A scope for code that picks positions of a shard and means this rank's own."""
+    picks = call.spec is not None and bool(call.spec.selected or call.spec.looked_up)
+    if violation.rule == "fixed" and (picks or call.rule.name in _PICKING):
+        yield Repair(f'spmd.local_map(function, out_types={{"{violation.axis}": ...}}) around it, if this rank\'s own '
+                     "positions are meant: it declares what the results are")  # fmt: skip
 
 
 def otherwise(mode: Any, violation: Violation, call: JudgedCall, names: Sequence[Named]) -> Iterator[Repair]:
@@ -291,6 +264,5 @@ SPECIAL: dict[str, Callable[..., Any]] = {
     "bias": _bias,
     "invariant": _invariant,
     "partial_plus": _plus,
-    "reduced": _reduced,
     "fixed": _fixed,
 }

@@ -18,7 +18,7 @@ from .... import comm
 from ....spmd.collectives import ROWS
 from ....spmd.errors import Violation
 from ....spmd.tensor_type import TensorType, type_of
-from ....spmd.types import DIFFERING, SAME, VARYING, I, P, R, Shard, SpmdType, V
+from ....spmd.types import DIFFERING, SAME, VARYING, I, P, R, Shard, SpmdType, V, scaled
 from ..judge import Operand, judge
 from ..rules import Rule
 from ..rules.spec import Spec
@@ -126,7 +126,7 @@ def _companions(call: JudgedCall, index: int, axis: str) -> tuple[set[Shard], bo
     replicated = any(k is not None and k.letter == "R" and receives for k, receives in others)
     shards = {k for k, _ in others if isinstance(k, Shard)}
     varying = bool(shards) or any(k is V for k, _ in others)
-    pending = any(k is P for k, _ in others) or contracted(call, axis) or any(
+    pending = any(k is not None and k.base is P for k, _ in others) or contracted(call, axis) or any(
         operand.type.get(axis) is V and unreduced(tensor, axis) for operand, tensor in zip(call.operands, call.tensors)
     )  # fmt: skip
     # Beside operands that are I and others that are R or vary, or beside none, a value is likely to end in the loss,
@@ -146,14 +146,25 @@ def changes_of(call: JudgedCall, index: int, axis: str, size: int | None, name: 
         return call_of(operator, name.code, axis, src, dst, expert)
 
     dims = range(x.dim())
-    if spmd_type is P or (spmd_type is V and unreduced(x, axis)):
-        yield Change(write("all_reduce", None, first), first, same, 1)
-        yield Change(write("all_reduce", None, second), second, same, 2)
+    others = [operand.type.get(axis) for operand in call.operands]
+    mixed = spmd_type.base is P and any(k is not None and k.base is P and k is not spmd_type for k in others)
+    if mixed or (spmd_type.scale and spmd_type.base is not P):
+        sign, factor = ("/", -1) if spmd_type.scale > 0 else ("*", 1)
+        code = f'({name.code or "x"} {sign} comm.size("{axis}"))'
+        yield Change(code, scaled(spmd_type, factor), same, 26 if mixed else 1)
+    if spmd_type.scale and x.dim():  # a mean in the middle of a model, of which every rank makes its own use
+        first, second = R, I
+    if (spmd_type.base is P and spmd_type.scale in (0, 1)) or (spmd_type is V and unreduced(x, axis)):
+        src = spmd_type if spmd_type.scale else None
+        yield Change(write("all_reduce", src, first), first, same, 1)
+        yield Change(write("all_reduce", src, second), second, same, 2)
         likely = [d for d in dims if Shard(d) in shards] or list(dims)[-2:-1]  # else along the sequence
         for dim in likely:
             if size and same[dim] % size == 0:
                 order = 0.5 if Shard(dim) in shards else 3 + dim / 100
-                yield Change(write("reduce_scatter", None, Shard(dim)), Shard(dim), _scaled(same, dim, 1, size), order)
+                yield Change(write("reduce_scatter", src, Shard(dim)), Shard(dim), _resized(same, dim, 1, size), order)
+    elif spmd_type.scale:
+        return
     elif spmd_type.letter == "P":
         text = f'comm.all_reduce({name.code}, "{axis}", op="{spmd_type.reduction}")'
         yield Change(text, R, same, 1)
@@ -162,22 +173,22 @@ def changes_of(call: JudgedCall, index: int, axis: str, size: int | None, name: 
             yield Change(write("convert", I, R), R, same, 10)
         for dim in dims if shards else ():
             if size and same[dim] % size == 0:
-                yield Change(write("convert", I, Shard(dim)), Shard(dim), _scaled(same, dim, 1, size), 21 + dim / 100)
+                yield Change(write("convert", I, Shard(dim)), Shard(dim), _resized(same, dim, 1, size), 21 + dim / 100)
     elif spmd_type.letter == "R":
         for dim in dims if shards else ():
             if size and same[dim] % size == 0:
-                yield Change(write("convert", R, Shard(dim)), Shard(dim), _scaled(same, dim, 1, size), 21 + dim / 100)
+                yield Change(write("convert", R, Shard(dim)), Shard(dim), _resized(same, dim, 1, size), 21 + dim / 100)
         if pending:
             yield Change(write("convert", R, P), P, same, 24)
     elif isinstance(spmd_type, Shard) and spmd_type.stride == 1 and spmd_type.extent in (None, same[spmd_type.dim]):
         for n, dst in enumerate((first, second)):
-            shape = _scaled(same, spmd_type.dim, size or 1, 1)
+            shape = _resized(same, spmd_type.dim, size or 1, 1)
             yield Change(
                 write("all_gather", spmd_type, dst), dst, shape, (14 if isinstance(x, nn.Parameter) else 12) + n
             )
         for dim in dims:
             if dim != spmd_type.dim and size and same[dim] % size == 0:
-                shape = _scaled(_scaled(same, spmd_type.dim, size, 1), dim, 1, size)
+                shape = _resized(_resized(same, spmd_type.dim, size, 1), dim, 1, size)
                 yield Change(write("all_to_all", spmd_type, Shard(dim)), Shard(dim), shape, 18 + dim / 100)
         text = f'spmd.forget({name.code}, "{axis}")'
         yield Change(text + ": if each rank's piece is meant by itself", V, same, LAST)
@@ -189,7 +200,7 @@ def changes_of(call: JudgedCall, index: int, axis: str, size: int | None, name: 
         yield Change(write("reinterpret", V, P) + ": if the ranks hold summands", P, same, 32)
 
 
-def _scaled(shape: Sequence[int], dim: int, times: int, over: int) -> tuple[int, ...]:
+def _resized(shape: Sequence[int], dim: int, times: int, over: int) -> tuple[int, ...]:
     return (*shape[:dim], shape[dim] * times // over, *shape[dim + 1 :])
 
 
@@ -215,7 +226,7 @@ def unreduced(x: Tensor, axis: str) -> bool:
 
     type_ = type_of(x)
     spmd_type = type_.get(axis) if type_ is not None else None
-    return spmd_type is P or (spmd_type is V and contracts(x, varies))
+    return spmd_type is not None and (spmd_type.base is P or (spmd_type is V and contracts(x, varies)))
 
 
 def legal(call: JudgedCall, axis: str, changes: Mapping[int, Change], result: bool = False) -> Any:
@@ -293,6 +304,8 @@ def edit_of(here: Site | None, node: ast.AST | None, text: str) -> Edit | None:
 def route(src: SpmdType, dst: SpmdType) -> tuple[str, bool] | None:
     """The operator that takes `src` to `dst` and keeps the global value, and whether it needs expert_mode."""
     a, b = src.letter, dst.letter
+    if src.scale and src is not P("avg"):
+        return None
     if a == b and not isinstance(src, Shard):
         return None
     operator = {"P": "all_reduce" if b in SAME else "reduce_scatter", "V": "all_gather", "S": "all_gather"}.get(

@@ -29,7 +29,7 @@ class Indexed(NamedTuple):
         x: the dims of x.
         tensors: the dims of each tensor in the index, in order.
         out: the dims of the result.
-        masked: the index is one boolean mask of x's own leading dims, and nothing else.
+        masked: the index is one boolean mask of some dims of x, and takes all of the others.
     """
 
     x: list[Dim]
@@ -89,7 +89,7 @@ def indexed(builder: Labels, shape: Sequence[int], index: Any) -> Indexed:
         elif isinstance(item, int):
             x.append((builder.new(shape[at], ONE, selected=True),))
         elif isinstance(item, slice):
-            dim, part = _sliced(builder, shape[at], item)
+            dim, part = _sliced(builder, shape[at], item, len(out))
             x.append(dim)
             out.append(part)
         elif item.dtype in (torch.bool, torch.uint8):
@@ -105,12 +105,14 @@ def indexed(builder: Labels, shape: Sequence[int], index: Any) -> Indexed:
                 tables.append((len(out), dims, tuple(item.shape)))
             if own:
                 tensors.append(dims)
-    masked = len(items) == 2 and len(tensors) == 1 and items[-1] is Ellipsis and items[0].dtype is torch.bool
+    masks = [item for item in items if isinstance(item, Tensor)]
+    others = (item is Ellipsis or item == slice(None) for item in items if not isinstance(item, Tensor))
+    masked = len(masks) == len(tensors) == 1 and masks[0].dtype is torch.bool and all(others)
     _insert_tables(builder, tables, tensors, out)
     return Indexed(x, tensors, out, masked)
 
 
-def _sliced(builder: Labels, length: int, item: slice) -> tuple[Dim, Dim]:
+def _sliced(builder: Labels, length: int, item: slice, at: int) -> tuple[Dim, Dim]:
     start, stop, step = (None if value is None else as_int(value) for value in (item.start, item.stop, item.step))
     if step not in (None, 1):
         count = len(range(*slice(start, stop, step).indices(length)))
@@ -118,7 +120,7 @@ def _sliced(builder: Labels, length: int, item: slice) -> tuple[Dim, Dim]:
     first, last, _ = slice(start, stop).indices(length)
     if start is not None and start < 0:  # counted from the end, which is another one in the whole tensor
         return (builder.new(length, RANGE, selected=True),), (builder.new(max(0, last - first)),)
-    dim, (part,) = cut(builder, length, [(first, max(0, last - first))], RANGE, start in (None, 0) and stop is None)
+    dim, (part,) = cut(builder, length, [(first, max(0, last - first))], RANGE, at, start in (None, 0) and stop is None)
     return dim, part
 
 
@@ -134,6 +136,7 @@ def _insert_tables(
     """
     if not tables:
         return
+    builder.ranges.clear()  # dims of tables stand between
     positions = [position for position, _, _ in tables]
     width = max(len(dims) for _, dims, _ in tables)
     merged: list[Dim] = [()] * width

@@ -50,6 +50,7 @@ def _writes_number(x: Tensor, value: Any, index: Any, accumulate: bool = False) 
 def _write(x: Tensor, value: Any, index: Any, accumulate: bool = False) -> Spec:
     builder = Labels()
     parts = indexed(builder, x.shape, index)
+    builder.ranges.clear()  # the result is x, and not what stands at the index
     of_x = {label for dim in parts.x for label in dim}
     small = not isinstance(value, Tensor) or value.numel() == 1
     dims: list[tuple[int, ...]] = []

@@ -99,7 +99,11 @@ def _by_class(args: tuple[Any, ...], kwargs: dict[str, Any], why: str, looked_up
     ins = [scores, scores if target.dim() == input.dim() else rest]
     for value in operands(args, kwargs)[2:]:
         ins.append([classes] * value.dim())
-    return _ended(builder.spec(ins, [rest]), _reduction(named))
+    reduction = _reduction(named)
+    probabilities = target.dim() == input.dim() and target.is_floating_point()
+    if reduction == "mean" and not probabilities:  # over the targets that are not ignored, by their weights
+        reduction = "mean_of_valid"
+    return _ended(builder.spec(ins, [rest]), reduction)
 
 
 @rule(F.cross_entropy)

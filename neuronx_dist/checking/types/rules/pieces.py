@@ -24,9 +24,9 @@ Dim = tuple[int, ...]
 
 
 def cut(
-    builder: Labels, length: int, pieces: Sequence[tuple[int, int]], why: str, whole: bool = False
+    builder: Labels, length: int, pieces: Sequence[tuple[int, int]], why: str, at: int, whole: bool = False
 ) -> tuple[Dim, list[Dim]]:
-    """One dim of `length` cut into `pieces`, each (start, length).
+    """One dim of `length` cut into `pieces`, each (start, length), which are dim `at` of the results.
 
     A piece of all of it is no cut; but one of size 1 is (the first position, where a rank has but one), unless the call
     says that it is the `whole`.
@@ -41,6 +41,7 @@ def cut(
     if not block:
         return (builder.new(length),), [(builder.new(0),) for _ in pieces]
     blocks = builder.new(length // block, why, selected=True)
+    builder.ranges[blocks] = tuple((at, start, start + size, length) for start, size in pieces)
     rest = (builder.new(block),) if block > 1 else ()
     outs = [rest if size == block else (builder.new(size // block), *rest) for _, size in pieces]
     return (blocks, *rest), outs
@@ -52,7 +53,7 @@ def _cut_dim(
     builder = Labels()
     dim %= len(shape)
     dims = builder.dims(shape[:dim]) + [()] + builder.dims(shape[dim + 1 :])
-    whole, parts = cut(builder, shape[dim], pieces, why, everything)
+    whole, parts = cut(builder, shape[dim], pieces, why, dim, everything)
     return builder.spec(
         [[*dims[:dim], whole, *dims[dim + 1 :]]], [[*dims[:dim], part, *dims[dim + 1 :]] for part in parts]
     )
@@ -136,7 +137,7 @@ def narrow(input: Tensor, dim: int, start: Any, length: int) -> Spec:
     why = "narrow takes a range of its positions"
     if isinstance(start, Tensor):
         spec = _cut_dim(input.shape, dim, [(1, as_int(length))], why)
-        return spec._replace(ins=(*spec.ins, ()))
+        return spec._replace(ins=(*spec.ins, ()), ranges={})
     first = as_int(start)
     return _cut_dim(input.shape, dim, [(first + size if first < 0 else first, as_int(length))], why)
 

@@ -5,6 +5,7 @@ Tables of names: what they do to dims is the same for all (operands broadcast), 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from numbers import Number
 from typing import Any
@@ -14,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .names import getter, register
-from .spec import RULES, Rule, Spec, along, elementwise, labels, nonzero, operands, rule, same
+from .spec import ALL, RULES, Rule, Spec, along, elementwise, labels, nonzero, operands, rule, same
 
 __all__ = ["pointwise", "rounds", "unary"]
 
@@ -27,6 +28,18 @@ def pointwise(*args: Any, **kwargs: Any) -> Spec:
 def unary(*args: Any, **kwargs: Any) -> Spec:
     """One operand, a result of its shape."""
     return same(operands(args, kwargs)[0].shape)
+
+
+def compared(*args: Any, **kwargs: Any) -> Spec:
+    """A comparison; with 0 it is the same at any scale."""
+    other = args[1] if len(args) > 1 else kwargs.get("other")
+    return pointwise(*args, **kwargs)._replace(at_any_scale=isinstance(other, Number) and not nonzero(other))
+
+
+def filled(*args: Any, **kwargs: Any) -> Spec:
+    """Elements that may be replaced by a constant."""
+    infinite = any(isinstance(value, float) and math.isinf(value) for value in (*args, *kwargs.values()))
+    return pointwise(*args, **kwargs)._replace(infinite=infinite)
 
 
 # --- when a call of a linear function is not linear ---
@@ -62,8 +75,8 @@ def rounds(source: torch.dtype, target: Any) -> bool:
 
 NONLINEAR = (
     # arithmetic
-    "abs absolute ceil fix floor frac trunc round reciprocal rsqrt sqrt square sgn sign signbit nan_to_num pow "
-    "float_power remainder fmod floor_divide maximum minimum fmax fmin hypot copysign nextafter gcd lcm heaviside "
+    "ceil fix floor frac trunc round rsqrt sqrt square nan_to_num pow "
+    "float_power remainder fmod floor_divide copysign nextafter gcd lcm heaviside "
     "clamp clip clamp_min clamp_max "
     # exponentials, angles, special functions
     "exp exp2 expm1 log log10 log1p log2 logit logaddexp logaddexp2 sigmoid expit sin cos tan sinh cosh "
@@ -74,13 +87,18 @@ NONLINEAR = (
     "spherical_bessel_j0 airy_ai chebyshev_polynomial_t chebyshev_polynomial_u hermite_polynomial_h "
     "hermite_polynomial_he laguerre_polynomial_l legendre_polynomial_p "
     # activations
-    "relu relu6 leaky_relu elu selu celu gelu silu mish hardswish hardsigmoid hardtanh hardshrink softshrink softplus "
+    "relu6 elu selu celu gelu silu mish hardswish hardsigmoid hardtanh hardshrink softshrink softplus "
     "softsign tanhshrink logsigmoid log_sigmoid threshold _threshold "
-    # comparisons, tests, logic
-    "eq ne lt le gt ge not_equal less less_equal greater greater_equal isclose isfinite isinf isnan isneginf isposinf "
-    "isreal logical_and logical_or logical_xor logical_not bitwise_and bitwise_or bitwise_xor bitwise_not "
+    # tests, logic
+    "isclose isreal logical_and logical_or logical_xor logical_not bitwise_and bitwise_or bitwise_xor bitwise_not "
     "bitwise_left_shift bitwise_right_shift"
 )
+
+COMPARISONS = "eq ne lt le gt ge not_equal less less_equal greater greater_equal"
+OF_THE_SIGN = "sign sgn signbit isfinite isinf isnan isneginf isposinf"
+
+# a positive factor of all operands is one of the result
+POSITIVE = "abs absolute relu leaky_relu maximum minimum fmax fmin hypot"
 
 # one operand, linear; the second table: the result may be the operand itself, or share its memory
 LINEAR = "neg negative clone deg2rad rad2deg"
@@ -93,6 +111,10 @@ TO_INTEGERS = dict(
 )
 
 register(NONLINEAR, pointwise)
+register(COMPARISONS, compared)
+register(OF_THE_SIGN, lambda *args, **kwargs: unary(*args, **kwargs)._replace(at_any_scale=True))
+register(POSITIVE, pointwise, positive=ALL)
+register("reciprocal", pointwise, inverse=(0,))
 register(LINEAR, unary, linear=((0,),))
 register(LINEAR_VIEWS, unary, linear=((0,),), aliases=True)
 for _name, _dtype in TO_INTEGERS.items():
@@ -103,21 +125,20 @@ for _name, _dtype in TO_INTEGERS.items():
         aliases=True,
         affine=lambda x, *args, _dtype=_dtype, **kwargs: rounds(x.dtype, _dtype),
     )
-register("add sub subtract", pointwise, linear=((0, 1),), affine=_adds)
-register("rsub", pointwise, linear=((0, 1),), affine=_adds)
+register("add sub subtract", pointwise, linear=((0, 1),), affine=_adds, adds=True)
+register("rsub", pointwise, linear=((0, 1),), affine=_adds, adds=True)
 register("complex", pointwise, linear=((0, 1),))
 register("mul multiply", pointwise, linear=((0,), (1,)))
 register("ldexp", pointwise, linear=((0,),))
 register("xlogy xlog1py", pointwise, linear=((0,),))
-register("div divide true_divide", pointwise, linear=((0,),), affine=_divides_to_integers)
+register("div divide true_divide", pointwise, linear=((0,),), inverse=(1,), affine=_divides_to_integers)
 register("lerp", pointwise, linear=((0, 1),))
 register("addcmul", pointwise, linear=((0, 1), (0, 2)))
 register("addcdiv", pointwise, linear=((0, 1),))
-register("masked_fill", pointwise, linear=((0, 2),), affine=_adds_value)
-rule(Tensor.__rsub__, linear=((0, 1),), affine=_adds)(pointwise)
+register("masked_fill", filled, linear=((0, 2),), affine=_adds_value)
+rule(Tensor.__rsub__, linear=((0, 1),), affine=_adds, adds=True)(pointwise)
+rule(Tensor.__rdiv__, Tensor.__rtruediv__, positive=((1,),), inverse=(0,))(pointwise)
 rule(
-    Tensor.__rdiv__,
-    Tensor.__rtruediv__,
     Tensor.__rpow__,
     Tensor.__rmod__,
     Tensor.__rfloordiv__,
@@ -133,7 +154,7 @@ rule(Tensor.copy_, linear=((0, 1), (1,)), inplace=0)(pointwise)
 rule(Tensor.fill_, torch.fill_, linear=((0, 1), (1,)), affine=_adds_value, inplace=0)(pointwise)
 rule(torch.equal, Tensor.equal, torch.allclose, Tensor.allclose, kind="scalar")(None)
 
-rule(Tensor.where, linear=((0, 2),), affine=_adds_branch)(pointwise)
+rule(Tensor.where, linear=((0, 2),), affine=_adds_branch)(filled)
 rule(torch.frexp, Tensor.frexp)(lambda x: same(x.shape, outs=2))
 
 
@@ -141,7 +162,7 @@ rule(torch.frexp, Tensor.frexp)(lambda x: same(x.shape, outs=2))
 def where(*args: Any, **kwargs: Any) -> Spec:
     """Chooses element by element; of a condition alone it gives the positions: one vector of indices for each dim."""
     if len(args) + len(kwargs) > 1:
-        return pointwise(*args, **kwargs)
+        return filled(*args, **kwargs)
     (condition,) = operands(args, kwargs)
     spec = along(condition.shape, None, "where(condition) gives positions in the shard")
     return spec._replace(outs=(((),),) * condition.dim())

@@ -59,8 +59,8 @@ register("mean", _combined("mean"), linear=((0,),))
 # not linear: a NaN of one addend would hide only this addend
 register("nansum count_nonzero", _combined("sum"))
 register("prod", _combined("prod"))
-register("amax", _combined("max"))
-register("amin", _combined("min"))
+register("amax", _combined("max"), positive=((0,),))
+register("amin", _combined("min"), positive=((0,),))
 register("any", _combined("any"))
 register("all", _combined("all"))
 
@@ -91,19 +91,19 @@ def _norm(x: Tensor, order: Any, dim: Dim, keepdim: Any) -> Spec:
     return reduction(x.shape, dim, bool(keepdim), kind)
 
 
-@rule(torch.norm, Tensor.norm)
+@rule(torch.norm, Tensor.norm, positive=((0,),))
 def norm(*args: Any, **kwargs: Any) -> Spec:
     x, order, dim, keepdim = _read("input p dim keepdim", args, kwargs)
     return _norm(x, order, dim, keepdim)
 
 
-@rule(torch.linalg.vector_norm)
+@rule(torch.linalg.vector_norm, positive=((0,),))
 def vector_norm(*args: Any, **kwargs: Any) -> Spec:
     x, order, dim, keepdim = _read("input ord dim keepdim", args, kwargs)
     return _norm(x, order, dim, keepdim)
 
 
-@rule(torch.linalg.norm)
+@rule(torch.linalg.norm, positive=((0,),))
 def linalg_norm(*args: Any, **kwargs: Any) -> Spec:
     """A norm of vectors for one dim, or without an order; else of matrices."""
     x, order, dim, keepdim = _read("input ord dim keepdim", args, kwargs)
@@ -111,7 +111,7 @@ def linalg_norm(*args: Any, **kwargs: Any) -> Spec:
     return _norm(x, order if single else None, dim, keepdim)
 
 
-@rule(torch.linalg.matrix_norm)
+@rule(torch.linalg.matrix_norm, positive=((0,),))
 def matrix_norm(*args: Any, **kwargs: Any) -> Spec:
     x, _, dim, keepdim = _read("input ord dim keepdim", args, kwargs)
     return ends(x.shape, (-2, -1) if dim is None else dim, bool(keepdim), "it is a dim of the matrix")

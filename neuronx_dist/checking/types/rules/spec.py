@@ -53,11 +53,16 @@ class Spec(NamedTuple):
             the dtype is read (`x.type_as(y)`).
         outs: per tensor result its dims.
         sizes: local size of each label.
-        reduced: labels that end here, and how: "sum", "max", "min", "mean", "prod", "any", "all".
+        reduced: labels that end here, and how: "sum", "max", "min", "mean", "mean_of_valid" (over positions that
+            values decide), "prod", "any", "all".
         fixed: labels along which values mix, so that a sharded one is an error, and why: a phrase that completes
             "dim 2 is sharded, but ...".
         selected: those of `fixed` along which the call picks positions.
         looked_up: those of `fixed` that another operand indexes.
+        at_any_scale: a positive factor of the operands changes nothing (`x == 0`, `isfinite`).
+        infinite: the constant that makes the call affine is infinite, and so the same at any scale.
+        ranges: of labels along which the call takes ranges of positions: for each result its dim that holds the range,
+            and the range: from, to, of how many.
         weak: factors of size 1 that an operand may have or not: nothing but a shard of extent 1 is along them.
     """
 
@@ -69,6 +74,9 @@ class Spec(NamedTuple):
     selected: frozenset[int] = frozenset()
     looked_up: frozenset[int] = frozenset()
     weak: frozenset[int] = frozenset()
+    at_any_scale: bool = False
+    infinite: bool = False
+    ranges: dict[int, tuple[tuple[int, int, int, int], ...]] = {}
 
 
 class Rule(NamedTuple):
@@ -79,8 +87,11 @@ class Rule(NamedTuple):
         spec: builds the spec of a call from the call's own arguments; None where `kind` says all.
         linear: groups of operands in which it is jointly linear: add `((0, 1),)`, mul `((0,), (1,))`; indices beyond
             the operands of a call mean nothing. `ALL` for lists. `()`: linear in none.
+        positive: groups of operands that it is not linear in, but hands a positive factor of on: `amax`, `relu`, norms.
+        inverse: operands in the denominator: a factor of theirs divides the result.
         affine: of a call's arguments: True if this call is not linear after all, because it adds a constant (`x + 3`)
             or rounds (`x.to(torch.int64)`).
+        adds: what makes it affine is a constant that is added to every element.
         kind: "op"; "factory"; "uniform" (ones, full); "zero"; "random"; "copy_of_meta" (only shape and dtype are
             read); "scalar" (the value leaves torch: item, bool); "pass" (nothing to type: size(), dim()); "decompose".
         inplace: the operand that is written.
@@ -92,7 +103,10 @@ class Rule(NamedTuple):
     name: str
     spec: Callable[..., Spec] | None
     linear: tuple[tuple[int, ...], ...] = ()
+    positive: tuple[tuple[int, ...], ...] = ()
+    inverse: tuple[int, ...] = ()
     affine: Callable[..., bool] | None = None
+    adds: bool = False
     kind: str = "op"
     inplace: int | None = None
     aliases: bool = False

@@ -42,6 +42,7 @@ class Labels:
         self.looked_up: set[int] = set()
         self.reduced: dict[int, str] = {}
         self.weak: set[int] = set()
+        self.ranges: dict[int, tuple[tuple[int, int, int, int], ...]] = {}
 
     def new(self, size: int, why: str | None = None, selected: bool = False, looked_up: bool = False) -> int:
         """A label of `size`; fixed if there is a `why`."""
@@ -70,6 +71,7 @@ class Labels:
             frozenset(self.selected),
             frozenset(self.looked_up),
             frozenset(self.weak),
+            self.ranges,
         )
 
 

@@ -321,26 +321,20 @@ def sequence_shard_into_a_column_weight(x, w):
 
 
 @program(x=t({"dp": S(0)}, 4, 8), y=t({"dp": S(0)}, 4, 8), w=p({"dp": R}, 8, 8), mesh=dict(dp=2))
-def mean_over_each_rank_own_samples(x, y, w):
+def mean_over_samples_plus_a_sum(x, y, w):
     prediction = F.linear(x, w)
-    return F.mse_loss(prediction, y)
-
-
-@program(
-    x=t({"dp": S(0)}, 8, 8),
-    head=p({"dp": R}, 6, 8),
-    labels=ids({"dp": S(0)}, 6, 8),
-    mesh=dict(dp=2),
-)
-def mean_over_the_tokens_of_each_rank(x, head, labels):
-    labels = labels.masked_fill(labels < 2, -100)
-    logits = F.linear(x, head)
-    return F.cross_entropy(logits, labels)
+    return F.mse_loss(prediction, y) + prediction.pow(2).sum()
 
 
 @program(x=t({"dp": S(0)}, 4, 8), w=p({"dp": R}, 8, 8), mesh=dict(dp=2))
+def mean_that_is_summed_before_a_logarithm(x, w):
+    mean = spmd.all_reduce(F.linear(x, w).pow(2).mean(), "dp", dst=I)
+    return mean.log()
+
+
+@program(x=t(R, 4, 8), w=p(S(0), 8, 8))
 def loss_reduced_to_r(x, w):
-    loss = spmd.all_reduce(F.linear(x, w).pow(2).sum(), "dp", dst=R)
+    loss = spmd.all_reduce(F.linear(x, w).pow(2).sum(), "tp", dst=R)
     loss.backward()
     return loss
 

@@ -17,6 +17,7 @@ from neuronx_dist import comm, spmd
 from neuronx_dist.comm.backends import threads
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.spmd import Shard, ShardSpec
+from neuronx_dist.spmd.types import scaled
 
 AXES = ("dp", "tp")
 PROGRAMS: dict[str, Program] = {}
@@ -201,7 +202,10 @@ def parity(program: Program, body: Any, loss_type: dict[str, Any], inputs: dict[
         return float("inf")
     worst = 0.0
     for name, want in expected.items():
-        kinds = loss_type if name == "loss" else {a: spmd.dual(k) for a, k in inputs[name].types.items()}
+        kinds = loss_type
+        if name != "loss":
+            scales = {axis: kind.scale for axis, kind in loss_type.items()}
+            kinds = {a: scaled(spmd.dual(k), scales.get(a, 0)) for a, k in inputs[name].types.items()}
         found = _join(mesh, [rank.get(name, torch.zeros(())) for rank in ranks], kinds)
         if found is None or found.shape != want.shape:
             return float("inf")
@@ -213,13 +217,15 @@ def _join(mesh: Mesh, ranks: list[torch.Tensor], kinds: dict[str, Any]) -> torch
     """The whole value of what the ranks hold; None if it is not equal where it should be."""
     held = {(mesh.coordinate("dp", rank), mesh.coordinate("tp", rank)): x for rank, x in enumerate(ranks)}
     for at, axis in reversed(list(enumerate(AXES))):
-        kind = kinds.get(axis, spmd.R)
+        factor = float(mesh.size(axis)) ** kinds.get(axis, spmd.R).scale
+        kind = kinds.get(axis, spmd.R).base
         groups: dict[Any, list[torch.Tensor]] = {}
         for place in sorted(held):
             groups.setdefault(place[:at] + (0,) + place[at + 1 :], []).append(held[place])
         joined = {}
         for place, pieces in groups.items():
             kind = Shard(0) if kind is spmd.V and pieces[0].dim() else kind
+            pieces = [piece / factor if factor != 1 else piece for piece in pieces]
             if kind is spmd.P or (kind is spmd.V and not pieces[0].dim()):
                 joined[place] = torch.stack(pieces).sum(0)
             elif isinstance(kind, Shard) and len(pieces) > 1:

@@ -118,6 +118,11 @@ def test_write_under_a_mask_is_elementwise():
     for value, function in [(0, _writes_number), (2.0, _writes_number), (x()[None], write), (x(), write)]:
         spec = verify(function, x(4, 6, 8), value, mask, _linear=function is _writes_number)
         assert spec is not None and not spec.fixed
+    beside = x(8) > 0
+    for index in ((mask, slice(None)), (..., beside), (slice(None), slice(None), beside), (slice(None), x(6, 8) > 0)):
+        spec = verify(_writes_number, x(4, 6, 8), 0, index, _linear=True)
+        assert spec is not None and not spec.fixed
+    assert RULES[_writes_number].spec(x(4, 6, 8), 0, (mask, slice(0, 2))).fixed
     values = x(4, 6)[mask]
     spec = RULES[write].spec(x(4, 6), values, mask)
     assert {0, 1} <= spec.fixed.keys()

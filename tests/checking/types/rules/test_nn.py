@@ -204,4 +204,4 @@ def test_losses_of_before():
 
 def test_cross_entropy_names_the_repair():
     spec = RULES[F.cross_entropy].spec(x(4, 6), whole(6, 4))
-    assert "parallel_cross_entropy" in spec.fixed[1] and spec.reduced == {0: "mean"}
+    assert "parallel_cross_entropy" in spec.fixed[1] and spec.reduced == {0: "mean_of_valid"}

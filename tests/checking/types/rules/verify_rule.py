@@ -24,6 +24,7 @@ PIECES = 2
 COMBINE: dict[str, Callable[[Tensor], Tensor]] = {
     "sum": lambda pieces: pieces.sum(0),
     "mean": lambda pieces: pieces.mean(0),
+    "mean_of_valid": lambda pieces: pieces.mean(0),  # where as many targets count in each piece
     "max": lambda pieces: pieces.amax(0),
     "min": lambda pieces: pieces.amin(0),
     "prod": lambda pieces: pieces.prod(0),

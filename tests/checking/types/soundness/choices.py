@@ -21,7 +21,7 @@ class Choices:
     grid: dict[str, int]
     level: str
     width: int  # the longest axis
-    letters: str  # types of inputs; M: a partial maximum
+    letters: str  # types of inputs; M: a partial maximum, A: a partial mean
     local: dict[str, Tensor]
     claims: dict[str, Claim]
 
@@ -80,7 +80,8 @@ class Choices:
             types: list[Any] = []
             left = list(shape)
             for axis, size in self.grid.items():
-                letter = rng.choices("RIVPSM", [4, 3, 1, 2 * (kind == "float"), 5, 0.2 * (kind == "float")])[0]
+                letter = rng.choices("RIVPASM", [4, 3, 1, 1.5 * (kind == "float"), 0.5 * (kind == "float"), 5,
+                                                0.2 * (kind == "float")])[0]  # fmt: skip
                 if types and (letter == "M" or types[0][1].reduction == "max"):
                     letter = "R"  # a sum of maxima is no maximum of sums
                 if letter not in self.letters:
@@ -92,8 +93,8 @@ class Choices:
                     left[dim] = left[dim] // size if stride == 1 else 0
                     types.append((axis, S(dim, stride)))
                 else:
-                    types.append((axis, {"R": R, "I": I, "V": V, "P": P, "S": V if self.level == "L" else R,
-                                         "M": P("max")}[letter]))  # fmt: skip
+                    types.append((axis, {"R": R, "I": I, "V": V, "P": P, "A": P("avg"), "M": P("max"),
+                                         "S": V if self.level == "L" else R}[letter]))  # fmt: skip
             grad = kind == "float" and rng.random() < 0.8 and not any(k.reduction == "max" for _, k in types)
             found.append(Input(f"v{number}", tuple(shape), Claim(tuple(types)), kind, grad))
         return found

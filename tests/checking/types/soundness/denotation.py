@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from neuronx_dist.spmd.tensor_type import TensorType
-from neuronx_dist.spmd.types import UNIFORM, ZERO, R, Shard, SpmdType
+from neuronx_dist.spmd.types import UNIFORM, ZERO, R, Shard, SpmdType, scaled
 
 Grid = Mapping[str, int]  # size of each axis, outermost first
 
@@ -49,8 +49,8 @@ def claim_of(found: TensorType, grid: Grid, ndim: int) -> Claim:
 def _plain(kind: SpmdType) -> SpmdType:
     """Without what is for views only: what a shard was merged of."""
     if isinstance(kind, Shard):
-        return Shard(kind.dim, kind.stride)
-    return R if kind.letter == "R" else kind
+        return Shard(kind.dim, kind.stride, scale=kind.scale)
+    return scaled(R, kind.scale) if kind.letter == "R" else kind
 
 
 def coordinates(grid: Grid) -> list[dict[str, int]]:
@@ -89,6 +89,7 @@ def distribute(whole: Tensor, claim: Claim, grid: Grid, random: Callable[[Tensor
 
 
 def _cut(x: Tensor, kind: SpmdType, count: int, random: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    x = x * float(count) ** kind.scale if kind.scale else x
     if isinstance(kind, Shard):
         blocks = x.unflatten(kind.dim, (kind.stride, x.shape[kind.dim] // kind.stride))
         return [piece.flatten(kind.dim, kind.dim + 1) for piece in blocks.chunk(count, kind.dim + 1)]
@@ -138,6 +139,8 @@ def assemble(pieces: Sequence[Tensor], claim: Claim, grid: Grid, tolerance: floa
 
 
 def _put(axis: str, kind: SpmdType, pieces: Sequence[Tensor], tolerance: float) -> Tensor:
+    if kind.scale:
+        pieces = [x / float(len(pieces)) ** kind.scale for x in pieces]
     if isinstance(kind, Shard):
         if pieces[0].dim() <= kind.dim or pieces[0].shape[kind.dim] % kind.stride:
             raise Wrong(f"{list(pieces[0].shape)} cannot be {kind} on {axis}")

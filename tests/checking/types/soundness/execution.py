@@ -20,13 +20,13 @@ from torch import Tensor
 
 from neuronx_dist import spmd
 from neuronx_dist.comm.backends import threads
-from neuronx_dist.spmd import I, P, R, SpmdTypeError
+from neuronx_dist.spmd import SpmdTypeError, dual
+from neuronx_dist.spmd.types import scaled
 from tests.checking.types.soundness.denotation import Claim, Wrong, alike, assemble, claim_of, difference
 from tests.checking.types.soundness.program import Program, local_inputs, run_line
 
 Names = dict[str, Tensor]
 _CUT = ("detach", "no_grad", "item()", "float(", "bool(", "int(", "> 0", "comm.")  # where derivatives end
-_DUAL = {"R": P, "P": R, "I": I}
 
 
 @dataclass
@@ -172,7 +172,7 @@ def _compare(program: Program, held: Sequence[Held], seed: int) -> bool:
     for x in program.inputs:
         if not x.grad:
             continue
-        claim = Claim(tuple((axis, _DUAL.get(kind.letter, kind)) for axis, kind in x.claim.types))
+        claim = _gradient_claim(program, x.claim)
         pieces = [h.grads[x.name] for h in held]
         try:
             found = assemble(pieces, claim, program.grid, 1e-7 * max(1.0, _scale(pieces)))
@@ -183,6 +183,13 @@ def _compare(program: Program, held: Sequence[Held], seed: int) -> bool:
             if why:
                 raise Wrong(f"gradient of {x.name} is {claim.types}, and of the whole: {why}")
     return bool(grads) and all(x.name in grads for x in program.inputs if x.grad)
+
+
+def _gradient_claim(program: Program, claim: Claim) -> Claim:
+    """The types of the gradient of an input: the duals, at the scale of the losses."""
+    losses = [dict(program.claims[name].types) for name in program.losses]
+    scales = {axis: kind.scale for types in losses for axis, kind in types.items()}
+    return Claim(tuple((axis, scaled(dual(kind), scales.get(axis, 0))) for axis, kind in claim.types))
 
 
 def _scale(pieces: Sequence[Tensor]) -> float:
@@ -212,7 +219,7 @@ def _resplit(
                 _alike(name, claim, [h.values[name] for h in runs[number]], [h.values[name] for h in held], program)
             for x in program.inputs:
                 if x.grad:
-                    claim = Claim(tuple((axis, _DUAL.get(kind.letter, kind)) for axis, kind in x.claim.types))
+                    claim = _gradient_claim(program, x.claim)
                     before, after = ([h.grads[x.name] for h in both] for both in (runs[number], held))
                     _alike(f"gradient of {x.name}", claim, before, after, program)
         except Wrong as wrong:

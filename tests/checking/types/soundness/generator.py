@@ -57,7 +57,7 @@ class Generator(Choices):
         self.fixed = fixed
         self.recast: set[str] = set()
         self.ended = False
-        self.letters = "RIVPSM"  # types of inputs
+        self.letters = "RIVPASM"  # types of inputs
 
     # --- making
 
@@ -114,7 +114,7 @@ class Generator(Choices):
         bare = self.rng.random() < 0.06 and given is None and not proposal.text.startswith(("spmd", "comm"))
         if bare and ":" not in text:
             text = f"with torch.no_grad(): {text}"
-        assumed = len(self.mode.assumed)
+        assumed = self._assumptions()
         before = {**self.local}
         try:
             run_line(text, self.local)
@@ -132,7 +132,7 @@ class Generator(Choices):
             return False
         claims = self.read()
         whole = self._whole_text(proposal, text, targets, claims)
-        if len(self.mode.assumed) > assumed:
+        if self._assumptions() > assumed:
             whole = None
         step = Step(text, whole, targets, proposal.op)
         if given is None and len(self.names_of(step)) == 0 and not targets:
@@ -147,6 +147,10 @@ class Generator(Choices):
             return False
         self.program.steps.append(step)
         return True
+
+    def _assumptions(self) -> int:
+        """How many there are, but for local sizes that are written as numbers: the whole has others in their place."""
+        return sum("is the local size of dim" not in text for text, _ in self.mode.assumed)
 
     def names_of(self, step: Step) -> list[str]:
         return [name for name in step.names if name not in step.targets]

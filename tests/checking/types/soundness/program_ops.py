@@ -202,7 +202,9 @@ def typed(g: Generator) -> Proposal | None:
               ("reinterpret", "R", "V"), ("reinterpret", "R", "P")],
         "I": [("convert", "I", "R"), ("convert", "I", other), ("convert", "I", "V"), ("convert", "I", "P"),
               ("reinterpret", "I", "V"), ("reinterpret", "I", "P"), ("reinterpret", "I", "R")],
-        "P": [("all_reduce", "P", equal), ("reduce_scatter", "P", other), ("reduce_scatter", "P", "V")],
+        "P": [("all_reduce", "P", equal), ("reduce_scatter", "P", other), ("reduce_scatter", "P", "V"),
+              *[(verb, 'P("avg")', dst) for verb, dst in (("all_reduce", equal), ("reduce_scatter", other))
+                if "A" in g.letters]],
         "S": [("all_gather", shard, equal), ("all_to_all", shard, other), ("convert", shard, "P")],
         "V": [("all_reduce", "V", equal), ("all_gather", "V", equal), ("reduce_scatter", "V", other),
               ("reduce_scatter", "V", "V"), ("all_to_all", "V", "V"), ("convert", "V", "P"), ("reinterpret", "V", "P")],
@@ -216,8 +218,6 @@ def typed(g: Generator) -> Proposal | None:
     whole: Any = f"{x}.clone()"
     if "V" in (src, dst):
         whole = None
-    elif (verb, dst) == ("reinterpret", "P"):
-        whole = f"{x} * {g.grid[axis]}.0"
     elif verb == "reinterpret" or (src, dst) in (("I", "R"), ("R", "I")):  # the same memory
         whole = f"{x}.view_as({x})"
     return Proposal(f"spmd.{verb}({x}, {axis!r}, src={src}, dst={dst}{expert})", f"{verb}({src[0]},{dst[0]})", whole)

@@ -1,0 +1,280 @@
+"""Numbers that are a power of the size of an axis (`axis_sizes.py`), in calls of torch functions.
+
+factors     x * n, x / n, n / x, full(size, n), tensor(n): the result has the scale of the number;
+            add(x, y, alpha=n): the operand y has
+sizes       x.shape[d] of a dim sharded over tp has the exponent -1 on tp; a view that says by a plain number how
+            much of such a dim there is assumes that this is the local size
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ....spmd.axes import atoms_of
+from ....spmd.tensor_type import NOTE, TensorType
+from ....spmd.types import Shard, scaled
+from ..axis_sizes import AxisNumber, AxisSize, exponents_of
+from ..declared import parameter_type
+from ..judge import Judgement, Operand
+from ..rules import Rule
+from ..rules.names import getter
+from ..session import Session
+
+__all__ = ["Powers", "factor", "handlers", "scaled_by", "with_factors", "with_numbers"]
+
+# Where the number is that is a factor of the result, by position and by name, and whether it multiplies or divides.
+_FACTORS: dict[str, tuple[int, str, int]] = {
+    **dict.fromkeys(("mul", "multiply"), (1, "other", 1)),
+    **dict.fromkeys(("div", "divide", "true_divide", "floor_divide"), (1, "other", -1)),
+    **dict.fromkeys(("__rdiv__", "__rtruediv__", "__rfloordiv__"), (1, "other", 1)),
+    **dict.fromkeys(("tensor", "as_tensor"), (0, "data", 1)),
+    "asarray": (0, "obj", 1),
+    "scalar_tensor": (0, "s", 1),
+    "new_tensor": (1, "data", 1),
+    **dict.fromkeys(("full", "full_like"), (1, "fill_value", 1)),
+    "new_full": (2, "fill_value", 1),
+    "fill": (1, "value", 1),
+    "constant": (1, "val", 1),
+}
+# Numbers that are factors of one operand: its index.
+_COEFFICIENTS: dict[str, dict[str, int]] = {
+    **dict.fromkeys(("add", "sub", "subtract", "rsub"), {"alpha": 1}),
+    **dict.fromkeys(("addmm", "addmv", "addr", "addbmm", "baddbmm"), {"alpha": 1, "beta": 0}),
+    **dict.fromkeys(("addcmul", "addcdiv"), {"value": 1}),
+}
+
+Powers = Mapping[str, int]  # by atom
+
+
+def with_numbers(
+    mode: Session, rule: Rule, args: Sequence[Any], kwargs: Mapping[str, Any], judgement: Judgement
+) -> Judgement:
+    """The judgement of a call's tensors, completed by what its numbers mean."""
+    powers = factor(mode, rule, args, kwargs)
+    if powers is None:
+        text = f"{rule.name}: numbers that grow in different ways with the sizes of axes are taken for constants"
+        return judgement._replace(assumed=(*judgement.assumed, text))
+    types = tuple(scaled_by(type_, powers) for type_ in judgement.types)
+    assumed = _literal_sizes(mode, rule, args, kwargs, types)
+    return judgement._replace(types=types, assumed=(*judgement.assumed, *assumed))
+
+
+def factor(mode: Session, rule: Rule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Powers | None:
+    """The powers of the sizes of axes that the result of a call has as a factor: none, for most calls.
+
+    None if its elements have different ones.
+    """
+    where = _FACTORS.get(rule.name.rstrip("_") if not rule.name.endswith("__") else rule.name)
+    if where is None:
+        return {}
+    index, name, sign = where
+    number = args[index] if len(args) > index else kwargs.get(name)
+    if isinstance(number, (list, tuple)):
+        numbers = list(_leaves(number))
+        if len({tuple(exponents_of(each).items()) for each in numbers}) > 1:
+            return None
+        number = numbers[0] if numbers else None
+    if not isinstance(number, AxisNumber):
+        return {}
+    powers = {atom: sign * power for atom, power in _powers(mode, number).items()}
+    local = any(power < 0 for power in number.exponents.values())
+    if local and rule.kind == "op" and not any(x.is_floating_point() for x in args if isinstance(x, Tensor)):
+        return {}  # of integers: positions are counted in local sizes
+    return powers
+
+
+def _leaves(data: Sequence[Any]) -> Iterator[Any]:
+    for item in data:
+        if isinstance(item, (list, tuple)):
+            yield from _leaves(item)
+        else:
+            yield item
+
+
+def _powers(mode: Session, number: Any) -> dict[str, int]:
+    """The exponents of a number, by atom."""
+    powers: dict[str, int] = {}
+    for axis, exponent in exponents_of(number).items():
+        for atom in _atoms(mode, axis):
+            powers[atom] = powers.get(atom, 0) + exponent
+    return powers
+
+
+def _atoms(mode: Session, axis: str) -> tuple[str, ...]:
+    try:
+        return atoms_of(axis, mode.mesh)
+    except ValueError:  # the atom of a group that is no axis
+        return (axis,)
+
+
+def scaled_by(type_: TensorType, powers: Powers) -> TensorType:
+    """The type of a tensor of `type_` times powers of the sizes of axes; it stays unknown where it is not known."""
+    if not powers:
+        return type_
+    types = dict(type_.types)
+    for atom, power in powers.items():
+        spmd_type = type_.get(atom)
+        if spmd_type is not None:
+            types[atom] = scaled(spmd_type, power)
+    return TensorType.of(types, type_.rest)
+
+
+def with_factors(mode: Session, rule: Rule, kwargs: Mapping[str, Any], operands: list[Operand]) -> list[Operand]:
+    """The operands of a call, each multiplied by the numbers that are factors of it."""
+    named = _COEFFICIENTS.get(rule.name.rstrip("_"))
+    if named is None or not kwargs:
+        return operands
+    for name, index in named.items():
+        number = kwargs.get(name)
+        if isinstance(number, AxisNumber) and index < len(operands):
+            type_ = scaled_by(operands[index].type, _powers(mode, number))
+            operands[index] = operands[index]._replace(type=type_)
+    return operands
+
+
+# --- sizes of sharded dims
+
+
+_known: dict[tuple[TensorType, torch.Size], tuple[torch.Size, int]] = {}
+
+
+def _sizes(type_: TensorType, shape: torch.Size) -> tuple[torch.Size, int]:
+    """The shape of a tensor of a sharded type, and its number of elements, as numbers that know that they are local."""
+    known = _known.get((type_, shape))
+    if known is None:
+        exponents: list[dict[str, int]] = [{} for _ in shape]
+        everything: dict[str, int] = {}
+        for axis, spmd_type in type_:
+            if isinstance(spmd_type, Shard) and -len(shape) <= spmd_type.dim < len(shape):
+                exponents[spmd_type.dim][axis] = everything[axis] = -1
+        sizes = torch.Size([AxisSize(size, of) for size, of in zip(shape, exponents)])
+        if len(_known) > 10_000:
+            _known.clear()
+        known = _known[type_, shape] = sizes, AxisSize(shape.numel(), everything)
+    return known
+
+
+def _sharded_type(mode: Session, x: Tensor) -> TensorType | None:
+    """The type of a tensor that is known to be sharded; else None."""
+    fields = x.__dict__.get(NOTE)
+    type_: Any = fields[0] if fields is not None else None
+    if fields is None and isinstance(x, nn.Parameter) and mode.mesh is not None:
+        type_ = parameter_type(x, mode.mesh, mode.tied.get(id(x)), mode.level)
+    return type_ if type_.__class__ is TensorType and type_.sharded else None
+
+
+def _shape(mode: Session, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    result = func(*args, **kwargs)
+    type_ = _sharded_type(mode, args[0])
+    if type_ is None:
+        return result
+    if result.__class__ is torch.Size:
+        return _sizes(type_, result)[0]
+    dim = args[1] if len(args) > 1 else kwargs["dim"]
+    return _sizes(type_, args[0].shape)[0][dim] if isinstance(dim, int) else result
+
+
+def _numel(mode: Session, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    result = func(*args, **kwargs)
+    type_ = _sharded_type(mode, args[0] if args else kwargs["input"])
+    return result if type_ is None else _sizes(type_, (args[0] if args else kwargs["input"]).shape)[1]
+
+
+handlers: dict[Callable[..., Any], Callable[..., Any]] = {
+    getter("shape"): _shape,
+    Tensor.size: _shape,
+    Tensor.numel: _numel,
+    Tensor.nelement: _numel,
+    torch.numel: _numel,
+}
+
+
+# --- sizes that a call states
+
+
+def _literal_sizes(
+    mode: Session, rule: Rule, args: Sequence[Any], kwargs: Mapping[str, Any], results: Sequence[TensorType]
+) -> list[str]:
+    """What a call assumes that says by a plain number how much of a sharded dim this rank has."""
+    stated = _STATED.get(rule.name)
+    if stated is None or not any(type_.sharded for type_ in results):
+        return []
+    assumed = []
+    for index, type_ in enumerate(results):
+        if not type_.sharded:
+            continue
+        sizes = stated(index, args, kwargs)
+        for axis, spmd_type in type_:
+            if not isinstance(spmd_type, Shard):
+                continue
+            size = sizes.get(spmd_type.dim)
+            if size is not None and _powers(mode, size).get(axis, 0) >= 0:
+                assumed.append(
+                    f"{rule.name}: that {int(size)} is the local size of dim {spmd_type.dim}, which is sharded over "
+                    f'{axis}: write the whole size // comm.size("{axis}"), or take it from a shape'
+                )
+    return list(dict.fromkeys(assumed))
+
+
+def _listed(values: Sequence[Any], named: Any) -> Sequence[Any]:
+    """Sizes that are given one by one, as a sequence, or by name."""
+    if not values:
+        values = (named,)
+    return values[0] if len(values) == 1 and isinstance(values[0], (tuple, list)) else values
+
+
+def _by_dim(sizes: Sequence[Any], first: int = 0) -> dict[int, Any]:
+    return {dim: size for dim, size in enumerate(sizes, first) if isinstance(size, int) and int.__ne__(size, -1)}
+
+
+def _viewed(index: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[int, Any]:
+    return _by_dim(_listed(args[1:], kwargs.get("size", kwargs.get("shape"))))
+
+
+def _unflattened(index: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[int, Any]:
+    dim = args[1] if len(args) > 1 else kwargs["dim"]
+    sizes = args[2] if len(args) > 2 else kwargs["sizes"]
+    return _by_dim(sizes, dim % (args[0] if args else kwargs["input"]).dim())
+
+
+def _split(index: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[int, Any]:
+    options = dict(kwargs)
+    dim = options.pop("dim", args[2] if len(args) > 2 else 0)
+    x, sizes = (*args[:2], *options.values())[:2]
+    return _by_dim((sizes if isinstance(sizes, int) else sizes[index],), dim % x.dim())
+
+
+def _narrowed(index: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[int, Any]:
+    named = {**dict(zip(("input", "dim", "start", "length"), args)), **kwargs}
+    return _by_dim((named["length"],), named["dim"] % args[0].dim())
+
+
+def _indexed(index: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[int, Any]:
+    """The bounds of slices, by dim of the result; none where tensors or lists are among the indices."""
+    x, given = args
+    indices = given if isinstance(given, tuple) else (given,)
+    if not all(each is None or each is ... or isinstance(each, (int, slice)) for each in indices):
+        return {}
+    taken = sum(each is not None and each is not ... for each in indices)
+    sizes: dict[int, Any] = {}
+    dim = 0
+    for each in indices:
+        if isinstance(each, slice):
+            bounds = [bound for bound in (each.start, each.stop) if isinstance(bound, int) and int.__bool__(bound)]
+            if bounds:
+                sizes[dim] = bounds[-1]
+        dim += x.dim() - taken if each is ... else not isinstance(each, int) or isinstance(each, bool)
+    return sizes
+
+
+_STATED: dict[str, Callable[[int, Sequence[Any], Mapping[str, Any]], dict[int, Any]]] = {
+    **dict.fromkeys(("view", "reshape", "expand", "broadcast_to"), _viewed),
+    "unflatten": _unflattened,
+    **dict.fromkeys(("split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes"), _split),
+    **dict.fromkeys(("narrow", "narrow_copy"), _narrowed),
+    "__getitem__": _indexed,
+}

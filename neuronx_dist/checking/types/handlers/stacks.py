@@ -1,0 +1,66 @@
+"""Shards that `all_gather(src=V)` stacked: where the dim of ranks must go, for the pieces to be the whole.
+
+The pieces of dim d are put together in their order where the dim of ranks is merged with d, outside of it. Until then
+both dims are followed, on the note of the tensor (`Stacked`), by the label specs of the calls. Merged with another dim
+the pieces are in another order, which is refused; what no label says (a loop over the ranks) stays an assumption.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ....call_site import call_site
+from ....spmd.errors import SpmdTypeError
+from ....spmd.tensor_type import Note, Stacked
+from ..messages.explain import shown
+from ..rules import Rule
+from ..rules.spec import Spec
+
+__all__ = ["stacked_note"]
+
+
+def stacked_note(
+    rule: Rule, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Sequence[Tensor], notes: Sequence[Note]
+) -> Stacked | None:
+    """`Note.extra` of the result of a call, as far as stacked pieces go.
+
+    Raises:
+        SpmdTypeError: the call puts the pieces together in another order than that of the sharding.
+    """
+    for index, note in enumerate(notes):
+        if isinstance(note.extra, Stacked) and rule.spec is not None:
+            return _after(rule, rule.spec(*args, **kwargs), index, tensors[index], note, note.extra)
+    return None
+
+
+def _after(rule: Rule, spec: Spec, index: int, x: Tensor, note: Note, stacked: Stacked) -> Stacked | None:
+    dims = spec.ins[index] if index < len(spec.ins) else None
+    if dims is None or not spec.outs or len(dims[stacked.ranks]) != 1 or not dims[stacked.dim]:
+        return None
+    rank, piece = dims[stacked.ranks][0], dims[stacked.dim][0]
+    out = spec.outs[0]
+    ranks = next((d for d, factors in enumerate(out) if rank in factors), None)
+    dim = next((d for d, factors in enumerate(out) if piece in factors), None)
+    if ranks is None or dim is None:  # one of them ends here: picked, summed
+        return None
+    wide = [label for label in out[ranks] if spec.sizes[label] != 1 or label == piece]
+    if wide == [rank]:
+        return Stacked(stacked.axes, ranks, dim) if out[dim][0] == piece else None
+    after = wide.index(rank) + 1
+    if after < len(wide) and wide[after] == piece:  # the whole
+        return None
+    axes = stacked.axes
+    raise SpmdTypeError(
+        f"{rule.name}({shown(x, note.type)}) at {call_site()}",
+        f"dim {stacked.ranks} is the ranks of {axes}, whose pieces of dim {stacked.dim} are stacked; merged with other "
+        "dims before it stands right outside of that one, it puts them in another order than that of the sharding",
+        repairs=[
+            f"x.movedim({stacked.ranks}, {stacked.dim - (stacked.ranks < stacked.dim)}) before it",
+            f'spmd.all_gather(x, "{axes}", src=spmd.S(dim), ...), which puts them together in order',
+        ],
+        axis=axes.split(",")[0],
+        rule="order",
+    )
