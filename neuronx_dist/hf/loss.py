@@ -8,7 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from .. import spmd
+from ..gradients.gradient import DATA_AXES
 from ..parallel_layers.loss_functions import parallel_cross_entropy
+from ..spmd.types import scaled
 
 __all__ = ["causal_lm_loss"]
 
@@ -30,7 +33,8 @@ def causal_lm_loss(
         `shift_labels`.
         vocab_size: accepted for Hugging Face's signature; the layers know the size of the vocabulary.
         num_items_in_batch: what the sum is divided by, for a mean over more than this call; None: the valid labels of
-        this call.
+        this call. On several data-parallel ranks, with averaged gradients, that is the mean over all labels only if
+        each rank has as many valid ones; `global_num_items` counts them all.
         shift_labels: `[batch, seq]`, shifted already.
 
     Returns:
@@ -42,7 +46,10 @@ def causal_lm_loss(
         shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     shift_labels = shift_labels.to(logits.device)
     losses = parallel_cross_entropy(logits, shift_labels, ignore_index=ignore_index)
-    count: Any = (shift_labels != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch
+    count: Any = num_items_in_batch
+    if count is None:
+        own = (shift_labels != ignore_index).sum()
+        count = spmd.trust(own, DATA_AXES, scaled(spmd.R, -1), "that every rank has as many valid labels")
     # Without labels 0 / inf: unlike 1, inf is the same whatever share of all labels is counted here.
     if isinstance(count, torch.Tensor):
         return losses.sum() / torch.where(count == 0, math.inf, count.to(losses.device))

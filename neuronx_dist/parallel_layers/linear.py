@@ -366,7 +366,7 @@ class RowParallelLinear(_ParallelLinear):
             if self.reduce_output:
                 out = call(RowLinear, x, self.weight, bias, communicator, self._sequence_dim(), self.reduce_dtype)
             else:
+                out = spmd.trust(F.linear(x, self.weight), communicator, P)
                 if bias is not None:
-                    bias = spmd.convert(bias, communicator, src=R, dst=P)
-                out = F.linear(x, self.weight, bias)
+                    out = out + spmd.convert(bias, communicator, src=R, dst=P)
         return (out, self.bias) if self.skip_bias_add else out

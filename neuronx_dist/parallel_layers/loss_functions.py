@@ -16,6 +16,7 @@ from ..comm import Communicator
 from ..comm.context import AxisLike
 from ..comm.transforms import transforming
 from ..spmd import I, P, V
+from ..spmd.gathered import is_gathered
 from ..spmd.watching import see_through
 from .vocabulary import check_ids
 
@@ -45,9 +46,9 @@ class _ParallelCrossEntropy(torch.autograd.Function):
         sums: list[torch.Tensor] = [spmd.trust(predicted, communicator, P)]
         s = smoothing * vocab / (vocab - 1) if smoothing else 0.0
         if s:
-            sums.append(shifted.sum(-1))
+            sums.append(spmd.trust(shifted.sum(-1), communicator, P))
         softmax = shifted.exp_()
-        sums.append(softmax.sum(-1))
+        sums.append(spmd.trust(softmax.sum(-1), communicator, P))
         stacked = torch.stack(sums)
         stacked = comm.all_reduce(stacked, communicator, out=stacked)
         ignored = target == ignore_index
@@ -136,6 +137,7 @@ def parallel_cross_entropy(
     label_smoothing: float = 0.0,
     *,
     ignore_index: int = -100,
+    vocab_size: int | None = None,
     tensor_model_parallel_group: AxisLike | None = None,
 ) -> torch.Tensor:
     """Cross entropy per token of vocabulary-sharded logits, in fp32 or better.
@@ -149,12 +151,15 @@ def parallel_cross_entropy(
         label_smoothing: NeMo's and Megatron's definition, as NxD documents: with `s = label_smoothing * K / (K - 1)`
             for a vocabulary of K, `(1 - s) * nll - s * mean(log p)`; `torch.nn.functional.cross_entropy` calls that s
             its label_smoothing.
+        vocab_size: of the whole vocabulary, to be compared with the shards; None: not compared.
 
     Raises:
-        ValueError: shapes do not match, or smoothing is outside [0, 1].
+        ValueError: shapes do not match, or smoothing is outside [0, 1]; the logits are whole (the output of a layer
+            with `gather_output=True`): told by `vocab_size`, or by their autograd graph, if they have one.
         IndexError: a label is outside the vocabulary (checked on CPU, where it costs no synchronisation).
     """
     if has_torch_function_unary(parallel_logits):
+        options: dict[str, Any] = {"vocab_size": vocab_size, "tensor_model_parallel_group": tensor_model_parallel_group}
         return handle_torch_function(
             parallel_cross_entropy,
             (parallel_logits,),
@@ -162,17 +167,14 @@ def parallel_cross_entropy(
             labels,
             label_smoothing,
             ignore_index=ignore_index,
-            **(
-                {"tensor_model_parallel_group": tensor_model_parallel_group}
-                if tensor_model_parallel_group is not None
-                else {}
-            ),
+            **{name: value for name, value in options.items() if value is not None},
         )
     return _cross_entropy(
         parallel_logits,
         labels,
         label_smoothing,
         ignore_index=ignore_index,
+        vocab_size=vocab_size,
         tensor_model_parallel_group=tensor_model_parallel_group,
     )
 
@@ -183,6 +185,7 @@ def _cross_entropy(
     label_smoothing: float = 0.0,
     *,
     ignore_index: int = -100,
+    vocab_size: int | None = None,
     tensor_model_parallel_group: AxisLike | None = None,
 ) -> torch.Tensor:
     if labels.shape != parallel_logits.shape[:-1]:
@@ -194,10 +197,29 @@ def _cross_entropy(
     if not 0.0 <= label_smoothing <= 1.0:
         raise ValueError(f"parallel_cross_entropy: label_smoothing must be in [0, 1], got {label_smoothing}")
     communicator = comm.communicator(tensor_model_parallel_group or "tp")
+    _check_logits(parallel_logits, communicator, vocab_size)
     if type(labels) is torch.Tensor and labels.device.type == "cpu":
         check_ids(labels, parallel_logits.shape[-1] * communicator.size, ignore_index, "parallel_cross_entropy: label")
     function = _cross_entropy_of_operators if transforming() else _ParallelCrossEntropy.apply
     return function(parallel_logits, labels, communicator, label_smoothing, ignore_index)
+
+
+def _check_logits(logits: torch.Tensor, communicator: Communicator, vocab: int | None) -> None:
+    size, local_vocab = communicator.size, logits.shape[-1]
+    if vocab is not None:
+        whole = local_vocab == vocab
+        if local_vocab * size == vocab:
+            return
+    elif size == 1 or torch.compiler.is_compiling():
+        return
+    else:
+        whole = is_gathered(logits, communicator)
+        if not whole:
+            return
+    shards = f"it needs each rank's shard [.., vocab/{size}] of the logits"
+    advice = "; these are whole: build their layer with gather_output=False, or drop the gather" if whole else ""
+    of = f" of a vocabulary of {vocab}" if vocab is not None else ""
+    raise ValueError(f"parallel_cross_entropy: {shards}, and got {tuple(logits.shape)}{of}{advice}")
 
 
 see_through(parallel_cross_entropy, _cross_entropy)

@@ -142,7 +142,7 @@ def _assert_type(mode: Any, x: torch.Tensor, types: Mapping[Any, SpmdType] | Spm
         before = old.get(axis)
         if fresh or before is None or before is ZERO or (before is UNIFORM and spmd_type.letter in SAME):
             new[axis] = spmd_type
-        elif _told(before) == spmd_type or (before.letter == "S" and spmd_type is V):
+        elif _told(before) == spmd_type or (before.letter == "S" and (spmd_type is V or _same_dim(before, spmd_type))):
             continue
         elif before is V and (isinstance(spmd_type, Shard) or spmd_type is P):
             if mode is not None:
@@ -169,6 +169,13 @@ def _assert_type(mode: Any, x: torch.Tensor, types: Mapping[Any, SpmdType] | Spm
     return x
 
 
+def _same_dim(before: SpmdType, declared: SpmdType) -> bool:
+    """Whether a shard is the declared one, but for the dims that it was merged of, which nobody declares."""
+    if not isinstance(before, Shard) or not isinstance(declared, Shard) or declared.extent is not None:
+        return False
+    return (before.dim, before.stride, before.scale) == (declared.dim, declared.stride, declared.scale)
+
+
 assert_local_type = assert_type
 
 
@@ -176,14 +183,16 @@ assert_local_type = assert_type
 _MAY_BE_TRUSTED: dict[SpmdType, frozenset[str]] = {
     V: frozenset("R0"),  # computed from equal numbers, as far as types see, and from the offset of this rank's piece
     P: frozenset("RIV0"),  # zeros but for what this rank holds, so that the sum over the ranks is the value
+    R: frozenset("PV"),  # what each rank counted of its own data, if all come to the same number
 }
 
 
-def trust(x: torch.Tensor, axis: Any, kind: SpmdType) -> torch.Tensor:
+def trust(x: torch.Tensor, axis: Any, kind: SpmdType, claim: str = "") -> torch.Tensor:
     """Tells the checker what it cannot know, and returns `x`.
 
-    Namely that a value is V (a position that was counted from this rank's own offset), or that what varies is P (zeros,
-    but for what this rank holds). Reports list it.
+    Namely that a value is V (a position that was counted from this rank's own offset), that what varies is P (zeros,
+    but for what this rank holds), or that a count without a gradient is R (each rank counted as many). Reports list it,
+    by `claim`: what is believed, in words; empty: the shape and the type.
 
     Nothing is done where no check is under way. Unlike `reinterpret` it leaves no trace in autograd.
     """
@@ -193,16 +202,16 @@ def trust(x: torch.Tensor, axis: Any, kind: SpmdType) -> torch.Tensor:
         return x
     with torch._C.DisableTorchFunction():
         type_ = note.type
-        believable = _MAY_BE_TRUSTED.get(kind, _MAY_BE_TRUSTED[P])
+        believable = _MAY_BE_TRUSTED.get(kind.base, _MAY_BE_TRUSTED[P])
         if x.requires_grad:  # the gradient of an I is one value, of its parts it would be several
-            believable -= {"I"}
+            believable = frozenset() if kind.base is R else believable - {"I"}
         atoms = atoms_of(axis, mode.mesh)
         for atom in atoms:
             before = type_.get(atom)
             if before is not kind and before is not None and before.letter in believable:
                 type_ = type_.with_axis(atom, kind)
         if type_ is not note.type:
-            mode.trust(f"that {list(x.shape)} is {kind} on {', '.join(atoms)}")
+            mode.trust(f"{claim or f'that {list(x.shape)} is {kind}'} on {', '.join(atoms)}")
             extra = None if isinstance(note.extra, Foreign) else note.extra
             if kind is V and extra is None:
                 extra = Offset(frozenset(atoms))

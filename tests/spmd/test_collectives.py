@@ -40,33 +40,11 @@ def is_legal(operator: Any, src: Any, dst: Any) -> bool:
     return False
 
 
-def test_illegal_pairs_name_the_operator_that_is_meant():
-    x = torch.ones(2, 2)
-    raised = 0
-    with comm.as_rank(TP2, 0):
-        for operator, src, dst in product(OPERATORS, ALL_TYPES, ALL_TYPES):
-            options = EXPERT if operator in (spmd.convert, spmd.reinterpret) else {}
-            if is_legal(operator, src, dst):
-                operator(x, "tp", src=src, dst=dst, **options)
-                continue
-            with pytest.raises(SpmdTypeError) as error:
-                operator(x, "tp", src=src, dst=dst, **options)
-            message, raised = str(error.value), raised + 1
-            assert f"{operator.__name__}({src}, {dst})" in message
-            meant = re.search(r"use (\w+)\(x, axis(?:, src=([^,]+))?, dst=(S\(\d\)|\w)\)", message)
-            if meant is None:
-                assert "already the same on all ranks" in message, message
-                continue
-            advised = getattr(spmd, meant[1])
-            assert is_legal(advised, src, dst), message
-    assert raised > 60
-
-
 @pytest.mark.parametrize(
     "operator, src, dst, meant",
     [
-        (spmd.all_reduce, R, I, "Drop the reduction"),
-        (spmd.all_reduce, I, R, "Drop the reduction"),
+        (spmd.all_reduce, R, I, "drop it"),
+        (spmd.all_reduce, I, R, "drop it"),
         (spmd.all_reduce, P, V, "reduce_scatter(x, axis, dst=V)"),
         (spmd.all_reduce, P, S(0), "reduce_scatter(x, axis, dst=S(0))"),
         (spmd.all_gather, P, R, "all_reduce(x, axis, dst=R)"),
@@ -78,7 +56,7 @@ def test_illegal_pairs_name_the_operator_that_is_meant():
         (spmd.reinterpret, V, R, "all_gather(x, axis, src=V, dst=R)"),
         (spmd.reinterpret, P, R, "all_reduce(x, axis, dst=R)"),
         (spmd.reinterpret, R, S(0), "convert(x, axis, src=R, dst=S(0))"),
-        (spmd.reinterpret, S(0), P, "convert(x, axis, src=S(0), dst=P)"),
+        (spmd.reinterpret, S(0), P, "convert(x, axis, src=S(0), dst=P, expert_mode=True)"),
     ],
 )
 def test_what_is_meant(operator, src, dst, meant):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -86,6 +87,8 @@ class Op(NamedTuple):
 class OpRecorder(TorchFunctionMode):
     """Records every operator that the program calls; not what autograd calls in backward, which follows from it.
 
+    Hooks on gradients are of the program's: `with recorder.in_backward()` around their bodies.
+
     Args:
         types: the type checker that is at work outside of it, whose own calls are none of the program's.
     """
@@ -95,13 +98,24 @@ class OpRecorder(TorchFunctionMode):
         self.ops: list[Op] = []
         self._deadline = deadline
         self._types = types
+        self._in_hooks = 0
+
+    @contextmanager
+    def in_backward(self) -> Iterator[None]:
+        """Records what runs inside, though a backward pass calls it."""
+        self._in_hooks += 1
+        try:
+            with self:
+                yield
+        finally:
+            self._in_hooks -= 1
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        own = self._types is not None and (self._types.paused or self._types.probing)
-        if func not in _GETTERS and not own and torch._C._current_graph_task_id() == -1:
+        own = self._types is not None and (self._types.paused or self._types.probing or self._types.unrecorded)
+        if func not in _GETTERS and not own and (self._in_hooks or torch._C._current_graph_task_id() == -1):
             name = getattr(func, "__name__", str(func))
             scalars: list[Any] = []
             if _scalars(args, scalars) | (bool(kwargs) and _scalars(kwargs.values(), scalars)):

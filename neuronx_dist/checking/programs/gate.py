@@ -1,7 +1,8 @@
 """The optimizer gate: no gradient may be a part of a sum when the optimizer uses it.
 
 That is what a forgotten reduction leaves: over dp or cp, over tp where parameters see a shard of the sequence, over the
-stages that hold a tied weight. Checked before every optimizer's step, the user's own and those inside of wrappers.
+stages that hold a tied weight. Checked before every optimizer's step, the user's own and those inside of wrappers. What
+the step does then is judged as other code is (`optimizer_steps.py`).
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ from ...optimizer import NeuronZero1Optimizer
 from ...optimizer.shards import ParameterShard
 from ...spmd.axes import atoms_of
 from ...spmd.errors import SpmdTypeError
-from ...spmd.tensor_type import NAME, NOTE, TensorType, note_of, type_of, write
+from ...spmd.tensor_type import NAME, TensorType, note_of, type_of, write
 from ...spmd.types import SAME, VARYING, SpmdType, V
 from ...weights.shard_spec import spec_of
 from ..types.mode import SpmdTypeMode
+from .optimizer_steps import OptimizerStep
 
 __all__ = ["gated"]
 
@@ -32,36 +34,40 @@ __all__ = ["gated"]
 def gated(mode: SpmdTypeMode) -> Iterator[None]:
     """While inside, in this thread, optimizers' steps are refused on gradients that are not reduced.
 
-    What torch's own optimizers do then is elementwise, and is not looked at.
+    And the steps run under the checker.
     """
-    thread, paused = threading.get_ident(), mode.paused
+    thread = threading.get_ident()
+    steps: list[OptimizerStep] = []
+
+    def is_judged() -> bool:
+        return threading.get_ident() == thread and not mode.paused
 
     def before(optimizer: Any, args: Any, kwargs: Any) -> None:
-        if threading.get_ident() != thread or mode.paused:
+        if not is_judged():
             return
         if isinstance(optimizer, NeuronZero1Optimizer) and optimizer.base_optimizer is None:
             with mode.pause():  # lazy_init has put off making the shards
                 optimizer.init_zero()
         _check(mode, optimizer)
         if not isinstance(optimizer, NeuronZero1Optimizer):
-            mode.paused += 1
+            steps.append(OptimizerStep(mode, optimizer))
 
     def after(optimizer: Any, args: Any, kwargs: Any) -> None:
-        if threading.get_ident() != thread or isinstance(optimizer, NeuronZero1Optimizer) or mode.paused <= paused:
-            return
-        mode.paused -= 1
-        for param in parameters_of(optimizer):  # they were written, to what they are
-            note = note_of(param)
-            if note is not None:
-                param.__dict__[NOTE] = tuple(note._replace(version=param._version))
+        if is_judged() and steps and steps[-1].optimizer is optimizer:
+            steps.pop().end()
 
     hooks = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
     try:
         yield
+    except SpmdTypeError as error:
+        if not steps:
+            raise
+        raise steps[-1].named(error).with_traceback(error.__traceback__) from None
     finally:
         for hook in hooks:
             hook.remove()
-        mode.paused = paused
+        while steps:
+            steps.pop().end()
 
 
 def _check(mode: SpmdTypeMode, optimizer: Any) -> None:

@@ -42,6 +42,7 @@ from .calls import Deadline, Op, OpRecorder
 from .fakes import fake_inputs, make_fake, no_messages, optimizers_of
 from .gate import gated
 from .inputs import declare_inputs
+from .kept_hooks import kept_hooks
 from .wire import Wire
 
 __all__ = ["PHASES", "Phase", "Played", "ReadsValues", "Subject", "call_model", "default_optimizer", "find_loss"]
@@ -162,7 +163,7 @@ class Played:
                 declare_inputs(inputs, self.subject.in_types, self.types)
                 if self._wire is not None:
                     self._wire.connect(self.types, self.model, inputs)
-            with self._fake, torch.enable_grad(), self._trace(phase):
+            with kept_hooks(self.model), self._fake, torch.enable_grad(), self._trace(phase):
                 if self.subject.step is not None:
                     self.subject.step(self.model, self.optimizer, inputs)
                 elif isinstance(self.model, NxDPPModel):
@@ -216,11 +217,12 @@ class Played:
     @contextmanager
     def _trace(self, phase: Phase) -> Iterator[None]:
         with ExitStack() as stack:
-            if self.types is not None:
-                stack.enter_context(self.types)
-                stack.enter_context(gated(self.types))
             trace = OpRecorder(self.deadline, self.types)
             phase.ops = trace.ops
+            if self.types is not None:
+                self.types.around_hooks = trace.in_backward
+                stack.enter_context(self.types)
+                stack.enter_context(gated(self.types))
             stack.enter_context(trace)
             yield
 

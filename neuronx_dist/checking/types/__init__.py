@@ -23,7 +23,7 @@ Words, in names as in text:
     violation   why a call has no judgement: what an error is made of
 """
 
-from .handlers import operators, verbs
+from .handlers import losses, operators, verbs
 from .mode import SpmdTypeMode, typecheck
 
-__all__ = ["SpmdTypeMode", "operators", "typecheck", "verbs"]
+__all__ = ["SpmdTypeMode", "losses", "operators", "typecheck", "verbs"]

@@ -11,7 +11,7 @@ from ...gradients.gradient import DATA_AXES
 from ...mesh import DENSE_AXES, Mesh
 from ...spmd.axes import atoms_of, mesh_atoms
 from ...spmd.declarations import SHARD_OF, types_by_atom
-from ...spmd.tensor_type import TensorType, type_of
+from ...spmd.tensor_type import TensorType, type_of, without_shards
 from ...spmd.types import I, R, Shard, SpmdType, V, scaled
 from ...weights.shard_spec import spec_of
 
@@ -55,10 +55,11 @@ def input_type(
     """
     spmd_types: dict[str, SpmdType] = dict.fromkeys(atoms_of(DENSE_AXES, mesh), R)
     if x.dim():
-        spmd_types.update(dict.fromkeys(mesh_atoms(mesh)["dp"], Shard(0) if level == "G" else V))
+        spmd_types.update(dict.fromkeys(mesh_atoms(mesh)["dp"], Shard(0)))
     elif share:
         spmd_types.update(dict.fromkeys(atoms_of(DATA_AXES, mesh), scaled(R, -1)))
     if not x.dim():  # a declaration for all inputs means those that have dims
         types = {axis: spmd_type for axis, spmd_type in (types or {}).items() if not isinstance(spmd_type, Shard)}
     spmd_types.update(types_by_atom(types or {}, mesh, x.shape, level))
-    return TensorType.of(spmd_types)
+    type_ = TensorType.of(spmd_types)
+    return type_ if level == "G" else without_shards(type_)

@@ -360,6 +360,10 @@ def _sharded(
     return [put(out, position, spec) for out in spec.outs] + [V] * (call.results - len(spec.outs))
 
 
+def _blocks(position: ShardPosition) -> str:
+    return "in one piece" if position.stride == 1 else f"in {position.stride} blocks, each sharded by itself"
+
+
 def _sharded_along(type_: TensorType, dims: Dims | None, label: int) -> bool:
     """Whether an operand is sharded along a label over any axis, so that its dim is of another size in one process."""
     return any(isinstance(spmd_type, Shard) and label in (dims or ())[spmd_type.dim] for _, spmd_type in type_)

@@ -20,6 +20,7 @@ from .handlers.inplace import OVERWRITES, overwritten
 from .handlers.lookups import assumed_masked
 from .handlers.random_numbers import draws, made_type, stream_type
 from .handlers.rank_values import counted, rank_values
+from .handlers.vmapped import batched, refused, with_hidden_dims
 from .judge import Judgement, Operand, judge
 from .messages.explain import JudgedCall, explain, explain_shapes
 from .messages.provenance import module_path
@@ -75,7 +76,7 @@ def judge_call(
     if rule.kind == "scalar":
         return _scalar(mode, JudgedCall(rule, func, args, kwargs, tensors, operand_types, spec))
     if spec is not None:
-        spec = counted(rule, spec, tensors, notes)
+        spec = with_hidden_dims(counted(rule, spec, tensors, notes), notes)
     affine = rule.affine is not None and bool(rule.affine(*args, **kwargs))
     total = max(1, len(spec.outs)) if spec is not None else 1
     drawn, assumed = [], ()
@@ -85,6 +86,8 @@ def judge_call(
     try:
         judgement = judge(rule, spec, [*operand_types, *numbers, *drawn], affine, total)
     except Violation as violation:
+        if batched(notes) is not None:
+            raise refused(rule, violation, tensors, notes) from None
         call = JudgedCall(rule, func, args, kwargs, tensors, [*operand_types, *numbers, *drawn], spec, affine)
         raise explain(mode, violation, call) from None
     judgement = assumed_masked(rule, notes, judgement)

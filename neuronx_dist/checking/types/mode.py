@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules._functions import BackwardHookFunction
 from torch.utils.checkpoint import CheckpointFunction
 
 from ...call_site import call_site
@@ -39,12 +40,13 @@ from ...spmd.watching import HANDLERS, Watcher, entered, left
 from . import raw_collectives as raw
 from .axis_sizes import tracked
 from .declared import parameter_type
-from .handlers import autograd, axis_numbers, packing
+from .handlers import autograd, axis_numbers, hooks, packing
 from .handlers.inplace import check_write, note_write, stale
 from .handlers.local_code import local_scope
 from .handlers.lookups import lookup_note
 from .handlers.rank_values import counts, picked
 from .handlers.stacks import stacked_note
+from .handlers.vmapped import batched
 from .judge import Judgement, Operand
 from .judging import begin, judge_call, result_origins
 from .memo import (
@@ -127,10 +129,12 @@ class SpmdTypeMode(Session):
         self._hooks[-1].enter_context(surroundings())
         self._hooks[-1].enter_context(tracked())
         super().__enter__()
+        self.entered += 1
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
+        self.entered -= 1
         self._hooks.pop().__exit__(None, None, None)
         left(self._before.pop())
 
@@ -209,6 +213,8 @@ class SpmdTypeMode(Session):
 
     def _function(self, original: Any, cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Follows the types through `Function.apply`, which torch does not hand to modes."""
+        if cls is BackwardHookFunction and not self.paused:
+            return hooks.pass_through(self, original, args)
         if self.paused or (cls.__module__.startswith("torch.") and cls is not CheckpointFunction):
             return original(*args, **kwargs)
         return autograd.apply_function(self, original, cls, args, kwargs)
@@ -237,9 +243,11 @@ class SpmdTypeMode(Session):
             if type_ is None:
                 raise missing_type(self, x, function)
             self.stamp(x, type_)
+            hooks.watch_hooks(self, x)
         elif note.session != self.session:  # written outside of any mode: what it says holds from now on
             type_ = note.type if self.level == "G" else without_shards(note.type)
             self.stamp(x, type_, note.origins, note.extra)
+            hooks.watch_hooks(self, x)
         elif note.version != version(x):
             return stale(self, x, note)
         else:
@@ -285,7 +293,7 @@ class SpmdTypeMode(Session):
         if changed:  # with what is known now, the judgement may be in the memo
             return self.__torch_function__(func, (), args, kwargs)
         if any(isinstance(note.extra, Segments) for note in notes) or (
-            rule.name in CATS and not torch.is_grad_enabled()
+            rule.name in CATS and not torch.is_grad_enabled() and batched(notes) is None
         ):
             packed = packing.call(self, rule, func, args, kwargs, tensors, notes)
             if packed is not None:
@@ -330,6 +338,7 @@ class SpmdTypeMode(Session):
         check_write(self, call.rule, target, type_, call.tensors, call.notes)
         result = call.func(*call.args, **call.kwargs)
         extra = lookup_note(self, call.rule, call.args, call.kwargs, call.tensors, call.notes, target, type_)
+        extra = batched(call.notes) if extra is None else extra
         note_write(self, target, type_, self.origins(judgement, call.notes), extra)
         keeps_type = bool(call.args) and target is call.args[0] is call.tensors[0] and type_ is call.notes[0].type
         if call.key is not None and keeps_type:
@@ -342,12 +351,17 @@ class SpmdTypeMode(Session):
         try:
             result = call.func(*args, **kwargs)
         except RuntimeError as error:  # says more, if shapes do not fit because operands are sharded
+            number = self.stand_in(call.tensors[0], rule.name) if rule.kind == "scalar" and self.stand_in else None
+            if number is not None:
+                return number
             operand_types = [Operand(note.type, x.requires_grad) for x, note in zip(call.tensors, notes)]
             refused = JudgedCall(rule, call.func, args, kwargs, call.tensors, operand_types, None)
             raise (explain_shapes(self, refused, error) or error) from None
         origins = self.origins(judgement, notes)
-        extra: Any = None
-        if rule.kind == "random":
+        extra: Any = batched(notes)
+        if extra is not None:
+            pass
+        elif rule.kind == "random":
             extra = FRESH
         elif rule.aliases and notes and notes[0].extra == READONLY:
             extra = READONLY
@@ -377,5 +391,4 @@ class SpmdTypeMode(Session):
 
 typecheck = SpmdTypeMode  # the newer name
 HANDLERS.update((func, None) for func, rule in RULES.items() if rule.kind == "pass")
-HANDLERS.update(autograd.handlers)
-HANDLERS.update(axis_numbers.handlers)
+HANDLERS.update({**autograd.handlers, **hooks.handlers, **axis_numbers.handlers})

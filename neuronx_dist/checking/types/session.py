@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from itertools import count
 from typing import Any
 
@@ -52,6 +52,13 @@ class Session(TorchFunctionMode):
         compared: fused functions, with types and shapes, that were compared with their composition.
         known: operators that were judged, on this mesh; and the atoms of axes.
         paused: how many `pause` are entered; nothing is looked at while it is not 0.
+        entered: how many `with` of it are open.
+        stand_in: `(tensor, function) -> number` where a Python number is made of a tensor that has no value; None: that
+            is an error.
+        unrecorded: how many are at work whose calls are nobody's to compare: torch's own optimizers.
+        incoming: of leaves whose hooks ran in this backward pass, what these made of the gradient: by id `(leaf, its
+            type, its origins)`.
+        around_hooks: makes a context that the body of every hook on gradients runs in; None: none.
         probing: how many `trial` are entered; errors raised meanwhile are caught, and need no good message.
         symbolic: ranks are RankValues: one rank is played in place of many.
         received: `(tensor, axis) -> type` of what a pipeline stage gets by `comm.recv`; None: nobody knows.
@@ -77,10 +84,14 @@ class Session(TorchFunctionMode):
         self.paused = 0
         self.received: Callable[[Tensor, Any], TensorType | None] | None = None
         self.sent: Callable[[Tensor, Any], None] | None = None
+        self.entered = self.probing = 0
+        self.stand_in: Callable[[Tensor, str], Any] | None = None
+        self.unrecorded = 0
+        self.incoming: dict[int, tuple[Tensor, TensorType | None, Any]] = {}
+        self.around_hooks: Callable[[], AbstractContextManager[None]] | None = None
         self.averaged: tuple[str, ...] = ()
         self.gradient_scales: dict[str, int] = {}
         self._parameters: dict[int, nn.Parameter] = {}
-        self.probing = 0
         self.symbolic = False
         self.known: dict[Any, Any] = {}
         self.num_assumptions = 0

@@ -2,6 +2,9 @@
 
     nn.Parameter(x)       which no mode sees: the parameter is what `x` was declared to be
     torch.distributed     takes no typed tensors (`raw_collectives.py`)
+    hooks                 of nodes in the graph, and of saved tensors (`handlers/hooks.py`)
+    torch.vmap, torch.func  what they hide of a tensor is in its type (`handlers/vmapped.py`)
+    torch.jit             graphs run node by node (`handlers/scripted.py`)
     torch.compile         what was compiled runs as it is written: a compiler cannot follow types
 
 What a program just made (`torch.empty`, random numbers) was never declared: a parameter made of that is what its layout
@@ -22,9 +25,11 @@ from torch import Tensor, nn
 from ...spmd.tensor_type import READONLY, note_of
 from ...spmd.watching import active
 from . import raw_collectives as raw
+from .handlers import hooks, scripted, vmapped
 
 __all__ = ["surroundings"]
 
+_PARTS: Any = (raw, hooks, vmapped, scripted)
 _NEW = nn.Parameter.__new__
 _lock = threading.Lock()
 _users = 0
@@ -62,7 +67,8 @@ def surroundings() -> Iterator[None]:
 def _install() -> None:
     global _stance
     nn.Parameter.__new__ = _new  # type: ignore[method-assign]
-    raw.install()
+    for part in _PARTS:
+        part.install()
     if "torch._dynamo.eval_frame" in sys.modules:  # else nothing is compiled yet, and importing it takes seconds
         _stance = torch.compiler.set_stance("force_eager")
 
@@ -70,7 +76,8 @@ def _install() -> None:
 def _remove() -> None:
     global _stance
     nn.Parameter.__new__ = _NEW  # type: ignore[method-assign]
-    raw.remove()
+    for part in _PARTS:
+        part.remove()
     if _stance is not None:
         _stance.__exit__(None, None, None)
         _stance = None

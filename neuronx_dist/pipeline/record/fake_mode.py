@@ -160,10 +160,12 @@ class QuietFakeMode(FakeTensorMode):
             return None
         container = result.__class__ if result.__class__ in (list, tuple) else None
         results = list(result) if container is not None else [] if result is None else [result]
+        if any(x.__class__ is not FakeTensor for x in results):  # a gradient that is not asked for is None
+            return None
         items: list[_Result] = []
         memory = {_memory(x): index for index, x in reversed([*enumerate(tensors)])}
         for x in results:
-            if x.__class__ is not FakeTensor or x.fake_mode is not self or x.constant is not None:
+            if x.fake_mode is not self or x.constant is not None:
                 return None
             if x.layout is not torch.strided or x.dtype.is_complex or x.is_neg():
                 return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import re
 
 import pytest
@@ -18,6 +19,7 @@ from tests.checking.programs import layer_models as models
 from tests.support.paths import file_name
 
 pytestmark = pytest.mark.slow
+FULL = os.environ.get("NXD_FULL") == "1"
 
 X = torch.randn(models.ROWS, models.SEQ, models.HIDDEN)
 IDS = torch.zeros(models.ROWS, models.SEQ, dtype=torch.long)
@@ -115,6 +117,31 @@ def test_another_group_than_tp(axis):
         clean(spmd.check(model_fn, IDS, {"dp": 2}, step=step, in_types={"dp": spmd.R}), needed=LOOKUP)
     else:
         clean(spmd.check(model_fn, IDS, {"dp": 2, "tp": 2}, step=step), needed=LOOKUP)
+
+
+def _at_level_l():
+    """What is checked of each model above: (name, model_fn, inputs, mesh, in_types)."""
+    for name, model_fn in models.LINEARS.items():
+        mesh = {**MESH, "tp": 2} if name.endswith("sequence 0") else MESH
+        yield name, model_fn, X, mesh, sharded(mesh)
+    for name, (options, loss) in models.EMBEDDINGS.items():
+        yield f"embedding, {name}", functools.partial(models.Embedded, loss, options), IDS, {"tp": 2}, None
+    for options in models.LOSSES:
+        for sequence_parallel in (False, True):
+            model_fn = functools.partial(models.CrossEntropy, sequence_parallel, **options)
+            yield f"loss, {options}, {sequence_parallel}", model_fn, IDS, MESH, sharded(MESH)
+    for name in models.MAPPINGS:
+        mesh = {"cp": 2} if name == "context" else {"dp": 2, "tp": 2}
+        yield name, functools.partial(models.Mapped, name), X, mesh, sharded(mesh)
+
+
+LEVEL_L = [case for case in _at_level_l() if FULL or case[0].startswith(("loss", "row"))]
+
+
+@pytest.mark.parametrize(("name", "model_fn", "inputs", "mesh", "in_types"), LEVEL_L, ids=[case[0] for case in LEVEL_L])
+def test_at_level_l_too(name, model_fn, inputs, mesh, in_types):
+    report = spmd.check(model_fn, inputs, mesh, in_types=in_types, level="L")
+    assert report.ok, str(report)
 
 
 # --- recomputation and random numbers --------------------------------------------------------------------------------

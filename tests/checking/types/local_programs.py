@@ -40,7 +40,7 @@ def case(
     def register(body: Any) -> Any:
         name = body.__name__
         CASES[name] = Case(
-            Program(name, body, inputs, mesh or {"tp": 2}, "G", False, None, False), refused, listed, right
+            Program(name, body, inputs, mesh or {"tp": 2}, "G", False, None, False, body), refused, listed, right
         )
         return body
 

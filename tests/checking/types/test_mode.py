@@ -255,7 +255,7 @@ def test_what_is_computed_from_a_rank_varies(mode):
     rank = comm.rank("tp")
     x = typed(4, 8)
     assert types(x + rank)[1] is V
-    assert types(x.narrow(1, rank * 4, 4))[1] is V
+    assert types(x.narrow(1, rank * 2, 4))[1] is V
     assert types(x[rank])[1] is V
     assert types(torch.tensor(rank) + x)[1] is V
     assert types(x * 2)[1] is R
@@ -266,6 +266,11 @@ def test_picking_this_ranks_piece_of_what_is_replicated_shards_it(mode):
     assert types(x.chunk(2, dim=1)[comm.rank("tp")]) == (R, S(1))
     assert types(torch.split(x, 2)[comm.rank("tp")]) == (R, S(0))
     assert types(x.chunk(2, dim=1)[0]) == (R, R)
+    rank = comm.rank("tp")
+    assert types(x.narrow(1, rank * 4, 4)) == types(x[:, rank * 4 : (rank + 1) * 4]) == (R, S(1))
+    assert types(x[rank * 2 : rank * 2 + 2]) == (R, S(0)) and not mode.assumed
+    assert types(x[rank : rank + 2]) == types(x[(1 - rank) * 2 : (2 - rank) * 2]) == (R, V)  # not one after the other
+    assert any("another part" in text for text, _ in mode.assumed)
 
 
 # --- helpers

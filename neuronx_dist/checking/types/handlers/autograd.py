@@ -20,12 +20,16 @@ from torch import Tensor, nn
 from ....call_site import call_site
 from ....comm import context
 from ....spmd.errors import SpmdTypeError
-from ....spmd.tensor_type import READONLY, TensorType, note_of, origins_of, write
-from ....spmd.types import SAME, VARYING, I, P, R, Shard, SpmdType, V
-from ..messages.explain import gradient_error, loss_error, scale_error, shown
+from ....spmd.tensor_type import READONLY, TensorType, note_of, origins_of, tensors_in, write
+from ....spmd.types import SAME, I, R, SpmdType, V
+from ..messages.explain import gradient_error, shown
+from ..messages.losses import loss_error, scale_error
+from ..rules import RULES
 from ..session import Session
+from .accumulation import accumulated_error, accumulating, fits, gradient_type, incoming_origins
 from .composition import Comparison, run_node
-from .inplace import last_write
+from .inplace import check_write, last_write
+from .vmapped import hidden_gradient, seen_losses
 
 __all__ = ["adopt", "apply_function", "check_loss", "handlers"]
 
@@ -180,26 +184,9 @@ def _verify(signature: _Signature, cls: Any, grads: Sequence[Any]) -> None:
         gradient_type = signature.mode.gradient_type(input_type)
         for axis in sorted({*gradient_type.types, *note.type.types}):
             expected_type, actual_type = gradient_type.get(axis), note.type.get(axis)
-            if expected_type is None or actual_type is None or _fits(actual_type, expected_type):
+            if expected_type is None or actual_type is None or fits(actual_type, expected_type):
                 continue
             raise gradient_error(cls, signature.where, input_type.get(axis), index, grad, axis, expected_type)
-
-
-def _fits(actual: SpmdType, expected: SpmdType) -> bool:
-    """Whether a gradient of type `actual` may stand where one of type `expected` belongs."""
-    if actual.letter == "0" or actual is expected:
-        return True
-    if expected.letter == "P" and actual.letter == "R":  # what is the same everywhere is its own mean
-        return actual.scale + 1 == expected.scale
-    if actual.scale != expected.scale:
-        return False
-    if expected.letter in SAME:
-        return actual.letter in SAME
-    if expected.letter == "P":  # what varies is each rank's own part, where nothing is known of dims
-        return actual.base is P or actual.base is V
-    if isinstance(expected, Shard) and isinstance(actual, Shard):
-        return expected.dim == actual.dim and expected.stride == actual.stride
-    return actual.letter in VARYING | SAME  # V; what is equal everywhere may be each rank's own
 
 
 # --- I or R -----------------------------------------------------------------------------------------------------------
@@ -281,7 +268,8 @@ def _backward(mode: Session, func: Any, args: tuple[Any, ...], kwargs: dict[str,
     tensors = args[0] if args else kwargs.get("tensors")
     grads = args[1] if len(args) > 1 else kwargs.get("gradient", kwargs.get("grad_tensors"))
     _check_start(mode, tensors, grads)
-    return func(*args, **kwargs)
+    with accumulating(mode):
+        return func(*args, **kwargs)
 
 
 def _grad(mode: Session, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -289,13 +277,18 @@ def _grad(mode: Session, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     if mode.probing:
         return func(*args, **kwargs)
     named = {**dict(zip(("outputs", "inputs", "grad_outputs"), args)), **kwargs}
-    _check_start(mode, named["outputs"], named.get("grad_outputs"))
-    result = func(*args, **kwargs)
+    tensors = tensors_in((named["outputs"], named.get("grad_outputs")))
+    losses = [note for x in tensors if (note := note_of(x)) is not None]
+    with seen_losses(mode, tensors):
+        _check_start(mode, named["outputs"], named.get("grad_outputs"))
     inputs = named["inputs"] if isinstance(named["inputs"], (list, tuple)) else (named["inputs"],)
-    for x, grad in zip(inputs, result):
-        note = mode.note(x, "grad") if isinstance(x, Tensor) else None
-        if note is not None and isinstance(grad, Tensor):
-            mode.stamp(grad, mode.gradient_type(note.type))
+    with accumulating(mode):
+        result = func(*args, **kwargs)
+        for x, grad in zip(inputs, result):
+            note = mode.note(x, "grad") if isinstance(x, Tensor) else None
+            if note is not None and isinstance(grad, Tensor):
+                type_, hidden = hidden_gradient(losses, note, gradient_type(mode, x, note))
+                mode.stamp(grad, type_, incoming_origins(mode, x), hidden)
     return result
 
 
@@ -338,7 +331,7 @@ def check_loss(mode: Session, loss: Tensor, gradient: Tensor | None = None) -> d
             actual, expected = seed.type.get(axis) if seed is not None else None, gradient_type.get(axis)
             if actual is None or expected is None:
                 continue
-            if not (_fits(actual.base, expected.base) or actual.letter == "R" and expected.letter != "P"):
+            if not (fits(actual.base, expected.base) or actual.letter == "R" and expected.letter != "P"):
                 raise SpmdTypeError(
                     f"backward of {shown(loss, loss_type)} at {call_site()}",
                     f"on {axis} the gradient that is given must be {expected}, it is {actual}",
@@ -380,19 +373,14 @@ def adopt(mode: Session, param: Tensor, grad: Tensor) -> Tensor:
         note = mode.note(param, "grad")
     if note is None:
         return grad
-    gradient_type, grad_note = mode.gradient_type(mode.named(note.type)), note_of(grad)
+    added, grad_note = gradient_type(mode, param, note), note_of(grad)
     known = last_write(mode, grad) if grad_note is not None else None
     if grad_note is None or grad_note.session != mode.session:
-        mode.stamp(grad, gradient_type)
+        mode.stamp(grad, added, incoming_origins(mode, param))
     elif grad_note.version != grad._version and (known is None or known.version != grad._version):
-        if grad_note.type is not gradient_type:
-            raise SpmdTypeError(
-                f"the gradient of {shown(param, note.type)}",
-                f"it was {grad_note.type} when backward added to it, which gives {gradient_type}: the sum is neither",
-                repairs=["reduce gradients once, after the last backward", "zero_grad() before the next backward"],
-                rule="accumulated",
-            )
-        mode.stamp(grad, gradient_type, grad_note.origins)
+        if grad_note.type is not added:
+            raise accumulated_error(param, note.type, grad_note.type, added)
+        mode.stamp(grad, added, grad_note.origins)
     return grad
 
 
@@ -407,6 +395,8 @@ def _get_data(mode: Session, func: Any, args: tuple[Any, ...], kwargs: dict[str,
 def _set_data(mode: Session, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     target, value = args
     old, new = note_of(target), note_of(value)
+    if old is not None and new is not None and isinstance(target, nn.Parameter):
+        check_write(mode, RULES[func], target, new.type, args, [old, new])
     result = func(*args, **kwargs)
     if old is not None and (new is None or new.type is not old.type) and not isinstance(target, nn.Parameter):
         mode.stamp(target, new.type if new is not None else old.type)

@@ -108,7 +108,7 @@ def note_write(mode: Session, target: Tensor, type_: TensorType, origins: Any, e
         )
     new = old if old is not None and (unseen or isinstance(target, nn.Parameter)) else type_
     mode.stamp(target, new, origins, extra)
-    if target.layout is not torch.strided:  # no other tensor is over its memory
+    if _has_no_memory(target):  # no other tensor is over its memory
         return
     known = last_write(mode, target)
     if known is None:
@@ -121,6 +121,11 @@ def note_write(mode: Session, target: Tensor, type_: TensorType, origins: Any, e
         full = target.numel() * target.itemsize == target.untyped_storage().nbytes() and target.is_contiguous()
         seen = target.requires_grad and torch.is_grad_enabled()
         known.kinds[old, new, full, seen] = target._version
+
+
+def _has_no_memory(x: Tensor) -> bool:
+    """Whether a tensor is no strided view of some memory: a sparse one, or one that torch.func wraps."""
+    return x.layout is not torch.strided or torch._C._functorch.is_functorch_wrapped_tensor(x)
 
 
 class Writes:
@@ -142,7 +147,7 @@ class Writes:
 
 def last_write(mode: Session, x: Tensor) -> Writes | None:
     """The writes to the memory of `x`, None if there were none."""
-    if x.layout is not torch.strided:
+    if _has_no_memory(x):
         return None
     storage = x.untyped_storage()
     known: Writes | None = mode.writes.get(storage._cdata)

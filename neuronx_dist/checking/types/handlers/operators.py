@@ -16,12 +16,14 @@ from .... import comm
 from ....call_site import call_site
 from ....spmd import collectives
 from ....spmd.axes import atoms_of, order_of
+from ....spmd.errors import SpmdTypeError
 from ....spmd.tensor_type import Foreign, Note, Origin, Stacked, TensorType
 from ....spmd.types import SAME, UNIFORM, VARYING, P, R, Shard, SpmdType, V, repeated, scaled
 from ....spmd.watching import HANDLERS
 from ..messages.explain import operator_error
 from ..messages.provenance import module_path
 from ..session import Session
+from .vmapped import refuse_inside
 
 __all__ = ["check_masked", "cut", "joined"]
 
@@ -36,13 +38,21 @@ def _operator(mode: Session, func: Callable[..., Any], args: tuple[Any, ...], kw
         with mode.pause():
             return func(*args, **kwargs)
     src, dst = kwargs["src"], kwargs["dst"]
-    row = collectives.ROWS.get((name, src.letter, dst.letter))
-    if row is None or (row.expert and not kwargs.get("expert_mode", True)):
-        with mode.pause():
-            return func(*args, **kwargs)  # raises
+    if note.extra is not None:
+        refuse_inside(name, [note])
     axes = mode.known.get(axis) if axis.__class__ is str else atoms_of(axis, mode.mesh)
     if axes is None:
         axes = mode.known[axis] = atoms_of(axis, mode.mesh)
+    row = collectives.ROWS.get((name, src.letter, dst.letter))
+    if row is None or (row.expert and not kwargs.get("expert_mode", True)):
+        with mode.pause():
+            try:
+                return func(*args, **kwargs)
+            except SpmdTypeError as error:
+                known = next((atom for atom in axes if note.type.get(atom) is not None), None)
+                if known is None:
+                    raise
+                raise operator_error(mode, name, x, note, known, src, dst, str(error), "pair") from None
     stack = kwargs.get("gather_dim", kwargs.get("scatter_dim"))
     count = comm.communicator(axis).size if isinstance(src, Shard) or isinstance(dst, Shard) else 0
     key = (func, note.type, axes, src, dst, x.shape, x.requires_grad, torch.is_grad_enabled(), stack, count)

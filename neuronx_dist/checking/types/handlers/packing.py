@@ -18,6 +18,7 @@ from ....call_site import call_site
 from ....spmd.errors import SpmdTypeError
 from ....spmd.tensor_type import Note, Segments, TensorType
 from ....spmd.types import R
+from ....spmd.watching import see_through
 from ..messages.explain import shown
 from ..rules import RULES, Rule
 from ..rules.names import CATS
@@ -132,6 +133,19 @@ def _refuse(name: str, x: Tensor, note: Note) -> SpmdTypeError:
         rule="packed",
     )
 
+
+def _flattened(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([x.reshape(-1) for x in tensors])
+
+
+def _unflattened(flat: Tensor, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    pieces = flat.split([x.numel() for x in tensors])
+    return tuple(piece.view(x.shape) for piece, x in zip(pieces, tensors))
+
+
+# What torch._utils and all who take gradients together call, in the words that have rules.
+see_through(torch._C._nn.flatten_dense_tensors, _flattened)
+see_through(torch._C._nn.unflatten_dense_tensors, _unflattened)
 
 # --- lists ---
 

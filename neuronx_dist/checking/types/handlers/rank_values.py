@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ....comm.rank_values import RankValue, concrete, rank_values_in
 from ....spmd.axes import atoms_of
-from ....spmd.tensor_type import COUNTED, Note, note_of
-from ....spmd.types import R, Shard, SpmdType, V
+from ....spmd.tensor_type import COUNTED, Note, TensorType, note_of, type_of
+from ....spmd.types import SAME, R, Shard, SpmdType, V
 from ..rules import Rule
 from ..rules.spec import Spec
 from ..session import Session
@@ -90,7 +90,12 @@ class Pieces(tuple[Tensor, ...]):
 
 
 def picked(mode: Session, rule: Rule, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The result of a function that cuts a tensor, such that picking a piece by rank is seen."""
+    """The result of a function that takes a part of a tensor by rank, with the type of that part.
+
+    Of one that cuts a tensor into pieces: such that picking a piece by rank is seen.
+    """
+    if rule.name in _POSITIONS and isinstance(result, Tensor):
+        _slice(mode, rule, result, args, kwargs)
     if rule.name not in _CUTS or not isinstance(result, (tuple, list)):
         return result
     pieces = Pieces(result)
@@ -102,16 +107,60 @@ def picked(mode: Session, rule: Rule, result: Any, args: tuple[Any, ...], kwargs
         note = note_of(piece)
         if note is None:
             return piece
-        atoms = atoms_of(tuple(index.names), mode.mesh) if mode.mesh is not None else ()
-        own = len(index.names) == 1 and index.table == tuple(range(len(pieces))) and rule.name != "unbind"
-        type_ = note.type
-        for atom in atoms:
-            before = type_.get(atom)
-            spmd_type: SpmdType = Shard(dim % piece.dim()) if own and before is R and mode.level == "G" else V
-            if before is None or before.letter != "P":
-                type_ = type_.with_axis(atom, spmd_type)
-        mode.stamp(piece, type_, note.origins, note.extra)
+        own = index.table == tuple(range(len(pieces)))
+        is_shard = own and rule.name != "unbind"
+        _part(mode, piece, note.type, index, Shard(dim % piece.dim()) if is_shard else V, own)
         return piece
 
     pieces._pick = pick
     return pieces
+
+
+def _part(mode: Session, part: Tensor, whole: TensorType, index: RankValue, taken: SpmdType, own: bool) -> None:
+    """Writes the type of a part that each rank takes of a tensor: `taken` on the rank's axes, where all have the same.
+
+    `own`: the ranks take one part after the other, in the order of their numbers.
+    """
+    note = note_of(part)
+    if note is None:
+        return
+    type_ = note.type
+    for atom in atoms_of(tuple(index.names), mode.mesh):
+        before = whole.get(atom)
+        if before is not None and before.letter != "P":
+            type_ = type_.with_axis(atom, taken if before is R and mode.level == "G" else V)
+    if not own and mode.level == "G":
+        mode.assume(f"each rank of {', '.join(index.names)} takes another part of a tensor than that of its number")
+    mode.stamp(part, type_, note.origins, note.extra)
+
+
+def _slice(mode: Session, rule: Rule, result: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Writes the type of `x[start:stop]`, `x.narrow(dim, start, length)` or `x[index]` where the rank says which."""
+    x = args[0]
+    if rule.name in ("narrow", "select"):
+        names = ("dim", "start", "length") if rule.name == "narrow" else ("dim", "index")
+        named = {**dict(zip(names, args[1:])), **kwargs}
+        dim, start = named["dim"] % x.dim(), named.get("start", named.get("index"))
+        length = named.get("length", 1)
+    elif rule.name == "__getitem__":
+        items = args[1] if isinstance(args[1], tuple) else (args[1],)
+        dim = next((i for i, item in enumerate(items) if rank_values_in(item)), len(items))
+        if dim == len(items) or any(item != slice(None) for item in items[:dim]) or rank_values_in(items[dim + 1 :]):
+            return
+        item = items[dim]
+        start, length = item, 1
+        if isinstance(item, slice):
+            if item.step not in (None, 1) or item.start is None:
+                return
+            start, stop = item.start, x.shape[dim] if item.stop is None else item.stop
+            length = stop - start
+    else:
+        return
+    whole = type_of(x)
+    if whole is None or not isinstance(start, RankValue) or isinstance(length, RankValue):
+        return
+    if any((whole.get(atom) or V).letter not in SAME for atom in atoms_of(tuple(start.names), mode.mesh)):
+        return
+    count = len(start.table)
+    own = start.table == tuple(number * length for number in range(count)) and count * length == x.shape[dim]
+    _part(mode, result, whole, start, Shard(dim) if own and result.dim() == x.dim() else V, own)

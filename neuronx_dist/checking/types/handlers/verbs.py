@@ -24,6 +24,7 @@ from ..messages.explain import operator_error
 from ..session import Session
 from .inplace import note_write
 from .operators import check_masked, cut, joined
+from .vmapped import refuse_inside
 
 __all__ = ["verb_type"]
 
@@ -33,6 +34,7 @@ def _verb(mode: Session, func: Callable[..., Any], args: tuple[Any, ...], kwargs
     xs: Sequence[Tensor] = args[0] if listed else args[:1]
     name = func.__name__
     notes = [mode.note(x, name) for x in xs]
+    refuse_inside(f"comm.{name}", notes)
     mode.operators += 1
     communicator = comm.communicator(axis)
     axes = atoms_of(communicator, mode.mesh) if communicator.size != 1 else ()
@@ -155,7 +157,9 @@ class _VerbOperand(NamedTuple):
         return self.kwargs.get(option, 0) % max(1, self.x.dim())
 
     def error(self, why: str, rule: str) -> SpmdTypeError:
-        return operator_error(self.mode, f"comm.{self.verb}", self.x, self.note, self.atom, None, None, why, rule)
+        takes = Shard(self.dim()) if self.verb == "all_gather" else P if "reduce" in self.verb else None
+        name = f"comm.{self.verb}"
+        return operator_error(self.mode, name, self.x, self.note, self.atom, None, None, why, rule, takes)
 
 
 def _reduce(operand: _VerbOperand) -> SpmdType:

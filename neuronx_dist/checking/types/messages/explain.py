@@ -6,18 +6,20 @@ import inspect
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ....call_site import call_site
 from ....spmd.errors import SpmdTypeError, Violation
-from ....spmd.tensor_type import UNTYPED, Note, TensorType, note_of, origins_of, type_of
+from ....spmd.tensor_type import Note, TensorType, note_of, type_of
 from ....spmd.types import DIFFERING, SAME, VARYING, I, P, R, Shard, SpmdType, V
 from ..judge import Operand, judge
 from ..rules import RULES
 from ..session import Session
+from .imports import importing
 from .provenance import Named, leaf_of, module_path, name_of, name_operands, site
-from .repairs import find_repairs, operator_repairs
-from .rewrites import fitting_sizes, origin_repair
+from .repairs import Operation, find_repairs, operator_repairs
+from .rewrites import fitting_sizes
 from .trials import (
     JudgedCall,
     Repair,
@@ -28,6 +30,7 @@ from .trials import (
     legal,
     misfit,
     on_meta,
+    out_of_reach,
     route,
     size_of,
     unreduced,
@@ -39,7 +42,7 @@ __all__ = [
     "explain",
     "explain_shapes",
     "gradient_error",
-    "loss_error",
+    "location",
     "missing_type",
     "operator_error",
     "shown",
@@ -55,7 +58,8 @@ def shown(x: Tensor, type_: TensorType | None, name: str | None = None) -> str:
     return f"{name + ' ' if name else ''}{list(x.shape)}{types}"
 
 
-def _location(mode: Session) -> str:
+def location(mode: Session) -> str:
+    """The module that is running, and the user's line."""
     return ", ".join(part for part in (module_path(mode.modules), call_site()) if part)
 
 
@@ -103,9 +107,9 @@ def explain(mode: Session, violation: Violation, call: JudgedCall) -> SpmdTypeEr
         violation = _beneath(violation, call)
     axis = violation.axis
     types = [operand.type for operand in call.operands]
-    listed = ", ".join(shown(x, t, name.label) for x, t, name in zip(call.tensors, types, names))
+    listed = _listed(call, names)
     subjects, lines = [], []
-    for index in violation.operands:
+    for index in _of_each_type(violation, call):
         if index >= len(call.tensors):
             subjects.append(f"the random numbers that it draws are {types[index].get(axis)}" if call.rule.random
                             else f"a number in it differs by rank, {types[index].get(axis)}")  # fmt: skip
@@ -128,15 +132,32 @@ def explain(mode: Session, violation: Violation, call: JudgedCall) -> SpmdTypeEr
     if violation.rule == "no_type" and why.startswith("it "):
         why = names[violation.operands[0]].label + why[2:]
     return SpmdTypeError(
-        f"{call.rule.name}({listed}) at {_location(mode)}",
+        f"{call.rule.name}({listed}) at {location(mode)}",
         f"on {axis}{subject_text}: {why}" if subject_text else f"on {axis}: {why}",
         where_from=lines,
-        repairs=find_repairs(mode, violation, call, names, here),
+        repairs=importing(find_repairs(mode, violation, call, names, here), here),
         axis=axis,
         rule=violation.rule,
         operands=violation.operands,
         types=types,
     )
+
+
+_MANY = 6  # operands: of more (a stack of all norms) some stand for the others
+
+
+def _listed(call: JudgedCall, names: Sequence[Named]) -> str:
+    shown_ones = [shown(x, o.type, n.label) for x, o, n in zip(call.tensors, call.operands, names)]
+    rest = [f"and {len(shown_ones) - _MANY} more"] if len(shown_ones) > _MANY else []
+    return ", ".join([*shown_ones[:_MANY], *rest])
+
+
+def _of_each_type(violation: Violation, call: JudgedCall) -> Sequence[int]:
+    """The operands that a violation is about; of many the first of each type."""
+    if len(violation.operands) <= _MANY:
+        return violation.operands
+    types = {index: call.operands[index].type.get(violation.axis) for index in reversed(violation.operands)}
+    return sorted({spmd_type: index for index, spmd_type in types.items()}.values())
 
 
 def _beneath(violation: Violation, call: JudgedCall) -> Violation:
@@ -163,18 +184,20 @@ def explain_shapes(mode: Session, call: JudgedCall, error: Exception | None = No
         size = size_of(mode, axis)
         repairs: list[tuple[float, Repair]] = [(0, repair) for repair in fitting_sizes(call, axis, size, names, here)]
         for index, (x, name) in enumerate(zip(call.tensors, names)):
+            if out_of_reach(x, name, here):
+                continue
             for change in changes_of(call, index, axis, size, name, mode.level):
                 if change.shape != tuple(x.shape) and legal(call, axis, {index: change}):
                     repairs.append((change.order, Repair(change.code, edit_of(here, name.node, change.code))))
         if repairs:
             repairs.sort(key=lambda pair: pair[0])
-            listed = ", ".join(shown(x, o.type, n.label) for x, o, n in zip(call.tensors, call.operands, names))
+            listed = _listed(call, names)
             sharded = [line for x, n in zip(call.tensors, names) for line in since(x, n.label, axis)]
             return SpmdTypeError(
-                f"{call.rule.name}({listed}) at {_location(mode)}",
+                f"{call.rule.name}({listed}) at {location(mode)}",
                 f"on {axis}, the shapes do not fit, and would if all operands were whole, or all were pieces{of_torch}",
                 where_from=sharded,
-                repairs=[repair for _, repair in repairs[:4]],
+                repairs=importing((repair for _, repair in repairs[:4]), here),
                 axis=axis,
                 rule="shapes",
             )
@@ -186,11 +209,12 @@ def missing_type(mode: Session, x: Tensor, function: str) -> SpmdTypeError:
     axes = ", ".join(f'"{axis}": spmd.R' for axis in (mode.atoms(("pp", "dp", "cp", "tp")) or ("tp",)))
     here = site()
     name = name_operands([x], here)[0]
-    code = f"spmd.assert_type({name.code or 'x'}, {{{axes}}})"
+    code = f"spmd.assert_type({name.code}, {{{axes}}})"
+    declared = Repair(f"{code} where it is made", edit_of(here, name.node, code))
     return SpmdTypeError(
-        f"{function} at {_location(mode)} is given {shown(x, None, name.label)}, which has no type",
+        f"{function} at {location(mode)} is given {shown(x, None, name.label)}, which has no type",
         "it was made outside of the check, and nobody said whether it is equal on all ranks",
-        repairs=[Repair(f"{code} where it is made", edit_of(here, name.node, code)), "make it inside of the check"],
+        repairs=importing([declared, "make it inside of the check"], here),
         rule="no_type",
     )
 
@@ -213,8 +237,13 @@ def operator_error(
     dst: Any,
     why: str,
     rule: str,
+    takes: SpmdType | None = None,
 ) -> SpmdTypeError:
-    """The error for a collective on a tensor that is not what it takes."""
+    """The error for a collective on a tensor that is not what it takes.
+
+    Args:
+        src, dst: as they are written; None for a plain verb, which `takes` something all the same.
+    """
     if mode.probing:
         return SpmdTypeError(name, why, axis=axis, rule=rule)
     here = site()
@@ -222,19 +251,20 @@ def operator_error(
     arrow = f", src={src}, dst={dst}" if src is not None else ""
     actual: SpmdType | None = note.type.get(axis)
     if actual is not None:
-        repairs = operator_repairs(name, actual, axis, dst, named, here, rule)
+        operation = Operation(name, actual, axis, src or takes, dst, x.requires_grad and torch.is_grad_enabled())
+        repairs = operator_repairs(operation, named, here, rule)
     else:
-        code = f'spmd.assert_type({named.code or "x"}, {{"{axis}": spmd.R}})'
+        code = f'spmd.assert_type({named.code}, {{"{axis}": spmd.R}})'
         repairs = [Repair(f"{code} where it is made", edit_of(here, named.node, code))]
-    if actual is not None and rule == "source":
+    if actual is not None and rule == "source" and not _same_shard(actual, src, x):
         why = f"it is {actual}{_MEANING.get(actual.letter, '')}, not {src}"
     if why.startswith("it is ") and named.label:
         why = named.label + why[2:]
     return SpmdTypeError(
-        f"{name}({shown(x, note.type, named.label)}, {axis!r}{arrow}) at {_location(mode)}",
+        f"{name}({shown(x, note.type, named.label)}, {axis!r}{arrow}) at {location(mode)}",
         f"on {axis}, {why}",
         where_from=since(x, named.label, axis, note),
-        repairs=repairs,
+        repairs=importing(repairs, here),
         axis=axis,
         rule=rule,
         src=src,
@@ -243,51 +273,9 @@ def operator_error(
     )
 
 
-def loss_error(mode: Session, loss: Tensor, type_: TensorType, axis: str, spmd_type: SpmdType) -> SpmdTypeError:
-    """The error for a loss at which backward cannot start: one that is R, or varies."""
-    here = site()
-    name = name_operands([loss], here)[0]
-    origin = origins_of(loss).get(axis)
-    repairs: list[Repair] = []
-
-    def offer(code: str, words: str = "") -> None:
-        repairs.append(Repair(code + words, edit_of(here, name.node, code)))
-
-    if spmd_type.letter == "R":
-        why = "is R: the same on every rank, each of which counts it, so that gradients are multiplied by their number"
-        repairs += [r for r in [origin_repair(origin, I) if origin is not None and origin.letter == "R" else None] if r]
-        offer(call_of("convert", name.code, axis, R, P))
-    else:
-        src = V if isinstance(spmd_type, Shard) else spmd_type
-        why = f"is {spmd_type}: another one on every rank, and nothing says that they are summands"
-        offer(call_of("reinterpret", name.code, axis, src, P), f": if the sum over {axis} is meant")
-        offer(call_of("all_reduce", name.code, axis, None, I), ": the same, and every rank sees the sum")
-    return SpmdTypeError(
-        f"backward of {shown(loss, type_, name.label)} at {_location(mode)}",
-        f"on {axis} the loss {why}",
-        where_from=since(loss, name.label or "the loss", axis),
-        repairs=repairs,
-        axis=axis,
-        rule="loss",
-    )
-
-
-def scale_error(mode: Session, losses: Sequence[Tensor], axis: str) -> SpmdTypeError:
-    """The error for losses of one backward of which some are sums and some means; or for one that should be a mean."""
-    names = [operand.label or "a loss" for operand in name_operands(losses, site())]
-    types = [str((type_of(x) or UNTYPED).get(axis)) for x in losses]
-    if len(losses) > 1:
-        why = f"on {axis} they are {' and '.join(types)}: gradients of one are to be averaged, of the other summed"
-        repairs = [f'multiply the sum by comm.size("{axis}"), or divide the mean by it']
-    else:
-        why = f'on {axis} it is {types[0]}, and its gradients are averaged over {axis}: that takes P("avg")'
-        repairs = [
-            "a loss that is a mean on every rank: .mean(), or a sum divided by global_num_items(labels)",
-            f'multiply it by comm.size("{axis}")',
-        ]
-    return SpmdTypeError(
-        f"backward of {' and '.join(names)} at {_location(mode)}", why, repairs=repairs, axis=axis, rule="scales"
-    )
+def _same_shard(one: SpmdType, other: Any, x: Tensor) -> bool:
+    """Whether two types are shards of one dim, so that it is something else that is wrong."""
+    return isinstance(one, Shard) and isinstance(other, Shard) and (one.dim - other.dim) % max(1, x.dim()) == 0
 
 
 def gradient_error(
@@ -361,7 +349,7 @@ def write_error(
         lines += since(x, operand.label, axis)
         path = route(spmd_type, before)
         if spmd_type is V and before.letter in SAME:
-            code = f'comm.broadcast({operand.code or "x"}, "{axis}", src=0)'
+            code = f'comm.broadcast({operand.code}, "{axis}", src=0)'
             repairs.append(f"{code}: if that of the first rank is meant")
         elif path is not None:
             code = call_of(path[0], operand.code, axis, None if spmd_type is P else spmd_type, before, path[1])
@@ -369,10 +357,10 @@ def write_error(
     repairs.append("write to a new tensor")
     keeps = "a parameter keeps" if isinstance(target, nn.Parameter) else "what has a gradient keeps"
     return SpmdTypeError(
-        f"{name}({', '.join(shown(x, t, n.label) for x, t, n in zip(tensors, types, names))}) at {_location(mode)}",
+        f"{name}({', '.join(shown(x, t, n.label) for x, t, n in zip(tensors, types, names))}) at {location(mode)}",
         f"on {axis} {label or 'what is written to'} is {before} and would become {after}: {keeps} its type",
         where_from=lines,
-        repairs=repairs,
+        repairs=importing(repairs, here),
         axis=axis,
         rule="inplace",
     )
@@ -382,7 +370,7 @@ def data_error(mode: Session, name: str, target: Tensor, note: Note) -> SpmdType
     """The error for a write through `.data`."""
     label = name_of(target)
     return SpmdTypeError(
-        f"{name} at {_location(mode)} writes to {shown(target, note.type, label)}, which came from .data",
+        f"{name} at {location(mode)} writes to {shown(target, note.type, label)}, which came from .data",
         "autograd does not see writes through .data, and neither do types",
         repairs=[f"with torch.no_grad(): write to {label.removesuffix('.data') or 'the tensor itself'}"],
         rule="data",

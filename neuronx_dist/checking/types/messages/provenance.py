@@ -7,7 +7,9 @@ are the words that a user reads and edits.
 from __future__ import annotations
 
 import ast
+import inspect
 import linecache
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
@@ -17,10 +19,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ....call_site import call_site
+from ....call_site import MACHINERY, TRANSPORT, USER, call_site, owner_of
 from ....spmd.tensor_type import NAME
 
-__all__ = ["Named", "Site", "leaf_of", "module_path", "name_of", "name_operands", "site"]
+__all__ = ["Named", "Site", "editable", "leaf_of", "module_path", "name_of", "name_operands", "site",
+           "syntax_tree", "value_of"]  # fmt: skip
 
 
 def module_path(names: Mapping[int, str]) -> str:
@@ -40,22 +43,35 @@ def module_path(names: Mapping[int, str]) -> str:
 
 
 class Site(NamedTuple):
-    """The expression of the user's that is being evaluated: its frame, file, source and node (None: not found)."""
+    """The expression of the user's that is being evaluated.
+
+    Attributes:
+        frame, file, source: where it stands.
+        node: the expression; None: not found.
+        called: what the function was given that it calls, if that is not torch itself but a module or a function of
+            somebody else's, which makes the call that is judged; None: the expression makes it.
+    """
 
     frame: FrameType
     file: str
     source: str
     node: ast.AST | None
+    called: tuple[Tensor, ...] | None = None
+
+    @property
+    def editable(self) -> bool:
+        """Whether it stands in the user's own code, and not in an installed package or in this one."""
+        return editable(self.file)
 
     def statement(self) -> ast.stmt | None:
         """The statement that it is in."""
-        node, tree = self.node, _tree(self.source) or ast.Module([], [])
+        node, tree = self.node, syntax_tree(self.source) or ast.Module([], [])
         inside = [s for s in ast.walk(tree) if isinstance(s, ast.stmt) and _holds(s, node)]
         return inside[-1] if inside else None
 
     def following(self) -> list[ast.Call]:
         """The calls of the function that it is in that are made after it, those around it first."""
-        node, tree = self.node, _tree(self.source) or ast.Module([], [])
+        node, tree = self.node, syntax_tree(self.source) or ast.Module([], [])
         inside = [f for f in ast.walk(tree) if isinstance(f, (ast.FunctionDef, ast.Module)) and _holds(f, node)]
         calls = [c for c in ast.walk(inside[-1]) if isinstance(c, ast.Call)] if inside else []
         around = [c for c in calls if c is not node and _holds(c, node)]
@@ -76,7 +92,8 @@ class Named(NamedTuple):
 
     Attributes:
         label: for reading: "layers.3.mlp.down_proj.weight".
-        code: for writing: "self.weight", or the expression that made it.
+        code: for writing: "self.weight", or the expression that made it; "<mlp.weight>" or "<operand 1>" where the
+            user's frame has none.
         node: that expression in the line under evaluation, None if it is not there.
     """
 
@@ -86,19 +103,44 @@ class Named(NamedTuple):
 
 
 def site() -> Site | None:
-    """The expression of the user's that is being evaluated; None if its frame is not found."""
+    """The user's expression that is being evaluated; None if no line is the user's, or its frame is not found."""
     file, _, line = call_site().rpartition(":")
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and not (frame.f_code.co_filename == file and str(frame.f_lineno) == line):
-        frame = frame.f_back
-    if frame is None:
+    if owner_of(file) != USER:
         return None
+    frame, inner = sys._getframe(1), None
+    while not (frame.f_code.co_filename == file and str(frame.f_lineno) == line):
+        if frame.f_back is None:
+            return None
+        frame, inner = frame.f_back, frame
     source = "".join(linecache.getlines(file, frame.f_globals))
-    return Site(frame, file, source, _node(source, frame))
+    direct = inner is None or owner_of(inner.f_code.co_filename) in (MACHINERY, TRANSPORT)
+    return Site(frame, file, source, _node(source, frame), None if direct or inner is None else _given_to(inner))
+
+
+def editable(file: str) -> bool:
+    """Whether a file is the user's own: neither torch's, nor this package's, nor installed."""
+    return owner_of(file) == USER and not any(folder in file for folder in _INSTALLED)
+
+
+_INSTALLED = tuple(f"{os.sep}{folder}{os.sep}" for folder in ("site-packages", "dist-packages"))
+
+
+def _given_to(frame: FrameType) -> tuple[Tensor, ...]:
+    """The tensors among the arguments of a call."""
+    code = frame.f_code
+    count = code.co_argcount + code.co_kwonlyargcount
+    count += bool(code.co_flags & inspect.CO_VARARGS) + bool(code.co_flags & inspect.CO_VARKEYWORDS)
+    tensors: list[Tensor] = []
+    for name in code.co_varnames[:count]:
+        value = frame.f_locals.get(name)
+        values = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else (value,)
+        tensors += [item for item in values if isinstance(item, Tensor)]
+    return tuple(tensors)
 
 
 @lru_cache(maxsize=16)
-def _tree(source: str) -> ast.Module | None:
+def syntax_tree(source: str) -> ast.Module | None:
+    """The source as a tree, always the same one; None: it is not Python."""
     try:
         return ast.parse(source)
     except SyntaxError:
@@ -110,7 +152,7 @@ _EVALUATED = (ast.Call, ast.BinOp, ast.UnaryOp, ast.Compare, ast.Subscript, ast.
 
 @lru_cache(maxsize=16)
 def _expressions(source: str) -> list[Any]:
-    tree = _tree(source)
+    tree = syntax_tree(source)
     return [node for node in ast.walk(tree) if isinstance(node, _EVALUATED)] if tree is not None else []
 
 
@@ -133,7 +175,7 @@ def arguments(here: Site) -> list[ast.expr]:
     parts: list[ast.expr] = []
     if isinstance(node, ast.Call):
         if isinstance(node.func, ast.Attribute) and not isinstance(
-            _value(node.func.value, here.frame), (ModuleType, nn.Module, type)
+            value_of(node.func.value, here.frame), (ModuleType, nn.Module, type)
         ):
             parts.append(node.func.value)
         parts += [*node.args, *(keyword.value for keyword in node.keywords)]
@@ -150,9 +192,8 @@ def arguments(here: Site) -> list[ast.expr]:
     elif isinstance(node, ast.Subscript):
         parts = [node.value, *_items(node.slice)]
         if isinstance(node.ctx, ast.Store):
-            parts += [
-                s.value for s in ast.walk(_tree(here.source) or node) if isinstance(s, ast.Assign) and node in s.targets
-            ]
+            nodes = ast.walk(syntax_tree(here.source) or node)
+            parts += [each.value for each in nodes if isinstance(each, ast.Assign) and node in each.targets]
     return [
         part for argument in parts for part in (_items(argument) if isinstance(argument, ast.List) else (argument,))
     ]
@@ -165,20 +206,20 @@ def _items(node: ast.expr) -> Sequence[ast.expr]:
 _UNKNOWN: Any = object()
 
 
-def _value(node: ast.AST, frame: FrameType) -> Any:
+def value_of(node: ast.AST, frame: FrameType) -> Any:
     """The value of a name, attribute or item, read without running any code; `_UNKNOWN` of everything else."""
     if isinstance(node, ast.Constant):
         return node.value
     if isinstance(node, ast.Name):
         return frame.f_locals.get(node.id, frame.f_globals.get(node.id, _UNKNOWN))
     if isinstance(node, ast.Attribute):
-        owner = _value(node.value, frame)
+        owner = value_of(node.value, frame)
         if isinstance(owner, nn.Module):
             tables = (owner._parameters, owner._buffers, owner._modules, owner.__dict__)
             return next((table[node.attr] for table in tables if node.attr in table), _UNKNOWN)
         return getattr(owner, "__dict__", {}).get(node.attr, _UNKNOWN) if not isinstance(owner, Tensor) else _UNKNOWN
     if isinstance(node, ast.Subscript):
-        owner, key = _value(node.value, frame), _value(node.slice, frame)
+        owner, key = value_of(node.value, frame), value_of(node.slice, frame)
         try:
             return owner[key] if type(owner) in (dict, list, tuple) and key is not _UNKNOWN else _UNKNOWN
         except (LookupError, TypeError):
@@ -194,8 +235,8 @@ def name_operands(tensors: Sequence[Tensor], here: Site | None = None) -> list[N
     """What the user calls the operands of the call under evaluation."""
     here = here or site()
     if here is None:
-        return [Named(_given(x), _given(x), None) for x in tensors]
-    parts = [(part, _value(part, here.frame)) for part in arguments(here)]
+        return [Named(_given(x), _placeholder(_given(x), index), None) for index, x in enumerate(tensors)]
+    parts = [(part, value_of(part, here.frame)) for part in arguments(here)]
     taken: set[int] = set()
     nodes: list[ast.expr | None] = []
     for x in tensors:
@@ -204,20 +245,29 @@ def name_operands(tensors: Sequence[Tensor], here: Site | None = None) -> list[N
         taken.update(() if match is None else (match,))
         nodes.append(None if match is None else parts[match][0])
     names = [_given(x) or _variable(x, here.frame) for x in tensors]
-    unknown = [part for part, value in parts if value is _UNKNOWN]
-    for index, node in enumerate(nodes):
-        if node is None and not names[index] and unknown:
+    unknown = [part for part, value in parts if value is _UNKNOWN and not isinstance(part, _COMPREHENSIONS)]
+    for index, (x, node) in enumerate(zip(tensors, nodes)):
+        own = here.called is None or any(x is tensor for tensor in here.called)
+        if node is None and not names[index] and unknown and own:
             nodes[index] = unknown.pop(0)
     result = []
-    for x, name, node in zip(tensors, names, nodes):
-        code = here.text(node) or _variable(x, here.frame) or name
-        result.append(Named(name or _short(code), code, node))
+    for index, (x, name, node) in enumerate(zip(tensors, names, nodes)):
+        code = here.text(node) or _variable(x, here.frame)
+        label = name or _short(code)
+        result.append(Named(label, code or _placeholder(label, index), node))
     return result
+
+
+_COMPREHENSIONS = (ast.GeneratorExp, ast.ListComp, ast.DictComp, ast.SetComp)
 
 
 def name_of(x: Tensor) -> str:
     """What the user calls a tensor: its name if it was given one, else a variable or an expression of the user's."""
     return name_operands([x])[0].label
+
+
+def _placeholder(label: str, index: int) -> str:
+    return f"<{label or f'operand {index}'}>"
 
 
 def _short(code: str) -> str:
@@ -243,11 +293,16 @@ def _inside(table: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         yield name, value
     for name, value in list(table.items()):
         if isinstance(value, nn.Module):
-            yield from ((f"{name}.{inner}", param) for inner, param in value.named_parameters())
+            yield from ((name + _access(inner), param) for inner, param in value.named_parameters())
         elif type(value) is dict:
             yield from ((f"{name}[{key!r}]", item) for key, item in value.items() if isinstance(item, Tensor))
         elif type(value) in (list, tuple):
             yield from ((f"{name}[{key}]", item) for key, item in enumerate(value) if isinstance(item, Tensor))
+
+
+def _access(path: str) -> str:
+    """`.layers[0].weight` of the path `layers.0.weight`."""
+    return "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in path.split("."))
 
 
 # --- through the autograd graph ---

@@ -9,19 +9,70 @@ a reduction before everything else, and nothing that would hide that it is missi
 from __future__ import annotations
 
 import ast
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from ....spmd.errors import Violation
-from ....spmd.types import SAME, P, R, Shard, SpmdType, V
+from ....spmd.types import SAME, I, P, R, Shard, SpmdType, V
+from .loops import ParameterLoop, changes_with_the_turn, loop_repairs, parameter_loop
 from .provenance import Named, Site
 from .rewrites import SPECIAL, declared, local_code, otherwise
-from .trials import LAST, Change, Edit, JudgedCall, Repair, call_of, changes_of, edit_of, legal, route, size_of, written
+from .trials import (
+    LAST,
+    Change,
+    Edit,
+    JudgedCall,
+    Repair,
+    blocks_gathered,
+    call_of,
+    changes_of,
+    edit_of,
+    legal,
+    out_of_reach,
+    route,
+    size_of,
+)
 
-__all__ = ["find_repairs", "operator_repairs"]
+__all__ = ["Operation", "find_repairs", "operator_repairs"]
 
 MOST = 4  # repairs that a message shows
 GATHERED = 17  # the order behind gathers, and before exchanges
+
+
+class _Expression(NamedTuple):
+    """The call that is to be repaired, as it stands in the user's source.
+
+    `loop`: the loop over parameters that it is in, whose repairs must be right for each of them.
+    """
+
+    call: JudgedCall
+    axis: str
+    names: Sequence[Named]
+    here: Site | None
+    loop: ParameterLoop | None
+
+    def accumulates(self, index: int) -> bool:
+        """Whether an operand is what a loop accumulates in, which has another type at its next turn."""
+        node = self.names[index].node
+        return self.loop is not None and isinstance(node, ast.Name) and node.id in self.loop.assigned
+
+    def repair(self, index: int, change: Change) -> Repair:
+        """The repair that makes a change of an operand. One that changes the meaning is for people to make: no edit."""
+        name, code = self.names[index], change.code
+        repeated = sum(x is self.call.tensors[index] for x in self.call.tensors) > 1 and name.code.isidentifier()
+        statement = self.here.statement() if self.here is not None and repeated else None
+        if self.loop is not None and self.loop.varies(name.node):
+            code = self.loop.general(code, name.node, self.call.operands[index].type.get(self.axis))
+            code = self.loop.chosen(code, name.code, self.axis)
+        if repeated:  # `y * y`: on a line before
+            code = f"{name.code} = {code}"
+        if change.order >= LAST:
+            return Repair(code + change.words)
+        if statement is not None and self.here is not None:
+            start = statement.lineno, statement.col_offset
+            edit = Edit(self.here.file, start, start, f"{code}; ") if self.here.editable else None
+            return Repair(code + change.words, edit)
+        return Repair(code + change.words, edit_of(self.here, name.node, code) if not repeated else None)
 
 
 def find_repairs(
@@ -30,119 +81,135 @@ def find_repairs(
     """Repairs of a call, best first."""
     axis, rule = violation.axis, violation.rule
     size = size_of(mode, axis)
-    special = SPECIAL.get(rule)
-    repairs: list[Repair] = list(special(mode, violation, call, names, here, size)) if special is not None else []
     if rule == "no_type":
         return declared(call, axis, violation, names, here)[:MOST]
+    special, expression = SPECIAL.get(rule), _Expression(call, axis, names, here, parameter_loop(here))
+    repairs = list(loop_repairs(axis, call, names, here))
+    looped = bool(repairs)
+    if special is not None and not looped:
+        repairs += special(mode, violation, call, names, here, size)
     tried: list[tuple[float, Repair]] = []
     singles: dict[int, list[Change]] = {}
-    for index in _involved(call, violation):
+    for index in _involved(call, violation, names, here):
         changes = list(changes_of(call, index, axis, size, names[index], mode.level))
-        singles[index] = changes
-        for change in changes:
+        singles[index] = [] if expression.accumulates(index) else changes
+        for change in singles[index]:
             if legal(call, axis, {index: change}):
-                tried.append((change.order, _repeated(call, index, change, names, here)))
-    if not tried:
+                tried.append((change.order, expression.repair(index, change)))
+    if not looped and all(order >= LAST for order, _ in tried):
         for one, two in ((a, b) for a in singles for b in singles if a < b):
             for first in singles[one]:
                 for second in singles[two]:
                     alike = first.type.letter == second.type.letter and first.order + second.order < 2 * LAST
                     if alike and legal(call, axis, {one: first, two: second}):
-                        both = [_as_repair(c, [names[i]], here) for c, i in ((first, one), (second, two))]
-                        text = " and ".join(both)
-                        tried.append((first.order + second.order, Repair(text, *both[0].edits, *both[1].edits)))
+                        both = expression.repair(one, first), expression.repair(two, second)
+                        edits = [*both[0].edits, *both[1].edits] if both[0].edits and both[1].edits else []
+                        order = first.order + second.order
+                        order -= 4 * (first.type is second.type is I)  # nothing is left beside them that varies
+                        tried.append((order, Repair(" and ".join(both), *edits)))
     if not tried and not repairs:  # as it is nothing fits: it is not the only thing that is missing
-        for changes in singles.values():
+        for index, changes in singles.items():
             for change in changes:
-                if "all_gather" in change.code or "reduce" in change.code:
+                if change.shape != tuple(call.tensors[index].shape) and "_gather" in change.code:
                     shape = list(change.shape)
                     tried.append((change.order, Repair(f"{change.code}: gives {shape}, to which the others must fit")))
     tried += [(GATHERED, repair) for repair in local_code(violation, call)]
     tried += [(LAST - 1, repair) for repair in otherwise(mode, violation, call, names)]
     tried.sort(key=lambda pair: pair[0])
     for _, repair in tried:
-        if repair not in repairs:
+        if not any(known.startswith(repair) for known in repairs):
             repairs.append(repair)
     return repairs[:MOST]
 
 
-def _involved(call: JudgedCall, violation: Violation) -> list[int]:
+def _involved(call: JudgedCall, violation: Violation, names: Sequence[Named], here: Site | None) -> list[int]:
     """Operands to change: those that it is about, then the others; each tensor once."""
     order = [*violation.operands, *range(len(call.tensors))]
     indices: list[int] = []
     for index in order:
         if index == call.rule.inplace and index not in violation.operands[:1]:
             continue
+        if index < len(call.tensors) and out_of_reach(call.tensors[index], names[index], here):
+            continue
         if index < len(call.tensors) and not any(call.tensors[index] is call.tensors[i] for i in indices):
             indices.append(index)
     return indices
 
 
-def _as_repair(change: Change, names: Sequence[Named], here: Site | None) -> Repair:
-    code = change.code.partition("): ")[0] + ")" if "): " in change.code else change.code
-    return Repair(change.code, *(edit_of(here, name.node, code) for name in names))
+class Operation(NamedTuple):
+    """An operator of `spmd`, or a plain verb of `comm`, on a tensor that is not what it takes.
+
+    Attributes:
+        name: "all_reduce", "comm.all_gather".
+        actual: what the tensor is on the axis.
+        takes, gives: types that it would have to be, and become; None: the verb does not say.
+        differentiable: whether the tensor receives a gradient, of which plain verbs know nothing.
+    """
+
+    name: str
+    actual: SpmdType
+    axis: str
+    takes: SpmdType | None
+    gives: SpmdType | None
+    differentiable: bool
 
 
-def _repeated(call: JudgedCall, index: int, change: Change, names: Sequence[Named], here: Site | None) -> Repair:
-    """The repair of an operand that may be there several times (`y * y`): then on a line before."""
-    name = names[index]
-    if sum(x is call.tensors[index] for x in call.tensors) == 1 or not name.code.isidentifier():
-        return _as_repair(change, [name], here)
-    statement = here.statement() if here is not None else None
-    if here is None or statement is None:
-        return Repair(f"{name.code} = {change.code}")
-    start = statement.lineno, statement.col_offset
-    return Repair(f"{name.code} = {change.code}", Edit(here.file, start, start, f"{name.code} = {change.code}; "))
-
-
-def operator_repairs(
-    name: str, actual: SpmdType, axis: str, dst: SpmdType | None, operand: Named, here: Site | None, rule: str
-) -> list[Repair]:
-    """Repairs of an operator, or a plain verb, on a tensor that is not what it takes."""
-    code, verb = operand.code or "x", name.startswith("comm.")
-    node = here.node if here is not None else None
-    replaceable = isinstance(node, ast.Call) and operand.node is not None and operand.node in node.args
-    replaced = node if replaceable else None
+def operator_repairs(operation: Operation, operand: Named, here: Site | None, rule: str) -> list[Repair]:
+    """Repairs of an operator, or of a plain verb: what to write in its place, or to give it."""
+    code, actual, axis = operand.code, operation.actual, operation.axis
+    node, loop = here.node if here is not None else None, parameter_loop(here)
+    own = isinstance(node, ast.Call) and operand.node is not None and operand.node in node.args
+    inside = here is not None and here.called is not None and operation.name.startswith("comm.")
     repairs: list[Repair] = []
 
     def offer(text: str, words: str = "") -> None:
+        if loop is not None and loop.varies(operand.node) and here is not None:
+            whole = actual.letter in SAME
+            text = loop.general(text, operand.node, actual)
+            text = loop.chosen(here.text(node), text, axis) if whole else loop.chosen(text, code, axis)
+            words = f": it is {actual} for this parameter, and another type for others"
+        elif text == code and changes_with_the_turn(here, operand.node):
+            # At another turn it may be needed: with it dropped that one would be refused, and so on without end.
+            repairs.append(Repair(f"{text}{words}, if it is at every turn of the loop; else make what differs alike"))
+            return
+        replaced = operand.node if inside else node if own else None
         repairs.append(Repair(text + words, edit_of(here, replaced, text)))
 
-    base = name.removeprefix("comm.")
+    base = operation.name.removeprefix("comm.")
     if actual.scale and actual is not P("avg"):
         offer(f'{code} {"/" if actual.scale > 0 else "*"} comm.size("{axis}")')
-    if rule == "stride" and isinstance(actual, Shard):
-        d, n = actual.dim, actual.stride
-        offer(f'torch.cat([spmd.all_gather(part, "{axis}", src=spmd.S({d}), dst={written(dst)}) for part in '
-              f"{code}.chunk({n}, {d})], {d})")  # fmt: skip
+    if inside:  # a layer's own verb: what matters is what the layer is given
+        path = route(actual, operation.takes) if operation.takes is not None else None
+        if path is not None:
+            src = None if actual is P else actual
+            offer(call_of(path[0], code, axis, src, operation.takes, path[1]), ": that is what it takes")
+        elif isinstance(actual, Shard) and actual.stride > 1 and operation.takes is not None:
+            whole = blocks_gathered(operand, axis, actual, I)
+            offer(call_of("convert", whole, axis, I, operation.takes), ": that is what it takes")
         return repairs
-    if rule == "foreign":
+    if rule == "stride" and isinstance(actual, Shard):
+        offer(blocks_gathered(operand, axis, actual, operation.gives))
+        return repairs
+    if operation.rule == "foreign":
         mask = "((ids < first) | (ids >= first + count))"
         words = ", where this rank holds the positions from first to first + count"
         return [Repair(f"{code}.masked_fill({mask}.unsqueeze(-1), 0) before it{words}")]
-    if verb:
-        if actual.letter in SAME and base in ("all_reduce", "reduce_scatter"):
-            offer(code, ": it is the same on all ranks already, drop this one")
-        elif actual.letter == "P" and base != "all_reduce":
-            op = "" if actual.reduction == "sum" else f', op="{actual.reduction}"'
-            offer(f'comm.all_reduce({code}, "{axis}"{op})')
-        elif isinstance(actual, Shard):
-            offer(f'comm.all_gather({code}, "{axis}", dim={actual.dim})')
-        elif actual.letter == "P" and base == "all_reduce":
-            offer(f'comm.all_reduce({code}, "{axis}", op="{actual.reduction}")')
+    if base != operation.name:
+        _of_verb(operation, base, code, offer)
         return repairs
+    dst = operation.gives
     if dst is None:
         return repairs
-    if actual.letter == dst.letter and actual == dst:
+    if actual == dst:
         offer(code, f": it is {actual} already, drop this one")
         return repairs
-    if base in ("all_reduce", "reduce_scatter") and actual.letter in SAME and dst.letter in SAME:
-        offer(code, f": it is the same on all ranks already, drop this one (its gradient is that of {actual})")
     path = route(actual, dst)
     if path is not None:
         operator, expert = path
         src = None if actual is P else actual
         offer(call_of(operator, code, axis, src, dst, expert))
+    if base in ("all_reduce", "reduce_scatter") and actual.letter in SAME and dst.letter in SAME:
+        offer(code, f": it is the same on all ranks already, drop this one (its gradient is that of {actual})")
     if actual is P and dst.letter not in SAME:
         offer(call_of("all_reduce", code, axis, None, R))
     if actual is V:
@@ -152,3 +219,19 @@ def operator_repairs(
     if isinstance(actual, Shard) and base in ("all_reduce", "reduce_scatter"):
         repairs.append(Repair(f'spmd.forget({code}, "{axis}"): if the pieces themselves are to be added up'))
     return repairs[:MOST]
+
+
+def _of_verb(operation: Operation, verb: str, code: str, offer: Callable[..., None]) -> None:
+    """Repairs of a plain verb; where a gradient goes through it, by the operators that have one."""
+    actual, axis = operation.actual, operation.axis
+    if actual.letter in SAME:
+        offer(code, ": it is the same on all ranks already, drop this one")
+    elif actual is P and operation.differentiable:
+        offer(call_of("all_reduce", code, axis, None, R))
+    elif actual.letter == "P":
+        op = "" if actual.reduction == "sum" else f', op="{actual.reduction}"'
+        offer(f'comm.all_reduce({code}, "{axis}"{op})')
+    elif isinstance(actual, Shard) and operation.differentiable:
+        offer(call_of("all_gather", code, axis, actual, R))
+    elif isinstance(actual, Shard):
+        offer(f'comm.all_gather({code}, "{axis}", dim={actual.dim})')

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import linecache
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from ....spmd.errors import Violation
 from ....spmd.tensor_type import Origin, origins_of, type_of
 from ....spmd.types import DIFFERING, SAME, I, P, R, Shard, SpmdType, V
 from ..rules import RULES
-from .provenance import Named, Site
+from .provenance import Named, Site, editable
 from .trials import Change, Edit, JudgedCall, Repair, call_of, contracted, edit_of, legal, misfit, on_meta, written
 
 __all__ = ["SPECIAL", "declared", "fitting_sizes", "local_code", "origin_repair", "otherwise"]
@@ -134,8 +135,10 @@ def origin_repair(origin: Origin, dst: SpmdType) -> Repair | None:
                 continue
             value = keyword.value
             new = f"{ast.unparse(value.value)}.{dst}" if isinstance(value, ast.Attribute) else str(dst)
+            if new == ast.unparse(value):  # another one on the same line
+                continue
             start, end = (value.lineno, value.col_offset), (value.end_lineno or 0, value.end_col_offset or 0)
-            return Repair(text, Edit(file, start, end, new))
+            return Repair(text, Edit(file, start, end, new) if editable(file) else None)
     return Repair(text)
 
 
@@ -168,7 +171,7 @@ def _fixed(
     elif words == "embedding" and spmd_type.dim == 0:
         yield Repair("ParallelEmbedding: each rank looks up the ids whose rows it holds, masks the others, and the sum "
                      "over the ranks is the row")  # fmt: skip
-    elif spmd_type.stride == 1 and words in _BLOCKS:
+    elif spmd_type.stride == 1 and words in _BLOCKS and x.requires_grad:  # no weight made it otherwise
         for blocks in range(2, 9):
             change = Change("", Shard(spmd_type.dim, blocks), tuple(x.shape), 0)
             if x.shape[spmd_type.dim] % blocks == 0 and legal(call, axis, {index: change}):
@@ -224,7 +227,7 @@ def declared(
             spmd_types = [*sharded, R, I, V]
         for spmd_type in spmd_types:
             if legal(call, axis, {index: Change("", spmd_type, tuple(x.shape), 0)}):
-                code = f'spmd.assert_type({names[index].code or "x"}, {{"{axis}": {written(spmd_type)}}})'
+                code = f'spmd.assert_type({names[index].code}, {{"{axis}": {written(spmd_type)}}})'
                 repairs.append(Repair(code, edit_of(here, names[index].node, code)))
     return repairs
 
@@ -243,7 +246,11 @@ def fitting_sizes(
         nodes = list(here.node.args) if names[0].node not in here.node.args else list(here.node.args[1:])
         if packed and nodes and isinstance(nodes[0], (ast.Tuple, ast.List)):
             nodes = nodes[0].elts
-    for index, number in enumerate(sizes):
+    shard: Any = call.operands[0].type.get(axis)
+    before = math.prod(call.tensors[0].shape[: shard.dim])
+    # First the size where the sharded dim begins, then any other that fits.
+    for index in sorted(range(len(sizes)), key=lambda index: math.prod(sizes[:index]) != before):
+        number = sizes[index]
         if type(number) is not int or number <= 0 or number % size:
             continue
         new = [*sizes[:index], number // size, *sizes[index + 1 :]]

@@ -29,6 +29,7 @@ __all__ = [
     "Change",
     "Edit",
     "Repair",
+    "blocks_gathered",
     "call_of",
     "changes_of",
     "contracted",
@@ -36,6 +37,7 @@ __all__ = [
     "legal",
     "misfit",
     "on_meta",
+    "out_of_reach",
     "route",
     "size_of",
     "unreduced",
@@ -85,6 +87,7 @@ class Change(NamedTuple):
     type: SpmdType
     shape: tuple[int, ...]
     order: float  # how far down the list of repairs it stands
+    words: str = ""  # what is to be said with it: when it is meant
 
 
 def written(spmd_type: SpmdType | None) -> str:
@@ -98,7 +101,12 @@ def call_of(
     """A call of an operator as code."""
     types = f", src={written(src)}" if src is not None else ""
     types += f", dst={written(dst)}" if dst is not None else ""
-    return f'spmd.{operator}({name or "x"}, "{axis}"{types}{", expert_mode=True" if expert else ""})'
+    return f'spmd.{operator}({name}, "{axis}"{types}{", expert_mode=True" if expert else ""})'
+
+
+def out_of_reach(x: Tensor, name: Named, here: Site | None) -> bool:
+    """Whether an operand is a layer's own parameter, in the layer's own code, where no user changes it."""
+    return isinstance(x, nn.Parameter) and name.node is None and here is not None and here.called is not None
 
 
 def size_of(mode: Any, axis: str) -> int | None:
@@ -180,24 +188,32 @@ def changes_of(call: JudgedCall, index: int, axis: str, size: int | None, name: 
                 yield Change(write("convert", R, Shard(dim)), Shard(dim), _resized(same, dim, 1, size), 21 + dim / 100)
         if pending:
             yield Change(write("convert", R, P), P, same, 24)
-    elif isinstance(spmd_type, Shard) and spmd_type.stride == 1 and spmd_type.extent in (None, same[spmd_type.dim]):
-        for n, dst in enumerate((first, second)):
-            shape = _resized(same, spmd_type.dim, size or 1, 1)
-            yield Change(
-                write("all_gather", spmd_type, dst), dst, shape, (14 if isinstance(x, nn.Parameter) else 12) + n
-            )
-        for dim in dims:
-            if dim != spmd_type.dim and size and same[dim] % size == 0:
-                shape = _resized(_resized(same, spmd_type.dim, size, 1), dim, 1, size)
-                yield Change(write("all_to_all", spmd_type, Shard(dim)), Shard(dim), shape, 18 + dim / 100)
+    elif isinstance(spmd_type, Shard):
+        contiguous = spmd_type.stride == 1
+        if spmd_type.extent in (None, same[spmd_type.dim]) and size:
+            shape = _resized(same, spmd_type.dim, size, 1)
+            order = 14 if isinstance(x, nn.Parameter) else 12
+            for n, dst in enumerate((first, second)):
+                blocks = blocks_gathered(name, axis, spmd_type, dst)
+                yield Change(write("all_gather", spmd_type, dst) if contiguous else blocks, dst, shape, order + n)
+            for dim in dims if contiguous else ():
+                if dim != spmd_type.dim and same[dim] % size == 0:
+                    exchanged = _resized(shape, dim, 1, size)
+                    yield Change(write("all_to_all", spmd_type, Shard(dim)), Shard(dim), exchanged, 18 + dim / 100)
         text = f'spmd.forget({name.code}, "{axis}")'
-        yield Change(text + ": if each rank's piece is meant by itself", V, same, LAST)
+        yield Change(text, V, same, LAST, ": if each rank's piece is meant by itself")
     elif spmd_type is V:
         for dim in dims:
             text = f'spmd.assert_type({name.code}, {{"{axis}": {written(Shard(dim))}}})'
             if level == "G":
-                yield Change(text + f": if the ranks hold the pieces of dim {dim}", Shard(dim), same, 30 + dim / 100)
-        yield Change(write("reinterpret", V, P) + ": if the ranks hold summands", P, same, 32)
+                yield Change(text, Shard(dim), same, 30 + dim / 100, f": if the ranks hold the pieces of dim {dim}")
+        yield Change(write("reinterpret", V, P), P, same, 32, ": if the ranks hold summands")
+
+
+def blocks_gathered(name: Named, axis: str, shard: Shard, dst: SpmdType | None) -> str:
+    """Code that gathers a dim which is made of blocks, each sharded by itself."""
+    part = call_of("all_gather", "part", axis, Shard(shard.dim), dst)
+    return f"torch.cat([{part} for part in {name.code}.chunk({shard.stride}, {shard.dim})], {shard.dim})"
 
 
 def _resized(shape: Sequence[int], dim: int, times: int, over: int) -> tuple[int, ...]:
@@ -294,8 +310,10 @@ def _with(value: Any, new: Mapping[int, Tensor]) -> Any:
 
 
 def edit_of(here: Site | None, node: ast.AST | None, text: str) -> Edit | None:
-    """The change that puts `text` where an expression is."""
-    if here is None or not isinstance(node, (ast.expr, ast.stmt)) or isinstance(getattr(node, "ctx", None), ast.Store):
+    """The change that puts `text` where an expression is; None if that is not known, or not the user's own code."""
+    if here is None or not here.editable or not isinstance(node, (ast.expr, ast.stmt)):
+        return None
+    if isinstance(getattr(node, "ctx", None), ast.Store):
         return None
     end = node.end_lineno or node.lineno, node.end_col_offset or 0
     return Edit(here.file, (node.lineno, node.col_offset), end, text)
@@ -307,6 +325,8 @@ def route(src: SpmdType, dst: SpmdType) -> tuple[str, bool] | None:
     if src.scale and src is not P("avg"):
         return None
     if a == b and not isinstance(src, Shard):
+        return None
+    if getattr(src, "stride", 1) > 1 or getattr(dst, "stride", 1) > 1:  # operators know one block
         return None
     operator = {"P": "all_reduce" if b in SAME else "reduce_scatter", "V": "all_gather", "S": "all_gather"}.get(
         a, "convert"

@@ -74,9 +74,9 @@ class Spec(NamedTuple):
     selected: frozenset[int] = frozenset()
     looked_up: frozenset[int] = frozenset()
     weak: frozenset[int] = frozenset()
+    ranges: dict[int, tuple[tuple[int, int, int, int], ...]] = {}
     at_any_scale: bool = False
     infinite: bool = False
-    ranges: dict[int, tuple[tuple[int, int, int, int], ...]] = {}
 
 
 class Rule(NamedTuple):

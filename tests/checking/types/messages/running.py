@@ -20,7 +20,8 @@ from neuronx_dist.spmd import Shard, ShardSpec
 from neuronx_dist.spmd.types import scaled
 
 AXES = ("dp", "tp")
-PROGRAMS: dict[str, Program] = {}
+PROGRAMS: dict[str, Program] = {}  # their messages are in `expected/`
+BUGGY: dict[str, Program] = {}  # more of them, for the repairs alone
 
 
 class Input(NamedTuple):
@@ -51,6 +52,7 @@ class Program(NamedTuple):
     numeric: bool  # the first repair changes what is computed, and is applied and run
     repaired: Any  # the program, or the inputs, after a repair that the message describes in words
     same: bool  # the bug is only one for the checker: the values are right
+    whole: Any  # what it computes on one rank: itself, if it runs there
 
 
 def program(
@@ -61,12 +63,14 @@ def program(
     numeric: bool = True,
     repaired: Any = None,
     same: bool = False,
+    whole: Any = None,
+    programs: dict[str, Program] = PROGRAMS,
     **inputs: Input,
 ) -> Callable[[Any], Any]:
     def register(body: Any) -> Any:
         name = re.sub(r"(?<!^)(?=[A-Z])", "_", body.__name__).lower()
-        given = {**(parameters or {}), **inputs}
-        PROGRAMS[name] = Program(name, body, given, mesh or {"tp": 2}, level, numeric, repaired, same)
+        given, layout = {**(parameters or {}), **inputs}, mesh or {"tp": 2}
+        programs[name] = Program(name, body, given, layout, level, numeric, repaired, same, whole or body)
         return body
 
     return register
@@ -100,7 +104,17 @@ def local(given: Input, value: torch.Tensor) -> torch.Tensor:
         if isinstance(kind, Shard) and comm.size(axis) > 1:
             value = _spec(axis, kind, tuple(value.shape)).local_slice(value, comm.rank(axis)).clone()
     value = value.clone().requires_grad_(not given.below)
-    return nn.Parameter(value.detach()) if given.is_parameter else value
+    return _marked(nn.Parameter(value.detach()), given) if given.is_parameter else value
+
+
+def _marked(param: nn.Parameter, given: Input) -> nn.Parameter:
+    """With NxD's marks, as layers and scripts put them on their parameters."""
+    kind = given.types.get("tp")
+    if isinstance(kind, Shard):
+        param.tensor_model_parallel = True  # type: ignore[attr-defined]
+        param.partition_dim, param.partition_stride = kind.dim % param.dim(), kind.stride  # type: ignore[attr-defined]
+        param.num_partitions = comm.size("tp")  # type: ignore[attr-defined]
+    return param
 
 
 def _call(body: Any, given: dict[str, torch.Tensor], mode: Any = None) -> torch.Tensor:
@@ -155,23 +169,56 @@ def message(program: Program, error: Exception) -> str:
     return re.sub(r"/\S*/(\w+\.py):(\d+)", place, str(error)) + "\n"
 
 
-def apply(program: Program, edits: Any) -> Any:
-    """The program with changes of its source."""
-    path = inspect.getsourcefile(program.body)
-    assert path is not None
+def apply(program: Program, edits: Any, path: str = "", to: Path | None = None) -> Any:
+    """The program with changes of its source.
+
+    `path`: the file that has the program now; "": its own. `to`: a file to write the changed source to, so that it can
+    be changed again; None: nowhere.
+    """
+    path = path or inspect.getsourcefile(program.body) or ""
     source = Path(path).read_bytes().splitlines(keepends=True)
     for edit in sorted(edits, key=lambda edit: edit.start, reverse=True):
         assert edit.file == path
         (line, column), (end_line, end_column) = edit.start, edit.end
         new = source[line - 1][:column] + edit.text.encode() + source[end_line - 1][end_column:]
         source[line - 1 : end_line] = [new]
-    tree = ast.parse(b"".join(source))
-    globals_ = dict(vars(sys.modules[program.body.__module__]))
+    text = b"".join(source)
+    if to is not None:
+        to.write_bytes(text)
+    tree = ast.parse(text)
+    names = vars(sys.modules[program.body.__module__])
+    # Constants of the program anew: what it declares of them is not to be known the next time.
+    globals_ = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in names.items()}
     wanted = [node for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
     for node in wanted:
         node.decorator_list = []
-    exec(compile(ast.Module(wanted, []), f"{program.name}, repaired", "exec"), globals_)
+    exec(compile(ast.Module(wanted, []), str(to or f"{program.name}, repaired"), "exec"), globals_)
     return globals_[program.body.__name__]
+
+
+class Convergence(NamedTuple):
+    """What came of a program whose first repair with edits was applied until nothing was wrong."""
+
+    body: Any
+    loss_type: dict[str, Any] | None  # None: not clean
+    errors: list[spmd.SpmdTypeError]
+    applied: list[Any]  # repairs
+
+
+def converge(program: Program, folder: Path, rounds: int = 4) -> Convergence:
+    body, path, errors, applied = program.body, "", [], []
+    for number in range(rounds + 1):
+        try:
+            return Convergence(body, check(program, body), errors, applied)
+        except spmd.SpmdTypeError as error:
+            errors.append(error)
+            repair = next((r for r in error.repairs if getattr(r, "edits", ())), None)
+            if repair is None or number == rounds:
+                break
+            to = folder / f"{program.name}_{number}.py"
+            body, path = apply(program, repair.edits, path, to), str(to)
+            applied.append(repair)
+    return Convergence(body, None, errors, applied)
 
 
 # --- numbers ---
@@ -192,7 +239,7 @@ def parity(program: Program, body: Any, loss_type: dict[str, Any], inputs: dict[
         return {"loss": loss.detach(), **{n: x.grad for n, x in given.items() if x.grad is not None}}
 
     with comm.as_rank(Mesh(1), 0):
-        expected = step(program.body)
+        expected = step(program.whole)
     mesh = mesh_of(program.mesh)
     try:
         ranks = threads.run(mesh, step, body, timeout=20.0)

@@ -1,0 +1,74 @@
+"""The type that backward adds to a leaf's gradient: the dual of the leaf's, or what its hooks made of that."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import Tensor
+
+from ....spmd.errors import SpmdTypeError
+from ....spmd.tensor_type import Note, Origin, TensorType
+from ....spmd.types import SAME, VARYING, P, Shard, SpmdType, V
+from ..messages.explain import shown
+from ..session import Session
+
+__all__ = ["accumulated_error", "accumulating", "fits", "gradient_type", "incoming_origins", "set_incoming"]
+
+
+def set_incoming(
+    mode: Session, leaf: Tensor, type_: TensorType | None, origins: dict[str, Origin] | None = None
+) -> None:
+    """The hooks of a leaf have returned a gradient of a type; None: of the type that it has without hooks."""
+    mode.incoming[id(leaf)] = (leaf, type_, origins)
+
+
+@contextmanager
+def accumulating(mode: Session) -> Iterator[None]:
+    """Around a backward pass: what the hooks of leaves made of their gradients is in the gradients after it."""
+    try:
+        yield
+        for leaf, _, _ in [*mode.incoming.values()]:
+            if leaf.grad is not None:
+                mode.adopt(leaf, leaf.grad)
+    finally:
+        mode.incoming.clear()
+
+
+def incoming_origins(mode: Session, leaf: Tensor) -> dict[str, Origin] | None:
+    """Where the type of what backward adds to a leaf's gradient began, if the leaf's hooks made it."""
+    known = mode.incoming.get(id(leaf))
+    return known[2] if known is not None else None
+
+
+def gradient_type(mode: Session, leaf: Tensor, note: Note) -> TensorType:
+    """The type of what backward adds to a leaf's gradient."""
+    known = mode.incoming.get(id(leaf))
+    return (known[1] if known is not None else None) or mode.gradient_type(mode.named(note.type))
+
+
+def accumulated_error(leaf: Tensor, type_: TensorType, before: TensorType, added: TensorType) -> SpmdTypeError:
+    """What a leaf's gradient was, and what backward adds to it, do not go together."""
+    return SpmdTypeError(
+        f"the gradient of {shown(leaf, type_)}",
+        f"it was {before} when backward added to it, which gives {added}: the sum is neither",
+        repairs=["reduce gradients once, after the last backward", "zero_grad() before the next backward"],
+        rule="accumulated",
+    )
+
+
+def fits(actual: SpmdType, expected: SpmdType) -> bool:
+    """Whether a gradient of type `actual` may stand where one of type `expected` belongs."""
+    if actual.letter == "0" or actual is expected:
+        return True
+    if expected.letter == "P" and actual.letter == "R":  # what is the same everywhere is its own mean
+        return actual.scale + 1 == expected.scale
+    if actual.scale != expected.scale:
+        return False
+    if expected.letter in SAME:
+        return actual.letter in SAME
+    if expected.letter == "P":  # what varies is each rank's own part, where nothing is known of dims
+        return actual.base is P or actual.base is V
+    if isinstance(expected, Shard) and isinstance(actual, Shard):
+        return expected.dim == actual.dim and expected.stride == actual.stride
+    return actual.letter in VARYING | SAME  # V; what is equal everywhere may be each rank's own

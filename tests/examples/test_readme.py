@@ -1,0 +1,63 @@
+"""Every python block of the README runs, as it is written and in the order of the page."""
+
+import re
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+import neuronx_dist as nxd
+from tests.support.paths import ROOT
+
+pytestmark = pytest.mark.slow
+
+CONFIG = LlamaConfig(
+    vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=64, use_cache=False,
+)  # fmt: skip
+
+
+def blocks():
+    return re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+
+
+def test_its_blocks_run_in_the_order_of_the_page(tmp_path, capsys):
+    loop, pipeline, check = blocks()
+    names = {}
+    try:
+        exec(compile(loop.replace("range(100)", "range(3)"), "README, the loop", "exec"), names)
+        assert "gradient norm" in capsys.readouterr().out
+
+        AutoModelForCausalLM.from_config(CONFIG).save_pretrained(tmp_path)
+        nxd.initialize_model_parallel()
+        ids = torch.zeros(8, 16, dtype=torch.long)
+        given = {
+            "AutoModelForCausalLM": AutoModelForCausalLM,
+            "LlamaDecoderLayer": LlamaDecoderLayer,
+            "config": CONFIG,
+            "ids": ids,
+            "labels": ids.clone(),
+        }  # what it does not import
+        names.update(given)
+        exec(compile(pipeline.replace("path/to/folder", str(tmp_path)), "README, the pipeline", "exec"), names)
+        assert names["loss"].isfinite()
+        nxd.destroy_model_parallel()
+
+        exec(compile(check, "README, the check", "exec"), names)
+        assert capsys.readouterr().out.startswith("ok: ")
+    finally:
+        if nxd.parallel_state.model_parallel_is_initialized():
+            nxd.destroy_model_parallel()
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
+
+def test_the_check_is_of_the_model_above():
+    """It finds the mistake that the README's reader makes first: whole logits."""
+    loop, _, check = blocks()
+    definitions = loop.partition("device = ")[0]
+    names = {}
+    exec(compile(definitions.replace("bias=False, gather_output=False", "bias=False"), "README", "exec"), names)
+    exec(compile(check.replace("print(", "report = ("), "README", "exec"), names)
+    assert not names["report"].ok and "gather_output=False" in str(names["report"])
