@@ -10,13 +10,12 @@ from collections.abc import Iterator
 from difflib import SequenceMatcher
 from typing import Any
 
-from ...mesh import DENSE_AXES, Mesh
-from ...spmd.axes import mesh_atoms
 from ...spmd.tensor_type import TensorType
 from ...spmd.types import SAME
 from ..report import Problem
 from .calls import Op
 from .explore import Explored, RankProgram
+from .seeds import axes_between
 
 __all__ = ["compare_branches", "differences"]
 
@@ -36,7 +35,7 @@ def differences(explored: Explored, most: int = 20) -> list[str]:
 def compare_branches(explored: Explored) -> list[Problem]:
     """Operators of the user's that some ranks call otherwise, or not at all, though the result is typed as equal."""
     for one, other in _pairs(explored):
-        axes = _axes_between(explored.mesh, one.rank, other.rank)
+        axes = axes_between(explored.mesh, one.rank, other.rank)
         first, second = ([op for op in program.ops if not op.inside] for program in (one, other))
         a_keys, b_keys = ([(op.name, op.site) for op in ops] for ops in (first, second))
         for tag, i, j, k, m in SequenceMatcher(None, a_keys, b_keys, autojunk=False).get_opcodes():
@@ -64,12 +63,6 @@ def _unlike(one: RankProgram, other: RankProgram, op: Op, axis: str, here: str, 
         f"    Do it on all ranks alike, or convert(x, {axis!r}, src={spmd_type}, dst=V) what is meant to differ before."
     )
     return Problem("types", message, (one.rank, other.rank), (op.line,))
-
-
-def _axes_between(mesh: Mesh, one: int, other: int) -> list[str]:
-    """Atoms of the axes in whose coordinates two ranks differ."""
-    table, here, there = mesh_atoms(mesh), mesh.coordinates(one), mesh.coordinates(other)
-    return [atom for axis in DENSE_AXES if axis != "pp" and here[axis] != there[axis] for atom in table[axis]]
 
 
 def _equal_on(type_: TensorType | None, axes: list[str]) -> str | None:

@@ -10,10 +10,14 @@ from typing import Any, NamedTuple
 import torch
 from torch.overrides import TorchFunctionMode
 
-from ...call_site import DRIVER, LIBRARY, USER, frames
+from ...call_site import DRIVER, LIBRARY, USER, call_site, frames
 from ...comm.rank_values import RankValue, rank_values_in
+from ...spmd.random import TENSOR_PARALLEL, streams
 from ...spmd.tensor_type import TensorType, type_of
+from ..types.handlers.random_numbers import draws
+from ..types.handlers.seeds import Stream, generator_in, seed_of, stream
 from ..types.mode import SpmdTypeMode
+from ..types.rules import RULES
 
 __all__ = ["Deadline", "Op", "OutOfTime", "OpRecorder"]
 
@@ -61,6 +65,20 @@ class Deadline:
         return time.perf_counter() - self.started
 
 
+class Draw(NamedTuple):
+    """A draw of random numbers.
+
+    Attributes:
+        where: `file:line` of the user's code.
+        seed: of the generator; of a RankValue its axes and its values on all ranks.
+        stream: what the types of its numbers follow from.
+    """
+
+    where: str
+    seed: Any
+    stream: Stream
+
+
 class Op(NamedTuple):
     """A call of a torch function.
 
@@ -71,6 +89,7 @@ class Op(NamedTuple):
         site: (file, line) of the nearest frame that is neither torch's nor ours.
         inside: whether that frame called it through this package.
         types: the type of the result (of the first of several), if types are checked.
+        draw: if it draws random numbers: from where.
     """
 
     name: str
@@ -78,6 +97,7 @@ class Op(NamedTuple):
     site: tuple[str, int]
     inside: bool
     types: TensorType | None = None
+    draw: Draw | None = None
 
     @property
     def line(self) -> str:
@@ -124,11 +144,24 @@ class OpRecorder(TorchFunctionMode):
                 site, inside = user_site()
                 result = func(*args, **kwargs)
                 type_ = _type_of(result) if self._types is not None else None
-                self.ops.append(Op(name, tuple(scalars), site, inside, type_))
+                draw = self._draw(func, args, kwargs) if self._types is not None else None
+                self.ops.append(Op(name, tuple(scalars), site, inside, type_, draw))
                 if len(self.ops) % 64 == 0:
                     self._deadline.check()
                 return result
         return func(*args, **kwargs)
+
+    def _draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Draw | None:
+        rule = RULES.get(func)
+        if rule is None or not rule.random or not draws(rule, args, kwargs):
+            return None
+        assert self._types is not None
+        generator = generator_in(args, kwargs)
+        if generator is None and streams().drawing == TENSOR_PARALLEL:
+            return None
+        seed = seed_of(generator)
+        value = (seed.names, seed.table) if isinstance(seed, RankValue) else seed
+        return Draw(call_site(), value, stream(self._types, generator))
 
 
 def _scalars(args: Iterable[Any], scalars: list[Any]) -> bool:

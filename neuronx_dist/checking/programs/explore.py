@@ -16,6 +16,7 @@ from ...mesh import DENSE_AXES, Mesh
 from ...pipeline.schedule import Schedule
 from .calls import Deadline, Op, OutOfTime
 from .played import PHASES, Phase, Played, Subject
+from .seeds import differing_seeds
 from .wire import Wire
 
 __all__ = ["Explored", "PhaseFailure", "RankProgram", "explore"]
@@ -53,7 +54,7 @@ class RankProgram:
     def signature(self) -> Any:
         """Equal for programs that do the same, whatever their ranks."""
         events = tuple((e.verb, e.axis, e.op, e.shape, e.dtype, peer_index(e), e.tag, e.pairs) for e in self.events)
-        return events, tuple((op.name, op.scalars) for op in self.ops)
+        return events, tuple((op.name, op.scalars, op.draw and op.draw.seed) for op in self.ops)
 
 
 def peer_index(event: Event) -> int | None:
@@ -108,9 +109,20 @@ class Explored:
 def explore(subject: Subject, mesh: Mesh, deadline: Deadline, twice: bool = True) -> Explored:
     """Plays a step of as many ranks as there can be different programs.
 
+    Once more, where random numbers that were taken for equal turn out to be drawn from different seeds.
+
     Args:
         twice: play a second rank of each kind too.
     """
+    while True:
+        explored = _explore(subject, mesh, deadline, twice)
+        seeds = differing_seeds(mesh, ((program.rank, program.ops) for program in explored.distinct))
+        if not explored.finished or not seeds:
+            return explored
+        subject.seeds.update({key: axes | subject.seeds.get(key, frozenset()) for key, axes in seeds.items()})
+
+
+def _explore(subject: Subject, mesh: Mesh, deadline: Deadline, twice: bool) -> Explored:
     explored = Explored(mesh)
     try:
         for ranks in _stages(mesh):

@@ -37,6 +37,7 @@ from ...pipeline.record.recording import Recording
 from ...pipeline.run.microbatches import Batch
 from ...pipeline.schedule import Schedule
 from ..types.axis_sizes import tracked
+from ..types.handlers.seeds import OUTSIDE, kept_seeds
 from ..types.mode import SpmdTypeMode
 from .calls import Deadline, Op, OpRecorder
 from .fakes import fake_inputs, make_fake, no_messages, optimizers_of
@@ -69,6 +70,7 @@ class Subject:
     in_types: Any = None
     level: str | None = None
     recordings: Recordings = field(default_factory=lambda: Recordings())
+    seeds: dict[tuple[str, int], frozenset[str]] = field(default_factory=dict)  # see `Session.seeds`
 
 
 @dataclass
@@ -121,6 +123,10 @@ class Played:
         self._wire = wire
         if subject.level is not None:
             self.types = PlayedTypeMode(mesh, level=subject.level, strict=False)
+            self.types.seeds = subject.seeds
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(OUTSIDE)
+            self._built_random = torch.get_rng_state()
 
     def same_program(self, rank: int, phases: tuple[str, ...] = PHASES) -> bool:
         """Whether `rank` would have been told the same whenever the program asked where it is."""
@@ -200,6 +206,10 @@ class Played:
             context = stack.enter_context(comm.as_rank(self.mesh, rank, backend))
             context.extras.update(self._extras)
             stack.enter_context(torch.random.fork_rng(devices=[]))
+            stack.enter_context(kept_seeds())
+            torch.set_rng_state(self._built_random)
+            if self.types is not None:
+                self.types.outside_seed = torch.initial_seed()
             stack.enter_context(no_messages())
             stack.enter_context(tracked())
             try:
@@ -212,6 +222,8 @@ class Played:
                 ) from error
             finally:
                 self._extras.update(context.extras)
+                if name == "build":
+                    self._built_random = torch.get_rng_state()
                 phase.events = self._events[begin:]
 
     @contextmanager

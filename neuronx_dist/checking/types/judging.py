@@ -20,6 +20,7 @@ from .handlers.inplace import OVERWRITES, overwritten
 from .handlers.lookups import assumed_masked
 from .handlers.random_numbers import draws, made_type, stream_type
 from .handlers.rank_values import counted, rank_values
+from .handlers.seeds import generator_in
 from .handlers.vmapped import batched, refused, with_hidden_dims
 from .judge import Judgement, Operand, judge
 from .messages.explain import JudgedCall, explain, explain_shapes
@@ -54,8 +55,12 @@ def judge_call(
         for value in rank_values(rule, args, kwargs)
     ]
     if rule.kind not in ("op", "scalar", "decompose"):
-        type_, assumed = made_type(mode, rule, operand_types, numbers)
-        return _assuming(mode, with_numbers(mode, rule, args, kwargs, Judgement((type_,), {}, assumed)))
+        type_, assumed = made_type(mode, rule, args, kwargs, operand_types, numbers)
+        born = {}
+        if rule.kind == "random" and generator_in(args, kwargs) is not None:
+            what = f"random numbers of {rule.name} from a seed that differs by rank"
+            born = {axis: what for axis, spmd_type in type_ if spmd_type is V and axis != "pp"}
+        return _assuming(mode, with_numbers(mode, rule, args, kwargs, Judgement((type_,), born, assumed)))
     if rule.kind == "decompose" and rule.decompose is not None:
         before = dict(mode.assumed)
         with mode:
@@ -81,7 +86,7 @@ def judge_call(
     total = max(1, len(spec.outs)) if spec is not None else 1
     drawn, assumed = [], ()
     if draws(rule, args, kwargs):
-        stream, assumed = stream_type(mode, operand_types[0].type)
+        stream, assumed = stream_type(mode, generator_in(args, kwargs), operand_types[0].type)
         drawn = [Operand(stream, False)]
     try:
         judgement = judge(rule, spec, [*operand_types, *numbers, *drawn], affine, total)
@@ -121,10 +126,15 @@ def result_origins(mode: Session, judgement: Judgement | None, notes: Sequence[N
     for note in notes:
         if note.origins is not None:
             merged = note.origins if merged is None or merged is note.origins else {**note.origins, **merged}
-    return begin(mode, judgement.born, merged) if judgement is not None and judgement.born else merged
+    if judgement is None or not judgement.born:
+        return merged
+    varies = all(judgement.types[0].get(axis) is V for axis in judgement.born)
+    return begin(mode, judgement.born, merged, "V" if varies else "P")
 
 
-def begin(mode: Session, born: dict[str, str], origins: dict[str, Origin] | None) -> dict[str, Origin]:
+def begin(
+    mode: Session, born: dict[str, str], origins: dict[str, Origin] | None, letter: str = "P"
+) -> dict[str, Origin]:
     """The origins of a result: those of its operands, and for the axes in `born` this line."""
     line, module = call_site(), module_path(mode.modules)
-    return {**(origins or {}), **{axis: Origin(what, line, module, "P") for axis, what in born.items()}}
+    return {**(origins or {}), **{axis: Origin(what, line, module, letter) for axis, what in born.items()}}

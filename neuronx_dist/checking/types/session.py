@@ -61,6 +61,8 @@ class Session(TorchFunctionMode):
         around_hooks: makes a context that the body of every hook on gradients runs in; None: none.
         probing: how many `trial` are entered; errors raised meanwhile are caught, and need no good message.
         symbolic: ranks are RankValues: one rank is played in place of many.
+        seeds: `(line of a draw, seed) -> axes` on which the seed that is drawn from there is known to differ.
+        outside_seed: of the default generator, as the program found it; None: nobody compares the seeds of the ranks.
         received: `(tensor, axis) -> type` of what a pipeline stage gets by `comm.recv`; None: nobody knows.
         sent: `(tensor, axis)`, called at each `comm.send`.
         averaged: axes over which the gradients of every backward are averaged: of a pipeline that is known before.
@@ -93,6 +95,8 @@ class Session(TorchFunctionMode):
         self.gradient_scales: dict[str, int] = {}
         self._parameters: dict[int, nn.Parameter] = {}
         self.symbolic = False
+        self.seeds: dict[tuple[str, int], frozenset[str]] = {}
+        self.outside_seed: int | None = None
         self.known: dict[Any, Any] = {}
         self.num_assumptions = 0
 

@@ -15,7 +15,6 @@ MEAN = "the mean over this rank's part of the data is refused"
 LOCAL = "a piece of this rank's own shard is refused"
 SCALE = "a factor of the size of the axis is not seen"
 SHARE = "what each rank has, divided by the size of the axis, is no summand yet"
-SEED = "a seed that differs by rank is not seen"
 OFFSET = "which positions or heads are this rank's own is not judged"
 SIZE = "a literal size, or a divisor, is taken for a local one"
 
@@ -37,7 +36,6 @@ KNOWN = {
     "accumulation_by_split_and_sums.not_cleared": "what a step leaves to the next one is not seen",
     "mean_over_a_named_axis": MEAN,
     "tokens_cut_over_cp": MEAN,
-    "distributed_sampler.seeded_by_rank": SEED,
     "own_rows_of_a_whole_batch": MEAN,
     "broadcast_of_first_weights": MEAN,
     "flat_gradient_buffer": MEAN,
@@ -73,10 +71,7 @@ KNOWN = {
     "dropout_from_a_global_mask": MEAN,
     "loop_over_experts": LOCAL,
     "capacity_dispatch": "a cumulative sum over this rank's own tokens is refused",
-    "qk_norm.summed_without_a_gradient": "the gradient that a plain verb drops is not missed",
     "convolutions.groups_of_the_whole": SIZE,
-    "own_regions": "a custom autograd function that sums backward is not seen as one",
-    "seeded_mask.mask_of_the_rank": SEED,
     "two_layer_mlp": SHARE,
     "chunked_mlp": LOCAL,
     "split_input": MEAN,

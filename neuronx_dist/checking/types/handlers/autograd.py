@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointFunction
 
 from ....call_site import call_site
 from ....comm import context
@@ -194,39 +195,41 @@ def _verify(signature: _Signature, cls: Any, grads: Sequence[Any]) -> None:
 
 def _choose(signature: _Signature, cls: Any, args: Sequence[Any], outputs: Sequence[Any]) -> None:
     """Decides for outputs that are equal on an axis whether they are I or R, and writes it into the signature."""
-    undecided = []
+    undecided: dict[str, tuple[SpmdType, SpmdType]] = {}  # by axis, in the order in which they are tried
     flavours: dict[str, SpmdType] = {}
     axes = {axis for type_ in (*signature.inputs, *signature.outputs) if type_ is not None for axis in type_.types}
     for axis in sorted(axes):
         spmd_types = [(x, type_.get(axis)) for x, type_ in zip(args, signature.inputs) if type_ is not None]
         equal = [type_ for type_ in signature.outputs if type_ is not None and (type_.get(axis) or R).letter in SAME]
-        if not equal:
-            continue
         receiving = {spmd_type.letter for x, spmd_type in spmd_types if spmd_type is not None and x.requires_grad}
-        if receiving and receiving <= {"R"}:
-            flavours[axis] = R
-        elif receiving and receiving <= {"I"}:
-            flavours[axis] = I
-        elif receiving & {"V", "S", "P"}:
-            undecided.append(axis)
+        receiving &= set("RIVSP")
+        if not equal or not receiving:
+            continue
+        tried: tuple[SpmdType, SpmdType] = (R, I) if receiving == {"R"} else (I, R)
+        if cls is CheckpointFunction and len(receiving) == 1 and receiving <= SAME:
+            flavours[axis] = tried[0]  # its backward is native, and has effects
+        else:
+            undecided[axis] = tried
     outputs_before = list(signature.outputs)
     if undecided:
         key = (
             cls,
             tuple(signature.inputs),
             tuple(outputs_before),
+            tuple(undecided),
             tuple(x for x in args if isinstance(x, (int, bool, str))),
         )
         known = _flavours.get(key)
-        for axis in undecided:
+        for axis, tried in undecided.items():
             if known is not None:
                 flavours[axis] = known[axis]
                 continue
-            flavours[axis] = I
-            if not _probe(signature, flavours, outputs_before, outputs):
-                flavours[axis] = R
-                if not _probe(signature, flavours, outputs_before, outputs):
-                    flavours[axis] = I  # wrong either way: backward says why
+            for flavour in tried:
+                flavours[axis] = flavour
+                if _probe(signature, flavours, outputs_before, outputs):
+                    break
+            else:
+                flavours[axis] = tried[0]  # wrong either way: backward says why
         if known is None:
             _flavours[key] = {axis: flavours[axis] for axis in undecided}
     signature.outputs = _with(outputs_before, flavours)

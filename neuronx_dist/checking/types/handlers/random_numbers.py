@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ....comm import context
-from ....spmd.random import TENSOR_PARALLEL, streams
+import torch
+
 from ....spmd.tensor_type import EQUAL, UNIFORM_TYPE, ZERO_TYPE, TensorType
-from ....spmd.types import DIFFERING, R, SpmdType, V
+from ....spmd.types import DIFFERING, VARYING, R, SpmdType, V
+from ..axis_sizes import exponents_of
 from ..judge import Operand
 from ..rules import Rule
 from ..session import Session
+from .seeds import Stream, generator_in, stream
 
 __all__ = ["drawing", "draws", "made_type", "stream_type"]
 
@@ -21,31 +23,35 @@ def draws(rule: Rule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return bool(rule.random(*args, **kwargs)) if callable(rule.random) else rule.random
 
 
-def drawing(mode: Session) -> tuple[bool, tuple[str, ...]]:
-    """All that decides about the type of random numbers: whether they differ by tp rank, and the axes of the mesh."""
-    own = context.is_initialized() and streams().drawing == TENSOR_PARALLEL
-    return own, mode.atoms(("pp", "dp", "cp", "tp"))
+def drawing(mode: Session) -> tuple[Stream, tuple[str, ...]]:
+    """All that decides about the type of numbers from the default generator: how it is seeded, the axes of the mesh."""
+    return stream(mode, None), mode.atoms(("pp", "dp", "cp", "tp"))
 
 
-def stream_type(mode: Session, like: TensorType | None = None) -> tuple[TensorType, tuple[str, ...]]:
-    """The type of random numbers that are drawn now: equal on tp, unless they come from the tensor-parallel stream.
+def stream_type(
+    mode: Session, generator: torch.Generator | None, like: TensorType | None = None
+) -> tuple[TensorType, tuple[str, ...]]:
+    """The type of random numbers that are drawn now: equal where the seed is.
 
     Args:
+        generator: that they come from; None: the default one.
         like: of the tensor that they meet element by element; along its shards, numbers that differ by rank are as
             sharded as it is.
 
     Returns:
         The type, and what had to be assumed.
     """
-    own, atoms = drawing(mode)
+    source, atoms = stream(mode, generator), mode.atoms(("pp", "dp", "cp", "tp"))
     types: dict[str, SpmdType] = {}
     assumed = []
+    if generator is not None and mode.outside_seed is None:
+        assumed.append("the generator is seeded alike on all ranks")
     for axis in dict.fromkeys((*(like.types if like is not None else ()), *atoms)):
         spmd_type = like.get(axis) if like is not None else None
-        differs = axis != "tp" or own
+        differs = source.differs(axis)
         if spmd_type is not None and spmd_type.letter == "S":
             types[axis] = R
-            if not differs:
+            if not differs and axis not in mode.data_axes():
                 assumed.append(f"random numbers are the same on every piece along {axis}: draw them inside of fork()")
         elif differs:
             types[axis] = V
@@ -53,16 +59,24 @@ def stream_type(mode: Session, like: TensorType | None = None) -> tuple[TensorTy
 
 
 def made_type(
-    mode: Session, rule: Rule, operands: Sequence[Operand], numbers: Sequence[Operand]
+    mode: Session,
+    rule: Rule,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    operands: Sequence[Operand],
+    numbers: Sequence[Operand],
 ) -> tuple[TensorType, tuple[str, ...]]:
     """The type of what a factory makes, and what had to be assumed.
 
     Args:
-        given: its tensor operands.
+        operands: its tensors.
         numbers: those that differ by rank.
     """
     if rule.kind == "random":
-        return stream_type(mode)
+        type_, assumed = stream_type(mode, generator_in(args, kwargs))
+        for axis in _sharded_data(mode, (args, kwargs.get("size")), operands):
+            type_ = type_.with_axis(axis, V)
+        return type_, assumed
     if rule.kind == "zero" or rule.name.startswith(("empty", "new_empty", "zeros", "new_zeros")):
         return ZERO_TYPE, ()
     base = EQUAL
@@ -79,3 +93,17 @@ def made_type(
             }
         )
     return TensorType.of(types, base.rest), ()
+
+
+def _sharded_data(mode: Session, sizes: Any, operands: Sequence[Operand]) -> Iterator[str]:
+    """Data axes along which numbers are drawn for each rank's part: in sizes of a shard, or in the place of one."""
+    exponents = [exponents_of(size) for size in _numbers_in(sizes)]
+    for axis in mode.data_axes():
+        local = any(of.get(axis, 0) < 0 for of in exponents)
+        if local or any((operand.type.get(axis) or R).letter in VARYING for operand in operands):
+            yield axis
+
+
+def _numbers_in(sizes: Any) -> Iterator[Any]:
+    for item in sizes if isinstance(sizes, (tuple, list)) else (sizes,):
+        yield from _numbers_in(item) if isinstance(item, (tuple, list)) else (item,)

@@ -11,10 +11,13 @@ from typing import Any, SupportsIndex
 
 from torch import Tensor
 
+from ....call_site import call_site
 from ....comm.rank_values import RankValue, concrete, rank_values_in
 from ....spmd.axes import atoms_of
-from ....spmd.tensor_type import COUNTED, Note, TensorType, note_of, type_of
+from ....spmd.errors import SpmdTypeError
+from ....spmd.tensor_type import COUNTED, Note, TensorType, note_of, origins_of, type_of
 from ....spmd.types import SAME, R, Shard, SpmdType, V
+from ..messages.explain import shown
 from ..rules import Rule
 from ..rules.spec import Spec
 from ..session import Session
@@ -150,17 +153,55 @@ def _slice(mode: Session, rule: Rule, result: Tensor, args: tuple[Any, ...], kwa
         item = items[dim]
         start, length = item, 1
         if isinstance(item, slice):
-            if item.step not in (None, 1) or item.start is None:
+            if item.start is None:
                 return
             start, stop = item.start, x.shape[dim] if item.stop is None else item.stop
+            if item.step not in (None, 1):
+                _every(mode, x, result, item, dim)
+                return
             length = stop - start
     else:
         return
     whole = type_of(x)
     if whole is None or not isinstance(start, RankValue) or isinstance(length, RankValue):
         return
-    if any((whole.get(atom) or V).letter not in SAME for atom in atoms_of(tuple(start.names), mode.mesh)):
+    if not _is_whole(mode, x, whole, start):
         return
     count = len(start.table)
     own = start.table == tuple(number * length for number in range(count)) and count * length == x.shape[dim]
     _part(mode, result, whole, start, Shard(dim) if own and result.dim() == x.dim() else V, own)
+
+
+def _every(mode: Session, x: Tensor, result: Tensor, item: slice, dim: int) -> None:
+    """Writes the type of `x[rank::size]`: of each `size` rows that follow one another, every rank has one."""
+    start, step, whole = item.start, item.step, type_of(x)
+    if whole is None or item.stop is not None or not isinstance(start, RankValue) or isinstance(step, RankValue):
+        return
+    if not _is_whole(mode, x, whole, start):
+        return
+    own = start.table == tuple(range(int(step))) and x.shape[dim] % step == 0
+    _part(mode, result, whole, start, Shard(dim, x.shape[dim] // int(step)) if own else V, own)
+
+
+def _is_whole(mode: Session, x: Tensor, type_: TensorType, start: RankValue) -> bool:
+    """Whether all ranks that take a part of `x` each, from `start` on, have the same tensor.
+
+    Raises:
+        SpmdTypeError: it holds random numbers, and they have drawn them from different seeds.
+    """
+    for atom in atoms_of(tuple(start.names), mode.mesh):
+        spmd_type = type_.get(atom) or V
+        if spmd_type.letter in SAME:
+            continue
+        origin = origins_of(x).get(atom)
+        if spmd_type is V and origin is not None and origin.letter == "V":
+            raise SpmdTypeError(
+                f"a part of {shown(x, type_)} by rank at {call_site()}",
+                f"on {atom} each rank takes its part of other numbers: the parts overlap, and make up no whole",
+                where_from=[f"it is V on {atom} since {origin}"],
+                repairs=[f"one seed on all ranks of {atom}"],
+                axis=atom,
+                rule="parts_of_differing",
+            )
+        return False
+    return True

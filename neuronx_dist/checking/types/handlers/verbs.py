@@ -23,6 +23,7 @@ from ....spmd.watching import HANDLERS
 from ..messages.explain import operator_error
 from ..session import Session
 from .inplace import note_write
+from .lost_gradients import lost_gradients, refuse_gradient
 from .operators import check_masked, cut, joined
 from .vmapped import refuse_inside
 
@@ -54,12 +55,15 @@ def _verb(mode: Session, func: Callable[..., Any], args: tuple[Any, ...], kwargs
             type_, extra = verb_type(mode, name, x, note.type, note, axes, kwargs, communicator.size), None
         origins = {atom: origin for atom, origin in (note.origins or {}).items() if atom not in axes}
         types.append((type_, origins or None, extra))
+    lost = lost_gradients(mode, name, known, [type_ for type_, _, _ in types], axes, kwargs)
     with mode.pause():
         result = func(*args, **kwargs)
 
     def finish(result: Any) -> Any:
         with torch._C.DisableTorchFunction():  # a wait is no call that the mode sees
-            for y, (type_, origins, extra) in zip(result if listed else [result], types):
+            for y, (type_, origins, extra), x, error in zip(result if listed else [result], types, xs, lost):
+                if error is not None:
+                    refuse_gradient(mode, x, y, error)
                 note_write(mode, y, type_, origins, extra)
         return result
 

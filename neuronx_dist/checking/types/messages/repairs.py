@@ -190,7 +190,7 @@ def operator_repairs(operation: Operation, operand: Named, here: Site | None, ru
     if rule == "stride" and isinstance(actual, Shard):
         offer(blocks_gathered(operand, axis, actual, operation.gives))
         return repairs
-    if operation.rule == "foreign":
+    if rule == "foreign":
         mask = "((ids < first) | (ids >= first + count))"
         words = ", where this rank holds the positions from first to first + count"
         return [Repair(f"{code}.masked_fill({mask}.unsqueeze(-1), 0) before it{words}")]

@@ -92,6 +92,7 @@ MADE = """
 torch.arange({size}, dtype=torch.float64) | torch.eye({size}, dtype=torch.float64) | torch.ones({size}, dtype=torch.float64)
 torch.zeros({size}, dtype=torch.float64) | torch.tensor([1.0, 2.0], dtype=torch.float64) | torch.full(({size},), 3.0).double()
 torch.linspace(0.0, 1.0, {size}, dtype=torch.float64) | torch.ones((), dtype=torch.float64) | torch.zeros({size}, {size}).double()
+torch.rand({size}, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
 """
 
 
@@ -224,7 +225,7 @@ def typed(g: Generator) -> Proposal | None:
 
 
 def plain(g: Generator) -> Proposal | None:
-    """A collective of `comm`, which has no derivative."""
+    """A collective of `comm`, which has no derivative: of a tensor without gradient, mostly."""
     x, axis = g.float(1), g.axis()
     if x is None:
         return None
@@ -236,7 +237,7 @@ def plain(g: Generator) -> Proposal | None:
     verb = g.rng.choice(["all_reduce", "all_reduce", "max", "all_gather", "reduce_scatter", "all_to_all", "broadcast"])
     if g.claims[x].constant and verb != "broadcast":  # ones are summed to count: how many there are is nobody's shape
         return None
-    held = f"{x}.detach()"
+    held = f"{x}.detach()" if verb in ("max", "broadcast") or g.rng.random() < 0.5 else x
     count = g.grid[axis]
     if kind.letter == "V" or (verb in ("broadcast", "max") and kind.letter not in "RIP"):
         whole = None
