@@ -6,9 +6,11 @@ backend implements the eight primitives below, and a better `start_coalesced` if
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn, Protocol
+from weakref import WeakValueDictionary
 
 import torch
 from torch.overrides import has_torch_function_unary
@@ -50,6 +52,10 @@ class Works:
             self._finish()
 
 
+_numbers = itertools.count()
+communicators: WeakValueDictionary[str, Communicator] = WeakValueDictionary()  # by key
+
+
 class Communicator:
     """A group of ranks along an axis, seen from one of them.
 
@@ -60,6 +66,7 @@ class Communicator:
         size: number of ranks in the group. While a checker is at work, it knows of which axes (`axis_sizes.py`).
         axis_sizes: the axes of the mesh that the group spans, with their sizes; none, if it is no group of an axis.
         global_rank: this rank's number in the job.
+        key: names it in this process, and on all ranks of the group alike, for compiled code.
     """
 
     axis_sizes: Mapping[str, int] = {}
@@ -70,6 +77,8 @@ class Communicator:
         self.global_rank = global_rank
         self._size = len(self.ranks)
         self.rank = self.ranks.index(global_rank)
+        self.key = f"{axis}#{next(_numbers)}"
+        communicators[self.key] = self
 
     @property
     def size(self) -> int:

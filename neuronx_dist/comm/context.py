@@ -12,6 +12,8 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from torch.compiler import is_dynamo_compiling
+
 from ..mesh import Axis, Groups, Mesh
 from .base import Backend, Communicator
 from .rank_values import concrete, is_member
@@ -41,6 +43,11 @@ class Context:
             pass
         if isinstance(axis, Communicator):
             return axis
+        if is_dynamo_compiling():
+            raise RuntimeError(
+                f"compiled code cannot make the group over {axis!r}, for which all ranks meet: call "
+                f"neuronx_dist.comm.communicator({axis!r}) before it runs"
+            )
         if isinstance(axis, (str, tuple)):
             label = axis if isinstance(axis, str) else ",".join(axis)
             communicator = self.backend.communicator(label, self.mesh.groups(axis), self.rank)

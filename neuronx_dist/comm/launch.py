@@ -10,10 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..lazy_names import lazy_names
 from ..mesh import Axis, Mesh
 from . import context
 from .backends import xla
-from .backends.agreement import watcher
 from .backends.c10d import C10dBackend
 from .failure import FailureMonitor
 
@@ -22,6 +22,7 @@ __all__ = ["connect", "disconnect", "end_step", "init_distributed", "world"]
 # Made at once, in this order on every rank, so that a wrong network shows here and not in the middle of a step.
 _EAGER_AXES: tuple[Axis, ...] = ("tp", "pp", "dp", "cp", ("dp", "cp"), ("pp", "tp"), "ep", "edp", "world")
 _connections = 0
+_for_debugging = lazy_names(__name__, {"watcher": "comm.backends.agreement"})
 
 
 def init_distributed(device: str = "auto", timeout: float | None = None) -> torch.device:
@@ -102,7 +103,8 @@ def connect(mesh: Mesh, *, timeout: float | None = None, lazy: bool = False) -> 
         monitor.start()
     _connections += 1
     limit = datetime.timedelta(seconds=timeout) if timeout is not None else None
-    backend = C10dBackend(limit, monitor, watcher(monitor))
+    watch = _for_debugging("watcher")(monitor) if os.environ.get("NEURONX_DIST_DEBUG") else None
+    backend = C10dBackend(limit, monitor, watch)
     own_context = context.Context(mesh, rank, backend)
     try:
         for axis in () if lazy else _EAGER_AXES:

@@ -19,14 +19,18 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.compiler import is_dynamo_compiling
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from ..call_site import reissues
 from . import recording
-from .base import Communicator, Handle, WorkLike, Works
+from .base import Communicator
 from .context import AxisLike, communicator
 from .operands import check_out, checked_dim, deliver, gathered_shape, scattered_first, wire_dtype
 from .rank_values import concrete
+from .running import Result, Tensors, alone, coalesced, compiled, run
+from .traced import verb_operator
+from .transforms import transforming, untransformed
 
 __all__ = [
     "all_gather",
@@ -42,13 +46,11 @@ __all__ = [
     "send",
 ]
 
-Result = Any  # torch.Tensor, a list of them if a list was given, or Handle with async_op=True
-_List = list[torch.Tensor] | tuple[torch.Tensor, ...]
 _Out = Any  # None, or torch.Tensor, or a list of them if a list is given
 
 
 def all_reduce(
-    x: torch.Tensor | _List,
+    x: torch.Tensor | Tensors,
     axis: AxisLike,
     *,
     op: str = "sum",
@@ -60,10 +62,14 @@ def all_reduce(
     if has_torch_function_unary(x):
         return _hand_over(all_reduce, (x, axis), op=op, reduce_dtype=reduce_dtype, out=out, async_op=async_op)
     if isinstance(x, (list, tuple)):
-        return _coalesced(all_reduce, x, axis, out, async_op, op=op, reduce_dtype=reduce_dtype)
+        return coalesced("all_reduce", x, communicator(axis), out, async_op, op=op, reduce_dtype=reduce_dtype)
     comm = communicator(axis)
     if comm.size == 1:
-        return _alone(comm, x, out, async_op)
+        return alone(comm, x, out, async_op)
+    if is_dynamo_compiling():
+        return compiled(_all_reduce, x, comm, (op, reduce_dtype), out, async_op)
+    if transforming():
+        x = untransformed(x, "all_reduce")
     dtype = wire_dtype(x, op, reduce_dtype)
     check_out(out, x.shape, comm, "all_reduce")
     direct = out is not None and dtype == out.dtype and out.is_contiguous()
@@ -76,7 +82,7 @@ def all_reduce(
     if recording.recorders:
         recording.note(comm, "all_reduce", x, op=op, dtype=dtype)
     result_dtype = x.dtype
-    return _run(
+    return run(
         comm,
         "all_reduce",
         lambda: comm.start_all_reduce(buffer, op),
@@ -86,7 +92,7 @@ def all_reduce(
 
 
 def all_gather(
-    x: torch.Tensor | _List,
+    x: torch.Tensor | Tensors,
     axis: AxisLike,
     *,
     dim: int = 0,
@@ -100,10 +106,14 @@ def all_gather(
     if has_torch_function_unary(x):
         return _hand_over(all_gather, (x, axis), dim=dim, out=out, async_op=async_op)
     if isinstance(x, (list, tuple)):
-        return _coalesced(all_gather, x, axis, out, async_op, dim=dim)
+        return coalesced("all_gather", x, communicator(axis), out, async_op, dim=dim)
     comm = communicator(axis)
     if comm.size == 1:
-        return _alone(comm, x, out, async_op)
+        return alone(comm, x, out, async_op)
+    if is_dynamo_compiling():
+        return compiled(_all_gather, x, comm, (dim,), out, async_op)
+    if transforming():
+        x = untransformed(x, "all_gather")
     dim = checked_dim(x, dim, "all_gather")
     x = x.detach()
     shape = gathered_shape(x, dim, comm)
@@ -124,11 +134,11 @@ def all_gather(
         result = gathered.view(shape) if leading else gathered.movedim(0, dim).reshape(shape)
         return deliver(result, out, x.dtype)
 
-    return _run(comm, "all_gather", lambda: comm.start_all_gather(gathered, x), async_op, finish)
+    return run(comm, "all_gather", lambda: comm.start_all_gather(gathered, x), async_op, finish)
 
 
 def reduce_scatter(
-    x: torch.Tensor | _List,
+    x: torch.Tensor | Tensors,
     axis: AxisLike,
     *,
     dim: int = 0,
@@ -147,10 +157,16 @@ def reduce_scatter(
             reduce_scatter, (x, axis), dim=dim, op=op, reduce_dtype=reduce_dtype, out=out, async_op=async_op
         )
     if isinstance(x, (list, tuple)):
-        return _coalesced(reduce_scatter, x, axis, out, async_op, dim=dim, op=op, reduce_dtype=reduce_dtype)
+        return coalesced(
+            "reduce_scatter", x, communicator(axis), out, async_op, dim=dim, op=op, reduce_dtype=reduce_dtype
+        )
     comm = communicator(axis)
     if comm.size == 1:
-        return _alone(comm, x, out, async_op)
+        return alone(comm, x, out, async_op)
+    if is_dynamo_compiling():
+        return compiled(_reduce_scatter, x, comm, (dim, op, reduce_dtype), out, async_op)
+    if transforming():
+        x = untransformed(x, "reduce_scatter")
     dtype = wire_dtype(x, op, reduce_dtype)
     scattered = scattered_first(x.detach(), dim, comm, "reduce_scatter").contiguous()
     if dtype != x.dtype:
@@ -161,7 +177,7 @@ def reduce_scatter(
     direct = out is not None and out.is_contiguous() and out.dtype == dtype
     piece = out.detach() if direct and out is not None else scattered.new_empty(scattered.shape[1:])
     result_dtype = x.dtype
-    return _run(
+    return run(
         comm,
         "reduce_scatter",
         lambda: comm.start_reduce_scatter(piece, scattered, op),
@@ -184,7 +200,11 @@ def all_to_all(
         return _hand_over(all_to_all, (x, axis), split_dim=split_dim, concat_dim=concat_dim, out=out, async_op=async_op)
     comm = communicator(axis)
     if comm.size == 1:
-        return _alone(comm, x, out, async_op)
+        return alone(comm, x, out, async_op)
+    if is_dynamo_compiling():
+        return compiled(_all_to_all, x, comm, (split_dim, concat_dim), out, async_op)
+    if transforming():
+        x = untransformed(x, "all_to_all")
     concat_dim = checked_dim(x, concat_dim, "all_to_all")
     scattered = scattered_first(x.detach(), split_dim, comm, "all_to_all").contiguous()
     if recording.recorders:
@@ -193,7 +213,7 @@ def all_to_all(
     shape = list(scattered.shape[1:])
     shape[concat_dim] *= comm.size
     check_out(out, shape, comm, "all_to_all")
-    return _run(
+    return run(
         comm,
         "all_to_all",
         lambda: comm.start_all_to_all(gathered, scattered),
@@ -223,12 +243,16 @@ def permute(
             )
     check_out(out, x.shape, comm, "permute")
     if comm.size == 1:
-        return _alone(comm, x if pairs else torch.zeros_like(x), out, async_op)
+        return alone(comm, x if pairs else torch.zeros_like(x), out, async_op)
+    if is_dynamo_compiling():
+        return compiled(_permute, x, comm, (pairs,), out, async_op)
+    if transforming():
+        x = untransformed(x, "permute")
     x = x.detach().contiguous()
     if recording.recorders:
         recording.note(comm, "permute", x)
     result = torch.empty_like(x)
-    return _run(
+    return run(
         comm,
         "permute",
         lambda: comm.start_permute(result, x, pairs),
@@ -246,7 +270,11 @@ def broadcast(
     comm = communicator(axis)
     _index(comm, src, "broadcast", "src")
     if comm.size == 1:
-        return _alone(comm, x, out, async_op)
+        return alone(comm, x, out, async_op)
+    if is_dynamo_compiling():
+        return compiled(_broadcast, x, comm, (src,), out, async_op)
+    if transforming():
+        x = untransformed(x, "broadcast")
     check_out(out, x.shape, comm, "broadcast")
     direct = out is not None and out.is_contiguous() and out.dtype == x.dtype
     if direct and out is not None:
@@ -255,7 +283,7 @@ def broadcast(
         buffer = x.detach().clone(memory_format=torch.contiguous_format)
     if recording.recorders:
         recording.note(comm, "broadcast", x)
-    return _run(
+    return run(
         comm,
         "broadcast",
         lambda: comm.start_broadcast(buffer, src),
@@ -270,10 +298,12 @@ def send(x: torch.Tensor, axis: AxisLike, *, dst: int, tag: int = 0, async_op: b
         return _hand_over(send, (x, axis), dst=dst, tag=tag, async_op=async_op)
     comm = communicator(axis)
     _peer(comm, dst, "send", "dst")
+    if transforming():
+        x = untransformed(x, "send")
     buffer = x.detach().contiguous()
     if recording.recorders:
         recording.note(comm, "send", x)
-    return _run(comm, "send", lambda: comm.start_send(buffer, dst, tag), async_op, lambda: x)
+    return run(comm, "send", lambda: comm.start_send(buffer, dst, tag), async_op, lambda: x)
 
 
 def recv(out: torch.Tensor, axis: AxisLike, *, src: int, tag: int = 0, async_op: bool = False) -> Result:
@@ -282,13 +312,15 @@ def recv(out: torch.Tensor, axis: AxisLike, *, src: int, tag: int = 0, async_op:
         return _hand_over(recv, (out, axis), src=src, tag=tag, async_op=async_op)
     comm = communicator(axis)
     _peer(comm, src, "recv", "src")
+    if transforming():
+        out = untransformed(out, "recv")
     if not out.is_contiguous():
         raise ValueError(
             f"recv over {comm.axis}: out must be contiguous, got strides {out.stride()} for shape {tuple(out.shape)}"
         )
     if recording.recorders:
         recording.note(comm, "recv", out)
-    return _run(comm, "recv", lambda: comm.start_recv(out.detach(), src, tag), async_op, lambda: out)
+    return run(comm, "recv", lambda: comm.start_recv(out.detach(), src, tag), async_op, lambda: out)
 
 
 def barrier(axis: AxisLike = "world") -> None:
@@ -322,86 +354,6 @@ def _hand_over(verb: Callable[..., Result], args: tuple[Any, ...], **keywords: A
     return handle_torch_function(verb, args[:1], *args, **non_defaults)
 
 
-def _run(
-    comm: Communicator, verb: str, start: Callable[[], WorkLike], async_op: bool, finish: Callable[[], Any]
-) -> Result:
-    try:  # a connection that is known to be broken raises at once
-        work = start()
-        if not async_op:
-            work.wait()
-    except RuntimeError as error:
-        comm.explain(verb, error)
-    return Handle(comm, verb, work, finish) if async_op else finish()
-
-
-def _coalesced(
-    verb: Callable[..., Result],
-    xs: _List,
-    axis: AxisLike,
-    out: _List | None,
-    async_op: bool,
-    *,
-    dim: int = 0,
-    op: str = "sum",
-    reduce_dtype: torch.dtype | None = None,
-) -> Result:
-    """A verb of several tensors: a collective for each dtype that is on the wire."""
-    comm, name = communicator(axis), verb.__name__
-    if out is not None and len(out) != len(xs):
-        raise ValueError(f"{name} over {comm.axis}: out has {len(out)} tensors, for {len(xs)} to communicate")
-    if comm.size == 1 or not xs:
-        own = [_alone(comm, x, None if out is None else out[index], False) for index, x in enumerate(xs)]
-        return Handle(comm, "", None, lambda: own) if async_op else own
-    alike: dict[tuple[torch.dtype, torch.device], list[tuple[int, torch.Tensor]]] = {}
-    dims: list[int] = []
-    for index, x in enumerate(xs):
-        wire, shape = x.detach(), tuple(x.shape)
-        dims.append(checked_dim(x, dim, name) if verb is all_gather else 0)
-        if verb is all_gather:
-            shape = gathered_shape(x, dims[-1], comm)
-        elif verb is reduce_scatter:
-            wire = scattered_first(wire, dim, comm, name)
-            shape = tuple(wire.shape[1:])
-        check_out(out[index] if out is not None else None, shape, comm, name)
-        wire = wire.to(wire_dtype(x, op, reduce_dtype))
-        alike.setdefault((wire.dtype, wire.device), []).append((index, wire))
-    dtypes = [x.dtype for x in xs]
-    results: list[Any] = [None] * len(xs)
-
-    def start() -> WorkLike:
-        works = []
-        for members in alike.values():
-            wires = [wire for _, wire in members]
-            if recording.recorders:
-                gather = verb is all_gather
-                recording.note(comm, name, wires, op=None if gather else op, scale=comm.size if gather else 1)
-            work, parts = comm.start_coalesced(name, wires, op)
-            works.append(work)
-            for (index, _), result in zip(members, parts):
-                results[index] = result
-        return Works(works)
-
-    def finish() -> list[torch.Tensor]:  # holds on to nothing that was sent
-        values = results
-        if verb is all_gather:
-            values = [x.movedim(0, dim).flatten(dim, dim + 1) for x, dim in zip(results, dims)]
-        if out is None:
-            return [deliver(value, None, dtype) for value, dtype in zip(values, dtypes)]
-        with torch.no_grad():
-            torch._foreach_copy_(list(out), values)
-        return list(out)
-
-    return _run(comm, name, start, async_op, finish)
-
-
-def _alone(comm: Communicator, x: torch.Tensor, out: torch.Tensor | None, async_op: bool) -> Result:
-    if out is not None and out is not x:
-        with torch.no_grad():
-            out.copy_(x)
-        x = out
-    return Handle(comm, "", None, lambda: x) if async_op else x
-
-
 def _index(comm: Communicator, index: int, verb: str, name: str) -> None:
     if not 0 <= index < comm.size:
         raise ValueError(f"{verb} over {comm.axis}: {name}={index} is not a group index (0..{comm.size - 1})")
@@ -418,3 +370,24 @@ _DEFAULTS: dict[Callable[..., Result], dict[str, Any]] = {
     verb: dict(verb.__kwdefaults__ or {})
     for verb in (all_reduce, all_gather, reduce_scatter, all_to_all, permute, broadcast, send, recv)
 }
+
+
+_DTYPE = "ScalarType? reduce_dtype"
+_all_reduce = verb_operator(all_reduce, f"str op, {_DTYPE}", lambda x, comm, **_: x.shape)
+_all_gather = verb_operator(
+    all_gather, "int dim", lambda x, comm, dim: gathered_shape(x, checked_dim(x, dim, "all_gather"), comm)
+)
+_reduce_scatter = verb_operator(
+    reduce_scatter,
+    f"int dim, str op, {_DTYPE}",
+    lambda x, comm, dim, **_: scattered_first(x, dim, comm, "reduce_scatter").shape[1:],
+)
+_all_to_all = verb_operator(
+    all_to_all,
+    "int split_dim, int concat_dim",
+    lambda x, comm, split_dim, concat_dim: gathered_shape(
+        scattered_first(x, split_dim, comm, "all_to_all")[0], checked_dim(x, concat_dim, "all_to_all"), comm
+    ),
+)
+_permute = verb_operator(permute, "int[][] pairs", lambda x, comm, pairs: x.shape)
+_broadcast = verb_operator(broadcast, "int src", lambda x, comm, src: x.shape)

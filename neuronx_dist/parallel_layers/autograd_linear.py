@@ -25,11 +25,17 @@ from .. import comm, spmd
 from ..comm import Communicator
 from ..comm.context import AxisLike
 from ..comm.select import in_one_program
+from ..comm.transforms import transforming
 from ..spmd import I, P, R, S
 from ..spmd.random import checkpoint
 from .utils import cast_if_autocast_enabled
 
-__all__ = ["ColumnLinear", "RowLinear", "linear_alone", "linear_with_async_allreduce"]
+__all__ = ["ColumnLinear", "RowLinear", "call", "linear_alone", "linear_with_async_allreduce"]
+
+
+def call(function: Any, *args: Any) -> Any:
+    """Calls one of these functions; under transforms of `torch.func` the operators that it is made of."""
+    return function.composition(*args) if transforming() else function.apply(*args)
 
 
 class ColumnLinear(torch.autograd.Function):
@@ -65,7 +71,7 @@ class ColumnLinear(torch.autograd.Function):
         count: int,
         *weights_and_biases: torch.Tensor,
     ) -> Any:
-        """What the type checker compares this function with."""
+        """The same of operators: for `torch.func`; the type checker compares this function with it."""
 
         def linears(x: torch.Tensor, *params: torch.Tensor) -> Any:
             if sequence_dim is None:
@@ -75,7 +81,7 @@ class ColumnLinear(torch.autograd.Function):
             biases = params[count:] or [None] * count
             return tuple(F.linear(full, weight, bias) for weight, bias in zip(params, biases))
 
-        if sequence_dim is None:
+        if sequence_dim is None or transforming():  # which know no checkpoints
             return linears(x, *weights_and_biases)
         return checkpoint(linears, x, *weights_and_biases)  # what was gathered is not kept
 
@@ -120,7 +126,7 @@ def linear_alone(
     """
     if in_one_program(x):
         biases = [] if bias is None else [bias]
-        out: torch.Tensor = ColumnLinear.apply(x, communicator, None, None, 1, weight, *biases)[0]
+        out: torch.Tensor = call(ColumnLinear, x, communicator, None, None, 1, weight, *biases)[0]
         return out
     return F.linear(x, weight, bias)
 
@@ -160,7 +166,7 @@ class RowLinear(torch.autograd.Function):
         sequence_dim: int | None,
         reduce_dtype: torch.dtype | None,
     ) -> torch.Tensor:
-        """What the type checker compares this function with."""
+        """The same of operators: for `torch.func`; the type checker compares this function with it."""
         out = F.linear(x, weight)
         if sequence_dim is None:
             out = spmd.all_reduce(out, communicator, src=P, dst=I, reduce_dtype=reduce_dtype)
@@ -209,4 +215,4 @@ def linear_with_async_allreduce(
     if communicator.size == 1:
         return linear_alone(x, weight, bias, communicator)
     biases = [] if bias is None else [bias]
-    return ColumnLinear.apply(x, communicator, sequence_dimension, reduce_dtype, 1, weight, *biases)[0]
+    return call(ColumnLinear, x, communicator, sequence_dimension, reduce_dtype, 1, weight, *biases)[0]

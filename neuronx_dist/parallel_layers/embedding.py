@@ -19,6 +19,7 @@ from .. import comm, spmd
 from ..comm.context import AxisLike
 from ..comm.rank_values import concrete
 from ..spmd import I, P, S, ShardedModule, ShardSpec, V, set_spec
+from .vocabulary import check_ids
 
 __all__ = ["ParallelEmbedding"]
 
@@ -158,7 +159,7 @@ class ParallelEmbedding(ShardedModule):
         """Rows of the ids that this rank holds, zeros for the others."""
         count = self.weight.shape[0]
         if type(ids) is torch.Tensor and ids.device.type == "cpu":  # where it costs no synchronisation
-            self._check_ids(ids)
+            check_ids(ids, self.num_embeddings, None, "ParallelEmbedding: id")
         rank = comm.communicator(self.axis).coordinate(ids)
         local = spmd.trust(ids - rank * count, self.axis, V)
         elsewhere = (local < 0) | (local >= count)
@@ -179,14 +180,6 @@ class ParallelEmbedding(ShardedModule):
         if self.padding_idx is not None and not isinstance(rank, int):  # which rank has the row is no constant here
             out = torch.where((ids == self.padding_idx).unsqueeze(-1), out.detach(), out)
         return spmd.trust(out.masked_fill_(elsewhere.unsqueeze(-1), 0.0), self.axis, P)
-
-    @spmd.no_typecheck()  # each rank looks at its own
-    def _check_ids(self, ids: torch.Tensor) -> None:
-        wrong = (ids < 0) | (ids >= self.num_embeddings)
-        if wrong.any():
-            raise IndexError(
-                f"ParallelEmbedding: id {ids[wrong][0].item()} is outside the vocabulary of {self.num_embeddings}"
-            )
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}, local_weight={list(self.weight.shape)}"

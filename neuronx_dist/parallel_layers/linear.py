@@ -14,7 +14,7 @@ from torch import nn
 from .. import comm, spmd
 from ..comm.context import AxisLike
 from ..spmd import I, P, R, S, ShardedModule, ShardSpec, set_spec
-from .autograd_linear import ColumnLinear, RowLinear, linear_alone
+from .autograd_linear import ColumnLinear, RowLinear, call, linear_alone
 
 __all__ = ["ColumnParallelLinear", "RowParallelLinear", "check_fusable", "fuse_columns"]
 
@@ -227,7 +227,7 @@ def _shards(layers: Sequence[ColumnParallelLinear], x: torch.Tensor) -> Sequence
     if first.input_is_replicated:
         return [F.linear(x, weight, bias) for weight, bias in zip(weights, biases or repeat(None))]
     dim, count = first._sequence_dim(), len(layers)
-    return ColumnLinear.apply(x, communicator, dim, first.reduce_dtype, count, *weights, *biases)
+    return call(ColumnLinear, x, communicator, dim, first.reduce_dtype, count, *weights, *biases)
 
 
 class _FusedColumns:
@@ -364,7 +364,7 @@ class RowParallelLinear(_ParallelLinear):
                 x = spmd.convert(x, communicator, src=I, dst=S(-1))
                 x = x.flatten(-2) if self.stride > 1 else x
             if self.reduce_output:
-                out = RowLinear.apply(x, self.weight, bias, communicator, self._sequence_dim(), self.reduce_dtype)
+                out = call(RowLinear, x, self.weight, bias, communicator, self._sequence_dim(), self.reduce_dtype)
             else:
                 out = spmd.trust(F.linear(x, self.weight), communicator, P)
                 if bias is not None:

@@ -14,9 +14,11 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 from .. import comm, spmd
 from ..comm import Communicator
 from ..comm.context import AxisLike
-from ..spmd import P, V
+from ..comm.transforms import transforming
+from ..spmd import I, P, V
 from ..spmd.gathered import is_gathered
 from ..spmd.watching import see_through
+from .vocabulary import check_ids
 
 __all__ = ["parallel_cross_entropy"]
 
@@ -31,8 +33,7 @@ class _ParallelCrossEntropy(torch.autograd.Function):
         smoothing: float,
         ignore_index: int,
     ) -> torch.Tensor:
-        local_vocab = logits.shape[-1]
-        vocab = local_vocab * communicator.size
+        vocab = logits.shape[-1] * communicator.size
         dtype = torch.promote_types(logits.dtype, torch.float32)
         highest = comm.all_reduce(logits.amax(-1), communicator, op="max").to(dtype)
         shifted = (
@@ -40,10 +41,7 @@ class _ParallelCrossEntropy(torch.autograd.Function):
             if logits.dtype == dtype
             else logits.to(dtype).sub_(highest.unsqueeze(-1))
         )
-
-        local = spmd.trust(target - communicator.coordinate(logits) * local_vocab, communicator, V)
-        elsewhere = (local < 0) | (local >= local_vocab)
-        local = local.masked_fill(elsewhere, 0).unsqueeze(-1)
+        local, elsewhere = _own_labels(target, logits, communicator)
         predicted = shifted.gather(-1, local).squeeze(-1).masked_fill_(elsewhere, 0.0)
         sums: list[torch.Tensor] = [spmd.trust(predicted, communicator, P)]
         s = smoothing * vocab / (vocab - 1) if smoothing else 0.0
@@ -53,14 +51,9 @@ class _ParallelCrossEntropy(torch.autograd.Function):
         sums.append(spmd.trust(softmax.sum(-1), communicator, P))
         stacked = torch.stack(sums)
         stacked = comm.all_reduce(stacked, communicator, out=stacked)
-        predicted, total = stacked[0], stacked[-1]
-        log_total = total.log()
-        loss = log_total - predicted
-        if s:
-            loss = (1 - s) * loss - s * (stacked[1] / vocab - log_total)
         ignored = target == ignore_index
-        loss = loss.masked_fill_(ignored, 0.0)
-        softmax.div_(total.unsqueeze(-1))
+        loss = _loss(stacked, s, vocab).masked_fill_(ignored, 0.0)
+        softmax.div_(stacked[-1].unsqueeze(-1))
 
         ctx.save_for_backward(softmax, local, elsewhere, ignored)
         ctx.smoothing, ctx.vocab, ctx.dtype = s, vocab, logits.dtype
@@ -75,6 +68,67 @@ class _ParallelCrossEntropy(torch.autograd.Function):
         if ctx.smoothing:
             result -= grad * (ctx.smoothing / ctx.vocab)
         return result.to(ctx.dtype), None, None, None, None
+
+
+def _own_labels(
+    target: torch.Tensor, logits: torch.Tensor, communicator: Communicator
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Positions `[.., 1]` of the labels in this rank's logits, and which of them, `[..]`, are on other ranks."""
+    local_vocab = logits.shape[-1]
+    local = spmd.trust(target - communicator.coordinate(logits) * local_vocab, communicator, V)
+    elsewhere = (local < 0) | (local >= local_vocab)
+    return local.masked_fill(elsewhere, 0).unsqueeze(-1), elsewhere
+
+
+def _loss(stacked: torch.Tensor, s: float, vocab: int) -> torch.Tensor:
+    """The loss per token, of the sums over the vocabulary: y, with smoothing Σ (z - m), and Σ exp(z - m)."""
+    predicted, log_total = stacked[0], stacked[-1].log()
+    loss = log_total - predicted
+    return (1 - s) * loss - s * (stacked[1] / vocab - log_total) if s else loss
+
+
+def _cross_entropy_of_operators(
+    logits: torch.Tensor, target: torch.Tensor, communicator: Communicator, smoothing: float, ignore_index: int
+) -> torch.Tensor:
+    """The same of operators, for `torch.func`."""
+    vocab = logits.shape[-1] * communicator.size
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    shifted = logits - _Highest.apply(logits, communicator).unsqueeze(-1)
+    local, elsewhere = _own_labels(target, logits, communicator)
+    sums = [shifted.gather(-1, local).squeeze(-1).masked_fill(elsewhere, 0.0), shifted.exp().sum(-1)]
+    s = smoothing * vocab / (vocab - 1) if smoothing else 0.0
+    if s:
+        sums.insert(1, shifted.sum(-1))
+    stacked = spmd.all_reduce(torch.stack(sums), communicator, src=P, dst=I)
+    return _loss(stacked, s, vocab).masked_fill(target == ignore_index, 0.0)
+
+
+class _Highest(torch.autograd.Function):
+    """The highest logit of a token, `[.., vocab/tp] -> [..]`, as a constant: the loss does not depend on it."""
+
+    @staticmethod
+    def forward(logits: torch.Tensor, communicator: Communicator) -> torch.Tensor:
+        highest: torch.Tensor = comm.all_reduce(logits.amax(-1), communicator, op="max")
+        return highest
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        ctx.mark_non_differentiable(output)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None]:
+        return None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: torch.Tensor, _: None) -> None:
+        return None
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple[int | None, ...], logits: torch.Tensor, communicator: Communicator
+    ) -> tuple[torch.Tensor, int]:
+        assert in_dims[0] is not None
+        return _Highest.apply(logits.movedim(in_dims[0], 0), communicator), 0
 
 
 def parallel_cross_entropy(
@@ -145,8 +199,9 @@ def _cross_entropy(
     communicator = comm.communicator(tensor_model_parallel_group or "tp")
     _check_logits(parallel_logits, communicator, vocab_size)
     if type(labels) is torch.Tensor and labels.device.type == "cpu":
-        _check_labels(labels, parallel_logits.shape[-1] * communicator.size, ignore_index)
-    return _ParallelCrossEntropy.apply(parallel_logits, labels, communicator, label_smoothing, ignore_index)
+        check_ids(labels, parallel_logits.shape[-1] * communicator.size, ignore_index, "parallel_cross_entropy: label")
+    function = _cross_entropy_of_operators if transforming() else _ParallelCrossEntropy.apply
+    return function(parallel_logits, labels, communicator, label_smoothing, ignore_index)
 
 
 def _check_logits(logits: torch.Tensor, communicator: Communicator, vocab: int | None) -> None:
@@ -165,16 +220,6 @@ def _check_logits(logits: torch.Tensor, communicator: Communicator, vocab: int |
     advice = "; these are whole: build their layer with gather_output=False, or drop the gather" if whole else ""
     of = f" of a vocabulary of {vocab}" if vocab is not None else ""
     raise ValueError(f"parallel_cross_entropy: {shards}, and got {tuple(logits.shape)}{of}{advice}")
-
-
-@spmd.no_typecheck()  # each rank looks at its own
-def _check_labels(labels: torch.Tensor, vocab: int, ignore_index: int) -> None:
-    wrong = ((labels < 0) | (labels >= vocab)) & (labels != ignore_index)
-    if wrong.any():
-        raise IndexError(
-            f"parallel_cross_entropy: label {labels[wrong][0].item()} is outside the vocabulary of {vocab} and is not "
-            f"ignore_index={ignore_index}"
-        )
 
 
 see_through(parallel_cross_entropy, _cross_entropy)

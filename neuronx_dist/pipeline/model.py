@@ -263,6 +263,18 @@ class NxDPPModel(StageModule):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise RuntimeError("a pipeline model is not called: use run_train(**inputs) or run_eval(**inputs)")
 
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compiles each transformer layer in place, as `nn.Module.compile` does; all else stays eager.
+
+        Raises:
+            ValueError: the model knows of no transformer layers.
+        """
+        layers = [m for m in self.original_module.modules() if isinstance(m, tuple(self._layer_classes))]
+        if not layers:
+            raise ValueError("compile: no transformer layers are known; pass transformer_layer_cls to NxDPPModel")
+        for layer in layers:
+            layer.compile(*args, **kwargs)
+
     @property
     def training_schedule(self) -> Schedule:
         """The schedule that `run_train` runs, for the present `num_microbatches`."""

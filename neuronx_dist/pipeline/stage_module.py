@@ -36,6 +36,7 @@ class StageModule(nn.Module):
 
     def __init__(self, module: nn.Module, *, stage: int, num_stages: int, last_stage: int) -> None:
         super().__init__()
+        _refuse_wrapped_layers(module)
         self.original_module = module
         self.stage = stage
         self.num_stages = num_stages
@@ -282,3 +283,14 @@ class StageModule(nn.Module):
             if name == "original_module":
                 raise
             return getattr(self.original_module, name)
+
+
+def _refuse_wrapped_layers(model: nn.Module) -> None:
+    """`torch.compile(layer)` is another module around the layer: of another class, with other names of parameters."""
+    for name, module in model.named_modules():
+        if "_orig_mod" in module._modules:
+            raise ValueError(
+                f"{name or 'the model'} is what torch.compile(module) returned, a module around the one that a "
+                "pipeline cuts, records and names: use module.compile() on each transformer layer, which compiles in "
+                "place, or compile() of the pipeline model, which does that"
+            )

@@ -22,7 +22,9 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 from .. import comm
 from ..comm import Communicator, select
 from ..comm.context import AxisLike
+from ..comm.transforms import transforming
 from .errors import SpmdTypeError, dim_of
+from .linear_operator import linear
 from .types import P, R, Shard, SpmdType, V
 
 __all__ = [
@@ -49,6 +51,10 @@ class OperatorArguments(NamedTuple):
     def reversed(self) -> OperatorArguments:
         """Those of the row that is the backward."""
         return OperatorArguments(self.dst_dim, self.src_dim, self.reduce_dtype)
+
+    def batched(self) -> OperatorArguments:
+        """Those for a tensor with one dim more, in front."""
+        return self._replace(src_dim=self.src_dim + 1, dst_dim=self.dst_dim + 1)
 
 
 Kernel = Callable[[torch.Tensor, Communicator, OperatorArguments], torch.Tensor]
@@ -238,9 +244,31 @@ class _Typed(torch.autograd.Function):
         return _apply(ROWS[ctx.row.backward], grad, ctx.communicator, ctx.arguments.reversed()), None, None, None
 
 
+class _Use(NamedTuple):
+    """One use of a row, as a linear operator on tensors."""
+
+    row: Row
+    communicator: Communicator
+    arguments: OperatorArguments
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return _apply(self.row, x, self.communicator, self.arguments)
+
+    def value(self, x: torch.Tensor) -> torch.Tensor:
+        return self.row.kernel(x, self.communicator, self.arguments)
+
+    def transposed(self) -> _Use:
+        return _Use(ROWS[self.row.backward], self.communicator, self.arguments.reversed())
+
+    def batched(self) -> _Use:
+        return self._replace(arguments=self.arguments.batched())
+
+
 def _apply(row: Row, x: torch.Tensor, communicator: Communicator, arguments: OperatorArguments) -> torch.Tensor:
     if communicator.size == 1:
         return _alone(row.key, x, arguments)
+    if transforming():
+        return linear(_Use(row, communicator, arguments._replace(inplace=False)), x)
     if x.requires_grad and torch.is_grad_enabled():
         return _Typed.apply(x, row, communicator, arguments)
     with torch.no_grad():

@@ -1,4 +1,8 @@
-"""What users and layers declare about the types of tensors."""
+"""What users and layers declare about the types of tensors.
+
+In compiled code declarations do nothing, and no tensor has a type: under the checker what was compiled runs as it is
+written (`checking/types/surroundings.py`), so it is checked all the same.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from ..comm import context
 from ..mesh import Mesh
@@ -35,7 +40,7 @@ SHARD_OF = "_spmd_shard_of"  # key of the tensors' `__dict__`: (the parameter, t
 
 def has_local_type(x: torch.Tensor) -> bool:
     """Whether a tensor has a type."""
-    return note_of(x) is not None
+    return not is_dynamo_compiling() and note_of(x) is not None
 
 
 def get_local_type(x: torch.Tensor) -> dict[Any, SpmdType]:
@@ -83,6 +88,8 @@ def assert_type(x: torch.Tensor, types: Mapping[Any, SpmdType] | SpmdType) -> to
         >>> get_local_type(t)
         {'tp': I}
     """
+    if is_dynamo_compiling():
+        return x
     mode = active()
     with torch._C.DisableTorchFunction():
         return _assert_type(mode, x, types)
@@ -190,7 +197,7 @@ def trust(x: torch.Tensor, axis: Any, kind: SpmdType, claim: str = "") -> torch.
     Nothing is done where no check is under way. Unlike `reinterpret` it leaves no trace in autograd.
     """
     mode = active()
-    note = _present(mode, x)
+    note = _present(mode, x) if mode is not None else None
     if mode is None or note is None:
         return x
     with torch._C.DisableTorchFunction():
@@ -219,7 +226,7 @@ def local(x: torch.Tensor) -> torch.Tensor:
     is not compared with the unsharded program. Nothing is done where no check is under way.
     """
     mode = active()
-    note = _present(mode, x)
+    note = _present(mode, x) if mode is not None else None
     if mode is None or note is None or not note.type.sharded:
         return x
     axes = [axis for axis, spmd_type in note.type if isinstance(spmd_type, Shard)]
@@ -254,6 +261,8 @@ def _present(mode: Any, x: torch.Tensor) -> Note | None:
     A write through another view of its memory may have changed it; a parameter that nothing has touched is what its
     layout says.
     """
+    if is_dynamo_compiling():
+        return None
     untouched = note_of(x) is None and not (isinstance(x, torch.nn.Parameter) and mode is not None and mode.mesh)
     if mode is None or untouched:
         return note_of(x)

@@ -191,8 +191,11 @@ def norms() -> None:
     comm.threads.run(Mesh(2, tp=2), rank_main, timeout=20.0)
 
 
-def cross_entropy() -> None:
-    """Logits beyond what exp can take, the largest of them on one rank: the maximum has to be the whole row's."""
+def cross_entropy(transform: bool = False) -> None:
+    """Logits beyond what exp can take, the largest of them on one rank: the maximum has to be the whole row's.
+
+    `transform`: the gradient is asked of `torch.func`, not of `backward`.
+    """
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(6, 8, generator=generator, dtype=torch.float64) * 2000
     logits[3:] -= 5000.0
@@ -204,10 +207,15 @@ def cross_entropy() -> None:
 
     def rank_main() -> None:
         mine = logits.chunk(2, -1)[comm.rank("tp")].clone().requires_grad_()
-        losses = nxd.parallel_cross_entropy(mine, labels)
-        losses.sum().backward()
+        if transform:
+            vjp = torch.func.vjp(lambda x: nxd.parallel_cross_entropy(x, labels), mine.detach())
+            losses, gradient = vjp[0], vjp[1](torch.ones_like(vjp[0]))[0]
+        else:
+            losses = nxd.parallel_cross_entropy(mine, labels)
+            losses.sum().backward()
+            gradient = mine.grad
         _close(losses.detach(), expected.detach(), "loss")
-        _close(mine.grad, whole.grad.chunk(2, -1)[comm.rank("tp")], "gradient")
+        _close(gradient, whole.grad.chunk(2, -1)[comm.rank("tp")], "gradient")
 
     comm.threads.run(Mesh(2, tp=2), rank_main, timeout=20.0)
 

@@ -121,6 +121,8 @@ CASES: dict[str, Callable[[], None]] = {
     f"{_EMBEDDING}spmd.reduce_scatter#1": partial(embedding, sequence_parallel_enabled=True),
     "_ParallelCrossEntropy.forward:comm.all_reduce#1": cross_entropy,
     "_ParallelCrossEntropy.forward:comm.all_reduce#2": cross_entropy,
+    "_Highest.forward:comm.all_reduce#1": partial(cross_entropy, transform=True),
+    "_cross_entropy_of_operators:spmd.all_reduce#1": partial(cross_entropy, transform=True),
     "norm_of:comm.all_reduce#1": norms,
     "global_num_items:comm.all_reduce#1": number_of_labels,
     "_all_reduce.start:comm.all_reduce#1": partial(one_step, Case(dp=2)),

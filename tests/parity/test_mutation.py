@@ -22,7 +22,9 @@ _ORDER = "a barrier has no value: it orders reads and writes of files"
 _NCCL = "NCCL only: torch's own collective, called with the buffers as they are"
 _SHAPES = "no group: shapes only"
 _PASSED_ON = "as it was called, to the communicator underneath; tests/comm/backends compares the values"
-_COMPARED = "runs in a check only, which compares it with the function's body: tests/checking/mutation"
+_COMPARED = (
+    "in a check, which compares it with the function's body (tests/checking/mutation), and in tests of torch.func"
+)
 _MEASURES = "predicts memory: a stand-in whose values are not used"
 EXEMPT = {
     "C10dCommunicator.start_all_gather:_all_gather_single#1": _NCCL,

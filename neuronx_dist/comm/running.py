@@ -1,0 +1,118 @@
+"""What the verbs have in common: `run`, and what stands in for it (one rank, compiled code, lists of tensors)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from . import recording
+from .base import Communicator, Handle, WorkLike, Works
+from .operands import check_out, checked_dim, deliver, gathered_shape, scattered_first, wire_dtype
+from .traced import TracedHandle
+from .transforms import transforming, untransformed
+
+__all__ = ["alone", "coalesced", "compiled", "run"]
+
+Result = Any  # torch.Tensor, a list of them if a list was given, or Handle with async_op=True
+Tensors = list[torch.Tensor] | tuple[torch.Tensor, ...]
+
+
+def run(
+    comm: Communicator, verb: str, start: Callable[[], WorkLike], async_op: bool, finish: Callable[[], Any]
+) -> Result:
+    try:  # a connection that is known to be broken raises at once
+        work = start()
+        if not async_op:
+            work.wait()
+    except RuntimeError as error:
+        comm.explain(verb, error)
+    return Handle(comm, verb, work, finish) if async_op else finish()
+
+
+def compiled(
+    operator: Callable[..., torch.Tensor],
+    x: torch.Tensor,
+    comm: Communicator,
+    arguments: tuple[Any, ...],
+    out: torch.Tensor | None,
+    async_op: bool,
+) -> Result:
+    """A verb in compiled code: its operator."""
+    result = operator(x.detach(), comm.key, *arguments)
+    if out is not None:
+        check_out(out, result.shape, comm, "a compiled collective")
+        with torch.no_grad():
+            out.copy_(result)
+        result = out
+    return TracedHandle(result) if async_op else result
+
+
+def alone(comm: Communicator, x: torch.Tensor, out: torch.Tensor | None, async_op: bool) -> Result:
+    if out is not None and out is not x:
+        with torch.no_grad():
+            out.copy_(x)
+        x = out
+    return Handle(comm, "", None, lambda: x) if async_op else x
+
+
+def coalesced(
+    name: str,
+    xs: Tensors,
+    comm: Communicator,
+    out: Tensors | None,
+    async_op: bool,
+    *,
+    dim: int = 0,
+    op: str = "sum",
+    reduce_dtype: torch.dtype | None = None,
+) -> Result:
+    """A verb of several tensors: a collective for each dtype that is on the wire."""
+    if transforming():
+        xs = [untransformed(x, name) for x in xs]
+    if out is not None and len(out) != len(xs):
+        raise ValueError(f"{name} over {comm.axis}: out has {len(out)} tensors, for {len(xs)} to communicate")
+    if comm.size == 1 or not xs:
+        own = [alone(comm, x, None if out is None else out[index], False) for index, x in enumerate(xs)]
+        return Handle(comm, "", None, lambda: own) if async_op else own
+    alike: dict[tuple[torch.dtype, torch.device], list[tuple[int, torch.Tensor]]] = {}
+    dims: list[int] = []
+    for index, x in enumerate(xs):
+        wire, shape = x.detach(), tuple(x.shape)
+        dims.append(checked_dim(x, dim, name) if name == "all_gather" else 0)
+        if name == "all_gather":
+            shape = gathered_shape(x, dims[-1], comm)
+        elif name == "reduce_scatter":
+            wire = scattered_first(wire, dim, comm, name)
+            shape = tuple(wire.shape[1:])
+        check_out(out[index] if out is not None else None, shape, comm, name)
+        wire = wire.to(wire_dtype(x, op, reduce_dtype))
+        alike.setdefault((wire.dtype, wire.device), []).append((index, wire))
+    dtypes = [x.dtype for x in xs]
+    results: list[Any] = [None] * len(xs)
+
+    def start() -> WorkLike:
+        works = []
+        for members in alike.values():
+            wires = [wire for _, wire in members]
+            if recording.recorders:
+                gather = name == "all_gather"
+                recording.note(comm, name, wires, op=None if gather else op, scale=comm.size if gather else 1)
+            work, parts = comm.start_coalesced(name, wires, op)
+            works.append(work)
+            for (index, _), result in zip(members, parts):
+                results[index] = result
+        return Works(works)
+
+    def finish() -> list[torch.Tensor]:  # holds on to nothing that was sent
+        values = results
+        if name == "all_gather":
+            values = [x.movedim(0, dim).flatten(dim, dim + 1) for x, dim in zip(results, dims)]
+        if out is None:
+            return [deliver(value, None, dtype) for value, dtype in zip(values, dtypes)]
+        with torch.no_grad():
+            torch._foreach_copy_(list(out), values)
+        return list(out)
+
+    return run(comm, name, start, async_op, finish)
