@@ -10,10 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..lazy_names import lazy_names
 from ..mesh import Axis, Mesh
-from . import context
-from .backends import xla
+from . import backends, context
 from .backends.c10d import C10dBackend
 from .failure import FailureMonitor
 
@@ -22,7 +20,6 @@ __all__ = ["connect", "disconnect", "end_step", "init_distributed", "world"]
 # Made at once, in this order on every rank, so that a wrong network shows here and not in the middle of a step.
 _EAGER_AXES: tuple[Axis, ...] = ("tp", "pp", "dp", "cp", ("dp", "cp"), ("pp", "tp"), "ep", "edp", "world")
 _connections = 0
-_for_debugging = lazy_names(__name__, {"watcher": "comm.backends.agreement"})
 
 
 def init_distributed(device: str = "auto", timeout: float | None = None) -> torch.device:
@@ -43,7 +40,7 @@ def init_distributed(device: str = "auto", timeout: float | None = None) -> torc
     if device == "xla":
         if importlib.util.find_spec("torch_xla") is None:
             raise ValueError("device 'xla' needs torch_xla, which is not installed: pip install 'neuronx_dist[xla]'")
-        return xla.join(timeout)
+        return backends.xla.join(timeout)
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device cuda was asked for, but torch.cuda.is_available() is False; use device cpu")
     own_device = torch.device(device)
@@ -64,8 +61,8 @@ def world() -> tuple[int, int]:
     Raises:
         RuntimeError: the job has not been joined; the message says what to call.
     """
-    if xla.in_use():
-        return xla.world()
+    if backends.xla.in_use():
+        return backends.xla.world()
     if not dist.is_initialized():
         raise RuntimeError(
             "initialize_model_parallel needs torch.distributed: call "
@@ -80,8 +77,8 @@ def end_step() -> None:
 
     Called after every optimizer step: without it each program would hold all steps before it, and be compiled anew.
     """
-    if xla.in_use():
-        xla.run_program()
+    if backends.xla.in_use():
+        backends.xla.run_program()
 
 
 def connect(mesh: Mesh, *, timeout: float | None = None, lazy: bool = False) -> None:
@@ -92,8 +89,8 @@ def connect(mesh: Mesh, *, timeout: float | None = None, lazy: bool = False) -> 
         lazy: make process groups when they are first used.
     """
     global _connections
-    if xla.in_use():
-        xla.connect(mesh)
+    if backends.xla.in_use():
+        backends.xla.connect(mesh)
         return
     rank = dist.get_rank()
     monitor = None
@@ -103,7 +100,7 @@ def connect(mesh: Mesh, *, timeout: float | None = None, lazy: bool = False) -> 
         monitor.start()
     _connections += 1
     limit = datetime.timedelta(seconds=timeout) if timeout is not None else None
-    watch = _for_debugging("watcher")(monitor) if os.environ.get("NEURONX_DIST_DEBUG") else None
+    watch = backends.agreement.watcher(monitor) if os.environ.get("NEURONX_DIST_DEBUG") else None
     backend = C10dBackend(limit, monitor, watch)
     own_context = context.Context(mesh, rank, backend)
     try:
@@ -119,8 +116,8 @@ def connect(mesh: Mesh, *, timeout: float | None = None, lazy: bool = False) -> 
 def disconnect() -> None:
     """Destroys the process groups that `connect` made, ends the watch, and forgets the mesh. Safe to call twice."""
     own_context = context.default()
-    if own_context is not None and isinstance(own_context.backend, xla.XlaBackend):
-        xla.disconnect()
+    if own_context is not None and isinstance(own_context.backend, backends.xla.XlaBackend):
+        backends.xla.disconnect()
         return
     context.set_default(None)
     if own_context is None:

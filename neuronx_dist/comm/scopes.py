@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from ..mesh import Mesh
-from . import recording
-from .backends.observed import CheckBackend
+from . import backends, recording
 from .backends.shapes import ShapesBackend
 from .base import Backend
 from .context import Context, current, is_initialized, use
@@ -26,7 +25,7 @@ def as_rank(mesh: Mesh, rank: int, backend: Backend | None = None) -> Iterator[C
         ...     layer = ColumnParallelLinear(8, 16, device="meta")
     """
     if backend is None:
-        backend = CheckBackend(silent=True) if isinstance(rank, RankValue) else ShapesBackend()
+        backend = backends.observed.CheckBackend(silent=True) if isinstance(rank, RankValue) else ShapesBackend()
     with use(Context(mesh, rank, backend)) as context:
         yield context
 

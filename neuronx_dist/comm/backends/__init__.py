@@ -6,4 +6,15 @@ threads.py       ranks as threads of one process
 shapes.py        no other rank at all: results have the right shape, and no values
 observed.py      the same, and it records what one rank does in place of many
 xla.py           torch_xla, one program for all ranks; xla_groups.py, xla_transfer.py
+
+What few jobs need is loaded when it is asked for: `backends.xla`, `backends.observed`.
 """
+
+from __future__ import annotations
+
+from ...lazy_names import lazy_names
+
+__getattr__ = lazy_names(
+    __name__,
+    {name: f":comm.backends.{name}" for name in ("agreement", "observed", "xla", "xla_groups")},
+)
