@@ -180,7 +180,7 @@ def soft_mixture(bug):
     inputs=X,
     bugs={"dropped_by_rank": "the places of an expert are given out over all tokens of the rank, not sample by sample"},
 )
-class CapacityOfASample(Model):
+class CapacityPerSample(Model):
     """Switch routing: an expert takes three tokens of a sample at most, and the others pass it by."""
 
     def build(self):
