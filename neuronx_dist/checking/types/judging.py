@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...call_site import call_site
 from ...spmd.errors import Violation
@@ -46,7 +46,9 @@ def judge_call(
         SpmdTypeError: the types do not go together.
     """
     enabled = torch.is_grad_enabled()
-    operand_types = [Operand(note.type, enabled and x.requires_grad) for x, note in zip(tensors, notes)]
+    operand_types = [
+        Operand(note.type, enabled and x.requires_grad, isinstance(x, nn.Parameter)) for x, note in zip(tensors, notes)
+    ]
     if func in OVERWRITES:
         operand_types[0] = Operand(overwritten(operand_types[0].type), operand_types[0].differentiable)
     operand_types = with_factors(mode, rule, kwargs, operand_types)

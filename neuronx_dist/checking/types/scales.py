@@ -46,8 +46,10 @@ def result_scale(axis: str, rule: Rule, groups: Groups, operand_types: Sequence[
         if index in unclear or index in rule.inverse:
             continue
         if len(holders) > 1 and sum(holders) != scale:
-            other = next(i for i in scales if scales[i] != scale)
-            raise _mixture(axis, [index, other], operand_types)
+            others = [i for i in scales if i != index and i not in unclear and scales[i] != scale]
+            if not others:  # the other factors are guesses
+                continue
+            raise _mixture(axis, [index, others[0]], operand_types)
         if not holders and scale:
             raise Violation(
                 "scale_nonlinear",
