@@ -365,3 +365,31 @@ def zero1_with_weight_decay_groups(bug):
         optimizer.zero_grad()
 
     return dict(model_fn=model_fn, step=step, optimizer=optimizer)
+
+
+# Found by looking at the verdicts on the programs above; not in the figures.
+
+
+@programs(mesh=DP, inputs=REGRESSION, bugs={"not_divided": "the sum of gradients of mean losses is copied back"})
+def mean_copied_into_the_gradient(bug):
+    def step(model, optimizer, batch):
+        optimizer.zero_grad()
+        F.mse_loss(model(batch["x"]), batch["y"]).backward()
+        for p in model.parameters():
+            total = comm.all_reduce(p.grad, "dp")
+            p.grad.copy_(total if bug else total / comm.size("dp"))
+        optimizer.step()
+
+    return dict(model_fn=mlp, step=step)
+
+
+@programs(mesh=DP, inputs=REGRESSION)
+def mean_assigned_to_all_positions(bug):
+    def step(model, optimizer, batch):
+        optimizer.zero_grad()
+        F.mse_loss(model(batch["x"]), batch["y"]).backward()
+        for p in model.parameters():
+            p.grad[:] = averaged(p.grad)
+        optimizer.step()
+
+    return dict(model_fn=mlp, step=step)
