@@ -44,6 +44,9 @@ PICKS = frozenset(
     "__getitem__ narrow narrow_copy select chunk split split_with_sizes unsafe_chunk unsafe_split "
     "unsafe_split_with_sizes tensor_split unbind".split()
 )
+MAXIMA = frozenset(
+    "stack cat concat concatenate hstack vstack amax maximum fmax clamp_min view reshape flatten".split()
+)
 FINITE = frozenset(("isfinite", "isinf", "isnan", "isneginf", "isposinf"))
 LOOKUPS = ("__getitem__", "gather", "index_select", "take_along_dim")  # of operand 0, by the others
 
@@ -276,6 +279,8 @@ def _partial(call: _CallFacts, axis: str, spmd_types: Sequence[SpmdType], partia
         moves = call.rule.aliases or name in ("clone", "contiguous", "detach", "to", "float", "double")
         if moves and len(spmd_types) == 1:
             return spmd_type
+        if name in MAXIMA and all(index in partial or k.letter in SAME for index, k in enumerate(spmd_types)):
+            return spmd_type  # the maximum of maxima; what all ranks have is its own
         raise Violation("partial_max", axis, f"{name} of a partial maximum: reduce it first", partial)
     if name in FINITE:
         call.assumed.append(f"{name}: that a sum is finite where its summands are")

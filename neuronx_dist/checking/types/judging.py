@@ -49,7 +49,7 @@ def judge_call(
     operand_types = [
         Operand(note.type, enabled and x.requires_grad, isinstance(x, nn.Parameter)) for x, note in zip(tensors, notes)
     ]
-    if func in OVERWRITES:
+    if func in OVERWRITES or (func is Tensor.__setitem__ and _is_all(args[1])):
         operand_types[0] = Operand(overwritten(operand_types[0].type), operand_types[0].differentiable)
     operand_types = with_factors(mode, rule, kwargs, operand_types)
     numbers = [
@@ -100,6 +100,12 @@ def judge_call(
     judgement = assumed_masked(rule, notes, judgement)
     judgement = judgement._replace(assumed=(*judgement.assumed, *assumed))
     return _assuming(mode, with_numbers(mode, rule, args, kwargs, judgement))
+
+
+def _is_all(index: Any) -> bool:
+    """Whether `x[index] = ...` writes all of x."""
+    indices = index if isinstance(index, tuple) else (index,)
+    return all(each is ... or (isinstance(each, slice) and each == slice(None)) for each in indices)
 
 
 def _assuming(mode: Session, judgement: Judgement) -> Judgement:
