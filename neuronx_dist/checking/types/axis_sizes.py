@@ -6,9 +6,11 @@
 A number with the exponent k on an axis of N ranks is N^k times what the program would compute in one process. Products,
 quotients and whole powers have exponents; so have sums of numbers with the same ones. All else that is computed with
 such a number is a plain number, and so is what has no exponent left. They are ints and floats for all of Python and
-torch. An exponent may be *unclear* (UNCLEAR): that of a size of what varies, where nobody knows what is sharded. It
-stays unclear in products, and changes no scale. Copies keep the exponents; `int()`, `float()`, `len()`, pickles, and a float on the left do not: Python does not
+torch. Copies keep the exponents; `int()`, `float()`, `len()`, pickles, and a float on the left do not: Python does not
 ask the int in `1.0 / n`, so write `1 / n`.
+
+An exponent may be `UNCLEAR`: that of a size of what varies, where nobody knows what is sharded. It stays so in
+products, and changes no scale.
 
 `comm.size` and the like give them while a type checker is at work in this thread (`tracked`), and so do shapes of what
 is sharded (`handlers/axis_numbers.py`, which also says what they mean in torch functions).
@@ -166,7 +168,7 @@ def _power(self: AxisNumber, power: Any, *modulo: Any) -> Any:
     value, key = operand
     result = pow(self._plain(self), value, *modulo)
     whole = isinstance(value, int) and not key and not modulo
-    if not whole:
+    if not whole or not value:
         return result
     return _number(result, ((axis, UNCLEAR if one is UNCLEAR else one * value) for axis, one in self._key))
 

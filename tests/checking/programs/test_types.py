@@ -59,7 +59,9 @@ def test_inputs_are_sharded_over_dp_unless_in_types_says_otherwise():
         optimizer.step()
 
     def check(in_types):
-        return spmd.check(models.model_fn, {"x": models.example_inputs()}, MESH, step=step_of_equal_batches, in_types=in_types)
+        return spmd.check(
+            models.model_fn, {"x": models.example_inputs()}, MESH, step=step_of_equal_batches, in_types=in_types
+        )
 
     refused(check(None), "on dp it is R/N: it is too small by the size of dp")
     refused(check({"dp": spmd.S(1)}), "on dp", "is S(1): a dim of 8 is this rank's piece")
