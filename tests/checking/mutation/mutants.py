@@ -182,8 +182,9 @@ def edits_at(name: str) -> list[Edit]:
 
 
 def _groups(mesh: Any, call: Call) -> Any:
+    axis = "pp,dp,cp,tp" if call.axis == "world" else call.axis
     try:
-        return mesh.groups(tuple(call.axis.split(",")) if call.axis else ())
+        return mesh.groups(tuple(axis.split(",")) if axis else ())
     except ValueError:  # a group of its own, which is not along an axis
         return None
 
