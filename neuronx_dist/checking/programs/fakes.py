@@ -56,7 +56,8 @@ def make_fake(
         for name, value in module.__dict__.items():
             if isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor) and _is_alone(value, has_others):
                 module.__dict__[name] = fakes.of(value)
-    for wrapped in optimizers_of(optimizer):
+    held = [value for module in full_model.modules() for value in vars(module).values()]
+    for wrapped in optimizers_of(optimizer, *(value for value in held if isinstance(value, torch.optim.Optimizer))):
         for group in wrapped.param_groups:
             group["params"] = [fakes.of(param) for param in group["params"]]
         _replace(wrapped.__dict__, fakes, set())
@@ -73,10 +74,10 @@ def _is_alone(value: torch.Tensor, has_others: bool) -> bool:
     return not has_others or not value.is_meta or value.numel() < 2**16
 
 
-def optimizers_of(optimizer: Any) -> Iterator[Any]:
-    """An optimizer and those that it wraps, whatever the attribute is called."""
+def optimizers_of(*optimizers: Any) -> Iterator[Any]:
+    """Optimizers, and those that they wrap, whatever the attribute is called."""
     seen: set[int] = set()
-    pending = [optimizer] if optimizer is not None else []
+    pending = [optimizer for optimizer in optimizers if optimizer is not None]
     while pending:
         current = pending.pop()
         if id(current) in seen:

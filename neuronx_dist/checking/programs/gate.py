@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ...gradients.gradient import DATA_AXES, ParameterGradient, parameters_of
@@ -22,12 +23,12 @@ from ...optimizer.shards import ParameterShard
 from ...spmd.axes import atoms_of
 from ...spmd.errors import SpmdTypeError
 from ...spmd.tensor_type import NAME, TensorType, note_of, type_of, write
-from ...spmd.types import SAME, VARYING, SpmdType, V
+from ...spmd.types import SAME, VARYING, P, SpmdType, V
 from ...weights.shard_spec import spec_of
 from ..types.mode import SpmdTypeMode
 from .optimizer_steps import OptimizerStep
 
-__all__ = ["gated"]
+__all__ = ["check_buffers", "gated"]
 
 
 @contextmanager
@@ -136,6 +137,7 @@ def _scale_refused(
             "a loss that is a mean on every rank: .mean(), or a sum divided by global_num_items(labels)",
             f"sum the gradients over {axis} instead of averaging them; or multiply the loss by {size}",
         ]
+    repairs.append(f"write 1 / {size} where a factor is written 1.0 / {size}, which is a plain number for Python")
     origin = ((note_of(grad) or (None, None))[1] or {}).get(axis)
     return SpmdTypeError(
         f"{type(optimizer).__name__}.step: the gradient of {name} {list(param.shape)}",
@@ -181,3 +183,28 @@ def _refused(
         rule="gate",
         parameter=name,
     )
+
+
+def check_buffers(mode: SpmdTypeMode, model: nn.Module) -> None:
+    """What a step leaves in a model's buffers, the next one reads: it must be equal on all ranks, or be assumed to be.
+
+    Raises:
+        SpmdTypeError: a buffer holds a part of a sum, or of a mean.
+    """
+    for name, buffer in model.named_buffers():
+        note = note_of(buffer)
+        for axis, spmd_type in note.type if note is not None else ():
+            if spmd_type.letter == "P" or (spmd_type.scale and spmd_type.letter in SAME):
+                origin = (note.origins or {}).get(axis) if note is not None else None
+                raise SpmdTypeError(
+                    f"buffer {name} {list(buffer.shape)} after the step",
+                    f"on {axis} it is {spmd_type}: each rank goes on with its own part",
+                    where_from=[f"{spmd_type} on {axis} since {origin}"] if origin is not None else [],
+                    repairs=[f'spmd.all_reduce(x, "{axis}", src=spmd.{spmd_type}, dst=spmd.R) of what is written to it']
+                    if spmd_type in (P, P("avg"))
+                    else [f'divide by comm.size("{axis}") what is written to it'],
+                    axis=axis,
+                    rule="buffer",
+                )
+            if spmd_type is V and axis != "pp":
+                mode.assume(f"buffer {name} is as good on one rank of {axis} as on another")

@@ -42,7 +42,7 @@ from ..types.handlers.seeds import OUTSIDE, kept_seeds
 from ..types.mode import SpmdTypeMode
 from .calls import Deadline, Op, OpRecorder
 from .fakes import fake_inputs, make_fake, no_messages, optimizers_of
-from .gate import gated
+from .gate import check_buffers, gated
 from .inputs import declare_inputs
 from .kept_hooks import kept_hooks
 from .wire import Wire
@@ -182,6 +182,8 @@ class Played:
                 else:
                     find_loss(call_model(self.model, inputs)).backward()
                     reduce_gradients(self.model, average_over_data=not _averages(self.optimizer))
+                if self.types is not None:
+                    check_buffers(self.types, self.model)
         if self.subject.step is not None:
             self._restore(states)
         return phase

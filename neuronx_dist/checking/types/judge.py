@@ -29,7 +29,7 @@ from .rules.spec import Dims, Rule, Spec
 from .scales import as_summands, result_scale
 from .shard_positions import ShardPosition, difference, locate, part_of, put, put_together
 
-__all__ = ["EXPANDS", "Judgement", "Operand", "judge"]
+__all__ = ["EXPANDS", "PICKS", "Judgement", "Operand", "judge"]
 
 
 EXPANDS = ("expand", "expand_as", "broadcast_to")
@@ -40,14 +40,23 @@ EXACT = frozenset(
 )
 # Along these axes ranks have other samples: which ones a rank has does not matter, if all are used alike.
 SAMPLES = frozenset(("dp", "edp", "ep", "ep/cp"))
+PICKS = frozenset(
+    "__getitem__ narrow narrow_copy select chunk split split_with_sizes unsafe_chunk unsafe_split "
+    "unsafe_split_with_sizes tensor_split unbind".split()
+)
+MAXIMA = frozenset(
+    "stack cat concat concatenate hstack vstack amax maximum fmax clamp_min view reshape flatten".split()
+)
+FINITE = frozenset(("isfinite", "isinf", "isnan", "isneginf", "isposinf"))
 LOOKUPS = ("__getitem__", "gather", "index_select", "take_along_dim")  # of operand 0, by the others
 
 
 class Operand(NamedTuple):
-    """Type of an operand, and whether it can receive a gradient."""
+    """Type of an operand, whether it can receive a gradient, and whether it is a parameter."""
 
     type: TensorType
     differentiable: bool
+    is_parameter: bool = False
 
 
 class Judgement(NamedTuple):
@@ -270,7 +279,12 @@ def _partial(call: _CallFacts, axis: str, spmd_types: Sequence[SpmdType], partia
         moves = call.rule.aliases or name in ("clone", "contiguous", "detach", "to", "float", "double")
         if moves and len(spmd_types) == 1:
             return spmd_type
+        if name in MAXIMA and all(index in partial or k.letter in SAME for index, k in enumerate(spmd_types)):
+            return spmd_type  # the maximum of maxima; what all ranks have is its own
         raise Violation("partial_max", axis, f"{name} of a partial maximum: reduce it first", partial)
+    if name in FINITE:
+        call.assumed.append(f"{name}: that a sum is finite where its summands are")
+        return V
     members = frozenset(partial)
     zeros = {index for index, other in enumerate(spmd_types) if other is ZERO}
     for group in call.groups:
@@ -326,7 +340,14 @@ def _sharded(
                 "(numeric=True compares the values)"
             )
             return [V] * call.results
-        if axis in SAMPLES and label in spec.ranges and position.stride == 1 and len(call.operands) == 1:
+        alone_in_call = position.stride == 1 and len(call.operands) == 1
+        of_weight = alone_in_call and name in PICKS and call.operands[0].is_parameter
+        if of_weight and label in spec.selected and label not in spec.ranges:
+            call.assumed.append(
+                f"{name}: each rank takes a position of its own part of a parameter's sharded dim {dim}"
+            )
+            return [V] * call.results
+        if alone_in_call and (axis in SAMPLES or of_weight) and label in spec.ranges:
             text = f"{name}: each rank takes its own part of sharded dim {dim}: that all parts together are used alike"
             call.assumed.append(text)
             del call.positions[axis]  # it is along no label of the results
@@ -388,6 +409,8 @@ def _reduced(
     _assume_equal_counts(call, axis, (how,))
     if how not in ("sum", "mean", "mean_of_valid"):
         advice = {
+            "weighted_mean": 'the mean is divided by the weights of this rank\'s own targets: take reduction="sum" '
+            "and divide by the sum of the weights on all ranks",
             "min": "a minimum is not carried as a partial value: take -amax(-x)",
         }
         raise Violation("reduced", axis, f"dim {dim} is sharded: " + advice.get(how, f"{name} needs all of it"), having)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...call_site import call_site
 from ...spmd.errors import Violation
@@ -46,8 +46,10 @@ def judge_call(
         SpmdTypeError: the types do not go together.
     """
     enabled = torch.is_grad_enabled()
-    operand_types = [Operand(note.type, enabled and x.requires_grad) for x, note in zip(tensors, notes)]
-    if func in OVERWRITES:
+    operand_types = [
+        Operand(note.type, enabled and x.requires_grad, isinstance(x, nn.Parameter)) for x, note in zip(tensors, notes)
+    ]
+    if func in OVERWRITES or (func is Tensor.__setitem__ and _is_all(args[1])):
         operand_types[0] = Operand(overwritten(operand_types[0].type), operand_types[0].differentiable)
     operand_types = with_factors(mode, rule, kwargs, operand_types)
     numbers = [
@@ -98,6 +100,12 @@ def judge_call(
     judgement = assumed_masked(rule, notes, judgement)
     judgement = judgement._replace(assumed=(*judgement.assumed, *assumed))
     return _assuming(mode, with_numbers(mode, rule, args, kwargs, judgement))
+
+
+def _is_all(index: Any) -> bool:
+    """Whether `x[index] = ...` writes all of x."""
+    indices = index if isinstance(index, tuple) else (index,)
+    return all(each is ... or (isinstance(each, slice) and each == slice(None)) for each in indices)
 
 
 def _assuming(mode: Session, judgement: Judgement) -> Judgement:

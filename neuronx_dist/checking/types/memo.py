@@ -7,6 +7,7 @@ not, the entry says what else decides (`ExtraKey`), and a second look-up has tha
     grads      a tensor is I, or a constant: whether it receives a gradient
     dtypes     of masks and integers; casts that round are not linear
     random     the stream that is drawn from, on the axes of the mesh
+    parameters a part of a sharded dim is taken: of a parameter a rank may take its own
     mesh       an argument is a number that knows axes by name: which pieces of axes these are
 
 Types are interned and entries hold no tensors, so that all modes share them. Functions come from the registry of rules
@@ -25,7 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ...spmd.tensor_type import TensorType
 from .axis_sizes import NUMBER_CLASSES, AxisNumber
 from .handlers.random_numbers import drawing
-from .judge import EXPANDS, Judgement
+from .judge import EXPANDS, PICKS, Judgement
 from .rules import Rule
 from .rules.names import CATS
 from .session import Session
@@ -64,6 +65,7 @@ class ExtraKey(NamedTuple):
     dtypes: bool
     random: bool
     mesh: bool
+    parameters: bool
 
 
 class CachedJudgement:
@@ -123,13 +125,14 @@ def extra_key_of(rule: Rule, types: Sequence[TensorType], items: Sequence[Any]) 
         shapes or (partial and rule.affine is not None),
         bool(rule.random) or rule.kind in ("random", "decompose"),
         any(isinstance(x, AxisNumber) for x in items),
+        rule.name in PICKS and any(type_.sharded for type_ in types),
     )
     return extra_key if any(extra_key) else None
 
 
 def extra_values(extra_key: ExtraKey, items: Sequence[Any], mode: Session) -> tuple[Any, ...]:
     """These properties of a call's arguments, to be put behind its key."""
-    shapes, grads, dtypes, random, mesh = extra_key
+    shapes, grads, dtypes, random, mesh, parameters = extra_key
     # The class ends the arguments: True is 1, so that x.view(4) and two flags would be x.view(4, 1, 1).
     values: list[Any] = [ExtraKey]
     if grads:
@@ -142,6 +145,8 @@ def extra_values(extra_key: ExtraKey, items: Sequence[Any], mode: Session) -> tu
                 values.append(x.requires_grad)
             if dtypes:
                 values.append(x.dtype)
+            if parameters:
+                values.append(isinstance(x, nn.Parameter))
     if random:
         values.append(drawing(mode))
     if mesh:

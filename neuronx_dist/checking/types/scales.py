@@ -29,7 +29,15 @@ def result_scale(axis: str, rule: Rule, groups: Groups, operand_types: Sequence[
     Raises:
         Violation: operands of different scales are added up; or the function is not linear in one that has a scale.
     """
-    scales = {i: type_.scale for i, type_ in enumerate(operand_types) if type_ is not None and type_ is not ZERO}
+    # Linear in some whatever the others are (`copy_`): those others are overwritten.
+    overwriting = [group for group in groups if any(other and other < group for other in groups)]
+    groups = [group for group in groups if group not in overwriting]
+    overwritten = frozenset().union(*overwriting) - frozenset().union(*groups)
+    scales = {
+        i: type_.scale
+        for i, type_ in enumerate(operand_types)
+        if type_ is not None and type_ is not ZERO and i not in overwritten
+    }
     if not any(scales.values()):
         return 0
     everything = frozenset(range(len(operand_types)))
@@ -46,8 +54,10 @@ def result_scale(axis: str, rule: Rule, groups: Groups, operand_types: Sequence[
         if index in unclear or index in rule.inverse:
             continue
         if len(holders) > 1 and sum(holders) != scale:
-            other = next(i for i in scales if scales[i] != scale)
-            raise _mixture(axis, [index, other], operand_types)
+            others = [i for i in scales if i != index and i not in unclear and scales[i] != scale]
+            if not others:  # the other factors are guesses
+                continue
+            raise _mixture(axis, [index, others[0]], operand_types)
         if not holders and scale:
             raise Violation(
                 "scale_nonlinear",

@@ -4,6 +4,7 @@
     torch.distributed     takes no typed tensors (`raw_collectives.py`)
     hooks                 of nodes in the graph, and of saved tensors (`handlers/hooks.py`)
     torch.vmap, torch.func  what they hide of a tensor is in its type (`handlers/vmapped.py`)
+    len                   of a sharded tensor is a number that knows it is local (`handlers/axis_numbers.py`)
     torch.jit             graphs run node by node (`handlers/scripted.py`)
     torch.compile         what was compiled runs as it is written: a compiler cannot follow types
 
@@ -25,11 +26,11 @@ from torch import Tensor, nn
 from ...spmd.tensor_type import READONLY, note_of
 from ...spmd.watching import active
 from . import raw_collectives as raw
-from .handlers import hooks, scripted, vmapped
+from .handlers import axis_numbers, hooks, scripted, vmapped
 
 __all__ = ["surroundings"]
 
-_PARTS: Any = (raw, hooks, vmapped, scripted)
+_PARTS: Any = (raw, hooks, vmapped, scripted, axis_numbers)
 _NEW = nn.Parameter.__new__
 _lock = threading.Lock()
 _users = 0

@@ -375,6 +375,6 @@ def refused_as_its_original(program: Program) -> bool:
 def load() -> dict[str, Program]:
     """Registers the programs of all files beside this one."""
     for path in sorted(Path(__file__).parent.glob("*.py")):
-        if path.stem.startswith(("data_", "model_")):
+        if path.stem.startswith(("data_", "model_", "heldout_")):
             import_module(f"tests.checking.user_programs.{path.stem}")
     return PROGRAMS

@@ -57,6 +57,22 @@ def accumulated_error(leaf: Tensor, type_: TensorType, before: TensorType, added
     )
 
 
+def adds_up(before: TensorType, added: TensorType) -> bool:
+    """Whether what a gradient was, and what backward adds to it, together have the type of the latter.
+
+    What is the same everywhere is its own mean: a gradient that was averaged goes on with P("avg").
+    """
+    if before is added:
+        return True
+    axes = {*before.types, *added.types}
+    pairs = [(before.get(axis), added.get(axis)) for axis in axes]
+    return all(
+        one is two
+        or (one is not None and two is not None and (one.letter, two.base, one.scale + 1) == ("R", P, two.scale))
+        for one, two in pairs
+    )
+
+
 def fits(actual: SpmdType, expected: SpmdType) -> bool:
     """Whether a gradient of type `actual` may stand where one of type `expected` belongs."""
     if actual.letter == "0" or actual is expected:

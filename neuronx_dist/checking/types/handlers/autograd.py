@@ -381,7 +381,7 @@ def adopt(mode: Session, param: Tensor, grad: Tensor) -> Tensor:
     if grad_note is None or grad_note.session != mode.session:
         mode.stamp(grad, added, incoming_origins(mode, param))
     elif grad_note.version != grad._version and (known is None or known.version != grad._version):
-        if grad_note.type is not added:
+        if not adds_up(grad_note.type, added):
             raise accumulated_error(param, note.type, grad_note.type, added)
         mode.stamp(grad, added, grad_note.origins)
     return grad

@@ -9,15 +9,18 @@ sizes       x.shape[d] of a dim sharded over tp has the exponent -1 on tp; a vie
 
 from __future__ import annotations
 
+import builtins
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
+from ....comm.rank_values import RankValue
 from ....spmd.axes import atoms_of
-from ....spmd.tensor_type import NOTE, TensorType
-from ....spmd.types import Shard, V, scaled
+from ....spmd.tensor_type import NOTE, TensorType, note_of
+from ....spmd.types import SAME, Shard, V, scaled
 from ..axis_sizes import UNCLEAR, AxisNumber, AxisSize, exponents_of
 from ..declared import parameter_type
 from ..judge import Judgement, Operand
@@ -25,7 +28,7 @@ from ..rules import Rule
 from ..rules.names import getter
 from ..session import Session
 
-__all__ = ["Powers", "factor", "handlers", "scaled_by", "with_factors", "with_numbers"]
+__all__ = ["Powers", "factor", "handlers", "install", "remove", "scaled_by", "with_factors", "with_numbers"]
 
 # Where the number is that is a factor of the result, by position and by name, and whether it multiplies or divides.
 _FACTORS: dict[str, tuple[int, str, int]] = {
@@ -49,6 +52,7 @@ _COEFFICIENTS: dict[str, dict[str, int]] = {
 }
 
 Powers = Mapping[str, int]  # by atom
+_TENSORS = frozenset((Tensor, nn.Parameter, FakeTensor))
 
 
 def with_numbers(
@@ -200,6 +204,24 @@ handlers: dict[Callable[..., Any], Callable[..., Any]] = {
 }
 
 
+_len = builtins.len
+
+
+def _sized_len(x: Any, /) -> int:
+    """`len` that gives the size of dim 0 of a tensor as `x.shape[0]` does: Python makes a plain int of `__len__`."""
+    return x.shape[0] if x.__class__ in _TENSORS and x.dim() else _len(x)
+
+
+def install() -> None:
+    """Replaces `len`."""
+    builtins.len = _sized_len
+
+
+def remove() -> None:
+    """Puts `len` back."""
+    builtins.len = _len
+
+
 # --- sizes that a call states
 
 
@@ -208,9 +230,9 @@ def _literal_sizes(
 ) -> list[str]:
     """What a call assumes that says by a plain number how much of a sharded dim this rank has."""
     stated = _STATED.get(rule.name)
-    if stated is None or not any(type_.sharded for type_ in results):
+    if stated is None:
         return []
-    assumed = []
+    assumed = _shares(mode, rule, args) if rule.name == "__getitem__" else []
     for index, type_ in enumerate(results):
         if not type_.sharded:
             continue
@@ -278,10 +300,32 @@ def _indexed(index: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict
     return sizes
 
 
+def _shares(mode: Session, rule: Rule, args: Sequence[Any]) -> list[str]:
+    """What is assumed of `x[:n]` where n is one rank's share of a dim, and the rank does not say which one is taken."""
+    indices = args[1] if isinstance(args[1], tuple) else (args[1],)
+    assumed = []
+    for each in indices:
+        bounds = (each.start, each.stop) if isinstance(each, slice) else ()
+        if any(isinstance(bound, RankValue) for bound in bounds):
+            continue
+        axes = {axis for bound in bounds for axis, power in _powers(mode, bound).items() if power < 0}
+        held = note_of(args[0])
+        for axis in sorted(axes):
+            spmd_type = held.type.get(axis) if held is not None else None
+            if spmd_type is not None and spmd_type.letter in SAME:
+                assumed.append(f"{rule.name}: that every rank of {axis} is to take the same part of what all have")
+    return assumed
+
+
+def _grouped(index: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[int, Any]:
+    return {1: args[1] if len(args) > 1 else kwargs["num_groups"]}
+
+
 _STATED: dict[str, Callable[[int, Sequence[Any], Mapping[str, Any]], dict[int, Any]]] = {
     **dict.fromkeys(("view", "reshape", "expand", "broadcast_to"), _viewed),
     "unflatten": _unflattened,
     **dict.fromkeys(("split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes"), _split),
     **dict.fromkeys(("narrow", "narrow_copy"), _narrowed),
     "__getitem__": _indexed,
+    "group_norm": _grouped,
 }

@@ -99,6 +99,8 @@ def picked(mode: Session, rule: Rule, result: Any, args: tuple[Any, ...], kwargs
     """
     if rule.name in _POSITIONS and isinstance(result, Tensor):
         _slice(mode, rule, result, args, kwargs)
+    if rule.name == "add" and isinstance(result, Tensor):
+        _moved(mode, result, args)
     if rule.name not in _CUTS or not isinstance(result, (tuple, list)):
         return result
     pieces = Pieces(result)
@@ -117,6 +119,23 @@ def picked(mode: Session, rule: Rule, result: Any, args: tuple[Any, ...], kwargs
 
     pieces._pick = pick
     return pieces
+
+
+def _moved(mode: Session, result: Tensor, args: tuple[Any, ...]) -> None:
+    """Writes the type of `rank * n + arange(n)`: the shards of one count."""
+    start = next((x for x in args if isinstance(x, RankValue)), None)
+    note = next((note_of(x) for x in args if isinstance(x, Tensor)), None)
+    own = note_of(result)
+    if start is None or note is None or own is None or note.extra != COUNTED or mode.level != "G":
+        return
+    if result.dim() != 1 or len(start.names) != 1 or len(args) != 2:
+        return
+    if start.table.values != tuple(rank * len(result) for rank in range(start.table.count)):
+        return
+    type_ = own.type
+    for atom in atoms_of(tuple(start.names), mode.mesh):
+        type_ = type_.with_axis(atom, Shard(0))
+    mode.stamp(result, type_, own.origins, own.extra)
 
 
 def _part(mode: Session, part: Tensor, whole: TensorType, index: RankValue, taken: SpmdType, own: bool) -> None:

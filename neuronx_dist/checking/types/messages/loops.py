@@ -22,6 +22,7 @@ from .trials import JudgedCall, Repair, call_of, edit_of, written
 
 __all__ = ["ParameterLoop", "changes_with_the_turn", "loop_repairs", "parameter_loop"]
 
+_DATA = frozenset(("dp", "edp", "cp", "cp/ep", "ep/cp"))
 _LOOPS = (ast.For, ast.GeneratorExp, ast.ListComp)
 
 
@@ -52,8 +53,13 @@ class ParameterLoop(NamedTuple):
         return code.replace(f"src={written(spmd_type)}", f"src=spmd.S(spmd.spec_of({self.parameter}).dim)")
 
 
-def parameter_loop(here: Site | None, node: ast.AST | None = None) -> ParameterLoop | None:
-    """The innermost loop over parameters around the expression here, or around another `node` of its function."""
+def parameter_loop(here: Site | None, axis: str, node: ast.AST | None = None) -> ParameterLoop | None:
+    """The innermost loop over parameters around the expression here, or around another `node` of its function.
+
+    None on an axis of the data, over which layers do not shard: all parameters are alike there.
+    """
+    if axis in _DATA:
+        return None
     node = node or (here.node if here is not None else None)
     tree = syntax_tree(here.source) if here is not None else None
     if here is None or node is None or tree is None:
@@ -104,7 +110,7 @@ def loop_repairs(axis: str, call: JudgedCall, names: Sequence[Named], here: Site
         return
     dst = R if whole[0] is R else I
     for term in _terms(axis, call, names, here):
-        loop = parameter_loop(here, term)
+        loop = parameter_loop(here, axis, term)
         if loop is None:
             continue
         text = here.text(term)

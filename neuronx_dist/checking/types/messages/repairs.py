@@ -83,7 +83,7 @@ def find_repairs(
     size = size_of(mode, axis)
     if rule == "no_type":
         return declared(call, axis, violation, names, here)[:MOST]
-    special, expression = SPECIAL.get(rule), _Expression(call, axis, names, here, parameter_loop(here))
+    special, expression = SPECIAL.get(rule), _Expression(call, axis, names, here, parameter_loop(here, axis))
     repairs = list(loop_repairs(axis, call, names, here))
     looped = bool(repairs)
     if special is not None and not looped:
@@ -157,7 +157,7 @@ class Operation(NamedTuple):
 def operator_repairs(operation: Operation, operand: Named, here: Site | None, rule: str) -> list[Repair]:
     """Repairs of an operator, or of a plain verb: what to write in its place, or to give it."""
     code, actual, axis = operand.code, operation.actual, operation.axis
-    node, loop = here.node if here is not None else None, parameter_loop(here)
+    node, loop = here.node if here is not None else None, parameter_loop(here, axis)
     own = isinstance(node, ast.Call) and operand.node is not None and operand.node in node.args
     inside = here is not None and here.called is not None and operation.name.startswith("comm.")
     repairs: list[Repair] = []

@@ -102,7 +102,7 @@ def _by_class(args: tuple[Any, ...], kwargs: dict[str, Any], why: str, looked_up
     reduction = _reduction(named)
     probabilities = target.dim() == input.dim() and target.is_floating_point()
     if reduction == "mean" and not probabilities:  # over the targets that are not ignored, by their weights
-        reduction = "mean_of_valid"
+        reduction = "mean_of_valid" if named.get("weight") is None else "weighted_mean"
     return _ended(builder.spec(ins, [rest]), reduction)
 
 

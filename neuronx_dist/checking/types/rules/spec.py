@@ -54,7 +54,7 @@ class Spec(NamedTuple):
         outs: per tensor result its dims.
         sizes: local size of each label.
         reduced: labels that end here, and how: "sum", "max", "min", "mean", "mean_of_valid" (over positions that
-            values decide), "prod", "any", "all".
+            values decide), "weighted_mean", "prod", "any", "all".
         fixed: labels along which values mix, so that a sharded one is an error, and why: a phrase that completes
             "dim 2 is sharded, but ...".
         selected: those of `fixed` along which the call picks positions.
