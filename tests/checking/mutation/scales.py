@@ -85,7 +85,7 @@ PROGRAM_OF = {
     "global_num_items:comm.size(DATA_AXES)#1": "items",
     "_all_reduce:scale#1": "experts",  # of a group of one rank
     "_all_reduce:scale#2": "mlp",
-    "causal_lm_loss:torch.where(count == 0, math.inf, count.to(losses.device))#1": "llama",
+    "causal_lm_loss:torch.where(count == 0, math.inf, count)#1": "llama",
     "NeuronZero1Optimizer._reduce_scatter:first.scale#1": "llama, zero",
     "NeuronZero1Optimizer._shard:comm.size(DATA_AXES)#1": "llama, zero",
     "NeuronZero1Optimizer._shard:self._group.size#1": "zero, groups",

@@ -95,11 +95,27 @@ def test_inputs_that_a_function_makes_are_each_ranks_part_of_one_batch():
     assert check(inputs=lambda: mine).ok
 
 
-def test_a_step_of_its_own_is_not_compared_and_says_so():
+@pytest.mark.parametrize("factor", [1, 3])
+def test_a_step_of_its_own_is_compared_by_the_gradients_that_its_optimizer_is_given(factor):
     def step(model, optimizer, x):
-        model(x).backward()
+        (factor * model(x) if comm.size("world") > 1 else model(x)).backward()
         nxd.reduce_gradients(model)
         optimizer.step()
 
     report = spmd.check(Mean, models.example_inputs(), MESH, step=step, numeric=True)
-    assert report.ok and "values not compared" in str(report)
+    assert report.numeric
+    if factor == 1:
+        assert report.ok and "4 gradients equal those of one process" in report.details()
+    else:
+        assert "3 times that of one process" in report.problems[0].message
+
+
+def test_a_step_that_cannot_be_compared_says_so():
+    def step(model, optimizer, x):
+        model(x).backward()
+        nxd.reduce_gradients(model, average_over_data=False)
+        optimizer.step()
+
+    zero1 = dict(optimizer=lambda params: nxd.NeuronZero1Optimizer(params, torch.optim.SGD, lr=0.1))
+    report = spmd.check(Mean, models.example_inputs(), MESH, step=step, numeric=True, **zero1)
+    assert report.ok and not report.numeric and "values not compared" in str(report)
