@@ -45,7 +45,7 @@ def test_its_blocks_run_in_the_order_of_the_page(tmp_path, capsys):
         nxd.destroy_model_parallel()
 
         exec(compile(check, "README, the check", "exec"), names)
-        assert capsys.readouterr().out.startswith("ok: ")
+        assert capsys.readouterr().out.startswith("check ok: ")
     finally:
         if nxd.parallel_state.model_parallel_is_initialized():
             nxd.destroy_model_parallel()
