@@ -27,7 +27,7 @@ from ..messages.explain import gradient_error, shown
 from ..messages.losses import loss_error, scale_error
 from ..rules import RULES
 from ..session import Session
-from .accumulation import accumulated_error, accumulating, fits, gradient_type, incoming_origins
+from .accumulation import accumulated_error, accumulating, adds_up, fits, gradient_type, incoming_origins
 from .composition import Comparison, run_node
 from .inplace import check_write, last_write
 from .vmapped import hidden_gradient, seen_losses
