@@ -15,9 +15,9 @@ from .. import comm, spmd
 from ..comm import Communicator
 from ..comm.context import AxisLike
 from ..comm.transforms import transforming
-from ..spmd import I, P, V
+from ..spmd import I, P, R, V
 from ..spmd.gathered import is_gathered
-from ..spmd.watching import see_through
+from ..spmd.watching import active, see_through
 from .vocabulary import check_ids
 
 __all__ = ["parallel_cross_entropy"]
@@ -36,6 +36,8 @@ class _ParallelCrossEntropy(torch.autograd.Function):
         vocab = logits.shape[-1] * communicator.size
         dtype = torch.promote_types(logits.dtype, torch.float32)
         highest = comm.all_reduce(logits.amax(-1), communicator, op="max").to(dtype)
+        if active() is not None:  # of another one on each rank the sums below would be no sums
+            spmd.assert_type(highest, {communicator: R})
         shifted = (
             torch.sub(logits, highest.unsqueeze(-1))
             if logits.dtype == dtype

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from neuronx_dist import comm
 from neuronx_dist.mesh import Mesh
@@ -225,8 +226,9 @@ def train_and_measure(case: Case, ask_allocator: bool = False) -> Measured:
 
 
 def _storages() -> dict[int, int]:
-    """Address and size of all memory that a tensor of this process points to."""
+    """Address and size of all memory that a tensor of this process points to; wrappers of torch.func point to none."""
     tensors = [x for x in gc.get_objects() if type(x) in (torch.Tensor, nn.Parameter) and not x.is_meta]
+    tensors = [x for x in tensors if not is_functorch_wrapped_tensor(x)]
     tensors += [x.grad for x in tensors if x.is_leaf and x.grad is not None]
     return {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in tensors}
 

@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 import neuronx_dist
+import neuronx_dist.checking.api  # it looks verbs up by what they are: before any of them is another function
 from neuronx_dist import comm, spmd
 from neuronx_dist.comm.backends.c10d import C10dCommunicator
 from neuronx_dist.comm.backends.threads import ThreadsCommunicator

@@ -9,6 +9,9 @@ such a number is a plain number, and so is what has no exponent left. They are i
 torch. Copies keep the exponents; `int()`, `float()`, `len()`, pickles, and a float on the left do not: Python does not
 ask the int in `1.0 / n`, so write `1 / n`.
 
+An exponent may be `UNCLEAR`: that of a size of what varies, where nobody knows what is sharded. It stays so in
+products, and changes no scale.
+
 `comm.size` and the like give them while a type checker is at work in this thread (`tracked`), and so do shapes of what
 is sharded (`handlers/axis_numbers.py`, which also says what they mean in torch functions).
 """
@@ -24,13 +27,15 @@ from typing import Any
 
 from ... import axis_sizes
 
-__all__ = ["NUMBER_CLASSES", "AxisNumber", "AxisRatio", "AxisSize", "exponents_of", "plain", "tracked"]
+__all__ = ["NUMBER_CLASSES", "UNCLEAR", "AxisNumber", "AxisRatio", "AxisSize", "exponents_of", "plain", "tracked"]
 
 NUMBER_CLASSES: set[type] = {bool, float, complex}
 """Classes of numbers that may be equal to an int and mean something else, those of this file included."""
 
 _lock = threading.Lock()
-_Exponents = tuple[tuple[str, int], ...]  # sorted by axis, none of them 0
+UNCLEAR = None
+_Exponent = int | None  # None: UNCLEAR
+_Exponents = tuple[tuple[str, _Exponent], ...]  # sorted by axis, none of them 0
 _classes: dict[tuple[type, _Exponents], type] = {}
 
 
@@ -62,7 +67,7 @@ class AxisSize(AxisNumber, int):
 
     _plain = int
 
-    def __new__(cls, value: int, exponents: Mapping[str, int]) -> AxisSize:
+    def __new__(cls, value: int, exponents: Mapping[str, _Exponent]) -> AxisSize:
         return _number(int(value), exponents.items())
 
 
@@ -71,17 +76,17 @@ class AxisRatio(AxisNumber, float):
 
     _plain = float
 
-    def __new__(cls, value: float, exponents: Mapping[str, int]) -> AxisRatio:
+    def __new__(cls, value: float, exponents: Mapping[str, _Exponent]) -> AxisRatio:
         return _number(float(value), exponents.items())
 
 
 def plain(x: AxisNumber) -> int | float:
     """The number without its exponents."""
-    return x._plain(x)  # type: ignore[no-any-return]
+    return x._plain(x)
 
 
 def exponents_of(x: Any) -> Mapping[str, int]:
-    """The exponents of a number, by axis; none, if it is a plain one."""
+    """The exponents of a number, by axis, those that are clear; none, if it is a plain one."""
     return x.exponents if isinstance(x, AxisNumber) else {}
 
 
@@ -90,9 +95,9 @@ def tracked() -> AbstractContextManager[None]:
     return axis_sizes.tracked(AxisSize)
 
 
-def _number(value: Any, exponents: Iterable[tuple[str, int]]) -> Any:
+def _number(value: Any, exponents: Iterable[tuple[str, _Exponent]]) -> Any:
     """A number with these exponents."""
-    key = tuple(sorted((axis, exponent) for axis, exponent in exponents if exponent))
+    key = tuple(sorted((axis, exponent) for axis, exponent in exponents if exponent != 0))
     if not key:
         return value
     plain = float if isinstance(value, float) else int
@@ -104,7 +109,8 @@ def _new_class(plain: type, key: _Exponents) -> type:
     base = AxisRatio if plain is float else AxisSize
     with _lock:
         if (plain, key) not in _classes:
-            class_ = type(base.__name__, (base,), {"exponents": dict(key), "_key": key, "__module__": __name__})
+            clear = {axis: exponent for axis, exponent in key if exponent is not UNCLEAR}
+            class_ = type(base.__name__, (base,), {"exponents": clear, "_key": key, "__module__": __name__})
             NUMBER_CLASSES.add(class_)
             _classes[plain, key] = class_
     return _classes[plain, key]
@@ -113,11 +119,12 @@ def _new_class(plain: type, key: _Exponents) -> type:
 # --- arithmetic
 
 
-def _combined(one: _Exponents, two: _Exponents, sign: int) -> Iterable[tuple[str, int]]:
+def _combined(one: _Exponents, two: _Exponents, sign: int) -> Iterable[tuple[str, _Exponent]]:
     """The exponents of a product (`sign` 1) or a quotient (-1)."""
     exponents = dict(one)
     for axis, exponent in two:
-        exponents[axis] = exponents.get(axis, 0) + sign * exponent
+        before = exponents.get(axis, 0)
+        exponents[axis] = UNCLEAR if before is UNCLEAR or exponent is UNCLEAR else before + sign * exponent
     return exponents.items()
 
 
@@ -166,7 +173,9 @@ def _power(self: AxisNumber, power: Any, *modulo: Any) -> Any:
     value, key = operand
     result = pow(self._plain(self), value, *modulo)
     whole = isinstance(value, int) and not key and not modulo
-    return _number(result, ((axis, exponent * value) for axis, exponent in self._key)) if whole else result
+    if not whole or not value:
+        return result
+    return _number(result, ((axis, UNCLEAR if one is UNCLEAR else one * value) for axis, one in self._key))
 
 
 _METHODS: dict[str, Callable[..., Any]] = {

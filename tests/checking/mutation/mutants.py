@@ -139,9 +139,6 @@ OUTSIDE = (checking, comm, memory, spmd, xla_replay)
 _WHICH = "which rank has the value: types say that the ranks differ, and not in what"
 UNSEEN = {
     ("all_to_all:spmd.all_to_all#1", "twice"): "V -> V: of what varies no order is known",
-    ("RowParallelLinear.forward:spmd.convert#2", "reinterpret(R, P)"): (
-        "the expert's declaration that equal values are summands: a constant factor, listed as trusted in the report"
-    ),
     ("NxDPPModel._report:comm.broadcast#1", "from 0"): _WHICH,
     ("NxDPPModel._report:comm.broadcast#1", "over pp,dp"): _WHICH,
 }
@@ -151,9 +148,9 @@ EQUIVALENT = {
     ("copy_to_tensor_model_parallel_region:spmd.convert#1", "reinterpret(I, R)"): "a synonym",
     ("_ParallelCrossEntropy.forward:comm.all_reduce#1", "twice"): _REPEATED,
     ("reduce_gradients:_reduce_params#2", "over pp"): "all stages hold the weight",
+    ("reduce_gradients:_reduce_params#3", "twice"): "the mean of equal values is the value",
     ("_install:set_spec#1", "delete"): "the parameter comes with it, unless it is padded",
     ("NxDPPModel._report:comm.broadcast#1", "twice"): _REPEATED,
-    ("NxDPPModel._report:comm.broadcast#1", "all_reduce()"): "the other buffers are new",
 }
 
 
@@ -185,8 +182,9 @@ def edits_at(name: str) -> list[Edit]:
 
 
 def _groups(mesh: Any, call: Call) -> Any:
+    axis = "pp,dp,cp,tp" if call.axis == "world" else call.axis
     try:
-        return mesh.groups(tuple(call.axis.split(",")) if call.axis else ())
+        return mesh.groups(tuple(axis.split(",")) if axis else ())
     except ValueError:  # a group of its own, which is not along an axis
         return None
 

@@ -113,6 +113,13 @@ def _context(net: Any, x: torch.Tensor) -> torch.Tensor:
     return total - comm.all_reduce(x.detach().sum(1), "cp")
 
 
+class Context(Net):
+    """All ranks of cp have the loss, and average the gradients of their parts of it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * comm.size("cp")
+
+
 def _even_all_to_all(net: Any, x: torch.Tensor) -> torch.Tensor:
     x = spmd.convert(x.flatten(0, 1), "tp", src=spmd.I, dst=spmd.S(0))
     x = mappings.all_to_all("tp", F.linear(mappings.all_to_all("tp", x), net.up.weight))
@@ -216,6 +223,18 @@ def _context_step(model: Any, optimizer: Any, x: torch.Tensor) -> None:
     optimizer.step()
 
 
+def _zero_step(model: Any, optimizer: Any, x: torch.Tensor) -> None:
+    model(x).backward()
+    optimizer.step()
+
+
+def _with_zero(make: Callable[[], Any], axis: str | None = None) -> Any:
+    """A model and its ZeRO-1, sharded as usual or over one axis only."""
+    model = make()
+    groups = None if axis is None else comm.current().mesh.groups(axis)
+    return model, nxd.NeuronZero1Optimizer(model.parameters(), torch.optim.SGD, sharding_groups=groups, lr=0.1)
+
+
 def _experts_step(model: Any, optimizer: Any, x: torch.Tensor) -> None:
     model(x).backward()
     grads.bucket_allreduce_gradients([param.grad for param in model.parameters()])
@@ -267,7 +286,7 @@ def _some_labels() -> torch.Tensor:
 
 def _logits(model: Any, optimizer: Any, ids: torch.Tensor) -> None:
     logits = model(input_ids=ids).logits
-    F.cross_entropy(logits.flatten(0, 1), ids.flatten(), reduction="sum").backward()
+    F.cross_entropy(logits.flatten(0, 1), ids.flatten()).backward()
     nxd.reduce_gradients(model)
     optimizer.step()
 
@@ -333,7 +352,7 @@ PROGRAMS: dict[str, Program] = {
     "experts, scattered": Program(lambda: Net(partial(_experts, True), experts=Experts()), _x(), mesh=_EP),
     "items": Program(Items, (_x(), _some_labels())),
     "context": Program(
-        lambda: Net(_context),
+        lambda: Context(_context),
         _x(),
         mesh=_CP,
         in_types=dict(dp=spmd.S(0), cp=spmd.S(1)),
@@ -380,6 +399,12 @@ PROGRAMS: dict[str, Program] = {
         mesh={"cp": 2, "tp": 2},
         in_types=dict(cp=spmd.S(0)),
         step=_context_step,
+    ),
+    "zero, groups": Program(
+        lambda: _with_zero(lambda: Net(_mlp, up=_column(), down=_row()), "dp"), _x(), step=_zero_step
+    ),
+    "experts, zero": Program(
+        lambda: _with_zero(lambda: Net(partial(_experts, False), experts=Experts())), _x(), mesh=_EP, step=_zero_step
     ),
     "names of nxd, experts": Program(
         lambda: Net(partial(_experts, False), experts=Experts()), _x(), mesh={"dp": 4, "ep": 2}, step=_experts_step

@@ -52,17 +52,20 @@ def test_what_ranks_do_differently_is_not_equal(defect, text):
 
 
 def test_inputs_are_sharded_over_dp_unless_in_types_says_otherwise():
-    def mean(model, optimizer, inputs):
-        model.down(torch.relu(model.up(inputs["x"]))).square().mean().backward()
+    def step_of_equal_batches(model, optimizer, inputs):
+        """The mean over dp of what is equal there is the value; of sums over other samples it is too small."""
+        model.down(torch.relu(model.up(inputs["x"]))).square().sum().backward()
         nxd.reduce_gradients(model)
         optimizer.step()
 
     def check(in_types):
-        return spmd.check(models.model_fn, {"x": models.example_inputs()}, MESH, step=mean, in_types=in_types)
+        return spmd.check(
+            models.model_fn, {"x": models.example_inputs()}, MESH, step=step_of_equal_batches, in_types=in_types
+        )
 
-    refused(check(None), "on dp", "dim 0 is sharded: the mean over this rank's piece is not the mean")
-    refused(check({"dp": spmd.S(1)}), "on dp")
-    refused(check({"x": {"dp": spmd.R}}), "on dp the loss is R")
+    refused(check(None), "on dp it is R/N: it is too small by the size of dp")
+    refused(check({"dp": spmd.S(1)}), "on dp", "is S(1): a dim of 8 is this rank's piece")
+    assert check({"x": {"dp": spmd.R}}).ok
     (problem,) = check({"y": {"dp": spmd.R}}).problems
     assert "in_types names y, but the inputs are x" in problem.message
 

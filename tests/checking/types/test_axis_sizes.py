@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from neuronx_dist import comm
-from neuronx_dist.checking.types.axis_sizes import AxisNumber, AxisRatio, AxisSize, exponents_of, tracked
+from neuronx_dist.checking.types.axis_sizes import UNCLEAR, AxisNumber, AxisRatio, AxisSize, exponents_of, tracked
 from neuronx_dist.comm.backends.observed import CheckBackend
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.parallel_layers import parallel_state
@@ -66,6 +66,16 @@ def test_exponents(number: Any, value: Any, exponents: dict[str, int]) -> None:
     assert number == value and isinstance(number, type(value))
     assert exponents_of(number) == exponents
     assert isinstance(number, AxisNumber) == bool(exponents)
+
+
+def test_what_is_unclear_stays_so() -> None:
+    """A size of what varies, of which nobody knows whether it is a local one."""
+    size, n = AxisSize(6, {"tp": UNCLEAR}), AxisSize(2, {"tp": 1})
+    for number in (size, size * n, n * size, size / n, n / size, size**2, size + size, size * n / size / n):
+        assert isinstance(number, AxisNumber) and exponents_of(number) == {}
+    assert exponents_of(size * N) == {"dp": 1} and exponents_of(size / n * N) == {"dp": 1}
+    assert type(size**0) is int and exponents_of(size**0 * n) == {"tp": 1}
+    assert type(size) is type(size * n) is not type(n)
 
 
 def test_they_are_numbers() -> None:

@@ -217,9 +217,24 @@ def test_backward_after_a_reduction_is_an_accumulation_onto_the_sum(mode):
         model = MLP()
     x = typed(2, 4, 8, tp=I, dp=S(0))
     model(x).sum().backward()
-    reduce_gradients(model)
+    grad = model.norm.weight.grad
+    comm.all_reduce(grad, "dp", out=grad)
     model(x).sum().backward()
     with pytest.raises(SpmdTypeError, match="when backward added to it"):
+        _ = model.norm.weight.grad
+
+
+def test_averaged_gradients_may_be_added_to(mode):
+    """What is the same everywhere is its own mean, so that their mean is the value still; but not one of sums."""
+    with spmd.no_typecheck():
+        model = MLP()
+    x = typed(2, 4, 8, tp=I, dp=S(0))
+    model(x).mean().backward()
+    reduce_gradients(model)
+    model(x).mean().backward()
+    assert types(model.norm.weight.grad)[0] is P("avg")
+    with pytest.raises(SpmdTypeError, match="when backward added to it"):
+        model(x).sum().backward()
         _ = model.norm.weight.grad
 
 

@@ -3,7 +3,8 @@
 factors     x * n, x / n, n / x, full(size, n), tensor(n): the result has the scale of the number;
             add(x, y, alpha=n): the operand y has
 sizes       x.shape[d] of a dim sharded over tp has the exponent -1 on tp; a view that says by a plain number how
-            much of such a dim there is assumes that this is the local size
+            much of such a dim there is assumes that this is the local size. At level L nobody knows what is sharded:
+            the exponent of a size of what varies is unclear
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ....comm.rank_values import RankValue
 from ....spmd.axes import atoms_of
 from ....spmd.tensor_type import NOTE, TensorType, note_of
-from ....spmd.types import SAME, Shard, scaled
-from ..axis_sizes import AxisNumber, AxisSize, exponents_of
+from ....spmd.types import SAME, Shard, V, scaled
+from ..axis_sizes import UNCLEAR, AxisNumber, AxisSize, exponents_of
 from ..declared import parameter_type
 from ..judge import Judgement, Operand
 from ..rules import Rule
@@ -140,21 +141,27 @@ def with_factors(mode: Session, rule: Rule, kwargs: Mapping[str, Any], operands:
     return operands
 
 
-# --- sizes of sharded dims
+# --- sizes of sharded dims, and of what varies at level L
 
 
 _known: dict[tuple[TensorType, torch.Size], tuple[torch.Size, int]] = {}
 
 
 def _sizes(type_: TensorType, shape: torch.Size) -> tuple[torch.Size, int]:
-    """The shape of a tensor of a sharded type, and its number of elements, as numbers that know that they are local."""
+    """The shape of a tensor of a sharded type, and its number of elements, as numbers that know that they are local.
+
+    Of a type without shards, of level L, as numbers of which it is unclear.
+    """
     known = _known.get((type_, shape))
     if known is None:
-        exponents: list[dict[str, int]] = [{} for _ in shape]
-        everything: dict[str, int] = {}
+        exponents: list[dict[str, int | None]] = [{} for _ in shape]
+        everything: dict[str, int | None] = {}
         for axis, spmd_type in type_:
             if isinstance(spmd_type, Shard) and -len(shape) <= spmd_type.dim < len(shape):
                 exponents[spmd_type.dim][axis] = everything[axis] = -1
+            elif spmd_type.base is V and not type_.sharded:
+                for each in (*exponents, everything):
+                    each[axis] = UNCLEAR
         sizes = torch.Size([AxisSize(size, of) for size, of in zip(shape, exponents)])
         if len(_known) > 10_000:
             _known.clear()
@@ -163,12 +170,12 @@ def _sizes(type_: TensorType, shape: torch.Size) -> tuple[torch.Size, int]:
 
 
 def _sharded_type(mode: Session, x: Tensor) -> TensorType | None:
-    """The type of a tensor that is known to be sharded; else None."""
+    """The type of a tensor that is known to be sharded, at level L of any that has one; else None."""
     fields = x.__dict__.get(NOTE)
     type_: Any = fields[0] if fields is not None else None
     if fields is None and isinstance(x, nn.Parameter) and mode.mesh is not None:
         type_ = parameter_type(x, mode.mesh, mode.tied.get(id(x)), mode.level)
-    return type_ if type_.__class__ is TensorType and type_.sharded else None
+    return type_ if type_.__class__ is TensorType and (type_.sharded or mode.level == "L") else None
 
 
 def _shape(mode: Session, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
