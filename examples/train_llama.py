@@ -193,7 +193,7 @@ def main() -> None:
     folder = Path(args.out) / "model"
     hf.save_pretrained(model, folder, tokenizer=tokenizer)
     comm.barrier()
-    say(f"mean loss of the last 20 steps {report.mean_loss(20):.4f}")
+    say(f"mean loss of the last {min(20, args.steps)} steps {report.mean_loss(20):.4f}")
     say(f"metrics.jsonl, loss.png and model/ are in {args.out}")
     if rank == 0:
         say("\nthe model goes on:\n" + data.continuation(folder, "def "))

@@ -52,7 +52,8 @@ def check(
         mesh: sizes of the axes, `{"pp": 2, "dp": 2, "tp": 4}`, or a Mesh.
         options: for `model_fn`.
         step: `step(model, optimizer, inputs)` makes a whole step: forward, loss, backward, reduction of gradients,
-            optimizer. None: `run_train` of an NxDPPModel; of another module its call, the backward of the loss in what
+            optimizer. `inputs` is all of the example inputs: the dict or the tuple itself.
+            None: `run_train` of an NxDPPModel; of another module its call, the backward of the loss in what
             it returns, `reduce_gradients`; and then the optimizer's step.
         optimizer: `optimizer(params)`, where `model_fn` makes none; None: SGD (in ZeRO-1 where the model wants it).
         in_types: types of the inputs by name and axis; None: sharded on dim 0 over dp, replicated over tp.
@@ -80,13 +81,14 @@ def check(
     explored = explore(subject, grid, deadline)
     _simplify(explored, caller)
     _fill(report, explored)
+    own_step = step is not None
     failures: dict[tuple[str, str], list[PhaseFailure]] = {}  # the same on several ranks is told once
     for program in explored.distinct:
         if program.failure is not None:
             error = program.failure.error
             failures.setdefault((type(error).__name__, str(error)), []).append(program.failure)
     for same in failures.values():
-        report.add(_problem(same, grid))
+        report.add(_problem(same, grid, own_step))
     if not report.problems and explored.finished:
         compared = [*compare_events(explored), *compare_schedule(grid, explored.schedule)]
         for problem in compared or compare_branches(explored):
@@ -140,7 +142,7 @@ def _fill(report: Report, explored: Explored) -> None:
     report.assumed = [f"{where}: {text}" for where, text in explored.assumed]
 
 
-def _problem(failures: Sequence[PhaseFailure], mesh: Mesh) -> Problem:
+def _problem(failures: Sequence[PhaseFailure], mesh: Mesh, own_step: bool) -> Problem:
     """What a phase raised, as a finding."""
     failure = failures[0]
     error = failure.error
@@ -149,7 +151,8 @@ def _problem(failures: Sequence[PhaseFailure], mesh: Mesh) -> Problem:
     axes = DENSE_AXES if mesh.ep == 1 else (*DENSE_AXES, "ep")
     at = mesh.coordinates(failure.rank)
     coordinates = ", ".join(f"{axis} {at[axis]}" for axis in axes if mesh.size(axis) > 1)
-    what = {"build": "building the model", "train": "forward and backward", "step": "the optimizer's step"}
+    train = "the step" if own_step else "forward and backward"
+    what = {"build": "building the model", "train": train, "step": "the optimizer's step"}
     ranks_text = f"rank {failure.rank}" + (f" ({coordinates})" if coordinates else "")
     ranks = tuple(same.rank for same in failures)
     if len(ranks) > 1:

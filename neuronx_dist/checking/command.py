@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     """
     file = args.model.rpartition(":")[0]
     model_fn = _load(args.model, "")
-    inputs = _load(args.inputs or "example_inputs", file)
+    inputs = _load(args.inputs or "example_inputs", file, "" if args.inputs else "; add it, or give --inputs")
     try:
         mesh = _sizes(args.mesh)
         mesh_of(mesh)
@@ -94,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(report.to_json(indent=2))
     else:
-        report.show(details=args.details, hint="--details")
+        report.show(details=args.details, hint="--details", numeric="--numeric")
     return 0 if report.ok else 1
 
 
@@ -102,7 +102,7 @@ def _usage_error(text: str) -> argparse.ArgumentError:
     return argparse.ArgumentError(None, text)
 
 
-def _load(name: str, file: str) -> Any:
+def _load(name: str, file: str, advice: str = "") -> Any:
     """What `file.py:name` or `package.module:name` is; a bare `name` is looked up in `file`."""
     module_name, _, attribute = name.rpartition(":")
     module_name = module_name or file
@@ -112,7 +112,7 @@ def _load(name: str, file: str) -> Any:
     value: Any = module
     for part in attribute.split("."):
         if not hasattr(value, part):
-            raise _usage_error(f"{module_name} has no {attribute!r}; it has {_listed(module)}")
+            raise _usage_error(f"{module_name} has no {attribute!r}; it has {_listed(module)}{advice}")
         value = getattr(value, part)
     return value
 

@@ -132,42 +132,52 @@ class Report:
     def __str__(self) -> str:
         return self.summary()
 
-    def summary(self, details: str = "report.details()") -> str:
+    def summary(self, details: str = "report.details()", numeric: str = "numeric=True") -> str:
         """What `str` gives: one line if all is well, else the problems.
 
         Args:
             details: how the reader gets the rest: what lists what was assumed and trusted.
+            numeric: how the reader has it run with values.
         """
-        return _short_paths(self._ok_line(details) if self.ok else "\n".join(self._problem_lines()))
+        return _short_paths(self._ok_line(numeric, details) if self.ok else "\n".join(self._problem_lines(numeric)))
 
-    def details(self) -> str:
-        """The summary, and what was played, assumed, trusted and left out, with lines."""
-        lines = [self._ok_line() if self.ok else "\n".join(self._problem_lines())]
-        lines.append(f"  {self._covered()}; played in {_count(self.runs, 'run')}, {self.seconds:.1f} s")
+    def details(self, numeric: str = "numeric=True") -> str:
+        """The summary, and what was played, assumed, trusted and left out, with lines. `numeric` as in `summary`."""
+        lines = [self._ok_line(numeric) if self.ok else "\n".join(self._problem_lines(numeric))]
+        covered = f"{self._covered()}; " if self.ok else ""  # the problems end with it
+        lines.append(f"  {covered}played in {_count(self.runs, 'run')}, {self.seconds:.1f} s")
         lines += [f"  {note}" for note in self.notes]
         if self.unchecked:
             lines.append(f"  axes of size 1, along which there is nothing to check: {', '.join(self.unchecked)}")
-        advice = "" if self.numeric else "; numeric=True runs it with values at toy size, and compares with one process"
+        advice = "" if self.numeric else f"; {numeric} runs it with values at toy size, and compares with one process"
         lines += _listed(self.assumed, f"assumed, not proven{advice}:")
         lines += _listed(self.trusted, "trusted declarations:")
         lines += _listed(self.differences, "what ranks do differently, and may:")
         return _short_paths("\n".join(lines))
 
-    def show(self, file: TextIO | None = None, *, details: bool = False, hint: str = "report.details()") -> None:
+    def show(
+        self,
+        file: TextIO | None = None,
+        *,
+        details: bool = False,
+        hint: str = "report.details()",
+        numeric: str = "numeric=True",
+    ) -> None:
         """Prints the summary or the details. On a terminal "check ok" is green, unless NO_COLOR is set (no-color.org).
 
         Args:
             file: None: standard output.
             hint: how the reader of the summary gets the details.
+            numeric: how the reader has it run with values.
         """
         file = sys.stdout if file is None else file
-        text = self.details() if details else self.summary(hint)
+        text = self.details(numeric) if details else self.summary(hint, numeric)
         if self.ok and file.isatty() and not os.environ.get("NO_COLOR"):
             first, newline, rest = text.partition("\n")
             text = f"\033[32m{first}\033[0m{newline}{rest}"
         print(text, file=file, flush=True)
 
-    def _ok_line(self, details: str = "") -> str:
+    def _ok_line(self, numeric: str, details: str = "") -> str:
         proven = ["gradients"] if self.level else []
         proven.append("collectives")
         if self.mesh.get("pp", 1) > 1:
@@ -176,7 +186,7 @@ class Report:
         level = f"level {self.level}" if self.level else "types not checked"
         taken = []
         if self.assumed:
-            advice = "" if self.numeric else " (numeric=True tests with values)"
+            advice = "" if self.numeric else f" ({numeric} tests with values)"
             taken.append(_count(len(self.assumed), "assumption") + advice)
         if self.trusted:
             taken.append(_count(len(self.trusted), "trusted declaration"))
@@ -184,7 +194,7 @@ class Report:
         notes = "".join(f"; {note}" for note in self.notes)
         return f"check ok: {_count(self.world_size, 'rank')}, {level}: {agree} agree{notes}{taken_text}"
 
-    def _problem_lines(self) -> list[str]:
+    def _problem_lines(self, numeric: str) -> list[str]:
         lines = []
         if self.problems:
             lines.append(f"{_count(len(self.problems), 'problem')} found:")
@@ -195,7 +205,7 @@ class Report:
         level = f"level {self.level}" if self.level else "types not checked"
         lines.append(f"checked: {self._covered()}, {level}")
         if self.assumed and not self.numeric:
-            lines.append(f"{_count(len(self.assumed), 'assumption')}: numeric=True tests with values")
+            lines.append(f"{_count(len(self.assumed), 'assumption')}: {numeric} tests with values")
         return lines
 
     def _covered(self) -> str:

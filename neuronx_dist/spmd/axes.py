@@ -36,6 +36,8 @@ def mesh_of(sizes: Mapping[str, int] | Mesh) -> Mesh:
     """
     if isinstance(sizes, Mesh):
         return sizes
+    if not isinstance(sizes, Mapping):
+        raise ValueError(f"mesh: {sizes!r} has no sizes by axis: write {{'dp': 2, 'tp': 4}}, or give a Mesh")
     known = set(DENSE_AXES) | set(EXPERT_AXES)
     unknown = sorted(set(sizes) - known)
     if unknown:

@@ -158,7 +158,10 @@ def _assert_type(mode: Any, x: torch.Tensor, types: Mapping[Any, SpmdType] | Spm
                 f"assert_type of {name or 'a tensor'} {list(x.shape)}",
                 f"it is {before} on {axis}, not {spmd_type}",
                 where_from=_since(origins, axis, before),
-                repairs=[f"redistribute(x, {axis!r}, src={before}, dst={spmd_type}) changes it", f"assert {before}"],
+                repairs=[
+                    f'spmd.redistribute({name or "x"}, "{axis}", src=spmd.{before}, dst=spmd.{spmd_type}) changes it',
+                    f'spmd.assert_type({name or "x"}, {{"{axis}": spmd.{before}}})',
+                ],
                 axis=axis,
                 rule="assert",
             )

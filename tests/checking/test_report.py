@@ -85,3 +85,18 @@ def test_problems_are_not_green(monkeypatch):
     file = Terminal()
     report(problems=[Problem("types", "no")]).show(file)
     assert "\033" not in file.getvalue()
+
+
+def test_details_of_what_failed_say_once_what_was_covered():
+    failed = report(problems=[Problem("types", "no")], assumed=["a.py:1: x is V"])
+    assert failed.details().count("27 operators") == 1 and "played in 2 runs" in failed.details()
+    assert report().details().count("27 operators") == 1
+
+
+def test_the_command_line_names_its_own_option():
+    for problems in ([], [Problem("types", "no")]):
+        for details in (False, True):
+            file = io.StringIO()
+            assumed = report(problems=problems, assumed=["a.py:1: x is V"])
+            assumed.show(file, details=details, hint="--details", numeric="--numeric")
+            assert "--numeric" in file.getvalue() and "numeric=True" not in file.getvalue()

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.nn.parallel import distributed
 
 from ... import comm
 from ...call_site import DRIVER, PACKAGE, USER, hide, nearest_line
@@ -176,6 +178,7 @@ class Played:
                     self._wire.connect(self.types, self.model, inputs)
             with kept_hooks(self.model), self._fake, torch.enable_grad(), self._trace(phase):
                 if self.subject.step is not None:
+                    _check_signature(self.subject.step, self.model, self.optimizer, inputs)
                     self.subject.step(self.model, self.optimizer, inputs)
                 elif isinstance(self.model, NxDPPModel):
                     self.model.run_train(**inputs)
@@ -227,6 +230,13 @@ class Played:
                     "shapes and no values: use torch.where or a mask in the model; leave logging and data-dependent "
                     "steps out of the function that is checked"
                 ) from error
+            except Exception as error:
+                if any(frame.filename == distributed.__file__ for frame in traceback.extract_tb(error.__traceback__)):
+                    raise TypeError(
+                        "DistributedDataParallel is not followed: leave it out, and call reduce_gradients(model) after "
+                        "the last backward"
+                    ).with_traceback(error.__traceback__) from None
+                raise
             finally:
                 self._extras.update(context.extras)
                 if name == "build":
@@ -319,6 +329,21 @@ def default_optimizer(model: nn.Module, params: list[torch.Tensor]) -> torch.opt
     if getattr(model, "use_zero1_optimizer", False) or getattr(model, "use_optimizer_wrapper", False):
         return NeuronZero1Optimizer(params, torch.optim.SGD, lr=0.1)
     return torch.optim.SGD(params, lr=0.1)
+
+
+def _check_signature(step: Callable[..., Any], *arguments: Any) -> None:
+    """Raises a TypeError that says how `step` is called, if it cannot be called so."""
+    try:
+        inspect.signature(step).bind(*arguments)
+    except TypeError as error:
+        inputs = arguments[-1]
+        what = f"a {type(inputs).__name__} of {len(inputs)}" if isinstance(inputs, (tuple, list, dict)) else "a tensor"
+        raise TypeError(
+            f"{_name(step)}: {error}: step is called as step(model, optimizer, inputs), and inputs, all of the "
+            f"example inputs, is {what}"
+        ) from None
+    except ValueError:  # its signature is not known
+        pass
 
 
 def _averages(optimizer: Any) -> bool:

@@ -13,11 +13,16 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ... import comm
 from ...call_site import LIBRARY, TRANSPORT, call_site, frames
+from ...comm.rank_values import concrete
+from ...mesh import Mesh
+from ...spmd.axes import atoms_of
 from ...spmd.errors import SpmdTypeError
 from ...spmd.tensor_type import note_of, tensors_in
 from ...spmd.watching import active
 from .messages.explain import shown
+from .messages.provenance import name_operands
 
 __all__ = ["install", "refuse", "refuse_raw_collective", "remove"]
 
@@ -58,8 +63,11 @@ def _is_raw(func: Any) -> bool:
     return module.startswith("torch.distributed.") or str(func).partition(".")[0] in _NAMESPACES
 
 
-def refuse(name: str, arguments: Any, verb: str = "") -> None:
+def refuse(name: str, arguments: Any, verb: str = "", group: Any = None) -> None:
     """Raises if any of the arguments is typed.
+
+    Args:
+        group: the process group, or a communicator that stands for one; None: the default group.
 
     Raises:
         SpmdTypeError: with the verb to use instead.
@@ -70,19 +78,39 @@ def refuse(name: str, arguments: Any, verb: str = "") -> None:
         if not verb:
             base = name.replace("isend", "send").replace("irecv", "recv").strip("_")
             verb = next((verb for verb in sorted({*_VERBS.values()}) if base.startswith(verb)), "all_reduce")
-        axis = next(iter(note.type.types), "tp")
-        ours = f'spmd.{verb}(x, "{axis}", dst=...) types the result, and its gradient'
+        label, code, _ = name_operands([x])[0]
+        axes, atom = _axis_of(group)
+        axis = '"' + '", "'.join(axes) + '"' if axes else "axis"
+        axis = f"({axis})" if len(axes) > 1 else axis
+        repairs = []
+        if label.endswith(".grad") and set(axes) <= {"dp", "cp", "edp", "world"} and verb == "all_reduce":
+            repairs.append("nxd.reduce_gradients(model) after the last backward, in place of the loop over gradients")
+        out = f", out={code}" if verb in ("all_reduce", "broadcast") else ""  # torch's writes in place
+        repairs.append(f"comm.{verb}({code}, {axis}{out})")
+        if verb in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"):
+            repairs.append(f"spmd.{verb}({code}, {axis}, src=..., dst=...), where a gradient goes through it")
+        repairs.append("with spmd.no_typecheck(): around it; what it writes then has no type")
         raise SpmdTypeError(
-            f"torch.distributed's {name} at {call_site()} is given {shown(x, note.type)}",
-            "its process group is no axis, what it writes is not seen, and it has no derivative",
-            repairs=[
-                f'comm.{verb}(x, "{axis}")',
-                *([ours] if verb in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all") else []),
-                "with no_typecheck(): what types are not to follow; its result has none",
-            ],
-            axis=axis,
+            f"torch.distributed's {name} at {call_site()} is given {shown(x, note.type, label)}",
+            "types do not follow what torch.distributed writes, and it has no derivative",
+            repairs=repairs,
+            axis=atom or next(iter(note.type.types), "tp"),
             rule="raw",
         )
+
+
+def _axis_of(group: Any) -> tuple[tuple[str, ...], str]:
+    """The names of the axis of a process group, and the first of its atoms; nothing of a group that is no axis."""
+    mode = active()
+    mesh: Mesh | None = mode.mesh if mode is not None else None
+    if mesh is None or not comm.is_initialized():
+        return (), ""
+    if group is None:
+        names: tuple[str, ...] = ("world",)
+    else:
+        axis = mesh.axis_of([concrete(rank) for rank in comm.communicator(group).ranks])
+        names = (axis,) if isinstance(axis, str) else tuple(axis or ())
+    return names, next(iter(atoms_of(names, mesh)), "") if names else ""
 
 
 def _called_by_comm() -> bool:
@@ -99,7 +127,7 @@ def _guarded(original: Callable[..., Any], method: str) -> Callable[..., Any]:
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         if active() is not None and not _called_by_comm():
-            refuse(verb, (args, tuple(kwargs.values())), verb)
+            refuse(verb, (args, tuple(kwargs.values())), verb, self)
         return original(self, *args, **kwargs)
 
     return call
@@ -129,4 +157,6 @@ def refuse_raw_collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, An
     """
     if _is_raw(func):
         name = getattr(func, "__name__", str(func)).removeprefix("_c10d_functional.")
-        refuse(name, (args, tuple(kwargs.values())))
+        groups = (dist.ProcessGroup, comm.Communicator)
+        group = next((value for value in (*args, *kwargs.values()) if isinstance(value, groups)), None)
+        refuse(name, (args, tuple(kwargs.values())), group=group)

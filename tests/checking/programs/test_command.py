@@ -83,6 +83,12 @@ def test_a_command_that_cannot_be_understood_is_2(capsys, args, message):
     assert code == 2 and message in err and out == ""
 
 
+def test_a_file_without_example_inputs_is_told_of_the_option(capsys, tmp_path):
+    (tmp_path / "bare.py").write_text("def build(): pass\n")
+    code, _, err = run(capsys, f"{tmp_path / 'bare.py'}:build", "--mesh", "tp=2")
+    assert code == 2 and "has no 'example_inputs'; it has build; add it, or give --inputs" in err
+
+
 def test_a_module_of_the_current_folder_is_imported_by_the_console_script_too(tmp_path):
     example = Path(MODELS).read_text()
     (tmp_path / "a_module.py").write_text(example)

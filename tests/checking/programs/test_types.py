@@ -80,7 +80,7 @@ def test_gradients_that_are_not_reduced_over_dp_are_refused():
         "SGD.step: the gradient of up.weight [8, 8]: on dp it is P",
         "nobody has added them up",
         "repair: reduce_gradients(model) after the last backward",
-        "in forward and backward of rank 0 (dp 0, tp 0)",
+        "in the step of rank 0 (dp 0, tp 0)",
     )
     assert spmd.check(models.model_fn, models.example_inputs(), {"tp": 4}, step=models.step).ok  # nothing to reduce
 

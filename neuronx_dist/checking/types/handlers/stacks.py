@@ -16,6 +16,7 @@ from ....call_site import call_site
 from ....spmd.errors import SpmdTypeError
 from ....spmd.tensor_type import Note, Stacked
 from ..messages.explain import shown
+from ..messages.provenance import name_operands
 from ..rules import Rule
 from ..rules.spec import Spec
 
@@ -52,14 +53,16 @@ def _after(rule: Rule, spec: Spec, index: int, x: Tensor, note: Note, stacked: S
     after = wide.index(rank) + 1
     if after < len(wide) and wide[after] == piece:  # the whole
         return None
-    axes = stacked.axes
+    axes, before = stacked.axes, stacked.dim - (stacked.ranks < stacked.dim)
+    name = name_operands([x])[0].code
+    moved = f"{name}.movedim({stacked.ranks}, {before})" if stacked.ranks != before else name
     raise SpmdTypeError(
         f"{rule.name}({shown(x, note.type)}) at {call_site()}",
         f"dim {stacked.ranks} is the ranks of {axes}, whose pieces of dim {stacked.dim} are stacked; merged with other "
         "dims before it stands right outside of that one, it puts them in another order than that of the sharding",
         repairs=[
-            f"x.movedim({stacked.ranks}, {stacked.dim - (stacked.ranks < stacked.dim)}) before it",
-            f'spmd.all_gather(x, "{axes}", src=spmd.S(dim), ...), which puts them together in order',
+            f"{moved}.flatten({before}, {before + 1})",
+            f'spmd.all_gather(piece, "{axes}", src=spmd.S({before}), dst=...), which puts them together in order',
         ],
         axis=axes.split(",")[0],
         rule="order",

@@ -251,7 +251,8 @@ def operator_error(
     arrow = f", src={src}, dst={dst}" if src is not None else ""
     actual: SpmdType | None = note.type.get(axis)
     if actual is not None:
-        operation = Operation(name, actual, axis, src or takes, dst, x.requires_grad and torch.is_grad_enabled())
+        takes, gives = _counted(src or takes, x), _counted(dst, x)
+        operation = Operation(name, actual, axis, takes, gives, x.requires_grad and torch.is_grad_enabled())
         repairs = operator_repairs(operation, named, here, rule)
     else:
         code = f'spmd.assert_type({named.code}, {{"{axis}": spmd.R}})'
@@ -271,6 +272,12 @@ def operator_error(
         dst=dst,
         types=[note.type],
     )
+
+
+def _counted(spmd_type: Any, x: Tensor) -> Any:
+    """A shard of a dim that is counted from the end, by its number from the front."""
+    negative = isinstance(spmd_type, Shard) and spmd_type.dim < 0
+    return Shard(spmd_type.dim + x.dim(), spmd_type.stride) if negative else spmd_type
 
 
 def _same_shard(one: SpmdType, other: Any, x: Tensor) -> bool:

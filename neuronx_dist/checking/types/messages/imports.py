@@ -13,7 +13,7 @@ __all__ = ["importing"]
 
 _STATEMENTS = {
     "comm": "from neuronx_dist import comm",
-    "parallel_cross_entropy": "from neuronx_dist import parallel_cross_entropy",
+    "nxd": "import neuronx_dist as nxd",
     "spmd": "from neuronx_dist import spmd",
     "torch": "import torch",
 }

@@ -36,7 +36,7 @@ def logits_error(mode: Session, name: str, logits: Tensor, type_: TensorType, ax
         code = call_of(path[0], named.code, axis, None if actual is P else actual, due, path[1])
         repairs.append(Repair(code, edit_of(here, named.node, code)))
     return SpmdTypeError(
-        f"{name} of logits {shown(logits, type_, named.label)} at {location(mode)}",
+        f"{name} of {shown(logits, type_, named.label or 'logits')} at {location(mode)}",
         f"on {axis} they {why}",
         where_from=since(logits, named.label or "it", axis),
         repairs=importing(repairs, here),

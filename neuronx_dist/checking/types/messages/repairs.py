@@ -9,14 +9,15 @@ a reduction before everything else, and nothing that would hide that it is missi
 from __future__ import annotations
 
 import ast
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from ....spmd.errors import Violation
 from ....spmd.types import SAME, I, P, R, Shard, SpmdType, V
 from .loops import ParameterLoop, changes_with_the_turn, loop_repairs, parameter_loop
-from .provenance import Named, Site
-from .rewrites import SPECIAL, declared, local_code, otherwise
+from .provenance import Named, Site, value_of
+from .rewrites import SPECIAL, clipping, declared, local_code, otherwise
 from .trials import (
     LAST,
     Change,
@@ -82,6 +83,8 @@ def find_repairs(
     """Repairs of a call, best first."""
     axis, rule = violation.axis, violation.rule
     size = size_of(mode, axis)
+    if clipped := clipping(here):
+        return clipped
     if rule == "no_type":
         return declared(call, axis, violation, names, here)[:MOST]
     special, expression = SPECIAL.get(rule), _Expression(call, axis, names, here, parameter_loop(here, axis))
@@ -195,6 +198,10 @@ def operator_repairs(operation: Operation, operand: Named, here: Site | None, ru
         mask = "((ids < first) | (ids >= first + count))"
         words = ", where this rank holds the positions from first to first + count"
         return [Repair(f"{code}.masked_fill({mask}.unsqueeze(-1), 0) before it{words}")]
+    if base == "convert" and here is not None and here.called is not None and operation.gives == actual:
+        function = isinstance(node, ast.Call) and inspect.isfunction(value_of(node.func, here.frame))
+        if not function:  # it is a layer that takes its own part of what it is given
+            return [Repair("input_is_parallel=True on the layer, which is given its own part already")]
     if base != operation.name:
         _of_verb(operation, base, code, offer)
         return repairs

@@ -13,15 +13,17 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.utils import clip_grad_norm_
 
 from ....spmd.errors import Violation
 from ....spmd.tensor_type import Origin, origins_of, type_of
 from ....spmd.types import DIFFERING, SAME, I, P, R, Shard, SpmdType, V
 from ..rules import RULES
-from .provenance import Named, Site, editable
+from .provenance import Named, Site, editable, value_of
 from .trials import Change, Edit, JudgedCall, Repair, call_of, contracted, edit_of, legal, misfit, on_meta, written
 
-__all__ = ["SPECIAL", "declared", "fitting_sizes", "local_code", "origin_repair", "otherwise"]
+__all__ = ["SPECIAL", "clipping", "declared", "fitting_sizes", "local_code", "origin_repair", "otherwise"]
 
 _BLOCKS = ("chunk", "split", "unflatten", "tensor_split", "view", "reshape")
 
@@ -154,9 +156,11 @@ def _fixed(
     words = call.rule.name
     if words in ("cross_entropy", "nll_loss") and len(names) > 1 and index == 0 and spmd_type.dim == x.dim() - 1:
         node, labels = here.node if here is not None else None, names[1].code
-        code = f"parallel_cross_entropy({name.code}, {labels}).sum() / ({labels} != -100).sum()"
+        own = f"nxd.parallel_cross_entropy({name.code}, {labels})"
+        code = f"{own}.sum() / nxd.global_num_items({labels}, shift=False)"
         replaceable = isinstance(node, ast.Call) and len(node.args) == 2 and not node.keywords
         yield Repair(code, edit_of(here, node, f"({code})") if replaceable else None)
+        yield Repair(f"{own}.mean(), if every label counts")
     elif words == "rms_norm" and spmd_type.dim == x.dim() - 1 and index == 0:
         squares = call_of("all_reduce", f"{name.code}.pow(2).sum(-1, keepdim=True)", axis, None, R)
         node = here.node if here is not None else None
@@ -201,6 +205,8 @@ def otherwise(mode: Any, violation: Violation, call: JudgedCall, names: Sequence
     for index in violation.operands:
         if index < len(call.tensors) and isinstance(call.tensors[index], nn.Parameter):
             spmd_type = call.operands[index].type.get(violation.axis)
+            if violation.rule == "whole" and spmd_type is not None and spmd_type.letter in SAME:
+                yield from _undeclared_shard(call, index, violation.axis, names[index])
             of_tp = violation.rule == "invariant" and spmd_type is I and violation.axis == "tp"
             if of_tp and not contracted(call, violation.axis):
                 yield Repair(f"{names[index].code}.sequence_parallel_enabled = True, if it sees a part of the "
@@ -211,7 +217,35 @@ def otherwise(mode: Any, violation: Violation, call: JudgedCall, names: Sequence
     if violation.rule == "scalar":
         index = violation.operands[0]
         own = names[index].label or "value"
-        yield Repair(f"with spmd.no_typecheck(): around it, if this rank's own {own} is meant (to print it)")
+        if not isinstance(call.tensors[index], FakeTensor):  # which has no value to print
+            yield Repair(f"with spmd.no_typecheck(): around it, if this rank's own {own} is meant (to print it)")
+
+
+def _undeclared_shard(call: JudgedCall, index: int, axis: str, name: Named) -> Iterator[Repair]:
+    """The declaration with which a parameter that is the same on all ranks would be a shard, and the call legal."""
+    for dim in range(call.tensors[index].dim()):
+        if legal(call, axis, {index: Change("", Shard(dim), tuple(call.tensors[index].shape), 0)}):
+            if axis == "tp":
+                code = f"nxd.parallel_layers.utils.set_tensor_model_parallel_attributes({name.code}, True, {dim}, 1)"
+            else:
+                code = f'spmd.assert_type({name.code}, {{"{axis}": spmd.S({dim})}})'
+            yield Repair(f"{code} where it is made, if it is a shard that nobody declared")
+            return
+
+
+def _scalar(mode: Any, violation: Violation, call: JudgedCall, names: Any, here: Site | None, size: Any) -> Any:
+    """A number made of a tensor that has no value: it is no part of what is checked."""
+    if isinstance(call.tensors[violation.operands[0]], FakeTensor):
+        yield Repair("leave printing and logging out of the step that is checked: return the tensor instead")
+
+
+def clipping(here: Site | None) -> list[Repair]:
+    """torch's clipping, which knows no shards and no summands, replaced by that of the package."""
+    node = here.node if here is not None else None
+    if here is None or not isinstance(node, ast.Call) or value_of(node.func, here.frame) is not clip_grad_norm_:
+        return []
+    given = ", ".join(here.text(part) for part in (*node.args, *(keyword.value for keyword in node.keywords)))
+    return [Repair(f"nxd.clip_grad_norm({given}) after nxd.reduce_gradients(model): it counts every element once")]
 
 
 def declared(
@@ -272,4 +306,5 @@ SPECIAL: dict[str, Callable[..., Any]] = {
     "invariant": _invariant,
     "partial_plus": _plus,
     "fixed": _fixed,
+    "scalar": _scalar,
 }

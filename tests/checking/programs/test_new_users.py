@@ -1,0 +1,213 @@
+"""What people who use the checker for the first time write, and what they are told: repairs that can be pasted."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+import neuronx_dist as nxd
+from neuronx_dist import spmd
+from neuronx_dist.parallel_layers import mappings
+from neuronx_dist.parallel_layers import parallel_state as ps
+
+MESH = {"dp": 2, "tp": 2}
+
+
+def model():
+    return nn.Sequential(
+        nxd.ColumnParallelLinear(8, 32, gather_output=False), nxd.RowParallelLinear(32, 8, input_is_parallel=True)
+    )
+
+
+def problem(build=model, inputs=None, **more) -> str:
+    """The message of the one problem."""
+    report = spmd.check(build, torch.zeros(4, 8) if inputs is None else inputs, MESH, **more)
+    (found,) = report.problems
+    return found.message
+
+
+def module(forward, **layers):
+    """A function that builds a module of some layers."""
+
+    class Module(nn.Module):
+        def __init__(self):
+            super().__init__()
+            for name, make in layers.items():
+                setattr(self, name, make())
+
+    Module.forward = forward
+    return Module
+
+
+def column(**more):
+    return nxd.ColumnParallelLinear(8, 32, gather_output=False, bias=False, **more)
+
+
+def backward(model, x):
+    loss = model(x).square().mean()
+    loss.backward()
+    return loss
+
+
+def test_a_raw_collective_on_gradients_is_told_the_axis_of_its_group():
+    def step(model, optimizer, x):
+        backward(model, x)
+        for p in model.parameters():
+            dist.all_reduce(p.grad, group=ps.get_data_parallel_group())
+
+    text = problem(step=step)
+    assert "repair: nxd.reduce_gradients(model) after the last backward" in text
+    assert 'or: comm.all_reduce(p.grad, "dp", out=p.grad)' in text and "with spmd.no_typecheck():" in text
+    assert "in the step of rank 0" in text
+
+    def over_tp(model, optimizer, x):
+        y = model(x)
+        dist.all_reduce(y, group=ps.get_tensor_model_parallel_group())
+
+    text = problem(step=over_tp)
+    assert 'repair: comm.all_reduce(y, "tp", out=y)' in text and "reduce_gradients" not in text
+
+    def over_all(model, optimizer, x):
+        y = model(x)
+        dist.all_reduce(y)
+
+    assert 'repair: comm.all_reduce(y, "world", out=y)' in problem(step=over_all)
+
+
+def test_distributed_data_parallel_is_left_out():
+    def step(model, optimizer, x):
+        backward(nn.parallel.DistributedDataParallel(model, process_group=ps.get_data_parallel_group()), x)
+
+    for text in (problem(step=step), problem(lambda: nn.parallel.DistributedDataParallel(model()))):
+        assert "DistributedDataParallel is not followed: leave it out, and call reduce_gradients(model)" in text
+        assert "incompatible function arguments" not in text and "test_new_users.py" in text
+
+
+def test_a_row_layer_that_is_given_its_own_part():
+    row = {"row": lambda: nxd.RowParallelLinear(32, 8, input_is_parallel=False)}
+    layers = module(lambda self, x: self.row(self.column(x)).square().mean(), column=column, **row)
+    assert "repair: input_is_parallel=True on the layer" in problem(layers)
+    scattered = module(
+        lambda self, x: mappings.scatter_to_tensor_model_parallel_region(self.column(x)).sum(), column=column
+    )
+    assert "all_to_all" not in problem(scattered) and "drop this one" in problem(scattered)
+
+
+def stacked(forward):
+    build = module(forward, column=column)
+    return spmd.check(build, torch.zeros(4, 6, 8), MESH)
+
+
+def test_the_repair_of_pieces_in_the_wrong_order_can_be_pasted():
+    def wrong(self, x):
+        g = spmd.all_gather(self.column(x), "tp", src=spmd.V, dst=spmd.R)
+        return g.movedim(0, 1).flatten(1, 2).square().mean()
+
+    def repaired(self, x):
+        g = spmd.all_gather(self.column(x), "tp", src=spmd.V, dst=spmd.I)
+        return g.movedim(0, 1).movedim(1, 2).flatten(2, 3).square().mean()
+
+    (found,) = stacked(wrong).problems
+    assert "repair: g.movedim(0, 1).movedim(1, 2).flatten(2, 3)" in found.message
+    assert "src=spmd.S(2)" in found.message
+    assert stacked(repaired).ok
+
+
+def test_the_repair_of_a_cross_entropy_of_a_shard_can_be_pasted():
+    def wrong(self, x, y):
+        return F.cross_entropy(self.column(x).flatten(0, 1), y.flatten())
+
+    def repaired(self, x, y):
+        loss = nxd.parallel_cross_entropy(self.column(x).flatten(0, 1), y.flatten())
+        return loss.sum() / nxd.global_num_items(y.flatten(), shift=False)
+
+    inputs = (torch.zeros(4, 6, 8), torch.zeros(4, 6, dtype=torch.long))
+    text = problem(module(wrong, column=column), inputs)
+    call = "nxd.parallel_cross_entropy(self.column(x).flatten(0, 1), y.flatten())"
+    assert f"repair: {call}.sum() / nxd.global_num_items(y.flatten(), shift=False)" in text
+    assert f"or: {call}.mean(), if every label counts" in text
+    assert spmd.check(module(repaired, column=column), inputs, MESH).ok
+
+
+def test_printing_is_left_out_of_the_step():
+    def step(model, optimizer, x):
+        print(backward(model, x).item())
+
+    assert "repair: leave printing and logging out of the step that is checked" in problem(step=step)
+
+
+def test_clipping_by_torch_is_replaced():
+    def unreduced(model, optimizer, x):
+        backward(model, x)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+    def sharded(model, optimizer, x):
+        backward(model, x)
+        nxd.reduce_gradients(model)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+    def repaired(model, optimizer, x):
+        backward(model, x)
+        nxd.reduce_gradients(model)
+        nxd.clip_grad_norm(model.parameters(), 1.0)
+        optimizer.step()
+
+    for step in (unreduced, sharded):
+        text = problem(step=step)
+        assert "repair: nxd.clip_grad_norm(model.parameters(), 1.0) after nxd.reduce_gradients(model)" in text
+        assert "<operand" not in text
+    assert spmd.check(model, torch.zeros(4, 8), MESH, step=repaired).ok
+
+
+def test_a_parameter_that_is_a_shard_nobody_declared():
+    def forward(self, x):
+        return (self.column(x) * self.w).square().sum()
+
+    text = problem(module(forward, column=column, w=lambda: nn.Parameter(torch.empty(16))))
+    assert "set_tensor_model_parallel_attributes(self.w, True, 0, 1) where it is made" in text
+
+    def declared():
+        w = nn.Parameter(torch.empty(16))
+        nxd.parallel_layers.utils.set_tensor_model_parallel_attributes(w, True, 0, 1)
+        return w
+
+    def repaired(self, x):
+        return spmd.all_reduce((self.column(x) * self.w).square().sum(-1), "tp", dst=spmd.I).mean()
+
+    assert spmd.check(module(repaired, column=column, w=declared), torch.zeros(4, 8), MESH).ok
+
+
+def test_step_is_given_all_inputs_as_one():
+    def step(model, optimizer, x, y):
+        backward(model, x)
+
+    text = problem(inputs=(torch.zeros(4, 8), torch.zeros(4, 8)), step=step)
+    assert "step is called as step(model, optimizer, inputs), and inputs" in text and "is a tuple of 2" in text
+    report = spmd.check(model, torch.zeros(4, 8), MESH, step=lambda *arguments: backward(arguments[0], arguments[2]))
+    assert report.ok
+
+
+def test_logits_are_named_once():
+    def forward(self, x):
+        logits = self.column(x)
+        return nxd.parallel_cross_entropy(logits, torch.zeros(4, dtype=torch.long)).mean()
+
+    build = module(forward, column=lambda: nxd.ColumnParallelLinear(8, 32, gather_output=True))
+    assert "parallel_cross_entropy of logits [4, 32]" in problem(build)
+
+
+def test_a_declaration_that_does_not_hold_is_answered_by_code():
+    def forward(self, x):
+        return spmd.assert_type(self.column(x), {"tp": spmd.R}).sum()
+
+    text = problem(module(forward, column=column))
+    assert 'repair: spmd.redistribute(x, "tp", src=spmd.S(1), dst=spmd.R)' in text
+    assert 'or: spmd.assert_type(x, {"tp": spmd.S(1)})' in text
+
+
+def test_a_mesh_is_a_mapping():
+    with pytest.raises(ValueError, match="mesh: 'dp=2' has no sizes by axis: write {'dp': 2, 'tp': 4}"):
+        spmd.check(model, torch.zeros(4, 8), mesh="dp=2")
