@@ -92,9 +92,10 @@ def check(
         for problem in compared or compare_branches(explored):
             report.add(problem)
     if numeric and report.ok:
-        report.numeric = True
         try:
-            for problem in compare_values(subject, grid, deadline, report.notes):
+            problems = compare_values(subject, grid, deadline, report.notes)
+            report.numeric = problems is not None
+            for problem in problems or ():
                 report.add(problem)
         except OutOfTime:
             report.finished = False
@@ -135,8 +136,8 @@ def _fill(report: Report, explored: Explored) -> None:
     report.runs = explored.plays
     report.finished = explored.finished
     report.differences = differences(explored)
-    report.trusted = [f"{where}: {text}" for where, text in explored.trusted.items()]
-    report.assumed = [f"{where}: {text}" for where, text in explored.assumed.items()]
+    report.trusted = [f"{where}: {text}" for where, text in explored.trusted]
+    report.assumed = [f"{where}: {text}" for where, text in explored.assumed]
 
 
 def _problem(failures: Sequence[PhaseFailure], mesh: Mesh) -> Problem:

@@ -52,5 +52,6 @@ def causal_lm_loss(
         count = spmd.trust(own, DATA_AXES, scaled(spmd.R, -1), "that every rank has as many valid labels")
     # Without labels 0 / inf: unlike 1, inf is the same whatever share of all labels is counted here.
     if isinstance(count, torch.Tensor):
-        return losses.sum() / torch.where(count == 0, math.inf, count.to(losses.device))
+        count = count.to(losses)
+        return losses.sum() / torch.where(count == 0, math.inf, count)
     return losses.sum() / (count or math.inf)

@@ -368,5 +368,5 @@ class RowParallelLinear(_ParallelLinear):
             else:
                 out = spmd.trust(F.linear(x, self.weight), communicator, P)
                 if bias is not None:
-                    out = out + spmd.convert(bias, communicator, src=R, dst=P)
+                    out = out + spmd.convert(bias, communicator, src=R, dst=P).to(out.dtype)
         return (out, self.bias) if self.skip_bias_add else out

@@ -363,9 +363,10 @@ def _averaged(
         )
     if not (x.is_floating_point() or x.is_complex()):
         raise SpmdTypeError(f"{function.__name__}({src}, {dst}) of {x.dtype}: a mean is no integer, sum and divide")
-    total = _operate(function, x, axis, P, dst, **options)
     count = comm.size(axis)
-    return total if count == 1 else total / count
+    if count > 1:  # before the sum, which could overflow
+        x = x.div_(count) if options.get("inplace") else x / count
+    return _operate(function, x, axis, P, dst, **options)
 
 
 def all_reduce(

@@ -15,6 +15,7 @@ from torch.compiler import is_dynamo_compiling
 
 from ..comm import context
 from ..mesh import Mesh
+from ..weights.shard_spec import spec_of
 from .axes import atoms_of
 from .errors import SpmdTypeError, dim_of
 from .tensor_type import FRESH, NAME, Foreign, Note, Offset, TensorType, note_of, write
@@ -134,7 +135,8 @@ def types_by_atom(
 def _assert_type(mode: Any, x: torch.Tensor, types: Mapping[Any, SpmdType] | SpmdType) -> torch.Tensor:
     mesh = mode.mesh if mode is not None else _current_mesh()
     declared = types_by_atom(types, mesh, x.shape, mode.level if mode is not None else "G")
-    note = note_of(x) if mode is None else mode.note(x, "assert_type") if note_of(x) is not None else None
+    known = note_of(x) is not None
+    note = note_of(x) if mode is None else mode.note(x, "assert_type") if known or _has_layout(x, mode) else None
     old = note.type if note is not None else TensorType.of({})
     new, origins = dict(old.types), note.origins if note is not None else None
     fresh = note is not None and note.extra == FRESH
@@ -167,6 +169,11 @@ def _assert_type(mode: Any, x: torch.Tensor, types: Mapping[Any, SpmdType] | Spm
         note.session if note is not None else mode.session if mode is not None else 0,
     )
     return x
+
+
+def _has_layout(x: torch.Tensor, mode: Any) -> bool:
+    """Whether a parameter's layout was stated, so that it has a type though no call has used it yet."""
+    return mode.mesh is not None and isinstance(x, torch.nn.Parameter) and spec_of(x).axis is not None
 
 
 def _same_dim(before: SpmdType, declared: SpmdType) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from ..comm import Communicator
+from .collectives import Row
 
 __all__ = ["is_gathered"]
 
@@ -32,7 +33,7 @@ def is_gathered(x: torch.Tensor, communicator: Communicator) -> bool:
             continue
         seen.add(node)
         row = getattr(node, "row", None)
-        if row is not None:
+        if isinstance(row, Row):
             if row.key[0] != "all_gather" or node.communicator.ranks != communicator.ranks:
                 continue
             if node.arguments.src_dim == len(node._input_metadata[0].shape) - 1:

@@ -12,7 +12,7 @@ from .axes import atoms_of
 from .declarations import assert_type, types_by_atom
 from .errors import SpmdTypeError
 from .tensor_type import TensorType, note_of, tensors_in, write
-from .types import LocalType, Shard, SpmdType
+from .types import SAME, LocalType, Shard, SpmdType
 from .watching import Watcher, active
 
 __all__ = ["local_map"]
@@ -132,6 +132,13 @@ def _apart(result: Any, given: Sequence[torch.Tensor]) -> Any:
     return result
 
 
+def _same_scale(known: SpmdType, declared: SpmdType) -> bool:
+    """Whether a declaration keeps the scale; of what is known to vary only that of a mean is a guess worth keeping."""
+    alike = known.letter == declared.letter or (known.letter in SAME and declared.letter in SAME)
+    mean_as_sum = known.letter == "V" and declared.letter == "P" and known.scale > 0
+    return known.scale == declared.scale if alike or mean_as_sum else True
+
+
 def _declare(mode: Watcher, name: str, x: torch.Tensor, types: Declaration) -> None:
     """Gives a result its declared type.
 
@@ -145,7 +152,7 @@ def _declare(mode: Watcher, name: str, x: torch.Tensor, types: Declaration) -> N
         declared = types_by_atom(types, mode.mesh, x.shape, mode.level)
         for axis, spmd_type in declared.items():
             known = note.type.get(axis)
-            if known is None or spmd_type.letter in _MAY_BE_DECLARED[known.letter]:
+            if known is None or (spmd_type.letter in _MAY_BE_DECLARED[known.letter] and _same_scale(known, spmd_type)):
                 continue
             raise SpmdTypeError(
                 f"local_map of {name}: its result {list(x.shape)}",

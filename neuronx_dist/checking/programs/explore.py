@@ -146,7 +146,7 @@ class Explored:
         plays: how many ranks were played, in whole or in part.
         finished: whether time sufficed.
         wire: types that stages sent one another.
-        trusted, assumed: declarations that were believed and what was taken for granted, in words, by line.
+        trusted, assumed: declarations that were believed and what was taken for granted: `(line, words)`, each once.
     """
 
     mesh: Mesh
@@ -154,8 +154,8 @@ class Explored:
     plays: int = 0
     finished: bool = True
     wire: Wire = field(default_factory=Wire)
-    trusted: dict[str, str] = field(default_factory=dict)
-    assumed: dict[str, str] = field(default_factory=dict)
+    trusted: dict[tuple[str, str], None] = field(default_factory=dict)
+    assumed: dict[tuple[str, str], None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.programs = Programs(self.mesh)
@@ -225,8 +225,8 @@ def _play(
     played = Played(subject, explored.mesh, rank, deadline, explored.wire)
     program = _run(played, rank, PHASES)
     if played.types is not None:
-        explored.trusted.update((where, text) for text, where in played.types.trusted)
-        explored.assumed.update((where, text) for text, where in played.types.assumed)
+        explored.trusted.update(dict.fromkeys((where, text) for text, where in played.types.trusted))
+        explored.assumed.update(dict.fromkeys((where, text) for text, where in played.types.assumed))
     if program.failure is None:
         models.append(played)
     return played, program

@@ -25,6 +25,7 @@ from ...spmd.errors import SpmdTypeError
 from ...spmd.tensor_type import NAME, TensorType, note_of, type_of, write
 from ...spmd.types import SAME, VARYING, P, SpmdType, V
 from ...weights.shard_spec import spec_of
+from ..types.axis_sizes import AxisNumber, plain
 from ..types.mode import SpmdTypeMode
 from .optimizer_steps import OptimizerStep
 
@@ -51,6 +52,8 @@ def gated(mode: SpmdTypeMode) -> Iterator[None]:
                 optimizer.init_zero()
         _check(mode, optimizer)
         if not isinstance(optimizer, NeuronZero1Optimizer):
+            for group in optimizer.param_groups:  # a learning rate may grow with the ranks: that is meant
+                group.update({key: plain(value) for key, value in group.items() if isinstance(value, AxisNumber)})
             steps.append(OptimizerStep(mode, optimizer))
 
     def after(optimizer: Any, args: Any, kwargs: Any) -> None:

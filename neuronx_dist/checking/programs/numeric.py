@@ -11,16 +11,17 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from ... import comm
-from ...gradients.gradient import DATA_AXES, gradient_of
+from ...gradients.gradient import DATA_AXES, gradient_of, parameters_of
 from ...gradients.reduce import reduce_gradients
 from ...mesh import Mesh
+from ...optimizer import NeuronZero1Optimizer
 from ...pipeline.model import NxDPPModel
 from ...weights.materialize import materialize
 from ...weights.partial_model import parameter_names, partial_model
 from ...weights.shard_spec import gather_full, spec_of
 from ..report import Problem
 from .calls import Deadline
-from .played import Subject, call_model, find_loss
+from .played import Subject, call_model, default_optimizer, find_loss
 
 __all__ = ["compare_values"]
 
@@ -30,28 +31,34 @@ TOLERANCE = 1e-4  # relative to the largest element, in float64
 Values = tuple[float | None, dict[str, torch.Tensor]]
 
 
-def compare_values(subject: Subject, mesh: Mesh, deadline: Deadline, notes: list[str]) -> list[Problem]:
-    """Loss and every gradient of the layout against those of one process with the whole batch.
+def compare_values(subject: Subject, mesh: Mesh, deadline: Deadline, notes: list[str]) -> list[Problem] | None:
+    """Loss and every gradient of the layout against those of one process with the whole batch; None: not compared.
+
+    With a `step` of the subject's own the gradients are those that its optimizer steps with.
 
     Weights are those of `materialize(model, 0)`, which no layout changes, in float64. Inputs that are given are one
     data-parallel rank's; the others get the same, rolled along dim 0 or, for one row, along dim 1. A function that
     makes the inputs is called on each rank, to make its part of one batch.
     """
-    if subject.step is not None:
-        notes.append("values not compared: a step of its own reports no loss and gradients")
-        return []
     single = Mesh(1)
     expected = comm.threads.run(single, _step, subject, mesh.size(DATA_AXES))[0]
     deadline.check()
     values_by_rank = comm.threads.run(mesh, _step, subject, 1)
     deadline.check()
-    problems = _compare(expected, values_by_rank, mesh)
+    if expected is None or None in values_by_rank:
+        notes.append(
+            "values not compared: the optimizer was made before the weights have values (pass optimizer=), reduces "
+            "gradients itself, or does not step"
+        )
+        return None
+    problems = _compare(expected, [values for values in values_by_rank if values is not None], mesh)
     if not problems:
-        notes.append(f"loss and {len(expected[1])} gradients equal those of one process")
+        what = "loss and " if expected[0] is not None else ""
+        notes.append(f"{what}{len(expected[1])} gradients equal those of one process")
     return problems
 
 
-def _step(subject: Subject, parts: int) -> Values:
+def _step(subject: Subject, parts: int) -> Values | None:
     """Forward, backward and reduction on this rank; `parts` data-parallel ranks' inputs in one batch."""
     with _BUILDING, torch.device("meta"):
         built = subject.model_fn(**subject.options)
@@ -59,6 +66,9 @@ def _step(subject: Subject, parts: int) -> Values:
     _fill(model)
     inputs = _inputs(subject.inputs, model, parts)
     names = _names(model)
+    if subject.step is not None:
+        optimizer = built[1] if isinstance(built, tuple) else None
+        return _own_step(subject, model, optimizer, inputs, names)
     if isinstance(model, NxDPPModel):
         model.use_zero1_optimizer = model.use_optimizer_wrapper = False  # the mean is taken by the reduction
         model.broadcast_and_average_loss, model.return_mb_loss = True, False
@@ -71,12 +81,35 @@ def _step(subject: Subject, parts: int) -> Values:
         reduce_gradients(model)
         mean = comm.all_reduce(result.detach(), DATA_AXES) / comm.size(DATA_AXES)
         value = float(mean)
+    return value, _gradients(names)
+
+
+def _own_step(
+    subject: Subject, model: nn.Module, optimizer: Any, inputs: Any, names: dict[str, nn.Parameter]
+) -> Values | None:
+    """The gradients that the optimizer is given in a step of the subject's own; None if there is no telling."""
+    assert subject.step is not None
+    if optimizer is None:
+        params: list[torch.Tensor] = [param for param in names.values() if param.requires_grad]
+        optimizer = subject.optimizer(params) if subject.optimizer else default_optimizer(model, params)
+    known = {id(param) for param in names.values()}
+    stale = any(id(param) not in known or param.is_meta for param in parameters_of(optimizer))
+    if stale or isinstance(optimizer, NeuronZero1Optimizer):
+        return None
+    grads: list[dict[str, torch.Tensor]] = []
+    optimizer.register_step_pre_hook(lambda *_: grads.append(_gradients(names)))
+    subject.step(model, optimizer, inputs)
+    return (None, grads[0]) if grads else None
+
+
+def _gradients(names: dict[str, nn.Parameter]) -> dict[str, torch.Tensor]:
+    """The whole gradients of parameters; zeros where there is none."""
     grads = {}
     for name, param in names.items():
         grad = gradient_of(param)
         if param.requires_grad:
             grads[name] = gather_full(torch.zeros_like(param) if grad is None else grad, spec_of(param)).clone()
-    return value, grads
+    return grads
 
 
 def _fill(model: nn.Module) -> None:

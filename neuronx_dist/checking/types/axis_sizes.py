@@ -27,7 +27,7 @@ from typing import Any
 
 from ... import axis_sizes
 
-__all__ = ["NUMBER_CLASSES", "UNCLEAR", "AxisNumber", "AxisRatio", "AxisSize", "exponents_of", "tracked"]
+__all__ = ["NUMBER_CLASSES", "UNCLEAR", "AxisNumber", "AxisRatio", "AxisSize", "exponents_of", "plain", "tracked"]
 
 NUMBER_CLASSES: set[type] = {bool, float, complex}
 """Classes of numbers that may be equal to an int and mean something else, those of this file included."""
@@ -78,6 +78,11 @@ class AxisRatio(AxisNumber, float):
 
     def __new__(cls, value: float, exponents: Mapping[str, _Exponent]) -> AxisRatio:
         return _number(float(value), exponents.items())
+
+
+def plain(x: AxisNumber) -> int | float:
+    """The number without its exponents."""
+    return x._plain(x)  # type: ignore[no-any-return]
 
 
 def exponents_of(x: Any) -> Mapping[str, int]:

@@ -68,6 +68,7 @@ def adds_up(before: TensorType, added: TensorType) -> bool:
     pairs = [(before.get(axis), added.get(axis)) for axis in axes]
     return all(
         one is two
+        or (one is not None and one.letter == "0")
         or (one is not None and two is not None and (one.letter, two.base, one.scale + 1) == ("R", P, two.scale))
         for one, two in pairs
     )

@@ -50,7 +50,7 @@ def _verb(mode: Session, func: Callable[..., Any], args: tuple[Any, ...], kwargs
     types: list[tuple[TensorType, Any, Any]] = []
     for x, note in known:
         if isinstance(note.extra, Segments):
-            type_, extra = _packed(mode, name, x, note, axes, kwargs, communicator.size)
+            type_, extra = _packed(mode, name, x, note, axes, kwargs)
         else:
             type_, extra = verb_type(mode, name, x, note.type, note, axes, kwargs, communicator.size), None
         origins = {atom: origin for atom, origin in (note.origins or {}).items() if atom not in axes}
@@ -84,6 +84,24 @@ def verb_type(
     count: int,
 ) -> TensorType:
     """What a plain collective among `count` ranks makes of a tensor."""
+    types = _on_its_axes(mode, name, x, type_, note, axes, kwargs)
+    if type_.shaped and axes and name in ("all_gather", "reduce_scatter", "all_to_all"):
+        _beside(name, x, type_, types, axes, kwargs, count)
+        if getattr(type_.rest, "along", None):
+            return TensorType.of(types, R)
+    return TensorType.of(types, type_.rest)
+
+
+def _on_its_axes(
+    mode: Session,
+    name: str,
+    x: Tensor,
+    type_: TensorType,
+    note: Note,
+    axes: Sequence[str],
+    kwargs: Mapping[str, Any],
+) -> dict[str, SpmdType]:
+    """The types of a tensor with those that a plain collective makes of it on its axes."""
     types = dict(type_.types)
     for atom in axes:
         actual = type_.get(atom)
@@ -95,29 +113,22 @@ def verb_type(
         result = _VERBS[name](_VerbOperand(mode, name, x, note, atom, actual.base, kwargs))
         summed = name in ("all_reduce", "reduce_scatter")
         types[atom] = scaled(result, actual.scale if summed or actual.base is not V else 0)
-    if type_.shaped and axes and name in ("all_gather", "reduce_scatter", "all_to_all"):
-        _beside(name, x, type_, types, axes, kwargs, count)
-        if getattr(type_.rest, "along", None):
-            return TensorType.of(types, R)
-    return TensorType.of(types, type_.rest)
+    return types
 
 
 def _packed(
-    mode: Session, name: str, x: Tensor, note: Note, axes: Sequence[str], kwargs: Mapping[str, Any], count: int
+    mode: Session, name: str, x: Tensor, note: Note, axes: Sequence[str], kwargs: Mapping[str, Any]
 ) -> tuple[TensorType, Segments]:
-    """What a plain collective among `count` ranks makes of a buffer: the type of each part, on its own."""
+    """What a plain collective makes of a buffer: the type of each part, on its own."""
     segments: Segments = note.extra
     reduction = {key: value for key, value in kwargs.items() if key == "op"}
     parts = []
     for size, type_, origins in segments.parts:
         part = note._replace(type=type_, origins=origins, extra=None)
-        changed = dict(verb_type(mode, name, x, type_, part, axes, reduction, count).types)
-        if name == "all_gather":
-            for axis in axes:  # rows of all ranks, one after the other
-                changed[axis] = R
-        elif name == "reduce_scatter":
-            for axis in axes:
-                changed[axis] = V
+        changed = _on_its_axes(mode, name, x, type_, part, axes, reduction)
+        if name in ("all_gather", "reduce_scatter"):  # rows of all ranks, one after the other; or some of them
+            whole = R if name == "all_gather" else V
+            changed.update({axis: scaled(whole, changed[axis].scale) for axis in axes})
         left = {axis: origin for axis, origin in (origins or {}).items() if axis not in axes}
         parts.append((size, TensorType.of(changed, type_.rest), left or None))
     return note.type, Segments(segments.dim, tuple(parts))

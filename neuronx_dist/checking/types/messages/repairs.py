@@ -23,6 +23,7 @@ from .trials import (
     Edit,
     JudgedCall,
     Repair,
+    atom_of,
     blocks_gathered,
     call_of,
     changes_of,
@@ -177,7 +178,7 @@ def operator_repairs(operation: Operation, operand: Named, here: Site | None, ru
 
     base = operation.name.removeprefix("comm.")
     if actual.scale and actual is not P("avg"):
-        offer(f'{code} {"/" if actual.scale > 0 else "*"} comm.size("{axis}")')
+        offer(f'{atom_of(code)} {"/" if actual.scale > 0 else "*"} comm.size("{axis}")')
     if inside:  # a layer's own verb: what matters is what the layer is given
         path = route(actual, operation.takes) if operation.takes is not None else None
         if path is not None:

@@ -29,6 +29,7 @@ __all__ = [
     "Change",
     "Edit",
     "Repair",
+    "atom_of",
     "blocks_gathered",
     "call_of",
     "changes_of",
@@ -158,7 +159,7 @@ def changes_of(call: JudgedCall, index: int, axis: str, size: int | None, name: 
     mixed = spmd_type.base is P and any(k is not None and k.base is P and k is not spmd_type for k in others)
     if mixed or (spmd_type.scale and spmd_type.base is not P):
         sign, factor = ("/", -1) if spmd_type.scale > 0 else ("*", 1)
-        code = f'({name.code or "x"} {sign} comm.size("{axis}"))'
+        code = f'({atom_of(name.code)} {sign} comm.size("{axis}"))'
         yield Change(code, scaled(spmd_type, factor), same, 26 if mixed else 1)
     if spmd_type.scale and x.dim():  # a mean in the middle of a model, of which every rank makes its own use
         first, second = R, I
@@ -214,6 +215,16 @@ def blocks_gathered(name: Named, axis: str, shard: Shard, dst: SpmdType | None) 
     """Code that gathers a dim which is made of blocks, each sharded by itself."""
     part = call_of("all_gather", "part", axis, Shard(shard.dim), dst)
     return f"torch.cat([{part} for part in {name.code}.chunk({shard.stride}, {shard.dim})], {shard.dim})"
+
+
+def atom_of(code: str) -> str:
+    """An expression in parentheses, if it needs them as an operand."""
+    try:
+        body = ast.parse(code or "x", mode="eval").body
+    except SyntaxError:
+        return code
+    alone = isinstance(body, (ast.Name, ast.Attribute, ast.Call, ast.Subscript, ast.Constant))
+    return code or "x" if alone else f"({code})"
 
 
 def _resized(shape: Sequence[int], dim: int, times: int, over: int) -> tuple[int, ...]:
