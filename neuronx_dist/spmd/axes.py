@@ -15,7 +15,11 @@ from ..comm.context import AxisLike
 from ..comm.rank_values import concrete
 from ..mesh import DENSE_AXES, EXPERT_AXES, Mesh
 
-__all__ = ["atoms_of", "mesh_atoms", "mesh_of", "order_of"]
+__all__ = ["DATA_ATOMS", "SAMPLE_ATOMS", "atoms_of", "mesh_atoms", "mesh_of", "order_of"]
+
+DATA_ATOMS = frozenset(("dp", "edp", "cp", "cp/ep", "ep/cp"))  # along which ranks have other data
+# Along which a batch is sharded: which samples a rank has does not matter, if all are used alike.
+SAMPLE_ATOMS = frozenset(("dp", "edp", "ep", "ep/cp"))
 
 _ORDER = ("pp", "dp", "edp", "cp/ep", "ep/cp", "ep", "cp", "tp")
 

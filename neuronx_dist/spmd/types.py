@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any, ClassVar
 
-__all__ = ["DIFFERING", "SAME", "VARYING", "I", "P", "R", "S", "Shard", "SpmdType", "V", "dual", "scaled", "unscaled"]
+__all__ = ["DIFFERING", "SAME", "VARYING", "I", "P", "R", "S", "Shard", "SpmdType", "V", "dual", "scaled"]
 
 
 class LocalType:
@@ -161,11 +161,6 @@ def scaled(spmd_type: SpmdType, factor: int) -> SpmdType:
             key, LocalType(base.letter, base.meaning, base.reduction, name, base.along, base=base, scale=scale)
         )
     return _SCALED[key]
-
-
-def unscaled(spmd_type: SpmdType) -> SpmdType:
-    """The type at scale 0."""
-    return spmd_type.base
 
 
 def dual(type_: SpmdType) -> SpmdType:

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Sequence
 from itertools import combinations
 from typing import Any, NamedTuple
 
-from ...spmd.axes import order_of
+from ...spmd.axes import SAMPLE_ATOMS, order_of
 from ...spmd.errors import Violation
 from ...spmd.tensor_type import TensorType
 from ...spmd.types import SAME, UNIFORM, VARYING, ZERO, I, P, R, Shard, SpmdType, V, repeated, scaled
@@ -38,8 +38,7 @@ EXACT = frozenset(
     "gather scatter scatter_add scatter_reduce index_put index_add index_copy cat concat concatenate stack hstack "
     "vstack dstack row_stack column_stack bmm baddbmm addbmm cross_entropy nll_loss kl_div".split()
 )
-# Along these axes ranks have other samples: which ones a rank has does not matter, if all are used alike.
-SAMPLES = frozenset(("dp", "edp", "ep", "ep/cp"))
+# They take positions, or ranges of them.
 PICKS = frozenset(
     "__getitem__ narrow narrow_copy select chunk split split_with_sizes unsafe_chunk unsafe_split "
     "unsafe_split_with_sizes tensor_split unbind".split()
@@ -347,7 +346,7 @@ def _sharded(
                 f"{name}: each rank takes a position of its own part of a parameter's sharded dim {dim}"
             )
             return [V] * call.results
-        if alone_in_call and (axis in SAMPLES or of_weight) and label in spec.ranges:
+        if alone_in_call and (axis in SAMPLE_ATOMS or of_weight) and label in spec.ranges:
             text = f"{name}: each rank takes its own part of sharded dim {dim}: that all parts together are used alike"
             call.assumed.append(text)
             del call.positions[axis]  # it is along no label of the results

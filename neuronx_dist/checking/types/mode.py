@@ -359,20 +359,7 @@ class SpmdTypeMode(Session):
             refused = JudgedCall(rule, call.func, args, kwargs, call.tensors, operand_types, None)
             raise (explain_shapes(self, refused, error) or error) from None
         origins = self.origins(judgement, notes)
-        extra: Any = batched(notes)
-        if extra is not None:
-            pass
-        elif rule.kind == "random":
-            extra = FRESH
-        elif rule.aliases and notes and notes[0].extra == READONLY:
-            extra = READONLY
-        elif counts(rule, args, kwargs) or (
-            rule.aliases and notes and notes[0].extra == COUNTED and result.numel() == call.tensors[0].numel()
-        ):
-            extra = COUNTED
-        else:
-            extra = lookup_note(self, rule, args, kwargs, call.tensors, notes, result, judgement.types[0])
-            extra = extra or stacked_note(rule, args, kwargs, call.tensors, notes)
+        extra = batched(notes) or self._extra_of(call, judgement, result)
         entry = CachedJudgement.of(judgement, rule.name, extra)
         self._stamp(result, entry.result_types, origins, extra)
         if self.symbolic:
@@ -382,6 +369,19 @@ class SpmdTypeMode(Session):
         if call.key is not None:
             store(self._memo, call.key, entry)
         return result
+
+    def _extra_of(self, call: _Uncached, judgement: Judgement, result: Any) -> Any:
+        """What the note of a call's result holds beside its type; None: nothing."""
+        rule, args, kwargs, notes = call.rule, call.args, call.kwargs, call.notes
+        if rule.kind == "random":
+            return FRESH
+        kept = notes[0].extra if rule.aliases and notes else None
+        if kept == READONLY:
+            return READONLY
+        if counts(rule, args, kwargs) or (kept == COUNTED and result.numel() == call.tensors[0].numel()):
+            return COUNTED
+        found = lookup_note(self, rule, args, kwargs, call.tensors, notes, result, judgement.types[0])
+        return found or stacked_note(rule, args, kwargs, call.tensors, notes)
 
     def _repeat(self, cached: CachedJudgement, origins: dict[str, Origin] | None) -> dict[str, Origin] | None:
         """Assumes again what a cached judgement assumes, and returns the origins of the call's results."""

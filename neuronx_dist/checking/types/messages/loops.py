@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from ....spmd.axes import DATA_ATOMS
 from ....spmd.tensor_type import Origin, origins_of
 from ....spmd.types import SAME, I, P, R, Shard, SpmdType
 from .provenance import Named, Site, syntax_tree, value_of
@@ -22,7 +23,6 @@ from .trials import JudgedCall, Repair, call_of, edit_of, written
 
 __all__ = ["ParameterLoop", "changes_with_the_turn", "loop_repairs", "parameter_loop"]
 
-_DATA = frozenset(("dp", "edp", "cp", "cp/ep", "ep/cp"))
 _LOOPS = (ast.For, ast.GeneratorExp, ast.ListComp)
 
 
@@ -58,7 +58,7 @@ def parameter_loop(here: Site | None, axis: str, node: ast.AST | None = None) ->
 
     None on an axis of the data, over which layers do not shard: all parameters are alike there.
     """
-    if axis in _DATA:
+    if axis in DATA_ATOMS:
         return None
     node = node or (here.node if here is not None else None)
     tree = syntax_tree(here.source) if here is not None else None
