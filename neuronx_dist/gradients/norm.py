@@ -15,7 +15,15 @@ from ..weights.shard_spec import spec_of
 from .gradient import DATA_AXES, ParameterGradient, Parameters, gradient_of, parameters_of
 from .state import keeping_reductions
 
-__all__ = ["clip_grad_norm", "clip_grads_with_norm", "get_grad_norm", "group_of_ranks", "norm_groups", "norm_of"]
+__all__ = [
+    "check_norm_groups",
+    "clip_grad_norm",
+    "clip_grads_with_norm",
+    "get_grad_norm",
+    "group_of_ranks",
+    "norm_groups",
+    "norm_of",
+]
 
 
 def get_grad_norm(
@@ -97,6 +105,33 @@ def norm_groups(zero1_optimizer: bool, zero1_optimizer_groups: Any) -> list[Any]
     if group.size > 1 and comm.size("ep") > 1:
         raise ValueError(f"groups over a part of dp x cp, {list(group.ranks)}, do not go with ep > 1: leave them out")
     return [group, model]
+
+
+def check_norm_groups(groups: Any) -> None:
+    """Refuses groups that are not those over which the mesh spreads a model.
+
+    NxD's trainer passes its tp groups here, and means the whole model's norm. That norm is what is taken, so that
+    groups have nothing to change: they are the tp groups, or the tp and pp (and ep) groups merged.
+
+    Args:
+        groups: lists of ranks which together are the world, a Communicator, or a ProcessGroup.
+
+    Raises:
+        ValueError: they are other groups.
+    """
+    mesh = comm.current().mesh
+    axes = [("tp",), ("pp", "tp"), ("pp", "ep", "tp")]
+    if isinstance(groups, Sequence):
+        given: list[Any] = sorted(list(ranks) for ranks in groups)
+        fits = any(given == sorted(list(ranks) for ranks in mesh.groups(axis)) for axis in axes)
+    else:
+        given = list(comm.communicator(groups).ranks)
+        fits = any(given == list(comm.communicator(axis).ranks) for axis in axes)
+    if not fits:
+        raise ValueError(
+            f"grad_norm_groups {given} are not the tp groups of {mesh}, nor those merged with pp: grad_norm is always "
+            f"the norm of the whole model; leave grad_norm_groups out, or pass the tp groups as NxD does"
+        )
 
 
 def group_of_ranks(groups: Any) -> comm.Communicator:

@@ -21,7 +21,7 @@ from torch import nn
 from .. import comm, spmd
 from ..gradients.buckets import BucketPlan, cap_in_bytes, overlap, presence
 from ..gradients.gradient import DATA_AXES, ParameterGradient
-from ..gradients.norm import clip_grads_with_norm, group_of_ranks, norm_groups, norm_of
+from ..gradients.norm import check_norm_groups, clip_grads_with_norm, group_of_ranks, norm_groups, norm_of
 from ..parallel_layers.utils import load_optimizer_state_dict, move_all_tensor_to_cpu
 from .shards import ParameterShard
 
@@ -65,7 +65,7 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
         sharding_groups: lists of ranks which together are the world, or a Communicator. None: (dp, cp), and edp for
             experts. The mean is over such a group only: if it is smaller than dp x cp, call `reduce_gradients(model)`
             in full before.
-        grad_norm_groups: lists of ranks over which the norm is summed after the sharding groups; None: (pp, tp).
+        grad_norm_groups: accepted as NxD's trainer passes it (its tp groups); the norm is the whole model's in any case.
         lazy_init: make the shards at the first `init_zero()`, `step()` or `load_state_dict()` instead of now.
         bucket_cap_mb_all_gather, bucket_cap_mb_reduce_scatter: MB of a flat buffer, of which two are held at a time;
             0: the environment's `ALL_GATHER_REDUCE_SCATTER_BUCKET_CAP_MB`, else 130.
@@ -115,7 +115,7 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
         self._group = None if sharding_groups is None else group_of_ranks(sharding_groups)
         self._norm_groups = norm_groups(True, self._group)
         if grad_norm_groups is not None:
-            self._norm_groups = [self._group or DATA_AXES, group_of_ranks(grad_norm_groups)]
+            check_norm_groups(grad_norm_groups)
         self._gather_cap = cap_in_bytes(bucket_cap_mb_all_gather, _BUCKET_CAP_ENV, _BUCKET_CAP_MB)
         self._scatter_cap = cap_in_bytes(bucket_cap_mb_reduce_scatter, _BUCKET_CAP_ENV, _BUCKET_CAP_MB)
         self._grad_norm: torch.Tensor | None = None

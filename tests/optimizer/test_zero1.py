@@ -280,18 +280,45 @@ def test_groups_that_do_not_fit_are_refused() -> None:
         comm.threads.run(Mesh(4, ep=2), make, [[0, 1, 2, 3]], True)
 
 
-def test_norm_over_given_groups() -> None:
-    def rank_main() -> float:
-        param = nn.Parameter(torch.ones(2))
-        param.grad = torch.full((2,), float(comm.rank("world") + 1))
-        groups = [[0, 1], [2, 3]]
-        optimizer = NeuronZero1Optimizer(
-            [param], torch.optim.SGD, lr=1.0, sharding_groups=[[0], [1], [2], [3]], grad_norm_groups=groups
-        )
-        optimizer.step()
-        return optimizer.grad_norm.item() ** 2
+NORM_GROUPS: dict[str, Any] = {
+    "tp": lambda mesh: mesh.groups("tp"),
+    "tp, as lists": lambda mesh: [list(ranks) for ranks in mesh.groups("tp")][::-1],
+    "tp, as a communicator": lambda mesh: comm.communicator("tp"),
+    "pp and tp": lambda mesh: mesh.groups(("pp", "tp")),
+}
 
-    assert comm.threads.run(Mesh(4), rank_main) == pytest.approx([2 * (1 + 4)] * 2 + [2 * (9 + 16)] * 2)
+
+@pytest.mark.parametrize("groups", NORM_GROUPS)
+@pytest.mark.parametrize("mesh", [Mesh(2), Mesh(4, pp=2, tp=2), Mesh(8, pp=2, tp=2)], ids=str)
+def test_the_norm_is_the_whole_models_whatever_groups_are_given(mesh: Mesh, groups: str) -> None:
+    """NxD's trainer passes its tp groups always: each stage used to be clipped by its own norm, in silence."""
+    cls, options = OPTIMIZERS["SGD"]
+
+    def rank_main() -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+        model = Model()
+        given = NORM_GROUPS[groups](mesh)
+        optimizer = NeuronZero1Optimizer(model.parameters(), cls, max_norm=0.5, grad_norm_groups=given, **options)
+        return train(model, optimizer), weights_of(model)
+
+    expected_norms, expected = train_whole(mesh, "SGD", 0.5, torch.float64)
+    results = comm.threads.run(mesh, rank_main)
+    for norms, _ in results:
+        assert relative_error(torch.stack(norms), torch.stack(expected_norms)) < 1e-12
+    for (name, value), param in zip(assemble(mesh, [result[1] for result in results]), expected):
+        assert relative_error(value, param.detach()) < 1e-10, name
+
+
+@pytest.mark.parametrize("axis", ["dp", "pp", "world"])
+@pytest.mark.parametrize("as_lists", [True, False], ids=["lists", "communicator"])
+def test_groups_of_no_model_are_refused_for_the_norm(axis: str, as_lists: bool) -> None:
+    mesh = Mesh(8, pp=2, tp=2)
+
+    def rank_main() -> None:
+        groups = mesh.groups(axis) if as_lists else comm.communicator(axis)
+        with pytest.raises(ValueError, match=r"grad_norm_groups \[.*norm of the whole model; leave grad_norm_groups out"):
+            NeuronZero1Optimizer([nn.Parameter(torch.ones(2))], torch.optim.SGD, lr=1.0, grad_norm_groups=groups)
+
+    comm.threads.run(mesh, rank_main)
 
 
 @pytest.mark.parametrize("mesh", [Mesh(4, ep=2), Mesh(4, ep=4), Mesh(8, ep=2, tp=2)], ids=str)
