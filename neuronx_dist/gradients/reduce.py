@@ -22,7 +22,7 @@ from .. import comm
 from .buckets import BucketPlan, cap_in_bytes, overlap, presence
 from .gradient import DATA_AXES, ParameterGradient, Parameters, gradient_of, parameters_of
 from .plan import GradientGroup, ModelGradients
-from .state import keeping_reductions, mark_reduced, refuse_reduced
+from .state import ReductionState, keeping_reductions, left_to_reduce, mark_reduced, mark_step, refuse_reduced
 
 __all__ = [
     "allreduce_context_parallel_gradients",
@@ -46,7 +46,8 @@ def reduce_gradients(
     """Makes every gradient what one process would have, in place: once per step, after the last backward.
 
     A gradient that is missing on this rank counts as zero, and stays None if no other rank of the group has it.
-    Gradients accumulate before the reduction, not on top of a reduced one: call `zero_grad` first.
+    Gradients accumulate before the reduction, not on top of a reduced one: call `zero_grad` first. NxD's functions
+    below may be called after it, as scripts for NxD do after `run_train`: they do what was left out.
 
     Args:
         model: a module, or a `PartialModel` such as a pipeline model, whose tied weights are summed over their holders.
@@ -68,7 +69,7 @@ def reduce_gradients(
     if average_over_data:
         for axis, members in gradients.by_data_axis():
             _reduce_params(members, axis, scale=1 / comm.size(DATA_AXES), **options)
-    mark_reduced(gradients.held, "step")
+    mark_step(gradients.held, frozenset({"tp", "cp", "data", "ep"} if average_over_data else {"tp"}))
 
 
 @torch.no_grad()
@@ -76,24 +77,32 @@ def bucket_allreduce_gradients(grads_list: Iterable[torch.Tensor], reduce_over_e
     """NxD's name for the mean over the data, in place, of a list of gradients.
 
     With expert parallelism the sum is over edp only, and a second call with `reduce_over_ep_group=True`, for all but
-    the experts, sums over ep, which completes their mean.
+    the experts, sums over ep, which completes their mean. Gradients of which `allreduce_context_parallel_gradients`
+    took the mean over cp are averaged over dp.
 
     Raises:
-        RuntimeError: a gradient has been through the same reduction already since the last backward.
+        RuntimeError: this is the second such call since the last backward.
     """
     if reduce_over_ep_group:
         _reduce_list(list(grads_list), "ep", "ep", 1.0)
-    else:
-        axis = ("edp",) if comm.size("ep") > 1 else DATA_AXES
-        _reduce_list(list(grads_list), axis, "data", 1 / comm.size(DATA_AXES))
+        return
+    over_experts = comm.size("ep") > 1
+    averaged: list[torch.Tensor] = []  # over cp
+    others: list[torch.Tensor] = []
+    for grad in grads_list:
+        (averaged if "cp" in ReductionState.of(grad).stages and not over_experts else others).append(grad)
+    _reduce_list(others, "edp" if over_experts else DATA_AXES, "data", 1 / comm.size(DATA_AXES))
+    _reduce_list(averaged, "dp", "data", 1 / comm.size("dp"))
 
 
 @torch.no_grad()
 def allreduce_sequence_parallel_gradients(optimizer: torch.optim.Optimizer | nn.Module | Parameters) -> None:
     """NxD's name for the sum over tp, in place, of the gradients of `sequence_parallel` parameters.
 
+    After `run_train` or `reduce_gradients`, which do it, it has nothing left to do.
+
     Raises:
-        RuntimeError: it has been done since the last backward, for instance by `run_train` or `reduce_gradients`.
+        RuntimeError: this is the second such call since the last backward.
     """
     gradients = [ParameterGradient(param) for param in parameters_of(optimizer)]
     partial = [gradient.tensor for gradient in gradients if gradient.is_partial_over_tp]
@@ -102,9 +111,12 @@ def allreduce_sequence_parallel_gradients(optimizer: torch.optim.Optimizer | nn.
 
 @torch.no_grad()
 def allreduce_context_parallel_gradients(optimizer: torch.optim.Optimizer | nn.Module | Parameters) -> None:
-    """NxD's name for the mean over cp, in place.
+    """NxD's name for the mean over cp, in place; `bucket_allreduce_gradients` after it averages over dp.
 
-    `bucket_allreduce_gradients` and ZeRO-1 average over dp x cp, so that going before them it changes nothing.
+    ZeRO-1 averages over dp x cp: going before it changes nothing.
+
+    Raises:
+        RuntimeError: this is the second such call since the last backward.
     """
     grads = [grad for grad in map(gradient_of, parameters_of(optimizer)) if grad is not None]
     _reduce_list(grads, "cp", "cp", 1 / comm.size("cp"))
@@ -142,11 +154,11 @@ def global_num_items(
 
 
 def _reduce_list(grads: Sequence[torch.Tensor], axis: Any, stage: str, scale: float) -> None:
-    """Reduces gradients whose parameters are not known, so that no plan of them can be kept."""
-    refuse_reduced(grads, {stage, "step"})
+    """Reduces gradients whose parameters are not known, so that no plan of them can be kept; each once in a step."""
+    left = left_to_reduce(grads, stage)
     cap = cap_in_bytes(None, "ALLREDUCE_BUCKET_CAP_MB", _BUCKET_CAP_MB)
-    with keeping_reductions(grads):
-        _all_reduce(grads, [True] * len(grads), comm.communicator(axis), BucketPlan(), scale=scale, cap=cap)
+    with keeping_reductions(left):
+        _all_reduce(left, [True] * len(left), comm.communicator(axis), BucketPlan(), scale=scale, cap=cap)
     mark_reduced(grads, stage)
 
 

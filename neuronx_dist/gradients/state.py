@@ -1,7 +1,7 @@
 """Which reductions a gradient has been through in this step.
 
-    refuse_reduced(grads, {"data", "step"})    # raises if one of these was done already
-    with keeping_reductions(grads):
+    left = left_to_reduce(grads, "data")       # raises if this was asked for already; without those that are done
+    with keeping_reductions(left):
         ...                                    # sums them over the mesh, in place
     mark_reduced(grads, "data")
 
@@ -10,16 +10,16 @@ A gradient that is written anywhere else, by backward for instance, counts as a 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
 
-__all__ = ["ReductionState", "keeping_reductions", "mark_reduced", "refuse_reduced"]
+__all__ = ["ReductionState", "keeping_reductions", "left_to_reduce", "mark_reduced", "mark_step", "refuse_reduced"]
 
 _ATTRIBUTE = "_nxd_reduction_state"
-_NO_STAGES: frozenset[str] = frozenset()
+_NONE: frozenset[str] = frozenset()
 
 
 class ReductionState(NamedTuple):
@@ -31,33 +31,38 @@ class ReductionState(NamedTuple):
 
     Attributes:
         version: the tensor's version counter when the state was written.
-        stages: "tp", "cp", "data" and "ep" are the sums and means of NxD's functions, "step" is `reduce_gradients`.
+        stages: "tp", "cp", "data" and "ep" are the sums and means of NxD's functions; "step" is `reduce_gradients`.
+        unasked: those of `stages` that `reduce_gradients` did and no call of NxD's function has asked for yet. Scripts
+            for NxD make these calls after `run_train`: the first one finds its work done.
     """
 
     version: int
     stages: frozenset[str]
+    unasked: frozenset[str]
 
     @staticmethod
-    def stages_of(grad: torch.Tensor) -> frozenset[str]:
-        """The stages that a gradient has been through since the last backward."""
+    def of(grad: torch.Tensor) -> ReductionState:
+        """The state of a gradient as it is now."""
         state: ReductionState | None = getattr(grad, _ATTRIBUTE, None)
-        return state.stages if state is not None and state.version == grad._version else _NO_STAGES
+        if state is None or state.version != grad._version:
+            return ReductionState(grad._version, _NONE, _NONE)
+        return state
 
     @classmethod
-    def write(cls, grad: torch.Tensor, stages: frozenset[str]) -> None:
+    def write(cls, grad: torch.Tensor, stages: frozenset[str], unasked: frozenset[str]) -> None:
         """Says that the gradient, as it is now, has been through these stages."""
-        setattr(grad, _ATTRIBUTE, cls(grad._version, stages))
+        setattr(grad, _ATTRIBUTE, cls(grad._version, stages, unasked))
 
 
-def refuse_reduced(grads: Iterable[torch.Tensor], stages: Set[str] | None = None) -> None:
-    """Raises if a gradient has been through one of `stages`; None: through any.
+def refuse_reduced(grads: Iterable[torch.Tensor]) -> None:
+    """Raises if a gradient has been through any reduction.
 
     Raises:
         RuntimeError: it has; the message names what was done, and the calls that may have done it.
     """
     for grad in grads:
-        done = ReductionState.stages_of(grad)
-        if done and (stages is None or done & stages):
+        done = ReductionState.of(grad).stages
+        if done:
             raise RuntimeError(
                 f"gradients were reduced already in this step (done: {', '.join(sorted(done))}); reducing them again "
                 "would scale them. Call reduce_gradients once after the last backward, and not after "
@@ -65,16 +70,43 @@ def refuse_reduced(grads: Iterable[torch.Tensor], stages: Set[str] | None = None
             )
 
 
-def mark_reduced(grads: Iterable[torch.Tensor], stage: str) -> None:
-    """Notes that gradients have been through `stage`."""
+def left_to_reduce(grads: Sequence[torch.Tensor], stage: str) -> list[torch.Tensor]:
+    """Those gradients that have not been through `stage`.
+
+    Raises:
+        RuntimeError: one has, and this stage was asked for before: it is the second call in the step.
+    """
+    left = []
     for grad in grads:
-        ReductionState.write(grad, ReductionState.stages_of(grad) | {stage})
+        state = ReductionState.of(grad)
+        if stage not in state.stages:
+            left.append(grad)
+        elif stage not in state.unasked:
+            raise RuntimeError(
+                f"gradients were reduced already in this step (done: {', '.join(sorted(state.stages))}), and this is "
+                f"the second call for {stage!r}: reducing them again would scale them. Make each call of a reduction "
+                "once after the last backward; call zero_grad before the next step"
+            )
+    return left
+
+
+def mark_reduced(grads: Iterable[torch.Tensor], stage: str) -> None:
+    """Notes that gradients have been through `stage`, and that it was asked for."""
+    for grad in grads:
+        state = ReductionState.of(grad)
+        ReductionState.write(grad, state.stages | {stage}, state.unasked - {stage})
+
+
+def mark_step(grads: Iterable[torch.Tensor], stages: frozenset[str]) -> None:
+    """Notes that `reduce_gradients` has done `stages`, for which nobody has asked yet."""
+    for grad in grads:
+        ReductionState.write(grad, stages | {"step"}, stages)
 
 
 @contextmanager
 def keeping_reductions(grads: Iterable[torch.Tensor]) -> Iterator[None]:
     """Writing the gradients in place in here does not count as a new backward."""
-    reduced = [(grad, stages) for grad in grads if (stages := ReductionState.stages_of(grad))]
+    states = [(grad, state) for grad in grads if (state := ReductionState.of(grad)).stages]
     yield
-    for grad, stages in reduced:
-        ReductionState.write(grad, stages)
+    for grad, state in states:
+        ReductionState.write(grad, state.stages, state.unasked)

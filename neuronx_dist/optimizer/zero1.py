@@ -65,7 +65,7 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
         sharding_groups: lists of ranks which together are the world, or a Communicator. None: (dp, cp), and edp for
             experts. The mean is over such a group only: if it is smaller than dp x cp, call `reduce_gradients(model)`
             in full before.
-        grad_norm_groups: accepted as NxD's trainer passes it (its tp groups); the norm is the whole model's in any case.
+        grad_norm_groups: the tp groups, as NxD's trainer passes them; the norm is the whole model's in any case.
         lazy_init: make the shards at the first `init_zero()`, `step()` or `load_state_dict()` instead of now.
         bucket_cap_mb_all_gather, bucket_cap_mb_reduce_scatter: MB of a flat buffer, of which two are held at a time;
             0: the environment's `ALL_GATHER_REDUCE_SCATTER_BUCKET_CAP_MB`, else 130.

@@ -71,7 +71,7 @@ class NxDPPModel(StageModule):
         auto_partition: cut evenly between transformer layers; see `create_partitions`.
         deallocate_pipeline_outputs: accepted: what was sent is always freed, unless backward needs it.
         use_model_wrapper, fuse_microbatches: accepted, without effect off Neuron.
-        use_optimizer_wrapper: as `use_zero1_optimizer`.
+        use_optimizer_wrapper: leave the mean over data-parallel ranks to the caller: `bucket_allreduce_gradients`.
         return_loss_on_cpu: move the loss to the CPU.
         manual_pp_partition: only False.
 

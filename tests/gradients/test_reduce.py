@@ -190,18 +190,31 @@ def test_a_second_reduction_in_a_step_raises(mesh: Mesh) -> None:
     comm.threads.run(mesh, rank_main)
 
 
-def test_sequence_parallel_sum_after_the_reduction_raises() -> None:
-    """NxD's pipeline scripts call it after run_train, which here has done it: the sum would be multiplied by tp."""
+@pytest.mark.parametrize("average", [True, False], ids=["averaged", "left to the script"])
+@pytest.mark.parametrize(
+    "mesh", [Mesh(1), Mesh(4, tp=2), Mesh(4, cp=2), Mesh(8, tp=2, cp=2), Mesh(8, pp=2, tp=2)], ids=str
+)
+def test_nxd_names_after_the_reduction_do_what_is_left(mesh: Mesh, average: bool) -> None:
+    """NxD's pipeline scripts call them after run_train: it did the sum over tp, and without a wrapper the mean."""
 
-    def rank_main() -> None:
+    def rank_main() -> dict[str, torch.Tensor]:
         model = Model()
-        model.set_gradients(step=0)
-        grads.reduce_gradients(model)
+        model.set_gradients(step=2)
+        grads.reduce_gradients(model, average_over_data=average)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with pytest.raises(RuntimeError, match="run_train"):
+        with comm.record() as calls:
+            grads.allreduce_context_parallel_gradients(optimizer)
             grads.allreduce_sequence_parallel_gradients(optimizer)
+            grads.bucket_allreduce_gradients([param.grad for param in model.parameters()])
+        left = [] if average else [axis for axis in ("cp", "dp") if getattr(mesh, axis) > 1]
+        assert [call.axis for call in calls] == left
+        grads.clip_grad_norm(model.parameters(), 0.7)
+        return gradients_of(model)
 
-    comm.threads.run(Mesh(2, tp=2), rank_main)
+    reference = whole_model(mesh, 2)
+    torch.nn.utils.clip_grad_norm_(reference, 0.7)
+    for (name, grad), param in zip(assemble(mesh, comm.threads.run(mesh, rank_main)), reference):
+        assert relative_error(grad, param.grad) < 1e-10, name
 
 
 @pytest.mark.parametrize("mesh", [Mesh(8, tp=2, cp=2), Mesh(4, tp=2), Mesh(4, cp=2)], ids=str)

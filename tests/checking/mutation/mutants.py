@@ -90,6 +90,7 @@ PROGRAM_OF: dict[str, str] = {
     "reduce_gradients:_reduce_params#3": "mlp",
     "bucket_allreduce_gradients:_reduce_list#1": "names of nxd, experts",
     "bucket_allreduce_gradients:_reduce_list#2": "names of nxd",
+    "bucket_allreduce_gradients:_reduce_list#3": "names of nxd, context and data",
     "allreduce_sequence_parallel_gradients:_reduce_list#1": "names of nxd",
     "allreduce_context_parallel_gradients:_reduce_list#1": "names of nxd, context",
     "_all_reduce.start:comm.all_reduce#1": "mlp",

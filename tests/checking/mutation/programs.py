@@ -223,6 +223,13 @@ def _context_step(model: Any, optimizer: Any, x: torch.Tensor) -> None:
     optimizer.step()
 
 
+def _context_and_data_step(model: Any, optimizer: Any, x: torch.Tensor) -> None:
+    model(x).backward()
+    grads.allreduce_context_parallel_gradients(optimizer)
+    grads.bucket_allreduce_gradients([param.grad for param in model.parameters()])
+    optimizer.step()
+
+
 def _zero_step(model: Any, optimizer: Any, x: torch.Tensor) -> None:
     model(x).backward()
     optimizer.step()
@@ -399,6 +406,13 @@ PROGRAMS: dict[str, Program] = {
         mesh={"cp": 2, "tp": 2},
         in_types=dict(cp=spmd.S(0)),
         step=_context_step,
+    ),
+    "names of nxd, context and data": Program(
+        lambda: Net(_mlp, up=_column(), down=_row()),
+        _x(),
+        mesh={"dp": 2, "cp": 2},
+        in_types=dict(cp=spmd.S(0)),
+        step=_context_and_data_step,
     ),
     "zero, groups": Program(
         lambda: _with_zero(lambda: Net(_mlp, up=_column(), down=_row()), "dp"), _x(), step=_zero_step

@@ -81,6 +81,7 @@ SITES = _find()
 PROGRAM_OF = {
     "reduce_gradients:comm.size(DATA_AXES)#1": "mlp",
     "bucket_allreduce_gradients:comm.size(DATA_AXES)#1": "names of nxd",
+    "bucket_allreduce_gradients:comm.size('dp')#1": "names of nxd, context and data",
     "allreduce_context_parallel_gradients:comm.size('cp')#1": "names of nxd, context",
     "global_num_items:comm.size(DATA_AXES)#1": "items",
     "_all_reduce:scale#1": "experts",  # of a group of one rank
