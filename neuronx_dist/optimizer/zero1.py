@@ -23,23 +23,13 @@ from ..gradients.buckets import BucketPlan, cap_in_bytes, overlap, presence
 from ..gradients.gradient import DATA_AXES, ParameterGradient
 from ..gradients.norm import check_norm_groups, clip_grads_with_norm, group_of_ranks, norm_groups, norm_of
 from ..parallel_layers.utils import load_optimizer_state_dict, move_all_tensor_to_cpu
+from .base_optimizer import OptimizerFactory, check_factory, make_base_optimizer
 from .shards import ParameterShard
 
 __all__ = ["MasterWeightsOptimizer", "NeuronZero1Optimizer"]
 
 _BUCKET_CAP_ENV = "ALL_GATHER_REDUCE_SCATTER_BUCKET_CAP_MB"
 _BUCKET_CAP_MB = 130.0
-_NOT_ELEMENTWISE = {
-    "LBFGS": "it takes inner products over all parameters",
-    "Muon": "it orthogonalises whole matrices",
-    "Adafactor": "it factors the second moment of whole matrices into rows and columns",
-    "Shampoo": "it preconditions whole matrices",
-    "SOAP": "it preconditions whole matrices",
-    "LAMB": "it scales an update by the norm of the whole parameter",
-    "Lamb": "it scales an update by the norm of the whole parameter",
-    "LARS": "it scales an update by the norm of the whole parameter",
-    "SparseAdam": "it takes sparse gradients, and shards are dense",
-}
 
 
 class NeuronZero1Optimizer(torch.optim.Optimizer):
@@ -57,7 +47,8 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
 
     Args:
         params: parameters or parameter groups of this rank (`local_parameters()` of a pipeline model).
-        optimizer_class: a torch optimizer whose update is elementwise: SGD, Adam, AdamW, ...
+        optimizer_class: a torch optimizer whose update is elementwise: SGD, Adam, AdamW, ...; or what makes one of the
+            parameter groups that it is called with: a `functools.partial` of a class, a function.
         optimizer_dtype: dtype of master weights and state. None: fp32, or the parameter's if that is wider.
         grad_clipping: False leaves gradients as they are, and `grad_norm` None.
         max_norm: norm to clip at; None means 1.0, `inf` only measures.
@@ -82,13 +73,14 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
 
     Raises:
         RuntimeError: there is no mesh; the message says what to call.
+        TypeError: an optimizer is given instead of its class.
         ValueError: the optimizer's update is not elementwise, or the groups do not fit.
     """
 
     def __init__(
         self,
         params: Any,
-        optimizer_class: type[torch.optim.Optimizer],
+        optimizer_class: OptimizerFactory,
         optimizer_dtype: torch.dtype | None = None,
         grad_clipping: bool = True,
         max_norm: float | None = None,
@@ -103,7 +95,7 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
         higher_cc_precision: bool = False,
         **defaults: Any,
     ) -> None:
-        _refuse_not_elementwise(optimizer_class)
+        check_factory(type(self).__name__, params, optimizer_class)
         comm.current()
         self.optimizer_class = optimizer_class
         self.optimizer_dtype = optimizer_dtype
@@ -248,7 +240,7 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
         """Makes the shards and their optimizer, if that was not done yet; returns the optimizer."""
         if self.base_optimizer is None:
             groups = [self._shard_group(group) for group in self.param_groups]
-            self.base_optimizer = self.optimizer_class(groups, **self.defaults)
+            self.base_optimizer = make_base_optimizer(self.optimizer_class, groups, self.defaults)
             # The class's own defaults: schedulers want to find them in our groups.
             _copy_options(self.base_optimizer.param_groups, self.param_groups)
         return self.base_optimizer
@@ -303,7 +295,6 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
         groups = {name: state_dict[name] for name in ("state", "param_groups")}
         load_optimizer_state_dict(self, groups, super().load_state_dict)
         load_optimizer_state_dict(base, {**base.state_dict(), "state": state_dict["base_state"]})
-        _copy_options(self.param_groups, base.param_groups)
         masters = state_dict.get("sharded_master_weights")
         for index, shard in enumerate(self.shards):
             if masters is None:
@@ -368,7 +359,7 @@ class MasterWeightsOptimizer(NeuronZero1Optimizer):
     Arguments are those of NeuronZero1Optimizer.
     """
 
-    def __init__(self, params: Any, optimizer_class: type[torch.optim.Optimizer], **options: Any) -> None:
+    def __init__(self, params: Any, optimizer_class: OptimizerFactory, **options: Any) -> None:
         super().__init__(params, optimizer_class, sharding_groups=comm.communicator(()), **options)
 
 
@@ -396,13 +387,3 @@ def _turns(ranks_at_a_time: int) -> list[bool]:
         raise ValueError(f"num_workers_per_step must be at least 1, got {ranks_at_a_time}")
     mine = comm.rank("world") // ranks_at_a_time
     return [turn == mine for turn in range(-(-comm.size("world") // ranks_at_a_time))]
-
-
-def _refuse_not_elementwise(optimizer_class: type[torch.optim.Optimizer]) -> None:
-    for ancestor in optimizer_class.__mro__:
-        reason = _NOT_ELEMENTWISE.get(ancestor.__name__)
-        if reason is not None:
-            raise ValueError(
-                f"{optimizer_class.__name__} cannot work on shards of parameters: {reason}. Use an optimizer whose "
-                "update is elementwise (SGD, Adam, AdamW, ...), or this one itself after reduce_gradients(model)"
-            )

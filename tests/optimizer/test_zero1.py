@@ -230,6 +230,40 @@ def test_microbatches_accumulate_in_fp32_with_the_hook(dp: int, dtype: torch.dty
     comm.threads.run(Mesh(dp), rank_main)
 
 
+@pytest.mark.parametrize("kind", ["zero1", "masters"])
+def test_large_fp16_gradients_do_not_overflow_in_the_sum(kind: str) -> None:
+    """4e4 on each of 4 ranks: their mean is a fp16 number, their sum is not."""
+
+    def rank_main() -> list[float]:
+        model = nn.ParameterDict({"w": torch.zeros(6, dtype=torch.float16)})
+        wrapper = NeuronZero1Optimizer if kind == "zero1" else MasterWeightsOptimizer
+        optimizer = wrapper(model.parameters(), torch.optim.SGD, lr=1e-4, max_norm=math.inf)
+        model["w"].grad = torch.full_like(model["w"], 4e4)
+        grads.reduce_gradients(model, average_over_data=kind == "masters")
+        optimizer.step()
+        return model["w"].tolist()
+
+    assert comm.threads.run(Mesh(4), rank_main) == [[pytest.approx(-4.0)] * 6] * 4
+
+
+@pytest.mark.parametrize("scale", [1, 2])
+def test_clipping_does_not_write_the_accumulated_gradient(scale: int) -> None:
+    """At dp 1 the shard's gradient is a copy: `main_grad` is what it was, for whoever reads it after the step."""
+
+    def rank_main() -> None:
+        param = nn.Parameter(torch.zeros(4))
+        options: dict[str, Any] = dict(lr=1.0, max_norm=1.0, use_grad_acc_hook=True)
+        optimizer = NeuronZero1Optimizer(
+            [param], torch.optim.SGD, sharding_groups=[[r] for r in range(scale)], **options
+        )
+        (param * 3.0).sum().backward()
+        optimizer.step()
+        assert param.main_grad.tolist() == [3.0] * 4
+        assert param.tolist() == pytest.approx([-0.5] * 4)  # a gradient of norm 6, clipped to norm 1
+
+    comm.threads.run(Mesh(scale), rank_main)
+
+
 # --- groups ----------------------------------------------------------------------------------------------------------
 
 

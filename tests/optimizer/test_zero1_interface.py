@@ -55,6 +55,76 @@ def test_parameter_groups_scheduler_and_closure() -> None:
             assert torch.allclose(value, reference, rtol=1e-6)
 
 
+def test_a_closure_runs_backward() -> None:
+    """`step` computes without gradients; what the closure computes has them."""
+
+    def rank_main() -> tuple[float, list[float]]:
+        param = nn.Parameter(torch.tensor([3.0, 4.0]))
+        optimizer = NeuronZero1Optimizer([param], torch.optim.SGD, lr=0.5, grad_clipping=False)
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = param.square().sum() * (1.0 + comm.rank("dp"))
+            loss.backward()
+            return loss
+
+        return optimizer.step(closure).item(), param.tolist()
+
+    # The mean of the gradients 2p and 4p is 3p.
+    assert comm.threads.run(Mesh(2), rank_main) == [(25.0, [-1.5, -2.0]), (50.0, [-1.5, -2.0])]
+
+
+def test_a_group_that_is_added_has_the_defaults_of_the_class() -> None:
+    """Adam without lr: a scheduler finds it in the groups, and goes on from it."""
+
+    def rank_main() -> list[float]:
+        optimizer = NeuronZero1Optimizer([nn.Parameter(torch.ones(2))], torch.optim.Adam)
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        for group in optimizer.param_groups:
+            group["params"][0].grad = torch.ones(2)
+        optimizer.step()
+        scheduler.step()
+        return [group["lr"] for group in optimizer.param_groups]
+
+    assert comm.threads.run(Mesh(2), rank_main) == [[5e-4, 5e-4]] * 2
+
+
+class Counting(torch.optim.SGD):
+    """Keeps a value in its parameter groups, as schedule-free optimizers do: steps get larger."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["lr"] = group["lr"] + 1.0
+            group["steps"] = group.get("steps", 0) + 1
+        super().step(closure)
+
+
+def test_values_that_an_optimizer_keeps_in_its_groups() -> None:
+    """They are in the wrapper's groups, and so in its state dict: a resumed run goes on from them."""
+
+    def steps(param: nn.Parameter, optimizer: torch.optim.Optimizer, count: int) -> None:
+        for _ in range(count):
+            param.grad = torch.ones_like(param)
+            optimizer.step()
+
+    def rank_main() -> None:
+        options: dict[str, Any] = dict(lr=0.0, max_norm=math.inf)
+        param, resumed = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
+        optimizer = NeuronZero1Optimizer([param], Counting, **options)
+        steps(param, optimizer, 2)
+        assert optimizer.param_groups[0]["steps"] == 2 and optimizer.param_groups[0]["lr"] == 2.0
+        assert param.tolist() == [-3.0, -3.0]  # 1 and 2
+        with torch.no_grad():
+            resumed.copy_(param)
+        other = NeuronZero1Optimizer([resumed], Counting, **options)
+        other.load_state_dict(optimizer.state_dict())
+        steps(resumed, other, 1)
+        assert resumed.tolist() == [-6.0, -6.0] and other.param_groups[0]["steps"] == 3
+
+    comm.threads.run(Mesh(2), rank_main)
+
+
 def test_frozen_and_missing_gradients() -> None:
     """No gradient on any rank: skipped as torch does, not even decayed. On one rank: the others count as zero."""
 

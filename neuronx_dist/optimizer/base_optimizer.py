@@ -1,0 +1,100 @@
+"""The optimizer that ZeRO-1 wraps: made of shards by what the user gives for it, or refused."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+__all__ = ["OptimizerFactory", "check_factory", "make_base_optimizer"]
+
+# Called with parameter groups (and options): a class, a `functools.partial` of one, any function.
+OptimizerFactory = Callable[..., torch.optim.Optimizer]
+
+_NOT_ELEMENTWISE = {
+    "LBFGS": "it takes inner products over all parameters",
+    "Muon": "it orthogonalises whole matrices",
+    "Adafactor": "it factors the second moment of whole matrices into rows and columns",
+    "Shampoo": "it preconditions whole matrices",
+    "SOAP": "it preconditions whole matrices",
+    "LAMB": "it scales an update by the norm of the whole parameter",
+    "Lamb": "it scales an update by the norm of the whole parameter",
+    "LARS": "it scales an update by the norm of the whole parameter",
+    "SparseAdam": "it takes sparse gradients, and shards are dense",
+}
+
+
+def check_factory(wrapper: str, params: Any, factory: Any) -> None:
+    """Refuses what cannot make an optimizer of shards, as far as that is known before it is called.
+
+    Args:
+        wrapper: name of the class that wraps the optimizer, for messages.
+        params: what was given as the parameters.
+
+    Raises:
+        TypeError: an optimizer was given instead of its class, or something that cannot be called.
+        ValueError: the optimizer's update is not elementwise.
+    """
+    for given in (params, factory):
+        if isinstance(given, torch.optim.Optimizer):
+            raise TypeError(
+                f"{wrapper} makes its optimizer itself, of shards, and was given one that is made already, of whole "
+                f"parameters. Pass its class: {wrapper}(params, {_call(given)})"
+            )
+    if not callable(factory):
+        raise TypeError(
+            f"{wrapper}: optimizer_class is {factory!r}; pass a class such as torch.optim.AdamW and its options, or a "
+            f"function that makes an optimizer of the parameters it is given"
+        )
+    while isinstance(factory, partial):
+        factory = factory.func
+    if isinstance(factory, type):
+        _refuse_not_elementwise(factory)
+
+
+def make_base_optimizer(
+    factory: OptimizerFactory, groups: list[dict[str, Any]], options: dict[str, Any]
+) -> torch.optim.Optimizer:
+    """The optimizer of shards, given as parameter groups.
+
+    Raises:
+        TypeError: the factory made something else.
+        ValueError: it is of other parameters than those that were given, or its update is not elementwise.
+    """
+    given = [list(group["params"]) for group in groups]
+    optimizer = factory(groups, **options)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"optimizer_class {factory!r} made a {type(optimizer).__name__}, not a torch optimizer")
+    _refuse_not_elementwise(type(optimizer))
+    if [list(map(id, group["params"])) for group in optimizer.param_groups] != [list(map(id, ps)) for ps in given]:
+        raise ValueError(
+            f"optimizer_class {factory!r} made {type(optimizer).__name__} of other parameters than those it was given: "
+            f"it must take the parameter groups of its argument, which are shards, as they are"
+        )
+    return optimizer
+
+
+def _refuse_not_elementwise(optimizer_class: type) -> None:
+    for ancestor in optimizer_class.__mro__:
+        reason = _NOT_ELEMENTWISE.get(ancestor.__name__)
+        if reason is not None:
+            raise ValueError(
+                f"{optimizer_class.__name__} cannot work on shards of parameters: {reason}. Use an optimizer whose "
+                "update is elementwise (SGD, Adam, AdamW, ...), or this one itself after reduce_gradients(model)"
+            )
+
+
+def _call(optimizer: torch.optim.Optimizer) -> str:
+    """The class of an optimizer, and its options as far as they are not those that the class has by itself."""
+    cls = type(optimizer)
+    module = "torch.optim" if cls.__module__.startswith("torch.optim.") else cls.__module__
+    own = inspect.signature(cls).parameters
+    options = {
+        name: value
+        for name, value in {**optimizer.defaults, "lr": optimizer.param_groups[0].get("lr")}.items()
+        if name in own and (name == "lr" or value != own[name].default)
+    }
+    return ", ".join([f"{module}.{cls.__qualname__}", *(f"{name}={value!r}" for name, value in options.items())])

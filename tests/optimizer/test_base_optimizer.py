@@ -1,0 +1,92 @@
+"""What ZeRO-1 takes for its optimizer: a class, a partial of one, a function; and what it says to all else."""
+
+from __future__ import annotations
+
+import functools
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from neuronx_dist import comm
+from neuronx_dist.mesh import Mesh
+from neuronx_dist.optimizer import MasterWeightsOptimizer, NeuronZero1Optimizer
+from tests.optimizer.zero1_training import train, weights_of
+from tests.support.synthetic import Model
+
+ADAM: dict[str, Any] = dict(lr=0.05, betas=(0.8, 0.9))
+FACTORIES: dict[str, Any] = {
+    "partial": functools.partial(torch.optim.AdamW, **ADAM),
+    "partial of a partial": functools.partial(functools.partial(torch.optim.AdamW, lr=0.05), betas=(0.8, 0.9)),
+    "function": lambda params: torch.optim.AdamW(params, **ADAM),
+}
+
+
+def weight() -> nn.Parameter:
+    return nn.Parameter(torch.ones(3))
+
+
+@pytest.mark.parametrize("wrapper", [NeuronZero1Optimizer, MasterWeightsOptimizer])
+@pytest.mark.parametrize("name", FACTORIES)
+def test_a_factory_trains_as_its_class(name: str, wrapper: Any) -> None:
+    def rank_main(factory: Any, options: dict[str, Any]) -> dict[str, torch.Tensor]:
+        model = Model()
+        groups = [dict(params=[model.norm], weight_decay=0.0), dict(params=[model.column, model.row], lr=0.3)]
+        optimizer = wrapper(groups, factory, **options)
+        assert [group["lr"] for group in optimizer.param_groups] == [0.05, 0.3]
+        optimizer.add_param_group(dict(params=[model.scalar]))
+        assert optimizer.param_groups[2]["lr"] == 0.05
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        train(model, optimizer, last=1)
+        scheduler.step()
+        train(model, optimizer, first=1, last=2)
+        return weights_of(model)
+
+    mesh = Mesh(2)
+    by_class = comm.threads.run(mesh, rank_main, torch.optim.AdamW, ADAM)
+    for values, expected in zip(comm.threads.run(mesh, rank_main, FACTORIES[name], {}), by_class):
+        assert all(torch.equal(values[key], expected[key]) for key in expected)
+
+
+@pytest.mark.parametrize("wrapper", [NeuronZero1Optimizer, MasterWeightsOptimizer])
+@pytest.mark.parametrize(
+    "optimizer,call",
+    [
+        (lambda p: torch.optim.AdamW([p], lr=0.01), "torch.optim.AdamW, lr=0.01"),
+        (lambda p: torch.optim.SGD([p], lr=0.1, momentum=0.9), "torch.optim.SGD, lr=0.1, momentum=0.9"),
+        (lambda p: torch.optim.Adam([{"params": [p], "lr": 0.5}]), "torch.optim.Adam, lr=0.5"),
+    ],
+)
+def test_an_optimizer_that_is_made_already_is_refused_with_the_call_to_write(
+    optimizer: Any, call: str, wrapper: Any
+) -> None:
+    def rank_main() -> None:
+        param = weight()
+        name = wrapper.__name__
+        with pytest.raises(TypeError, match=rf"{name} makes its .*{re.escape(f'{name}(params, {call})')}"):
+            wrapper([param], optimizer(param))
+        with pytest.raises(TypeError, match=re.escape(f"{name}(params, {call})")):
+            wrapper(optimizer(param), torch.optim.AdamW)
+
+    comm.threads.run(Mesh(1), rank_main)
+
+
+@pytest.mark.parametrize(
+    "factory,error,message",
+    [
+        ("AdamW", TypeError, "optimizer_class is 'AdamW'; pass a class such as torch.optim.AdamW"),
+        (lambda params: params, TypeError, "made a list, not a torch optimizer"),
+        (lambda params: torch.optim.SGD([weight()], lr=1.0), ValueError, "made SGD of other parameters"),
+        (lambda groups: torch.optim.LBFGS(groups[0]["params"]), ValueError, "LBFGS cannot work on shards"),
+        (functools.partial(torch.optim.LBFGS, lr=1.0), ValueError, "LBFGS cannot work on shards"),
+    ],
+    ids=["name", "no optimizer", "other parameters", "function, not elementwise", "partial, not elementwise"],
+)
+def test_what_makes_no_optimizer_of_shards_is_refused(factory: Any, error: type[Exception], message: str) -> None:
+    def rank_main() -> None:
+        with pytest.raises(error, match=message):
+            NeuronZero1Optimizer([weight()], factory)
+
+    comm.threads.run(Mesh(2), rank_main)
