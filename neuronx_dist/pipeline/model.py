@@ -236,7 +236,7 @@ class NxDPPModel(StageModule):
             `broadcast_and_average_loss` the mean over data-parallel ranks too, everywhere.
 
         Raises:
-            ValueError: inputs other than `input_names`, or not divisible into microbatches.
+            ValueError: inputs other than `input_names`, without rows, or not divisible into microbatches.
             RuntimeError: not partitioned, still on meta, or no `output_loss_value_spec`.
         """
         self._check_loss_is_known("run_train")

@@ -66,6 +66,14 @@ def test_no_valid_label_gives_zero(items: Any) -> None:
         assert loss == 0 and not gradient.any()
 
 
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("items", [None, 4])
+def test_a_batch_without_rows_gives_zero(tp: int, items: Any) -> None:
+    logits, labels = _data()
+    for loss, gradient in _parallel(tp, logits[:0], labels[:0], num_items_in_batch=items):
+        assert loss == 0 and gradient.shape == (0, *logits.shape[1:-1], logits.shape[-1] // tp)
+
+
 def test_low_precision_logits_are_computed_in_float32() -> None:
     logits, labels = _data(torch.bfloat16)
     loss, gradient = _parallel(2, logits, labels)[0]

@@ -25,7 +25,7 @@ class Batch:
         num_microbatches: how many pieces to cut tensors into; 0-dim tensors and all else go whole to each.
 
     Raises:
-        ValueError: missing or unexpected inputs, or a dim 0 that is not divisible.
+        ValueError: missing or unexpected inputs, or a dim 0 that is empty or not divisible.
     """
 
     def __init__(self, inputs: Mapping[str, Any], names: Sequence[str] | None, num_microbatches: int) -> None:
@@ -40,7 +40,14 @@ class Batch:
         self.leaves, self.structure = pytree.tree_flatten(ordered)
         self.num_microbatches = num_microbatches
         for path, leaf in pytree.tree_flatten_with_path(ordered)[0]:
-            if isinstance(leaf, torch.Tensor) and leaf.ndim and leaf.shape[0] % num_microbatches:
+            if not isinstance(leaf, torch.Tensor) or leaf.ndim == 0:
+                continue
+            if leaf.shape[0] == 0:
+                raise ValueError(
+                    f"input {pytree.keystr(path)} has shape {list(leaf.shape)}, no rows, so that a mean over them would "
+                    f"be nan: give every rank at least a row for each of {num_microbatches} microbatches"
+                )
+            if leaf.shape[0] % num_microbatches:
                 raise ValueError(
                     f"input {pytree.keystr(path)} has {leaf.shape[0]} rows, which is not divisible into "
                     f"{num_microbatches} microbatches: nearest are "
