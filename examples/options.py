@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import platform
+import shlex
+import sys
+from importlib.metadata import version
+from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 from neuronx_dist.planning.layout import Layout
 
@@ -42,6 +49,7 @@ def arguments(description: str | None, argv: list[str] | None = None) -> argpars
     flag("--seed", 0, "of weights and batches")
     flag("--device", "auto", "auto: cuda if there is one; xla: docs/xla.md", choices=["auto", "cpu", "cuda", "xla"])
     flag("--data", None, "text files or folders; default: Python's library sources", nargs="+", metavar="PATH")
+    flag("--data-limit", 4.0, "MiB of text to read; 0 reads all")
     flag(
         "--out",
         None,
@@ -65,6 +73,31 @@ def arguments(description: str | None, argv: list[str] | None = None) -> argpars
         names = (f"runs/llama-{number}" if number > 1 else "runs/llama" for number in count(1))
         args.out = next(name for name in names if not Path(name).exists())
     return args
+
+
+def check_numbers(args: argparse.Namespace) -> None:
+    """Refuses numbers that no layout knows of.
+
+    Raises:
+        ValueError: one is too small; the message names the flag.
+    """
+    least = {"steps": 1, "seq_len": 2, "warmup": 0, "grad_clip": 0, "log_every": 1, "data_limit": 0, "check_limit": 0}
+    for name, value in least.items():
+        if getattr(args, name) < value:
+            why = ": each token is predicted from those before it" if name == "seq_len" else ""
+            raise ValueError(f"--{name.replace('_', '-')} must be at least {value}, not {getattr(args, name)}{why}")
+
+
+def record_of(args: argparse.Namespace, layout: Layout) -> dict[str, Any]:
+    """What a run was made with, for `run.json`: the command, all flags, the layout, versions."""
+    packages = ("neuronx_dist", "torch", "transformers", "numpy")
+    versions = {name: version(name) for name in packages if find_spec(name) is not None}
+    return {
+        "command": shlex.join(sys.argv),
+        "flags": vars(args),
+        "layout": {**dataclasses.asdict(layout), "dp": layout.dp},
+        "versions": {"python": platform.python_version(), **versions},
+    }
 
 
 def layout_of(args: argparse.Namespace, world_size: int) -> Layout:

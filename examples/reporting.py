@@ -15,7 +15,8 @@ class Report:
     """Progress of a run of `steps` steps. A context manager for every rank; only an `active` one shows or writes.
 
     Into the folder `out` (made if missing; None: nothing is written) go `metrics.jsonl`, one object a step with step,
-    loss, grad_norm, lr, tokens_per_s and, where there was an evaluation, held_out_loss; and, at the end, `loss.png`.
+    loss, grad_norm, lr, tokens_per_s and, where there was an evaluation, held_out_loss; at the end, `loss.png`; and
+    before the first step `run.json`, which is `record`.
     On a terminal there is a progress bar, elsewhere a line every `log_every` steps.
     """
 
@@ -25,6 +26,7 @@ class Report:
         tokens_per_step: int,
         *,
         out: str | Path | None = None,
+        record: dict[str, Any] | None = None,
         log_every: int = 10,
         active: bool = True,
         title: str = "",
@@ -36,6 +38,8 @@ class Report:
         self.out = Path(out) if out is not None and active else None
         if self.out:
             self.out.mkdir(parents=True, exist_ok=True)
+            if record is not None:
+                (self.out / "run.json").write_text(json.dumps(record, indent=2) + "\n")
         self._metrics = open(self.out / "metrics.jsonl", "w") if self.out else None
         self._written = 0
         show_bar = active and (sys.stdout.isatty() if terminal is None else terminal)
@@ -77,6 +81,12 @@ class Report:
         elif self.active:
             print(text, flush=True)
 
+    def interrupted(self) -> str:
+        """Ends the report where it is; returns how far the run is, and what it has left, for whoever stopped it."""
+        self.__exit__(None, None, None)
+        written = f"metrics.jsonl, loss.png and run.json are in {self.out}; " if self.out and self.rows else ""
+        return f"after step {len(self.rows)} of {self.steps}; {written}weights are written after the last step only"
+
     def mean_loss(self, last: int = 20) -> float:
         """Mean loss of the last steps."""
         losses = [row["loss"] for row in self.rows[-last:]]
@@ -90,6 +100,7 @@ class Report:
         self._write(upto=len(self.rows))
         if self._metrics:
             self._metrics.close()
+            self._metrics = None
         if self.out and self.rows:
             try:
                 loss_curve(self.rows, self.out / "loss.png", self.title)
@@ -102,10 +113,10 @@ class Report:
         return f"loss {row['loss']:.4f}  grad norm {row['grad_norm']:.3f}  {speed:,.0f} tokens/s"
 
     def _write(self, upto: int) -> None:
+        rows, self._written = self.rows[self._written : upto], upto  # Ctrl-C may come in between
         if self._metrics:
-            self._metrics.writelines(json.dumps(row) + "\n" for row in self.rows[self._written : upto])
+            self._metrics.write("".join(json.dumps(row) + "\n" for row in rows))
             self._metrics.flush()
-        self._written = upto
 
 
 def loss_curve(rows: Sequence[dict[str, Any]], path: Path, title: str = "") -> None:

@@ -38,7 +38,10 @@ class TextData:
         paths: files and folders (with all the text files below them); None or empty for Python's library sources.
         global_batch: sequences in a batch, over all data-parallel ranks.
         tokenizer: a Hugging Face tokenizer, or None for bytes.
-        max_bytes: how much text is read, from files in an order that is shuffled but always the same.
+        max_bytes: how much text is read, from files in an order that is shuffled but always the same; None: all.
+
+    Attributes:
+        summary: a line that says how much was read, of how much.
 
     Raises:
         ValueError: a path does not exist, there is no text, or too little for one sequence of `seq_len` tokens.
@@ -52,14 +55,20 @@ class TextData:
         global_batch: int,
         seed: int = 0,
         tokenizer: Any = None,
-        max_bytes: int = 4 << 20,
+        max_bytes: int | None = 4 << 20,
     ) -> None:
         self.seq_len, self.global_batch, self.seed = seq_len, global_batch, seed
         self.tokenizer = tokenizer if tokenizer is not None else ByteTokenizer()
         source = ", ".join(map(str, paths)) if paths else "Python's library sources"
-        documents = list(self._tokens(_files(paths) if paths else _library_sources(), max_bytes))
+        files = _files(paths) if paths else _library_sources()
+        whole = sum(path.stat().st_size for path in files)
+        self._bytes_read = 0
+        documents = list(self._tokens(files, whole if max_bytes is None else max_bytes))
         if not documents:
             raise ValueError(f"data: no text in {source}; give text files, or folders that hold some")
+        read_mb, whole_mb = self._bytes_read / 2**20, whole / 2**20
+        self.summary = f"text: {read_mb:.2f} of {whole_mb:.2f} MiB, from {len(documents):,} of {len(files):,} files of "
+        self.summary += source + (" (--data-limit sets how much is read)" if self._bytes_read < whole else "")
         stream = torch.cat(documents)
 
         block = max(1, min(BLOCK, len(stream) // HELD_OUT))
@@ -123,6 +132,7 @@ class TextData:
             if not text or b"\0" in text:  # empty, or not text
                 continue
             left -= len(text)
+            self._bytes_read += len(text)
             if isinstance(self.tokenizer, ByteTokenizer):
                 yield torch.frombuffer(bytearray(text + bytes([end])), dtype=torch.uint8)
             else:

@@ -11,13 +11,13 @@ from __future__ import annotations
 import copy
 import math
 import os
-import sys
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
+import job
 import torch
-from options import arguments, layout_of
+from options import arguments, check_numbers, layout_of, record_of
 from reporting import Report
 from text_data import TextData, data_parallel_rows
 
@@ -108,17 +108,19 @@ def check(args: Namespace, config: Any, layout: Layout, time_limit: float | None
     return spmd.check(model_fn, inputs, layout.mesh(), step=train_step, time_limit=time_limit)
 
 
-def check_before_launch(args: Namespace, config: Any, layout: Layout) -> None:
-    """Ends the job, with what is wrong, if the ranks' programs do not fit together."""
+def check_before_launch(args: Namespace, config: Any, layout: Layout) -> str | None:
+    """What is wrong, if the ranks' programs do not fit together: the job ends with it."""
+    job.say(f"checking the program of {layout.world_size} ranks, {args.check_limit:g} s at most (--no-check) ...")
     report = check(args, config, layout, args.check_limit)
     if any(problem.kind != "program" for problem in report.problems):
-        sys.exit(f"train_llama: {report}\n(--no-check starts it all the same)")
+        return f"{report}\n(--no-check starts it all the same)"
     if report.problems:  # it could not be played
         print(f"warning: not checked, going on all the same: {report}\n", flush=True)
     elif not report.finished:
         print(f"warning: not checked to the end in {args.check_limit:g} s (--check-limit), going on\n", flush=True)
     else:
         report.show(hint="--check")
+    return None
 
 
 def with_num_items(model: Any, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -156,10 +158,11 @@ def train(args: Namespace, config: Any, data: TextData, device: torch.device, re
 
 def main() -> None:
     args = arguments(__doc__)
-    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    rank, world = job.RANK, int(os.environ.get("WORLD_SIZE", "1"))
     if args.check is not None and world == 1:
         world = args.check or args.tp * args.pp
     try:  # refuse what cannot work before anything is allocated
+        check_numbers(args)
         config, tokenizer = load_config(args)
         layout = layout_of(args, world)
         layout.check(config, data=args.data or (), out=None if args.verify or args.check is not None else args.out)
@@ -167,36 +170,41 @@ def main() -> None:
             report = check(args, config, layout)
             if rank == 0:
                 report.show(details=True)
-            sys.exit(0 if report.ok else 1)
+            job.leave(code=0 if report.ok else 1)
         text = dict(seq_len=args.seq_len, global_batch=args.global_batch, seed=args.seed, tokenizer=tokenizer)
-        data = TextData(args.data, **text)
+        data = TextData(args.data, max_bytes=round(args.data_limit * 2**20) or None, **text)
+        job.say(data.summary)
         if data.vocab_size > config.vocab_size:
             raise ValueError(f"the text has tokens up to {data.vocab_size}, the model knows {config.vocab_size}")
         device = nxd.init_distributed(args.device)  # before any backward: torch counts devices at the first
         memory = estimate_memory(layout, config)
-        if rank == 0 and world > 1 and not args.no_check and not args.verify:
-            check_before_launch(args, config, layout)
     except (ValueError, comm.CommError) as error:
-        sys.exit(f"train_llama: {error}" if rank == 0 else 1)
+        job.leave(str(error))
     if args.verify:
         import verify
 
-        sys.exit(verify.main(args, config, data, device))
+        job.leave(code=verify.main(args, config, data, device))
     nxd.initialize_model_parallel(args.tp, args.pp)
-    say = print if rank == 0 else lambda *_: None
-    say(f"{layout.picture(config)}\n\n{memory}\n")
+    if world > 1 and not args.no_check:
+        refusal = comm.broadcast_object(check_before_launch(args, config, layout) if rank == 0 else None)
+        if refusal:
+            nxd.destroy_model_parallel()
+            job.leave(refusal)
+    job.say(f"{layout.picture(config)}\n\n{memory}\n\nbuilding the model; the first step records it ...")
     comm.barrier()  # every rank has checked --out before rank 0 makes it
     title = f"tp {layout.tp} × pp {layout.pp} × dp {layout.dp}"
     shown = dict(out=args.out, log_every=args.log_every, active=rank == 0, title=title)
-    with Report(args.steps, args.global_batch * args.seq_len, **shown) as report:
+    with Report(args.steps, args.global_batch * args.seq_len, record=record_of(args, layout), **shown) as report:
+        job.on_interrupt(report.interrupted)
         model = train(args, config, data, device, report)
     folder = Path(args.out) / "model"
     hf.save_pretrained(model, folder, tokenizer=tokenizer)
     comm.barrier()
-    say(f"mean loss of the last {min(20, args.steps)} steps {report.mean_loss(20):.4f}")
-    say(f"metrics.jsonl, loss.png and model/ are in {args.out}")
+    job.on_interrupt(lambda: f"after the last step; the weights are in {folder}: --model {folder} trains them further")
+    job.say(f"mean loss of the last {min(20, args.steps)} steps {report.mean_loss(20):.4f}")
+    job.say(f"metrics.jsonl, loss.png, run.json and model/ are in {args.out}")
     if rank == 0:
-        say("\nthe model goes on:\n" + data.continuation(folder, "def "))
+        print("\nthe model goes on:\n" + data.continuation(folder, "def "))
     comm.barrier()
     nxd.destroy_model_parallel()
 

@@ -84,6 +84,22 @@ def test_the_default_text_is_there_and_capped():
     assert "import" in data.decode(data.train.tolist())
 
 
+def test_it_says_how_much_was_read_of_how_much(folder):
+    part = TextData([folder], seq_len=16, global_batch=2, max_bytes=6000)
+    assert part.summary.startswith("text: 0.01 of 0.01 MiB, from 2 of 4 files of ") and "--data-limit" in part.summary
+    assert len(part.train) + len(part.held_out) == 6002
+    whole = TextData([folder], seq_len=16, global_batch=2, max_bytes=None)
+    assert len(whole.train) + len(whole.held_out) == 8002
+
+
+def test_all_that_is_read_needs_no_hint(tmp_path):
+    (tmp_path / "a.txt").write_text(some_text(3 << 20))
+    assert "3.00 of 3.00 MiB, from 1 of 1 files" in TextData([tmp_path], seq_len=16, global_batch=2).summary
+    assert "limit" not in TextData([tmp_path], seq_len=16, global_batch=2).summary
+    less = TextData([tmp_path], seq_len=16, global_batch=2, max_bytes=1 << 20)
+    assert "1.00 of 3.00 MiB, from 1 of 1 files" in less.summary and "--data-limit" in less.summary
+
+
 def test_bytes_round_trip(folder):
     data = TextData([folder], seq_len=16, global_batch=2)
     assert data.decode(data.encode("naïve → ∑")) == "naïve → ∑"
@@ -138,6 +154,21 @@ def test_metrics_hold_one_object_a_step(tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[1] for line in lines if line.startswith("step")] == ["1/4", "2/4", "4/4"]
     assert "loss 3.0000" in lines[1] and "grad norm 1.500" in lines[1] and "tokens/s" in lines[1] and "left" in lines[1]
+
+
+def test_an_interrupted_run_leaves_what_it_has(tmp_path):
+    report = Report(4, 1000, out=tmp_path, record={"flags": {"tp": 2}}, terminal=False)
+    with report:
+        report.step(1, loss=5.0, grad_norm=1.0, lr=1e-3)
+        report.step(2, loss=4.0, grad_norm=1.0, lr=1e-3)
+        text = report.interrupted()
+    assert text.startswith(f"after step 2 of 4; metrics.jsonl, loss.png and run.json are in {tmp_path}; weights are")
+    assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1, 2]
+    assert (tmp_path / "loss.png").exists()
+    assert json.loads((tmp_path / "run.json").read_text()) == {"flags": {"tp": 2}}
+    assert (
+        Report(4, 1000, active=False).interrupted() == "after step 0 of 4; weights are written after the last step only"
+    )
 
 
 def test_metrics_survive_a_failure(tmp_path):

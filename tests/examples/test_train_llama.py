@@ -8,7 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+import neuronx_dist
 from tests.support.paths import EXAMPLES, ROOT
 
 pytest.importorskip("transformers")
@@ -19,8 +21,8 @@ SCRIPT = EXAMPLES / "train_llama.py"
 SMALL = ["--steps", "4", "--global-batch", "4", "--seq-len", "32", "--microbatches", "2", "--log-every", "1"]
 
 
-def run(command, processes=1, timeout=240, **environment):
-    """Output of a Python command, on so many processes of torchrun; (exit code, output)."""
+def command(words, processes=1, **environment):
+    """A Python command, on so many processes of torchrun; (words, environment)."""
     launcher = [sys.executable]
     if processes > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
@@ -29,9 +31,13 @@ def run(command, processes=1, timeout=240, **environment):
     env["PYTHONPATH"] = f"{ROOT}:{env.get('PYTHONPATH', '')}"
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         env.pop(name, None)
-    done = subprocess.run(
-        [*launcher, *command], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=timeout
-    )
+    return [*launcher, *words], env
+
+
+def run(words, processes=1, timeout=240, **environment):
+    """Runs such a command; (exit code, output)."""
+    words, env = command(words, processes, **environment)
+    done = subprocess.run(words, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=timeout)
     return done.returncode, done.stdout
 
 
@@ -61,6 +67,17 @@ def test_one_process_without_torchrun_leaves_metrics_curve_and_model(trained):
     assert not report["missing_keys"] and not report["unexpected_keys"]
     for part in ("1 rank", "parameters", "held-out loss", "the model goes on"):
         assert part in text, text
+
+
+def test_a_run_records_what_it_was_made_with(trained):
+    out, text = trained
+    record = json.loads((out / "run.json").read_text())
+    assert record["flags"]["steps"] == 4 and record["flags"]["out"] == str(out) and record["flags"]["lr"] == 2e-3
+    assert {"world_size": 1, "tp": 1, "pp": 1, "dp": 1, "num_microbatches": 2}.items() <= record["layout"].items()
+    assert record["versions"]["torch"] == torch.__version__ and record["versions"]["python"] in sys.version
+    assert record["versions"]["neuronx_dist"] == neuronx_dist.__version__
+    assert record["command"].endswith(f"--out {out}") and "run.json" in text
+    assert re.search(r"text: 4\.00 of \d+\.\d\d MiB, from .* files of Python's library sources \(--data-limit", text)
 
 
 def test_processes_give_the_losses_of_one(trained, tmp_path):
@@ -121,6 +138,9 @@ def test_what_cannot_work_is_refused_with_the_numbers(tmp_path):
         (["--model", "/no/such/model"], ["has no config.json"]),
         (["--model", str(unplanned), "--out", str(tmp_path / "run")], ["GPT2LMHeadModel", "c_attn"]),
         (["--device", "xla"], ["device 'xla'"]),
+        (["--steps", "0"], ["--steps must be at least 1, not 0"]),
+        (["--seq-len", "1"], ["--seq-len must be at least 2, not 1: each token is predicted from those before it"]),
+        (["--data-limit", "-1"], ["--data-limit must be at least 0, not -1.0"]),
     ]
     path = f"{SCRIPT.parent}:{os.environ.get('PYTHONPATH', '')}"
     code, text = run(["-c", SEVERAL, json.dumps([flags for flags, _ in refusals])], PYTHONPATH=path)

@@ -62,7 +62,10 @@ def test_impossible_arguments(options: dict[str, Any], message: str) -> None:
         ({"ids": 0}, r"missing \['labels'\], unexpected none"),
         ({"ids": 0, "labels": 0, "mask": 0}, r"missing none, unexpected \['mask'\]"),
         ({"ids": torch.zeros(7, 2), "labels": None}, r"\['ids'\] has 7 rows, .* 4 microbatches: nearest are 4 and 8"),
-        ({"ids": torch.zeros(0, 2), "labels": None}, r"\['ids'\] has shape \[0, 2\], no rows.*for each of 4 microbatches"),
+        (
+            {"ids": torch.zeros(0, 2), "labels": None},
+            r"\['ids'\] has shape \[0, 2\], no rows.*for each of 4 microbatches",
+        ),
         ({"ids": torch.zeros(4, 2), "labels": torch.zeros(0)}, r"\['labels'\] has shape \[0\], no rows"),
     ],
 )

@@ -44,8 +44,8 @@ class Batch:
                 continue
             if leaf.shape[0] == 0:
                 raise ValueError(
-                    f"input {pytree.keystr(path)} has shape {list(leaf.shape)}, no rows, so that a mean over them would "
-                    f"be nan: give every rank at least a row for each of {num_microbatches} microbatches"
+                    f"input {pytree.keystr(path)} has shape {list(leaf.shape)}, no rows, so that a mean over them "
+                    f"would be nan: give every rank at least a row for each of {num_microbatches} microbatches"
                 )
             if leaf.shape[0] % num_microbatches:
                 raise ValueError(

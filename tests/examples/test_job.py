@@ -1,0 +1,84 @@
+"""How the training example starts and ends under torchrun: one line where a job is refused or interrupted."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from tests.examples.test_train_llama import SCRIPT, SMALL, command
+from tests.support.paths import ROOT
+
+pytest.importorskip("transformers")
+
+pytestmark = pytest.mark.process
+
+
+@pytest.fixture
+def started():
+    """Starts the example on two processes; its output comes line by line."""
+    processes = []
+
+    def start(*flags):
+        words, env = command([str(SCRIPT), *SMALL, *flags], processes=2)
+        # As `make train` has it: of torchrun's own lines only errors.
+        env |= {"LOGLEVEL": "ERROR", "TORCH_LOGS": "-torch.distributed.elastic"}
+        process = subprocess.Popen(words, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        processes.append(process)
+        return process
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.stdout.close()
+        process.wait()
+
+
+def test_a_refusal_is_the_only_thing_seen(started, tmp_path):
+    process = started("--tp", "3", "--out", str(tmp_path / "run"))
+    text, _ = process.communicate(timeout=240)
+    first, refusal, *reasons = text.splitlines()
+    assert first == "train_llama: 2 processes import torch and transformers ..."
+    assert refusal.startswith("train_llama: this layout cannot work")
+    assert reasons and all(line.startswith("  - ") for line in reasons), text
+    assert process.returncode != 0
+
+
+def test_ctrl_c_ends_with_one_line(started, tmp_path):
+    out = tmp_path / "run"
+    process = started("--tp", "2", "--steps", "5000", "--no-check", "--out", str(out))
+    for line in process.stdout:
+        if line.startswith("step") and " 3/5000 " in line:
+            break
+    process.send_signal(signal.SIGINT)  # to torchrun alone, as its processes have sessions of their own
+    *steps, last = process.stdout.read().splitlines()
+    assert all(line.startswith(("step ", "held-out loss")) for line in steps), steps
+    assert last.startswith("train_llama: interrupted after step ") and str(out) in last
+    assert process.wait(timeout=60) != 0
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert len(rows) >= 3 and f"after step {len(rows)} of 5000" in last
+    assert (out / "loss.png").exists() and (out / "run.json").exists() and not (out / "model").exists()
+
+
+@pytest.mark.parametrize(
+    "target,words",
+    [
+        ("setup", ["4 steps, some minutes", "1 of 4: torch==", "2 of 4", "3 of 4", "4 of 4", "done"]),
+        ("train", ["train: torchrun starts 6 processes (tp 3, pp 2)", "torch.distributed.run"]),
+    ],
+)
+def test_make_says_what_it_does_before_it_does_it(target, words):
+    make = ["make", "--dry-run", "--always-make", "--no-print-directory", target, "TP=3", "PP=2"]
+    done = subprocess.run(make, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=60)
+    places = [done.stdout.find(word) for word in words]
+    assert done.returncode == 0 and -1 not in places and places == sorted(places), done.stdout
+
+
+def test_other_scripts_are_left_alone(tmp_path):
+    """Importing the module changes nothing but for the example itself."""
+    script = "import signal, job; print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
+    env = {**os.environ, "PYTHONPATH": str(SCRIPT.parent)}
+    done = subprocess.run([sys.executable, "-c", script], env=env, stdout=subprocess.PIPE, text=True, timeout=60)
+    assert done.stdout == "True\n"
