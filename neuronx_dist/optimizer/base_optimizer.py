@@ -49,8 +49,7 @@ def check_factory(wrapper: str, params: Any, factory: Any) -> None:
             f"{wrapper}: optimizer_class is {factory!r}; pass a class such as torch.optim.AdamW and its options, or a "
             f"function that makes an optimizer of the parameters it is given"
         )
-    while isinstance(factory, partial):
-        factory = factory.func
+    factory = factory.func if isinstance(factory, partial) else factory
     if isinstance(factory, type):
         _refuse_not_elementwise(factory)
 

@@ -12,6 +12,7 @@ from neuronx_dist import comm
 from neuronx_dist.gradients.buckets import cut
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.parallel_layers import grads
+from neuronx_dist.weights.shard_spec import ShardSpec, set_spec
 from tests.support.synthetic import LAYOUTS, MESHES, Model, assemble, mean_gradient, relative_error, stages, weight
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
@@ -378,10 +379,14 @@ def test_norm_of_low_precision_gradients_is_taken_in_fp32() -> None:
     comm.threads.run(Mesh(1), rank_main)
 
 
-def test_norm_with_experts_counts_each_once() -> None:
+@pytest.mark.parametrize("sharded", [False, True], ids=["marked", "sharded over ep"])
+def test_norm_with_experts_counts_each_once(sharded: bool) -> None:
     def rank_main() -> float:
-        expert, dense = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
+        module = nn.ParameterDict({"expert": torch.zeros(1), "dense": torch.zeros(1)})
+        expert, dense = module["expert"], module["dense"]
         expert.expert_model_parallel = True
+        if sharded:  # every tp rank has the same shard
+            set_spec(module, "expert", ShardSpec(axis="ep", dim=0, num_partitions=2, full_shape=(2,)))
         expert.grad, dense.grad = torch.tensor([3.0 if comm.rank("ep") else 4.0]), torch.tensor([12.0])
         return grads.get_grad_norm([expert, dense]).item()
 

@@ -246,6 +246,32 @@ def test_large_fp16_gradients_do_not_overflow_in_the_sum(kind: str) -> None:
     assert comm.threads.run(Mesh(4), rank_main) == [[pytest.approx(-4.0)] * 6] * 4
 
 
+def test_the_accumulated_gradient_of_a_float64_parameter_is_float64() -> None:
+    def rank_main() -> None:
+        param = nn.Parameter(torch.zeros(2, dtype=torch.float64))
+        optimizer = NeuronZero1Optimizer([param], torch.optim.SGD, lr=1.0, max_norm=math.inf, use_grad_acc_hook=True)
+        for value in (1.0, 2.0**-40):  # beyond fp32
+            (param * value).sum().backward()
+        optimizer.step()
+        assert param.tolist() == [-1.0 - 2.0**-40] * 2
+
+    comm.threads.run(Mesh(2), rank_main)
+
+
+def test_masters_of_experts() -> None:
+    """Groups of one rank go with experts: nothing is mixed, and the norm counts each expert once."""
+
+    def rank_main() -> tuple[float, float]:
+        model = nn.ParameterDict({"dense": torch.zeros(1), "expert": torch.zeros(1)})
+        model["expert"].expert_model_parallel = True
+        model["dense"].grad, model["expert"].grad = torch.tensor([12.0]), torch.tensor([3.0 + comm.rank("ep")])
+        optimizer = MasterWeightsOptimizer(model.parameters(), torch.optim.SGD, lr=1.0, max_norm=math.inf)
+        optimizer.step()
+        return optimizer.grad_norm.item(), model["expert"].item()
+
+    assert comm.threads.run(Mesh(2, ep=2), rank_main) == [(13.0, -3.0), (13.0, -4.0)]
+
+
 @pytest.mark.parametrize("scale", [1, 2])
 def test_clipping_does_not_write_the_accumulated_gradient(scale: int) -> None:
     """At dp 1 the shard's gradient is a copy: `main_grad` is what it was, for whoever reads it after the step."""

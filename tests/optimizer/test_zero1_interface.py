@@ -90,6 +90,39 @@ def test_a_group_that_is_added_has_the_defaults_of_the_class() -> None:
     assert comm.threads.run(Mesh(2), rank_main) == [[5e-4, 5e-4]] * 2
 
 
+def test_named_parameters_keep_their_names() -> None:
+    """They are in the wrapper's groups and its state dict; the optimizer of the shards has no use for them."""
+
+    def rank_main() -> None:
+        model = nn.ParameterDict({"a": torch.ones(3), "frozen": torch.ones(2), "b": torch.ones(1)})
+        model["frozen"].requires_grad_(False)
+        optimizer = NeuronZero1Optimizer(model.named_parameters(), torch.optim.SGD, lr=1.0, grad_clipping=False)
+        model["a"].grad, model["b"].grad = torch.ones(3), torch.ones(1)
+        optimizer.step()
+        assert optimizer.state_dict()["param_groups"][0]["param_names"] == ["a", "b", "frozen"]
+        assert "param_names" not in optimizer.base_optimizer.param_groups[0]
+        assert {name: param.tolist() for name, param in model.items()} == {
+            "a": [0.0] * 3,
+            "b": [0.0],
+            "frozen": [1.0] * 2,
+        }
+
+    comm.threads.run(Mesh(2), rank_main)
+
+
+def test_parameters_that_are_not_contiguous() -> None:
+    def rank_main() -> None:
+        values = torch.arange(12.0).view(3, 4)
+        param, plain = nn.Parameter(values.clone().t()), nn.Parameter(values.t().contiguous())
+        assert not param.is_contiguous()
+        optimizer = NeuronZero1Optimizer([param, plain], torch.optim.SGD, lr=1.0, grad_clipping=False)
+        param.grad, plain.grad = values.t().square(), values.t().square()
+        optimizer.step()
+        assert torch.equal(param, plain) and torch.equal(param, values.t() - values.t().square())
+
+    comm.threads.run(Mesh(2), rank_main)
+
+
 class Counting(torch.optim.SGD):
     """Keeps a value in its parameter groups, as schedule-free optimizers do: steps get larger."""
 
@@ -327,6 +360,8 @@ def test_state_of_something_else_is_refused() -> None:
             ours.load_state_dict(optimizer(4, 3, sharding_groups=[[0], [1]]).state_dict())
         with pytest.raises(FileNotFoundError):
             ours.load_sharded_state_dict("/nonexistent")
+        with pytest.raises(ValueError, match="num_workers_per_step must be at least 1, got 0"):
+            ours.load_sharded_state_dict("/nonexistent", num_workers_per_step=0)
 
     comm.threads.run(Mesh(2), rank_main)
 
