@@ -35,7 +35,7 @@ def initialize_model_parallel(
 ) -> ParallelGroups | None:
     """Lays the ranks out as (pp, dp, cp, tp), tp fastest, and makes their process groups.
 
-    dp is what the other sizes leave of the world.
+    dp is what the other sizes leave of the world. A second call for the same layout changes nothing.
 
     NxD looks at the hardware and takes another order by itself: "trn1" on trn1 and inf2 at a tensor parallel size of 4;
     "trn2" on trn2 at 64 with lnc_size=1, and at 32 with lnc_size=2 and 64 or more ranks. Nothing is guessed here.
@@ -51,7 +51,7 @@ def initialize_model_parallel(
         timeout: seconds after which a collective gives up on a silent rank; None: what init_process_group was given.
 
     Raises:
-        RuntimeError: torch.distributed is not initialized, or model parallel already is.
+        RuntimeError: torch.distributed is not initialized, or model parallel already is, with another layout.
         ValueError: a size that is not positive, sizes that do not divide the world, or a topology that is not for them.
     """
     world_size, _ = world()
@@ -67,11 +67,14 @@ def initialize_model_parallel(
     )
     if mesh_only:
         return ParallelGroups(*([*mesh.groups(axis)] for axis in ("tp", "dp", "pp", "ep", "edp", "cp")))
-    if context.default() is not None:
+    existing = context.default()
+    if existing is None:
+        connect(mesh, timeout=timeout, lazy=skip_collective_init)
+    elif existing.mesh != mesh:
         raise RuntimeError(
-            f"model parallel is already initialized as {get_mesh()}: call destroy_model_parallel() first"
+            f"model parallel is already initialized as {existing.mesh}, and is now asked to be {mesh}: call "
+            "destroy_model_parallel() first, or ask for the same sizes"
         )
-    connect(mesh, timeout=timeout, lazy=skip_collective_init)
     return None
 
 

@@ -207,13 +207,16 @@ def again_and_again():
     for sizes in [dict(tp=2), dict(pp=2), dict(tp=2, pp=2), dict(cp=2, ep=2), dict(tp=4), {}, dict(tp=2), dict(tp=2)]:
         for lazy in (False, True):
             names = dict(tp="tensor_model", pp="pipeline_model", cp="context", ep="expert_model")
-            ps.initialize_model_parallel(
-                **{f"{names[axis]}_parallel_size": size for axis, size in sizes.items()}, skip_collective_init=lazy
-            )
-            with pytest.raises(RuntimeError, match="destroy_model_parallel"):
-                ps.initialize_model_parallel()
-            mesh = Mesh(4, **sizes)
-            assert ps.get_mesh() == mesh
+            arguments = {f"{names[axis]}_parallel_size": size for axis, size in sizes.items()}
+            ps.initialize_model_parallel(**arguments, skip_collective_init=lazy)
+            mesh, before = Mesh(4, **sizes), comm.current()
+            ps.initialize_model_parallel(**arguments)  # as upstream: the same again is no error
+            assert comm.current() is before and ps.get_mesh() == mesh
+            other = {} if sizes else dict(tensor_model_parallel_size=2)
+            with pytest.raises(RuntimeError, match="destroy_model_parallel") as error:
+                ps.initialize_model_parallel(**other)
+            assert f"{mesh}" in str(error.value) and f"{Mesh(4, tp=1 if sizes else 2)}" in str(error.value)
+            assert comm.current() is before
             for axis in ("tp", "pp", "dp", "cp", "ep", "edp", ("dp", "cp"), "world"):
                 found = comm.all_reduce(torch.tensor([2.0**rank]), axis).item()
                 assert found == sum(2.0**other for other in mesh.group_of(axis, rank)), (sizes, axis)
