@@ -28,14 +28,32 @@ from ..comm.select import in_one_program
 from ..comm.transforms import transforming
 from ..spmd import I, P, R, S
 from ..spmd.random import checkpoint
-from .utils import cast_if_autocast_enabled
 
-__all__ = ["ColumnLinear", "RowLinear", "call", "linear_alone", "linear_with_async_allreduce"]
+__all__ = [
+    "ColumnLinear",
+    "RowLinear",
+    "call",
+    "cast_if_autocast_enabled",
+    "linear_alone",
+    "linear_with_async_allreduce",
+]
 
 
 def call(function: Any, *args: Any) -> Any:
     """Calls one of these functions; under transforms of `torch.func` the operators that it is made of."""
     return function.composition(*args) if transforming() else function.apply(*args)
+
+
+def cast_if_autocast_enabled(*tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    """Under autocast, the floating-point tensors in its dtype; otherwise the tensors themselves."""
+    first = next(tensor for tensor in tensors if tensor is not None)
+    device = first.device.type
+    if device == "meta" or not torch.is_autocast_enabled(device):  # which knows no meta device
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(
+        tensor.to(dtype) if tensor is not None and tensor.is_floating_point() else tensor for tensor in tensors
+    )
 
 
 class ColumnLinear(torch.autograd.Function):

@@ -12,6 +12,25 @@ from torch.utils import _pytree as pytree
 from .. import comm
 from ..comm.host import as_inputs, on_host, upload
 from ..weights.partial_model import buffer_slots, install_parameter, parameter_names, parameter_slots, partial_model
+from .autograd_linear import cast_if_autocast_enabled
+
+__all__ = [
+    "EmbeddingUtility",
+    "cast_if_autocast_enabled",
+    "copy_tensor_model_parallel_attributes",
+    "divide",
+    "ensure_divisibility",
+    "get_padding_length",
+    "load_optimizer_state_dict",
+    "move_all_tensor_to_cpu",
+    "move_model_to_device",
+    "param_is_not_tensor_parallel_duplicate",
+    "set_defaults_if_not_set_tensor_model_parallel_attributes",
+    "set_tensor_model_parallel_attributes",
+    "split_tensor_along_dim",
+    "split_tensor_along_last_dim",
+    "split_tensor_along_second_dim",
+]
 
 T = TypeVar("T")
 
@@ -117,18 +136,6 @@ class EmbeddingUtility:
         return EmbeddingUtility.range_from_per_partition_vocab_size(
             divide(global_vocab_size, world_size), rank, world_size
         )
-
-
-def cast_if_autocast_enabled(*tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    """Under autocast, the floating-point tensors in its dtype; otherwise the tensors themselves."""
-    first = next(tensor for tensor in tensors if tensor is not None)
-    device = first.device.type
-    if device == "meta" or not torch.is_autocast_enabled(device):  # which knows no meta device
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    return tuple(
-        tensor.to(dtype) if tensor is not None and tensor.is_floating_point() else tensor for tensor in tensors
-    )
 
 
 def move_all_tensor_to_cpu(data: T, convert: bool = True) -> T:
