@@ -18,13 +18,15 @@ from torch import nn
 from .. import comm, spmd
 from ..comm.context import AxisLike
 from ..comm.rank_values import concrete
-from ..spmd import I, P, S, ShardedModule, ShardSpec, V, set_spec
+from ..spmd import I, P, S, ShardSpec, V, set_spec
+from .attributes import EmbeddingAttributes
+from .signatures import accepts
 from .vocabulary import check_ids
 
 __all__ = ["ParallelEmbedding"]
 
 
-class ParallelEmbedding(ShardedModule):
+class ParallelEmbedding(EmbeddingAttributes):
     """`torch.nn.Embedding`, sharded over tensor-parallel ranks: ids `[batch, seq] -> [batch, seq, hidden]`.
 
     Args:
@@ -48,6 +50,7 @@ class ParallelEmbedding(ShardedModule):
 
     weight: nn.Parameter
 
+    @accepts("ParallelEmbedding")
     def __init__(
         self,
         num_embeddings: int,

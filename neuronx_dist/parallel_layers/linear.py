@@ -13,8 +13,10 @@ from torch import nn
 
 from .. import comm, spmd
 from ..comm.context import AxisLike
-from ..spmd import I, P, R, S, ShardedModule, ShardSpec, set_spec
+from ..spmd import I, P, R, S, ShardSpec, set_spec
+from .attributes import LinearAttributes
 from .autograd_linear import ColumnLinear, RowLinear, call, linear_alone
+from .signatures import accepts
 
 __all__ = ["ColumnParallelLinear", "RowParallelLinear", "check_fusable", "fuse_columns"]
 
@@ -22,7 +24,7 @@ Output = torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]
 InitMethod = Callable[[torch.Tensor], Any]
 
 
-class _ParallelLinear(ShardedModule):
+class _ParallelLinear(LinearAttributes):
     """What column and row share: sizes, parameters, and weights that do not depend on the layout."""
 
     weight: nn.Parameter
@@ -146,10 +148,13 @@ class ColumnParallelLinear(_ParallelLinear):
             backward.
         device: "meta" builds without memory; `materialize` then draws the weights.
 
+    NxD's other arguments, and the positional orders of its release and its API guide: `signatures.py`.
+
     Raises:
         ValueError: `output_size` does not divide by tp * stride; `gather_output` together with sequence parallelism.
     """
 
+    @accepts("ColumnParallelLinear")
     def __init__(
         self,
         input_size: int,
@@ -309,6 +314,7 @@ class RowParallelLinear(_ParallelLinear):
         ValueError: `input_size` does not divide by tp; sequence parallelism without `input_is_parallel`.
     """
 
+    @accepts("RowParallelLinear")
     def __init__(
         self,
         input_size: int,

@@ -284,6 +284,14 @@ def _pair_of_stages(first: int, as_list: bool) -> Any:
     return process_group(pairs[first])
 
 
+def get_next_rank_replica_groups() -> list[list[int]]:
+    return [*get_next_rank_group(as_list=True)]
+
+
+def get_prev_rank_replica_groups() -> list[list[int]]:
+    return [*get_prev_rank_group(as_list=True)]
+
+
 def get_context_model_parallel_src_tgt_pairs() -> list[tuple[int, int]]:
     """The ring over cp: `(source, target)` global ranks, of every ring."""
     return [(group[i], group[(i + 1) % len(group)]) for group in get_mesh().groups("cp") for i in range(len(group))]
@@ -331,6 +339,14 @@ def get_token_shuffle_group(as_list: bool = False) -> Any:
     return _subgroup("token_shuffle", "initialize_token_shuffle_group", as_list)
 
 
+def get_token_shuffle_replica_groups() -> list[list[int]]:
+    return [*get_token_shuffle_group(as_list=True)]
+
+
+def get_token_shuffle_group_size() -> int:
+    return len(get_token_shuffle_group(as_list=True)[0])
+
+
 def destroy_token_shuffle_group() -> None:
     context.current().extras.pop("token_shuffle", None)
 
@@ -349,6 +365,14 @@ def initialize_kv_group(kv_shared_group_size: int = 1, sequential_ranks_in_group
 
 def get_kv_shared_group(as_list: bool = False) -> Any:
     return _subgroup("kv_shared", "initialize_kv_group", as_list)
+
+
+def get_kv_shared_replica_groups() -> list[list[int]]:
+    return [*get_kv_shared_group(as_list=True)]
+
+
+def get_kv_shared_group_size() -> int:
+    return len(get_kv_shared_group(as_list=True)[0])
 
 
 def destroy_kv_group() -> None:

@@ -13,6 +13,7 @@ from .. import comm
 from ..comm.host import as_inputs, on_host, upload
 from ..weights.partial_model import buffer_slots, install_parameter, parameter_names, parameter_slots, partial_model
 from .autograd_linear import cast_if_autocast_enabled
+from .signatures import refuse
 
 __all__ = [
     "EmbeddingUtility",
@@ -59,10 +60,10 @@ def get_padding_length(numerator: int, denominator: int) -> int:
 
 
 def split_tensor_along_dim(
-    tensor: torch.Tensor, partition_dim: int, num_partitions: int, contiguous_split_chunks: bool = False
+    tensor: torch.Tensor, dim: int, num_partitions: int, contiguous_split_chunks: bool = False
 ) -> tuple[torch.Tensor, ...]:
-    size = divide(tensor.shape[partition_dim], num_partitions)
-    pieces = torch.split(tensor, size, dim=partition_dim)
+    size = divide(tensor.shape[dim], num_partitions)
+    pieces = torch.split(tensor, size, dim=dim)
     return tuple(piece.contiguous() for piece in pieces) if contiguous_split_chunks else pieces
 
 
@@ -94,8 +95,9 @@ def set_tensor_model_parallel_attributes(
     """Marks a tensor as sharded, in NxD's way. `num_partitions=-1` means the tensor-parallel size.
 
     Raises:
-        ValueError: the tensor is marked already.
+        ValueError: the tensor is marked already; or a `rank_ordering`, which is the mesh's here.
     """
+    refuse("set_tensor_model_parallel_attributes", "rank_ordering", rank_ordering)
     for name in _DEFAULTS:
         if hasattr(tensor, name):
             raise ValueError(f"tensor of shape {tuple(tensor.shape)} has the attribute {name} already")
@@ -115,10 +117,11 @@ def set_defaults_if_not_set_tensor_model_parallel_attributes(tensor: torch.Tenso
             setattr(tensor, name, value)
 
 
-def copy_tensor_model_parallel_attributes(destination: torch.Tensor, source: torch.Tensor) -> None:
+def copy_tensor_model_parallel_attributes(destination_tensor: torch.Tensor, source_tensor: torch.Tensor) -> None:
+    """Copies every mark of a parameter that NxD or this package reads: sharding, sequence and expert parallelism."""
     for name in (*_DEFAULTS, "sequence_parallel_enabled", "expert_model_parallel", "shared", "_shard_spec"):
-        if hasattr(source, name):
-            setattr(destination, name, getattr(source, name))
+        if hasattr(source_tensor, name):
+            setattr(destination_tensor, name, getattr(source_tensor, name))
 
 
 class EmbeddingUtility:
