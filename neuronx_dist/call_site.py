@@ -33,6 +33,7 @@ __all__ = [
     "USER",
     "call_site",
     "call_sites",
+    "calling_module",
     "frames",
     "hide",
     "line_of",
@@ -154,3 +155,21 @@ def call_sites() -> tuple[str, str]:
         frame = frame.f_back
     user = user or fallback or "an unknown line"
     return user, inside or user
+
+
+def calling_module() -> str:
+    """The innermost module whose code is running: `RowParallelLinear layers.0.mlp.down of Llama`; "" if none is.
+
+    It is found on the stack, and its path in the outermost module there that holds it: for messages of errors.
+    """
+    seen = [frame.f_locals.get("self") for _, frame in frames(1)]
+    running = [module for module in seen if isinstance(module, torch.nn.Module)]
+    if not running:
+        return ""
+    name = type(running[0]).__name__
+    for outer in reversed(running):
+        whole = getattr(outer, "original_module", outer)  # of a pipeline model
+        path = next((path for path, module in whole.named_modules() if module is running[0]), "")
+        if path:
+            return f"{name} {path} of {type(whole).__name__}"
+    return name
