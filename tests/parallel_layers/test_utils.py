@@ -55,6 +55,29 @@ def test_attributes_in_nxds_way():
     assert layers.set_tensor_model_parallel_attributes is utils.set_tensor_model_parallel_attributes
 
 
+NXDS = dict(tensor_model_parallel=True, partition_dim=1, partition_stride=2, num_partitions=4)
+
+
+@pytest.mark.parametrize(
+    "marks",
+    [NXDS, dict(sequence_parallel_enabled=True), dict(expert_model_parallel=True), dict(shared=True), {}],
+    ids=str,
+)
+def test_a_copy_has_the_marks_of_its_source_and_no_others(marks):
+    source, destination = torch.ones(2, 8), torch.ones(2, 8)
+    vars(source).update(marks)
+    utils.copy_tensor_model_parallel_attributes(destination_tensor=destination, source_tensor=source)
+    assert vars(destination) == marks
+
+
+def test_a_copy_has_the_layout_of_its_source():
+    with comm.as_rank(tp_mesh(2), 1):
+        weight = ColumnParallelLinear(4, 6).weight
+        destination = torch.empty_like(weight)
+        utils.copy_tensor_model_parallel_attributes(destination, weight)
+        assert spec_of(destination) == spec_of(weight) and spec_of(destination).full_shape == (6, 4)
+
+
 def test_duplicates_of_replicated_parameters():
     for rank in range(2):
         with comm.as_rank(tp_mesh(2), rank):
@@ -197,6 +220,17 @@ def test_everything_that_draws_is_seeded():
         assert draw() == first
     random.set_random_seed(3)  # without a mesh too
     assert (pythons.random(), np.random.rand(), float(torch.rand(()))) == first[:3]
+
+
+def test_a_large_seed_seeds_everything():
+    """NumPy takes 32 bits, the others 64."""
+    drawn = []
+    for seed in (2**33 + 3, 2**33 + 4, 2**33 + 3):
+        random.set_random_seed(seed)
+        drawn.append((pythons.random(), float(torch.rand(())), np.random.rand()))
+    assert drawn[0] == drawn[2] and not set(drawn[0]) & set(drawn[1])
+    random.set_random_seed(3)
+    assert np.random.rand() == drawn[0][2]
 
 
 def test_a_random_state_is_of_one_kind_of_device():
