@@ -26,7 +26,7 @@ def refuse_input(layer: Any, x: torch.Tensor, cause: Exception) -> None:
     autocast = x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
     if given != features:
         repair = f"it takes [.., {features}]"
-        if parallel and given == layer.input_size:
+        if given == layer.input_size:  # and the layer takes a shard
             repair += (
                 ", this rank's shard of the features (input_is_parallel=True), and got all of them: build it with "
                 "input_is_parallel=False, or give it the output of a layer with gather_output=False"

@@ -15,7 +15,7 @@ import os.path
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from numbers import Integral, Real
+from numbers import Integral
 from typing import Any, TypeVar
 
 import torch
@@ -29,7 +29,8 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 class Signature:
     """Positional orders of one function: that of NxD's release and, where it is another one, that of its API guide.
 
-    A "?" after a name says that None is one of its values. `renamed`: other names of parameters -> ours.
+    A "?" after one of the names that tell orders apart says that None is one of its values. `renamed`: other names of
+    parameters -> ours.
     """
 
     release: str
@@ -44,22 +45,22 @@ class Signature:
 
 SIGNATURES = {
     "ParallelEmbedding": Signature(
-        "num_embeddings embedding_dim padding_idx? max_norm? norm_type scale_grad_by_freq sparse init_method device? "
+        "num_embeddings embedding_dim padding_idx? max_norm norm_type scale_grad_by_freq sparse init_method device "
         "dtype? shard_across_embedding pad sequence_parallel_enabled tensor_model_parallel_group use_spmd_rank "
-        "sequence_dimension? tile_cc rank_ordering collect_output",
-        guide="num_embeddings embedding_dim init_method dtype? device?",
+        "sequence_dimension tile_cc rank_ordering collect_output",
+        guide="num_embeddings embedding_dim init_method dtype? device",
     ),
     "ColumnParallelLinear": Signature(
-        "input_size output_size bias gather_output dtype? device? stride init_method? sequence_parallel_enabled "
-        "sequence_dimension? keep_master_weight skip_bias_add pad pad_alignment_size_per_rank keep_padded_output "
+        "input_size output_size bias gather_output dtype? device stride init_method? sequence_parallel_enabled "
+        "sequence_dimension keep_master_weight skip_bias_add pad pad_alignment_size_per_rank keep_padded_output "
         "tensor_model_parallel_group reduce_dtype rank_ordering",
-        guide="input_size output_size bias gather_output sequence_parallel_enabled dtype? device?",
+        guide="input_size output_size bias gather_output sequence_parallel_enabled dtype? device",
     ),
     "RowParallelLinear": Signature(
-        "input_size output_size bias input_is_parallel dtype? device? stride init_method? sequence_parallel_enabled "
-        "sequence_dimension? keep_master_weight skip_bias_add pad reduce_output tensor_model_parallel_group "
+        "input_size output_size bias input_is_parallel dtype? device stride init_method? sequence_parallel_enabled "
+        "sequence_dimension keep_master_weight skip_bias_add pad reduce_output tensor_model_parallel_group "
         "reduce_dtype tile_cc rank_ordering",
-        guide="input_size output_size bias input_is_parallel sequence_parallel_enabled dtype? device?",
+        guide="input_size output_size bias input_is_parallel sequence_parallel_enabled dtype? device",
     ),
     "linear_with_async_allreduce": Signature(
         "input weight bias async_grad_allreduce sequence_parallel_enabled sequence_dimension autograd_func_class "
@@ -72,14 +73,14 @@ SIGNATURES = {
     "NxDPPModel": Signature(
         "module transformer_layer_cls num_microbatches virtual_pipeline_size output_loss_value_spec return_mb_loss "
         "broadcast_and_average_loss use_zero1_optimizer use_model_wrapper use_optimizer_wrapper pipeline_cuts? "
-        "input_names? leaf_module_cls autowrap_functions autowrap_modules autowrap_obj_methods tracer_cls "
+        "input_names leaf_module_cls autowrap_functions autowrap_modules autowrap_obj_methods tracer_cls "
         "param_init_fn trace_file_path return_loss_on_cpu deallocate_pipeline_outputs auto_partition "
         "fuse_microbatches manual_pp_partition manual_pp_stage_partition_fn manual_pp_loss_fn _delay_tracing "
         "_turn_off_odd_even_scheduler _all_reduce_send_recv _fused_send_recv _fused_fwd_bwd "
         "_mark_step_before_pp_runtime _mark_step_after_pp_runtime _deallocate_send_tensors "
         "_use_gloo_for_metadata_comm _debug_mode _debug_pp_size _debug_pp_rank",
         guide="module transformer_layer_cls num_microbatches virtual_pipeline_size output_loss_value_spec "
-        "return_mb_loss broadcast_and_average_loss pipeline_cuts? input_names? leaf_module_cls autowrap_functions "
+        "return_mb_loss broadcast_and_average_loss pipeline_cuts? input_names leaf_module_cls autowrap_functions "
         "autowrap_modules tracer_cls param_init_fn trace_file_path use_zero1_optimizer auto_partition "
         "deallocate_pipeline_outputs",
     ),
@@ -121,29 +122,14 @@ def _is_bool(value: Any) -> bool:
     return isinstance(value, bool)
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
-
-
-def _is_device(value: Any) -> bool:
-    return value is False or isinstance(value, (str, torch.device)) or _is_number(value)
-
-
 # What tells positional arguments apart: parameter -> whether a value can be its.
 _FITS: dict[str, Callable[[Any], bool]] = {
     "dtype": lambda value: isinstance(value, torch.dtype),
     "init_method": callable,
-    "device": _is_device,
-    "stride": lambda value: isinstance(value, Integral) and not isinstance(value, bool),
     "padding_idx": lambda value: isinstance(value, Integral) and not isinstance(value, bool),
-    "max_norm": _is_number,
-    "norm_type": _is_number,
     "pipeline_cuts": lambda value: isinstance(value, (list, tuple)),
-    "input_names": lambda value: isinstance(value, (list, tuple)),
     "sequence_parallel_enabled": _is_bool,
     "use_zero1_optimizer": _is_bool,
-    "use_model_wrapper": _is_bool,
-    "use_optimizer_wrapper": _is_bool,
 }
 _warned: set[str] = set()
 

@@ -128,9 +128,10 @@ def test_autocast_casts_and_other_errors_stay_as_they_are():
             with pytest.raises(ValueError, match=r"takes \[.., 8\]"):
                 layer(torch.ones(2, 9))
         layer.bias = nn.Parameter(torch.ones(3))
-        with pytest.raises(RuntimeError) as error:
-            layer(torch.ones(2, 8))
-        assert "does not fit" not in str(error.value)
+        for dtype in (FP32, BF16):
+            with torch.autocast("cpu", BF16, enabled=dtype == BF16), pytest.raises(RuntimeError) as error:
+                layer(torch.ones(2, 8, dtype=dtype))
+            assert "does not fit" not in str(error.value)
 
     threads.run(tp_mesh(2), work)
 
@@ -149,6 +150,11 @@ def test_ids_are_integers(tp, shard_across_embedding):
     if tp == 1:  # another error stays as it is
         with comm.as_rank(Mesh(1), 0), pytest.raises(IndexError):
             build()(torch.tensor([8]))
+        with comm.as_rank(Mesh(1), 0), pytest.raises(RuntimeError) as error:
+            layer = build()
+            layer.weight = nn.Parameter(torch.ones(8))
+            layer(torch.tensor([1]))
+        assert "ids must be" not in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -169,6 +175,19 @@ def test_dims_that_do_not_divide_outside_of_a_module():
     with comm.as_rank(tp_mesh(2), 0), pytest.raises(ValueError) as error:
         mappings.scatter_to_tensor_model_parallel_region(torch.ones(5))
     assert str(error.value).endswith("5 is not divisible by 2")
+
+
+def test_the_path_is_of_the_outermost_module_that_has_the_layer():
+    class Trainer(nn.Module):
+        def __init__(self, model):
+            super().__init__()
+            self.models = [model]  # not registered
+
+        def forward(self, x):
+            return self.models[0](x)
+
+    text = message(tp_mesh(2), lambda: Trainer(Model(RowParallelLinear(8, 4))), torch.ones(2, 6))
+    assert text.startswith("RowParallelLinear layers.1.inner of Model: ")
 
 
 def test_a_pipelines_layers_have_the_names_of_the_whole_model():

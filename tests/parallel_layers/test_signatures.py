@@ -13,6 +13,7 @@ from torch.nn import init
 
 from neuronx_dist import NxDPPModel, comm
 from neuronx_dist.comm.backends import threads
+from neuronx_dist.mesh import Mesh
 from neuronx_dist.parallel_layers import (
     ColumnParallelLinear,
     ParallelEmbedding,
@@ -133,7 +134,8 @@ def test_positional_arguments_mean_what_their_keywords_do(cls, order):
 
 @pytest.mark.parametrize("cls", RELEASE, ids=lambda cls: cls.__name__)
 @pytest.mark.filterwarnings("error")
-def test_every_default_may_be_given(cls):
+def test_every_default_may_be_given(cls, monkeypatch):
+    monkeypatch.setattr(signatures, "_warned", set())
     for order in (RELEASE[cls], GUIDE[cls]):
         every = {name: p.default for name, p in parameters(order).items() if p.default is not p.empty}
         required = [SAMPLES[cls][name] for name, p in parameters(order).items() if p.default is p.empty]
@@ -172,17 +174,16 @@ def test_types_decide_where_the_orders_part():
 
 def test_what_no_type_tells_is_refused(monkeypatch):
     """Of two orders that both fit, none is taken."""
-    both = signatures.Signature("a stride device?", guide="a device? stride")
+    both = signatures.Signature("a stride device dtype", guide="a device stride")
     monkeypatch.setitem(signatures.SIGNATURES, "both", both)
 
     @signatures.accepts("both")
-    def function(a, stride=1, device=None):
-        return a, stride, device
+    def function(a, stride=1, device=None, dtype=None):
+        return a, stride, device, dtype
 
-    with pytest.raises(TypeError, match="fit several orders.*\n.*a, stride, device\n.*a, device, stride"):
+    with pytest.raises(TypeError, match="fit several orders.*\n.*a, stride, device, dtype\n.*a, device, stride"):
         function(0, 1, 2)
-    assert function(0, "cpu", 2) == (0, 2, "cpu")
-    assert function(0, 2, "cpu") == function(0, device="cpu", stride=2) == (0, 2, "cpu")
+    assert function(0, 2, "cpu", F64) == function(0, device="cpu", stride=2, dtype=F64) == (0, 2, "cpu", F64)
 
 
 def test_errors_of_calls_are_pythons():
@@ -195,6 +196,9 @@ def test_errors_of_calls_are_pythons():
             parallel_cross_entropy(torch.zeros(2, 4), target=torch.zeros(2), labels=torch.zeros(2))
         with pytest.raises(TypeError, match="output_size"):
             ColumnParallelLinear(8)
+        for cls in RELEASE:
+            with pytest.raises(TypeError, match="fit no order"):
+                cls(*values_of(cls, RELEASE[cls]), None)
 
 
 @pytest.mark.parametrize("cls", RELEASE, ids=lambda cls: cls.__name__)
@@ -227,9 +231,11 @@ def test_what_has_no_meaning_here_is_ignored_with_one_warning(monkeypatch):
         for _ in range(2):
             for function, required, name, default in calls:
                 function(*required, **{name: not default})
-            mappings.gather_from_sequence_parallel_region(torch.zeros(2, 2), tile_cc=True)
+        signatures._warned.remove("tile_cc")
+        for tile_cc in (False, True, True):
+            mappings.gather_from_sequence_parallel_region(torch.zeros(2, 2), tile_cc=tile_cc)
     messages = [str(warning.message) for warning in caught]
-    assert {message.partition("=")[0] for message in messages} == wanted and len(messages) == len(wanted)
+    assert {message.partition("=")[0] for message in messages} == wanted and len(messages) == len(wanted) + 1
     assert all(message.endswith("has no effect here, and is ignored") for message in messages)
     assert {warning.filename for warning in caught} == {__file__}
 
@@ -322,12 +328,12 @@ def test_the_functional_form_takes_the_releases_arguments(sequence_parallel, by_
     want_out, want_x, _ = linear_reference(x, full, g)
 
     def work():
-        rank = comm.rank("tp")
+        rank = comm.rank("cp")
         weight, bias = full["weight"].chunk(2)[rank], full["bias"].chunk(2)[rank]
         given = (x.chunk(2, 1)[rank] if sequence_parallel else x).clone().requires_grad_()
         names = "async_grad_allreduce sequence_parallel_enabled sequence_dimension autograd_func_class".split()
         names += ["save_for_backward", "process_group", "reduce_dtype"]
-        values = (not sequence_parallel, sequence_parallel, 1, None, True, comm.communicator("tp"), torch.float32)
+        values = (not sequence_parallel, sequence_parallel, 1, None, True, comm.communicator("cp"), torch.float32)
         if by_keyword:
             out = linear_with_async_allreduce(input=given, weight=weight, bias=bias, **dict(zip(names, values)))
         else:
@@ -335,7 +341,7 @@ def test_the_functional_form_takes_the_releases_arguments(sequence_parallel, by_
         out.backward(g.chunk(2, -1)[rank])
         return out.detach(), given.grad
 
-    outs, xs = zip(*threads.run(tp_mesh(2), work))
+    outs, xs = zip(*threads.run(Mesh(2, cp=2), work))
     close(torch.cat(outs, -1), want_out)
     for dx in xs:
         close(torch.cat(xs, 1) if sequence_parallel else dx, want_x)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random as pythons
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from torch import nn
 
 from neuronx_dist import comm
 from neuronx_dist.parallel_layers import ColumnParallelLinear, ParallelEmbedding, layers, random, utils
-from neuronx_dist.spmd import spec_of
+from neuronx_dist.spmd import set_spec, spec_of
 from tests.parallel_layers.layer_parity import tp_mesh
 
 
@@ -72,10 +73,11 @@ def test_a_copy_has_the_marks_of_its_source_and_no_others(marks):
 
 def test_a_copy_has_the_layout_of_its_source():
     with comm.as_rank(tp_mesh(2), 1):
-        weight = ColumnParallelLinear(4, 6).weight
-        destination = torch.empty_like(weight)
-        utils.copy_tensor_model_parallel_attributes(destination, weight)
-        assert spec_of(destination) == spec_of(weight) and spec_of(destination).full_shape == (6, 4)
+        layer = ColumnParallelLinear(4, 6)
+        set_spec(layer, "weight", replace(spec_of(layer.weight), unpadded=5))  # of which NxD's marks say nothing
+        destination = torch.empty_like(layer.weight)
+        utils.copy_tensor_model_parallel_attributes(destination, layer.weight)
+        assert spec_of(destination) == spec_of(layer.weight) and spec_of(destination).unpadded_shape == (5, 4)
 
 
 def test_duplicates_of_replicated_parameters():
