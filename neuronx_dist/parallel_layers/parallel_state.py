@@ -48,7 +48,8 @@ def initialize_model_parallel(
         mesh_only: return the replica groups as lists of ranks, and set up nothing.
         topology: "trn1" or "trn2" (`neuronx_dist/topology.py`), for nodes of LOCAL_WORLD_SIZE ranks, where torchrun has
             set it; None: the linear order.
-        timeout: seconds after which a collective gives up on a silent rank; None: what init_process_group was given.
+        timeout: seconds after which a collective gives up on a silent rank; None: what init_process_group was given, or
+            10 minutes.
 
     Raises:
         RuntimeError: torch.distributed is not initialized, or model parallel already is.
