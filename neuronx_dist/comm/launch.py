@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import importlib.util
-import itertools
 import os
 from typing import Any
 
@@ -13,15 +12,12 @@ import torch.distributed as dist
 
 from ..mesh import Axis, Mesh
 from . import backends, context
-from .backends.c10d import DEFAULT_TIMEOUT, C10dBackend
-from .failure import FailureMonitor
 
 __all__ = ["connect", "disconnect", "end_step", "init_distributed", "world"]
 
 # What steps use. Made at once, in this order on every rank, so that a wrong network shows here and not in the middle of
 # a step, and so that it does not matter in which order ranks come to use them. Other axes are made when first used.
 _EAGER_AXES: tuple[Axis, ...] = ("tp", "pp", "dp", "cp", ("dp", "cp"), ("pp", "tp"), "ep", "edp", "world")
-_connections = itertools.count(1)
 
 
 def init_distributed(device: str = "auto", timeout: float | None = None) -> torch.device:
@@ -51,7 +47,7 @@ def init_distributed(device: str = "auto", timeout: float | None = None) -> torc
         own_device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(own_device)
     if not dist.is_initialized():
-        limit = DEFAULT_TIMEOUT if timeout is None else datetime.timedelta(seconds=timeout)
+        limit = backends.c10d.DEFAULT_TIMEOUT if timeout is None else datetime.timedelta(seconds=timeout)
         options: dict[str, Any] = {"timeout": limit}
         if "RANK" not in os.environ:
             options.update(store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
@@ -96,34 +92,16 @@ def connect(mesh: Mesh, *, timeout: float | None = None, lazy: bool = False) -> 
     if backends.xla.in_use():
         backends.xla.connect(mesh)
         return
-    rank = dist.get_rank()
-    store = dist.distributed_c10d._get_default_store()
-    number = _count(store, rank)
-    monitor = None
-    if mesh.world_size > 1:
-        monitor = FailureMonitor(store, rank, mesh.world_size, number)
-        monitor.start()
-    limit = datetime.timedelta(seconds=timeout) if timeout is not None else None
-    watch = backends.agreement.watcher(monitor) if os.environ.get("NEURONX_DIST_DEBUG") else None
-    backend = C10dBackend(limit, monitor, watch, number)
-    own_context = context.Context(mesh, rank, backend)
+    backend = backends.job.connect(timeout)
+    own_context = context.Context(mesh, dist.get_rank(), backend)
     try:
         for axis in () if lazy else _EAGER_AXES:
             own_context.communicator(axis)
     except BaseException:
-        if monitor is not None:
-            monitor.stop()
+        if backend.monitor is not None:
+            backend.monitor.stop()
         raise
     context.set_default(own_context)
-
-
-def _count(store: Any, rank: int) -> int:
-    """How many meshes this rank has connected in its job: what an earlier one left in the store is not read again."""
-    here = next(_connections)
-    try:
-        return int(store.add(f"neuronx_dist/connections/{rank}", 1))
-    except RuntimeError:  # a store that holds nothing (torch's FakeStore)
-        return here
 
 
 def disconnect() -> None:
@@ -133,9 +111,5 @@ def disconnect() -> None:
         backends.xla.disconnect()
         return
     context.set_default(None)
-    if own_context is None:
-        return
-    if isinstance(own_context.backend, C10dBackend) and own_context.backend.monitor is not None:
-        own_context.backend.monitor.stop()
-    if dist.is_initialized():
+    if own_context is not None:
         own_context.backend.close()

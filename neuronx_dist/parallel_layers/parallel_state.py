@@ -12,8 +12,7 @@ from collections import namedtuple
 from typing import Any
 
 from .. import comm
-from ..comm import backends, context
-from ..comm.backends.c10d import C10dBackend, C10dCommunicator
+from ..comm import context
 from ..comm.launch import connect, disconnect, world
 from ..mesh import Axis, Mesh
 from ..topology import LINEAR
@@ -104,14 +103,7 @@ def process_group(communicator: comm.Communicator) -> Any:
 
     The communicator itself where the backend has none (ranks as threads, shapes).
     """
-    backend = context.current().backend
-    if isinstance(communicator, C10dCommunicator):
-        return communicator.group
-    return (
-        backend.single(communicator)
-        if isinstance(backend, C10dBackend)
-        else backends.xla_groups.process_group(communicator)
-    )
+    return context.current().backend.process_group(communicator)
 
 
 # Groups: the torch ProcessGroup of this rank, or with as_list=True all replica groups as lists of ranks.

@@ -17,10 +17,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
+from ...call_site import call_site
 from ...mesh import Groups
 from ..base import Backend, Communicator, WorkLike, Works
 from ..errors import CommError, CommTimeout, RemoteRankError
 from ..failure import FailureMonitor
+from ..waiting import noted
 
 __all__ = ["DEFAULT_TIMEOUT", "C10dBackend", "C10dCommunicator"]
 
@@ -193,12 +195,15 @@ class C10dBackend(Backend):
             )
         return self._join(group, group.group_desc or "group", dist.get_process_group_ranks(group), global_rank)
 
-    def single(self, communicator: Communicator) -> dist.ProcessGroup:
-        """A process group for a communicator of one rank, for scripts that hand it to torch.distributed."""
-        return self._group(communicator.ranks, False, communicator.axis)
+    def process_group(self, communicator: Communicator) -> dist.ProcessGroup:
+        if isinstance(communicator, C10dCommunicator):
+            return communicator.group
+        return self._group(communicator.ranks, False, communicator.axis)  # of one rank
 
     def close(self) -> None:
-        for group in self._groups:
+        if self.monitor is not None:
+            self.monitor.stop()
+        for group in self._groups if dist.is_initialized() else ():
             dist.destroy_process_group(group)
         self._groups.clear()
         self._by_ranks.clear()
@@ -228,17 +233,25 @@ class C10dBackend(Backend):
         digest = hashlib.sha1(repr(ranks).encode(), usedforsecurity=False).hexdigest()
         indices = {rank: index for index, rank in enumerate(ranks)}
         name: Any = f"neuronx_dist.{self._number}.{digest}.{count}"
-        group, _ = dist.distributed_c10d._new_process_group_helper(
-            len(ranks),
-            indices.get(dist.get_rank()),
-            list(ranks),
-            dist.get_backend(),
-            dist.distributed_c10d._get_default_store(),
-            name,
-            timeout=self.timeout,
-            device_id=_device_of_world(),
-            group_desc=label,
-        )
+        what = f"making the group {label} (ranks {list(ranks)}, seen from rank {dist.get_rank()})"
+        with noted(what):
+            try:
+                group, _ = dist.distributed_c10d._new_process_group_helper(
+                    len(ranks),
+                    indices.get(dist.get_rank()),
+                    list(ranks),
+                    dist.get_backend(),
+                    dist.distributed_c10d._get_default_store(),
+                    name,
+                    timeout=self.timeout,
+                    device_id=_device_of_world(),
+                    group_desc=label,
+                )
+            except RuntimeError as error:
+                raise CommError(
+                    f"{what} failed at {call_site()}: not all of these ranks came to make it, or they make their "
+                    f"groups in different orders. ({str(error).splitlines()[0][:200]})"
+                ) from error
         if dist.get_rank() in indices:
             dist.distributed_c10d._world.pg_group_ranks[group] = indices
             self._groups.append(group)
