@@ -328,3 +328,42 @@ def test_flat_buffers_remember_the_types_of_their_parts(mode):
     assert types(first) == (R, S(0)) and types(second) == (R, I)
     with torch.no_grad(), pytest.raises(SpmdTypeError, match="split"):
         torch.cat([a, b]).exp()
+
+
+# --- dims of size 1 on a rank
+
+
+def test_merged_dims_whose_order_no_type_can_say_leave_one_axis_varying(mode):
+    """Of two axes on one dim the first of the mesh has the outer factor, here the inner one; both are 1 long."""
+    in_order, other_way = typed(1, 1, dp=S(0), tp=S(1)).flatten(), typed(1, 1, tp=S(0), dp=S(1)).flatten()
+    assert [str(one) for one in types(in_order)] == ["S(0)", "S(0)"]
+    assert [str(one) for one in types(other_way)] == ["V", "S(0)"]
+
+
+def test_a_dim_of_one_that_does_not_broadcast_is_a_piece_beside_a_whole(mode):
+    table = typed(4, 1, tp=S(1))
+    index = spmd.assert_type(torch.zeros(2, 1, dtype=torch.long), {"dp": R, "tp": R})
+    with pytest.raises(SpmdTypeError, match="a dim of 1 is this rank's piece"):
+        torch.gather(table, 0, index)
+    assert types(table * typed(4, 1)) == (R, S(1))  # this one broadcasts
+
+
+# --- writes in place, through views of all of the memory and of a part
+
+
+def test_a_write_with_a_gradient_makes_the_base_what_was_written(mode):
+    held, source = typed(6, tp=I), typed(2, 3, grad=True)
+    held.view(2, 3).copy_(source)
+    assert types(held) == (R, R) and held.requires_grad
+    plain = typed(6, tp=I)
+    plain.view(2, 3).copy_(typed(2, 3))  # a value alone: it keeps the dual type that its gradient would have
+    assert types(plain) == (R, I)
+
+
+def test_a_write_that_was_written_over_counts_no_more(mode):
+    buffer = torch.zeros(4)
+    buffer[:2].copy_(typed(2, tp=P))
+    assert types(buffer) == (R, P)
+    buffer.zero_()
+    buffer[2:].copy_(typed(2))
+    assert types(buffer) == (R, R)

@@ -217,3 +217,18 @@ def test_as_many_results_as_the_values_say():
     assert len(spec.outs) == 2
     verify(torch.masked_scatter, x(4, 6), mask, x(24), _refusals=False)
     verify(torch.repeat_interleave, x(4, 6), torch.tensor([1, 2, 1, 2]), 0, output_size=6)
+
+
+def test_scatter_that_multiplies_is_linear_in_nothing():
+    """The product of partial sums is no partial sum; their sum is one."""
+    data, index, source = x(4, 6), whole(2, 2, 6), x(2, 6)
+    affine = RULES[torch.scatter].affine
+    for how, linear in (("add", True), ("multiply", False)):
+        assert bool(affine(data, 0, index, source, reduce=how)) is not linear
+    assert affine(data, 0, index, 3.0) and not affine(data, 0, index, 0.0)
+
+
+@pytest.mark.filterwarnings("ignore:The reduce argument")
+@pytest.mark.parametrize("how", ["add", "multiply"])
+def test_scatter_with_a_reduction(how):
+    verify(torch.scatter, x(4, 6), 0, whole(2, 2, 6), x(2, 6), reduce=how, _refusals=how == "add")
