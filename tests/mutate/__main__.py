@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import psutil
 
-from tests.mutate.choose import Choice, Recording
+from tests.mutate.choose import Recording
 from tests.mutate.edits import Edit, edits_of
 from tests.mutate.equivalent import EQUIVALENT
 from tests.mutate.probes import PACKAGE, numbering
@@ -112,6 +112,7 @@ def copy_tree(to: Path) -> Path:
 
 def _environment(tree: Path, **more: str) -> dict[str, str]:
     environment = dict(os.environ, PYTHONPATH=str(tree), OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", **more)
+    environment |= {"PYTHONUTF8": "1", "COLUMNS": "1000"}  # names of tests as they are, on one line
     return environment | ({"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {})
 
 
@@ -135,7 +136,7 @@ def _session(python: str | Path, tree: Path, tests: list[str], limit: float) -> 
     arguments.write_text("\n".join(tests))
     command = [python, *_PYTEST, "-x", f"--timeout={max(60.0, limit / 2):.0f}", f"@{arguments.name}"]
     begin = time.monotonic()
-    with tempfile.TemporaryFile("w+") as output:
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output:
         process = subprocess.Popen(
             command, cwd=tree, env=_environment(tree), stdout=output, stderr=output, start_new_session=True
         )
@@ -193,15 +194,15 @@ def record(tree: Path, workers: int, tests: list[str], xla: Path | None) -> Reco
 
 def run_edits(
     edits: list[Edit], recording: Recording, folder: Path, seconds: float, workers: int, xla: Path | None
-) -> list[tuple[Outcome, Choice]]:
+) -> list[Outcome]:
     trees: SimpleQueue[Path] = SimpleQueue()
     for worker in range(workers):
         trees.put(copy_tree(folder / f"tree-{worker}"))
     passing: dict[str, bool] = {}  # test -> whether it passes, alone, without an edit
 
-    def run(edit: Edit) -> tuple[Outcome, Choice]:
+    def run(edit: Edit) -> Outcome:
         if edit.changed in EQUIVALENT:
-            return Outcome("equivalent", "", 0.0), Choice([], 0)
+            return Outcome("equivalent", "", 0.0)
         choice = recording.choose(edit, seconds)
         tests = {test.name: test.seconds for test in choice.tests if passing.get(test.name, True)}
         limit = 120 + 10 * sum(tests.values())
@@ -216,8 +217,11 @@ def run_edits(
                 break
             del tests[outcome.test]  # it fails now and then, or always
         trees.put(tree)
-        print(f"{outcome.word:9} {outcome.seconds:4.0f} s  {where(edit)}  {edit.operator}  {outcome.test}", flush=True)
-        return outcome, choice
+        text = f"{outcome.word:9} {outcome.seconds:4.0f} s  {where(edit)}  {edit.operator}  {outcome.test}"
+        if outcome.word == "survived":
+            text += f"{len(tests)} tests ran, {choice.executing} execute it\n{edit.diff}"
+        print(text, flush=True)
+        return outcome
 
     with ThreadPoolExecutor(workers) as pool:
         return list(pool.map(run, edits))
@@ -247,15 +251,11 @@ def where(edit: Edit) -> str:
     return f"{edit.path}:{edit.position[0]}"
 
 
-def report(edits: list[Edit], outcomes: list[tuple[Outcome, Choice]], seed: int) -> int:
-    counts: dict[str, int] = defaultdict(int)
-    for edit, (outcome, choice) in zip(edits, outcomes):
-        counts[outcome.word] += 1
-        if outcome.word == "survived":
-            ran = f"{len(choice.tests)} tests ran, {choice.executing} execute it"
-            print(f"\n{where(edit)}  {edit.operator}  ({ran})\n{edit.diff}")
+def report(edits: list[Edit], outcomes: list[Outcome], seed: int) -> int:
+    counts = Counter(outcome.word for outcome in outcomes)
+    print("\nsurvived:", *(where(edit) for edit, outcome in zip(edits, outcomes) if outcome.word == "survived"))
     noticed, survived = counts["killed"] + counts["timeout"], counts["survived"]
-    print(f"\nseed {seed}: {noticed} of {noticed + survived} edits noticed", end="")
+    print(f"seed {seed}: {noticed} of {noticed + survived} edits noticed", end="")
     print(f" ({100 * noticed / max(1, noticed + survived):.0f} %)", end="")
     print(f": {counts['timeout']} by a time limit; {survived} survived, {counts['equivalent']} more change nothing")
     return 0

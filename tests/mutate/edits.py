@@ -115,6 +115,7 @@ class _Walk:
 
     def __init__(self, file: _File) -> None:
         self.file = file
+        self.skipped: set[int] = set()  # nodes
         self.defaults: list[dict[str, str]] = []  # of the functions around: parameter -> text of its default
 
     def edits_below(self, node: ast.AST) -> Iterator[Edit]:
@@ -142,8 +143,14 @@ class _Walk:
             if node.name in ("__repr__", "__str__") or any(_name(one) == "overload" for one in node.decorator_list):
                 return
             skipped = {"returns"}
+            used = {one.id for one in ast.walk(node) if isinstance(one, ast.Name)}
+            for argument, default in self._with_defaults(node.args):
+                if argument.arg not in used:  # it stands there for its name
+                    self.skipped.add(id(default))
         if isinstance(node, ast.arg):
             return
+        if isinstance(node, ast.ClassDef):
+            skipped = {"decorator_list"}  # frozen=True, slots=True: against a slip, not for what is right
         if isinstance(node, ast.AnnAssign):
             skipped = {"annotation"}
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
@@ -157,16 +164,17 @@ class _Walk:
         for name, value in ast.iter_fields(node):
             if name not in skipped:
                 for child in value if isinstance(value, list) else [value]:
-                    if isinstance(child, ast.AST):
+                    if isinstance(child, ast.AST) and id(child) not in self.skipped:
                         yield child
 
     def defaults_of(self, arguments: ast.arguments) -> dict[str, str]:
+        pairs = self._with_defaults(arguments)
+        return {one.arg: self.file.text(default) for one, default in pairs if isinstance(default, ast.Constant)}
+
+    def _with_defaults(self, arguments: ast.arguments) -> Iterator[tuple[ast.arg, ast.expr]]:
         positional = [*arguments.posonlyargs, *arguments.args]
-        pairs = list(zip(reversed(positional), reversed(arguments.defaults)))
-        pairs += [(a, d) for a, d in zip(arguments.kwonlyargs, arguments.kw_defaults) if d is not None]
-        return {
-            argument.arg: self.file.text(default) for argument, default in pairs if isinstance(default, ast.Constant)
-        }
+        yield from zip(reversed(positional), reversed(arguments.defaults))
+        yield from ((a, d) for a, d in zip(arguments.kwonlyargs, arguments.kw_defaults) if d is not None)
 
     # --- expressions ---
 

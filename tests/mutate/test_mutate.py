@@ -23,7 +23,7 @@ LIMITS = {"tp": 4, "dp": 2, "cp": 1}
 
 
 @cache
-def f(x: "int", y: int = 3, *, key="tp") -> "str":
+def f(x: "int", y: int = 3, unused: int = 5, *, key="tp") -> "str":
     """More words."""
     assert x > 0
     if x < y and not y:
@@ -75,6 +75,7 @@ def test_every_edit_changes_code_and_nothing_but_code() -> None:
     for edit in edits:
         for kept in ('"""Words."""', '"""More words."""', '__all__ = ["f"]', "assert x > 0", 'x: "int"', '-> "str"'):
             assert kept in edit.edited
+        assert "unused: int = 5" in edit.edited  # it stands there for its name
         assert '"too small: 1"' in edit.edited or edit.operator == "dropped raise"
         assert edit.changed[0] and edit.diff
 
