@@ -6,11 +6,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from neuronx_dist import comm, spmd
+from neuronx_dist.checking.types.handlers.operators import cut
 from neuronx_dist.comm.backends.observed import CheckBackend
 from neuronx_dist.gradients.reduce import reduce_gradients
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.parallel_layers.linear import ColumnParallelLinear, RowParallelLinear
 from neuronx_dist.spmd import I, P, R, S, SpmdTypeError, V, convert, get_local_type, trust, typecheck
+from neuronx_dist.spmd.types import Shard
 from neuronx_dist.spmd.watching import active, see_through
 
 MESH = Mesh(4, tp=2)
@@ -367,3 +369,51 @@ def test_a_write_that_was_written_over_counts_no_more(mode):
     buffer.zero_()
     buffer[2:].copy_(typed(2))
     assert types(buffer) == (R, R)
+
+
+def test_flat_buffers_that_are_scattered_and_gathered(mode):
+    """Each part of a piece varies; gathered again it is what it was, reduced."""
+    a, b = typed(4, tp=S(0), dp=P), typed(4, tp=I, dp=P)
+    with torch.no_grad():
+        mine = comm.reduce_scatter(torch.cat([a, b]), "dp")
+        assert [part[1].get("dp") for part in mode.note(mine, "").extra.parts] == [V, V]
+        first, second = comm.all_gather(mine, "dp").split([4, 4])
+    assert types(first) == (R, S(0)) and types(second) == (R, I)
+
+
+def test_lists_that_are_written_in_place(mode):
+    x, scaled, factor = typed(4, tp=P), typed(4), typed(4, tp=V)
+    with torch.no_grad():
+        torch._foreach_add_([x], [typed(4, tp=P)])
+        torch._foreach_mul_([scaled], [factor])
+    assert types(x) == (R, P) and types(scaled) == (R, V)
+
+
+def test_forgetting_what_is_not_sharded_assumes_nothing(mode):
+    spmd.forget(typed(4), "tp")
+    assert not mode.trusted
+    spmd.forget(typed(4, tp=S(0)), "tp")
+    assert [*mode.trusted] and "sharding over tp is not followed" in str(mode.trusted)
+
+
+def test_a_loss_that_varies_over_data_may_not_vary_over_tp(mode):
+    loss = typed(1, grad=True, dp=V, tp=V).squeeze(0)
+    with pytest.raises(SpmdTypeError, match="tp"):
+        loss.backward()
+
+
+@pytest.mark.parametrize(("axis", "over", "stride", "shard"), [
+    ("tp", "dp", 2, True),  # one block each: the mesh has dp outside
+    ("dp", "tp", 2, False),  # and never inside
+    ("dp", "tp", 4, True),  # blocks are left: tp is inside of them
+])  # fmt: skip
+def test_pieces_of_a_cut_are_shards_in_the_order_of_the_mesh_alone(mode, axis, over, stride, shard):
+    others = {axis: Shard(0, stride)}
+    assert (cut(others, (over,), 0, 2) is not V) == shard
+    assert others == {axis: Shard(0, stride // 2)}
+
+
+def test_what_varies_may_be_declared_a_shard(mode):
+    x = typed(4, tp=V)
+    assert types(spmd.assert_type(x, {"tp": S(0)})) == (R, S(0))
+    assert types(x) == (R, S(0))

@@ -207,3 +207,14 @@ def test_losses_of_before():
 def test_cross_entropy_names_the_repair():
     spec = RULES[F.cross_entropy].spec(x(4, 6), whole(6, 4))
     assert "parallel_cross_entropy" in spec.fixed[1] and spec.reduced == {0: "mean_of_valid"}
+
+
+def test_reductions_by_number():
+    """torch's own functions name them 0, 1, 2."""
+    a, target, signs = x(4, 6), probabilities(4, 6), torch.sign(x(4, 6, seed=2))
+    for number, how in enumerate(("none", "mean", "sum")):
+        for spec in (
+            verify(torch.kl_div, a, target, reduction=number, _linear=False),
+            verify(torch.hinge_embedding_loss, a, signs, reduction=number, _linear=False),
+        ):
+            assert spec is not None and spec.reduced == ({0: how, 1: how} if number else {})
