@@ -111,12 +111,13 @@ def nearest_line(*owners: str) -> str:
     return ""
 
 
-def call_site() -> str:
+def call_site(frame: FrameType | None = None) -> str:
     """`file:line` of the innermost stack frame outside this package and torch: where the user's code asked for it.
 
-    What a DRIVER calls itself was asked for by nobody: then it is the package's line.
+    What a DRIVER calls itself was asked for by nobody: then it is the package's line. `frame`: the innermost one, of
+    another thread; None: the caller's.
     """
-    frame: FrameType | None = sys._getframe(1)
+    frame = frame or sys._getframe(1)
     inside = fallback = None
     while frame is not None:
         name = frame.f_code.co_filename

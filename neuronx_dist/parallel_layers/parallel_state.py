@@ -12,8 +12,7 @@ from collections import namedtuple
 from typing import Any
 
 from .. import comm
-from ..comm import backends, context
-from ..comm.backends.c10d import C10dBackend, C10dCommunicator
+from ..comm import context
 from ..comm.launch import connect, disconnect, world
 from ..mesh import Axis, Mesh
 from ..topology import LINEAR
@@ -48,7 +47,8 @@ def initialize_model_parallel(
         mesh_only: return the replica groups as lists of ranks, and set up nothing.
         topology: "trn1" or "trn2" (`neuronx_dist/topology.py`), for nodes of LOCAL_WORLD_SIZE ranks, where torchrun has
             set it; None: the linear order.
-        timeout: seconds after which a collective gives up on a silent rank; None: what init_process_group was given.
+        timeout: seconds after which a collective gives up on a silent rank; None: what init_process_group was given, or
+            10 minutes.
 
     Raises:
         RuntimeError: torch.distributed is not initialized, or model parallel already is, with another layout.
@@ -106,14 +106,7 @@ def process_group(communicator: comm.Communicator) -> Any:
 
     The communicator itself where the backend has none (ranks as threads, shapes).
     """
-    backend = context.current().backend
-    if isinstance(communicator, C10dCommunicator):
-        return communicator.group
-    return (
-        backend.single(communicator)
-        if isinstance(backend, C10dBackend)
-        else backends.xla_groups.process_group(communicator)
-    )
+    return context.current().backend.process_group(communicator)
 
 
 # Groups: the torch ProcessGroup of this rank, or with as_list=True all replica groups as lists of ranks.

@@ -250,3 +250,10 @@ def test_nxds_import_paths():
     assert layers.ColumnParallelLinear in PARALLEL_MODULES and layers.ParallelEmbedding in PARALLEL_MODULES
     assert loss_functions.parallel_cross_entropy in PARALLEL_FUNCTIONS
     assert layer_norm.LayerNorm and layers.RowParallelLinear
+
+
+def test_the_lists_of_parallel_layers_and_functions_are_whole():
+    from neuronx_dist.parallel_layers import PARALLEL_FUNCTIONS, PARALLEL_MODULES, loss_functions
+
+    assert {layers.ColumnParallelLinear, layers.RowParallelLinear, layers.ParallelEmbedding} <= {*PARALLEL_MODULES}
+    assert loss_functions.parallel_cross_entropy in PARALLEL_FUNCTIONS
