@@ -26,6 +26,7 @@ __all__ = [
     "check_placement",
     "create_partitions",
     "leaf_names",
+    "nearest",
     "place_by_recording",
     "place_by_registration",
     "split",
@@ -52,8 +53,19 @@ def create_partitions(num_stages: int, layer_names: Sequence[str]) -> list[str]:
     return [layer_names[layers.stop - 1] for layers in stage_layers(len(layer_names), num_stages)[:-1]]
 
 
-def check_cuts(cuts: Sequence[str], names: Sequence[str], num_stages: int) -> None:
+def nearest(name: str, candidates: Iterable[str]) -> str:
+    """The most similar of these names, for a message; some of all if none is similar."""
+    known = list(dict.fromkeys(candidates))
+    by_lower = {candidate.lower(): candidate for candidate in known}
+    near = difflib.get_close_matches(name.lower(), by_lower, n=4, cutoff=0.3)
+    return ", ".join([by_lower[each] for each in near] or known[:4])
+
+
+def check_cuts(cuts: Sequence[str], names: Sequence[str], num_stages: int, which: str = "of this model") -> None:
     """Checks cuts against the leaf layers of a model, in the order in which they run.
+
+    Args:
+        which: which layers `names` are, for a message.
 
     Raises:
         ValueError: a wrong number of cuts, a name that is no layer (the message lists near ones), or a wrong order.
@@ -65,8 +77,7 @@ def check_cuts(cuts: Sequence[str], names: Sequence[str], num_stages: int) -> No
         )
     for cut in cuts:
         if cut not in names:
-            near = difflib.get_close_matches(cut, names, n=4, cutoff=0.3) or list(names[:4])
-            raise ValueError(f"pipeline cut {cut!r} is not a layer of this model; near it: {', '.join(near)}")
+            raise ValueError(f"pipeline cut {cut!r} is not a layer {which}; near it: {nearest(cut, names)}")
     positions = [names.index(cut) for cut in cuts]
     if positions != sorted(set(positions)):
         raise ValueError(f"pipeline cuts must be different layers, in the order in which they run; got {list(cuts)}")
@@ -230,7 +241,7 @@ def split(recording: Recording, cuts: Sequence[str], outputs: Sequence[Any] | No
         outputs: the leaves of the result that are wanted; None: all.
 
     Raises:
-        ValueError: a cut is not a layer that was called.
+        ValueError: a cut is not a layer that was called, or leaves a stage with nothing to do.
         TracingError: a tensor is changed in place in another stage than one that shares its memory.
     """
     return _Splitter(recording, cuts, recording.outputs if outputs is None else outputs).plans()
@@ -248,12 +259,14 @@ class _Splitter:
         self.outputs = list(outputs)
         self.num_stages = len(cuts) + 1
         last_calls = {str(node.target): self.order[node] for node in recording.calls()}
-        check_cuts(cuts, sorted(last_calls, key=last_calls.__getitem__), self.num_stages)
+        called = sorted(last_calls, key=last_calls.__getitem__)
+        check_cuts(cuts, called, self.num_stages, "that the forward calls, for inputs like these")
         self.ends = [last_calls[cut] for cut in cuts]
         self.attributes = {_info(node).storage for node in self.nodes if node.op == "get_attr"}
         self.attributes.update(*(_info(node).buffers for node in self.nodes))
         self.stage: dict[fx.Node, int] = {}  # of bound nodes
         self._bind_all()
+        self._check_every_stage_runs(cuts)
         self.computed: list[set[fx.Node]] = [set() for _ in range(self.num_stages)]
         self.crossing: list[set[fx.Node]] = [set() for _ in range(self.num_stages)]  # from this stage to the next
 
@@ -362,6 +375,17 @@ class _Splitter:
                     self._compute(writer, stage)
 
     # --- what cannot be cut
+
+    def _check_every_stage_runs(self, cuts: Sequence[str]) -> None:
+        busy = {stage for node, stage in self.stage.items() if _info(node).kind in ("module", "function")}
+        for stage in range(self.num_stages):
+            if stage not in busy:
+                between = " and ".join(repr(cut) for cut in cuts[max(0, stage - 1) : stage + 1])
+                side = "between cuts" if 0 < stage < len(cuts) else "after cut" if stage else "before cut"
+                raise ValueError(
+                    f"pipeline stage {stage} of {self.num_stages} has nothing to do: the forward calls nothing {side} "
+                    f"{between} that depends on parameters. Move the cut."
+                )
 
     def _check_aliases(self, received: Sequence[fx.Node], stage: int) -> None:
         written = set().union(*(_info(node).writes for node, where in self.stage.items() if where >= stage))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -10,7 +10,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx, nn
 
-__all__ = ["Info", "Recording", "TensorSpec", "TracingError", "is_leaf", "pack", "part"]
+__all__ = ["Info", "Recording", "TensorSpec", "TracingError", "describe", "is_leaf", "pack", "part"]
 
 
 class TracingError(RuntimeError):
@@ -106,3 +106,15 @@ def pack(leaves: Sequence[Any], structure: pytree.TreeSpec) -> Any:
 def part(container: Any, index: int) -> Any:
     """Leaf number `index` of a container of a registered class."""
     return pytree.tree_leaves(container)[index]
+
+
+def describe(output: Any) -> str:
+    """Inputs or outputs for a message: their containers, with the shapes of tensors."""
+    if isinstance(output, torch.Tensor):
+        return f"Tensor{list(output.shape)}"
+    if isinstance(output, Mapping):
+        name = "" if type(output) is dict else type(output).__name__
+        return f"{name}{{{', '.join(f'{key!r}: {describe(value)}' for key, value in output.items())}}}"
+    if isinstance(output, (tuple, list)):
+        return f"({', '.join(map(describe, output))})"
+    return repr(output) if output is None or isinstance(output, (bool, int, float)) else type(output).__name__
