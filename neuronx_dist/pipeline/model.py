@@ -80,7 +80,8 @@ class NxDPPModel(StageModule):
         trace_file_path: only None.
         use_zero1_optimizer: the optimizer averages gradients over data-parallel ranks, so that `run_train` does not.
         auto_partition: cut evenly between transformer layers; see `create_partitions`.
-        deallocate_pipeline_outputs: what was sent is always freed, unless backward needs it: True and False are equal.
+        deallocate_pipeline_outputs: of what was sent, keep the last two microbatches' only, and what backward needs;
+            else those of all microbatches in flight.
         use_model_wrapper, fuse_microbatches: without effect, with a warning.
         use_optimizer_wrapper: as `use_zero1_optimizer`.
         return_loss_on_cpu: move the loss to the CPU.
@@ -156,6 +157,7 @@ class NxDPPModel(StageModule):
         self.use_zero1_optimizer = use_zero1_optimizer
         self.use_optimizer_wrapper = use_optimizer_wrapper
         self.return_loss_on_cpu = return_loss_on_cpu
+        self.deallocate_pipeline_outputs = deallocate_pipeline_outputs
         self._layer_classes = module_classes(module, transformer_layer_cls, "transformer_layer_cls")
         leaves = module_classes(module, leaf_module_cls, "leaf_module_cls", parts_of_names=True)
         self._leaf_classes = [*self._layer_classes, *PARALLEL_MODULES, *leaves]
@@ -255,8 +257,8 @@ class NxDPPModel(StageModule):
         microbatches; `zero_grad` is the caller's.
 
         Args:
-            kwargs: the inputs, named as `input_names`. Tensors are cut along dim 0; 0-dim tensors and all else go
-                whole to every microbatch.
+            kwargs: the inputs, named as `input_names`. Tensors, on any device, are cut along dim 0; 0-dim tensors and
+                all else go whole to every microbatch.
 
         Returns:
             The mean loss on the last stage (a list of the microbatches' with `return_mb_loss`), None on others; with
@@ -305,7 +307,7 @@ class NxDPPModel(StageModule):
     @property
     def training_schedule(self) -> Schedule:
         """The schedule that `run_train` runs, for the present `num_microbatches`."""
-        return training_schedule(self.num_stages, self.num_microbatches)
+        return training_schedule(self.num_stages, self.num_microbatches, deallocate=self.deallocate_pipeline_outputs)
 
     @property
     def stage_channels(self) -> Channels:

@@ -57,6 +57,14 @@ class Reducing(Rope):
         return spmd.all_reduce(cos, "tp", src=spmd.P, dst=spmd.R), sin
 
 
+class Learned(Rope):
+    """Has a parameter, which is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()), requires_grad=False)
+
+
 class Rotated(Model):
     """Every layer uses what the leaf gives, which is registered last and called first."""
 
@@ -102,7 +110,31 @@ def test_its_buffer_is_on_every_stage_and_stays_there() -> None:
         assert found == (["rope.inv_freq"], False)
 
 
-@pytest.mark.parametrize("leaf", [Counting, Replacing, Noisy])
+class ChangedOutside(Rotated):
+    """The model changes the buffer of its leaf."""
+
+    def __init__(self, early: bool) -> None:
+        super().__init__()
+        self.early = early
+
+    def body(self, x: torch.Tensor) -> torch.Tensor:
+        if self.early:
+            self.rope.inv_freq.mul_(1.1)
+        x = super().body(x)
+        if not self.early:
+            self.rope.inv_freq.mul_(1.1)
+        return x
+
+
+def test_a_buffer_that_is_changed_outside_of_its_leaf() -> None:
+    model = make(ChangedOutside, early=True)
+    assert calls_of_the_leaf(model) == [1, 0, 0, 0]
+    check_parity(Mesh(2, pp=2), model, batch(), 2, leaf_module_cls=[Rope])
+    with pytest.raises(TracingError, match=r"a buffer of rope is changed on pipeline stage 1 and used on .* \[0, 1\]"):
+        check_parity(Mesh(2, pp=2), make(ChangedOutside, early=False), batch(), 2, leaf_module_cls=[Rope])
+
+
+@pytest.mark.parametrize("leaf", [Counting, Replacing, Noisy, Learned])
 def test_a_leaf_with_an_effect_runs_where_it_is_called(leaf: type[Rope]) -> None:
     assert calls_of_the_leaf(make(Rotated, leaf=leaf)) == [1, 0, 0, 0]
 

@@ -377,7 +377,7 @@ class _Splitter:
     # --- what cannot be cut
 
     def _check_every_stage_runs(self, cuts: Sequence[str]) -> None:
-        busy = {stage for node, stage in self.stage.items() if _info(node).kind in ("module", "function")}
+        busy = set(self.stage.values())
         for stage in range(self.num_stages):
             if stage not in busy:
                 between = " and ".join(repr(cut) for cut in cuts[max(0, stage - 1) : stage + 1])

@@ -113,7 +113,7 @@ class _Recorder(TorchFunctionMode):
             if isinstance(leaf, torch.Tensor):
                 name = path if path.isidentifier() else f"input_{index}"
                 node = self.graph.create_node("placeholder", path, name=name)
-                leaves[index] = self._fake(leaf, leaf.requires_grad)
+                leaves[index] = self._fake(leaf, leaf.requires_grad, self.device)
                 self._bind(node, leaves[index], Info("the inputs", "input"))
                 node.meta["leaf"] = index
         _local.recorder = self
@@ -168,7 +168,7 @@ class _Recorder(TorchFunctionMode):
             # Arguments first: afterwards one that is changed in place stands for the result.
             node_args, node_kwargs = self._argument(tuple(target_args), where), self._argument(dict(kwargs), where)
             buffers = self._buffers_of(module)
-            read = {storage_of(x) for x in tensors} | buffers
+            read = {storage_of(x) for x in tensors}
             # A real argument takes part as a fake one, of memory of its own; the mode forgets it when nobody holds it.
             stand_ins = [(self.fake_mode.from_tensor(x), x) for x in tensors if not isinstance(x, FakeTensor)]
             real = {storage_of(fake): storage_of(x) for fake, x in stand_ins}
@@ -320,11 +320,9 @@ class _Recorder(TorchFunctionMode):
             node.meta["info"].spec = spec._replace(requires_grad=True)
         return node
 
-    def _fake(self, x: torch.Tensor, requires_grad: bool) -> torch.Tensor:
+    def _fake(self, x: torch.Tensor, requires_grad: bool, device: torch.device) -> torch.Tensor:
         with self.fake_mode:
-            fake = torch.empty_strided(
-                x.shape, x.stride(), dtype=x.dtype, device=self.device if x.is_meta else x.device
-            )
+            fake = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
         return fake.requires_grad_(requires_grad)
 
     def _replace_attributes(self) -> None:
@@ -337,7 +335,7 @@ class _Recorder(TorchFunctionMode):
                         continue
                     fake = fakes.get(id(tensor))
                     if fake is None:
-                        fake = self._fake(tensor, False)
+                        fake = self._fake(tensor, False, self.device if tensor.is_meta else tensor.device)
                         if kind == "parameter":
                             fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
                         fake.__dict__.update(tensor.__dict__)

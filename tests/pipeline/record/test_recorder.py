@@ -156,8 +156,13 @@ def test_bounds_of_slices_that_are_known_tensors() -> None:
         def body(self, x: torch.Tensor) -> torch.Tensor:
             return super().body(x[:, : x.abs().sum().long()])
 
-    with pytest.raises(TracingError, match="__getitem__ needs the values of a tensor that depends on the model's"):
-        recorded(make(Unknown), batch())
+    class UnknownOfKnown(Model):
+        def body(self, x: torch.Tensor) -> torch.Tensor:
+            return super().body(x + torch.arange(6)[: x.abs().sum().long()])
+
+    for model_class in (Unknown, UnknownOfKnown):
+        with pytest.raises(TracingError, match="__getitem__ needs the values of a tensor that depends on the model's"):
+            recorded(make(model_class), batch())
 
 
 def test_a_branch_on_values_inside_a_pipeline_ends_all_ranks() -> None:
