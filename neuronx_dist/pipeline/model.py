@@ -85,7 +85,7 @@ class NxDPPModel(StageModule):
         use_model_wrapper, fuse_microbatches: without effect, with a warning.
         use_optimizer_wrapper: as `use_zero1_optimizer`.
         return_loss_on_cpu: move the loss to the CPU.
-        manual_pp_partition, manual_pp_stage_partition_fn, manual_pp_loss_fn: only False and None.
+        manual_pp_partition: only False.
 
     Attributes:
         recorder: records a forward, as `record` does; the checker puts one here that shares recordings between ranks.
@@ -121,19 +121,12 @@ class NxDPPModel(StageModule):
         return_loss_on_cpu: bool = True,
         fuse_microbatches: bool = False,
         manual_pp_partition: bool = False,
-        manual_pp_stage_partition_fn: Callable[..., Any] | None = None,
-        manual_pp_loss_fn: Callable[..., Any] | None = None,
     ) -> None:
         if not isinstance(num_microbatches, int) or num_microbatches < 1:
             raise ValueError(f"num_microbatches must be an integer of at least 1, got {num_microbatches!r}")
         if virtual_pipeline_size != 1:
             raise ValueError(f"virtual_pipeline_size={virtual_pipeline_size} is not supported; leave it at 1")
-        refuse_unsupported(
-            manual_pp_partition=manual_pp_partition,
-            manual_pp_stage_partition_fn=manual_pp_stage_partition_fn,
-            manual_pp_loss_fn=manual_pp_loss_fn,
-            trace_file_path=trace_file_path,
-        )
+        refuse_unsupported(manual_pp_partition=manual_pp_partition, trace_file_path=trace_file_path)
         warn_of_tracing(tracer_cls, autowrap_functions, autowrap_modules, autowrap_obj_methods)
         warn_of_unused(
             use_model_wrapper=(use_model_wrapper, "the model itself is what is trained"),
@@ -191,7 +184,10 @@ class NxDPPModel(StageModule):
 
         Raises:
             ValueError: a name that is none of the model's, or `args` without names.
+            RuntimeError: the model is partitioned.
         """
+        if self.num_stages > 1:
+            self._check_not_partitioned("trace")
         warn_of_tracing(tracer_cls, autowrap_functions, autowrap_modules, autowrap_obj_methods)
         if input_names is not None:
             self.input_names = checked_input_names(self.original_module, input_names)

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from ..call_site import USER, frames
 from .cut.partition import nearest
 
 __all__ = ["checked_input_names", "module_classes", "names", "refuse_unsupported", "warn_of_tracing", "warn_of_unused"]
@@ -92,7 +93,7 @@ def warn_of_unused(**options: tuple[Any, str]) -> None:
     """Warns of options, given as `(value, why it has no effect)`, that are set."""
     for option, (value, why) in options.items():
         if value:
-            warnings.warn(f"{option}={value!r} has no effect: {why}", stacklevel=3)
+            _warn(f"{option}={value!r} has no effect: {why}")
 
 
 def warn_of_tracing(tracer_cls: Any, autowrap_functions: Any, autowrap_modules: Any, autowrap_obj_methods: Any) -> None:
@@ -125,11 +126,18 @@ def warn_of_tracing(tracer_cls: Any, autowrap_functions: Any, autowrap_modules: 
     }  # fmt: skip
     unused = [option for option, value in given.items() if value]
     if unused:
-        warnings.warn(
+        _warn(
             f"{', '.join(unused)}: without effect, since nothing is traced with symbols: the forward runs once on fake "
-            f"tensors, and what it calls is recorded",
-            stacklevel=3,
+            f"tensors, and what it calls is recorded"
         )
+
+
+def _warn(message: str) -> None:
+    """Warns at the user's line, as `warnings.warn` does: by default once for each line and message."""
+    stack = [*frames()]
+    caller = next((frame for owner, frame in stack if owner == USER), stack[-1][1])
+    registry = caller.f_globals.setdefault("__warningregistry__", {})
+    warnings.warn_explicit(message, UserWarning, caller.f_code.co_filename, caller.f_lineno, registry=registry)
 
 
 def _is_layer(item: Any) -> bool:

@@ -44,11 +44,11 @@ def alone(**options: Any) -> NxDPPModel:
     [
         ({"ids": 0}, r"missing \['labels'\], unexpected none"),
         ({"ids": 0, "labels": 0, "mask": 0}, r"missing none, unexpected \['mask'\]"),
-        ({"ids": torch.zeros(7, 2), "labels": None}, r"\['ids'\] has 7 rows, .* 4 microbatches: nearest: 4 and 8"),
-        ({"ids": torch.zeros(1, 2), "labels": None}, r"\['ids'\] has 1 rows, .* 4 microbatches: nearest: 4$"),
+        ({"ids": torch.zeros(7, 2), "labels": None}, r"\['ids'\] has 7 rows, .* 4 microbatches: nearest are 4 and 8"),
+        ({"ids": torch.zeros(1, 2), "labels": None}, r"\['ids'\] has 1 rows, .* 4 microbatches: nearest is 4$"),
         (
             {"ids": torch.zeros(4, 2), "labels": [torch.zeros(0, 2)]},
-            r"input \['labels'\]\[0\] has 0 rows: .* one for each of 4 microbatches; skip",
+            r"input \['labels'\]\[0\] has shape \[0, 2\], no rows, .* at least a row for each of 4 microbatches",
         ),
     ],
 )
@@ -401,8 +401,10 @@ def test_cut_by_hand() -> None:
         pipeline.cut_pipeline_stage("layers.0")
         pipeline.cut_pipeline_stage("layers.2")
         pipeline.partition()
-        with pytest.raises(RuntimeError, match="partitioned already"):
+        with pytest.raises(RuntimeError, match="cut_pipeline_stage: this model is partitioned already"):
             pipeline.cut_pipeline_stage("layers.3")
+        with pytest.raises(RuntimeError, match="trace: this model is partitioned already"):
+            pipeline.trace(input_names=["ids"])
         return pipeline.run_train(**batch())
 
     loss = comm.threads.run(Mesh(3, pp=3), main)[2]

@@ -34,8 +34,6 @@ class Absent(nn.Module):
         ({"num_microbatches": 2.0}, "integer of at least 1, got 2.0"),
         ({"num_microbatches": "2"}, "integer of at least 1, got '2'"),
         ({"manual_pp_partition": True}, "manual_pp_partition=True is not supported; use pipeline_cuts or auto_part"),
-        ({"manual_pp_loss_fn": nn.MSELoss()}, r"manual_pp_loss_fn=MSELoss\(\) is not supported; use pipeline_cuts"),
-        ({"manual_pp_stage_partition_fn": max}, "manual_pp_stage_partition_fn=<.* max> is not supported; use pipe"),
         ({"trace_file_path": "trace.json"}, "trace_file_path='trace.json' is not supported; leave it out"),
         ({"return_mb_loss": True, "broadcast_and_average_loss": True}, "return_mb_loss must be False"),
         ({"auto_partition": True, "pipeline_cuts": ["layers.0"]}, "do not pass pipeline_cuts"),

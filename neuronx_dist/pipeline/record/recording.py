@@ -108,13 +108,17 @@ def part(container: Any, index: int) -> Any:
     return pytree.tree_leaves(container)[index]
 
 
-def describe(output: Any) -> str:
-    """Inputs or outputs for a message: their containers, with the shapes of tensors."""
-    if isinstance(output, torch.Tensor):
-        return f"Tensor{list(output.shape)}"
-    if isinstance(output, Mapping):
-        name = "" if type(output) is dict else type(output).__name__
-        return f"{name}{{{', '.join(f'{key!r}: {describe(value)}' for key, value in output.items())}}}"
-    if isinstance(output, (tuple, list)):
-        return f"({', '.join(map(describe, output))})"
-    return repr(output) if output is None or isinstance(output, (bool, int, float)) else type(output).__name__
+def describe(x: Any) -> str:
+    """Inputs or outputs for a message: their containers, with the shapes of tensors; of long ones the first items."""
+    if isinstance(x, torch.Tensor):
+        return f"Tensor{list(x.shape)}"
+    if isinstance(x, Mapping):
+        items = [f"{key!r}: {describe(value)}" for key, value in x.items()]
+        return f"{'' if type(x) is dict else type(x).__name__}{{{_shortened(items)}}}"
+    if isinstance(x, (tuple, list)):
+        return f"({_shortened([describe(item) for item in x])})"
+    return repr(x) if x is None or isinstance(x, (bool, int, float)) else type(x).__name__
+
+
+def _shortened(items: list[str]) -> str:
+    return ", ".join(items if len(items) <= 8 else [*items[:8], f"... {len(items)} in all"])

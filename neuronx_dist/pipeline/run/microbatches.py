@@ -39,9 +39,8 @@ class Batch:
         self.leaves, self.structure = pytree.tree_flatten(ordered)
         self.num_microbatches = num_microbatches
         for index, leaf in enumerate(self.leaves):
-            rows = leaf.shape[0] if isinstance(leaf, torch.Tensor) and leaf.ndim else num_microbatches
-            if rows == 0 or rows % num_microbatches:
-                raise ValueError(f"input {self._name(index)} {_wrong_rows(rows, num_microbatches)}")
+            if isinstance(leaf, torch.Tensor) and leaf.ndim and (problem := _wrong_rows(leaf, num_microbatches)):
+                raise ValueError(f"input {self._name(index)} {problem}")
 
     def key(self) -> tuple[Any, ...]:
         """Equal for batches that one recording serves."""
@@ -109,12 +108,16 @@ def evaluating(module: nn.Module) -> Iterator[None]:
             child.training = training
 
 
-def _wrong_rows(rows: int, num_microbatches: int) -> str:
+def _wrong_rows(x: torch.Tensor, num_microbatches: int) -> str:
+    """Why these rows cannot be cut into microbatches; empty if they can."""
+    rows = x.shape[0]
     if rows == 0:
         return (
-            f"has 0 rows: a batch needs at least one for each of {num_microbatches} microbatches; skip an empty batch, "
-            f"on all ranks"
+            f"has shape {list(x.shape)}, no rows, so that a mean over them would be nan: give every rank at least a "
+            f"row for each of {num_microbatches} microbatches"
         )
+    if rows % num_microbatches == 0:
+        return ""
     below = rows // num_microbatches * num_microbatches
-    nearest = f"{below} and {below + num_microbatches}" if below else f"{num_microbatches}"
-    return f"has {rows} rows, which is not divisible into {num_microbatches} microbatches: nearest: {nearest}"
+    nearest = f"nearest are {below} and {below + num_microbatches}" if below else f"nearest is {num_microbatches}"
+    return f"has {rows} rows, which is not divisible into {num_microbatches} microbatches: {nearest}"

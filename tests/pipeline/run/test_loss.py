@@ -14,6 +14,7 @@ from torch import nn
 from neuronx_dist import comm
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.pipeline.record.recorder import record
+from neuronx_dist.pipeline.record.recording import describe
 from neuronx_dist.pipeline.run.loss import find_loss
 
 
@@ -76,6 +77,11 @@ def test_specs_that_fit(form: str, spec: Any) -> None:
 
 
 TUPLE, DICT = "(Tensor[], Tensor[2, 3])", "{'loss': Tensor[], 'x': Tensor[2, 3]}"
+
+
+def test_long_containers_are_shortened_in_messages() -> None:
+    assert describe([*range(9)]) == "(0, 1, 2, 3, 4, 5, 6, 7, ... 9 in all)"
+    assert describe({"a": ["x", 1.5, True, None]}) == "{'a': (str, 1.5, True, None)}"
 
 
 @pytest.mark.parametrize(
