@@ -39,6 +39,7 @@ from ...spmd.watching import no_typecheck
 from .effects import Effects, has_tensors, storage_of, tensors_in
 from .fake_mode import QuietFakeMode
 from .recording import Info, Recording, TensorSpec, TracingError, is_leaf, pack, part
+from .surroundings import restored, without_cache
 
 __all__ = ["record"]
 
@@ -67,8 +68,8 @@ def record(
     with ExitStack() as stack:
         stack.enter_context(no_typecheck())
         stack.enter_context(intercept(_see_function))
-        stack.enter_context(_restored(module))
-        stack.enter_context(_without_cache(module))
+        stack.enter_context(restored(module))
+        stack.enter_context(without_cache(module))
         shapes_only = stack.enter_context(comm.as_rank(here.mesh, here.rank))
         shapes_only.extras.update(here.extras)  # random streams
         stack.enter_context(torch.enable_grad())
@@ -382,36 +383,6 @@ def _see_function(original: Any, cls: Any, args: tuple[Any, ...], kwargs: dict[s
             f"transformer layer, or use use_reentrant=False."
         )
     return recorder.call_function(original, args, kwargs)
-
-
-@contextmanager
-def _restored(module: nn.Module) -> Iterator[None]:
-    """Takes back whatever a forward, run on fake tensors, keeps on its modules (caches, counters, buffers)."""
-    tables = ("_parameters", "_buffers", "_modules")
-    saved = [(m, dict(m.__dict__), {t: dict(m.__dict__[t]) for t in tables}) for m in module.modules()]
-    try:
-        yield
-    finally:
-        for m, attributes, contents in saved:
-            m.__dict__.clear()
-            m.__dict__.update(attributes)
-            for table, content in contents.items():
-                m.__dict__[table].clear()
-                m.__dict__[table].update(content)
-
-
-@contextmanager
-def _without_cache(module: nn.Module) -> Iterator[None]:
-    """Switches `config.use_cache` off, as Hugging Face's models have it: a cache is of no use to a pipeline."""
-    configs = {id(c): c for m in module.modules() if (c := getattr(m, "config", None)) is not None}
-    changed = [c for c in configs.values() if getattr(c, "use_cache", False) is True]
-    for config in changed:
-        config.use_cache = False
-    try:
-        yield
-    finally:
-        for config in changed:
-            config.use_cache = True
 
 
 def _refuse_hidden(x: Any, what: str, where: str) -> None:
