@@ -42,9 +42,11 @@ def leave(message: str = "", code: int = 1) -> NoReturn:
     sys.stderr.flush()
     launcher = _launcher()
     if launcher is not None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # threads of this process miss the store that the launcher holds
         if LOCAL_RANK == 0:
             with suppress(OSError):
                 os.kill(launcher, signal.SIGKILL)  # it makes a traceback of every other signal
+            os._exit(code)
         until = time.monotonic() + WAIT  # who is the first to end with another code than 0 is answered
         while os.getppid() == launcher and time.monotonic() < until:
             time.sleep(0.05)
