@@ -42,7 +42,8 @@ def swap(model: Any, *, sequence_parallel: bool = False, pad_heads: bool = False
         sequence_parallel: between attention and MLP, activations are `[batch, seq/tp, hidden]`; so are the
             `hidden_states` that the model returns when asked to.
         pad_heads: add zero heads where tp does not divide the heads (see `parallel_layers.pad`); False refuses the
-            model then.
+            model then. It is not needed where tp is larger than the number of key/value heads and a multiple of it:
+            then tp / kv_heads adjacent ranks hold each of them (`model_shape.padded_heads`).
 
     Raises:
         UnsupportedModelError: the plan does not cover the model; the layers are named.
