@@ -71,7 +71,7 @@ def test_heads_that_tp_does_not_divide() -> None:
 
 def test_sizes_that_tp_does_not_divide() -> None:
     message = _refusal(lambda: meta_model(llama_config(5, 5)), tp=5, kind=ValueError)
-    assert "the vocabulary of size 96 is not divisible by tp=5" in message
+    assert "the vocabulary of 96 is not divisible by tp=5: pass pad_vocab=True, which adds 4 zero rows" in message
     assert "gate_proj of size 48 is not divisible by tp=5" in message
 
 

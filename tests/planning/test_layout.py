@@ -45,7 +45,7 @@ REFUSED = {
     "vocab": (
         dict(world_size=4, tp=4),
         ModelShape(heads=4, kv_heads=4, vocab=257),
-        ["vocab_size 257", "use tp 1", "make it 256 or 260"],
+        ["vocab_size 257", "use tp 1", "or pad_vocab (--pad-vocab), which adds 3 zero rows"],
     ),
     "batch": (
         dict(world_size=4, tp=2, num_microbatches=4, global_batch=30),
@@ -143,6 +143,7 @@ def test_paths(tmp_path):
         ),
         (dict(world_size=3, tp=3), SMOLLM),
         (dict(world_size=2, tp=2, pad_heads=True), SMOLLM),
+        (dict(world_size=4, tp=4, pad_vocab=True), ModelShape(heads=4, kv_heads=4, vocab=50257)),
         (dict(world_size=8, cp=2, ep=2, global_batch=4), None),
         (dict(world_size=8, pp=8), PLAIN),
     ],
