@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -230,6 +231,39 @@ def test_pipeline_stages(tmp_path: Any, tied: bool) -> None:
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     for name, weight in reference.state_dict().items():
         assert torch.equal(again.state_dict()[name], weight), name
+
+
+def test_the_index_counts_the_bytes_that_are_written(tmp_path: Path) -> None:
+    """Of bf16, two for each element."""
+    config = llama_config()
+    state = reference_model(config, dtype=torch.bfloat16).state_dict()
+
+    def rank() -> None:
+        stage: Any = Stage(swap(meta_model(config, dtype=torch.bfloat16)))
+        save_pretrained(load_pretrained(stage, state), tmp_path)
+
+    threads.run(Mesh(2, pp=2), rank)
+    metadata = json.loads((tmp_path / "model.safetensors.index.json").read_text())["metadata"]
+    count = sum(tensor.numel() for tensor in state.values())
+    assert metadata == {"total_size": 2 * count, "total_parameters": count}
+
+
+def test_one_rank_writes_a_file(tmp_path: Path, monkeypatch: Any) -> None:
+    """Of all that hold the same weights: over dp, and over cp."""
+    import safetensors.torch
+
+    config = llama_config()
+    state = reference_model(config, dtype=torch.float32).state_dict()
+    writers: list[int] = []
+    save = safetensors.torch.save_file
+
+    def save_file(*args: Any, **kwargs: Any) -> None:
+        writers.append(comm.rank("world"))
+        save(*args, **kwargs)
+
+    monkeypatch.setattr(safetensors.torch, "save_file", save_file)
+    threads.run(Mesh(8, tp=2, cp=2), lambda: save_pretrained(swapped(config, state), tmp_path))
+    assert writers == [0]
 
 
 def test_stages_materialise_one_model(tmp_path: Any) -> None:

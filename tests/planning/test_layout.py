@@ -122,6 +122,17 @@ def test_all_problems_come_at_once():
     assert text.count("\n  - ") == len(caught.value.problems)
 
 
+def test_padded_heads_do_not_limit_the_tp_that_is_advised():
+    options = dict(world_size=6, tp=4, global_batch=6)
+    assert "use tp 3 or 6" in the_problem(Layout(**options, pad_heads=True), SMOLLM)
+
+
+def test_a_padded_vocabulary_does_not_limit_the_tp_that_is_advised():
+    shape = ModelShape(heads=12, kv_heads=12, vocab=97)
+    options = dict(world_size=6, tp=4, global_batch=6)
+    assert "use tp 3 or 6" in the_problem(Layout(**options, pad_vocab=True), shape)
+
+
 def test_paths(tmp_path):
     layout = Layout(world_size=1)
     missing = tmp_path / "missing"
@@ -146,6 +157,7 @@ def test_paths(tmp_path):
         (dict(world_size=4, tp=4, pad_vocab=True), ModelShape(heads=4, kv_heads=4, vocab=50257)),
         (dict(world_size=8, cp=2, ep=2, global_batch=4), None),
         (dict(world_size=8, pp=8), PLAIN),
+        (dict(world_size=1, seq_len=2048), PLAIN),  # as long as it may be
     ],
 )
 def test_accepted(options, config):

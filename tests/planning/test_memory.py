@@ -303,6 +303,23 @@ def test_parameters_gradients_and_state_have_the_bytes_that_arithmetic_gives() -
     assert state["float32", True] == state["bfloat16", True] == 3 * 4 * whole // 4 + count
 
 
+def test_a_tied_weight_counts_once() -> None:
+    plain, tied = (
+        estimate_memory(layout(1), Case("", layout(1), dict(tie_word_embeddings=x)).config()) for x in (0, 1)
+    )
+    bytes_of = [each.stages[0].step.most["parameters"] for each in (plain, tied)]
+    assert bytes_of[0] - bytes_of[1] == 4 * 256 * 192
+    assert plain.num_parameters - tied.num_parameters == 256 * 192
+
+
+def test_the_whole_batch_counts() -> None:
+    """Also of microbatches that are not in flight at the same time."""
+    many = layout(1, num_microbatches=64, global_batch=128)
+    memory = estimate_memory(many, CASES[0].config()).stages[0]
+    assert memory.in_flight == 1
+    assert memory.compute.most["batch"] == 2 * 8 * 128 * 128 + 4  # ids and labels, and the number of labels
+
+
 def test_the_optimizer_and_its_options_count() -> None:
     config = CASES[0].config()
 
