@@ -22,6 +22,7 @@ from .. import comm, spmd
 from ..comm.select import in_one_program
 from ..gradients.reduce import reduce_gradients
 from ..parallel_layers import PARALLEL_MODULES
+from ..parallel_layers.signatures import accepts
 from ..spmd.watching import active
 from .cut.partition import (
     check_cuts,
@@ -75,6 +76,9 @@ class NxDPPModel(StageModule):
         return_loss_on_cpu: move the loss to the CPU.
         manual_pp_partition: only False.
 
+    Positional arguments are in this order, the API guide's, or in that of NxD's release (`parallel_layers.signatures`);
+    the release's underscored arguments are ignored with a warning.
+
     Attributes:
         recorder: records a forward, as `record` does; the checker puts one here that shares recordings between ranks.
 
@@ -82,6 +86,7 @@ class NxDPPModel(StageModule):
         ValueError: an argument that cannot be; the message says what would.
     """
 
+    @accepts("NxDPPModel")
     def __init__(
         self,
         module: nn.Module,
@@ -123,7 +128,9 @@ class NxDPPModel(StageModule):
         num_stages = comm.size("pp")
         last_stage = training_schedule(num_stages, num_microbatches).holders[-1]
         super().__init__(module, stage=comm.rank("pp"), num_stages=num_stages, last_stage=last_stage)
+        self.transformer_layer_cls = transformer_layer_cls
         self.num_microbatches = num_microbatches
+        self.virtual_pipeline_size = virtual_pipeline_size
         self.output_loss_value_spec = output_loss_value_spec
         self.return_mb_loss = return_mb_loss
         self.broadcast_and_average_loss = broadcast_and_average_loss
@@ -132,6 +139,7 @@ class NxDPPModel(StageModule):
         self.auto_partition = bool(auto_partition)
         self.param_init_fn = param_init_fn
         self.use_zero1_optimizer = use_zero1_optimizer
+        self.use_model_wrapper = use_model_wrapper
         self.use_optimizer_wrapper = use_optimizer_wrapper
         self.return_loss_on_cpu = return_loss_on_cpu
         self._layer_classes = _classes(module, transformer_layer_cls)

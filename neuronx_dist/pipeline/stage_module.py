@@ -57,6 +57,16 @@ class StageModule(nn.Module):
         return self.original_module
 
     @property
+    def pipeline_parallel_rank(self) -> int:
+        """NxD's name for the stage."""
+        return self.stage
+
+    @property
+    def pipeline_parallel_size(self) -> int:
+        """NxD's name for the number of stages."""
+        return self.num_stages
+
+    @property
     def device(self) -> torch.device:
         """Where this stage's parameters are."""
         first = next(self.local_parameters(), None)

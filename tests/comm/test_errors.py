@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import _thread
+import threading
+from typing import Any
+
 import pytest
 import torch
 
 from neuronx_dist import comm
-from neuronx_dist.call_site import call_site
+from neuronx_dist.call_site import call_site, call_sites
 from neuronx_dist.comm import CommError, CommTimeout, Communicator, RemoteRankError
 from neuronx_dist.comm.base import DONE
 
@@ -51,7 +55,7 @@ def test_an_error_names_verb_axis_ranks_and_call_site(verb, at):
         else:
             CALLS[verb](communicator)
     message = str(error.value)
-    for part in (f"{verb} over tp", "ranks [0, 1]", "rank 0", __file__, "connection reset by peer"):
+    for part in (f"{verb} of [2] float32 over tp", "ranks [0, 1]", "rank 0", __file__, "connection reset by peer"):
         assert part in message, message
 
 
@@ -98,3 +102,15 @@ def comm_and_back(x, communicator):
     from neuronx_dist import spmd
 
     return spmd.convert(x, communicator, src=spmd.I, dst=spmd.R)
+
+
+def test_code_without_a_file_is_named_if_no_file_asked():
+    """What `python -c` is given, say: here a thread that runs nothing else."""
+    lines: list[tuple[str, str]] = []
+    done = threading.Event()
+    code = compile("def work():\n    lines.append(call_sites())\n    done.set()", "<string>", "exec")
+    names: dict[str, Any] = {"lines": lines, "call_sites": call_sites, "done": done}
+    exec(code, names)
+    _thread.start_new_thread(names["work"], ())
+    assert done.wait(60)
+    assert lines == [("<string>:2", "<string>:2")]

@@ -299,3 +299,22 @@ def test_experts_are_compared_over_edp_alone():
         assert text == "verified: 1 over dp, 1 over edp"
     for lines in threads.run(Mesh(4, ep=2), program, True):
         assert len(lines) == 2 and all(line.startswith("weight over edp: ") for line in lines)
+
+
+def test_weights_that_differ_over_cp_alone_are_named():
+    errors = of_every_rank(Mesh(2, cp=2), on_one(1, lambda m, i: m.layers[0].norm.weight[0].fill_(3)), axes=["cp"])
+    for error in errors:
+        assert isinstance(error, SpmdTypeError) and error.axis == "cp", error
+        assert error.where_from[0].startswith("layers.0.norm.weight over cp: ranks [0]: ")
+
+
+def test_elements_exchanged_between_two_chunks_are_noticed(monkeypatch):
+    """An element counts by its place in the tensor, not in the chunk that it is read with."""
+    from neuronx_dist.spmd import verification
+
+    monkeypatch.setattr(verification, "_CHUNK", 4)
+    x = torch.arange(8)
+    exchanged = x.clone()
+    exchanged[1], exchanged[5] = x[5], x[1]
+    one, other = verification._digests([x, exchanged])
+    assert one != other

@@ -34,7 +34,7 @@ __all__ = [
 _PACKAGE = __name__.split(".")[0]
 
 
-def create_partitions(num_stages: int, layer_names: Sequence[str]) -> list[str]:
+def create_partitions(pipeline_parallel_size: int, model_layer_names: Sequence[str]) -> list[str]:
     """The cuts that divide layers evenly: `floor(layers / stages)` each, and one more for each of the last stages.
 
     >>> create_partitions(4, [f"layers.{i}" for i in range(19)])
@@ -43,13 +43,13 @@ def create_partitions(num_stages: int, layer_names: Sequence[str]) -> list[str]:
     Raises:
         ValueError: there are fewer layers than stages.
     """
-    if len(layer_names) < num_stages:
+    stages, layers = pipeline_parallel_size, len(model_layer_names)
+    if layers < stages:
         raise ValueError(
-            f"auto_partition: {num_stages} pipeline stages need at least {num_stages} transformer layers, found "
-            f"{len(layer_names)}: use a pipeline_model_parallel_size of at most {max(1, len(layer_names))}, or check "
-            f"transformer_layer_cls"
+            f"auto_partition: {stages} pipeline stages need at least {stages} transformer layers, found {layers}: use "
+            f"a pipeline_model_parallel_size of at most {max(1, layers)}, or check transformer_layer_cls"
         )
-    return [layer_names[layers.stop - 1] for layers in stage_layers(len(layer_names), num_stages)[:-1]]
+    return [model_layer_names[of_stage.stop - 1] for of_stage in stage_layers(layers, stages)[:-1]]
 
 
 def check_cuts(cuts: Sequence[str], names: Sequence[str], num_stages: int) -> None:

@@ -207,10 +207,21 @@ def checked(name: str, edit: Edit) -> Verdict:
     return Verdict(kind, text, time.perf_counter() - begin, bool(hits))
 
 
+HANGS = 20.0  # seconds, for tables of mutants of which many hang
+
+
 @functools.cache
-def values_differ(name: str, edit: Edit) -> bool:
-    """Whether numbers show a mutant: they are others than in one process, or it cannot run."""
-    run = functools.partial(threads.run, timeout=3.0)
+def values_differ(name: str, edit: Edit, timeout: float = 240.0) -> bool:
+    """Whether numbers show a mutant: they are others than in one process, or it cannot run.
+
+    `timeout`: seconds that a rank waits for the others, whatever the program says; after that the mutant is taken for
+    one that hangs. Ranks wait for those that build their model: where others use the cores, 20 s may not be enough.
+    """
+    original = threads.run
+
+    def run(*args: Any, **options: Any) -> Any:
+        return original(*args, **{**options, "timeout": timeout})
+
     with mutate(SITES[name], edit.change), mock.patch.object(threads, "run", run):
         try:
             return not PROGRAMS[PROGRAM_OF[name]].values_are_right()
@@ -224,7 +235,7 @@ def table(values: bool) -> Iterator[str]:
     for name in PROGRAM_OF:
         for edit in edits_at(name):
             verdict = checked(name, edit)
-            numbers = ("values differ" if values_differ(name, edit) else "values equal") if values else ""
+            numbers = ("values differ" if values_differ(name, edit, HANGS) else "values equal") if values else ""
             counts[f"{verdict.kind or 'not seen'} {numbers}".strip()] += 1
             first = verdict.text.split("\n")[0][:100]
             yield f"{verdict.kind or '-':12} {numbers:14} {name:95} {edit.kind:10} {edit.name:35} {first}"

@@ -6,7 +6,10 @@ import pytest
 import torch
 
 import neuronx_dist as nxd
-from neuronx_dist import comm, spmd
+from neuronx_dist import Mesh, comm, spmd
+from neuronx_dist.checking.programs.calls import Deadline
+from neuronx_dist.checking.programs.numeric import compare_values
+from neuronx_dist.checking.programs.played import Subject
 from tests.checking.programs import checked_models as models
 
 MESH = {"dp": 2, "tp": 2}
@@ -119,3 +122,26 @@ def test_a_step_that_cannot_be_compared_says_so():
     zero1 = dict(optimizer=lambda params: nxd.NeuronZero1Optimizer(params, torch.optim.SGD, lr=0.1))
     report = spmd.check(Mean, models.example_inputs(), MESH, step=step, numeric=True, **zero1)
     assert report.ok and not report.numeric and "values not compared" in str(report)
+
+
+def test_a_mean_over_data_that_was_forgotten_is_seen():
+    """Data-parallel ranks get inputs of their own, so that a rank's gradient is not the mean."""
+
+    def step(model, optimizer, x):
+        model(x).backward()
+        optimizer.step()
+
+    notes: list[str] = []
+    subject = Subject(Mean, models.example_inputs(), step=step)
+    problems = compare_values(subject, Mesh(2), Deadline(None), notes)
+    assert problems is not None and "the gradient of " in problems[0].message, notes
+
+
+def test_a_scale_that_is_wrong_by_a_thousandth_is_seen():
+    def step(model, optimizer, x):
+        ((1.001 if comm.size("world") > 1 else 1) * model(x)).backward()
+        nxd.reduce_gradients(model)
+        optimizer.step()
+
+    report = spmd.check(Mean, models.example_inputs(), MESH, step=step, numeric=True)
+    assert "1.001 times that of one process" in report.problems[0].message

@@ -6,11 +6,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from neuronx_dist import comm, spmd
+from neuronx_dist.checking.types.handlers.operators import cut
 from neuronx_dist.comm.backends.observed import CheckBackend
 from neuronx_dist.gradients.reduce import reduce_gradients
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.parallel_layers.linear import ColumnParallelLinear, RowParallelLinear
 from neuronx_dist.spmd import I, P, R, S, SpmdTypeError, V, convert, get_local_type, trust, typecheck
+from neuronx_dist.spmd.types import Shard
 from neuronx_dist.spmd.watching import active, see_through
 
 MESH = Mesh(4, tp=2)
@@ -328,3 +330,90 @@ def test_flat_buffers_remember_the_types_of_their_parts(mode):
     assert types(first) == (R, S(0)) and types(second) == (R, I)
     with torch.no_grad(), pytest.raises(SpmdTypeError, match="split"):
         torch.cat([a, b]).exp()
+
+
+# --- dims of size 1 on a rank
+
+
+def test_merged_dims_whose_order_no_type_can_say_leave_one_axis_varying(mode):
+    """Of two axes on one dim the first of the mesh has the outer factor, here the inner one; both are 1 long."""
+    in_order, other_way = typed(1, 1, dp=S(0), tp=S(1)).flatten(), typed(1, 1, tp=S(0), dp=S(1)).flatten()
+    assert [str(one) for one in types(in_order)] == ["S(0)", "S(0)"]
+    assert [str(one) for one in types(other_way)] == ["V", "S(0)"]
+
+
+def test_a_dim_of_one_that_does_not_broadcast_is_a_piece_beside_a_whole(mode):
+    table = typed(4, 1, tp=S(1))
+    index = spmd.assert_type(torch.zeros(2, 1, dtype=torch.long), {"dp": R, "tp": R})
+    with pytest.raises(SpmdTypeError, match="a dim of 1 is this rank's piece"):
+        torch.gather(table, 0, index)
+    assert types(table * typed(4, 1)) == (R, S(1))  # this one broadcasts
+
+
+# --- writes in place, through views of all of the memory and of a part
+
+
+def test_a_write_with_a_gradient_makes_the_base_what_was_written(mode):
+    held, source = typed(6, tp=I), typed(2, 3, grad=True)
+    held.view(2, 3).copy_(source)
+    assert types(held) == (R, R) and held.requires_grad
+    plain = typed(6, tp=I)
+    plain.view(2, 3).copy_(typed(2, 3))  # a value alone: it keeps the dual type that its gradient would have
+    assert types(plain) == (R, I)
+
+
+def test_a_write_that_was_written_over_counts_no_more(mode):
+    buffer = torch.zeros(4)
+    buffer[:2].copy_(typed(2, tp=P))
+    assert types(buffer) == (R, P)
+    buffer.zero_()
+    buffer[2:].copy_(typed(2))
+    assert types(buffer) == (R, R)
+
+
+def test_flat_buffers_that_are_scattered_and_gathered(mode):
+    """Each part of a piece varies; gathered again it is what it was, reduced."""
+    a, b = typed(4, tp=S(0), dp=P), typed(4, tp=I, dp=P)
+    with torch.no_grad():
+        mine = comm.reduce_scatter(torch.cat([a, b]), "dp")
+        assert [part[1].get("dp") for part in mode.note(mine, "").extra.parts] == [V, V]
+        first, second = comm.all_gather(mine, "dp").split([4, 4])
+    assert types(first) == (R, S(0)) and types(second) == (R, I)
+
+
+def test_lists_that_are_written_in_place(mode):
+    x, scaled, factor = typed(4, tp=P), typed(4), typed(4, tp=V)
+    with torch.no_grad():
+        torch._foreach_add_([x], [typed(4, tp=P)])
+        torch._foreach_mul_([scaled], [factor])
+    assert types(x) == (R, P) and types(scaled) == (R, V)
+
+
+def test_forgetting_what_is_not_sharded_assumes_nothing(mode):
+    spmd.forget(typed(4), "tp")
+    assert not mode.trusted
+    spmd.forget(typed(4, tp=S(0)), "tp")
+    assert [*mode.trusted] and "sharding over tp is not followed" in str(mode.trusted)
+
+
+def test_a_loss_that_varies_over_data_may_not_vary_over_tp(mode):
+    loss = typed(1, grad=True, dp=V, tp=V).squeeze(0)
+    with pytest.raises(SpmdTypeError, match="tp"):
+        loss.backward()
+
+
+@pytest.mark.parametrize(("axis", "over", "stride", "shard"), [
+    ("tp", "dp", 2, True),  # one block each: the mesh has dp outside
+    ("dp", "tp", 2, False),  # and never inside
+    ("dp", "tp", 4, True),  # blocks are left: tp is inside of them
+])  # fmt: skip
+def test_pieces_of_a_cut_are_shards_in_the_order_of_the_mesh_alone(mode, axis, over, stride, shard):
+    others = {axis: Shard(0, stride)}
+    assert (cut(others, (over,), 0, 2) is not V) == shard
+    assert others == {axis: Shard(0, stride // 2)}
+
+
+def test_what_varies_may_be_declared_a_shard(mode):
+    x = typed(4, tp=V)
+    assert types(spmd.assert_type(x, {"tp": S(0)})) == (R, S(0))
+    assert types(x) == (R, S(0))

@@ -1,6 +1,8 @@
 """Repairs are at the user's own line, in words that mean something there: never in a layer's or a library's code."""
 
 import ast
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from torch import nn
 
 import neuronx_dist as nxd
 from neuronx_dist import comm, hf, spmd
+from neuronx_dist.checking.types.messages import provenance
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.spmd import I, S
 from tests.checking.types.messages.test_messages import POSITIONS
@@ -169,3 +172,13 @@ def test_no_edits_in_an_installed_package():
     error = problem(_pending_in_transformers)
     assert "modeling_llama.py" in str(error) and error.repairs
     assert not any(getattr(repair, "edits", ()) for repair in error.repairs), error.repairs
+
+
+def test_an_operand_given_twice_is_two_places_in_the_line(monkeypatch):
+    """A repair edits each of them."""
+    line = ast.parse("x * x", mode="eval").body
+    monkeypatch.setattr(provenance, "arguments", lambda here: [line.left, line.right])
+    x = torch.zeros(1)
+    here = SimpleNamespace(frame=sys._getframe(), called=None, text=lambda node: "x")
+    named = provenance.name_operands([x, x], here)
+    assert [one.node for one in named] == [line.left, line.right]

@@ -109,8 +109,8 @@ def test_write(index):
     unique = [i for i in (index if isinstance(index, tuple) else (index,)) if isinstance(i, Tensor)]
     verify(write, data, value, index, _adapt=halves, _refusals=False)
     if not unique:
-        verify(_writes_number, data, 3.0, index, _adapt=halves, _refusals=False)
-        verify(_writes_number, data, 0, index, _adapt=halves, _refusals=False)
+        for number in (3.0, 0):  # with which some of these fill all of it
+            verify(_writes_number, data, number, index, _adapt=halves, _refusals=False, _constant=True)
 
 
 def test_write_under_a_mask_is_elementwise():
@@ -217,3 +217,18 @@ def test_as_many_results_as_the_values_say():
     assert len(spec.outs) == 2
     verify(torch.masked_scatter, x(4, 6), mask, x(24), _refusals=False)
     verify(torch.repeat_interleave, x(4, 6), torch.tensor([1, 2, 1, 2]), 0, output_size=6)
+
+
+def test_scatter_that_multiplies_is_linear_in_nothing():
+    """The product of partial sums is no partial sum; their sum is one."""
+    data, index, source = x(4, 6), whole(2, 2, 6), x(2, 6)
+    affine = RULES[torch.scatter].affine
+    for how, linear in (("add", True), ("multiply", False)):
+        assert bool(affine(data, 0, index, source, reduce=how)) is not linear
+    assert affine(data, 0, index, 3.0) and not affine(data, 0, index, 0.0)
+
+
+@pytest.mark.filterwarnings("ignore:The reduce argument")
+@pytest.mark.parametrize("how", ["add", "multiply"])
+def test_scatter_with_a_reduction(how):
+    verify(torch.scatter, x(4, 6), 0, whole(2, 2, 6), x(2, 6), reduce=how, _refusals=how == "add")

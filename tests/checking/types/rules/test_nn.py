@@ -171,8 +171,10 @@ def probabilities(*shape: int) -> Tensor:
 def test_losses(reduction):
     options = dict(reduction=reduction, _linear=False)
     a, b, signs = x(4, 6), x(4, 6, seed=1), torch.sign(x(4, 6, seed=2))
-    for function in (F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.kl_div, F.poisson_nll_loss):
+    for function in (F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.poisson_nll_loss):
         verify(function, a, b, **options)
+    verify(F.kl_div, a, probabilities(4, 6), **options)
+    verify(F.kl_div, a, b, log_target=True, **options)
     verify(F.gaussian_nll_loss, a, b, probabilities(4, 6), **options)
     verify(F.soft_margin_loss, a, signs, **options)
     verify(F.hinge_embedding_loss, a, signs, **options)
@@ -197,7 +199,7 @@ def test_losses(reduction):
 def test_losses_of_before():
     verify(F.mse_loss, x(4, 6), x(4, 6, seed=1), size_average=False, _linear=False)
     verify(F.mse_loss, x(4, 6), x(4, 6, seed=1), reduce=False, _linear=False)
-    verify(F.kl_div, x(4, 6), x(4, 6, seed=1), reduction="batchmean", _linear=False)
+    verify(F.kl_div, x(4, 6), probabilities(4, 6), reduction="batchmean", _linear=False)
     spec = verify(F.mse_loss, x(4, 6), x(4, 1), reduction="sum", _linear=False)
     assert spec is not None and spec.reduced == {0: "sum", 1: "sum"}
 
@@ -205,3 +207,14 @@ def test_losses_of_before():
 def test_cross_entropy_names_the_repair():
     spec = RULES[F.cross_entropy].spec(x(4, 6), whole(6, 4))
     assert "parallel_cross_entropy" in spec.fixed[1] and spec.reduced == {0: "mean_of_valid"}
+
+
+def test_reductions_by_number():
+    """torch's own functions name them 0, 1, 2."""
+    a, target, signs = x(4, 6), probabilities(4, 6), torch.sign(x(4, 6, seed=2))
+    for number, how in enumerate(("none", "mean", "sum")):
+        for spec in (
+            verify(torch.kl_div, a, target, reduction=number, _linear=False),
+            verify(torch.hinge_embedding_loss, a, signs, reduction=number, _linear=False),
+        ):
+            assert spec is not None and spec.reduced == ({0: how, 1: how} if number else {})

@@ -54,9 +54,24 @@ OTHER_ARGUMENTS = {
 AGREE = set("nan_to_num nextafter eq logical_xor logical_not".split())  # linear on these values, some in place only
 
 
+def holes(*shape, seed=0):
+    """With zeros, which count as false."""
+    return signed(*shape, seed=seed) * mask(*shape, seed=seed)
+
+
 def arguments(name, function):
     x, y = signed(4, 6), floats(6, seed=1)
+    if name.startswith("logical_"):
+        return (holes(4, 6),) if name == "logical_not" else (holes(4, 6), holes(6, seed=1))
+    if name == "isclose":
+        return x, x[2]
+    if name == "isreal":
+        return (torch.complex(x, holes(4, 6)),)
+    if name == "bitwise_right_shift":
+        return ints(4, 6) * 9, ints(6, seed=3) % 4
     if name in BINARY:
+        if name.endswith(("_polynomial_t", "_polynomial_u", "_polynomial_h", "_polynomial_he", "_l", "_p")):
+            y = y * 4  # degrees
         if name in ("pow", "float_power", "polar", "zeta", "gammainc", "gammaincc", "igamma", "igammac"):
             x = floats(4, 6, low=1.1, high=3)
         return x, (y if name != "polar" else floats(4, 6, seed=1))
@@ -114,7 +129,7 @@ def test_linear(name, function):
 
 @pytest.mark.parametrize("name", module.TO_INTEGERS)
 def test_casts_to_integers_are_not_linear(name):
-    verify(getattr(Tensor, name), signed(4, 6) * 5)
+    verify(getattr(Tensor, name), holes(4, 6) * 5)
     rule = RULES[getattr(Tensor, name)]
     assert rule.affine(signed(2))
     assert not rule.affine(torch.tensor([True]))
@@ -199,10 +214,9 @@ def test_writing_over():
     x, y = signed(4, 6), signed(6)
     verify(Tensor.copy_, x, y)
     verify(Tensor.copy_, x, ints(4, 1))
-    verify(Tensor.fill_, x, 0)
-    verify(Tensor.fill_, x, 3.0)
-    verify(Tensor.fill_, x, torch.tensor(3.0, dtype=torch.float64))
-    verify(Tensor.zero_, x)
+    for value in (0, 3.0, torch.tensor(3.0, dtype=torch.float64)):
+        verify(Tensor.fill_, x, value, _constant=True)
+    verify(Tensor.zero_, x, _constant=True)
     verify(torch.frexp, x)
 
 
@@ -248,6 +262,8 @@ def test_channels():
 def test_lists(name):
     one, two, three = ([floats(4, 6, seed=seed), floats(2, seed=seed)] for seed in (1, 2, 3))
     plain = name.removeprefix("_foreach_")
+    if plain in ("ceil", "floor", "sign", "trunc"):
+        one = [signed(4, 6) * 3, signed(2)]
     others = {
         **dict.fromkeys(("add", "sub", "mul", "div", "maximum", "minimum", "clamp_max", "clamp_min"), [(two,), (0.5,)]),
         **dict.fromkeys(("addcdiv", "addcmul"), [(two, three), (two, three, 0.5), (two, three, [0.5, 3.0])]),
@@ -262,7 +278,7 @@ def test_lists(name):
     for rest in others.get(plain, [()]):
         for function in (getattr(torch, name, None), getattr(torch, f"{name}_", None)):
             if function is not None:
-                verify(function, one, *rest)
+                verify(function, one, *rest, _constant=plain == "zero")
                 assert RULES[function].inplace == (0 if function.__name__.endswith("_") else None)
 
 

@@ -143,6 +143,18 @@ def test_the_verifier_sees_wrong_rules(registry, function, fields, args):
         verify(function, *args)
 
 
+def test_the_verifier_refuses_results_that_agree_with_every_rule():
+    """NaN is equal to NaN, and a constant to its pieces, whatever a rule says."""
+    with pytest.raises(AssertionError, match="result 0 is NaN"):
+        verify(torch.log, -X.abs())
+    with pytest.raises(AssertionError, match="result 0 is NaN"):
+        verify(F.kl_div, X, -X.abs(), reduction="batchmean")
+    with pytest.raises(AssertionError, match="the same everywhere"):
+        verify(torch.isnan, X)
+    verify(torch.zeros_like, X, _constant=True)
+    verify(torch.isnan, torch.where(X > 0, X, torch.nan))
+
+
 def test_the_verifier_wants_a_rule(registry):
     del RULES[torch.relu]
     with pytest.raises(KeyError):

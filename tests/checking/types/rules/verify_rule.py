@@ -60,6 +60,7 @@ def verify(
     _adapt: Callable[[int, Spec, tuple[Any, ...], dict[str, Any]], tuple[Any, Any]] | None = None,
     _refusals: bool = True,
     _linear: bool = True,
+    _constant: bool = False,
     **kwargs: Any,
 ) -> Spec | None:
     """Checks the rule of `function` on one call, and returns the call's spec.
@@ -72,6 +73,7 @@ def verify(
         _refusals: check too that what the rule does not allow is really wrong: fixed labels, calls that are said to be
             affine, functions that are said to be linear in nothing. False where these values happen to agree.
         _linear: check linearity.
+        _constant: the results may be the same at all positions, because the function says so (`zeros_like`).
 
     Raises:
         AssertionError: the rule is wrong about this call.
@@ -82,7 +84,7 @@ def verify(
         function(*args, **kwargs)
     assert len(recorder.calls) == 1, f"{function} is not one torch function: {[call[0] for call in recorder.calls]}"
     target, args, kwargs = recorder.calls[0]
-    return _Check(target, RULES[target], args, kwargs, _adapt, _refusals, _linear).run()
+    return _Check(target, RULES[target], args, kwargs, _adapt, _refusals, _linear, _constant).run()
 
 
 def fresh(value: Any, convert: Callable[[Tensor], Tensor] = lambda x: x.detach().clone()) -> Any:
@@ -121,14 +123,20 @@ def close(left: Any, right: Any) -> bool:
     )
 
 
+def _is_constant(x: Tensor) -> bool:
+    return bool((x == x.reshape(-1)[0]).all())
+
+
 class _Check:
-    def __init__(self, target, rule: Rule, args, kwargs, adapt, refusals, linear) -> None:
+    def __init__(self, target, rule: Rule, args, kwargs, adapt, refusals, linear, constant) -> None:
+        self.constant = constant
         self.target, self.rule, self.args, self.kwargs = target, rule, args, kwargs
         self.adapt, self.refusals, self.linear = adapt, refusals, linear
         self.operands = operands(args, kwargs)
         self.whole = self.call(self.operands)
 
     def run(self) -> Spec | None:
+        self.tells_something()
         if self.rule.kind == "decompose":
             self.decomposed()
             return None
@@ -146,6 +154,15 @@ class _Check:
 
     def fail(self, what: str) -> None:
         raise AssertionError(f"rule {self.rule.name!r}: {what}\n{getattr(self, 'spec', '')}")
+
+    def tells_something(self) -> None:
+        """Pieces of a result that is NaN, or the same everywhere, agree with it under wrong rules too."""
+        for number, x in enumerate(self.whole):
+            if x.numel() and bool(x.isnan().all()):
+                self.fail(f"result {number} is NaN: choose operands for which the function is defined")
+        several = [x for x in self.whole if x.numel() > 1]
+        if several and not self.constant and all(_is_constant(x) for x in several):
+            self.fail("the result is the same everywhere: choose operands for which it is not, or say `_constant=True`")
 
     # --- running it ---
 
