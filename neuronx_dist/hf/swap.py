@@ -30,7 +30,14 @@ from .sequence_parallel import apply_sequence_parallel, check_sequence_parallel
 __all__ = ["swap"]
 
 
-def swap(model: Any, *, sequence_parallel: bool = False, pad_heads: bool = False, pad_vocab: bool = False) -> Any:
+def swap(
+    model: Any,
+    *,
+    sequence_parallel: bool = False,
+    pad_heads: bool = False,
+    pad_vocab: bool = False,
+    inplace_logits: bool = False,
+) -> Any:
     """Replaces the linear layers, embedding and head of a Hugging Face causal LM by parallel ones. Returns the model.
 
     Works on a model on the meta device, which then gets its values from `materialize` or `load_pretrained`, and on a
@@ -46,13 +53,15 @@ def swap(model: Any, *, sequence_parallel: bool = False, pad_heads: bool = False
         pad_vocab: add zero rows to the embedding and the head where tp does not divide the vocabulary; False refuses
             the model then. With labels the last columns of the local logits are padding, and -inf; the full logits
             have the real size, and so has what is saved.
+        inplace_logits: the loss writes over the logits, which saves memory of their size and time: those that come
+            with a loss, in training, have no meaning then. For training that uses the loss alone, as `run_train` does.
 
     Raises:
         UnsupportedModelError: the plan does not cover the model; the layers are named.
         ValueError: tp does not divide a size; the message has the numbers.
     """
     tp = comm.size("tp")
-    if getattr(model, "loss_function", None) is causal_lm_loss:
+    if getattr(getattr(model, "loss_function", None), "func", None) is causal_lm_loss:
         raise ValueError(f"swap: this {type(model).__name__} has been swapped already")
     plan = read_plan(model)
     layers = plan.layers(model, tp, sequence_parallel=sequence_parallel)
@@ -70,7 +79,7 @@ def swap(model: Any, *, sequence_parallel: bool = False, pad_heads: bool = False
                 region.forward = partial(_with_own_random_numbers, region.forward)
     if sequence_parallel:
         apply_sequence_parallel(model, plan)
-    model.loss_function = causal_lm_loss
+    model.loss_function = partial(causal_lm_loss, inplace_logits=inplace_logits)
     model.register_forward_hook(partial(_full_logits_without_labels, vocabulary))
     return model
 

@@ -153,7 +153,7 @@ def test_a_pipeline_with_zero1() -> None:
 
     def rank() -> None:
         model = nxd.NxDPPModel(
-            swap(meta_model(config), sequence_parallel=True, pad_vocab=True),
+            swap(meta_model(config), sequence_parallel=True, pad_vocab=True, inplace_logits=True),
             transformer_layer_cls=transformer_layer_class(before),
             num_microbatches=2,
             output_loss_value_spec={"loss": True, "logits": False},
@@ -190,6 +190,46 @@ def test_a_loss_of_ones_own_on_the_full_logits() -> None:
 
     for name, gradient in threads.run(Mesh(4, tp=4), rank)[0].items():
         assert error(gradient, gradients[name]) < TOLERANCE, name
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_smoothed_labels(tp: int) -> None:
+    """The smoothing is over the real vocabulary; whether the padding is -inf already, or a number and `vocab_size`."""
+    smoothing = 0.1
+    config = _config()
+    ids, _ = batch()
+    labels = ids.roll(-1, 1)
+    before = reference_model(config)
+    share = smoothing * VOCAB / (VOCAB - 1)
+    loss = nn.functional.cross_entropy(
+        before(input_ids=ids).logits.flatten(0, 1), labels.flatten(), label_smoothing=share
+    )
+    loss.backward()
+
+    def rank() -> Any:
+        results = []
+        for vocab_size in (None, VOCAB):
+            model = swapped(config, before.state_dict(), pad_vocab=True)
+            if vocab_size is None:
+                logits = model(input_ids=ids, labels=labels).logits
+            else:
+                logits = model.lm_head(model.model(input_ids=ids).last_hidden_state)
+            losses = nxd.parallel_cross_entropy(logits, labels, smoothing, vocab_size=vocab_size)
+            losses.mean().backward()
+            results.append((losses.mean().detach(), full_state_dict(model, gradients=True)))
+        assert comm.rank("tp") < tp - 1 or not logits[..., -1].any()  # they are left as they are
+        return results
+
+    for got, gradients in threads.run(Mesh(tp, tp=tp), rank)[0]:
+        assert error(got, loss.detach()) < TOLERANCE
+        for name, param in before.named_parameters():
+            assert error(gradients[name], param.grad) < TOLERANCE, name
+
+
+def test_labels_of_the_padding_are_refused() -> None:
+    labels = torch.full((1,), VOCAB)
+    with pytest.raises(IndexError, match=f"label {VOCAB} is outside the vocabulary of {VOCAB}"):
+        threads.run(Mesh(2, tp=2), lambda: nxd.parallel_cross_entropy(torch.zeros(1, 49), labels, vocab_size=VOCAB))
 
 
 def test_folders_have_the_real_size(tmp_path: Path) -> None:

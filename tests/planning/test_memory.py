@@ -186,7 +186,7 @@ def train_and_measure(case: Case, ask_allocator: bool = False) -> Measured:
     with torch.device("meta"):
         module = AutoModelForCausalLM.from_config(case.config(), dtype=getattr(torch, layout.dtype))
     padding = dict(pad_heads=layout.pad_heads, pad_vocab=layout.pad_vocab)
-    hf.swap(module, sequence_parallel=layout.sequence_parallel, **padding)
+    hf.swap(module, sequence_parallel=layout.sequence_parallel, inplace_logits=True, **padding)
     model = nxd.NxDPPModel(
         module,
         transformer_layer_cls=hf.transformer_layer_class(module),
