@@ -51,7 +51,8 @@ def hide_padding(logits: torch.Tensor, vocabulary: int, axis: AxisLike = "tp") -
 
 def _hide_padding(logits: torch.Tensor, vocabulary: int, axis: AxisLike) -> torch.Tensor:
     communicator, columns = comm.communicator(axis), logits.shape[-1]
-    width = min(columns * communicator.size - vocabulary, columns)  # the others are no padding on any rank
+    padding = padded_vocabulary(vocabulary, communicator.size) - vocabulary
+    width = min(padding, columns)  # the others are no padding on any rank
 
     def hide(logits: torch.Tensor) -> torch.Tensor:
         ids = torch.arange(columns - width, columns, device=logits.device) + communicator.coordinate(logits) * columns
