@@ -13,6 +13,7 @@ from torch import nn
 
 from ..model_shape import ModelShape, padded_heads
 from ..parallel_layers.replace import STYLES, LayerPlan
+from ..parallel_layers.vocabulary import padded_vocabulary
 
 __all__ = ["ARCHITECTURES", "ATTENTION", "Plan", "UnsupportedModelError", "read_plan", "transformer_layer_class"]
 
@@ -22,6 +23,7 @@ _HEAD_STYLES = ("colwise", "colwise_rep", "colwise_gather_output")
 # Sibling columns with one input; these names mean the same in every architecture that uses them.
 _FUSABLE = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+_KEY_VALUE = ("k_proj", "v_proj")
 
 _LLAMA = {
     **{f"model.layers.*.self_attn.{name}": "colwise" for name in ("q_proj", "k_proj", "v_proj")},
@@ -59,21 +61,27 @@ class Plan:
         linear = [name for name, style in self.styles.items() if style in ("column", "row")]
         return tuple(dict.fromkeys(name.rpartition(".")[0] for name in linear))
 
-    def layers(self, model: nn.Module, tp: int, *, sequence_parallel: bool = False) -> list[LayerPlan]:
+    def layers(self, model: Any, tp: int, *, sequence_parallel: bool = False) -> list[LayerPlan]:
         """What becomes of each layer at a layout: sizes padded for `tp`, siblings fused, options set."""
         gathered = {"sequence_parallel_enabled": sequence_parallel, "sequence_dimension": 1}
         column_options = {"input_is_replicated": sequence_parallel}
-        layers = [LayerPlan(self.embedding, "embedding", options={"collect_output": not sequence_parallel})]
+        table, head = model.get_submodule(self.embedding), model.get_submodule(self.head)
+        rows, columns = (padded_vocabulary(size, tp) for size in (table.num_embeddings, head.out_features))
+        layers = [LayerPlan(self.embedding, "embedding", rows, (), {"collect_output": not sequence_parallel})]
+        replicas = padded_heads(self.heads, self.kv_heads, tp).replicas
         for name, style in self.styles.items():
-            linear: Any = model.get_submodule(name)
+            linear = model.get_submodule(name)
             if style == "column":
-                padded = self._padded_size(name, linear.out_features, tp)
-                layers.append(LayerPlan(name, style, padded, self._siblings(model, name), column_options))
+                siblings = self._siblings(model, name)
+                padded, group = self._padding(name, linear.out_features, tp)
+                copied = {"replicas": replicas} if _leaf(name) in _KEY_VALUE and replicas > 1 else {}
+                layers.append(LayerPlan(name, style, padded, siblings, {**column_options, **copied}, group))
             elif style == "row":
-                layers.append(LayerPlan(name, style, self._padded_size(name, linear.in_features, tp), (), gathered))
+                padded, group = self._padding(name, linear.in_features, tp)
+                layers.append(LayerPlan(name, style, padded, (), gathered, group))
             else:
                 layers.append(LayerPlan(name, style))
-        return [*layers, LayerPlan(self.head, "column", options=gathered)]
+        return [*layers, LayerPlan(self.head, "column", columns, (), gathered)]
 
     def _siblings(self, model: nn.Module, name: str) -> tuple[str, ...]:
         """The other columns that get the same input, and so can share one input gradient: q, k, v and gate, up."""
@@ -86,14 +94,23 @@ class Plan:
                     return tuple(each for each in group if each != name)
         return ()
 
-    def _padded_size(self, name: str, size: int, tp: int) -> int:
-        """Sharded size of layer `name` once heads are padded for `tp`: attention projections grow, all else stays."""
-        heads, kv_heads = padded_heads(self.heads, self.kv_heads, tp)
-        leaf = name.rpartition(".")[2]
-        if leaf in ATTENTION:
-            old, new = (self.kv_heads, kv_heads) if leaf in ("k_proj", "v_proj") else (self.heads, heads)
-            return size // old * new
-        return size
+    def _padding(self, name: str, size: int, tp: int) -> tuple[int, tuple[int, int] | None]:
+        """Sharded size of layer `name` once heads are padded for `tp`, and the sizes of a group that has zeros inside.
+
+        Attention projections grow, all else stays.
+        """
+        heads, kv_heads, _ = padded_heads(self.heads, self.kv_heads, tp)
+        if _leaf(name) in _KEY_VALUE:
+            return size // self.kv_heads * kv_heads, None
+        if _leaf(name) in ATTENTION:
+            padded = size // self.heads * heads
+            group = (size // self.kv_heads, padded // kv_heads)
+            return padded, group if group[0] != group[1] else None
+        return size, None
+
+
+def _leaf(name: str) -> str:
+    return name.rpartition(".")[2]
 
 
 def transformer_layer_class(model: Any) -> type[nn.Module]:

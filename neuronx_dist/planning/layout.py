@@ -50,6 +50,7 @@ class Layout:
     sequence_parallel: bool = False
     zero1: bool = False
     pad_heads: bool = False
+    pad_vocab: bool = False
     num_microbatches: int = 1
     global_batch: int = 1
     seq_len: int = 1
@@ -149,24 +150,29 @@ class Layout:
         use_tp = ("use tp {}", _near(self.tp, lambda tp: self._tp_fits(model, tp)))
         if model.heads and model.kv_heads:
             problems += self._head_problems(model.heads, model.kv_heads, use_tp)
-        for name in ("intermediate", "vocab"):
-            size = getattr(model, name)
-            if size is not None and size % self.tp:
-                values = ("make it {}", _multiples_near(size, self.tp))
-                problems.append(f"{name}_size {size} is not divisible by tp {self.tp}: " + _either(use_tp, values))
+        if model.intermediate is not None and model.intermediate % self.tp:
+            values = ("make it {}", _multiples_near(model.intermediate, self.tp))
+            which = f"intermediate_size {model.intermediate} is not divisible by tp {self.tp}: "
+            problems.append(which + _either(use_tp, values))
+        if model.vocab is not None and model.vocab % self.tp and not self.pad_vocab:
+            which = f"vocab_size {model.vocab} is not divisible by tp {self.tp}: "
+            padding = f"which adds {-model.vocab % self.tp} zero rows"
+            problems.append(f"{which}{_either(use_tp)}, or pad_vocab (--pad-vocab), {padding}")
         return problems
 
     def _head_problems(self, heads: int, kv_heads: int, use_tp: tuple[str, list[int]]) -> list[str]:
         if heads % kv_heads:
             return [f"{heads} query heads cannot share {kv_heads} key/value heads evenly; correct the model's config"]
-        if self.pad_heads or kv_heads % self.tp == 0:
+        needed = padded_heads(heads, kv_heads, self.tp)
+        if self.pad_heads or not needed.pads(heads, kv_heads):
             return []
-        padded, padded_kv = padded_heads(heads, kv_heads, self.tp)
         if heads == kv_heads:
-            what, after = f"{heads} attention heads", f"{padded} heads"
+            what, after = f"{heads} attention heads", f"{needed.heads} heads"
         else:
             what = f"{kv_heads} key/value heads (shared by {heads} query heads)"
-            after = f"{padded} query and {padded_kv} key/value heads"
+            after = f"{needed.heads} query and {needed.kv_heads} key/value heads"
+        if needed.replicas > 1:
+            after += f", each of the latter on {needed.replicas} ranks"
         split = f"{what} cannot be split over tp {self.tp}: "
         return [split + _either(use_tp) + f", or pad_heads (--pad-heads), which makes it {after}"]
 
@@ -196,12 +202,17 @@ class Layout:
 
     def _tp_fits(self, model: ModelShape, tp: int) -> bool:
         """Whether another tp would divide everything that tp has to divide."""
-        sizes = [model.intermediate, model.vocab]
+        sizes = [model.intermediate]
         if self.world_size % self.pp == 0:
             sizes.append(self.world_size // self.pp)
-        if not self.pad_heads:
-            sizes.append(model.kv_heads)
-        return all(size is None or size % tp == 0 for size in sizes)
+        if not self.pad_vocab:
+            sizes.append(model.vocab)
+        if not all(size is None or size % tp == 0 for size in sizes):
+            return False
+        if self.pad_heads or model.kv_heads is None:
+            return True
+        heads = model.heads or model.kv_heads
+        return not padded_heads(heads, model.kv_heads, tp).pads(heads, model.kv_heads)
 
     def _pp_fits(self, model: ModelShape, pp: int) -> bool:
         return self.world_size % (self.tp * pp) == 0 and (model.layers is None or pp <= model.layers)

@@ -49,6 +49,18 @@ CASES = [
     (4, 8, 4, True, False, False),
     (4, 4, 2, False, True, True),
     (3, 6, 3, False, False, False),
+    # fewer key/value heads than ranks: each is on several; with padding inside of every group
+    (2, 4, 1, False, False, False),
+    (2, 4, 1, True, True, False),
+    (4, 8, 2, False, False, False),
+    (4, 8, 2, False, True, False),
+    (4, 4, 1, True, False, False),
+    (4, 4, 1, False, True, False),
+    (4, 6, 2, False, True, True),  # groups of 3 become 4
+    (4, 3, 1, False, False, True),
+    (4, 3, 3, False, False, True),
+    (6, 9, 3, True, True, True),  # 12 query heads over 3, each on 2 ranks
+    (8, 9, 3, False, False, True),  # 16 over 4, each on 2 ranks
 ]
 
 
@@ -85,17 +97,61 @@ def test_same_as_one_process(
     _compare(llama_config(heads, kv_heads, tied=tied), tp, sequence_parallel=sequence_parallel, pad_heads=pad_heads)
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_biases(sequence_parallel: bool) -> None:
-    config = llama_config(9, 3, attention_bias=True, mlp_bias=True)
-    _compare(config, 2, sequence_parallel=sequence_parallel, pad_heads=True)
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_loss_that_writes_over_the_logits(tp: int) -> None:
+    _compare(llama_config(4, 2), tp, inplace_logits=True)
+
+
+@pytest.mark.parametrize("inplace_logits", [False, True])
+def test_logits_that_come_with_a_loss_are_kept_unless_they_are_given_up(inplace_logits: bool) -> None:
+    config = llama_config(4, 2)
+    reference, (ids, labels) = reference_model(config), batch(seq=12)
+    with torch.no_grad():
+        expected = reference(input_ids=ids).logits
+
+    def rank() -> bool:
+        model = swapped(config, reference.state_dict(), inplace_logits=inplace_logits)
+        output = model(input_ids=ids, labels=labels)
+        output.loss.backward()
+        return error(output.logits.detach(), expected) < TOLERANCE
+
+    assert threads.run(Mesh(1), rank) == [not inplace_logits]
+    with pytest.raises(ValueError, match="has been swapped already"):
+        threads.run(Mesh(1), lambda: swap(swap(meta_model(config), inplace_logits=inplace_logits)))
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("tp, heads", [(2, (9, 3)), (4, (6, 2))])
+def test_biases(tp: int, heads: tuple[int, int], sequence_parallel: bool) -> None:
+    config = llama_config(*heads, attention_bias=True, mlp_bias=True)
+    _compare(config, tp, sequence_parallel=sequence_parallel, pad_heads=True)
+
+
+class _UnlikeBiases(LlamaForCausalLM):
+    """q and v have a bias, and k has none."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        for layer in self.model.layers:
+            layer.self_attn.k_proj.bias = None
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_siblings_with_unlike_biases_are_not_fused(sequence_parallel: bool) -> None:
+    _compare(llama_config(attention_bias=True), 2, _UnlikeBiases, sequence_parallel=sequence_parallel)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("tp", [2, 4])  # of 2 key/value heads
 @pytest.mark.parametrize("architecture", ["qwen2", "qwen3", "mistral", "granite", "starcoder2", "stablelm"])
-def test_other_architectures(architecture: str, sequence_parallel: bool) -> None:
+def test_other_architectures(architecture: str, tp: int, sequence_parallel: bool, monkeypatch: Any) -> None:
     from transformers import AutoConfig
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
+    def norm(self: Any, x: torch.Tensor) -> torch.Tensor:  # Hugging Face's rounds to float32 in the middle
+        return torch.nn.functional.rms_norm(x, self.weight.shape, self.weight, self.variance_epsilon)
+
+    monkeypatch.setattr(Qwen3RMSNorm, "forward", norm)
     config = AutoConfig.for_model(
         architecture,
         **SIZES,
@@ -112,7 +168,7 @@ def test_other_architectures(architecture: str, sequence_parallel: bool) -> None
     )
     with torch.device("meta"):
         model_class = type(AutoModelForCausalLM.from_config(config))
-    _compare(config, 2, model_class, sequence_parallel=sequence_parallel)
+    _compare(config, tp, model_class, sequence_parallel=sequence_parallel)
 
 
 def test_swaps_a_real_model() -> None:
@@ -200,6 +256,8 @@ def test_tuple_outputs() -> None:
         assert logits.shape == (*ids.shape, VOCAB)
         loss, local = model(input_ids=ids, labels=labels, return_dict=False)
         assert loss.ndim == 0 and local.shape == (*ids.shape, VOCAB // 2)
+        logits, cache = model(input_ids=ids, return_dict=False, use_cache=True)
+        assert logits.shape == (*ids.shape, VOCAB) and cache.get_seq_length() == ids.shape[1]
 
     threads.run(Mesh(2, tp=2), rank)
 
@@ -269,13 +327,15 @@ def test_a_sequence_that_tp_does_not_divide() -> None:
         threads.run(Mesh(2, tp=2), lambda: swapped(config, state, sequence_parallel=True)(input_ids=ids, labels=labels))
 
 
-def test_logits_to_keep_under_sequence_parallelism_is_refused() -> None:
+@pytest.mark.parametrize("positions", [1, torch.tensor([0]), torch.tensor([0, 3])])
+def test_logits_to_keep_under_sequence_parallelism_is_refused(positions: Any) -> None:
     config = llama_config()
     state = reference_model(config).state_dict()
     ids, _ = batch()
     with pytest.raises(ValueError, match="logits_to_keep"):
         threads.run(
-            Mesh(2, tp=2), lambda: swapped(config, state, sequence_parallel=True)(input_ids=ids, logits_to_keep=1)
+            Mesh(2, tp=2),
+            lambda: swapped(config, state, sequence_parallel=True)(input_ids=ids, logits_to_keep=positions),
         )
 
 
@@ -343,6 +403,37 @@ def test_attention_dropout_differs_over_tp_and_nothing_else_does() -> None:
     assert error(whole_1, whole_0) < TOLERANCE
     assert error(dropped_1, dropped_0) > 0.1
     assert error(dropped_0[..., :8], dropped_0[..., 8:]) > 0.1
+
+
+def test_attention_dropout_at_tp_1_is_hugging_faces() -> None:
+    """It draws from torch's own stream, which no one had to seed for us."""
+    config = llama_config(attention_dropout=0.5, attn_implementation="eager")
+    reference = reference_model(config).train()
+    ids, _ = batch()
+
+    def rank() -> Any:
+        model = swapped(config, reference.state_dict()).train()
+        results = []
+        for each in (reference, model):
+            torch.manual_seed(3)
+            results.append(each(input_ids=ids).logits)
+        return results
+
+    expected, logits = threads.run(Mesh(1), rank)[0]
+    assert error(logits, expected) < TOLERANCE
+    assert error(reference.eval()(input_ids=ids).logits, expected) > 0.01
+
+
+def test_evaluation_with_attention_dropout_needs_no_seed() -> None:
+    config = llama_config(attention_dropout=0.5)
+    reference = reference_model(config).eval()
+    ids, _ = batch()
+    with torch.no_grad():
+        expected = reference(input_ids=ids).logits
+    for logits in threads.run(
+        Mesh(2, tp=2), lambda: swapped(config, reference.state_dict()).eval()(input_ids=ids).logits
+    ):
+        assert error(logits, expected) < TOLERANCE
 
 
 def _alone(mesh: Mesh, index: int, fn: Any) -> Any:
