@@ -383,10 +383,12 @@ def test_flat_buffers_that_are_scattered_and_gathered(mode):
 
 def test_lists_that_are_written_in_place(mode):
     x, scaled, factor = typed(4, tp=P), typed(4), typed(4, tp=V)
+    part = scaled[:2]
     with torch.no_grad():
         torch._foreach_add_([x], [typed(4, tp=P)])
         torch._foreach_mul_([scaled], [factor])
     assert types(x) == (R, P) and types(scaled) == (R, V)
+    assert types(part * 1) == (R, V)  # the same memory
 
 
 def test_forgetting_what_is_not_sharded_assumes_nothing(mode):
