@@ -153,3 +153,11 @@ def test_an_atom_that_is_no_axis_is_named_by_itself():
     assert atoms_of("ep/cp", mesh) == ("ep/cp",) == atoms_of(("ep/cp", "ep/cp"), mesh)
     with pytest.raises(ValueError, match="ep/tp"):
         atoms_of("ep/tp", mesh)
+
+
+def test_a_communicator_stands_for_its_axes():
+    mesh = Mesh(4, tp=2)
+    with comm.as_rank(mesh, 0):
+        assert atoms_of(comm.communicator("tp"), mesh) == ("tp",)
+        assert atoms_of(comm.communicator("world"), mesh) == ("dp", "tp")
+        assert atoms_of(comm.communicator("cp"), mesh) == ()
