@@ -33,6 +33,7 @@ __all__ = [
     "USER",
     "call_site",
     "call_sites",
+    "calling_module",
     "frames",
     "hide",
     "line_of",
@@ -110,12 +111,13 @@ def nearest_line(*owners: str) -> str:
     return ""
 
 
-def call_site() -> str:
+def call_site(frame: FrameType | None = None) -> str:
     """`file:line` of the innermost stack frame outside this package and torch: where the user's code asked for it.
 
-    What a DRIVER calls itself was asked for by nobody: then it is the package's line.
+    What a DRIVER calls itself was asked for by nobody: then it is the package's line. `frame`: the innermost one, of
+    another thread; None: the caller's.
     """
-    frame: FrameType | None = sys._getframe(1)
+    frame = frame or sys._getframe(1)
     inside = fallback = None
     while frame is not None:
         name = frame.f_code.co_filename
@@ -154,3 +156,21 @@ def call_sites() -> tuple[str, str]:
         frame = frame.f_back
     user = user or fallback or "an unknown line"
     return user, inside or user
+
+
+def calling_module() -> str:
+    """The innermost module whose code is running: `RowParallelLinear layers.0.mlp.down of Llama`; "" if none is.
+
+    It is found on the stack, and its path in the outermost module there that holds it: for messages of errors.
+    """
+    seen = [frame.f_locals.get("self") for _, frame in frames(1)]
+    running = [module for module in seen if isinstance(module, torch.nn.Module)]
+    if not running:
+        return ""
+    name = type(running[0]).__name__
+    for outer in reversed(running):
+        whole = getattr(outer, "original_module", outer)  # of a pipeline model
+        path = next((path for path, module in whole.named_modules() if module is running[0]), "")
+        if path:
+            return f"{name} {path} of {type(whole).__name__}"
+    return name

@@ -33,7 +33,7 @@ def lazy_names(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]
         path, _, attribute = modules[name].partition(":")
         attribute = attribute or name
         holder = importlib.import_module(f"{root}.{path}") if path else None
-        if holder is not None and hasattr(holder, attribute):
+        if holder is not None and holder.__name__ != package and hasattr(holder, attribute):
             value = getattr(holder, attribute)
         else:  # one of the package's modules
             value = importlib.import_module(".".join(filter(None, [root, path, attribute])))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from threading import get_ident
 from typing import Any, NoReturn, Protocol
 from weakref import WeakValueDictionary
 
@@ -20,6 +21,7 @@ from ..call_site import call_site
 from ..mesh import Mesh
 from . import recording
 from .errors import CommError
+from .waiting import Operand, in_words, numbers, waits
 
 __all__ = ["Backend", "Communicator", "DeviceGenerator", "Handle", "Works", "Done", "DONE"]
 
@@ -147,14 +149,29 @@ class Communicator:
     def barrier(self) -> None:
         self.gather_objects(None)
 
+    def waited(self, verb: str, x: Any, wait: Callable[[], Any]) -> Any:
+        """`wait()`, which waits for other ranks: another thread can see for what, and an error says it.
+
+        `x`: what is communicated, in a form that `waiting.in_words` takes.
+        """
+        thread = get_ident()
+        waits[thread] = (next(numbers), verb, x, self)
+        try:
+            return wait()
+        except RuntimeError as error:
+            self.explain(in_words(verb, x), error)
+        finally:
+            waits.pop(thread, None)
+
     def explain(self, verb: str, error: BaseException) -> NoReturn:
         """Raises `error` again as a CommError that says what was being communicated, and where it was asked for."""
         if isinstance(error, CommError):
             raise error
         raise CommError(f"{self.describe(verb)} failed: {error}") from error
 
-    def describe(self, verb: str) -> str:
-        return f"{verb} over {self.axis} (ranks {list(self.ranks)}, seen from rank {self.global_rank}) at {call_site()}"
+    def describe(self, verb: str, site: str = "") -> str:
+        ranks = f"ranks {list(self.ranks)}, seen from rank {self.global_rank}"
+        return f"{verb} over {self.axis} ({ranks}) at {site or call_site()}"
 
     def _unsupported(self, verb: str) -> CommError:
         return CommError(f"{type(self).__name__} has no {verb}")
@@ -169,11 +186,19 @@ class Communicator:
 class Handle:
     """An asynchronous collective. `wait()` gives its result (a list for a list), and may be called again."""
 
-    __slots__ = ("_communicator", "_finish", "_result", "_then", "_verb", "_work")
+    __slots__ = ("_communicator", "_finish", "_operand", "_result", "_then", "_verb", "_work")
 
-    def __init__(self, communicator: Communicator, verb: str, work: WorkLike | None, finish: Callable[[], Any]) -> None:
+    def __init__(
+        self,
+        communicator: Communicator,
+        verb: str,
+        work: WorkLike | None,
+        finish: Callable[[], Any],
+        operand: Operand | None = None,
+    ) -> None:
         self._communicator = communicator
         self._verb = verb
+        self._operand = operand
         self._work = work
         self._finish: Callable[[], Any] | None = finish
         self._result: Any = None
@@ -195,10 +220,7 @@ class Handle:
         if self._result is None:
             assert self._finish is not None
             if self._work is not None:
-                try:
-                    self._work.wait()
-                except RuntimeError as error:
-                    self._communicator.explain(self._verb, error)
+                self._communicator.waited(self._verb, self._operand, self._work.wait)
             if has_torch_function_unary(None):  # a mode has seen the verb whole: this is its inside
                 with torch._C.DisableTorchFunction():
                     self._result = self._finish()
@@ -255,6 +277,10 @@ class Backend:
     def wrap(self, group: Any, global_rank: int) -> Communicator:
         """A communicator over a torch ProcessGroup that the user made."""
         raise TypeError(f"backend {self.name} takes no process groups (got {group!r}); name a mesh axis instead")
+
+    def process_group(self, communicator: Communicator) -> Any:
+        """The torch ProcessGroup of a communicator; the communicator itself where the backend has none."""
+        return communicator
 
     def close(self) -> None:
         """Destroys what `communicator` made."""

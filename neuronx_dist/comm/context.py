@@ -45,7 +45,7 @@ class Context:
             return axis
         if is_dynamo_compiling():
             raise RuntimeError(
-                f"compiled code cannot make the group over {axis!r}, for which all ranks meet: call "
+                f"compiled code cannot make the group over {axis!r}, for which its ranks meet: call "
                 f"neuronx_dist.comm.communicator({axis!r}) before it runs"
             )
         if isinstance(axis, (str, tuple)):

@@ -1,9 +1,11 @@
 """A rank that fails ends the job on all ranks, and every rank shows the first failure's rank and message.
 
 The first rank with an uncaught exception writes it to the job's store and waits a moment until the others have read it;
-a watching thread on every rank reads the store twice a second. A rank that is in a collective at that time gets the
-message as a `RemoteRankError`; every rank prints it, and one that is stuck, or computes for long, is ended after a
-grace period.
+a watching thread on every rank reads the store twice a second, and in jobs of more than 100 ranks less often
+(`interval`). A rank that is in a collective at that time gets the message as a `RemoteRankError`; every rank prints it,
+and one that is stuck, or computes for long, is ended after a grace period.
+
+The same thread says where this rank waits long for others (`waiting.py`).
 """
 
 from __future__ import annotations
@@ -18,13 +20,21 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from . import aborts
 from .errors import RemoteRankError
+from .waiting import SlowWaits
 
-__all__ = ["Failure", "FailureMonitor"]
+__all__ = ["Failure", "FailureMonitor", "interval"]
 
-_POLL = 0.5  # seconds between looks at the store
-_GRACE = 5.0  # seconds a rank has to end by itself once it knows of a failure
-_ACKNOWLEDGE = 3.0  # seconds the failed rank waits for the others to have read its message
+_SHORTEST, _LONGEST = 0.5, 8.0  # seconds between looks at the store
+_REQUESTS = 200  # looks a second that all ranks together take, as long as none looks less often than every _LONGEST
+_GRACE = 5.0  # seconds a rank has to end by itself once all know of a failure
+_ACKNOWLEDGE = 2.5  # seconds the failed rank waits for the last to have read its message, after its turn to look
+
+
+def interval(world_size: int) -> float:
+    """Seconds between two looks of a rank at the store, which one host serves to all ranks."""
+    return min(max(_SHORTEST, world_size / _REQUESTS), _LONGEST)
 
 
 class Failure(NamedTuple):
@@ -45,6 +55,8 @@ class FailureMonitor:
         self.rank = rank
         self.world_size = world_size
         self._store = dist.PrefixStore(f"neuronx_dist/failure/{number}", store)  # type: ignore[attr-defined]
+        self._interval = interval(world_size)
+        self._slow_waits = SlowWaits(rank)
         self._stop = threading.Event()
         self._seen: Failure | None = None
         self._acknowledged = False
@@ -56,6 +68,7 @@ class FailureMonitor:
         sys.excepthook = self._excepthook
         self._thread = threading.Thread(target=self._watch, name="neuronx_dist-failure-monitor", daemon=True)
         self._thread.start()
+        aborts.install(self.rank, self.report)
 
     def stop(self) -> None:
         """Ends the watch (at destroy_model_parallel)."""
@@ -63,7 +76,8 @@ class FailureMonitor:
         if sys.excepthook == self._excepthook:
             sys.excepthook = self._previous_hook
         if self._thread is not None:
-            self._thread.join(timeout=2 * _POLL)
+            self._thread.join(timeout=2 * _SHORTEST)
+        aborts.uninstall()
 
     def first_failure(self, wait: float = 2.0) -> Failure | None:
         """The first failure of the job, or None if no rank has told one within `wait` seconds."""
@@ -72,7 +86,7 @@ class FailureMonitor:
             failure = self._read()
             if failure is not None or time.monotonic() >= deadline:
                 return failure
-            time.sleep(0.05)
+            time.sleep(0.1 * self._interval)
 
     def report(self, error: BaseException) -> None:
         """Makes `error` known as the first failure, unless another was, and gives the others a moment to read it."""
@@ -83,7 +97,7 @@ class FailureMonitor:
             except RuntimeError:
                 return  # the store is gone: there is nobody left to tell
         self._acknowledge()
-        deadline = time.monotonic() + _ACKNOWLEDGE
+        deadline = time.monotonic() + self._interval + _ACKNOWLEDGE
         while time.monotonic() < deadline:
             try:
                 if self._store.add("acknowledged", 0) >= self.world_size:
@@ -115,7 +129,13 @@ class FailureMonitor:
             self._store.add("acknowledged", 1)
 
     def _watch(self) -> None:
-        while not self._stop.wait(_POLL):
+        # Each rank looks at a time of its own, so that the requests do not come all at once.
+        next_look = time.monotonic() + self._interval * (self.rank + 1) / self.world_size
+        while not self._stop.wait(min(_SHORTEST, self._slow_waits.seconds or _SHORTEST)):
+            self._slow_waits.look()
+            if time.monotonic() < next_look:
+                continue
+            next_look += self._interval
             failure = self._read()
             if failure is None:
                 continue
@@ -124,9 +144,10 @@ class FailureMonitor:
             # Said before it is acknowledged: a launcher ends the others as soon as the failed rank has gone.
             self._say(f"rank {failure.rank} failed first: {failure.message}")
             self._acknowledge()
-            if self._stop.wait(_GRACE):
+            grace = self._interval + _GRACE
+            if self._stop.wait(grace):
                 return
-            self._say(f"this rank did not end by itself within {_GRACE:g} s and is ended now")
+            self._say(f"this rank did not end by itself within {grace:g} s and is ended now")
             os._exit(1)
 
     def _say(self, text: str) -> None:

@@ -12,14 +12,12 @@ import torch.distributed as dist
 
 from ..mesh import Axis, Mesh
 from . import backends, context
-from .backends.c10d import C10dBackend
-from .failure import FailureMonitor
 
 __all__ = ["connect", "disconnect", "end_step", "init_distributed", "world"]
 
-# Made at once, in this order on every rank, so that a wrong network shows here and not in the middle of a step.
+# What steps use. Made at once, in this order on every rank, so that a wrong network shows here and not in the middle of
+# a step, and so that it does not matter in which order ranks come to use them. Other axes are made when first used.
 _EAGER_AXES: tuple[Axis, ...] = ("tp", "pp", "dp", "cp", ("dp", "cp"), ("pp", "tp"), "ep", "edp", "world")
-_connections = 0
 
 
 def init_distributed(device: str = "auto", timeout: float | None = None) -> torch.device:
@@ -28,7 +26,8 @@ def init_distributed(device: str = "auto", timeout: float | None = None) -> torc
     Args:
         device: "cpu" (gloo), "cuda" (NCCL; the local rank's GPU), "xla" (torch_xla: Neuron, TPU, CPU), or "auto": cuda
             where there is one.
-        timeout: seconds before a rendezvous or a collective gives up; None: torch's default.
+        timeout: seconds before a rendezvous or a collective gives up, which is the longest that ranks may wait for a
+            slow one (that reads a checkpoint, or compiles); None: 10 minutes, and torch's default on XLA.
 
     Raises:
         ValueError: a device that this machine has not.
@@ -48,7 +47,8 @@ def init_distributed(device: str = "auto", timeout: float | None = None) -> torc
         own_device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(own_device)
     if not dist.is_initialized():
-        options: dict[str, Any] = {"timeout": datetime.timedelta(seconds=timeout)} if timeout is not None else {}
+        limit = backends.c10d.DEFAULT_TIMEOUT if timeout is None else datetime.timedelta(seconds=timeout)
+        options: dict[str, Any] = {"timeout": limit}
         if "RANK" not in os.environ:
             options.update(store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
         dist.init_process_group("nccl" if device == "cuda" else "gloo", **options)
@@ -85,30 +85,21 @@ def connect(mesh: Mesh, *, timeout: float | None = None, lazy: bool = False) -> 
     """Makes this process a rank of `mesh`: its communicators, and the watch for other ranks' failures.
 
     Args:
-        timeout: seconds after which a collective gives up on a silent rank; None: that of init_process_group.
-        lazy: make process groups when they are first used.
+        timeout: seconds after which a collective gives up on a silent rank; None: that of init_process_group, if it was
+            given one, or 10 minutes.
+        lazy: make process groups when they are first used, by all their members in the same order.
     """
-    global _connections
     if backends.xla.in_use():
         backends.xla.connect(mesh)
         return
-    rank = dist.get_rank()
-    monitor = None
-    if mesh.world_size > 1:
-        store = dist.distributed_c10d._get_default_store()
-        monitor = FailureMonitor(store, rank, mesh.world_size, _connections)
-        monitor.start()
-    _connections += 1
-    limit = datetime.timedelta(seconds=timeout) if timeout is not None else None
-    watch = backends.agreement.watcher(monitor) if os.environ.get("NEURONX_DIST_DEBUG") else None
-    backend = C10dBackend(limit, monitor, watch)
-    own_context = context.Context(mesh, rank, backend)
+    backend = backends.job.connect(timeout)
+    own_context = context.Context(mesh, dist.get_rank(), backend)
     try:
         for axis in () if lazy else _EAGER_AXES:
             own_context.communicator(axis)
     except BaseException:
-        if monitor is not None:
-            monitor.stop()
+        if backend.monitor is not None:
+            backend.monitor.stop()
         raise
     context.set_default(own_context)
 
@@ -120,9 +111,5 @@ def disconnect() -> None:
         backends.xla.disconnect()
         return
     context.set_default(None)
-    if own_context is None:
-        return
-    if isinstance(own_context.backend, C10dBackend) and own_context.backend.monitor is not None:
-        own_context.backend.monitor.stop()
-    if dist.is_initialized():
+    if own_context is not None:
         own_context.backend.close()

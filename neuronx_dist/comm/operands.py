@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
+from ..call_site import calling_module
 from .base import Communicator
 
-__all__ = ["check_out", "checked_dim", "deliver", "gathered_shape", "scattered_first", "wire_dtype"]
+__all__ = ["check_out", "checked_dim", "deliver", "gathered_shape", "indivisible", "scattered_first", "wire_dtype"]
 
 _OPS = ("sum", "max", "min")
 
@@ -48,13 +49,19 @@ def gathered_shape(x: torch.Tensor, dim: int, comm: Communicator) -> tuple[int, 
     return (*x.shape[:dim], comm.size * x.shape[dim], *x.shape[dim + 1 :])
 
 
+def indivisible(x: torch.Tensor, dim: int, comm: Communicator, verb: str) -> ValueError:
+    """The error for a dim that does not divide by the size of the group; it names the layer that is running."""
+    module = calling_module()
+    return ValueError(
+        f"{verb} over {comm.axis}: unable to create {comm.size} partitions along dim {dim} of shape "
+        f"{tuple(x.shape)}: {x.shape[dim]} is not divisible by {comm.size}" + (f"; in {module}" if module else "")
+    )
+
+
 def scattered_first(x: torch.Tensor, dim: int, comm: Communicator, verb: str) -> torch.Tensor:
     """`x` with the pieces that go to the ranks as a first dim: `[.., size*n, ..] -> [size, .., n, ..]`."""
     dim = checked_dim(x, dim, verb)
     if x.shape[dim] % comm.size:
-        raise ValueError(
-            f"{verb} over {comm.axis}: unable to create {comm.size} partitions along dim {dim} of shape "
-            f"{tuple(x.shape)}: {x.shape[dim]} is not divisible by {comm.size}"
-        )
+        raise indivisible(x, dim, comm, verb)
     split = x.view(*x.shape[:dim], comm.size, x.shape[dim] // comm.size, *x.shape[dim + 1 :])
     return split if dim == 0 else split.movedim(dim, 0)

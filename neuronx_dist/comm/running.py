@@ -12,6 +12,7 @@ from .base import Communicator, Handle, WorkLike, Works
 from .operands import check_out, checked_dim, deliver, gathered_shape, scattered_first, wire_dtype
 from .traced import TracedHandle
 from .transforms import transforming, untransformed
+from .waiting import operand_of
 
 __all__ = ["alone", "coalesced", "compiled", "run"]
 
@@ -20,15 +21,18 @@ Tensors = list[torch.Tensor] | tuple[torch.Tensor, ...]
 
 
 def run(
-    comm: Communicator, verb: str, start: Callable[[], WorkLike], async_op: bool, finish: Callable[[], Any]
+    comm: Communicator,
+    verb: str,
+    x: torch.Tensor | Tensors,
+    start: Callable[[], WorkLike],
+    async_op: bool,
+    finish: Callable[[], Any],
 ) -> Result:
-    try:  # a connection that is known to be broken raises at once
-        work = start()
-        if not async_op:
-            work.wait()
-    except RuntimeError as error:
-        comm.explain(verb, error)
-    return Handle(comm, verb, work, finish) if async_op else finish()
+    if async_op:
+        work = comm.waited(verb, x, start)  # a connection that is known to be broken raises at once
+        return Handle(comm, verb, work, finish, operand_of(x))
+    comm.waited(verb, x, lambda: start().wait())
+    return finish()
 
 
 def compiled(
@@ -115,4 +119,4 @@ def coalesced(
             torch._foreach_copy_(list(out), values)
         return list(out)
 
-    return run(comm, name, start, async_op, finish)
+    return run(comm, name, xs, start, async_op, finish)

@@ -85,6 +85,7 @@ def all_reduce(
     return run(
         comm,
         "all_reduce",
+        x,
         lambda: comm.start_all_reduce(buffer, op),
         async_op,
         lambda: out if direct and out is not None else deliver(buffer, out, result_dtype),
@@ -134,7 +135,7 @@ def all_gather(
         result = gathered.view(shape) if leading else gathered.movedim(0, dim).reshape(shape)
         return deliver(result, out, x.dtype)
 
-    return run(comm, "all_gather", lambda: comm.start_all_gather(gathered, x), async_op, finish)
+    return run(comm, "all_gather", x, lambda: comm.start_all_gather(gathered, x), async_op, finish)
 
 
 def reduce_scatter(
@@ -180,6 +181,7 @@ def reduce_scatter(
     return run(
         comm,
         "reduce_scatter",
+        x,
         lambda: comm.start_reduce_scatter(piece, scattered, op),
         async_op,
         lambda: out if direct and out is not None else deliver(piece, out, result_dtype),
@@ -216,6 +218,7 @@ def all_to_all(
     return run(
         comm,
         "all_to_all",
+        x,
         lambda: comm.start_all_to_all(gathered, scattered),
         async_op,
         lambda: deliver(gathered.movedim(0, concat_dim).reshape(shape), out, x.dtype),
@@ -255,6 +258,7 @@ def permute(
     return run(
         comm,
         "permute",
+        x,
         lambda: comm.start_permute(result, x, pairs),
         async_op,
         lambda: deliver(result, out, x.dtype),
@@ -286,6 +290,7 @@ def broadcast(
     return run(
         comm,
         "broadcast",
+        x,
         lambda: comm.start_broadcast(buffer, src),
         async_op,
         lambda: out if direct and out is not None else deliver(buffer, out, x.dtype),
@@ -303,7 +308,7 @@ def send(x: torch.Tensor, axis: AxisLike, *, dst: int, tag: int = 0, async_op: b
     buffer = x.detach().contiguous()
     if recording.recorders:
         recording.note(comm, "send", x)
-    return run(comm, "send", lambda: comm.start_send(buffer, dst, tag), async_op, lambda: x)
+    return run(comm, "send", x, lambda: comm.start_send(buffer, dst, tag), async_op, lambda: x)
 
 
 def recv(out: torch.Tensor, axis: AxisLike, *, src: int, tag: int = 0, async_op: bool = False) -> Result:
@@ -320,7 +325,7 @@ def recv(out: torch.Tensor, axis: AxisLike, *, src: int, tag: int = 0, async_op:
         )
     if recording.recorders:
         recording.note(comm, "recv", out)
-    return run(comm, "recv", lambda: comm.start_recv(out.detach(), src, tag), async_op, lambda: out)
+    return run(comm, "recv", out, lambda: comm.start_recv(out.detach(), src, tag), async_op, lambda: out)
 
 
 def barrier(axis: AxisLike = "world") -> None:
@@ -333,10 +338,8 @@ def gather_objects(obj: Any, axis: AxisLike = "world") -> list[Any]:
     comm = communicator(axis)
     if comm.size == 1:
         return [obj]
-    try:
-        return comm.gather_objects(obj)
-    except RuntimeError as error:
-        comm.explain("gather_objects", error)
+    objects: list[Any] = comm.waited("gather_objects", None, lambda: comm.gather_objects(obj))
+    return objects
 
 
 def broadcast_object(obj: Any, axis: AxisLike = "world", src: int = 0) -> Any:

@@ -1,5 +1,6 @@
 """NeuronX Distributed's parallel layers, by its names."""
 
+from ..lazy_names import lazy_names
 from . import mappings, parallel_state, random
 from .embedding import ParallelEmbedding
 from .layer_norm import LayerNorm, RMSNorm
@@ -11,7 +12,6 @@ from .mappings import (
     reduce_from_tensor_model_parallel_region,
     scatter_to_tensor_model_parallel_region,
 )
-from .utils import move_model_to_device
 
 PARALLEL_MODULES = [ColumnParallelLinear, RowParallelLinear, ParallelEmbedding]
 PARALLEL_FUNCTIONS = [
@@ -21,6 +21,9 @@ PARALLEL_FUNCTIONS = [
     reduce_from_tensor_model_parallel_region,
     scatter_to_tensor_model_parallel_region,
 ]
+
+# Loaded when first asked for, so that importing the package stays quick.
+__getattr__ = lazy_names(__name__, {"move_model_to_device": "parallel_layers.utils", "utils": "parallel_layers"})
 
 __all__ = [
     "ColumnParallelLinear",

@@ -28,14 +28,33 @@ from ..comm.select import in_one_program
 from ..comm.transforms import transforming
 from ..spmd import I, P, R, S
 from ..spmd.random import checkpoint
-from .utils import cast_if_autocast_enabled
+from .signatures import accepts
 
-__all__ = ["ColumnLinear", "RowLinear", "call", "linear_alone", "linear_with_async_allreduce"]
+__all__ = [
+    "ColumnLinear",
+    "RowLinear",
+    "call",
+    "cast_if_autocast_enabled",
+    "linear_alone",
+    "linear_with_async_allreduce",
+]
 
 
 def call(function: Any, *args: Any) -> Any:
     """Calls one of these functions; under transforms of `torch.func` the operators that it is made of."""
     return function.composition(*args) if transforming() else function.apply(*args)
+
+
+def cast_if_autocast_enabled(*tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    """Under autocast, the floating-point tensors in its dtype; otherwise the tensors themselves."""
+    first = next(tensor for tensor in tensors if tensor is not None)
+    device = first.device.type
+    if device == "meta" or not torch.is_autocast_enabled(device):  # which knows no meta device
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(
+        tensor.to(dtype) if tensor is not None and tensor.is_floating_point() else tensor for tensor in tensors
+    )
 
 
 class ColumnLinear(torch.autograd.Function):
@@ -198,21 +217,39 @@ def _parameter_grads(
     return weight_grads
 
 
+@accepts("linear_with_async_allreduce")
 def linear_with_async_allreduce(
-    x: torch.Tensor,
+    input: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
+    async_grad_allreduce: bool | None = None,
+    sequence_parallel_enabled: bool = False,
+    sequence_dimension: int | None = 0,
     *,
-    axis: AxisLike = "tp",
-    sequence_dimension: int | None = None,
+    process_group: AxisLike | None = None,
     reduce_dtype: torch.dtype | None = torch.float32,
 ) -> torch.Tensor:
-    """`x · weightᵀ + bias` for a weight sharded on its rows: the functional form of `ColumnParallelLinear`.
+    """`input · weightᵀ + bias` for a weight sharded on its rows: the functional form of `ColumnParallelLinear`.
 
-    `x` is `[.., in]`, the same on all ranks, or with `sequence_dimension` sharded along that dim.
+    Args:
+        input: `[.., in]`, the same on all ranks, or with `sequence_parallel_enabled` sharded on `sequence_dimension`.
+        async_grad_allreduce: sum the input's gradient over the ranks; False leaves it to the caller, as a layer's
+            `input_is_replicated`; None: True without sequence parallelism, which reduce-scatters it instead.
+        process_group: an axis or a group; None: "tp".
+
+    Raises:
+        ValueError: `async_grad_allreduce` together with sequence parallelism.
     """
-    communicator = comm.communicator(axis)
+    if async_grad_allreduce and sequence_parallel_enabled:
+        raise ValueError(
+            "linear_with_async_allreduce: with sequence_parallel_enabled=True the gradient is reduce-scattered, "
+            "not all-reduced; pass async_grad_allreduce=False"
+        )
+    communicator = comm.communicator(process_group or "tp")
     if communicator.size == 1:
-        return linear_alone(x, weight, bias, communicator)
+        return linear_alone(input, weight, bias, communicator)
+    if async_grad_allreduce is False and not sequence_parallel_enabled:
+        return F.linear(input, weight, bias)
     biases = [] if bias is None else [bias]
-    return call(ColumnLinear, x, communicator, sequence_dimension, reduce_dtype, 1, weight, *biases)[0]
+    dim = (sequence_dimension or 0) if sequence_parallel_enabled else None
+    return call(ColumnLinear, input, communicator, dim, reduce_dtype, 1, weight, *biases)[0]

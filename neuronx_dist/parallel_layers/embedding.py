@@ -18,13 +18,16 @@ from torch import nn
 from .. import comm, spmd
 from ..comm.context import AxisLike
 from ..comm.rank_values import concrete
-from ..spmd import I, P, S, ShardedModule, ShardSpec, V, set_spec
+from ..spmd import I, P, S, ShardSpec, V, set_spec
+from .attributes import EmbeddingAttributes
+from .misfits import refuse_ids
+from .signatures import accepts
 from .vocabulary import check_ids
 
 __all__ = ["ParallelEmbedding"]
 
 
-class ParallelEmbedding(ShardedModule):
+class ParallelEmbedding(EmbeddingAttributes):
     """`torch.nn.Embedding`, sharded over tensor-parallel ranks: ids `[batch, seq] -> [batch, seq, hidden]`.
 
     Args:
@@ -48,6 +51,7 @@ class ParallelEmbedding(ShardedModule):
 
     weight: nn.Parameter
 
+    @accepts("ParallelEmbedding")
     def __init__(
         self,
         num_embeddings: int,
@@ -137,12 +141,11 @@ class ParallelEmbedding(ShardedModule):
         """`[batch, seq] -> [batch, seq, hidden]`, or this rank's piece of the sequence."""
         size = comm.communicator(self.axis).size
         sequence_dim = self.sequence_dimension if self.sequence_parallel_enabled else None
-        if size == 1 or self.shard_across_embedding:
-            out = F.embedding(
-                ids, self.weight, self.padding_idx, self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse
-            )
-        else:
-            out = self._lookup_own(ids)
+        try:
+            out = self._lookup(ids) if size == 1 or self.shard_across_embedding else self._lookup_own(ids)
+        except RuntimeError as error:
+            refuse_ids(self, ids, error)
+            raise
         if sequence_dim == 0:
             out = out.transpose(0, 1).contiguous()
         if size == 1 or not self.collect_output:
@@ -154,6 +157,12 @@ class ParallelEmbedding(ShardedModule):
         if sequence_dim is None:
             return spmd.all_reduce(out, self.axis, src=P, dst=I, reduce_dtype=self.reduce_dtype, inplace=True)
         return spmd.reduce_scatter(out, self.axis, src=P, dst=S(sequence_dim), reduce_dtype=self.reduce_dtype)
+
+    def _lookup(self, ids: torch.Tensor) -> torch.Tensor:
+        """Of all ids, the columns that this rank holds."""
+        return F.embedding(
+            ids, self.weight, self.padding_idx, self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse
+        )
 
     def _lookup_own(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows of the ids that this rank holds, zeros for the others."""

@@ -13,8 +13,11 @@ from torch import nn
 
 from .. import comm, spmd
 from ..comm.context import AxisLike
-from ..spmd import I, P, R, S, ShardedModule, ShardSpec, set_spec
+from ..spmd import I, P, R, S, ShardSpec, set_spec
+from .attributes import LinearAttributes
 from .autograd_linear import ColumnLinear, RowLinear, call, linear_alone
+from .misfits import refuse_input
+from .signatures import accepts
 
 __all__ = ["ColumnParallelLinear", "RowParallelLinear", "check_fusable", "fuse_columns"]
 
@@ -22,7 +25,7 @@ Output = torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]
 InitMethod = Callable[[torch.Tensor], Any]
 
 
-class _ParallelLinear(ShardedModule):
+class _ParallelLinear(LinearAttributes):
     """What column and row share: sizes, parameters, and weights that do not depend on the layout."""
 
     weight: nn.Parameter
@@ -146,10 +149,13 @@ class ColumnParallelLinear(_ParallelLinear):
             backward.
         device: "meta" builds without memory; `materialize` then draws the weights.
 
+    NxD's other arguments, and the positional orders of its release and its API guide: `signatures.py`.
+
     Raises:
         ValueError: `output_size` does not divide by tp * stride; `gather_output` together with sequence parallelism.
     """
 
+    @accepts("ColumnParallelLinear")
     def __init__(
         self,
         input_size: int,
@@ -199,12 +205,16 @@ class ColumnParallelLinear(_ParallelLinear):
 
     def forward(self, x: torch.Tensor) -> Output:
         """`[.., in] -> [.., out/tp]`, or `[.., out]` with gather_output; `(output, bias)` with skip_bias_add."""
-        if self._siblings is not None:
-            out = self._siblings.output_of(self, x)
-        else:
-            (out,) = _shards([self], x)
-            if self.gather_output:
-                out = self._gathered(out)
+        try:
+            if self._siblings is not None:
+                out = self._siblings.output_of(self, x)
+            else:
+                (out,) = _shards([self], x)
+                if self.gather_output:
+                    out = self._gathered(out)
+        except (RuntimeError, ValueError) as error:
+            refuse_input(self, x, error)
+            raise
         return (out, self.bias) if self.skip_bias_add else out
 
     def _gathered(self, out: torch.Tensor) -> torch.Tensor:
@@ -309,6 +319,7 @@ class RowParallelLinear(_ParallelLinear):
         ValueError: `input_size` does not divide by tp; sequence parallelism without `input_is_parallel`.
     """
 
+    @accepts("RowParallelLinear")
     def __init__(
         self,
         input_size: int,
@@ -354,19 +365,25 @@ class RowParallelLinear(_ParallelLinear):
     def forward(self, x: torch.Tensor) -> Output:
         """`[.., in/tp]` (or `[.., in]`) `-> [.., out]`; `(output, bias)` with skip_bias_add."""
         communicator = comm.communicator(self.axis)
-        bias = self._bias()
-        if communicator.size == 1:
-            out = linear_alone(x, self.weight, bias, communicator)
-        else:
-            if not self.input_is_parallel:
-                if self.stride > 1:  # of each block its piece, as the weight is sharded
-                    x = x.unflatten(-1, (self.stride, -1))
-                x = spmd.convert(x, communicator, src=I, dst=S(-1))
-                x = x.flatten(-2) if self.stride > 1 else x
-            if self.reduce_output:
-                out = call(RowLinear, x, self.weight, bias, communicator, self._sequence_dim(), self.reduce_dtype)
+        bias, shard = self._bias(), x
+        try:
+            if communicator.size == 1:
+                out = linear_alone(x, self.weight, bias, communicator)
             else:
-                out = spmd.trust(F.linear(x, self.weight), communicator, P)
-                if bias is not None:
-                    out = out + spmd.convert(bias, communicator, src=R, dst=P).to(out.dtype)
+                if not self.input_is_parallel:
+                    if self.stride > 1:  # of each block its piece, as the weight is sharded
+                        shard = x.unflatten(-1, (self.stride, -1))
+                    shard = spmd.convert(shard, communicator, src=I, dst=S(-1))
+                    shard = shard.flatten(-2) if self.stride > 1 else shard
+                if self.reduce_output:
+                    out = call(
+                        RowLinear, shard, self.weight, bias, communicator, self._sequence_dim(), self.reduce_dtype
+                    )
+                else:
+                    out = spmd.trust(F.linear(shard, self.weight), communicator, P)
+                    if bias is not None:
+                        out = out + spmd.convert(bias, communicator, src=R, dst=P).to(out.dtype)
+        except (RuntimeError, ValueError) as error:
+            refuse_input(self, x, error)
+            raise
         return (out, self.bias) if self.skip_bias_add else out

@@ -18,6 +18,7 @@ from ..comm.transforms import transforming
 from ..spmd import I, P, R, V
 from ..spmd.gathered import is_gathered
 from ..spmd.watching import active, see_through
+from .signatures import accepts
 from .vocabulary import check_ids
 
 __all__ = ["parallel_cross_entropy"]
@@ -133,6 +134,7 @@ class _Highest(torch.autograd.Function):
         return _Highest.apply(logits.movedim(in_dims[0], 0), communicator), 0
 
 
+@accepts("parallel_cross_entropy")
 def parallel_cross_entropy(
     parallel_logits: torch.Tensor,
     labels: torch.Tensor,

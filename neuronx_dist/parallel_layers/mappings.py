@@ -17,88 +17,105 @@ import torch
 
 from .. import comm, spmd
 from ..spmd import I, P, R, S, V
+from .signatures import ignore
 
 
-def copy_to_tensor_model_parallel_region(x: torch.Tensor, process_group: Any = None) -> torch.Tensor:
+def copy_to_tensor_model_parallel_region(input_: torch.Tensor, process_group: Any = None) -> torch.Tensor:
     """Identity forward, all-reduce backward."""
-    return spmd.convert(x, process_group or "tp", src=I, dst=R)
+    return spmd.convert(input_, process_group or "tp", src=I, dst=R)
 
 
-def reduce_from_tensor_model_parallel_region(x: torch.Tensor, process_group: Any = None) -> torch.Tensor:
+def reduce_from_tensor_model_parallel_region(input_: torch.Tensor, process_group: Any = None) -> torch.Tensor:
     """All-reduce forward, identity backward."""
-    return spmd.all_reduce(x, process_group or "tp", src=P, dst=I)
+    return spmd.all_reduce(input_, process_group or "tp", src=P, dst=I)
 
 
-def scatter_to_tensor_model_parallel_region(x: torch.Tensor, process_group: Any = None) -> torch.Tensor:
+def scatter_to_tensor_model_parallel_region(input_: torch.Tensor, process_group: Any = None) -> torch.Tensor:
     """Own piece of the last dim forward, all-gather backward."""
-    return spmd.convert(x, process_group or "tp", src=I, dst=S(-1))
+    return spmd.convert(input_, process_group or "tp", src=I, dst=S(-1))
 
 
-def gather_from_tensor_model_parallel_region(x: torch.Tensor, process_group: Any = None) -> torch.Tensor:
+def gather_from_tensor_model_parallel_region(input_: torch.Tensor, process_group: Any = None) -> torch.Tensor:
     """All-gather of the last dim forward, own piece backward."""
-    return spmd.all_gather(x, process_group or "tp", src=S(-1), dst=I)
+    return spmd.all_gather(input_, process_group or "tp", src=S(-1), dst=I)
 
 
 def scatter_to_sequence_parallel_region(
-    x: torch.Tensor, sequence_dimension: int = 0, process_group: Any = None
+    input_: torch.Tensor, sequence_dimension: int = 0, process_group: Any = None
 ) -> torch.Tensor:
     """Own piece of the sequence forward, all-gather backward."""
-    return spmd.convert(x, process_group or "tp", src=I, dst=S(sequence_dimension))
+    return spmd.convert(input_, process_group or "tp", src=I, dst=S(sequence_dimension))
 
 
 def gather_from_sequence_parallel_region(
-    x: torch.Tensor,
+    input_: torch.Tensor,
     sequence_dimension: int = 0,
     to_model_parallel: bool = True,
     process_group: Any = None,
     tile_cc: bool = False,
+    *,
+    tensor_parallel_output_grad: bool | None = None,
 ) -> torch.Tensor:
     """All-gather of the sequence forward; backward reduce-scatter, or the own piece if not `to_model_parallel`.
 
-    `tile_cc` is accepted for compatibility; it tiles a collective for Neuron's compiler.
+    `tensor_parallel_output_grad` is Megatron's name of `to_model_parallel`. `tile_cc` is ignored, with a warning: it
+    tiles a collective for Neuron's compiler.
+
+    Raises:
+        TypeError: `sequence_dimension` is a bool: Megatron's second argument goes by keyword.
     """
-    return spmd.all_gather(x, process_group or "tp", src=S(sequence_dimension), dst=R if to_model_parallel else I)
+    if isinstance(sequence_dimension, bool):
+        raise TypeError(
+            f"gather_from_sequence_parallel_region: sequence_dimension must be an integer, got {sequence_dimension}; "
+            "NxD's order is (input_, sequence_dimension, to_model_parallel, process_group), Megatron's (input_, "
+            "tensor_parallel_output_grad, group): pass to_model_parallel or tensor_parallel_output_grad by keyword"
+        )
+    if tile_cc:
+        ignore("tile_cc", tile_cc)
+    if tensor_parallel_output_grad is not None:
+        to_model_parallel = tensor_parallel_output_grad
+    return spmd.all_gather(input_, process_group or "tp", src=S(sequence_dimension), dst=R if to_model_parallel else I)
 
 
 def reduce_scatter_to_sequence_parallel_region(
-    x: torch.Tensor, sequence_dimension: int = 0, process_group: Any = None, dtype: torch.dtype | None = None
+    input_: torch.Tensor, sequence_dimension: int = 0, process_group: Any = None, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
     """Reduce-scatter along the sequence forward (in `dtype`), all-gather backward."""
-    return spmd.reduce_scatter(x, process_group or "tp", src=P, dst=S(sequence_dimension), reduce_dtype=dtype)
+    return spmd.reduce_scatter(input_, process_group or "tp", src=P, dst=S(sequence_dimension), reduce_dtype=dtype)
 
 
 def reduce_scatter_to_tensor_model_parallel_region_with_dim(
-    x: torch.Tensor, partition_dim: int, process_group: Any = None
+    input_: torch.Tensor, partition_dim: int, process_group: Any = None
 ) -> torch.Tensor:
     """Reduce-scatter along a dim forward, all-gather backward."""
-    return spmd.reduce_scatter(x, process_group or "tp", src=P, dst=S(partition_dim))
+    return spmd.reduce_scatter(input_, process_group or "tp", src=P, dst=S(partition_dim))
 
 
 def gather_from_tensor_model_parallel_region_with_dim(
-    x: torch.Tensor, gather_dim: int, process_group: Any = None
+    input_: torch.Tensor, gather_dim: int, process_group: Any = None
 ) -> torch.Tensor:
     """All-gather along a dim forward, own piece backward."""
-    return spmd.all_gather(x, process_group or "tp", src=S(gather_dim), dst=I)
+    return spmd.all_gather(input_, process_group or "tp", src=S(gather_dim), dst=I)
 
 
-def scatter_input_channels_to_tensor_model_parallel_region(x: torch.Tensor) -> torch.Tensor:
+def scatter_input_channels_to_tensor_model_parallel_region(input_: torch.Tensor) -> torch.Tensor:
     """Own piece of dim 1 (channels of `[batch, channels, height, width]`) forward, all-gather backward."""
-    return spmd.convert(x, "tp", src=I, dst=S(1))
+    return spmd.convert(input_, "tp", src=I, dst=S(1))
 
 
-def all_gather_last_dim_from_tensor_parallel_region(x: torch.Tensor, process_group: Any = None) -> torch.Tensor:
+def all_gather_last_dim_from_tensor_parallel_region(input_: torch.Tensor, process_group: Any = None) -> torch.Tensor:
     """All-gather of the last dim forward, reduce-scatter backward."""
-    return spmd.all_gather(x, process_group or "tp", src=S(-1), dst=R)
+    return spmd.all_gather(input_, process_group or "tp", src=S(-1), dst=R)
 
 
-def reduce_scatter_last_dim_to_tensor_parallel_region(x: torch.Tensor, process_group: Any = None) -> torch.Tensor:
+def reduce_scatter_last_dim_to_tensor_parallel_region(input_: torch.Tensor, process_group: Any = None) -> torch.Tensor:
     """Reduce-scatter of the last dim forward, all-gather backward."""
-    return spmd.reduce_scatter(x, process_group or "tp", src=P, dst=S(-1))
+    return spmd.reduce_scatter(input_, process_group or "tp", src=P, dst=S(-1))
 
 
-def reduce_from_context_model_parallel_region(x: torch.Tensor, process_group: Any = None) -> torch.Tensor:
+def reduce_from_context_model_parallel_region(input_: torch.Tensor, process_group: Any = None) -> torch.Tensor:
     """All-reduce over cp forward, identity backward."""
-    return spmd.all_reduce(x, process_group or "cp", src=P, dst=I)
+    return spmd.all_reduce(input_, process_group or "cp", src=P, dst=I)
 
 
 def all_to_all(group: Any, x: torch.Tensor) -> torch.Tensor:

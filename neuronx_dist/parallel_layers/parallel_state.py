@@ -12,8 +12,7 @@ from collections import namedtuple
 from typing import Any
 
 from .. import comm
-from ..comm import backends, context
-from ..comm.backends.c10d import C10dBackend, C10dCommunicator
+from ..comm import context
 from ..comm.launch import connect, disconnect, world
 from ..mesh import Axis, Mesh
 from ..topology import LINEAR
@@ -35,7 +34,7 @@ def initialize_model_parallel(
 ) -> ParallelGroups | None:
     """Lays the ranks out as (pp, dp, cp, tp), tp fastest, and makes their process groups.
 
-    dp is what the other sizes leave of the world.
+    dp is what the other sizes leave of the world. A second call for the same layout changes nothing.
 
     NxD looks at the hardware and takes another order by itself: "trn1" on trn1 and inf2 at a tensor parallel size of 4;
     "trn2" on trn2 at 64 with lnc_size=1, and at 32 with lnc_size=2 and 64 or more ranks. Nothing is guessed here.
@@ -48,10 +47,11 @@ def initialize_model_parallel(
         mesh_only: return the replica groups as lists of ranks, and set up nothing.
         topology: "trn1" or "trn2" (`neuronx_dist/topology.py`), for nodes of LOCAL_WORLD_SIZE ranks, where torchrun has
             set it; None: the linear order.
-        timeout: seconds after which a collective gives up on a silent rank; None: what init_process_group was given.
+        timeout: seconds after which a collective gives up on a silent rank; None: what init_process_group was given, or
+            10 minutes.
 
     Raises:
-        RuntimeError: torch.distributed is not initialized, or model parallel already is.
+        RuntimeError: torch.distributed is not initialized, or model parallel already is, with another layout.
         ValueError: a size that is not positive, sizes that do not divide the world, or a topology that is not for them.
     """
     world_size, _ = world()
@@ -67,11 +67,14 @@ def initialize_model_parallel(
     )
     if mesh_only:
         return ParallelGroups(*([*mesh.groups(axis)] for axis in ("tp", "dp", "pp", "ep", "edp", "cp")))
-    if context.default() is not None:
+    existing = context.default()
+    if existing is None:
+        connect(mesh, timeout=timeout, lazy=skip_collective_init)
+    elif existing.mesh != mesh:
         raise RuntimeError(
-            f"model parallel is already initialized as {get_mesh()}: call destroy_model_parallel() first"
+            f"model parallel is already initialized as {existing.mesh}, and is now asked to be {mesh}: call "
+            "destroy_model_parallel() first, or ask for the same sizes"
         )
-    connect(mesh, timeout=timeout, lazy=skip_collective_init)
     return None
 
 
@@ -103,14 +106,7 @@ def process_group(communicator: comm.Communicator) -> Any:
 
     The communicator itself where the backend has none (ranks as threads, shapes).
     """
-    backend = context.current().backend
-    if isinstance(communicator, C10dCommunicator):
-        return communicator.group
-    return (
-        backend.single(communicator)
-        if isinstance(backend, C10dBackend)
-        else backends.xla_groups.process_group(communicator)
-    )
+    return context.current().backend.process_group(communicator)
 
 
 # Groups: the torch ProcessGroup of this rank, or with as_list=True all replica groups as lists of ranks.
@@ -281,6 +277,14 @@ def _pair_of_stages(first: int, as_list: bool) -> Any:
     return process_group(pairs[first])
 
 
+def get_next_rank_replica_groups() -> list[list[int]]:
+    return [*get_next_rank_group(as_list=True)]
+
+
+def get_prev_rank_replica_groups() -> list[list[int]]:
+    return [*get_prev_rank_group(as_list=True)]
+
+
 def get_context_model_parallel_src_tgt_pairs() -> list[tuple[int, int]]:
     """The ring over cp: `(source, target)` global ranks, of every ring."""
     return [(group[i], group[(i + 1) % len(group)]) for group in get_mesh().groups("cp") for i in range(len(group))]
@@ -328,6 +332,14 @@ def get_token_shuffle_group(as_list: bool = False) -> Any:
     return _subgroup("token_shuffle", "initialize_token_shuffle_group", as_list)
 
 
+def get_token_shuffle_replica_groups() -> list[list[int]]:
+    return [*get_token_shuffle_group(as_list=True)]
+
+
+def get_token_shuffle_group_size() -> int:
+    return len(get_token_shuffle_group(as_list=True)[0])
+
+
 def destroy_token_shuffle_group() -> None:
     context.current().extras.pop("token_shuffle", None)
 
@@ -346,6 +358,14 @@ def initialize_kv_group(kv_shared_group_size: int = 1, sequential_ranks_in_group
 
 def get_kv_shared_group(as_list: bool = False) -> Any:
     return _subgroup("kv_shared", "initialize_kv_group", as_list)
+
+
+def get_kv_shared_replica_groups() -> list[list[int]]:
+    return [*get_kv_shared_group(as_list=True)]
+
+
+def get_kv_shared_group_size() -> int:
+    return len(get_kv_shared_group(as_list=True)[0])
 
 
 def destroy_kv_group() -> None:

@@ -12,6 +12,26 @@ from torch.utils import _pytree as pytree
 from .. import comm
 from ..comm.host import as_inputs, on_host, upload
 from ..weights.partial_model import buffer_slots, install_parameter, parameter_names, parameter_slots, partial_model
+from .autograd_linear import cast_if_autocast_enabled
+from .signatures import refuse
+
+__all__ = [
+    "EmbeddingUtility",
+    "cast_if_autocast_enabled",
+    "copy_tensor_model_parallel_attributes",
+    "divide",
+    "ensure_divisibility",
+    "get_padding_length",
+    "load_optimizer_state_dict",
+    "move_all_tensor_to_cpu",
+    "move_model_to_device",
+    "param_is_not_tensor_parallel_duplicate",
+    "set_defaults_if_not_set_tensor_model_parallel_attributes",
+    "set_tensor_model_parallel_attributes",
+    "split_tensor_along_dim",
+    "split_tensor_along_last_dim",
+    "split_tensor_along_second_dim",
+]
 
 T = TypeVar("T")
 
@@ -40,10 +60,10 @@ def get_padding_length(numerator: int, denominator: int) -> int:
 
 
 def split_tensor_along_dim(
-    tensor: torch.Tensor, partition_dim: int, num_partitions: int, contiguous_split_chunks: bool = False
+    tensor: torch.Tensor, dim: int, num_partitions: int, contiguous_split_chunks: bool = False
 ) -> tuple[torch.Tensor, ...]:
-    size = divide(tensor.shape[partition_dim], num_partitions)
-    pieces = torch.split(tensor, size, dim=partition_dim)
+    size = divide(tensor.shape[dim], num_partitions)
+    pieces = torch.split(tensor, size, dim=dim)
     return tuple(piece.contiguous() for piece in pieces) if contiguous_split_chunks else pieces
 
 
@@ -75,8 +95,9 @@ def set_tensor_model_parallel_attributes(
     """Marks a tensor as sharded, in NxD's way. `num_partitions=-1` means the tensor-parallel size.
 
     Raises:
-        ValueError: the tensor is marked already.
+        ValueError: the tensor is marked already; or a `rank_ordering`, which is the mesh's here.
     """
+    refuse("set_tensor_model_parallel_attributes", "rank_ordering", rank_ordering)
     for name in _DEFAULTS:
         if hasattr(tensor, name):
             raise ValueError(f"tensor of shape {tuple(tensor.shape)} has the attribute {name} already")
@@ -96,10 +117,11 @@ def set_defaults_if_not_set_tensor_model_parallel_attributes(tensor: torch.Tenso
             setattr(tensor, name, value)
 
 
-def copy_tensor_model_parallel_attributes(destination: torch.Tensor, source: torch.Tensor) -> None:
+def copy_tensor_model_parallel_attributes(destination_tensor: torch.Tensor, source_tensor: torch.Tensor) -> None:
+    """Copies every mark of a parameter that NxD or this package reads: sharding, sequence and expert parallelism."""
     for name in (*_DEFAULTS, "sequence_parallel_enabled", "expert_model_parallel", "shared", "_shard_spec"):
-        if hasattr(source, name):
-            setattr(destination, name, getattr(source, name))
+        if hasattr(source_tensor, name):
+            setattr(destination_tensor, name, getattr(source_tensor, name))
 
 
 class EmbeddingUtility:
@@ -117,18 +139,6 @@ class EmbeddingUtility:
         return EmbeddingUtility.range_from_per_partition_vocab_size(
             divide(global_vocab_size, world_size), rank, world_size
         )
-
-
-def cast_if_autocast_enabled(*tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    """Under autocast, the floating-point tensors in its dtype; otherwise the tensors themselves."""
-    first = next(tensor for tensor in tensors if tensor is not None)
-    device = first.device.type
-    if device == "meta" or not torch.is_autocast_enabled(device):  # which knows no meta device
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    return tuple(
-        tensor.to(dtype) if tensor is not None and tensor.is_floating_point() else tensor for tensor in tensors
-    )
 
 
 def move_all_tensor_to_cpu(data: T, convert: bool = True) -> T:

@@ -57,6 +57,16 @@ class StageModule(nn.Module):
         return self.original_module
 
     @property
+    def pipeline_parallel_rank(self) -> int:
+        """NxD's name for the stage."""
+        return self.stage
+
+    @property
+    def pipeline_parallel_size(self) -> int:
+        """NxD's name for the number of stages."""
+        return self.num_stages
+
+    @property
     def device(self) -> torch.device:
         """Where this stage's parameters are."""
         first = next(self.local_parameters(), None)
@@ -215,6 +225,15 @@ class StageModule(nn.Module):
                     if buffer is not None and buffer.is_meta and self.is_local(join(name, key)):
                         module._buffers[key] = torch.empty_like(buffer, device="cpu")
                 init_fn(module)
+
+    def refuse_meta(self) -> None:
+        """Raises RuntimeError if a parameter of this stage has no value yet."""
+        for name, param in self.local_named_parameters():
+            if param.is_meta:
+                raise RuntimeError(
+                    f"parameter {name} of stage {self.stage} is on the meta device: give it a value first, by "
+                    f"neuronx_dist.materialize(model, seed), by loading weights, or by param_init_fn"
+                )
 
     # --- tied weights
 

@@ -22,6 +22,7 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 from .. import comm
 from ..comm import Communicator, select
 from ..comm.context import AxisLike
+from ..comm.operands import indivisible
 from ..comm.transforms import transforming
 from .errors import SpmdTypeError, dim_of
 from .linear_operator import linear
@@ -115,10 +116,7 @@ def _transpose_stack(x: torch.Tensor, c: Communicator, arguments: OperatorArgume
 def _own_piece(x: torch.Tensor, c: Communicator, arguments: OperatorArguments) -> torch.Tensor:
     dim = arguments.dst_dim
     if x.shape[dim] % c.size:
-        raise ValueError(
-            f"unable to create {c.size} partitions along dim {dim} of shape {tuple(x.shape)} over {c.axis}: "
-            f"{x.shape[dim]} is not divisible by {c.size}"
-        )
+        raise indivisible(x, dim, c, "convert")
     return select.own_piece(x, c, dim)
 
 

@@ -14,12 +14,18 @@ from neuronx_dist import comm
 
 def main(how: str) -> None:
     neuronx_dist.init_distributed("cpu", timeout=30)
-    neuronx_dist.initialize_model_parallel(tensor_model_parallel_size=2, timeout=1.5 if how == "silent" else None)
+    limits = {"silent": 1.5, "different": 2.5}
+    neuronx_dist.initialize_model_parallel(tensor_model_parallel_size=2, timeout=limits.get(how))
     rank = comm.rank("tp")
     x = torch.ones(4)
     comm.all_reduce(x, "tp")
     comm.barrier()
     print(f"started at {time.time()}", flush=True)
+    if how == "different":  # each waits for a verb that the other does not call
+        comm.all_reduce(x, "tp") if rank == 0 else comm.all_gather(torch.ones(2, 3, dtype=torch.int32), "tp")
+    if how == "shapes":
+        comm.all_reduce(x if rank == 0 else torch.ones(6), "tp")
+        comm.barrier()
     if how == "silent":
         if rank == 1:
             time.sleep(4)

@@ -55,7 +55,7 @@ def test_an_error_names_verb_axis_ranks_and_call_site(verb, at):
         else:
             CALLS[verb](communicator)
     message = str(error.value)
-    for part in (f"{verb} over tp", "ranks [0, 1]", "rank 0", __file__, "connection reset by peer"):
+    for part in (f"{verb} of [2] float32 over tp", "ranks [0, 1]", "rank 0", __file__, "connection reset by peer"):
         assert part in message, message
 
 

@@ -27,7 +27,13 @@ def environment(**more: str) -> dict[str, str]:
     return os.environ | dict(GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1", PYTHONPATH=path) | more
 
 
-def run(how: str) -> tuple[list[str], list[int], float]:
+def line(text: str) -> str:
+    """Where this stands in the job."""
+    number = next(n for n, code in enumerate(JOB.read_text().splitlines(), 1) if text in code)
+    return f"failing_job.py:{number}"
+
+
+def run(how: str, **more: str) -> tuple[list[str], list[int], float]:
     """Output and exit code of both ranks, and the seconds from the failure to the end of the last."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -35,7 +41,7 @@ def run(how: str) -> tuple[list[str], list[int], float]:
     ranks = [
         subprocess.Popen(
             [sys.executable, str(JOB), how],
-            env=environment(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port),
+            env=environment(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port, **more),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -65,7 +71,7 @@ def test_a_rank_that_raises_ends_all_ranks_and_each_shows_its_message(how):
     assert FIRST in outputs[0], outputs[0]
     if how in ("collective", "gather", "backward"):
         verb = "all_gather" if how == "gather" else "all_reduce"
-        told = rf"RemoteRankError: {FIRST} \(met in {verb} over tp .*failing_job.py:\d+\)"
+        told = rf"RemoteRankError: {FIRST} \(met in {verb} of \[4\] float32 over tp .*failing_job.py:\d+\)"
         assert re.search(told, outputs[0]), outputs[0]
     else:
         assert "did not end by itself" in outputs[0]
@@ -75,14 +81,38 @@ def test_a_rank_that_dies_without_a_word_ends_the_others_too():
     outputs, codes, seconds = run("killed")
     assert codes[1] == 9 and codes[0] != 0
     assert seconds < LIMIT, (seconds, outputs)
-    assert re.search(r"CommError: all_reduce over tp .*was lost without a message", outputs[0]), outputs[0]
+    assert re.search(r"CommError: all_reduce of \[4\] float32 over tp .*was lost without a message", outputs[0]), (
+        outputs[0]
+    )
 
 
 def test_a_silent_rank_is_a_timeout_that_names_verb_axis_and_call_site():
     outputs, codes, seconds = run("silent")
     assert codes[0] != 0
-    line = next(n for n, text in enumerate(JOB.read_text().splitlines(), 1) if "comm.all_gather(x" in text)
-    assert re.search(rf"CommTimeout: all_gather over tp .*failing_job.py:{line} timed out", outputs[0]), outputs[0]
+    told = rf"CommTimeout: all_gather of \[4\] float32 over tp .*{line('comm.all_gather(x')} timed out"
+    assert re.search(told, outputs[0]), outputs[0]
+
+
+def test_ranks_that_call_different_collectives_say_what_each_waits_for_before_they_give_up():
+    outputs, codes, _ = run("different", NEURONX_DIST_DEBUG_WAIT="0.5")
+    assert all(codes), (codes, outputs)
+    for rank, what in enumerate([r"all_reduce of \[4\] float32", r"all_gather of \[2, 3\] int32"]):
+        here = line('comm.all_reduce(x, "tp") if rank == 0')
+        told = rf"\[rank {rank}\] has been waiting for [\d.]+ s in {what} over tp \(ranks \[0, 1\].*{here}\."
+        assert len(re.findall(told, outputs[rank])) == 1, outputs[rank]  # once, in 2.5 s
+        assert "NEURONX_DIST_DEBUG=collectives" in outputs[rank]
+
+
+def test_different_shapes_are_an_error_of_that_collective_on_all_ranks():
+    outputs, codes, seconds = run("shapes")
+    assert codes == [1, 1] and seconds < LIMIT, (codes, seconds, outputs)
+    here = line("comm.all_reduce(x if rank == 0")
+    told = (
+        rf"CommError: all_reduce of \[4\] float32 over tp \(ranks \[0, 1\], seen from rank 0\) at .*{here}: data of ano"
+    )
+    assert re.search(rf"\[rank 0\] {told}", outputs[0]), outputs[0]
+    assert re.search(rf"rank 0 failed first: {told}.*NEURONX_DIST_DEBUG=collectives", outputs[1]), outputs[1]
+    assert "terminate called" not in outputs[0]
 
 
 def test_under_torchrun_every_rank_shows_the_first_failure():

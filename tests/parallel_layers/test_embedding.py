@@ -100,6 +100,28 @@ def test_rows_are_renormalised(tp):
 
 
 @pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("row", range(V))
+def test_a_row_that_is_not_looked_up_keeps_its_value(tp, row):
+    """The first row of each shard too, in whose place the ids of other ranks are looked up."""
+    weight = 100 * draw(V, H)
+    ids = torch.full((BATCH, SEQ), row)
+    options = dict(max_norm=1.0)
+    whole = nn.Embedding(V, H, dtype=F64, **options)
+    whole.load_state_dict({"weight": weight})
+    want = whole(ids)
+
+    def work():
+        layer = ParallelEmbedding(V, H, dtype=F64, **options)
+        load(layer, {"weight": weight})
+        return layer(ids).detach(), layer.weight.detach()
+
+    outs, weights = zip(*threads.run(tp_mesh(tp), work))
+    close(outs[0], want)
+    close(torch.cat(weights), whole.weight)
+    assert [i for i in range(V) if not torch.equal(torch.cat(weights)[i], weight[i])] == [row]
+
+
+@pytest.mark.parametrize("tp", [1, 2])
 def test_sparse_gradients(tp):
     weight, g = draw(V, H), draw(BATCH, SEQ, H, seed=1)
     _, want_grad, _ = reference(weight, g)

@@ -129,6 +129,31 @@ def test_fused_columns_survive_copies_and_checkpointing():
                 close(a, b)
 
 
+@pytest.mark.parametrize("tp", [1, 2])
+def test_an_input_of_another_call_has_its_own_outputs(tp):
+    """Also where a layer was not called on the input before: its output of that one is not given out."""
+    fulls = [full_parameters(8, seed=10 * i) for i in range(2)]
+    x, y, g = draw(4, IN, seed=2), draw(4, IN, seed=3), draw(4, 8, seed=4)
+    want_out, want_y, want = linear_reference(y, fulls[1], g)
+
+    def work():
+        layers = [ColumnParallelLinear(IN, 8, dtype=F64, gather_output=False) for _ in fulls]
+        for layer, full in zip(layers, fulls):
+            load(layer, full)
+        fuse_columns(layers)
+        given = y.clone().requires_grad_()
+        layers[0](x)  # the second is not called on x
+        out = layers[1](given)
+        out.backward(split_features(g, 1, tp, comm.rank("tp")))
+        return out.detach(), given.grad, gradients(layers[1])
+
+    outs, ys, grads = zip(*threads.run(tp_mesh(tp), work))
+    close(join_features(outs, 1), want_out)
+    close(ys[0], want_y)
+    for name, grad in whole_gradients(grads).items():
+        close(grad, want[name], name)
+
+
 def test_columns_that_cannot_be_fused():
     with comm.as_rank(tp_mesh(2), 0):
 
@@ -140,6 +165,10 @@ def test_columns_that_cannot_be_fused():
             [column(), column(bias=False)],
             [column(), column(gather_output=True)],
             [column(), column(sequence_parallel_enabled=True)],
+            [column(sequence_parallel_enabled=True, sequence_dimension=dim) for dim in (0, 1)],
+            [column(), column(input_is_replicated=True)],
+            [column(), column(reduce_dtype=None)],
+            [column(), column(tensor_model_parallel_group="cp")],
             [column(), ColumnParallelLinear(2 * IN, 8, gather_output=False)],
         ):
             with pytest.raises(ValueError, match="fuse_columns needs"):

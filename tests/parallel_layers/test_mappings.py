@@ -41,7 +41,7 @@ TABLE = [
     ("scatter_to_sequence_parallel_region", {}, "scatter", 0),
     ("scatter_to_sequence_parallel_region", dict(sequence_dimension=1), "scatter", 1),
     ("gather_from_sequence_parallel_region", {}, "gather_reduce", 0),
-    ("gather_from_sequence_parallel_region", dict(sequence_dimension=1, tile_cc=True), "gather_reduce", 1),
+    ("gather_from_sequence_parallel_region", dict(sequence_dimension=1, tile_cc=False), "gather_reduce", 1),
     ("gather_from_sequence_parallel_region", dict(to_model_parallel=False), "gather", 0),
     ("gather_from_sequence_parallel_region", dict(sequence_dimension=-2, to_model_parallel=False), "gather", -2),
     ("reduce_scatter_to_sequence_parallel_region", {}, "reduce_scatter", 0),

@@ -106,6 +106,8 @@ def test_pairs_of_neighbouring_stages():
             assert sorted(ps.get_pipeline_model_parallel_sr_group()) == sorted(even + odd)
             assert ps.get_next_rank_group(as_list=True) == (odd if rank in (2, 3, 6, 7) else even)
             assert ps.get_prev_rank_group(as_list=True) == (even if rank in (2, 3, 6, 7) else odd)
+            assert ps.get_next_rank_replica_groups() == ps.get_next_rank_group(as_list=True)
+            assert ps.get_prev_rank_replica_groups() == ps.get_prev_rank_group(as_list=True)
             assert ps.get_next_rank_group().ranks == after and ps.get_prev_rank_group().ranks == before
     with comm.as_rank(Mesh(3, pp=3), 0):  # an odd number of stages: the last is even, as the first
         assert [2, 0] in ps.get_prev_rank_group(as_list=True) and ps.get_prev_rank_group().ranks == (0, 2)
@@ -128,6 +130,8 @@ def test_groups_that_a_model_asks_for():
         ps.initialize_token_shuffle_group(2)
         assert ps.get_token_shuffle_group(as_list=True)[:2] == [[0, 4], [8, 12]]
         assert ps.get_token_shuffle_group().ranks == (1, 5)
+        assert ps.get_token_shuffle_replica_groups() == ps.get_token_shuffle_group(as_list=True)
+        assert ps.get_token_shuffle_group_size() == 2
         ps.initialize_token_shuffle_group(2)  # again, the same: fine
         with pytest.raises(ValueError, match="size 2; one size"):
             ps.initialize_token_shuffle_group(4)
@@ -140,6 +144,8 @@ def test_groups_that_a_model_asks_for():
         ps.destroy_kv_group()
         ps.initialize_kv_group(2, sequential_ranks_in_group=True)
         assert ps.get_kv_shared_group(as_list=True)[:3] == [[0, 1], [2, 3], [4, 5]]
+        assert ps.get_kv_shared_replica_groups() == ps.get_kv_shared_group(as_list=True)
+        assert ps.get_kv_shared_group_size() == 2
         with pytest.raises(ValueError, match="8 does not divide.*4"):
             ps.initialize_kv_group(8)
 
@@ -207,13 +213,16 @@ def again_and_again():
     for sizes in [dict(tp=2), dict(pp=2), dict(tp=2, pp=2), dict(cp=2, ep=2), dict(tp=4), {}, dict(tp=2), dict(tp=2)]:
         for lazy in (False, True):
             names = dict(tp="tensor_model", pp="pipeline_model", cp="context", ep="expert_model")
-            ps.initialize_model_parallel(
-                **{f"{names[axis]}_parallel_size": size for axis, size in sizes.items()}, skip_collective_init=lazy
-            )
-            with pytest.raises(RuntimeError, match="destroy_model_parallel"):
-                ps.initialize_model_parallel()
-            mesh = Mesh(4, **sizes)
-            assert ps.get_mesh() == mesh
+            arguments = {f"{names[axis]}_parallel_size": size for axis, size in sizes.items()}
+            ps.initialize_model_parallel(**arguments, skip_collective_init=lazy)
+            mesh, before = Mesh(4, **sizes), comm.current()
+            ps.initialize_model_parallel(**arguments)  # as upstream: the same again is no error
+            assert comm.current() is before and ps.get_mesh() == mesh
+            other = {} if sizes else dict(tensor_model_parallel_size=2)
+            with pytest.raises(RuntimeError, match="destroy_model_parallel") as error:
+                ps.initialize_model_parallel(**other)
+            assert f"{mesh}" in str(error.value) and f"{Mesh(4, tp=1 if sizes else 2)}" in str(error.value)
+            assert comm.current() is before
             for axis in ("tp", "pp", "dp", "cp", "ep", "edp", ("dp", "cp"), "world"):
                 found = comm.all_reduce(torch.tensor([2.0**rank]), axis).item()
                 assert found == sum(2.0**other for other in mesh.group_of(axis, rank)), (sizes, axis)

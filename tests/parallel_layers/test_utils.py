@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random as pythons
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from torch import nn
 
 from neuronx_dist import comm
 from neuronx_dist.parallel_layers import ColumnParallelLinear, ParallelEmbedding, layers, random, utils
-from neuronx_dist.spmd import spec_of
+from neuronx_dist.spmd import set_spec, spec_of
 from tests.parallel_layers.layer_parity import tp_mesh
 
 
@@ -53,6 +54,30 @@ def test_attributes_in_nxds_way():
     with pytest.raises(ValueError, match=r"\(2,\).*already"):
         utils.set_tensor_model_parallel_attributes(tensor, True, 0)
     assert layers.set_tensor_model_parallel_attributes is utils.set_tensor_model_parallel_attributes
+
+
+NXDS = dict(tensor_model_parallel=True, partition_dim=1, partition_stride=2, num_partitions=4)
+
+
+@pytest.mark.parametrize(
+    "marks",
+    [NXDS, dict(sequence_parallel_enabled=True), dict(expert_model_parallel=True), dict(shared=True), {}],
+    ids=str,
+)
+def test_a_copy_has_the_marks_of_its_source_and_no_others(marks):
+    source, destination = torch.ones(2, 8), torch.ones(2, 8)
+    vars(source).update(marks)
+    utils.copy_tensor_model_parallel_attributes(destination_tensor=destination, source_tensor=source)
+    assert vars(destination) == marks
+
+
+def test_a_copy_has_the_layout_of_its_source():
+    with comm.as_rank(tp_mesh(2), 1):
+        layer = ColumnParallelLinear(4, 6)
+        set_spec(layer, "weight", replace(spec_of(layer.weight), unpadded=5))  # of which NxD's marks say nothing
+        destination = torch.empty_like(layer.weight)
+        utils.copy_tensor_model_parallel_attributes(destination, layer.weight)
+        assert spec_of(destination) == spec_of(layer.weight) and spec_of(destination).unpadded_shape == (5, 4)
 
 
 def test_duplicates_of_replicated_parameters():
@@ -197,6 +222,17 @@ def test_everything_that_draws_is_seeded():
         assert draw() == first
     random.set_random_seed(3)  # without a mesh too
     assert (pythons.random(), np.random.rand(), float(torch.rand(()))) == first[:3]
+
+
+def test_a_large_seed_seeds_everything():
+    """NumPy takes 32 bits, the others 64."""
+    drawn = []
+    for seed in (2**33 + 3, 2**33 + 4, 2**33 + 3):
+        random.set_random_seed(seed)
+        drawn.append((pythons.random(), float(torch.rand(())), np.random.rand()))
+    assert drawn[0] == drawn[2] and not set(drawn[0]) & set(drawn[1])
+    random.set_random_seed(3)
+    assert np.random.rand() == drawn[0][2]
 
 
 def test_a_random_state_is_of_one_kind_of_device():

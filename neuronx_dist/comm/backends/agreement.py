@@ -24,6 +24,7 @@ from ...call_site import call_site
 from ..base import WorkLike
 from ..errors import CommError, CommTimeout, RemoteRankError
 from ..failure import FailureMonitor
+from ..waiting import in_words
 from .c10d import C10dCommunicator
 
 __all__ = ["AgreementStore", "Watched", "agreement_store", "watcher"]
@@ -133,7 +134,7 @@ class Watched(C10dCommunicator):
     def _agree(self, verb: str, x: torch.Tensor | None, detail: str = "") -> None:
         """Returns when all ranks of the group are about to do this; then nothing of the step before is needed."""
         number = self.store.count(self._name)
-        operation = _in_words(verb, x, detail) + f" over {self.axis}"
+        operation = in_words(verb, x, detail) + f" over {self.axis}"
         self.store.announce(self._key(number, self.rank), operation)
         head = f"collective number {number} of {self.axis} (ranks {list(self.ranks)})"
         mine = f"rank {self.global_rank}: {operation} at {call_site()}"
@@ -161,10 +162,10 @@ class Watched(C10dCommunicator):
         other_verb = "recv" if verb == "send" else "send"
         detail = f"tag {tag}" if tag else ""
         sides = f"{'to' if verb == 'send' else 'from'} rank {self.ranks[peer]} over {self.axis}"
-        operation = f"{_in_words(verb, x, detail)} {sides}"
+        operation = f"{in_words(verb, x, detail)} {sides}"
         self.store.announce(f"{key}/{verb}", operation)
         mine = f"rank {self.global_rank}: {operation} at {call_site()}"
-        content = _in_words("", x)
+        content = in_words("", x)
 
         def raise_timeout(text: str) -> NoReturn:
             raise CommTimeout(f"there is no {other_verb} for this {verb}: {text}\n  {mine}")
@@ -223,9 +224,3 @@ class _Compared:
     def wait(self) -> None:
         self._compare()
         self._work.wait()
-
-
-def _in_words(verb: str, x: torch.Tensor | None, detail: str = "") -> str:
-    """An operation as announcements have it: `all_reduce(sum) of [2, 3] float32`."""
-    text = f"{verb}({detail})" if detail else verb
-    return text if x is None else f"{text} of {list(x.shape)} {str(x.dtype).removeprefix('torch.')}"

@@ -9,18 +9,24 @@ all_to_all of equal pieces. (`benchmarks/gloo_collectives.py` compares them.)
 from __future__ import annotations
 
 import datetime
-import inspect
+import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 
+from ...call_site import call_site
+from ...mesh import Groups
 from ..base import Backend, Communicator, WorkLike, Works
 from ..errors import CommError, CommTimeout, RemoteRankError
 from ..failure import FailureMonitor
+from ..waiting import noted
 
-__all__ = ["C10dBackend", "C10dCommunicator"]
+__all__ = ["DEFAULT_TIMEOUT", "C10dBackend", "C10dCommunicator"]
+
+DEFAULT_TIMEOUT = datetime.timedelta(minutes=10)  # torch's own is half an hour on gloo, and this on NCCL
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 # torch 2.13 renamed these; the old names still work, and warn on every call.
@@ -28,7 +34,6 @@ _all_gather_single = dist.all_gather_single if hasattr(dist, "all_gather_single"
 _reduce_scatter_single = (
     dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
 )
-_KEEPS_ORDER = "sort_ranks" in inspect.signature(dist.new_group).parameters  # not in torch 2.9
 _GLOO_DTYPES = {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8}
 _SMALL = 1 << 20  # bytes of an all_gather's result up to which gloo's all_to_all is faster than messages
 _TAG = 1 << 20  # collectives made of messages use tags of their own, so that they never meet a user's send
@@ -132,11 +137,16 @@ class C10dCommunicator(Communicator):
 class C10dBackend(Backend):
     """Communicators over torch.distributed groups; needs `init_process_group` to have been called.
 
+    A rank makes its own groups only, and meets nobody but their members. Where the world is bound to a device
+    (`init_process_group("nccl", device_id=...)`), NCCL splits groups from it, in which all ranks take part at once.
+
     Args:
-        timeout: after which a collective gives up on a silent rank; None: that of `init_process_group`.
+        timeout: after which a collective gives up on a silent rank; None: what `init_process_group` was given, or
+            `DEFAULT_TIMEOUT`. The world's own group keeps that of `init_process_group`.
         monitor: knows whether another rank has failed.
         watch: gets every communicator that is made, and returns the one to use (`launch.connect` passes that of
             NEURONX_DIST_DEBUG).
+        number: of the backends of this job one after the other, the same on all ranks: it is in the groups' names.
     """
 
     name = "c10d"
@@ -146,14 +156,18 @@ class C10dBackend(Backend):
         timeout: datetime.timedelta | None = None,
         monitor: FailureMonitor | None = None,
         watch: Callable[[C10dCommunicator], C10dCommunicator] | None = None,
+        number: int = 0,
     ) -> None:
         if not dist.is_initialized():
             raise RuntimeError(
                 "torch.distributed is not initialized: call torch.distributed.init_process_group(backend=...) first"
             )
-        self.timeout = timeout
+        self.timeout = timeout or _timeout_of_world() or DEFAULT_TIMEOUT
         self.monitor = monitor
+        self._shares_world = timeout is None
         self._watch = watch
+        self._number = number
+        self._counts: dict[tuple[int, ...], int] = {}
         self._groups: list[dist.ProcessGroup] = []
         self._by_ranks: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
@@ -163,14 +177,15 @@ class C10dBackend(Backend):
         # On NCCL a group is a stream of its own, in which messages of two directions can block each other; gloo has no
         # streams, and a group costs it a connection to every member.
         own = own and dist.get_backend() != "gloo"
-        made_groups = [self._group(tuple(ranks), own) for ranks in groups]
-        index = next(index for index, ranks in enumerate(groups) if global_rank in ranks)
-        ranks = groups[index]
+        if isinstance(groups, Groups):
+            ranks = tuple(groups.of(global_rank))
+        else:
+            ranks = tuple(next(group for group in groups if global_rank in group))
         if len(ranks) == 1:
+            if _device_of_world() is not None and (other := next((g for g in groups if len(g) > 1), None)):
+                self._make(tuple(other), label)  # the others split the world, in which this rank has to take part
             return Communicator(label, ranks, global_rank)
-        group = made_groups[index]
-        assert group is not None
-        return self._join(group, label, ranks, global_rank)
+        return self._join(self._group(ranks, own, label), label, ranks, global_rank)
 
     def wrap(self, group: Any, global_rank: int) -> Communicator:
         if not isinstance(group, dist.ProcessGroup):
@@ -180,16 +195,15 @@ class C10dBackend(Backend):
             )
         return self._join(group, group.group_desc or "group", dist.get_process_group_ranks(group), global_rank)
 
-    def single(self, communicator: Communicator) -> dist.ProcessGroup:
-        """A process group for a communicator of one rank, for scripts that hand it to torch.distributed."""
-        ranks = communicator.ranks
-        if ranks not in self._by_ranks:
-            group = dist.new_group(list(ranks), timeout=self.timeout, use_local_synchronization=True)
-            self._by_ranks[ranks] = self._keep(group)
-        return self._by_ranks[ranks]
+    def process_group(self, communicator: Communicator) -> dist.ProcessGroup:
+        if isinstance(communicator, C10dCommunicator):
+            return communicator.group
+        return self._group(communicator.ranks, False, communicator.axis)  # of one rank
 
     def close(self) -> None:
-        for group in self._groups:
+        if self.monitor is not None:
+            self.monitor.stop()
+        for group in self._groups if dist.is_initialized() else ():
             dist.destroy_process_group(group)
         self._groups.clear()
         self._by_ranks.clear()
@@ -198,34 +212,63 @@ class C10dBackend(Backend):
         communicator = C10dCommunicator(group, label, ranks, global_rank, self.monitor)
         return communicator if self._watch is None else self._watch(communicator)
 
-    def _group(self, ranks: tuple[int, ...], own: bool) -> dist.ProcessGroup | None:
-        """The process group over `ranks`, made once unless `own`; None where there is no need of one.
-
-        Every rank of the world takes part in making every group. (torch can make one among its members alone, but names
-        it after its ranks, so that a second one, after the first was destroyed, meets the addresses of the first.)
-        """
-        if len(ranks) == 1:
-            return None
-        if not own and self.timeout is None and ranks == tuple(range(dist.get_world_size())):
-            return dist.group.WORLD
+    def _group(self, ranks: tuple[int, ...], own: bool, label: str) -> dist.ProcessGroup:
+        """The process group over `ranks`, made once unless `own`."""
         if own:
-            return self._make(ranks)
+            return self._make(ranks, label)
         if ranks not in self._by_ranks:
-            self._by_ranks[ranks] = self._make(ranks)
+            is_world = self._shares_world and ranks == tuple(range(dist.get_world_size()))
+            self._by_ranks[ranks] = _world() if is_world else self._make(ranks, label)
         return self._by_ranks[ranks]
 
-    def _make(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
-        options: dict[str, Any] = {}
-        if list(ranks) != sorted(ranks):  # torch would number the members in ascending order, whatever was asked for
-            if not _KEEPS_ORDER:
-                raise ValueError(
-                    f"group {list(ranks)}: torch {torch.__version__} makes groups of ascending ranks only; use a newer "
-                    f"torch, or the linear topology and merged axes named outermost first, as in ('pp', 'tp')"
-                )
-            options["sort_ranks"] = False
-        return self._keep(dist.new_group(list(ranks), timeout=self.timeout, **options))
+    def _make(self, ranks: tuple[int, ...], label: str) -> dist.ProcessGroup:
+        """A new group, made by its members.
 
-    def _keep(self, group: Any) -> dist.ProcessGroup:
-        if group != dist.GroupMember.NON_GROUP_MEMBER:
+        Its name, under which its members find one another in the store, holds its ranks, and how many groups of these
+        they have made: all members know that, and no name comes twice. `new_group` among members alone names a group
+        after its ranks and the number of groups that this rank is in: that differs between members, and repeats after
+        a group was destroyed. It also sorts the ranks (torch 2.9).
+        """
+        count = self._counts[ranks] = self._counts.get(ranks, -1) + 1
+        digest = hashlib.sha1(repr(ranks).encode(), usedforsecurity=False).hexdigest()
+        indices = {rank: index for index, rank in enumerate(ranks)}
+        name: Any = f"neuronx_dist.{self._number}.{digest}.{count}"
+        what = f"making the group {label} (ranks {list(ranks)}, seen from rank {dist.get_rank()})"
+        with noted(what):
+            try:
+                group, _ = dist.distributed_c10d._new_process_group_helper(
+                    len(ranks),
+                    indices.get(dist.get_rank()),
+                    list(ranks),
+                    dist.get_backend(),
+                    dist.distributed_c10d._get_default_store(),
+                    name,
+                    timeout=self.timeout,
+                    device_id=_device_of_world(),
+                    group_desc=label,
+                )
+            except RuntimeError as error:
+                raise CommError(
+                    f"{what} failed at {call_site()}: not all of these ranks came to make it, or they make their "
+                    f"groups in different orders. ({str(error).splitlines()[0][:200]})"
+                ) from error
+        if dist.get_rank() in indices:
+            dist.distributed_c10d._world.pg_group_ranks[group] = indices
             self._groups.append(group)
         return group
+
+
+def _world() -> dist.ProcessGroup:
+    return dist.distributed_c10d._get_default_group()
+
+
+def _device_of_world() -> torch.device | None:
+    """The device that `init_process_group` was given."""
+    return _world().bound_device_id
+
+
+def _timeout_of_world() -> datetime.timedelta | None:
+    """The timeout that `init_process_group` was given; None: none, or torch does not tell."""
+    options = getattr(_world()._get_backend(_world()._device_types[-1]), "options", None)
+    timeout: datetime.timedelta | None = getattr(options, "_timeout", None)
+    return None if timeout == default_pg_timeout else timeout

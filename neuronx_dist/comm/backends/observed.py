@@ -226,9 +226,9 @@ class CheckCommunicator(ShapesCommunicator):
         self._event("gather_objects", None).wait()
         return [obj] * self.size
 
-    def describe(self, verb: str) -> str:
+    def describe(self, verb: str, site: str = "") -> str:
         ranks = f"ranks {list(self.concrete_ranks)}, seen from rank {self._observed.number}"
-        return f"{verb} over {self.axis} ({ranks}) at {call_site()}"
+        return f"{verb} over {self.axis} ({ranks}) at {site or call_site()}"
 
     def __repr__(self) -> str:
         ranks, rank = list(self.concrete_ranks), concrete(self.rank)

@@ -39,7 +39,7 @@ from ..errors import CommError
 from ..host import upload
 from ..recording import shape_of
 from ..select import XLA, in_one_program, only_on
-from .xla_groups import check_launched, replica_groups
+from .xla_groups import check_launched, process_group, replica_groups
 from .xla_transfer import how_to_transfer, rows_of
 
 __all__ = [
@@ -311,6 +311,9 @@ class XlaBackend(Backend):
     def wrap(self, group: Any, global_rank: int) -> Communicator:
         """A communicator over a torch group of the `xla` backend, which knows all replica groups (`_mesh`)."""
         return self.communicator("group", replica_groups(group), global_rank)
+
+    def process_group(self, communicator: Communicator) -> Any:
+        return process_group(communicator)
 
 
 def in_use() -> bool:

@@ -83,6 +83,17 @@ class MLP(nn.Module):
             comm.recv(torch.zeros(3), "tp", src=1)
         return y
 
+    def _message_dtype(self, y: torch.Tensor) -> torch.Tensor:
+        if comm.rank("tp") == 1:
+            comm.send(torch.zeros(2), "tp", dst=0)
+        elif comm.rank("tp") == 0:
+            comm.recv(torch.zeros(2, dtype=torch.bfloat16), "tp", src=1)
+        return y
+
+    def _pairs(self, y: torch.Tensor) -> torch.Tensor:
+        comm.permute(torch.zeros(2), "tp", [(0, 1), (1, 2)] if comm.rank("tp") == 2 else [(0, 1), (1, 3)])
+        return y
+
     def _value(self, y: torch.Tensor) -> torch.Tensor:
         return y * y.sum().item()
 

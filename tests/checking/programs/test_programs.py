@@ -69,6 +69,8 @@ def test_nothing_of_the_process_changes():
         ("source", "call broadcast over tp with different sources", {0, 2}, 2),
         ("send", "rank 1 calls send to rank 0 of [2] float32 over tp, and rank 0 has no receive for it", {0, 1}, 1),
         ("message", "rank 1 sends torch.float32 [2], and rank 0 expects torch.float32 [3]", {0, 1}, 2),
+        ("message_dtype", "rank 1 sends torch.float32 [2], and rank 0 expects torch.bfloat16 [2]", {0, 1}, 2),
+        ("pairs", "call permute over tp with different sources or pairs", {0, 2}, 2),
     ],
 )  # fmt: skip
 def test_ranks_that_do_not_communicate_alike(defect, message, ranks, calls):

@@ -109,6 +109,33 @@ def test_sums_are_in_rank_order_and_the_same_on_every_rank():
         assert torch.equal(found, first[0])
 
 
+def test_what_was_sent_may_be_overwritten_at_once():
+    def work():
+        rank, x = comm.rank("tp"), torch.full((2,), 1.0 + comm.rank("tp"))
+        if rank == 0:
+            comm.send(x, "tp", dst=1)
+            x.zero_()
+            comm.barrier("tp")  # rank 1 looks only now
+            return None
+        comm.barrier("tp")
+        return comm.recv(torch.empty(2), "tp", src=0).tolist()
+
+    assert threads.run(TWO, work) == [None, [1.0, 1.0]]
+
+
+def test_groups_of_one_label_over_the_same_ranks_are_two():
+    def work():
+        one, other = (comm.new_group([[0, 1]], "pair") for _ in range(2))
+        first = torch.tensor([1.0 + comm.rank("tp")])
+        if comm.rank("tp") == 0:  # in the order of the program, and in another: they do not meet each other
+            a, b = (comm.all_reduce(x, group, async_op=True) for x, group in ((first, one), (10 * first, other)))
+        else:
+            b, a = (comm.all_reduce(x, group, async_op=True) for x, group in ((10 * first, other), (first, one)))
+        return a.wait().item(), b.wait().item()
+
+    assert threads.run(TWO, work, timeout=5.0) == [(3.0, 30.0)] * 2
+
+
 def test_a_context_of_ones_own():
     with pytest.raises(RuntimeError, match="initialize_model_parallel"):
         comm.communicator("tp")

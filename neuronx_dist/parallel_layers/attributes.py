@@ -1,0 +1,58 @@
+"""The attributes by which scripts written for NxD read a layer's layout; each is computed when it is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from .. import comm
+from ..spmd import ShardedModule, spec_of
+from .parallel_state import process_group
+
+__all__ = ["EmbeddingAttributes", "LinearAttributes"]
+
+
+class _Computed:
+    """An attribute that has a value until a script sets another one."""
+
+    def __init__(self, compute: Callable[[Any], Any]) -> None:
+        self.compute = compute
+
+    def __get__(self, layer: Any, owner: type | None = None) -> Any:
+        return self if layer is None else self.compute(layer)
+
+
+def _group(layer: Any) -> Any:
+    return process_group(comm.communicator(layer.axis))
+
+
+class LinearAttributes(ShardedModule):
+    """NxD's attributes of `ColumnParallelLinear` and `RowParallelLinear`."""
+
+    tensor_parallel_group = _Computed(_group)
+    add_bias = _Computed(lambda layer: layer.bias is not None)
+    arg_init_method = _Computed(lambda layer: layer.init_method)
+    bias_shape = _Computed(lambda layer: None if layer.bias is None else tuple(layer.bias.shape))
+    device = _Computed(lambda layer: layer.weight.device)
+    dtype = _Computed(lambda layer: layer.weight.dtype)
+    keep_master_weight = _Computed(lambda layer: layer.master_weight is not None)
+    pad = False
+    rank_ordering = None
+    weight_partition_dim = _Computed(lambda layer: spec_of(layer.weight).dim)
+    weight_shape = _Computed(lambda layer: tuple(layer.weight.shape))
+
+
+class EmbeddingAttributes(ShardedModule):
+    """NxD's attributes of `ParallelEmbedding`."""
+
+    tensor_model_parallel_group = _Computed(_group)
+    tensor_model_parallel_size = _Computed(lambda layer: comm.communicator(layer.axis).size)
+    dtype = _Computed(lambda layer: layer.weight.dtype)
+    embedding_dim_per_partition = _Computed(lambda layer: layer.weight.shape[1])
+    num_embeddings_per_partition = _Computed(lambda layer: layer.weight.shape[0])
+    start_index = _Computed(lambda layer: layer.first_id)
+    end_index = _Computed(lambda layer: layer.first_id + layer.weight.shape[0])
+    pad = False
+    rank_ordering = None
+    stride = 1
+    weight_partition_dim = _Computed(lambda layer: spec_of(layer.weight).dim)

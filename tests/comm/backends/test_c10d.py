@@ -1,0 +1,149 @@
+"""Process groups: a rank makes its own only, under names that never come twice, and meets nobody else."""
+
+from __future__ import annotations
+
+import datetime
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from neuronx_dist import comm
+from neuronx_dist.comm.backends import c10d
+from neuronx_dist.parallel_layers import parallel_state as ps
+from tests.support.pool import processes
+
+AXES = ["tp", "pp", "dp", "cp", "ep", "edp", ("dp", "cp"), ("pp", "tp"), "world"]
+
+
+@pytest.fixture
+def made(monkeypatch) -> Iterator[list[list[int]]]:
+    """The ranks of every group that is made; nothing is left of the job afterwards."""
+    ranks: list[list[int]] = []
+    make = dist.distributed_c10d._new_process_group_helper
+
+    def counted(size: int, rank: int, members: list[int], *args: Any, **keywords: Any) -> Any:
+        ranks.append(members)
+        return make(size, rank, members, *args, **keywords)
+
+    monkeypatch.setattr(dist.distributed_c10d, "_new_process_group_helper", counted)
+    yield ranks
+    ps.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+def join(rank: int, world_size: int) -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+
+
+@pytest.mark.parametrize("world_size, rank", [(64, 63), (512, 100), (4096, 0), (4096, 2077)])
+def test_a_rank_makes_its_own_groups_only_at_any_size(made, world_size, rank):
+    join(rank, world_size)
+    made.clear()  # but for the world
+    begin = time.process_time()
+    ps.initialize_model_parallel(8, 4, 2, expert_model_parallel_size=2)
+    assert time.process_time() - begin < 5  # 0.06 s
+    mesh = ps.get_mesh()
+    for axis in AXES:
+        assert comm.communicator(axis).ranks == mesh.group_of(axis, rank)
+    groups = {mesh.group_of(axis, rank) for axis in AXES if axis != "world"}
+    assert sorted(map(tuple, made)) == sorted(group for group in groups if len(group) > 1)
+    comm.new_group(mesh.groups("pp"), "pp_forward"), comm.new_group(mesh.groups("pp"), "pp_backward")
+    ps.get_next_rank_group()
+    assert len(made) <= 12 and all(rank in members for members in made)
+    neighbours = sorted(dist.get_process_group_ranks(ps.get_prev_rank_group()))
+    assert neighbours == sorted((rank, ps.get_pipeline_model_parallel_prev_rank()))
+
+
+def test_merged_axes_that_no_step_uses_are_made_when_first_used(made):
+    join(5, 64)
+    ps.initialize_model_parallel(4, 2, 2)
+    before = len(made)
+    for _ in range(2):
+        assert comm.communicator(("cp", "tp")).ranks == ps.get_mesh().group_of(("cp", "tp"), 5)
+        assert len(made) == before + 1
+
+
+def test_a_world_that_is_bound_to_a_device_is_split_by_all_ranks_at_once(made, monkeypatch):
+    """As NCCL's split wants it: a rank that is in no group comes too, and stands by."""
+    join(0, 8)
+    ps.initialize_model_parallel()
+    monkeypatch.setattr(c10d, "_device_of_world", lambda: torch.device("cuda", 0))
+    splits: list[tuple[int | None, torch.device]] = []
+
+    def split(size: int, rank: int | None, members: list[int], *args: Any, device_id: Any, **keywords: Any) -> Any:
+        splits.append((rank, device_id))
+        return (dist.GroupMember.NON_GROUP_MEMBER if rank is None else dist.group.WORLD), None
+
+    monkeypatch.setattr(dist.distributed_c10d, "_new_process_group_helper", split)
+    with monkeypatch.context() as patch:
+        patch.setitem(dist.distributed_c10d._world.pg_group_ranks, dist.group.WORLD, {})
+        assert comm.new_group([[2, 3], [4, 5]]) is None
+        member = comm.new_group([[2, 3], [0, 1]])
+        comm.communicator("cp")  # groups of one: no rank splits anything
+        made_here = comm.current().backend._groups
+        assert splits == [(None, torch.device("cuda", 0)), (0, torch.device("cuda", 0))]
+        assert member is not None and len(made_here) == 1  # what a rank is not in, it does not destroy
+        made_here.clear()
+
+
+def skewed(meshes: list[dict[str, int]]) -> list[float]:
+    """Layout after layout, on ranks of which each has made another number of groups by itself before."""
+    rank = dist.get_rank()
+    for _ in range(rank):
+        dist.new_group([rank], use_local_synchronization=True)
+    names: set[str] = set()
+    totals = []
+    for sizes in meshes:
+        ps.initialize_model_parallel(**sizes)
+        mesh = ps.get_mesh()
+        asked = AXES if rank % 2 else [*reversed(AXES)]  # eager ones: in any order
+        for axis in asked:
+            group = ps.process_group(comm.communicator(axis))
+            assert dist.get_process_group_ranks(group) == list(mesh.group_of(axis, rank))
+            works = dist.all_reduce(total := torch.tensor([2.0**rank]), group=group, async_op=True)
+            totals.append((sizes, axis, works, total))
+        for sizes, axis, work, total in totals:
+            work.wait()
+            assert total.item() == sum(2.0**other for other in mesh.group_of(axis, rank)), (sizes, axis)
+        totals.clear()
+        only = [[0, 1], [2, 3]] if rank < 2 else [[2, 3]]  # of another's group a rank need not know
+        pair = comm.new_group(only, "pair")
+        assert pair is not None and comm.all_reduce(torch.tensor(1), pair).item() == 2
+        again = comm.new_group(only, "pair")
+        assert comm.all_reduce(torch.tensor(1), again).item() == 2
+        held = {group.group_name for group in comm.current().backend._groups}
+        assert not held & names, "a name came twice"
+        names |= held
+        ps.destroy_model_parallel()
+    return sorted(names)
+
+
+def test_groups_of_real_processes_after_destroying_and_starting_again():
+    one, other = dict(tensor_model_parallel_size=2), dict(pipeline_model_parallel_size=2, context_parallel_size=2)
+    results = processes(4).run(skewed, [one, other, one, one], initialize=False)
+    assert set(results[0]) & set(results[1])  # members agree on names
+
+
+def timeouts() -> list[datetime.timedelta]:
+    backend = comm.current().backend
+    groups = [comm.communicator("tp").group, comm.communicator(("dp", "tp")).group]
+    return [backend.timeout, *(group._get_backend(torch.device("cpu")).options._timeout for group in groups)]
+
+
+def test_groups_give_up_after_what_init_process_group_was_given():
+    seconds = datetime.timedelta(seconds=33)
+    assert processes(4).run(timeouts, mesh=dict(tp=2), timeout=33) == [[seconds] * 3] * 4
+
+
+def test_minutes_where_nothing_was_given(monkeypatch):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert c10d.C10dBackend().timeout == datetime.timedelta(minutes=10)
+        assert c10d.C10dBackend(datetime.timedelta(hours=2)).timeout == datetime.timedelta(hours=2)
+    finally:
+        dist.destroy_process_group()

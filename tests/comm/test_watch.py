@@ -1,0 +1,162 @@
+"""The failure watch and the word about long waits, without processes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from neuronx_dist import comm
+from neuronx_dist.comm import failure
+from neuronx_dist.comm.failure import FailureMonitor
+from neuronx_dist.comm.waiting import SlowWaits, in_words, noted, waits
+from neuronx_dist.mesh import Mesh
+
+
+class CountingStore(dist.Store):
+    """Counts what a rank asks the job's store."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = dist.HashStore()
+        self.times: list[float] = []
+
+    def check(self, keys: Any) -> bool:
+        self.times.append(time.monotonic())
+        return self.inner.check(keys)
+
+    def get(self, key: Any) -> bytes:
+        return self.inner.get(key)
+
+    def add(self, key: Any, amount: int) -> int:
+        return self.inner.add(key, amount)
+
+
+@pytest.mark.parametrize("world_size, seconds", [(2, 0.5), (100, 0.5), (400, 2.0), (1600, 8.0), (10_000, 8.0)])
+def test_the_interval_grows_with_the_world_and_stays_below_10_seconds(world_size, seconds):
+    assert failure.interval(world_size) == seconds
+    assert world_size / seconds <= max(200, world_size / 8)
+
+
+def watched(world_size: int, ranks: list[int], seconds: float) -> list[float]:
+    """When these ranks ask the store, in seconds after they began to watch."""
+    store, begin = CountingStore(), time.monotonic()
+    monitors = [FailureMonitor(store, rank, world_size) for rank in ranks]
+    for monitor in monitors:
+        monitor.start()
+    time.sleep(seconds)
+    for monitor in monitors:
+        monitor.stop()
+    return [at - begin for at in store.times]
+
+
+@pytest.mark.slow
+def test_what_ranks_ask_the_store():
+    """Of 10,000 ranks 1 in 8 asks in a second, and they do not ask at the same time."""
+    assert 2 <= len(watched(2, [0], 2.0)) <= 4
+    ranks = [*range(0, 10_000, 250)]  # 40 of them: 5 a second
+    times = watched(10_000, ranks, 2.2)
+    assert 5 <= len(times) <= 15, times
+    assert len([at for at in times if at < 1.0]) <= 8
+
+
+@pytest.mark.slow
+def test_a_message_is_shown_at_any_size(capsys):
+    """Rank 625 of 10,000 has its first look after half a second."""
+    store = dist.HashStore()
+    monitor = FailureMonitor(store, 625, 10_000)
+    monitor.start()
+    try:
+        FailureMonitor(store, 3, 1).report(ValueError("the parrot is dead"))
+        deadline = time.monotonic() + 8 + 2
+        while not (text := capsys.readouterr().err) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert text == "[rank 625] rank 3 failed first: ValueError: the parrot is dead\n"
+    finally:
+        monitor.stop()
+
+
+def test_the_first_failure_stays_the_first():
+    store = dist.HashStore()
+    FailureMonitor(store, 1, 1).report(ValueError("first"))
+    FailureMonitor(store, 0, 1).report(KeyError("second"))
+    assert FailureMonitor(store, 2, 4).first_failure(0.0) == (1, "ValueError: first")
+
+
+def test_a_consequence_is_not_reported_as_a_failure():
+    store = dist.HashStore()
+    FailureMonitor(store, 1, 1).report(comm.RemoteRankError("rank 0 failed first", rank=0))
+    assert FailureMonitor(store, 2, 4).first_failure(0.0) is None
+
+
+def test_a_long_wait_is_told_once_with_what_it_waits_for(capsys):
+    watch, begun = SlowWaits(7, 0.05), threading.Event()
+
+    def look(seconds: float) -> str:
+        """What is told within some seconds, or at once if something is."""
+        deadline = time.monotonic() + seconds
+        while not (text := capsys.readouterr().err) and time.monotonic() < deadline:
+            watch.look()
+            time.sleep(0.01)
+        return text
+
+    def program() -> tuple[str, str] | None:
+        x = torch.ones(2, 3, dtype=torch.float64)
+        if comm.rank("tp") == 0:
+            handle = comm.all_reduce(x, "tp", async_op=True)
+            begun.set()
+            handle.wait()  # here it waits
+            return None
+        assert begun.wait(20)
+        texts = look(20), look(0.2)
+        comm.all_reduce(x, "tp")
+        return texts
+
+    _, (first, then) = comm.threads.run(Mesh(2, tp=2), program)
+    line = next(n for n, code in enumerate(Path(__file__).read_text().splitlines(), 1) if "# here it waits" in code)
+    assert first.startswith("[rank 7] has been waiting for 0.0") and first.count("\n") == 1
+    assert "s in all_reduce of [2, 3] float64 over tp (ranks [0, 1], seen from rank 0) at " in first
+    assert f"test_watch.py:{line}. Some rank" in first and "NEURONX_DIST_DEBUG=collectives" in first, first
+    assert then == "" and not waits
+
+
+def test_a_wait_that_follows_another_begins_anew(capsys):
+    watch = SlowWaits(0, 0.05)
+    for _ in range(4):
+        with noted("something else"):
+            watch.look()
+            time.sleep(0.03)
+            watch.look()
+    with noted("making the group tp"):
+        watch.look()
+        time.sleep(0.06)
+        watch.look()
+    text = capsys.readouterr().err
+    assert "something else" not in text and "in making the group tp at " in text
+
+
+def test_nothing_is_told_with_0_and_no_number_is_refused(capsys, monkeypatch):
+    monkeypatch.setenv("NEURONX_DIST_DEBUG_WAIT", "0")
+    watch = SlowWaits(0)
+    with noted("anything"):
+        watch.look()
+        watch.look()
+    assert capsys.readouterr().err == ""
+    monkeypatch.setenv("NEURONX_DIST_DEBUG_WAIT", "soon")
+    with pytest.raises(ValueError, match="NEURONX_DIST_DEBUG_WAIT='soon' is not a number"):
+        SlowWaits(0)
+    monkeypatch.delenv("NEURONX_DIST_DEBUG_WAIT")
+    assert SlowWaits(0).seconds == 20
+
+
+def test_operands_in_words():
+    x = torch.ones(2, 3, dtype=torch.bfloat16)
+    assert in_words("all_reduce", x, "sum") == "all_reduce(sum) of [2, 3] bfloat16"
+    assert in_words("all_gather", [x, x]) == "all_gather of 2 tensors bfloat16"
+    assert in_words("all_gather", []) == "all_gather of 0 tensors None"
+    assert in_words("barrier", None) == "barrier"
