@@ -199,7 +199,7 @@ def test_buffers_from_an_init_fn() -> None:
     threads.run(Mesh(1), rank)
 
 
-def test_the_default_dtype_changes_the_rounding_and_no_value() -> None:
+def test_the_default_dtype_changes_no_value() -> None:
     """Weights are drawn in float32, whatever the program's default is."""
     with comm.as_rank(Mesh(1), 0):
         usual = materialize(_on_meta(), seed=1).state_dict()
@@ -209,5 +209,4 @@ def test_the_default_dtype_changes_the_rounding_and_no_value() -> None:
         finally:
             torch.set_default_dtype(torch.float32)
     for name, value in values.items():
-        assert value.dtype == torch.float64 and torch.equal(value.float(), usual[name]), name
-        assert torch.equal(value, value.float().double()), name
+        assert torch.equal(value.float(), usual[name]), name
