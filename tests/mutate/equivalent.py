@@ -8,7 +8,6 @@ from __future__ import annotations
 __all__ = ["EQUIVALENT"]
 
 EQUIVALENT: dict[tuple[str, str], str] = {
-    ("_connections = 0", "_connections = 1"): "a number that only has to be another one each time",
     (
         "return SpmdTypeError(call.rule.name, violation.why, axis=violation.axis, rule=violation.rule)",
         "pass",
