@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import lru_cache
 
-from ..comm import Communicator, context
+from ..comm import context
 from ..comm.context import AxisLike
 from ..comm.rank_values import concrete
 from ..mesh import DENSE_AXES, EXPERT_AXES, Mesh, part_of
@@ -125,7 +125,7 @@ def atoms_of(axis: AxisLike, mesh: Mesh | None) -> tuple[str, ...]:
         raise PartOfAxisError(axis, mesh)
     if isinstance(axis, tuple):
         return tuple(dict.fromkeys(atom for name in axis for atom in atoms_of(name, mesh)))
-    communicator = axis if isinstance(axis, Communicator) else context.communicator(axis)
+    communicator = context.communicator(axis)
     if communicator.size == 1:
         return ()
     return _of_ranks(communicator.axis, tuple(concrete(rank) for rank in communicator.ranks), mesh)

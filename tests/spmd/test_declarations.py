@@ -13,6 +13,7 @@ from neuronx_dist.checking.types.declared import input_type
 from neuronx_dist.comm.backends import threads
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.spmd import I, P, R, S, SpmdTypeError, V
+from neuronx_dist.spmd.axes import atoms_of
 
 MESH = Mesh(8, tp=2, cp=2)  # dp 2 x cp 2 x tp 2
 SPEC = spmd.ShardSpec("tp", 0, 1, 2, (8, 4))
@@ -143,3 +144,20 @@ def test_local_of_what_is_not_sharded_says_nothing():
         assert spmd.local(x) is x and not mode.trusted
     plain = torch.ones(2)
     assert spmd.local(plain) is plain and spmd.forget(plain, "tp") is plain
+
+
+def test_an_atom_that_is_no_axis_is_named_by_itself():
+    """Experts over more ranks than cp has: ep is cp and a piece of dp, which no axis names."""
+    mesh = Mesh(16, tp=2, ep=4, cp=2)
+    assert atoms_of("ep", mesh) == ("ep/cp", "cp")
+    assert atoms_of("ep/cp", mesh) == ("ep/cp",) == atoms_of(("ep/cp", "ep/cp"), mesh)
+    with pytest.raises(ValueError, match="ep/tp"):
+        atoms_of("ep/tp", mesh)
+
+
+def test_a_communicator_stands_for_its_axes():
+    mesh = Mesh(4, tp=2)
+    with comm.as_rank(mesh, 0):
+        assert atoms_of(comm.communicator("tp"), mesh) == ("tp",)
+        assert atoms_of(comm.communicator("world"), mesh) == ("dp", "tp")
+        assert atoms_of(comm.communicator("cp"), mesh) == ()

@@ -97,3 +97,16 @@ def test_nothing_is_converted_to_itself(operator, src):
     """`all_gather(R, R)` was answered with `convert(x, axis, src=R, dst=R)`, which does nothing."""
     text = message(operator, src, src)
     assert "convert" not in text and f"it is {src} already, so leave the call out" in text, text
+
+
+def test_the_message_says_what_the_ranks_hold():
+    x = torch.ones(2, 2)
+    cases = {
+        ("all_reduce", S(0), R): "the ranks hold pieces, and a sum adds them up",
+        ("all_gather", P, R): "pieces of summands are not pieces of the sum",
+    }
+    with comm.as_rank(Mesh(2, tp=2), 0):
+        for (operation, src, dst), text in cases.items():
+            with pytest.raises((SpmdTypeError, TypeError, ValueError)) as error:
+                getattr(spmd, operation)(x, "tp", src=src, dst=dst)
+            assert [one for one in cases.values() if one in str(error.value)] == [text]

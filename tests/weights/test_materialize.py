@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from neuronx_dist import comm
 from neuronx_dist.comm.backends import threads
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.parallel_layers.embedding import ParallelEmbedding
@@ -196,3 +197,16 @@ def test_buffers_from_an_init_fn() -> None:
         assert torch.equal(model.steps, torch.arange(4)) and bool((model.table == 1).all())
 
     threads.run(Mesh(1), rank)
+
+
+def test_the_default_dtype_changes_no_value() -> None:
+    """Weights are drawn in float32, whatever the program's default is."""
+    with comm.as_rank(Mesh(1), 0):
+        usual = materialize(_on_meta(), seed=1).state_dict()
+        torch.set_default_dtype(torch.float64)
+        try:
+            values = materialize(_on_meta(), seed=1).state_dict()
+        finally:
+            torch.set_default_dtype(torch.float32)
+    for name, value in values.items():
+        assert torch.equal(value.float(), usual[name]), name

@@ -7,6 +7,7 @@ from torch import nn
 
 from neuronx_dist import comm, spmd
 from neuronx_dist.checking.types.handlers.operators import cut
+from neuronx_dist.checking.types.messages.losses import scale_error
 from neuronx_dist.comm.backends.observed import CheckBackend
 from neuronx_dist.gradients.reduce import reduce_gradients
 from neuronx_dist.mesh import Mesh
@@ -404,10 +405,12 @@ def test_flat_buffers_that_are_scattered_and_gathered(mode):
 
 def test_lists_that_are_written_in_place(mode):
     x, scaled, factor = typed(4, tp=P), typed(4), typed(4, tp=V)
+    part = scaled[:2]
     with torch.no_grad():
         torch._foreach_add_([x], [typed(4, tp=P)])
         torch._foreach_mul_([scaled], [factor])
     assert types(x) == (R, P) and types(scaled) == (R, V)
+    assert types(part * 1) == (R, V)  # the same memory
 
 
 def test_forgetting_what_is_not_sharded_assumes_nothing(mode):
@@ -438,3 +441,10 @@ def test_what_varies_may_be_declared_a_shard(mode):
     x = typed(4, tp=V)
     assert types(spmd.assert_type(x, {"tp": S(0)})) == (R, S(0))
     assert types(x) == (R, S(0))
+
+
+def test_one_loss_or_several_of_another_scale_are_named_as_such(mode):
+    one, other = typed(1, grad=True, dp=P), typed(1, grad=True, dp=P("avg"))
+    alone, both = str(scale_error(mode, [one], "dp")), str(scale_error(mode, [one, other], "dp"))
+    assert "on dp it is P, and its gradients are averaged over dp" in alone and "a loss that is a mean" in alone
+    assert 'on dp they are P and P("avg"): gradients of one are to be averaged' in both and "multiply the sum" in both
