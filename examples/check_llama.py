@@ -40,7 +40,7 @@ def build(size: str, sequence_parallel: bool) -> tuple[Any, Any]:
     )
     with torch.device("meta"):
         module = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    hf.swap(module, sequence_parallel=sequence_parallel)
+    hf.swap(module, sequence_parallel=sequence_parallel, inplace_logits=True)
     model = nxd.NxDPPModel(
         module,
         transformer_layer_cls=hf.transformer_layer_class(module),

@@ -23,6 +23,7 @@ def causal_lm_loss(
     num_items_in_batch: torch.Tensor | float | None = None,
     ignore_index: int = -100,
     shift_labels: torch.Tensor | None = None,
+    inplace_logits: bool = False,
     **kwargs: Any,
 ) -> torch.Tensor:
     """Cross entropy of each token with the next, divided by the number of labels that count.
@@ -36,6 +37,7 @@ def causal_lm_loss(
         this call. On several data-parallel ranks, with averaged gradients, that is the mean over all labels only if
         each rank has as many valid ones; `global_num_items` counts them all.
         shift_labels: `[batch, seq]`, shifted already.
+        inplace_logits: may the loss write over the logits? See `parallel_cross_entropy`.
 
     Returns:
         0-dim loss, equal on all tensor-parallel ranks. Without any valid label it is 0, and so are its gradients.
@@ -45,7 +47,7 @@ def causal_lm_loss(
             raise ValueError("causal_lm_loss: pass labels or shift_labels")
         shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     shift_labels = shift_labels.to(logits.device)
-    losses = parallel_cross_entropy(logits, shift_labels, ignore_index=ignore_index)
+    losses = parallel_cross_entropy(logits, shift_labels, ignore_index=ignore_index, inplace_logits=inplace_logits)
     count: Any = num_items_in_batch
     if count is None:
         own = (shift_labels != ignore_index).sum()

@@ -30,7 +30,7 @@ from .sequence_parallel import apply_sequence_parallel, check_sequence_parallel
 __all__ = ["swap"]
 
 
-def swap(model: Any, *, sequence_parallel: bool = False, pad_heads: bool = False) -> Any:
+def swap(model: Any, *, sequence_parallel: bool = False, pad_heads: bool = False, inplace_logits: bool = False) -> Any:
     """Replaces the linear layers, embedding and head of a Hugging Face causal LM by parallel ones. Returns the model.
 
     Works on a model on the meta device, which then gets its values from `materialize` or `load_pretrained`, and on a
@@ -43,13 +43,15 @@ def swap(model: Any, *, sequence_parallel: bool = False, pad_heads: bool = False
             `hidden_states` that the model returns when asked to.
         pad_heads: add zero heads where tp does not divide the heads (see `parallel_layers.pad`); False refuses the
             model then.
+        inplace_logits: the loss writes over the logits, which saves memory of their size and time: those that come
+            with a loss, in training, have no meaning then. For training that uses the loss alone, as `run_train` does.
 
     Raises:
         UnsupportedModelError: the plan does not cover the model; the layers are named.
         ValueError: tp does not divide a size; the message has the numbers.
     """
     tp = comm.size("tp")
-    if getattr(model, "loss_function", None) is causal_lm_loss:
+    if getattr(getattr(model, "loss_function", None), "func", None) is causal_lm_loss:
         raise ValueError(f"swap: this {type(model).__name__} has been swapped already")
     plan = read_plan(model)
     layers = plan.layers(model, tp, sequence_parallel=sequence_parallel)
@@ -66,7 +68,7 @@ def swap(model: Any, *, sequence_parallel: bool = False, pad_heads: bool = False
                 region.forward = partial(_with_own_random_numbers, region.forward)
     if sequence_parallel:
         apply_sequence_parallel(model, plan)
-    model.loss_function = causal_lm_loss
+    model.loss_function = partial(causal_lm_loss, inplace_logits=inplace_logits)
     model.register_forward_hook(_full_logits_without_labels)
     return model
 

@@ -85,6 +85,29 @@ def test_same_as_one_process(
     _compare(llama_config(heads, kv_heads, tied=tied), tp, sequence_parallel=sequence_parallel, pad_heads=pad_heads)
 
 
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_loss_that_writes_over_the_logits(tp: int) -> None:
+    _compare(llama_config(4, 2), tp, inplace_logits=True)
+
+
+@pytest.mark.parametrize("inplace_logits", [False, True])
+def test_logits_that_come_with_a_loss_are_kept_unless_they_are_given_up(inplace_logits: bool) -> None:
+    config = llama_config(4, 2)
+    reference, (ids, labels) = reference_model(config), batch(seq=12)
+    with torch.no_grad():
+        expected = reference(input_ids=ids).logits
+
+    def rank() -> bool:
+        model = swapped(config, reference.state_dict(), inplace_logits=inplace_logits)
+        output = model(input_ids=ids, labels=labels)
+        output.loss.backward()
+        return error(output.logits.detach(), expected) < TOLERANCE
+
+    assert threads.run(Mesh(1), rank) == [not inplace_logits]
+    with pytest.raises(ValueError, match="has been swapped already"):
+        threads.run(Mesh(1), lambda: swap(swap(meta_model(config), inplace_logits=inplace_logits)))
+
+
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_biases(sequence_parallel: bool) -> None:
     config = llama_config(9, 3, attention_bias=True, mlp_bias=True)

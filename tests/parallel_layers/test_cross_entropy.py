@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import math
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.autograd.graph import get_gradient_edge
 
 from neuronx_dist import comm, spmd
 from neuronx_dist.comm.backends import threads
 from neuronx_dist.parallel_layers import (
     ColumnParallelLinear,
     gather_from_tensor_model_parallel_region,
+    loss_functions,
     parallel_cross_entropy,
     scatter_to_tensor_model_parallel_region,
 )
+from neuronx_dist.planning.meter import measure_peak
 from tests.parallel_layers.layer_parity import close, draw, tp_mesh
 from tests.support.pool import processes
 
@@ -92,7 +96,7 @@ def test_nothing_but_ignored_labels(tp):
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_two_all_reduces_forward_and_none_backward(smoothing):
-    rows = 3 if smoothing else 2
+    rows = 4 if smoothing else 2
     expected = [("all_reduce", "max", (3, 4)), ("all_reduce", "sum", (rows, 3, 4))]
     forward, backward = compare(2, (3, 4), random_labels(3, 4), label_smoothing=smoothing)
     assert forward == (expected, expected) and backward == (0, 0)
@@ -171,6 +175,158 @@ def test_wrong_labels_are_refused(labels, options, kind, parts):
     with comm.as_rank(tp_mesh(2), 0), pytest.raises(kind) as error:
         parallel_cross_entropy(torch.zeros(2, K // 2), labels, **options)
     assert all(part in str(error.value) for part in parts), str(error.value)
+
+
+# --- pieces of the logits, and the gradient in their memory ---
+
+
+def pieces_of(size):
+    """Pieces of `size` logits, so that small logits come in several."""
+    return mock.patch.multiple(loss_functions, _IN_CACHE=size, _IN_MEMORY=size)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("lead", [(7,), (3, 5), (2, 1, 3)])
+@pytest.mark.parametrize("size", [1, 9, 40])
+def test_pieces_are_the_whole(size, lead, smoothing):
+    with pieces_of(size):
+        compare(2, lead, random_labels(*lead), label_smoothing=smoothing)
+
+
+def in_place(logits, labels, g, options):
+    """As `ours`, of logits that a layer made; whether the gradient is in their memory."""
+    tp, rank = comm.size("tp"), comm.rank("tp")
+    source = logits.chunk(tp, -1)[rank].clone().requires_grad_()
+    made = source * 1
+    gradients = []
+    made.register_hook(gradients.append)
+    loss = parallel_cross_entropy(made, labels, inplace_logits=True, **options)
+    loss.backward(g)
+    (gradient,) = gradients
+    return loss.detach(), source.grad, gradient.data_ptr() == made.data_ptr() and torch.equal(gradient, made)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [9, 1 << 17])
+def test_in_place_is_the_same(size, dtype, smoothing):
+    logits, labels = (4 * draw(3, 5, K, seed=1)).to(dtype), random_labels(3, 5, ignored=(2, 8))
+    g = draw(3, 5, seed=2).to(torch.promote_types(dtype, torch.float32))
+    for tp in (1, 2):
+        expected = threads.run(tp_mesh(tp), ours, logits, labels, g, dict(label_smoothing=smoothing))
+        with pieces_of(size):
+            ranks = threads.run(tp_mesh(tp), in_place, logits, labels, g, dict(label_smoothing=smoothing))
+        for (loss, gradient, there), (expected_loss, expected_gradient, *_) in zip(ranks, expected):
+            assert there, "the gradient is elsewhere"
+            tolerance = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 0}[dtype]
+            close(loss, expected_loss, tolerance=tolerance)
+            close(gradient, expected_gradient, tolerance=tolerance)
+
+
+def test_in_place_in_logits_that_are_no_whole_memory():
+    """A slice of the sequence, and logits that are kept transposed: their rows are apart."""
+    logits, labels = draw(3, 6, K, seed=1), random_labels(3, 5)
+    whole = logits.clone().requires_grad_()
+    F.cross_entropy(whole[:, :-1].flatten(0, 1), labels.flatten(), reduction="none").sum().backward()
+
+    def rank_main(change):
+        leaf = logits.chunk(2, -1)[comm.rank("tp")].clone().requires_grad_()
+        parallel_cross_entropy(change(leaf * 1), labels, inplace_logits=True).sum().backward()
+        return leaf.grad
+
+    for change in (lambda z: z[:, :-1], lambda z: z.transpose(0, 2).contiguous().transpose(0, 2)[:, :-1]):
+        with pieces_of(9):
+            close(torch.cat(threads.run(tp_mesh(2), rank_main, change), -1), whole.grad)
+
+
+def _twice(z, loss):
+    value = loss(z)
+    value.backward(retain_graph=True)
+    value.backward()
+
+
+USED_AFTERWARDS = {
+    "a second backward": _twice,
+    "a second loss": lambda z, loss: (loss(z) + loss(z)).backward(),
+    "a use before": lambda z, loss: (z.square().sum() + loss(z)).backward(),
+    "a use after": lambda z, loss: (loss(z) + z.square().sum()).backward(),
+    "another loss alone": lambda z, loss: (loss(z), z.square().sum())[1].backward(),
+    "a producer": lambda z, loss: loss(torch.tanh(z)).backward(),
+}
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])  # forward writes exp(z - m) over the logits, or only backward writes
+@pytest.mark.parametrize("name", USED_AFTERWARDS)
+def test_logits_that_are_needed_afterwards_are_missed(name, smoothing):
+    """Or they were still there when they were used."""
+    logits, labels, gradients = draw(3, K, seed=1), random_labels(3), []
+    with comm.as_rank(tp_mesh(1), 0):
+        for options in ({}, {"inplace_logits": True}):
+            leaf = logits.clone().requires_grad_()
+            try:
+                USED_AFTERWARDS[name](
+                    leaf * 1, lambda z, o=options: parallel_cross_entropy(z, labels, smoothing, **o).sum()
+                )
+            except RuntimeError as error:
+                words = ["used after the loss, with inplace_logits", "modified by an inplace operation"]
+                if name == "a second backward":
+                    words = ["a second backward, with inplace_logits"]
+                assert options and any(word in str(error) for word in words), error
+                return
+            gradients.append(leaf.grad)
+    assert smoothing and name in ("a use after", "another loss alone")
+    close(*gradients)
+
+
+def test_a_leaf_is_left_as_it_is():
+    logits, labels = draw(3, 5, K, seed=1), random_labels(3, 5)
+    # `ours` compares the logits with what they were.
+    threads.run(tp_mesh(2), ours, logits, labels, draw(3, 5, seed=2), dict(inplace_logits=True))
+
+
+def test_backward_out_of_place_can_be_repeated():
+    logits, labels = draw(3, K, seed=1).requires_grad_(), random_labels(3)
+    with comm.as_rank(tp_mesh(1), 0):
+        loss = parallel_cross_entropy(logits, labels).sum()
+        first, second = (torch.autograd.grad(loss, logits, retain_graph=True)[0] for _ in range(2))
+    assert torch.equal(first, second)
+
+
+def measured(dtype, tokens, inplace):
+    """The most bytes that are alive at one time, the logits among them, over those of the logits."""
+    logits = torch.zeros(tokens, 64, dtype=dtype, requires_grad=True) * 1
+    labels = torch.zeros(tokens, dtype=torch.int64)
+    edge = get_gradient_edge(logits)
+    with measure_peak() as memory:
+        torch.autograd.grad(parallel_cross_entropy(logits, labels, inplace_logits=inplace).sum(), edge)
+    return memory.peak / (logits.numel() * logits.itemsize)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_memory_is_that_of_a_few_rows(dtype):
+    with comm.as_rank(tp_mesh(1), 0), pieces_of(640):
+        assert 1.0 <= measured(dtype, 1000, True) < 1.4  # a piece, and a few numbers per token
+        assert 2.0 <= measured(dtype, 1000, False) < 2.4  # the gradient too
+
+
+# --- columns that are no part of the vocabulary ---
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.3])
+@pytest.mark.parametrize("tp, real", [(1, 11), (2, 11), (4, 11), (4, 8), (2, 16)])
+def test_columns_of_minus_infinity_are_no_part_of_the_vocabulary(tp, real, smoothing):
+    """The last rank may hold nothing else (4, 11), or the last two (4, 8)."""
+    logits, labels, g = 4 * draw(5, K, seed=1), random_labels(5) % real, draw(5, seed=2)
+    logits[:, real:] = -math.inf
+    whole = logits[:, :real].clone().requires_grad_()
+    s = smoothing * real / (real - 1)
+    want = F.cross_entropy(whole, labels, reduction="none", label_smoothing=s)
+    want.backward(g)
+    losses, grads, *_ = zip(*threads.run(tp_mesh(tp), ours, logits, labels, g, dict(label_smoothing=smoothing)))
+    for loss in losses:
+        close(loss, want.detach())
+    close(torch.cat(grads, -1)[:, :real], whole.grad)
+    assert not torch.cat(grads, -1)[:, real:].any()
 
 
 def test_on_meta_and_fake_tensors():

@@ -180,7 +180,7 @@ def train_and_measure(case: Case, ask_allocator: bool = False) -> Measured:
     before = _storages()
     with torch.device("meta"):
         module = AutoModelForCausalLM.from_config(case.config(), dtype=getattr(torch, layout.dtype))
-    hf.swap(module, sequence_parallel=layout.sequence_parallel, pad_heads=layout.pad_heads)
+    hf.swap(module, sequence_parallel=layout.sequence_parallel, pad_heads=layout.pad_heads, inplace_logits=True)
     model = nxd.NxDPPModel(
         module,
         transformer_layer_cls=hf.transformer_layer_class(module),

@@ -91,11 +91,9 @@ PROGRAM_OF = {
     "NeuronZero1Optimizer._shard:self._group.size#1": "zero, groups",
     "ParameterShard.take_own_grad:self.scale#1": "experts, zero",
     "NxDPPModel._report:comm.size(('dp', 'cp'))#1": "llama, stages",
-    "_ParallelCrossEntropy.forward:communicator.size#1": "cross entropy, smooth",
 }
 EXEMPT = {
     "causal_lm_loss:count or math.inf#1": "a number that the caller made",
-    "_cross_entropy_of_operators:communicator.size#1": "under torch.func only",
     "_cross_entropy:communicator.size#1": "the bound of ids, which are compared with it",
 }
 
