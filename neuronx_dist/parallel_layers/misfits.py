@@ -8,6 +8,7 @@ import torch
 
 from .. import comm
 from ..call_site import calling_module
+from ..spmd import SpmdTypeError
 
 __all__ = ["refuse_ids", "refuse_input"]
 
@@ -19,6 +20,8 @@ def refuse_input(layer: Any, x: torch.Tensor, cause: Exception) -> None:
         ValueError: the input's features or dtype are not the layer's; the message names the layer, by its path where it
             is known, both shapes and dtypes, and what to do.
     """
+    if isinstance(cause, SpmdTypeError):  # the checker's, which says more
+        return
     size, weight = comm.communicator(layer.axis).size, layer.weight
     parallel = getattr(layer, "input_is_parallel", None)  # None: of a column layer, whose input is whole
     features = weight.shape[1] if parallel else layer.input_size

@@ -5,6 +5,7 @@ record/          a forward as a graph of what it calls
 cut/             a recording in stages; a stage as a function
 run/             a schedule executed on one rank
 stage_module.py  a module of which this rank has a part; model.py: `NxDPPModel`, which does all of it
+options.py       what is checked of its arguments
 """
 
 from ..lazy_names import lazy_names

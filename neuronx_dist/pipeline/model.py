@@ -33,13 +33,22 @@ from .cut.partition import (
     place_by_registration,
     split,
 )
-from .cut.stage import Stage
+from .cut.stage import Stage, add_place
+from .options import (
+    checked_input_names,
+    module_classes,
+    names,
+    refuse_unsupported,
+    warn_of_tracing,
+    warn_of_unused,
+)
 from .record.recorder import record
-from .record.recording import Recording, TensorSpec
+from .record.recording import Recording, TensorSpec, TracingError, describe
 from .run.executor import Executor
 from .run.lockstep import Lockstep, Transfers
+from .run.loss import find_loss
 from .run.messages import Messages
-from .run.microbatches import Batch, evaluating, find_loss
+from .run.microbatches import Batch, evaluating
 from .run.program import StageProgram
 from .run.transport import Channels, Transport
 from .schedule import Inference, Schedule, training_schedule
@@ -56,22 +65,25 @@ class NxDPPModel(StageModule):
         transformer_layer_cls: class (or several) of the transformer layers.
         num_microbatches: a batch is cut into as many equal pieces along dim 0.
         virtual_pipeline_size: only 1.
-        output_loss_value_spec: which leaf of the forward's result is the loss: True, or a tuple or dict of them in the
-            shape of the result, such as `(True, False)` or `{"loss": True, "logits": False}`.
+        output_loss_value_spec: which leaf of the forward's result is the loss: True, or a tuple or dict in the shape of
+            the result, such as `(True, False)` or `{"loss": True, "logits": False}`; see `find_loss`.
         return_mb_loss: return the list of the microbatches' losses.
         broadcast_and_average_loss: return the loss on all ranks, averaged over data-parallel ranks.
         pipeline_cuts: names of the last layers of all stages but the last.
         input_names: the keyword arguments that `run_train` and `run_eval` are called with; None: any.
-        leaf_module_cls: more classes (or names of classes) that are recorded as one call.
-        autowrap_functions, autowrap_modules, autowrap_obj_methods, tracer_cls: accepted, and not needed: what the
-            forward calls is recorded while it runs, not traced from symbols.
+        leaf_module_cls: more classes, or parts of names of classes, that are recorded as one call. Those without
+            parameters run on each stage that needs their result, unless they change a buffer, draw random numbers,
+            communicate or depend on activations: then where they are called.
+        autowrap_functions, autowrap_modules, autowrap_obj_methods, tracer_cls ("hf", "torch" or a class): checked, and
+            without effect, with a warning: what the forward calls is recorded while it runs, not traced from symbols.
         param_init_fn: `param_init_fn(module)` initialises the direct parameters of a module that was on meta; called
             for each module of this stage that has any, on the CPU.
-        trace_file_path: accepted; as upstream, it has no effect.
+        trace_file_path: only None.
         use_zero1_optimizer: the optimizer averages gradients over data-parallel ranks, so that `run_train` does not.
         auto_partition: cut evenly between transformer layers; see `create_partitions`.
-        deallocate_pipeline_outputs: accepted: what was sent is always freed, unless backward needs it.
-        use_model_wrapper, fuse_microbatches: accepted, without effect off Neuron.
+        deallocate_pipeline_outputs: of what was sent, keep the last two microbatches' only, and what backward needs;
+            else those of all microbatches in flight.
+        use_model_wrapper, fuse_microbatches: without effect, with a warning.
         use_optimizer_wrapper: as `use_zero1_optimizer`.
         return_loss_on_cpu: move the loss to the CPU.
         manual_pp_partition: only False.
@@ -115,12 +127,16 @@ class NxDPPModel(StageModule):
         fuse_microbatches: bool = False,
         manual_pp_partition: bool = False,
     ) -> None:
-        if num_microbatches < 1:
-            raise ValueError(f"num_microbatches must be at least 1, got {num_microbatches}")
+        if not isinstance(num_microbatches, int) or num_microbatches < 1:
+            raise ValueError(f"num_microbatches must be an integer of at least 1, got {num_microbatches!r}")
         if virtual_pipeline_size != 1:
             raise ValueError(f"virtual_pipeline_size={virtual_pipeline_size} is not supported; leave it at 1")
-        if manual_pp_partition:
-            raise ValueError("manual_pp_partition=True is not supported; use pipeline_cuts or auto_partition")
+        refuse_unsupported(manual_pp_partition=manual_pp_partition, trace_file_path=trace_file_path)
+        warn_of_tracing(tracer_cls, autowrap_functions, autowrap_modules, autowrap_obj_methods)
+        warn_of_unused(
+            use_model_wrapper=(use_model_wrapper, "the model itself is what is trained"),
+            fuse_microbatches=(fuse_microbatches, "each task of a stage is a program of its own"),
+        )
         if return_mb_loss and broadcast_and_average_loss:
             raise ValueError("broadcast_and_average_loss gives one loss: return_mb_loss must be False with it")
         if auto_partition and pipeline_cuts:
@@ -134,16 +150,18 @@ class NxDPPModel(StageModule):
         self.output_loss_value_spec = output_loss_value_spec
         self.return_mb_loss = return_mb_loss
         self.broadcast_and_average_loss = broadcast_and_average_loss
-        self.pipeline_cuts = list(pipeline_cuts or [])
-        self.input_names = list(input_names) if input_names is not None else None
+        self.pipeline_cuts = names(pipeline_cuts, "pipeline_cuts")
+        self.input_names = checked_input_names(module, input_names)
         self.auto_partition = bool(auto_partition)
         self.param_init_fn = param_init_fn
         self.use_zero1_optimizer = use_zero1_optimizer
         self.use_model_wrapper = use_model_wrapper
         self.use_optimizer_wrapper = use_optimizer_wrapper
         self.return_loss_on_cpu = return_loss_on_cpu
-        self._layer_classes = _classes(module, transformer_layer_cls)
-        self._leaf_classes = [*self._layer_classes, *PARALLEL_MODULES, *_classes(module, leaf_module_cls)]
+        self.deallocate_pipeline_outputs = deallocate_pipeline_outputs
+        self._layer_classes = module_classes(module, transformer_layer_cls, "transformer_layer_cls")
+        leaves = module_classes(module, leaf_module_cls, "leaf_module_cls", parts_of_names=True)
+        self._leaf_classes = [*self._layer_classes, *PARALLEL_MODULES, *leaves]
         self.recorder: Callable[..., Recording] = record
         self._channels = Channels(None, None)
         self._example: Recording | None = None
@@ -170,16 +188,23 @@ class NxDPPModel(StageModule):
             args, kwargs: example inputs, of any batch size. They are needed only if layers do not run in the order in
                 which the model registers them.
             input_names, leaf_modules: as the constructor's `input_names` and `leaf_module_cls`.
-            autowrap_functions, autowrap_modules, autowrap_obj_methods, tracer_cls: not needed.
+            autowrap_functions, autowrap_modules, autowrap_obj_methods, tracer_cls: as the constructor's.
+
+        Raises:
+            ValueError: a name that is none of the model's, or `args` without names.
+            RuntimeError: the model is partitioned.
         """
+        if self.num_stages > 1:
+            self._check_not_partitioned("trace")
+        warn_of_tracing(tracer_cls, autowrap_functions, autowrap_modules, autowrap_obj_methods)
         if input_names is not None:
-            self.input_names = list(input_names)
-        self._leaf_classes += _classes(self.original_module, leaf_modules)
+            self.input_names = checked_input_names(self.original_module, input_names)
+        self._leaf_classes += module_classes(self.original_module, leaf_modules, "leaf_modules", parts_of_names=True)
         if args or kwargs:
             inputs = dict(zip(self.input_names or (), args or ()), **(kwargs or {}))
             if args and len(args) > len(self.input_names or ()):
                 raise ValueError(f"trace: {len(args)} args for input_names {self.input_names}: pass kwargs instead")
-            self._example = record(self.original_module, inputs, self._leaf_classes)
+            self._example = self._record(inputs, None)
 
     def cut_pipeline_stage(self, name: str) -> None:
         """Ends a stage after layer `name`. Called once less than there are stages, in order."""
@@ -196,16 +221,16 @@ class NxDPPModel(StageModule):
             self._check_not_partitioned("partition")
         module = self.original_module
         holders = self.training_schedule.holders
-        names = leaf_names(module, self._leaf_classes)
+        leaves = leaf_names(module, self._leaf_classes)
         if self.auto_partition and not self.pipeline_cuts:
-            layers = [n for n in names if isinstance(module.get_submodule(n), tuple(self._layer_classes))]
+            layers = [n for n in leaves if isinstance(module.get_submodule(n), tuple(self._layer_classes))]
             self.pipeline_cuts = create_partitions(len(holders), layers)
         if self._example is not None:
             plans = split(self._example, self.pipeline_cuts)
             placement = place_by_recording(module, plans, self._leaf_classes)
             self._example = None
         else:
-            check_cuts(self.pipeline_cuts, names, len(holders))
+            check_cuts(self.pipeline_cuts, leaves, len(holders))
             placement = place_by_registration(module, self.pipeline_cuts, self._leaf_classes)
         if self.num_stages > 1:
             pipelines = comm.current().mesh.groups("pp")
@@ -236,8 +261,8 @@ class NxDPPModel(StageModule):
         microbatches; `zero_grad` is the caller's.
 
         Args:
-            kwargs: the inputs, named as `input_names`. Tensors are cut along dim 0; 0-dim tensors and all else go
-                whole to every microbatch.
+            kwargs: the inputs, named as `input_names`. Tensors, on any device, are cut along dim 0; 0-dim tensors and
+                all else go whole to every microbatch.
 
         Returns:
             The mean loss on the last stage (a list of the microbatches' with `return_mb_loss`), None on others; with
@@ -286,7 +311,7 @@ class NxDPPModel(StageModule):
     @property
     def training_schedule(self) -> Schedule:
         """The schedule that `run_train` runs, for the present `num_microbatches`."""
-        return training_schedule(self.num_stages, self.num_microbatches)
+        return training_schedule(self.num_stages, self.num_microbatches, deallocate=self.deallocate_pipeline_outputs)
 
     @property
     def stage_channels(self) -> Channels:
@@ -342,7 +367,7 @@ class NxDPPModel(StageModule):
         with torch.set_grad_enabled(schedule.trains):
             batch = Batch(inputs, self.input_names, schedule.num_microbatches)
             if self.device.type == "meta":
-                self._refuse_meta()
+                self.refuse_meta()
             program = self._program(batch)
             if not self.tied_weights_synced:
                 self.sync_tied_weights()
@@ -389,8 +414,8 @@ class NxDPPModel(StageModule):
             tuple((p.requires_grad, p.dtype) for p in module.parameters()),
         )
         if key not in self._programs:
-            self._refuse_meta()
-            recording = self.recorder(module, batch.example(), self._leaf_classes, device)
+            self.refuse_meta()
+            recording = self._record(batch.example(), device)
             wanted: list[Any] = recording.outputs
             loss: TensorSpec | None = None
             if self.output_loss_value_spec is not None:
@@ -410,6 +435,16 @@ class NxDPPModel(StageModule):
                 transfers=Transfers(plans, schedule) if lockstep else None,
             )
         return self._programs[key]
+
+    def _record(self, inputs: dict[str, Any], device: torch.device | None) -> Recording:
+        """Records the forward; what the model itself raises says what it was given."""
+        try:
+            return self.recorder(self.original_module, inputs, self._leaf_classes, device)
+        except TracingError:
+            raise
+        except Exception as error:
+            add_place(error, f"{type(self.original_module).__name__}.forward, given {describe(inputs)}")
+            raise
 
     def _check_partitioned(self) -> None:
         if not self.partitioned:
@@ -434,14 +469,6 @@ class NxDPPModel(StageModule):
                 '(True, False) or {"loss": True, "logits": False}'
             )
 
-    def _refuse_meta(self) -> None:
-        for name, param in self.local_named_parameters():
-            if param.is_meta:
-                raise RuntimeError(
-                    f"parameter {name} of stage {self.stage} is on the meta device: give it a value first, by "
-                    f"neuronx_dist.materialize(model, seed), by loading weights, or by param_init_fn"
-                )
-
     def _report(self, program: StageProgram, losses: list[torch.Tensor]) -> torch.Tensor | list[torch.Tensor] | None:
         assert program.loss is not None
         device = torch.device("cpu") if self.return_loss_on_cpu else self.device
@@ -461,18 +488,3 @@ class NxDPPModel(StageModule):
             if active() is not None:
                 spmd.assert_type(mean, dict.fromkeys(("pp", "dp", "cp"), spmd.R))
         return mean.to(device)
-
-
-def _classes(module: nn.Module, classes: Any) -> list[type]:
-    """Module classes from a class, the name of one, or several of them."""
-    if classes is None:
-        return []
-    result: list[type] = []
-    for item in classes if isinstance(classes, (list, tuple, set)) else [classes]:
-        if isinstance(item, str):
-            result += dict.fromkeys(type(m) for m in module.modules() if type(m).__name__ == item)
-        elif isinstance(item, type) and issubclass(item, nn.Module):
-            result.append(item)
-        else:
-            raise ValueError(f"expected a module class or the name of one, got {item!r}")
-    return result

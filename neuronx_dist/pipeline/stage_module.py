@@ -226,6 +226,15 @@ class StageModule(nn.Module):
                         module._buffers[key] = torch.empty_like(buffer, device="cpu")
                 init_fn(module)
 
+    def refuse_meta(self) -> None:
+        """Raises RuntimeError if a parameter of this stage has no value yet."""
+        for name, param in self.local_named_parameters():
+            if param.is_meta:
+                raise RuntimeError(
+                    f"parameter {name} of stage {self.stage} is on the meta device: give it a value first, by "
+                    f"neuronx_dist.materialize(model, seed), by loading weights, or by param_init_fn"
+                )
+
     # --- tied weights
 
     def tied_groups(self) -> list[tuple[nn.Parameter, comm.Communicator]]:

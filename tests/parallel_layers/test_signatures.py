@@ -87,7 +87,7 @@ SAMPLES = {
     NxDPPModel: dict(
         module=nn.Sequential(nn.Linear(2, 2)), transformer_layer_cls=nn.Linear, num_microbatches=2,
         output_loss_value_spec=True, broadcast_and_average_loss=True, use_zero1_optimizer=True, use_model_wrapper=True,
-        use_optimizer_wrapper=True, input_names=["x"], return_loss_on_cpu=False, auto_partition=True,
+        use_optimizer_wrapper=True, input_names=["input"], return_loss_on_cpu=False, auto_partition=True,
     ),
 }  # fmt: skip
 

@@ -40,59 +40,22 @@ def alone(**options: Any) -> NxDPPModel:
 
 
 @pytest.mark.parametrize(
-    "options,message",
-    [
-        ({"virtual_pipeline_size": 2}, "virtual_pipeline_size=2 is not supported"),
-        ({"num_microbatches": 0}, "at least 1, got 0"),
-        ({"manual_pp_partition": True}, "manual_pp_partition=True is not supported"),
-        ({"return_mb_loss": True, "broadcast_and_average_loss": True}, "return_mb_loss must be False"),
-        ({"auto_partition": True, "pipeline_cuts": ["layers.0"]}, "do not pass pipeline_cuts"),
-        ({"pipeline_cuts": ["layers.0"]}, "1 pipeline stages need 0 cuts, got 1"),
-        ({"leaf_module_cls": [3]}, "expected a module class or the name of one, got 3"),
-    ],
-)
-def test_impossible_arguments(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        alone(**options)
-
-
-@pytest.mark.parametrize(
     "inputs,message",
     [
         ({"ids": 0}, r"missing \['labels'\], unexpected none"),
         ({"ids": 0, "labels": 0, "mask": 0}, r"missing none, unexpected \['mask'\]"),
         ({"ids": torch.zeros(7, 2), "labels": None}, r"\['ids'\] has 7 rows, .* 4 microbatches: nearest are 4 and 8"),
+        ({"ids": torch.zeros(1, 2), "labels": None}, r"\['ids'\] has 1 rows, .* 4 microbatches: nearest is 4$"),
+        (
+            {"ids": torch.zeros(4, 2), "labels": [torch.zeros(0, 2)]},
+            r"input \['labels'\]\[0\] has shape \[0, 2\], no rows, .* at least a row for each of 4 microbatches",
+        ),
     ],
 )
 def test_wrong_inputs(inputs: dict[str, Any], message: str) -> None:
     model = alone(input_names=["ids", "labels"], num_microbatches=4, output_loss_value_spec=True)
     with comm.as_rank(Mesh(1), 0), pytest.raises(ValueError, match=message):
         model.run_train(**inputs)
-
-
-@pytest.mark.parametrize(
-    "spec,message",
-    [
-        ((True, False), "has 2 entries, but the model's output is a Tensor"),
-        ({"loss": True}, "is a dict, but the model's output is a Tensor"),
-        ((False,), "has 1 entries, but|marks 0 outputs"),
-        ("loss", "must be made of True, False, tuples and dicts"),
-    ],
-)
-def test_a_loss_spec_that_does_not_fit(spec: Any, message: str) -> None:
-    model = alone(output_loss_value_spec=spec)
-    with comm.as_rank(Mesh(1), 0), pytest.raises(ValueError, match=message):
-        model.run_train(**batch())
-
-
-def test_a_loss_that_is_no_scalar() -> None:
-    with comm.as_rank(Mesh(1), 0):
-        model = NxDPPModel(make(DictOutput), output_loss_value_spec={"hidden": True})
-        with pytest.raises(ValueError, match=r"no scalar tensor but shape \(8, 6, 8\)"):
-            model.run_train(**batch())
-        model = NxDPPModel(make(DictOutput), output_loss_value_spec={"lost": True})
-        with pytest.raises(ValueError, match=r"names 'lost', but .* has \['hidden', 'loss', 'nothing'\]"):
-            model.run_train(**batch())
 
 
 def test_what_it_is_not_ready_for() -> None:
@@ -209,6 +172,29 @@ def test_losses_of_microbatches_and_of_all_ranks() -> None:
     results = on_ranks(Mesh(8, pp=2, tp=2), model, use, **options)
     for values in results:
         assert all(error(value, expected) < 1e-10 for value in values)
+
+
+def test_what_the_forward_raises_says_what_it_was_given() -> None:
+    """Labels that are missing, or None, fail in the model's own code."""
+    model = alone(num_microbatches=2, output_loss_value_spec=True)
+    ids = batch()["ids"]
+    with comm.as_rank(Mesh(1), 0):
+        with pytest.raises(TypeError, match=r"^Model.forward, given {'ids': Tensor\[4, 6\]}: .* argument: 'labels'"):
+            model.run_train(ids=ids)
+        given = r"^Model.forward, given {'ids': Tensor\[4, 6\], 'labels': None}: 'NoneType' object has no"
+        with pytest.raises(AttributeError, match=given):
+            model.run_train(ids=ids, labels=None)
+        with pytest.raises(AttributeError, match=given.replace("4", "8")):
+            model.trace(kwargs={"ids": ids, "labels": None})
+
+
+def test_inputs_on_meta_have_no_values() -> None:
+    model = alone(num_microbatches=2, output_loss_value_spec=True)
+    with (
+        comm.as_rank(Mesh(1), 0),
+        pytest.raises(ValueError, match=r"input \['ids'\] is on the meta device, where"),
+    ):
+        model.run_train(ids=batch()["ids"].to("meta"), labels=batch()["labels"])
 
 
 @pytest.mark.parametrize("option", ["use_zero1_optimizer", "use_optimizer_wrapper"])
@@ -415,8 +401,10 @@ def test_cut_by_hand() -> None:
         pipeline.cut_pipeline_stage("layers.0")
         pipeline.cut_pipeline_stage("layers.2")
         pipeline.partition()
-        with pytest.raises(RuntimeError, match="partitioned already"):
+        with pytest.raises(RuntimeError, match="cut_pipeline_stage: this model is partitioned already"):
             pipeline.cut_pipeline_stage("layers.3")
+        with pytest.raises(RuntimeError, match="trace: this model is partitioned already"):
+            pipeline.trace(input_names=["ids"])
         return pipeline.run_train(**batch())
 
     loss = comm.threads.run(Mesh(3, pp=3), main)[2]

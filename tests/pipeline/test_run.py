@@ -71,7 +71,7 @@ def test_several_chunks_on_a_stage(
     schedule_class: type[Schedule], microbatches: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The one place that chooses the schedule decides how the model is cut and which stage has the loss."""
-    monkeypatch.setattr(neuronx_dist.pipeline.model, "training_schedule", schedule_class)
+    train_with(schedule_class, monkeypatch)
     check(schedule_class, 2, microbatches)
     original = make(tied=True)
     loss, _ = reference(original, batch(), 4)
@@ -80,10 +80,17 @@ def test_several_chunks_on_a_stage(
     assert all(error(value, loss) < 1e-12 for values in both for value in values)
 
 
+def train_with(schedule_class: type[Schedule], monkeypatch: pytest.MonkeyPatch) -> None:
+    def choose(num_stages: int, num_microbatches: int, *, deallocate: bool = False) -> Schedule:
+        return schedule_class(num_stages, num_microbatches)
+
+    monkeypatch.setattr(neuronx_dist.pipeline.model, "training_schedule", choose)
+
+
 def test_chunks_in_lockstep(monkeypatch: pytest.MonkeyPatch) -> None:
     """As long as a stage sends to one other stage in each direction, which is what one collective can do."""
     monkeypatch.setattr(threads.ThreadsBackend, "has_messages", False)
-    monkeypatch.setattr(neuronx_dist.pipeline.model, "training_schedule", Around)
+    train_with(Around, monkeypatch)
     check(Around, 2, 5)
     plans = [StagePlan() for _ in range(6)]
     assert Transfers(plans, Around(3, 1)).forward.pairs == [(0, 1), (1, 2), (2, 0)]

@@ -45,6 +45,11 @@ def test_a_llama_with_tied_embeddings_is_moved():
     assert found["tied"] and found["specs"] and found["devices"] == {XLA}
 
 
+def test_the_loss_of_a_pipeline_is_returned_on_the_cpu_unless_told_otherwise():
+    assert on_device(programs.device_of_the_loss, True) == (CPU, CPU)
+    assert on_device(programs.device_of_the_loss, False) == (XLA.split(":")[0],) * 2
+
+
 def test_host_copies_are_one_program():
     found = on_device(programs.host_copies)
     x = torch.arange(6, dtype=torch.float32)

@@ -26,6 +26,7 @@ __all__ = [
     "check_placement",
     "create_partitions",
     "leaf_names",
+    "nearest",
     "place_by_recording",
     "place_by_registration",
     "split",
@@ -52,8 +53,19 @@ def create_partitions(pipeline_parallel_size: int, model_layer_names: Sequence[s
     return [model_layer_names[of_stage.stop - 1] for of_stage in stage_layers(layers, stages)[:-1]]
 
 
-def check_cuts(cuts: Sequence[str], names: Sequence[str], num_stages: int) -> None:
+def nearest(name: str, candidates: Iterable[str]) -> str:
+    """The most similar of these names, for a message; some of all if none is similar."""
+    known = list(dict.fromkeys(candidates))
+    by_lower = {candidate.lower(): candidate for candidate in known}
+    near = difflib.get_close_matches(name.lower(), by_lower, n=4, cutoff=0.3)
+    return ", ".join([by_lower[each] for each in near] or known[:4])
+
+
+def check_cuts(cuts: Sequence[str], names: Sequence[str], num_stages: int, which: str = "of this model") -> None:
     """Checks cuts against the leaf layers of a model, in the order in which they run.
+
+    Args:
+        which: which layers `names` are, for a message.
 
     Raises:
         ValueError: a wrong number of cuts, a name that is no layer (the message lists near ones), or a wrong order.
@@ -65,8 +77,7 @@ def check_cuts(cuts: Sequence[str], names: Sequence[str], num_stages: int) -> No
         )
     for cut in cuts:
         if cut not in names:
-            near = difflib.get_close_matches(cut, names, n=4, cutoff=0.3) or list(names[:4])
-            raise ValueError(f"pipeline cut {cut!r} is not a layer of this model; near it: {', '.join(near)}")
+            raise ValueError(f"pipeline cut {cut!r} is not a layer {which}; near it: {nearest(cut, names)}")
     positions = [names.index(cut) for cut in cuts]
     if positions != sorted(set(positions)):
         raise ValueError(f"pipeline cuts must be different layers, in the order in which they run; got {list(cuts)}")
@@ -94,7 +105,7 @@ class Placement:
     """Which stages hold which tensors of the model.
 
     Attributes:
-        leaves: stages of each leaf layer, by name; more than one if several stages call it.
+        leaves: stages of each leaf layer with parameters, by name; more than one if several stages call it.
         direct: stages of each parameter that no leaf layer holds, by name.
     """
 
@@ -110,7 +121,7 @@ class Placement:
         return Placement(leaves, direct)
 
     def stages(self, name: str) -> frozenset[int] | None:
-        """Stages of a parameter, buffer or module; None: of all (buffers and modules that no leaf layer holds)."""
+        """Stages of a parameter, buffer or module; None: of all (what no leaf layer with parameters holds)."""
         if name in self.direct:
             return self.direct[name]
         path = name
@@ -129,7 +140,8 @@ def place_by_registration(module: nn.Module, cuts: Sequence[str], leaf_classes: 
     leaves: dict[str, frozenset[int]] = {}
     stage = 0
     for leaf in leaf_names(module, leaf_classes):
-        leaves[leaf] = frozenset([stage])
+        if _has_parameters(module, leaf):
+            leaves[leaf] = frozenset([stage])
         if stage < len(cuts) and leaf == cuts[stage]:
             stage += 1
     return Placement(leaves, _direct(module, leaves, {}))
@@ -145,7 +157,7 @@ def place_by_recording(module: nn.Module, plans: Sequence[StagePlan], leaf_class
                 called.setdefault(id(module.get_submodule(str(node.target))), set()).add(stage)
             elif _info(node).kind == "parameter":
                 read.setdefault(str(node.target), set()).add(stage)
-    names = leaf_names(module, leaf_classes)
+    names = [name for name in leaf_names(module, leaf_classes) if _has_parameters(module, name)]
     leaves = {name: frozenset(called.get(id(module.get_submodule(name)), {0})) for name in names}
     for name, stages in read.items():  # the parameter of a layer, used outside it too
         leaf = next((leaf for leaf in names if name.startswith(f"{leaf}.")), None)
@@ -153,6 +165,10 @@ def place_by_recording(module: nn.Module, plans: Sequence[StagePlan], leaf_class
             others = called.get(id(module.get_submodule(leaf)), set())
             leaves[leaf] = frozenset(stages | others)
     return Placement(leaves, _direct(module, leaves, read))
+
+
+def _has_parameters(module: nn.Module, name: str) -> bool:
+    return next(module.get_submodule(name).parameters(), None) is not None
 
 
 def _direct(
@@ -175,8 +191,8 @@ def check_placement(placement: Placement, plans: Sequence[StagePlan], holders: S
     for stage, plan in zip(holders, plans):
         for node in plan.nodes:
             if node.op == "call_module" or _info(node).kind == "parameter":
-                placed = placement.stages(str(node.target)) or frozenset()
-                if stage not in placed:
+                placed = placement.stages(str(node.target))
+                if placed is not None and stage not in placed:
                     raise ValueError(
                         f"{node.target} ({_info(node).where}) is used by pipeline stage {stage}, but its parameters "
                         f"were placed on stage {', '.join(map(str, sorted(placed)))}, by the order in which the model "
@@ -225,7 +241,7 @@ def split(recording: Recording, cuts: Sequence[str], outputs: Sequence[Any] | No
         outputs: the leaves of the result that are wanted; None: all.
 
     Raises:
-        ValueError: a cut is not a layer that was called.
+        ValueError: a cut is not a layer that was called, or leaves a stage with nothing to do.
         TracingError: a tensor is changed in place in another stage than one that shares its memory.
     """
     return _Splitter(recording, cuts, recording.outputs if outputs is None else outputs).plans()
@@ -243,11 +259,14 @@ class _Splitter:
         self.outputs = list(outputs)
         self.num_stages = len(cuts) + 1
         last_calls = {str(node.target): self.order[node] for node in recording.calls()}
-        check_cuts(cuts, sorted(last_calls, key=last_calls.__getitem__), self.num_stages)
+        called = sorted(last_calls, key=last_calls.__getitem__)
+        check_cuts(cuts, called, self.num_stages, "that the forward calls, for inputs like these")
         self.ends = [last_calls[cut] for cut in cuts]
         self.attributes = {_info(node).storage for node in self.nodes if node.op == "get_attr"}
+        self.attributes.update(*(_info(node).buffers for node in self.nodes))
         self.stage: dict[fx.Node, int] = {}  # of bound nodes
         self._bind_all()
+        self._check_every_stage_runs(cuts)
         self.computed: list[set[fx.Node]] = [set() for _ in range(self.num_stages)]
         self.crossing: list[set[fx.Node]] = [set() for _ in range(self.num_stages)]  # from this stage to the next
 
@@ -289,7 +308,9 @@ class _Splitter:
                     whole = node.all_input_nodes[0]
                     if whole in self.stage:
                         self.stage[node] = self.stage[whole]
-                elif info.kind != "pack" and (node in wholes or info.storage in changed or not self._is_free(node)):
+                elif info.kind != "pack" and (
+                    node in wholes or {info.storage, *info.buffers} & changed or not self._is_free(node)
+                ):
                     self.stage[node] = sum(index > end for end in self.ends)
             changed_now = set().union(*(_info(node).writes for node in self.stage))
             parts = (n for n in self.nodes if _info(n).kind == "part" and _info(n).storage in changed_now)
@@ -301,8 +322,10 @@ class _Splitter:
     def _is_free(self, node: fx.Node) -> bool:
         """No parameter, no randomness, no lasting effect, and nothing that depends on them."""
         info = _info(node)
-        if info.kind != "function":
+        if info.kind not in ("function", "module"):
             return info.kind in ("input", "buffer", "constant")
+        if info.kind == "module" and not info.repeatable:
+            return False
         owner = getattr(node.target, "__module__", None) or ""
         return not (
             info.random
@@ -353,6 +376,17 @@ class _Splitter:
 
     # --- what cannot be cut
 
+    def _check_every_stage_runs(self, cuts: Sequence[str]) -> None:
+        busy = set(self.stage.values())
+        for stage in range(self.num_stages):
+            if stage not in busy:
+                between = " and ".join(repr(cut) for cut in cuts[max(0, stage - 1) : stage + 1])
+                side = "between cuts" if 0 < stage < len(cuts) else "after cut" if stage else "before cut"
+                raise ValueError(
+                    f"pipeline stage {stage} of {self.num_stages} has nothing to do: the forward calls nothing {side} "
+                    f"{between} that depends on parameters. Move the cut."
+                )
+
     def _check_aliases(self, received: Sequence[fx.Node], stage: int) -> None:
         written = set().union(*(_info(node).writes for node, where in self.stage.items() if where >= stage))
         seen: dict[int, fx.Node] = {}
@@ -369,18 +403,26 @@ class _Splitter:
 
     def _check_attributes(self) -> None:
         """A buffer that one stage changes and another reads would be out of date there."""
+        writers: dict[int | None, set[int]] = {}
+        users: dict[int | None, set[int]] = {}
+        for node, stage in self.stage.items():
+            for storage in _info(node).writes:
+                writers.setdefault(storage, set()).add(stage)
+            for storage in _info(node).buffers:
+                users.setdefault(storage, set()).add(stage)
+            for argument in node.all_input_nodes:
+                if argument.op == "get_attr" and _info(argument).kind != "parameter":
+                    users.setdefault(_info(argument).storage, set()).add(stage)
         for node in self.nodes:
-            if node.op != "get_attr" or _info(node).kind == "parameter":
-                continue
-            storage = _info(node).storage
-            writers = {self.stage[n] for n in self.stage if storage in _info(n).writes}
-            users = {self.stage[n] for n in node.users if n in self.stage}
-            if writers and len(writers | users) > 1:
-                raise TracingError(
-                    f"{_info(node).where}: {node.target} is changed on pipeline stage {max(writers)} and used on "
-                    f"stages {sorted(writers | users)}; each stage has its own copy. Move the cut, or keep it within "
-                    f"one layer."
-                )
+            for memory in [_info(node).storage, *_info(node).buffers]:
+                stages = users.get(memory, set()) | writers.get(memory, set())
+                if memory in users and memory in writers and len(stages) > 1:
+                    what = f"{node.target}" if node.op == "get_attr" else f"a buffer of {node.target}"
+                    raise TracingError(
+                        f"{_info(node).where}: {what} is changed on pipeline stage {max(writers[memory])} and used on "
+                        f"stages {sorted(stages)}; each stage has its own copy. Move the cut, or keep it within one "
+                        f"layer."
+                    )
 
     def _sorted(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
         return sorted(nodes, key=self.order.__getitem__)

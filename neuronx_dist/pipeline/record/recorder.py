@@ -18,7 +18,7 @@ import functools
 import operator
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -39,6 +39,7 @@ from ...spmd.watching import no_typecheck
 from .effects import Effects, has_tensors, storage_of, tensors_in
 from .fake_mode import QuietFakeMode
 from .recording import Info, Recording, TensorSpec, TracingError, is_leaf, pack, part
+from .surroundings import restored, without_cache
 
 __all__ = ["record"]
 
@@ -67,8 +68,8 @@ def record(
     with ExitStack() as stack:
         stack.enter_context(no_typecheck())
         stack.enter_context(intercept(_see_function))
-        stack.enter_context(_restored(module))
-        stack.enter_context(_without_cache(module))
+        stack.enter_context(restored(module))
+        stack.enter_context(without_cache(module))
         shapes_only = stack.enter_context(comm.as_rank(here.mesh, here.rank))
         shapes_only.extras.update(here.extras)  # random streams
         stack.enter_context(torch.enable_grad())
@@ -101,6 +102,7 @@ class _Recorder(TorchFunctionMode):
         self.attributes: dict[int, tuple[str, str, torch.Tensor]] = {}  # id -> (kind, name, tensor used in its place)
         self.storages: set[int] = set()
         self.writers: dict[int, list[fx.Node]] = {}  # storage -> calls that changed it so far
+        self.buffers: dict[int, frozenset[int]] = {}  # by id of the leaf
         self.stale: set[int] = set()  # storages whose real values are not what the model would have
         self.ambient = self._autocast()
 
@@ -112,7 +114,7 @@ class _Recorder(TorchFunctionMode):
             if isinstance(leaf, torch.Tensor):
                 name = path if path.isidentifier() else f"input_{index}"
                 node = self.graph.create_node("placeholder", path, name=name)
-                leaves[index] = self._fake(leaf, leaf.requires_grad)
+                leaves[index] = self._fake(leaf, leaf.requires_grad, self.device)
                 self._bind(node, leaves[index], Info("the inputs", "input"))
                 node.meta["leaf"] = index
         _local.recorder = self
@@ -136,6 +138,8 @@ class _Recorder(TorchFunctionMode):
     def call_function(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is torch.Tensor.__iter__:  # an iterator would hide its tensors
             return iter(self.call_function(torch.Tensor.unbind, (args[0], 0), {}))
+        if func in (torch.Tensor.__getitem__, torch.Tensor.__setitem__):
+            args = (args[0], self._with_known_bounds(args[1]), *args[2:])
         target, target_args = func, args
         name, owner = getattr(func, "__name__", ""), getattr(getattr(func, "__self__", None), "__name__", "")
         if name == "__get__":  # x.T and such: an object that does not print
@@ -145,7 +149,7 @@ class _Recorder(TorchFunctionMode):
         return self._record("call_function", target, func, args, kwargs, target_args)
 
     def call_module(self, module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self._record("call_module", name, module._call_impl, args, kwargs, args)
+        return self._record("call_module", name, module._call_impl, args, kwargs, args, module)
 
     def _record(
         self,
@@ -155,6 +159,7 @@ class _Recorder(TorchFunctionMode):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         target_args: tuple[Any, ...],
+        module: nn.Module | None = None,
     ) -> Any:
         where = call_site()
         with self._paused():
@@ -163,13 +168,20 @@ class _Recorder(TorchFunctionMode):
             grad, autocast = torch.is_grad_enabled(), self._autocast()
             # Arguments first: afterwards one that is changed in place stands for the result.
             node_args, node_kwargs = self._argument(tuple(target_args), where), self._argument(dict(kwargs), where)
+            buffers = self._buffers_of(module)
             read = {storage_of(x) for x in tensors}
             # A real argument takes part as a fake one, of memory of its own; the mode forgets it when nobody holds it.
             stand_ins = [(self.fake_mode.from_tensor(x), x) for x in tensors if not isinstance(x, FakeTensor)]
             real = {storage_of(fake): storage_of(x) for fake, x in stand_ins}
 
-            result, effects = self._evaluate(func, args, kwargs, known, where)
+            before = [*module.buffers()] if module is not None else []
+            alone = module is not None and next(module.parameters(), None) is None
+            watched: AbstractContextManager[list[Any]] = comm.record() if alone else nullcontext([])
+            with watched as collectives:
+                result, effects = self._evaluate(func, args, kwargs, known, where, target)
             written = {real.get(storage, storage) for storage in effects.writes} & self.storages
+            if module is not None and [*map(id, before)] != [*map(id, module.buffers())]:
+                written |= buffers  # it put other tensors in their place
             if not known:
                 self.stale |= {storage_of(x) for x in tensors if not isinstance(x, FakeTensor)} & written
             if not (written or target is setattr or func in _EFFECTS or has_tensors(result)):
@@ -182,6 +194,8 @@ class _Recorder(TorchFunctionMode):
                 "module" if op == "call_module" else "function",
                 after={writer for storage in read for writer in self.writers.get(storage, ())},
                 writes=written,
+                buffers=buffers,
+                repeatable=alone and not collectives,
                 random=effects.random,
                 grad=grad,
                 autocast=None if autocast == self.ambient else autocast,
@@ -191,21 +205,36 @@ class _Recorder(TorchFunctionMode):
             self._bind(node, result, info)
             return result
 
+    def _with_known_bounds(self, index: Any) -> Any:
+        """An index whose slices have numbers in the place of tensors of which the values are known."""
+        if type(index) is tuple:
+            return tuple([self._with_known_bounds(item) for item in index])
+        if not isinstance(index, slice):
+            return index
+        bounds = (index.start, index.stop, index.step)
+        return slice(*(int(x) if isinstance(x, torch.Tensor) and not self._is_unknown(x) else x for x in bounds))
+
+    def _buffers_of(self, module: nn.Module | None) -> frozenset[int]:
+        """Memory of the buffers that a leaf has when it is first called; it stands for them from then on."""
+        if module is None:
+            return frozenset()
+        return self.buffers.setdefault(id(module), frozenset(storage_of(x) for x in module.buffers()))
+
     def _evaluate(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], known: bool, where: str
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], known: bool, where: str, target: Any
     ) -> tuple[Any, Effects]:
         """Runs one call on fake tensors; for real instead if its value is known."""
         effects = Effects()
         if func in _READS_VALUES:
             if not known:
-                raise _reads_values(_name(func), where)
+                raise _reads_values(func, where)
             return func(*args, **kwargs), effects
         try:
             with self.fake_mode, effects:
                 result = func(*args, **kwargs)
         except _DATA_DEPENDENT as error:
             if not known:
-                raise _reads_values(_name(func), where) from error
+                raise _reads_values(target, where) from error
         if known and not effects.random:
             result = func(*args, **kwargs)
         return result, effects
@@ -292,11 +321,9 @@ class _Recorder(TorchFunctionMode):
             node.meta["info"].spec = spec._replace(requires_grad=True)
         return node
 
-    def _fake(self, x: torch.Tensor, requires_grad: bool) -> torch.Tensor:
+    def _fake(self, x: torch.Tensor, requires_grad: bool, device: torch.device) -> torch.Tensor:
         with self.fake_mode:
-            fake = torch.empty_strided(
-                x.shape, x.stride(), dtype=x.dtype, device=self.device if x.is_meta else x.device
-            )
+            fake = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
         return fake.requires_grad_(requires_grad)
 
     def _replace_attributes(self) -> None:
@@ -309,7 +336,7 @@ class _Recorder(TorchFunctionMode):
                         continue
                     fake = fakes.get(id(tensor))
                     if fake is None:
-                        fake = self._fake(tensor, False)
+                        fake = self._fake(tensor, False, self.device if tensor.is_meta else tensor.device)
                         if kind == "parameter":
                             fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
                         fake.__dict__.update(tensor.__dict__)
@@ -358,36 +385,6 @@ def _see_function(original: Any, cls: Any, args: tuple[Any, ...], kwargs: dict[s
     return recorder.call_function(original, args, kwargs)
 
 
-@contextmanager
-def _restored(module: nn.Module) -> Iterator[None]:
-    """Takes back whatever a forward, run on fake tensors, keeps on its modules (caches, counters, buffers)."""
-    tables = ("_parameters", "_buffers", "_modules")
-    saved = [(m, dict(m.__dict__), {t: dict(m.__dict__[t]) for t in tables}) for m in module.modules()]
-    try:
-        yield
-    finally:
-        for m, attributes, contents in saved:
-            m.__dict__.clear()
-            m.__dict__.update(attributes)
-            for table, content in contents.items():
-                m.__dict__[table].clear()
-                m.__dict__[table].update(content)
-
-
-@contextmanager
-def _without_cache(module: nn.Module) -> Iterator[None]:
-    """Switches `config.use_cache` off, as Hugging Face's models have it: a cache is of no use to a pipeline."""
-    configs = {id(c): c for m in module.modules() if (c := getattr(m, "config", None)) is not None}
-    changed = [c for c in configs.values() if getattr(c, "use_cache", False) is True]
-    for config in changed:
-        config.use_cache = False
-    try:
-        yield
-    finally:
-        for config in changed:
-            config.use_cache = True
-
-
 def _refuse_hidden(x: Any, what: str, where: str) -> None:
     """Objects may go through as they are, unless they carry tensors that nobody would follow."""
     if isinstance(x, (nn.Module, type)) or callable(x):
@@ -400,10 +397,16 @@ def _refuse_hidden(x: Any, what: str, where: str) -> None:
         )
 
 
-def _reads_values(name: str, where: str) -> TracingError:
+def _reads_values(target: Callable[..., Any] | str, where: str) -> TracingError:
+    if isinstance(target, str):
+        return TracingError(
+            f"{where}: layer {target} needs the values of a tensor, and is recorded as one call, in which no values "
+            f"are known. If leaf_module_cls names its class, leave it out: what does not depend on the model's inputs "
+            f"is then computed, and may be branched on. Else use torch.where or a mask."
+        )
     return TracingError(
-        f"{where}: {name} needs the values of a tensor that depends on the model's inputs. A pipeline records the "
-        f"forward once for all batches of a shape, so it cannot branch on values: use torch.where or a mask."
+        f"{where}: {_name(target)} needs the values of a tensor that depends on the model's inputs. A pipeline records "
+        f"the forward once for all batches of a shape, so it cannot branch on values: use torch.where or a mask."
     )
 
 

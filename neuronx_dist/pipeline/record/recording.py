@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -10,7 +10,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx, nn
 
-__all__ = ["Info", "Recording", "TensorSpec", "TracingError", "is_leaf", "pack", "part"]
+__all__ = ["Info", "Recording", "TensorSpec", "TracingError", "describe", "is_leaf", "pack", "part"]
 
 
 class TracingError(RuntimeError):
@@ -41,7 +41,10 @@ class Info:
         spec: of the result, if that is a tensor.
         storage: the memory it lies in: equal for a tensor and its views.
         after: earlier calls that changed the memory of its arguments.
-        writes: whose memory it changes.
+        writes: whose memory it changes; a leaf module that puts another tensor in the place of a buffer changes it.
+        buffers: memory of the buffers that a leaf module holds.
+        repeatable: whether a leaf module's call may be made on several stages: it has no parameters, and issues no
+            collective.
         random: whether it draws random numbers.
         grad: whether gradients were enabled, in a forward that is run with gradients.
         autocast: `(device type, dtype, enabled)` where that differed from around the forward.
@@ -54,6 +57,8 @@ class Info:
     storage: int | None = None
     after: set[fx.Node] = field(default_factory=set)
     writes: set[int] = field(default_factory=set)
+    buffers: frozenset[int] = frozenset()
+    repeatable: bool = False
     random: bool = False
     grad: bool = True
     autocast: tuple[str, torch.dtype, bool] | None = None
@@ -84,8 +89,7 @@ class Recording:
 def is_leaf(module: nn.Module, leaf_classes: Sequence[type]) -> bool:
     """Whether a module is recorded as one call: a given class, or a single layer with parameters or of `torch.nn`.
 
-    A childless module without parameters of its own, such as a rotary embedding, is looked into: what it computes from
-    the inputs alone is then computed on each stage that needs it, instead of being sent.
+    A childless module without parameters, such as a rotary embedding, is looked into unless it is of a given class.
     """
     if isinstance(module, tuple(leaf_classes)):
         return True
@@ -102,3 +106,19 @@ def pack(leaves: Sequence[Any], structure: pytree.TreeSpec) -> Any:
 def part(container: Any, index: int) -> Any:
     """Leaf number `index` of a container of a registered class."""
     return pytree.tree_leaves(container)[index]
+
+
+def describe(x: Any) -> str:
+    """Inputs or outputs for a message: their containers, with the shapes of tensors; of long ones the first items."""
+    if isinstance(x, torch.Tensor):
+        return f"Tensor{list(x.shape)}"
+    if isinstance(x, Mapping):
+        items = [f"{key!r}: {describe(value)}" for key, value in x.items()]
+        return f"{'' if type(x) is dict else type(x).__name__}{{{_shortened(items)}}}"
+    if isinstance(x, (tuple, list)):
+        return f"({_shortened([describe(item) for item in x])})"
+    return repr(x) if x is None or isinstance(x, (bool, int, float)) else type(x).__name__
+
+
+def _shortened(items: list[str]) -> str:
+    return ", ".join(items if len(items) <= 8 else [*items[:8], f"... {len(items)} in all"])

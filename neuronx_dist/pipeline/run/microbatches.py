@@ -1,4 +1,4 @@
-"""A batch in microbatches, and which output of a model is its loss."""
+"""A batch in microbatches."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
-from torch import fx, nn
+from torch import nn
 
 from ...comm.host import upload
-from ..record.recording import Recording
 
-__all__ = ["Batch", "evaluating", "find_loss"]
+__all__ = ["Batch", "evaluating"]
 
 
 class Batch:
@@ -25,7 +24,7 @@ class Batch:
         num_microbatches: how many pieces to cut tensors into; 0-dim tensors and all else go whole to each.
 
     Raises:
-        ValueError: missing or unexpected inputs, or a dim 0 that is not divisible.
+        ValueError: missing or unexpected inputs, no rows, or a number of rows that is not divisible.
     """
 
     def __init__(self, inputs: Mapping[str, Any], names: Sequence[str] | None, num_microbatches: int) -> None:
@@ -39,14 +38,9 @@ class Batch:
         ordered = {name: inputs[name] for name in (names if names is not None else sorted(inputs))}
         self.leaves, self.structure = pytree.tree_flatten(ordered)
         self.num_microbatches = num_microbatches
-        for path, leaf in pytree.tree_flatten_with_path(ordered)[0]:
-            if isinstance(leaf, torch.Tensor) and leaf.ndim and leaf.shape[0] % num_microbatches:
-                raise ValueError(
-                    f"input {pytree.keystr(path)} has {leaf.shape[0]} rows, which is not divisible into "
-                    f"{num_microbatches} microbatches: nearest are "
-                    f"{leaf.shape[0] // num_microbatches * num_microbatches} and "
-                    f"{-(-leaf.shape[0] // num_microbatches) * num_microbatches}"
-                )
+        for index, leaf in enumerate(self.leaves):
+            if isinstance(leaf, torch.Tensor) and leaf.ndim and (problem := _wrong_rows(leaf, num_microbatches)):
+                raise ValueError(f"input {self._name(index)} {problem}")
 
     def key(self) -> tuple[Any, ...]:
         """Equal for batches that one recording serves."""
@@ -62,7 +56,14 @@ class Batch:
         return [leaf for leaf in self.leaves if not isinstance(leaf, torch.Tensor)]
 
     def microbatches(self, leaves: Sequence[int], device: torch.device) -> list[dict[int, torch.Tensor]]:
-        """The tensors with these leaf numbers, on `device`, for each microbatch."""
+        """The tensors with these leaf numbers, on `device`, for each microbatch.
+
+        Raises:
+            ValueError: one of them has no values.
+        """
+        for index in leaves:
+            if self.leaves[index].is_meta and device.type != "meta":
+                raise ValueError(f"input {self._name(index)} is on the meta device, where it has no values")
         # A 0-dim tensor of 0 or 1 would be a constant of an XLA program, which another value would need anew.
         moved = {
             index: leaf.to(device, non_blocking=True) if leaf.ndim else upload(leaf, device)
@@ -72,6 +73,11 @@ class Batch:
             {index: self._piece(leaf, microbatch) for index, leaf in moved.items()}
             for microbatch in range(self.num_microbatches)
         ]
+
+    def _name(self, index: int) -> str:
+        """What a leaf is called in messages: `['ids']`."""
+        inputs = pytree.tree_unflatten(self.leaves, self.structure)
+        return pytree.keystr(pytree.tree_flatten_with_path(inputs)[0][index][0])
 
     def _piece(self, leaf: Any, microbatch: int) -> Any:
         if not isinstance(leaf, torch.Tensor) or leaf.ndim == 0 or self.num_microbatches == 1:
@@ -102,52 +108,16 @@ def evaluating(module: nn.Module) -> Iterator[None]:
             child.training = training
 
 
-def find_loss(recording: Recording, spec: Any) -> fx.Node:
-    """The node of the output that `spec` (`NxDPPModel.output_loss_value_spec`) marks as the loss.
-
-    Raises:
-        ValueError: the spec does not fit the outputs, or what it marks is not a scalar.
-    """
-    marked = list(_marked(recording.result, spec, "the model's output"))
-    if len(marked) != 1:
-        raise ValueError(f"output_loss_value_spec={spec!r} marks {len(marked)} outputs as the loss; mark one with True")
-    (loss,) = marked
-    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        what = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else repr(loss)
-        raise ValueError(
-            f"output_loss_value_spec={spec!r} marks an output that is no scalar tensor but {what}: is the spec right, "
-            f"and were labels given?"
+def _wrong_rows(x: torch.Tensor, num_microbatches: int) -> str:
+    """Why these rows cannot be cut into microbatches; empty if they can."""
+    rows = x.shape[0]
+    if rows == 0:
+        return (
+            f"has shape {list(x.shape)}, no rows, so that a mean over them would be nan: give every rank at least a "
+            f"row for each of {num_microbatches} microbatches"
         )
-    flat = pytree.tree_leaves(recording.result)
-    node = recording.outputs[next(index for index, leaf in enumerate(flat) if leaf is loss)]
-    assert isinstance(node, fx.Node)
-    return node
-
-
-def _marked(output: Any, spec: Any, where: str) -> Iterator[Any]:
-    if spec is True:
-        yield output
-    elif isinstance(spec, Mapping):
-        if not isinstance(output, Mapping):
-            raise ValueError(f"output_loss_value_spec is a dict, but {where} is a {_type_name(output)}")
-        for key, inner in spec.items():
-            if inner and key not in output:
-                raise ValueError(f"output_loss_value_spec names {key!r}, but {where} has {sorted(map(str, output))}")
-            if inner:
-                yield from _marked(output[key], inner, f"{where}[{key!r}]")
-    elif isinstance(spec, (tuple, list)):
-        items = list(output.values()) if isinstance(output, Mapping) else output
-        if not isinstance(items, (tuple, list)) or len(items) < len(spec):
-            raise ValueError(
-                f"output_loss_value_spec has {len(spec)} entries, but {where} is a {_type_name(output)}"
-                + (f" of {len(items)}" if isinstance(items, (tuple, list)) else "")
-            )
-        for index, inner in enumerate(spec):
-            if inner:
-                yield from _marked(items[index], inner, f"{where}[{index}]")
-    elif spec:
-        raise ValueError(f"output_loss_value_spec must be made of True, False, tuples and dicts, got {spec!r}")
-
-
-def _type_name(output: Any) -> str:
-    return "Tensor" if isinstance(output, torch.Tensor) else type(output).__name__  # it is a fake one
+    if rows % num_microbatches == 0:
+        return ""
+    below = rows // num_microbatches * num_microbatches
+    nearest = f"nearest are {below} and {below + num_microbatches}" if below else f"nearest is {num_microbatches}"
+    return f"has {rows} rows, which is not divisible into {num_microbatches} microbatches: {nearest}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .lockstep import rounds
+from .one_f_one_b import OneFOneB
 from .schedule import Schedule
 from .tasks import Kind, Task
 
@@ -38,10 +39,11 @@ class Inference(Schedule):
         return 1 - self.num_chunks * self.num_microbatches / len(rounds(self))
 
     def send_window(self, kind: Kind, stage: int) -> int:
-        """As many sends as there are stages from here on, as in training; with several chunks a send never waits."""
+        """As in training; with several chunks a send never waits."""
         if self.num_chunks > 1:
             return super().send_window(kind, stage)
-        return self.num_stages - stage if kind is Kind.SEND_FORWARD else 2
+        training = self._chunks_of or OneFOneB(self.num_stages, self.num_microbatches)
+        return training.send_window(kind, stage)
 
     def virtual_stage(self, stage: int, chunk: int) -> int:
         schedule = self._chunks_of

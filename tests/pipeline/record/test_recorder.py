@@ -20,7 +20,7 @@ from neuronx_dist.pipeline.cut.partition import split
 from neuronx_dist.pipeline.cut.stage import Stage
 from neuronx_dist.pipeline.record.recorder import record
 from neuronx_dist.pipeline.record.recording import Recording
-from tests.support.pipeline_models import Block, Model, batch, make, on_ranks
+from tests.support.pipeline_models import Block, Model, batch, check_parity, make, on_ranks
 
 THIS = Path(__file__).name
 
@@ -138,6 +138,31 @@ def test_a_branch_on_values_names_its_line(way: str) -> None:
     line = next(number for number, text in enumerate(lines, 1) if text.endswith(f"# line of {way}"))
     with pytest.raises(TracingError, match=rf"{THIS}:{line}: .*needs the values of a tensor"):
         recorded(make(Branching, way=way), batch())
+
+
+def test_bounds_of_slices_that_are_known_tensors() -> None:
+    class Sliced(Model):
+        def body(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.layers[0](x) * 1.0
+            y[:, : torch.tensor(3)] = 0
+            return super().body(y[:, torch.arange(2).max() :])
+
+        def loss(self, x: torch.Tensor, labels: torch.Tensor) -> Any:
+            return super().loss(x, labels[:, 1:])
+
+    check_parity(Mesh(2, pp=2), make(Sliced), batch(), 2)
+
+    class Unknown(Model):
+        def body(self, x: torch.Tensor) -> torch.Tensor:
+            return super().body(x[:, : x.abs().sum().long()])
+
+    class UnknownOfKnown(Model):
+        def body(self, x: torch.Tensor) -> torch.Tensor:
+            return super().body(x + torch.arange(6)[: x.abs().sum().long()])
+
+    for model_class in (Unknown, UnknownOfKnown):
+        with pytest.raises(TracingError, match="__getitem__ needs the values of a tensor that depends on the model's"):
+            recorded(make(model_class), batch())
 
 
 def test_a_branch_on_values_inside_a_pipeline_ends_all_ranks() -> None:

@@ -141,6 +141,29 @@ def test_windows_of_1f1b(stages: int, microbatches: int) -> None:
 
 
 @pytest.mark.parametrize("stages,microbatches", GRID)
+def test_windows_of_inference_are_those_of_training(stages: int, microbatches: int) -> None:
+    few = OneFOneB(stages, microbatches, max_forward_sends=2)
+    for stage in range(stages):
+        alone, trained = Inference(stages, microbatches), Inference(stages, microbatches, few)
+        assert alone.send_window(Kind.SEND_FORWARD, stage) == stages - stage
+        assert trained.send_window(Kind.SEND_FORWARD, stage) == min(2, stages - stage)
+    assert len(rounds(alone)) == microbatches + stages - 1
+    simulate(trained)
+
+
+@pytest.mark.parametrize("stages,microbatches", GRID)
+def test_few_sends_change_nothing_but_the_window(stages: int, microbatches: int) -> None:
+    schedule, usual = training_schedule(stages, microbatches, deallocate=True), training_schedule(stages, microbatches)
+    for stage in range(stages):
+        assert schedule.tasks(stage) == usual.tasks(stage)
+        assert schedule.send_window(Kind.SEND_FORWARD, stage) == min(2, stages - stage)
+        assert schedule.send_window(Kind.SEND_BACKWARD, stage) == 2
+    assert simulate(schedule).peak_in_flight == simulate(usual).peak_in_flight
+    with pytest.raises(ValueError, match="max_forward_sends must be at least 1, got 0"):
+        OneFOneB(stages, microbatches, max_forward_sends=0)
+
+
+@pytest.mark.parametrize("stages,microbatches", GRID)
 def test_the_microbatches_that_a_memory_prediction_plays(stages: int, microbatches: int) -> None:
     for stage in range(stages):
         expected = min(microbatches, stages - stage + (3 if stage else 1))

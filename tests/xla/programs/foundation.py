@@ -393,3 +393,19 @@ def save_as_rank(rank: int, folder: str) -> tuple[list[tuple[int, ...]], int]:
         model = make_model(case, torch.zeros(1, device=torch_xla.device()))
         hf.save_pretrained(model, folder)
     return [tuple(x.shape) for x in stub.results], sum(torch_xla._XLAC._check_tensor_need_materialization(stub.results))
+
+
+def device_of_the_loss(on_cpu: bool) -> tuple[str, str]:
+    """Where a pipeline model on an XLA device returns the mean loss, and the list of the microbatches' losses."""
+    import torch_xla
+
+    devices = []
+    for return_mb_loss in (False, True):
+        model = nxd.NxDPPModel(
+            nn.Linear(2, 1), output_loss_value_spec=True, return_loss_on_cpu=on_cpu, return_mb_loss=return_mb_loss
+        )
+        model.original_module.forward = lambda x, layer=model.original_module: nn.Linear.forward(layer, x).mean()
+        model.to(torch_xla.device())
+        loss = model.run_train(x=torch.ones(2, 2))
+        devices.append((loss[0] if return_mb_loss else loss).device.type)
+    return devices[0], devices[1]

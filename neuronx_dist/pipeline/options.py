@@ -1,0 +1,144 @@
+"""Arguments of `NxDPPModel` and of its `trace`: what can be checked when they are given, and which have no effect."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Mapping, Sequence
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+from ..call_site import USER, frames
+from .cut.partition import nearest
+
+__all__ = ["checked_input_names", "module_classes", "names", "refuse_unsupported", "warn_of_tracing", "warn_of_unused"]
+
+
+def module_classes(module: nn.Module, classes: Any, option: str, *, parts_of_names: bool = False) -> list[type]:
+    """Classes of a model's layers, from a class, the name of one, or several of them.
+
+    Args:
+        option: the argument that they were given as.
+        parts_of_names: a name stands for each class whose name contains it, as in NxD.
+
+    Raises:
+        ValueError: it is neither, or no layer of the model is of it; the message names the nearest of its classes.
+    """
+    if classes is None:
+        return []
+    present = dict.fromkeys(type(m) for m in module.modules())
+    result: list[type] = []
+    for item in classes if isinstance(classes, (list, tuple, set, frozenset)) else [classes]:
+        if isinstance(item, str):
+            matching = [c for c in present if c.__name__ == item or (parts_of_names and item and item in c.__name__)]
+        elif isinstance(item, type) and issubclass(item, nn.Module):
+            matching = [item] if any(issubclass(c, item) for c in present) else []
+        else:
+            raise ValueError(f"{option}: expected a module class or the name of one, got {item!r}")
+        if not matching:
+            name = item if isinstance(item, str) else item.__name__
+            raise ValueError(
+                f"{option}: no layer of this {type(module).__name__} is a {name!r}; its nearest classes are "
+                f"{nearest(name, sorted(c.__name__ for c in present))}"
+            )
+        result += matching
+    return result
+
+
+def names(value: Sequence[str] | None, option: str) -> list[str]:
+    """A list of names.
+
+    Raises:
+        ValueError: it is a single string, or holds something else.
+    """
+    listed = list(value or [])
+    if isinstance(value, str) or not all(isinstance(name, str) for name in listed):
+        raise ValueError(f"{option} is a list of names, got {value!r}")
+    return listed
+
+
+def checked_input_names(module: nn.Module, input_names: Sequence[str] | None) -> list[str] | None:
+    """The names of a model's inputs; None: any.
+
+    Raises:
+        ValueError: the model's forward takes no argument of one of these names.
+    """
+    if input_names is None:
+        return None
+    listed = names(input_names, "input_names")
+    parameters = inspect.signature(module.forward).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return listed
+    taken = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    for name in listed:
+        if name not in taken:
+            raise ValueError(
+                f"input_names: {type(module).__name__}.forward takes no argument {name!r}; nearest: "
+                f"{nearest(name, taken)}"
+            )
+    return listed
+
+
+def refuse_unsupported(**options: Any) -> None:
+    """Raises ValueError for the first of these options that is set."""
+    for option, value in options.items():
+        if value:
+            repair = "use pipeline_cuts or auto_partition" if option.startswith("manual_pp") else "leave it out"
+            raise ValueError(f"{option}={value!r} is not supported; {repair}")
+
+
+def warn_of_unused(**options: tuple[Any, str]) -> None:
+    """Warns of options, given as `(value, why it has no effect)`, that are set."""
+    for option, (value, why) in options.items():
+        if value:
+            _warn(f"{option}={value!r} has no effect: {why}")
+
+
+def warn_of_tracing(tracer_cls: Any, autowrap_functions: Any, autowrap_modules: Any, autowrap_obj_methods: Any) -> None:
+    """Checks options of symbolic tracing, and warns of those that are given: nothing is traced here.
+
+    Raises:
+        ValueError: a value that symbolic tracing could not use either; the message says what is allowed.
+    """
+    if not (tracer_cls in (None, "hf", "torch") or isinstance(tracer_cls, type)):
+        raise ValueError(f'tracer_cls={tracer_cls!r}: allowed are "hf", "torch", a class, or None')
+    for option, items in (("autowrap_functions", autowrap_functions), ("autowrap_modules", autowrap_modules)):
+        for item in items if isinstance(items, (list, tuple, set, frozenset)) else [] if items is None else [items]:
+            if not (isinstance(item, ModuleType) or callable(item)) or _is_layer(item):
+                raise ValueError(
+                    f"{option}: expected Python functions or modules (`math`), got {item!r}; classes of layers, and "
+                    f"their names, belong in leaf_module_cls"
+                )
+    if not isinstance(autowrap_obj_methods, Mapping) and autowrap_obj_methods is not None:
+        raise ValueError(f"autowrap_obj_methods: expected {{object: [names of methods]}}, got {autowrap_obj_methods!r}")
+    for obj, methods in (autowrap_obj_methods or {}).items():
+        for method in names(methods, "autowrap_obj_methods[...]"):
+            if not callable(getattr(obj, method, None)):
+                near = nearest(method, (name for name in dir(obj) if not name.startswith("_")))
+                raise ValueError(
+                    f"autowrap_obj_methods: {type(obj).__name__} has no method {method!r}; nearest: {near}"
+                )
+    given = {
+        "tracer_cls": tracer_cls, "autowrap_functions": autowrap_functions, "autowrap_modules": autowrap_modules,
+        "autowrap_obj_methods": autowrap_obj_methods,
+    }  # fmt: skip
+    unused = [option for option, value in given.items() if value]
+    if unused:
+        _warn(
+            f"{', '.join(unused)}: without effect, since nothing is traced with symbols: the forward runs once on fake "
+            f"tensors, and what it calls is recorded"
+        )
+
+
+def _warn(message: str) -> None:
+    """Warns at the user's line, as `warnings.warn` does: by default once for each line and message."""
+    stack = [*frames()]
+    caller = next((frame for owner, frame in stack if owner == USER), stack[-1][1])
+    registry = caller.f_globals.setdefault("__warningregistry__", {})
+    warnings.warn_explicit(message, UserWarning, caller.f_code.co_filename, caller.f_lineno, registry=registry)
+
+
+def _is_layer(item: Any) -> bool:
+    return isinstance(item, nn.Module) or (isinstance(item, type) and issubclass(item, nn.Module))
