@@ -5,7 +5,8 @@ The grid is row-major with the last axis fastest. The same ranks are seen in two
     dense view    (pp, dp,  cp, tp)      dp  = world / (tp * pp * cp)
     expert view   (pp, edp, ep, tp)      edp = world / (tp * pp * ep)
 
-so that tp ranks are neighbours and pp ranks are farthest apart, and `edp` spans dp and cp when ep is 1. This is the
+so that tp ranks are neighbours and pp ranks are farthest apart, and `edp` spans dp and cp when ep is 1. An axis has
+parts, named by the coordinate along them: `"tp%4"` is four adjacent tp ranks, `"tp/4"` every fourth one. This is the
 rank order of NeuronX Distributed (`initialize_model_parallel`) and of Megatron. Nodes of some devices want their ranks
 in another order on this grid: `topology.py`.
 """
@@ -21,7 +22,7 @@ from typing import overload
 from .axis_sizes import size_along, tracking
 from .topology import LINEAR, fitting_node, place_of, rank_at
 
-__all__ = ["Axis", "DENSE_AXES", "EXPERT_AXES", "Groups", "Mesh"]
+__all__ = ["Axis", "DENSE_AXES", "EXPERT_AXES", "Groups", "Mesh", "part_of"]
 
 Axis = str | tuple[str, ...]
 
@@ -29,12 +30,27 @@ DENSE_AXES = ("pp", "dp", "cp", "tp")
 EXPERT_AXES = ("pp", "edp", "ep", "tp")
 
 
+def part_of(name: str) -> tuple[str, str, int]:
+    """The axis that `name` is a part of, "/" or "%", and the number behind it: `"tp%4"` is `("tp", "%", 4)`.
+
+    A name of another form is an axis as a whole: `("dp", "", 1)`.
+    """
+    for sign in "/%":
+        axis, _, count = name.partition(sign)
+        if count.isdigit():
+            return axis, sign, int(count)
+    return name, "", 1
+
+
 @dataclass(frozen=True)
 class Mesh:
     """A grid of `world_size` ranks; `dp` and `edp` are what the other sizes leave.
 
-    An axis is a name (`"tp"`), a tuple of names of one view (`("dp", "cp")`: merged, the first outermost), `"world"`
-    (all ranks, in the order of their numbers), or the empty tuple (a group of one).
+    An axis is a name (`"tp"`), a part of one (`"tp%4"`, `"tp/4"`), a tuple of names of one view (`("dp", "cp")`:
+    merged, the first outermost), `"world"` (all ranks, in the order of their numbers), or the empty tuple (a group of
+    one).
+
+    `tp_replicas` is for types alone: with 4 they are written on `"tp/4"` and `"tp%4"` in place of `"tp"`.
 
     `topology` is the order in which ranks fill the grid: "linear", or that of a device ("trn1", "trn2"), whose nodes
     have `ranks_per_node` ranks (None: those of the usual instance; "linear" has no use for it).
@@ -51,9 +67,10 @@ class Mesh:
     ep: int = 1
     topology: str = LINEAR
     ranks_per_node: int | None = None
+    tp_replicas: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("world_size", "tp", "pp", "cp", "ep"):
+        for name in ("world_size", "tp", "pp", "cp", "ep", "tp_replicas"):
             size = getattr(self, name)
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise ValueError(f"mesh: {name} must be a positive integer, got {size!r}")
@@ -66,6 +83,8 @@ class Mesh:
                     f"invalid implied {label} parallel degree: world size {self.world_size} is not divisible by "
                     f"{product_text} = {model}; use a world size that is a multiple of {model}, or smaller degrees"
                 )
+        if self.tp % self.tp_replicas:
+            raise ValueError(f"mesh: tp_replicas={self.tp_replicas} does not divide tp={self.tp}")
         node = fitting_node(self.topology, self.ranks_per_node, world_size=self.world_size, tp=self.tp, ep=self.ep)
         object.__setattr__(self, "ranks_per_node", node)
 
@@ -81,17 +100,18 @@ class Mesh:
         """Number of ranks in a group along `axis`. While a checker is at work, it knows that (`axis_sizes.py`)."""
         total = 1
         for name in self._atoms(axis):
-            total *= getattr(self, name)
+            total *= self._length(name)
         return size_along(self.sizes(axis), total) if tracking() else total
 
     def sizes(self, axis: Axis) -> dict[str, int]:
         """The single axes that `axis` consists of, with the number of ranks along each."""
-        return {name: getattr(self, name) for name in self._atoms(axis)}
+        return {name: self._length(name) for name in self._atoms(axis)}
 
     def axis_of(self, ranks: Sequence[int]) -> Axis | None:
         """The axis of which a group has these ranks, in any order; None: they are no group of an axis."""
         merged = [names for n in range(1, len(DENSE_AXES) + 1) for names in combinations(DENSE_AXES, n)]
-        for names in (*merged, ("edp",), ("ep",), ("pp", "ep", "tp")):
+        parts = [(f"tp{sign}{self.tp_replicas}",) for sign in "/%" if self.tp_replicas > 1]
+        for names in (*merged, ("edp",), ("ep",), ("pp", "ep", "tp"), *parts):
             if self.size(names) == len(ranks) and sorted(self.group_of(names, ranks[0])) == sorted(ranks):
                 return names
         return None
@@ -140,17 +160,28 @@ class Mesh:
         if axis == "world":
             return DENSE_AXES
         names = (axis,) if isinstance(axis, str) else tuple(axis)
-        for name in names:
+        wholes = tuple(part_of(name)[0] for name in names)
+        for name in wholes:
             if name not in DENSE_AXES and name not in EXPERT_AXES:
                 known = ", ".join(dict.fromkeys(DENSE_AXES + EXPERT_AXES))
                 raise ValueError(f"unknown mesh axis {name!r}; the axes are {known}, world, or a tuple of them")
-        if len(set(names)) != len(names):
+        if len(set(wholes)) != len(names):
             raise ValueError(f"mesh axis {axis!r} names one axis twice")
-        if not (set(names) <= set(DENSE_AXES) or set(names) <= set(EXPERT_AXES)):
+        for name, whole in zip(names, wholes):
+            count = part_of(name)[2]
+            if count < 1 or getattr(self, whole) % count:
+                raise ValueError(f"mesh axis {name!r}: {count} does not divide {whole}={getattr(self, whole)}")
+        if not (set(wholes) <= set(DENSE_AXES) or set(wholes) <= set(EXPERT_AXES)):
             raise ValueError(
                 f"axes {axis!r} mix the dense view {DENSE_AXES} with the expert view {EXPERT_AXES}; merge within one"
             )
         return names
+
+    def _length(self, name: str) -> int:
+        """The number of ranks along one axis, or a part of one."""
+        whole, sign, count = part_of(name)
+        length: int = getattr(self, whole)
+        return length // count if sign == "/" else count if sign else length
 
     def __str__(self) -> str:
         names = [name for name in (*DENSE_AXES, "ep", "edp") if name in ("pp", "dp", "tp") or getattr(self, name) > 1]
@@ -169,25 +200,35 @@ class Groups(Sequence[list[int]]):
     Attributes:
         mesh, axis: whose groups they are.
         names: the axis as single names, outermost first.
-        others: the other axes of the same view.
+        others: the other axes of the same view, of an axis in parts the other part.
+        strides: how far apart the places of neighbours along an axis are.
     """
 
     def __init__(self, mesh: Mesh, axis: Axis) -> None:
         self.mesh = mesh
         self.axis = axis
         self.names = mesh._atoms(axis)
-        view = DENSE_AXES if set(self.names) <= set(DENSE_AXES) else EXPERT_AXES
-        self.others = tuple(name for name in view if name not in self.names)
+        parts = {whole: (sign, count) for whole, sign, count in map(part_of, self.names)}
+        view = DENSE_AXES if parts.keys() <= set(DENSE_AXES) else EXPERT_AXES
         self.strides: dict[str, int] = {}
+        others = []
         stride = 1
         for name in reversed(view):
             self.strides[name] = stride
+            sign, count = parts.get(name, ("", 1))
+            if sign:
+                self.strides[f"{name}%{count}"] = stride
+                self.strides[f"{name}/{count}"] = stride * count
+                others.append(f"{name}{'%' if sign == '/' else '/'}{count}")
+            elif name not in parts:
+                others.append(name)
             stride *= getattr(mesh, name)
+        self.others = tuple(reversed(others))
 
     def of(self, rank: int) -> list[int]:
         """The group that holds `rank`."""
         at = self.mesh.coordinates(rank)
-        return self._group(sum(at[name] * self.strides[name] for name in self.others))
+        return self._group(sum(_along(name, at) * self.strides[name] for name in self.others))
 
     @cached_property
     def offsets(self) -> list[int]:
@@ -202,7 +243,7 @@ class Groups(Sequence[list[int]]):
     def _offset(self, index: int, names: Sequence[str]) -> int:
         offset = 0
         for name in reversed(names):
-            index, coordinate = divmod(index, getattr(self.mesh, name))
+            index, coordinate = divmod(index, self.mesh._length(name))
             offset += coordinate * self.strides[name]
         return offset
 
@@ -235,5 +276,12 @@ def _flat(mesh: Mesh, names: Sequence[str], coordinates: Mapping[str, int]) -> i
     """The index of these coordinates in the product of some axes, the last fastest."""
     index = 0
     for name in names:
-        index = index * getattr(mesh, name) + coordinates[name]
+        index = index * mesh._length(name) + _along(name, coordinates)
     return index
+
+
+def _along(name: str, coordinates: Mapping[str, int]) -> int:
+    """The coordinate along one axis, or a part of one."""
+    whole, sign, count = part_of(name)
+    coordinate = coordinates[whole]
+    return coordinate // count if sign == "/" else coordinate % count if sign else coordinate

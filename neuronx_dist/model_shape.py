@@ -6,9 +6,10 @@ Pure Python: planning, the model swap and the pipeline agree on it before there 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from itertools import count
+from typing import Any, NamedTuple
 
-__all__ = ["ModelShape", "padded_heads", "stage_layers"]
+__all__ = ["Heads", "ModelShape", "padded_heads", "stage_layers"]
 
 
 @dataclass(frozen=True)
@@ -46,13 +47,34 @@ class ModelShape:
         )
 
 
-def padded_heads(heads: int, kv_heads: int, tp: int) -> tuple[int, int]:
-    """Query and key/value heads after padding for `tp`: key/value heads to a multiple of tp, query groups kept whole.
+class Heads(NamedTuple):
+    """The heads of an attention layer as they are spread over tp ranks.
 
-    9 query heads over 3 key/value heads become 12 over 4 at tp=2.
+    Attributes:
+        heads, kv_heads: query and key/value heads, those that are added as padding included.
+        replicas: how many adjacent ranks hold each key/value head, or 1.
     """
-    padded_kv = -(-kv_heads // tp) * tp
-    return padded_kv * (heads // kv_heads), padded_kv
+
+    heads: int
+    kv_heads: int
+    replicas: int
+
+    def pads(self, heads: int, kv_heads: int) -> bool:
+        """Whether there are more heads than these of the model."""
+        return (self.heads, self.kv_heads) != (heads, kv_heads)
+
+
+def padded_heads(heads: int, kv_heads: int, tp: int) -> Heads:
+    """The heads after padding for `tp`: the fewest that can be spread.
+
+    Key/value heads are padded to the next number that tp divides, or that divides tp: then tp / that number ranks hold
+    each of them, and its group of query heads is padded to a multiple of these ranks. Else groups are kept whole. 9
+    query heads over 3 key/value heads become 12 over 4 at tp=2, and 12 over 3, each on 2 ranks, at tp=6.
+    """
+    padded_kv = next(number for number in count(kv_heads) if number % tp == 0 or tp % number == 0)
+    replicas = max(1, tp // padded_kv)
+    group = heads // kv_heads
+    return Heads(padded_kv * -(-group // replicas) * replicas, padded_kv, replicas)
 
 
 def stage_layers(num_layers: int, pp: int) -> list[range]:

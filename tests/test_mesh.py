@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from neuronx_dist.mesh import DENSE_AXES, EXPERT_AXES, Mesh
+from neuronx_dist.mesh import DENSE_AXES, EXPERT_AXES, Mesh, part_of
 
 
 def test_tensor_parallel_ranks_are_neighbours_and_pipeline_ranks_far_apart():
@@ -94,6 +94,39 @@ def test_groups_partition_the_world_and_agree_with_coordinates(mesh, axis):
 
 @settings(max_examples=60, deadline=None)
 @given(meshes, st.data())
+def test_parts_of_an_axis(mesh, data):
+    """The name of a part is the coordinate along it; with the other part it is the axis."""
+    axis = data.draw(st.sampled_from(list(dict.fromkeys((*DENSE_AXES, *EXPERT_AXES)))))
+    count = data.draw(st.sampled_from([n for n in range(1, mesh.size(axis) + 1) if mesh.size(axis) % n == 0]))
+    outer, inner = f"{axis}/{count}", f"{axis}%{count}"
+    assert (mesh.size(outer), mesh.size(inner)) == (mesh.size(axis) // count, count)
+    assert mesh.sizes((outer,)) == {outer: mesh.size(axis) // count}
+    for rank in range(mesh.world_size):
+        coordinate = mesh.coordinate(axis, rank)
+        assert (mesh.coordinate(outer, rank), mesh.coordinate(inner, rank)) == divmod(coordinate, count)
+        group = mesh.group_of(axis, rank)
+        assert mesh.group_of(outer, rank) == group[coordinate % count :: count]
+        first = coordinate // count * count
+        assert mesh.group_of(inner, rank) == group[first : first + count]
+    for part in (outer, inner):
+        groups = mesh.groups(part)
+        assert sorted(rank for group in groups for rank in group) == list(range(mesh.world_size))
+        assert len(groups) * mesh.size(part) == mesh.world_size
+        assert {*map(tuple, groups)} == {mesh.group_of(part, rank) for rank in range(mesh.world_size)}
+
+
+def test_parts_with_other_axes_and_by_name():
+    mesh = Mesh(16, tp=4, pp=2)
+    assert mesh.groups("tp%2")[:2] == [[0, 1], [2, 3]] and mesh.groups("tp/2")[:2] == [[0, 2], [1, 3]]
+    assert mesh.groups(("dp", "tp/2"))[0] == [0, 2, 4, 6] and mesh.groups(("tp%2", "dp"))[0] == [0, 4, 1, 5]
+    assert part_of("tp%4") == ("tp", "%", 4) and part_of("tp/4") == ("tp", "/", 4)
+    assert part_of("tp") == ("tp", "", 1) and part_of("cp/ep") == ("cp/ep", "", 1)
+    split = Mesh(16, tp=4, pp=2, tp_replicas=2)
+    assert split.axis_of([4, 5]) == ("tp%2",) and split.axis_of([5, 7]) == ("tp/2",) and mesh.axis_of([4, 5]) is None
+
+
+@settings(max_examples=60, deadline=None)
+@given(meshes, st.data())
 def test_coordinates_are_the_inverse_of_the_grid(mesh, data):
     rank = data.draw(st.integers(0, mesh.world_size - 1))
     at = mesh.coordinates(rank)
@@ -116,6 +149,7 @@ def test_coordinates_are_the_inverse_of_the_grid(mesh, data):
         (dict(world_size=4, pp=-1), ["pp", "-1"]),
         (dict(world_size=4, cp=True), ["cp", "True"]),
         (dict(world_size=4, tp=2.0), ["tp", "2.0"]),
+        (dict(world_size=4, tp=4, tp_replicas=3), ["tp_replicas=3", "tp=4"]),
     ],
 )
 def test_impossible_sizes_are_refused_with_the_numbers(arguments, parts):
@@ -129,6 +163,10 @@ def test_impossible_sizes_are_refused_with_the_numbers(arguments, parts):
     [
         (lambda mesh: mesh.groups("zz"), ["zz", "tp", "world"]),
         (lambda mesh: mesh.groups(("tp", "tp")), ["twice"]),
+        (lambda mesh: mesh.groups(("tp%2", "tp")), ["twice"]),
+        (lambda mesh: mesh.groups("tp%3"), ["tp%3", "3 does not divide tp=2"]),
+        (lambda mesh: mesh.groups("tp/0"), ["tp/0"]),
+        (lambda mesh: mesh.groups("zz%2"), ["zz", "tp"]),
         (lambda mesh: mesh.groups(("dp", "ep")), ["mix"]),
         (lambda mesh: mesh.coordinates(4), ["4", "0..3"]),
         (lambda mesh: mesh.group_of("tp", -1), ["-1"]),

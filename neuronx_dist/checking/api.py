@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ..call_site import LIBRARY, USER, nearest_line, owner_of
 from ..mesh import DENSE_AXES, Mesh
-from ..spmd.axes import mesh_of
+from ..spmd.axes import PartOfAxisError, mesh_of
 from ..spmd.errors import SpmdTypeError
 from .programs.branches import compare_branches, differences
 from .programs.calls import Deadline, OutOfTime
@@ -79,6 +80,10 @@ def check(
     report = Report(_sizes(grid), level=level)
     report.unchecked = [axis for axis in (*DENSE_AXES, "ep") if grid.size(axis) == 1 and axis in _named(mesh)]
     explored = explore(subject, grid, deadline)
+    parts = {replicas for program in explored.distinct if (replicas := _replicas(program.failure)) is not None}
+    if len(parts) == 1:  # the model has replicas over a part of tp: types are written on parts from the start
+        grid = replace(grid, tp_replicas=parts.pop())
+        explored = explore(subject, grid, deadline)
     _simplify(explored, caller)
     _fill(report, explored)
     own_step = step is not None
@@ -108,6 +113,11 @@ def check(
     if raise_errors and report.problems:
         raise _as_error(report)
     return report
+
+
+def _replicas(failure: PhaseFailure | None) -> int | None:
+    error = failure.error if failure is not None else None
+    return error.replicas if isinstance(error, PartOfAxisError) else None
 
 
 def _sizes(mesh: Mesh) -> dict[str, int]:

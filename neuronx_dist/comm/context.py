@@ -10,11 +10,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from torch.compiler import is_dynamo_compiling
 
-from ..mesh import Axis, Groups, Mesh
+from ..mesh import Axis, Groups, Mesh, part_of
 from .base import Backend, Communicator
 from .rank_values import concrete, is_member
 
@@ -57,6 +58,13 @@ class Context:
             communicator.axis_sizes = self._sizes_of(communicator.ranks)
         self._communicators[axis] = communicator
         return communicator
+
+    @property
+    def typed_mesh(self) -> Mesh:
+        """The mesh as types see it: with the replicas over a part of tp that layers of this job have."""
+        parts = [part_of(axis) for axis in self._communicators if isinstance(axis, str)]
+        replicas = next((count for axis, sign, count in parts if axis == "tp" and sign), 1)
+        return self.mesh if replicas == 1 else replace(self.mesh, tp_replicas=replicas)
 
     def register(self, group: Any, communicator: Communicator) -> None:
         """From now on a torch ProcessGroup is this communicator."""

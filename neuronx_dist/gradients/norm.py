@@ -178,7 +178,7 @@ def _counts_here(param: torch.Tensor, over_ep: bool) -> bool:
 def _counting_ranks(param: torch.Tensor, over_ep: bool) -> list[comm.Communicator]:
     """The groups that hold copies of this gradient, of which the first one counts."""
     spec = spec_of(param)
-    copied = [] if spec.is_sharded and spec.axis != "ep" else ["tp"]
+    copied = [spec.replicated_over] if spec.replicated_over else []
     if over_ep and not ParameterGradient(param).is_expert:
         copied.append("ep")
     return [comm.communicator(axis) for axis in copied]

@@ -22,6 +22,7 @@ _HEAD_STYLES = ("colwise", "colwise_rep", "colwise_gather_output")
 # Sibling columns with one input; these names mean the same in every architecture that uses them.
 _FUSABLE = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+_KEY_VALUE = ("k_proj", "v_proj")
 
 _LLAMA = {
     **{f"model.layers.*.self_attn.{name}": "colwise" for name in ("q_proj", "k_proj", "v_proj")},
@@ -64,13 +65,17 @@ class Plan:
         gathered = {"sequence_parallel_enabled": sequence_parallel, "sequence_dimension": 1}
         column_options = {"input_is_replicated": sequence_parallel}
         layers = [LayerPlan(self.embedding, "embedding", options={"collect_output": not sequence_parallel})]
+        replicas = padded_heads(self.heads, self.kv_heads, tp).replicas
         for name, style in self.styles.items():
             linear: Any = model.get_submodule(name)
             if style == "column":
-                padded = self._padded_size(name, linear.out_features, tp)
-                layers.append(LayerPlan(name, style, padded, self._siblings(model, name), column_options))
+                siblings = self._siblings(model, name)
+                padded, group = self._padding(name, linear.out_features, tp)
+                copied = {"replicas": replicas} if _leaf(name) in _KEY_VALUE and replicas > 1 else {}
+                layers.append(LayerPlan(name, style, padded, siblings, {**column_options, **copied}, group))
             elif style == "row":
-                layers.append(LayerPlan(name, style, self._padded_size(name, linear.in_features, tp), (), gathered))
+                padded, group = self._padding(name, linear.in_features, tp)
+                layers.append(LayerPlan(name, style, padded, (), gathered, group))
             else:
                 layers.append(LayerPlan(name, style))
         return [*layers, LayerPlan(self.head, "column", options=gathered)]
@@ -86,14 +91,23 @@ class Plan:
                     return tuple(each for each in group if each != name)
         return ()
 
-    def _padded_size(self, name: str, size: int, tp: int) -> int:
-        """Sharded size of layer `name` once heads are padded for `tp`: attention projections grow, all else stays."""
-        heads, kv_heads = padded_heads(self.heads, self.kv_heads, tp)
-        leaf = name.rpartition(".")[2]
-        if leaf in ATTENTION:
-            old, new = (self.kv_heads, kv_heads) if leaf in ("k_proj", "v_proj") else (self.heads, heads)
-            return size // old * new
-        return size
+    def _padding(self, name: str, size: int, tp: int) -> tuple[int, tuple[int, int] | None]:
+        """Sharded size of layer `name` once heads are padded for `tp`, and the sizes of a group that has zeros inside.
+
+        Attention projections grow, all else stays.
+        """
+        heads, kv_heads, _ = padded_heads(self.heads, self.kv_heads, tp)
+        if _leaf(name) in _KEY_VALUE:
+            return size // self.kv_heads * kv_heads, None
+        if _leaf(name) in ATTENTION:
+            padded = size // self.heads * heads
+            group = (size // self.kv_heads, padded // kv_heads)
+            return padded, group if group[0] != group[1] else None
+        return size, None
+
+
+def _leaf(name: str) -> str:
+    return name.rpartition(".")[2]
 
 
 def transformer_layer_class(model: Any) -> type[nn.Module]:

@@ -42,7 +42,8 @@ def swap(model: Any, *, sequence_parallel: bool = False, pad_heads: bool = False
         sequence_parallel: between attention and MLP, activations are `[batch, seq/tp, hidden]`; so are the
             `hidden_states` that the model returns when asked to.
         pad_heads: add zero heads where tp does not divide the heads (see `parallel_layers.pad`); False refuses the
-            model then.
+            model then. It is not needed where tp is larger than the number of key/value heads and a multiple of it:
+            then tp / kv_heads adjacent ranks hold each of them (`model_shape.padded_heads`).
         inplace_logits: the loss writes over the logits, which saves memory of their size and time: those that come
             with a loss, in training, have no meaning then. For training that uses the loss alone, as `run_train` does.
 
@@ -75,8 +76,10 @@ def swap(model: Any, *, sequence_parallel: bool = False, pad_heads: bool = False
 
 def _set_local_head_counts(model: nn.Module, plan: Plan, tp: int) -> None:
     """Attention code of some architectures reads a number of heads off its module; Llama's has none, it views by -1."""
-    heads, kv_heads = (count // tp for count in padded_heads(plan.heads, plan.kv_heads, tp))
+    heads, kv_heads, replicas = padded_heads(plan.heads, plan.kv_heads, tp)
+    heads, kv_heads = heads // tp, kv_heads * replicas // tp
     counts = {"num_heads": heads, "num_attention_heads": heads, "num_key_value_heads": kv_heads}
+    counts["num_key_value_groups"] = heads // kv_heads
     for region in map(model.get_submodule, plan.regions):
         for attribute, count in counts.items():
             if isinstance(getattr(region, attribute, None), int):
@@ -84,22 +87,35 @@ def _set_local_head_counts(model: nn.Module, plan: Plan, tp: int) -> None:
 
 
 def _check_sizes(model: nn.Module, plan: Plan, layers: Sequence[LayerPlan], tp: int, pad_heads: bool) -> None:
-    problems = []
-    if plan.heads % tp or plan.kv_heads % tp:
-        if not pad_heads:
-            divisors = [n for n in range(1, plan.kv_heads + 1) if plan.heads % n == 0 and plan.kv_heads % n == 0]
-            problems.append(
-                f"{plan.heads} attention heads over {plan.kv_heads} key/value heads are not divisible by tp={tp}: pass "
-                f"pad_heads=True, or choose tp from {divisors}"
-            )
-        elif not {name.rpartition(".")[2] for name in plan.styles}.issuperset(ATTENTION):
-            problems.append(f"pad_heads pads {', '.join(ATTENTION)}; this model's attention has other layers")
+    problems = _head_problems(model, plan, tp, pad_heads)
     embedding: Any = model.get_submodule(plan.embedding)
     sizes: dict[str, int] = {"the vocabulary": embedding.num_embeddings}
-    sizes.update({layer.name.rpartition(".")[2]: layer.padded_size for layer in layers if layer.padded_size})
+    whole = [layer for layer in layers if layer.padded_size and "replicas" not in layer.options]
+    sizes.update({layer.name.rpartition(".")[2]: layer.padded_size for layer in whole if layer.padded_size})
     problems += [f"{what} of size {size} is not divisible by tp={tp}" for what, size in sizes.items() if size % tp]
     if problems:
         raise ValueError(f"swap: {type(model).__name__}: " + "; ".join(problems))
+
+
+def _head_problems(model: nn.Module, plan: Plan, tp: int, pad_heads: bool) -> list[str]:
+    of_model = plan.heads, plan.kv_heads
+    heads = padded_heads(*of_model, tp)
+    if heads.pads(*of_model) and not pad_heads:
+        choices = [n for n in range(1, plan.heads + 1) if not padded_heads(*of_model, n).pads(*of_model)]
+        return [
+            f"{plan.heads} attention heads over {plan.kv_heads} key/value heads are not divisible by tp={tp}: pass "
+            f"pad_heads=True, or choose tp from {choices}"
+        ]
+    if not heads.pads(*of_model) and heads.replicas == 1:
+        return []
+    what = "replicates k_proj, v_proj and pads" if heads.replicas > 1 else "pads"
+    attention = {name.rpartition(".")[0] for name in plan.styles if name.endswith(".k_proj")}
+    if not {name.rpartition(".")[2] for name in plan.styles}.issuperset(ATTENTION):
+        return [f"tp={tp} {what} {', '.join(ATTENTION)}; this model's attention has other layers"]
+    modules = map(model.get_submodule, attention)
+    if heads.replicas > 1 and not all(hasattr(module, "num_key_value_groups") for module in modules):
+        return [f"tp={tp} {what} {', '.join(ATTENTION)}, and this model's attention has no num_key_value_groups to set"]
+    return []
 
 
 def _check_dropout(model: Any, tp: int, sequence_parallel: bool) -> None:

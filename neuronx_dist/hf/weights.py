@@ -176,10 +176,9 @@ def _read_slice(weights: WeightSource, name: str, spec: ShardSpec) -> torch.Tens
     index = comm.rank(spec.axis)
     if spec.stride > 1:  # fused blocks: a rank has a piece of each
         return spec.local_slice(weights.read(name), index)
-    size, unpadded = spec.local_shape[spec.dim], spec.unpadded_shape[spec.dim]
-    start, stop = min(index * size, unpadded), min((index + 1) * size, unpadded)
+    start, stop = spec.positions(index)
     piece = weights.read(name, spec.dim, start, stop)
-    if stop - start < size:
+    if stop - start < spec.local_shape[spec.dim]:
         padded = piece.new_zeros(spec.local_shape)
         padded.narrow(spec.dim, 0, stop - start).copy_(piece)
         return padded

@@ -33,6 +33,7 @@ from .signatures import accepts
 __all__ = [
     "ColumnLinear",
     "RowLinear",
+    "ZerosStay",
     "call",
     "cast_if_autocast_enabled",
     "linear_alone",
@@ -204,6 +205,25 @@ class RowLinear(torch.autograd.Function):
         grad_x = flat.mm(weight).view(*grad.shape[:-1], weight.shape[1]) if need[0] else None
         (grad_weight,) = _parameter_grads(x, (flat,), (need[1],), 1, False)
         return grad_x, grad_weight, grad_bias, None, None, None
+
+
+class ZerosStay(torch.autograd.Function):
+    """A weight `[out, in]` whose columns are zero where `mask` `[in]` is False, and get no gradient there."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(mask)
+        return weight.view_as(weight)
+
+    @staticmethod
+    def composition(weight: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """The same, with a copy of the weight."""
+        return weight * mask
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        (mask,) = ctx.saved_tensors
+        return grad * mask, None
 
 
 def _parameter_grads(

@@ -13,9 +13,9 @@ from torch import nn
 
 from .. import comm, spmd
 from ..comm.context import AxisLike
-from ..spmd import I, P, R, S, ShardSpec, set_spec
+from ..spmd import I, P, R, S, ShardSpec, V, set_spec
 from .attributes import LinearAttributes
-from .autograd_linear import ColumnLinear, RowLinear, call, linear_alone
+from .autograd_linear import ColumnLinear, RowLinear, ZerosStay, call, linear_alone
 from .misfits import refuse_input
 from .signatures import accepts
 
@@ -47,6 +47,7 @@ class _ParallelLinear(LinearAttributes):
         tensor_model_parallel_group: Any,
         reduce_dtype: torch.dtype | None,
         keep_master_weight: bool,
+        replicas: int,
         shard_dim: int,
         bias_is_sharded: bool,
         bias_is_partial: bool,
@@ -60,17 +61,29 @@ class _ParallelLinear(LinearAttributes):
         self.sequence_dimension = sequence_dimension or 0
         self.skip_bias_add = skip_bias_add
         self.reduce_dtype = reduce_dtype
+        self.replicas = replicas
         size = comm.communicator(self.axis).size
+        if replicas != 1 and (self.axis != "tp" or replicas < 1 or size % replicas):
+            raise ValueError(
+                f"{type(self).__name__}: {replicas} replicas of each shard over {self.axis} of size {size}: the number "
+                "must divide the size, and the axis must be 'tp'"
+            )
+        size //= replicas
         full = (output_size, input_size)
         if full[shard_dim] % (size * stride):
             side = "output" if shard_dim == 0 else "input"
             raise ValueError(
                 f"{type(self).__name__}: {side}_size {full[shard_dim]} is not divisible by the tensor parallel size "
-                f"{size}"
+                f"{size * replicas}"
+                + (f" / {replicas} replicas" if replicas > 1 else "")
                 + (f" times {stride} fused blocks" if stride > 1 else "")
                 + "; pad it (see pad_model) or choose another degree"
             )
         layout_axis = self.axis if isinstance(self.axis, str) else "tp"
+        if replicas > 1:
+            layout_axis = f"tp/{replicas}"
+            for part in (layout_axis, f"tp%{replicas}"):  # while all ranks are here: a checkpoint is saved by some
+                comm.communicator(part)
         spec = ShardSpec(layout_axis, shard_dim, stride, size, full)
         target = torch.device(device) if device is not None else torch.get_default_device()
         self.weight = nn.Parameter(torch.empty(spec.local_shape, dtype=dtype, device=target))
@@ -100,7 +113,7 @@ class _ParallelLinear(LinearAttributes):
 
         So the weights are equal at any degree.
         """
-        rank = comm.communicator(self.axis).rank
+        rank = comm.communicator(self.axis).rank // self.replicas
         dtype = torch.promote_types(self.weight.dtype, torch.float32)
         for name, param in (("weight", self.weight), ("bias", self.bias)):
             if param is None:
@@ -129,6 +142,7 @@ class _ParallelLinear(LinearAttributes):
             f"input_size={self.input_size}, output_size={self.output_size}, bias={self.bias is not None}, "
             f"local_weight={list(self.weight.shape)}"
             + (f", sequence_parallel(dim={self.sequence_dimension})" if self.sequence_parallel_enabled else "")
+            + (f", replicas={self.replicas}" if self.replicas > 1 else "")
         )
 
 
@@ -147,12 +161,15 @@ class ColumnParallelLinear(_ParallelLinear):
         reduce_dtype: input gradients are summed in `promote_types(dtype, reduce_dtype)`.
         input_is_replicated: the input's gradient is summed elsewhere (the input is R, not I): no collective in
             backward.
+        replicas: so many adjacent ranks hold each shard, of which there are tp / replicas: key/value heads that are
+            fewer than the ranks. The weight's gradient is summed over them in backward (upstream: kv_size_multiplier).
         device: "meta" builds without memory; `materialize` then draws the weights.
 
     NxD's other arguments, and the positional orders of its release and its API guide: `signatures.py`.
 
     Raises:
-        ValueError: `output_size` does not divide by tp * stride; `gather_output` together with sequence parallelism.
+        ValueError: `output_size` does not divide by tp / replicas * stride; `gather_output` together with sequence
+            parallelism or with replicas.
     """
 
     @accepts("ColumnParallelLinear")
@@ -174,7 +191,13 @@ class ColumnParallelLinear(_ParallelLinear):
         reduce_dtype: torch.dtype | None = torch.float32,
         *,
         input_is_replicated: bool = False,
+        replicas: int = 1,
     ) -> None:
+        if gather_output and replicas != 1:
+            raise ValueError(
+                f"ColumnParallelLinear: gather_output=True is not possible with replicas={replicas}; pass "
+                "gather_output=False"
+            )
         if gather_output and sequence_parallel_enabled:
             raise ValueError(
                 "ColumnParallelLinear: gather_output=True is not possible with sequence_parallel_enabled=True; "
@@ -194,6 +217,7 @@ class ColumnParallelLinear(_ParallelLinear):
             tensor_model_parallel_group=tensor_model_parallel_group,
             reduce_dtype=reduce_dtype,
             keep_master_weight=keep_master_weight,
+            replicas=replicas,
             shard_dim=0,
             bias_is_sharded=not gather_output,
             bias_is_partial=False,
@@ -215,7 +239,17 @@ class ColumnParallelLinear(_ParallelLinear):
         except (RuntimeError, ValueError) as error:
             refuse_input(self, x, error)
             raise
-        return (out, self.bias) if self.skip_bias_add else out
+        return (out, self._own(self.bias)) if self.skip_bias_add else out
+
+    def _own(self, param: torch.Tensor | None) -> torch.Tensor | None:
+        """A parameter as this rank uses it: where others hold the same shard, its gradient is the sum of theirs."""
+        if param is None or self.replicas == 1:
+            return param
+        replicas = f"tp%{self.replicas}"
+        copy = spmd.reinterpret(param, replicas, src=I, dst=V, reduce_dtype=self.reduce_dtype)
+        return spmd.trust(
+            copy, replicas, S(0), "copies of a shard are the shards of the parameter with its rows repeated"
+        )
 
     def _gathered(self, out: torch.Tensor) -> torch.Tensor:
         if self.stride > 1:  # each block is gathered by itself
@@ -230,8 +264,8 @@ def _shards(layers: Sequence[ColumnParallelLinear], x: torch.Tensor) -> Sequence
     """This rank's shards of what layers that are alike make of `x`; a bias comes after a gather, so not here."""
     first = layers[0]
     communicator = comm.communicator(first.axis)
-    weights = [layer.weight for layer in layers]
-    biases = [] if first.gather_output or first._bias() is None else [layer.bias for layer in layers]
+    weights: list[Any] = [layer._own(layer.weight) for layer in layers]
+    biases = [] if first.gather_output or first._bias() is None else [layer._own(layer.bias) for layer in layers]
     if communicator.size == 1:
         return [linear_alone(x, weight, bias, communicator) for weight, bias in zip(weights, biases or repeat(None))]
     if first.input_is_replicated:
@@ -354,6 +388,7 @@ class RowParallelLinear(_ParallelLinear):
             tensor_model_parallel_group=tensor_model_parallel_group,
             reduce_dtype=reduce_dtype,
             keep_master_weight=keep_master_weight,
+            replicas=1,
             shard_dim=1,
             bias_is_sharded=False,
             bias_is_partial=sequence_parallel_enabled or not reduce_output,
@@ -365,10 +400,10 @@ class RowParallelLinear(_ParallelLinear):
     def forward(self, x: torch.Tensor) -> Output:
         """`[.., in/tp]` (or `[.., in]`) `-> [.., out]`; `(output, bias)` with skip_bias_add."""
         communicator = comm.communicator(self.axis)
-        bias, shard = self._bias(), x
+        weight, bias, shard = self._used_weight(), self._bias(), x
         try:
             if communicator.size == 1:
-                out = linear_alone(x, self.weight, bias, communicator)
+                out = linear_alone(x, weight, bias, communicator)
             else:
                 if not self.input_is_parallel:
                     if self.stride > 1:  # of each block its piece, as the weight is sharded
@@ -376,14 +411,21 @@ class RowParallelLinear(_ParallelLinear):
                     shard = spmd.convert(shard, communicator, src=I, dst=S(-1))
                     shard = shard.flatten(-2) if self.stride > 1 else shard
                 if self.reduce_output:
-                    out = call(
-                        RowLinear, shard, self.weight, bias, communicator, self._sequence_dim(), self.reduce_dtype
-                    )
+                    out = call(RowLinear, shard, weight, bias, communicator, self._sequence_dim(), self.reduce_dtype)
                 else:
-                    out = spmd.trust(F.linear(shard, self.weight), communicator, P)
+                    out = spmd.trust(F.linear(shard, weight), communicator, P)
                     if bias is not None:
                         out = out + spmd.convert(bias, communicator, src=R, dst=P).to(out.dtype)
         except (RuntimeError, ValueError) as error:
             refuse_input(self, x, error)
             raise
         return (out, self.bias) if self.skip_bias_add else out
+
+    def _used_weight(self) -> torch.Tensor:
+        """The weight; padded query heads in the group of a real key/value head have values, and must not train it."""
+        spec = spmd.spec_of(self.weight)
+        if spec.group is None:
+            return self.weight
+        real, padded = spec.group
+        mask = torch.arange(spec.full_shape[1], device=self.weight.device) % padded < real
+        return call(ZerosStay, self.weight, spmd.convert(mask, self.axis, src=R, dst=S(0)))

@@ -8,7 +8,8 @@ remembers the real size, so that saving strips the padding and counts do not see
 With grouped-query attention the unit is the group: key/value heads are padded to a multiple of tp and each brings its
 group of query heads, 9 query heads over 3 key/value heads become 12 over 4 at tp=2. `pad_model` does this when
 `n_heads` is the number of key/value heads: every padded size grows by the same ratio, here 4/3.
-`neuronx_dist.hf.swap(model, pad_heads=True)` does it by itself.
+`neuronx_dist.hf.swap(model, pad_heads=True)` does it by itself; beyond as many ranks as key/value heads it replicates
+these (`ColumnParallelLinear(replicas=)`) and adds zeros at the end of each group, which is fewer.
 """
 
 from __future__ import annotations
@@ -22,10 +23,14 @@ import torch
 from torch import nn
 
 from .. import comm
+from ..model_shape import padded_heads
 from ..weights.shard_spec import ShardSpec, gather_full, set_spec, spec_of
 from .linear import ColumnParallelLinear, RowParallelLinear
 
 __all__ = ["generate_padding_mask", "get_number_of_extra_heads", "pad_model", "padded_spec"]
+
+# Whether the ranks that hold one key/value head are adjacent there.
+_ADJACENT = {"trn1": False, "inf2": False, "trn2": True}
 
 
 def get_number_of_extra_heads(n_head: int, tp_degree: int) -> int:
@@ -64,11 +69,12 @@ def pad_model(
         tp_degree: the tensor-parallel size.
         n_heads: heads of the model before padding; with grouped-query attention the number of key/value heads.
         wrapped_classes: the classes inside which layers are padded, usually the attention; () pads all of the model.
-        pad_hook_fn: called as `pad_hook_fn(module, ratio)` for every module inside a wrapped class, itself included.
+        pad_hook_fn: called as `pad_hook_fn(module, ratio)` for every instance of a wrapped class; with (), for which
+            all classes are to be padded, for every module.
 
     Raises:
-        ValueError: a size does not grow by a whole number, a padded output would be gathered, or tp_degree is not the
-            current one.
+        ValueError: a size does not grow by a whole number, a padded output would be gathered, a layer has replicas
+            (whose heads are padded in each group: `replace.LayerPlan.group`), or tp_degree is not the current one.
     """
     classes = (wrapped_classes,) if isinstance(wrapped_classes, type) else tuple(wrapped_classes)
     if tp_degree != comm.size("tp"):
@@ -90,6 +96,11 @@ def _pad_inside(
     inside = inside or isinstance(module, classes)
     if inside:
         if isinstance(module, ColumnParallelLinear):
+            if module.replicas > 1:
+                raise ValueError(
+                    f"pad_model: {name} is on {module.replicas} ranks each: with replicated key/value heads each group "
+                    f"of query heads is padded; see LayerPlan.group of parallel_layers.replace, or hf.swap"
+                )
             if module.gather_output:
                 raise ValueError(
                     f"pad_model: {name} gathers its output, which would come out padded; name the attention class in "
@@ -98,7 +109,7 @@ def _pad_inside(
             _pad_layer(module, name, ratio, "output_size", ("weight", "bias"))
         elif isinstance(module, RowParallelLinear):
             _pad_layer(module, name, ratio, "input_size", ("weight",))
-        if hook is not None:
+        if hook is not None and (not classes or isinstance(module, classes)):
             hook(module, float(ratio))
     for child_name, child in module.named_children():
         _pad_inside(child, f"{name}.{child_name}" if name else child_name, ratio, classes, inside, hook)
@@ -139,21 +150,37 @@ def generate_padding_mask(
 ) -> torch.Tensor:
     """Which of a rank's query heads are real: bool `[num_heads_with_pad / tp_degree]`, False for padding.
 
-    `hardware_type` is accepted for compatibility: heads lie in the same order on all hardware, padding last.
+    Zeros are at the end of each key/value head's group of query heads. Where there are more ranks than key/value heads
+    (`model_shape.padded_heads`), each of these is on several ranks, which share its group: 48 heads over 8, padded to
+    64, at tp 32 are 2 heads on each rank, and those of every fourth rank are padding. Key/value heads that neither
+    divide tp nor are divided by it are padded first, by whole groups at the end: 9 over 3 become 12 over 4 at tp 2.
+
+    Args:
+        hardware_type: which ranks share a key/value head: "trn2", and None for the layers of this package: adjacent
+            ones; "trn1" and "inf2": ranks as far apart as there are key/value heads. A string, or an enum of them.
 
     Raises:
-        ValueError: counts that do not divide, or padding that would split a group of query heads.
+        ValueError: counts that do not divide, padding that is no equal part of every group, an unknown hardware.
     """
+    hardware = getattr(hardware_type, "value", hardware_type)
+    if hardware is not None and hardware not in _ADJACENT:
+        raise ValueError(f"hardware_type {hardware_type!r} is not known: use None or one of {', '.join(_ADJACENT)}")
     if not 0 <= tp_rank < tp_degree:
         raise ValueError(f"tp_rank {tp_rank} is not a rank of {tp_degree}")
     if num_heads_with_pad % tp_degree:
         raise ValueError(f"{num_heads_with_pad} padded heads are not divisible by tp_degree {tp_degree}")
     if num_heads_with_pad < num_heads:
         raise ValueError(f"{num_heads_with_pad} padded heads are fewer than the {num_heads} real ones")
-    if num_heads % num_kv_heads or num_heads_with_pad % (num_heads // num_kv_heads):
+    _, kv_heads, replicas = padded_heads(num_heads, num_kv_heads, tp_degree)
+    group, padded_group = num_heads // num_kv_heads, num_heads_with_pad // kv_heads
+    if num_heads % num_kv_heads or num_heads_with_pad % kv_heads or padded_group < group:
         raise ValueError(
-            f"{num_heads} heads over {num_kv_heads} key/value heads cannot be padded to {num_heads_with_pad}: "
-            f"whole groups of num_heads / num_kv_heads are added"
+            f"{num_heads} heads over {num_kv_heads} key/value heads cannot be padded to {num_heads_with_pad} at "
+            f"tp_degree {tp_degree}: {kv_heads} key/value heads get groups of one size, of {group} or more"
         )
     local = num_heads_with_pad // tp_degree
-    return torch.arange(tp_rank * local, (tp_rank + 1) * local) < num_heads
+    place = tp_rank  # of this rank, among those in the order of the heads
+    if replicas > 1 and hardware is not None and not _ADJACENT[hardware]:
+        place = tp_rank % kv_heads * replicas + tp_rank // kv_heads
+    heads = torch.arange(place * local, (place + 1) * local)
+    return (heads % padded_group < group) & (heads // padded_group < num_kv_heads)

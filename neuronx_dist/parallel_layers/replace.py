@@ -38,7 +38,10 @@ class LayerPlan:
         padded_size: of the sharded dim (a column's output, a row's input, an embedding's rows), zeros included; None:
             no padding. `ShardSpec.unpadded` remembers the real size, so that saving strips the zeros.
         fused_with: names of column layers that are always called on the same tensor: one input gradient for all.
-        options: keyword arguments of the parallel layer's class, beside sizes, bias, dtype and device.
+        options: keyword arguments of the parallel layer's class, beside sizes, bias, dtype and device; of a column of
+            key/value heads that are fewer than tp, `replicas`.
+        group: with `padded_size`: zeros are at the end of each group of query heads, whose sizes without and with them
+            these are; None: at the end of the dim.
     """
 
     name: str
@@ -46,6 +49,7 @@ class LayerPlan:
     padded_size: int | None = None
     fused_with: tuple[str, ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
+    group: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -108,7 +112,7 @@ def apply(model: nn.Module, plans: Sequence[LayerPlan]) -> nn.Module:
     for plan in plans:
         if plan.name in parallel:
             real_size = getattr(layers[plan.name], STYLES[plan.style].size_attribute)
-            _install(model, plan.name, parallel[plan.name], real_size, tied)
+            _install(model, plan, parallel[plan.name], real_size, tied)
         else:
             mark_partial_gradients(layers[plan.name])
     for group in groups:
@@ -171,22 +175,28 @@ def _checked(model: nn.Module, plans: Sequence[LayerPlan]) -> dict[str, nn.Modul
             padded = size if plan.padded_size is None else plan.padded_size
             if padded < size:
                 problems.append(f"{plan.name} has {style.size_attribute} {size}, more than its padded size {padded}")
-            elif padded % tp:
+            elif padded % _partitions(plan, tp):
                 problems.append(f"{plan.name} has {style.size_attribute} {padded}, which tp={tp} does not divide")
     if problems:
         raise ValueError(f"cannot replace the layers of this {type(model).__name__}: " + "; ".join(problems))
     return layers
 
 
+def _partitions(plan: LayerPlan, tp: int) -> int:
+    """The number of shards; 1 where the layer refuses its replicas, by its own words."""
+    replicas = plan.options.get("replicas", 1)
+    return tp // replicas if isinstance(replicas, int) and 0 < replicas <= tp else 1
+
+
 def _install(
-    model: nn.Module, name: str, parallel: ShardedModule, real_size: int, tied: dict[int, nn.Parameter]
+    model: nn.Module, plan: LayerPlan, parallel: ShardedModule, real_size: int, tied: dict[int, nn.Parameter]
 ) -> None:
-    """Puts `parallel`, built on meta, in the place of `name`, with this rank's slices of the parameters there."""
-    original = model.get_submodule(name)
+    """Puts `parallel`, built on meta, in the place of a layer, with this rank's slices of the parameters there."""
+    original = model.get_submodule(plan.name)
     for parameter, full in original.named_parameters(recurse=False):
         spec = spec_of(getattr(parallel, parameter))
         if spec.dim is not None and real_size != spec.full_shape[spec.dim]:
-            spec = replace(spec, unpadded=real_size)  # the layer was built with its padded size
+            spec = replace(spec, unpadded=real_size, group=plan.group)  # the layer was built with its padded size
         if id(full) in tied:
             local = tied[id(full)]
         elif full.is_meta or spec.axis is None:
@@ -199,5 +209,5 @@ def _install(
         setattr(parallel, parameter, local)
         set_spec(parallel, parameter, spec)
     parallel.train(original.training)
-    parent, _, child = name.rpartition(".")
+    parent, _, child = plan.name.rpartition(".")
     setattr(model.get_submodule(parent), child, parallel)

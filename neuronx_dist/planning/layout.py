@@ -159,14 +159,16 @@ class Layout:
     def _head_problems(self, heads: int, kv_heads: int, use_tp: tuple[str, list[int]]) -> list[str]:
         if heads % kv_heads:
             return [f"{heads} query heads cannot share {kv_heads} key/value heads evenly; correct the model's config"]
-        if self.pad_heads or kv_heads % self.tp == 0:
+        needed = padded_heads(heads, kv_heads, self.tp)
+        if self.pad_heads or not needed.pads(heads, kv_heads):
             return []
-        padded, padded_kv = padded_heads(heads, kv_heads, self.tp)
         if heads == kv_heads:
-            what, after = f"{heads} attention heads", f"{padded} heads"
+            what, after = f"{heads} attention heads", f"{needed.heads} heads"
         else:
             what = f"{kv_heads} key/value heads (shared by {heads} query heads)"
-            after = f"{padded} query and {padded_kv} key/value heads"
+            after = f"{needed.heads} query and {needed.kv_heads} key/value heads"
+        if needed.replicas > 1:
+            after += f", each of the latter on {needed.replicas} ranks"
         split = f"{what} cannot be split over tp {self.tp}: "
         return [split + _either(use_tp) + f", or pad_heads (--pad-heads), which makes it {after}"]
 
@@ -199,9 +201,12 @@ class Layout:
         sizes = [model.intermediate, model.vocab]
         if self.world_size % self.pp == 0:
             sizes.append(self.world_size // self.pp)
-        if not self.pad_heads:
-            sizes.append(model.kv_heads)
-        return all(size is None or size % tp == 0 for size in sizes)
+        if not all(size is None or size % tp == 0 for size in sizes):
+            return False
+        if self.pad_heads or model.kv_heads is None:
+            return True
+        heads = model.heads or model.kv_heads
+        return not padded_heads(heads, model.kv_heads, tp).pads(heads, model.kv_heads)
 
     def _pp_fits(self, model: ModelShape, pp: int) -> bool:
         return self.world_size % (self.tp * pp) == 0 and (model.layers is None or pp <= model.layers)

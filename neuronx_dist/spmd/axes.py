@@ -2,7 +2,8 @@
 
 The dense view (pp, dp, cp, tp) and the expert view (pp, edp, ep, tp) cut the same ranks in two ways. Types need one set
 of axes in which both can be said: dp and cp, or with experts edp and ep, and where both exist the coarser pieces of
-them (`"cp/ep"`: what is left of cp when ep is taken out of it). Axes of one rank have no atoms.
+them (`"cp/ep"`: what is left of cp when ep is taken out of it). Where key/value heads are replicated over a part of
+tp (`Mesh.tp_replicas`), its two parts are atoms: `"tp/4"` and `"tp%4"`. Axes of one rank have no atoms.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from functools import lru_cache
 from ..comm import Communicator, context
 from ..comm.context import AxisLike
 from ..comm.rank_values import concrete
-from ..mesh import DENSE_AXES, EXPERT_AXES, Mesh
+from ..mesh import DENSE_AXES, EXPERT_AXES, Mesh, part_of
 
-__all__ = ["DATA_ATOMS", "SAMPLE_ATOMS", "atoms_of", "mesh_atoms", "mesh_of", "order_of"]
+__all__ = ["DATA_ATOMS", "SAMPLE_ATOMS", "PartOfAxisError", "atoms_of", "mesh_atoms", "mesh_of", "order_of"]
 
 DATA_ATOMS = frozenset(("dp", "edp", "cp", "cp/ep", "ep/cp"))  # along which ranks have other data
 # Along which a batch is sharded: which samples a rank has does not matter, if all are used alike.
@@ -24,11 +25,29 @@ SAMPLE_ATOMS = frozenset(("dp", "edp", "ep", "ep/cp"))
 _ORDER = ("pp", "dp", "edp", "cp/ep", "ep/cp", "ep", "cp", "tp")
 
 
+class PartOfAxisError(ValueError):
+    """Types are written on "tp" as a whole, and a layer has replicas over a part of it.
+
+    Attributes:
+        replicas: what `Mesh.tp_replicas` is to be.
+    """
+
+    def __init__(self, axis: str, mesh: Mesh) -> None:
+        whole, _, self.replicas = part_of(axis)
+        super().__init__(
+            f"types are written on {whole} as a whole, or in parts of {mesh.tp_replicas}, not on the part {axis!r}: "
+            f"give a Mesh(..., tp_replicas={self.replicas}); one number serves all layers"
+        )
+
+
 def order_of(atom: str) -> tuple[int, str]:
     """Sorts atoms as a mesh has them, outermost first; groups that are no axes come last.
 
     Where two axes shard one dim in the same blocks, the first one has the outer factor.
     """
+    axis, sign, _ = part_of(atom)
+    if sign and axis in _ORDER:
+        return (_ORDER.index(axis), "" if sign == "/" else sign)
     return (_ORDER.index(atom) if atom in _ORDER else len(_ORDER), atom)
 
 
@@ -80,7 +99,10 @@ def mesh_atoms(mesh: Mesh) -> dict[str, tuple[str, ...]]:
         sizes["ep/cp"] = ep // cp
     else:
         raise ValueError(f"types need axes that divide: cp={cp} and ep={ep} have no common pieces")
-    table.update(pp=("pp",), tp=("tp",))
+    replicas = mesh.tp_replicas
+    parts = {f"tp/{replicas}": mesh.tp // replicas, f"tp%{replicas}": replicas} if replicas > 1 else {}
+    sizes.update(parts)
+    table.update(pp=("pp",), tp=tuple(parts) or ("tp",), **{part: (part,) for part in parts})
     return {axis: tuple(atom for atom in atoms if sizes[atom] > 1) for axis, atoms in table.items()}
 
 
@@ -100,6 +122,7 @@ def atoms_of(axis: AxisLike, mesh: Mesh | None) -> tuple[str, ...]:
         if any(axis in atoms for atoms in table.values()):
             return (axis,)
         mesh.size(axis)  # raises, with the names there are
+        raise PartOfAxisError(axis, mesh)
     if isinstance(axis, tuple):
         return tuple(dict.fromkeys(atom for name in axis for atom in atoms_of(name, mesh)))
     communicator = axis if isinstance(axis, Communicator) else context.communicator(axis)
@@ -116,4 +139,6 @@ def _of_ranks(label: str, ranks: tuple[int, ...], mesh: Mesh | None) -> tuple[st
             return atoms_of(axis, mesh)
         if all(mesh.coordinate(("dp", "cp", "tp"), r) == mesh.coordinate(("dp", "cp", "tp"), ranks[0]) for r in ranks):
             return ("pp",)  # some of the stages: those that hold a tied weight
+        if part_of(label)[1]:
+            return atoms_of(label, mesh)
     return (label if mesh is None and "," not in label else f"{label}{list(ranks)}",)

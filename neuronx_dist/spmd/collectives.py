@@ -27,6 +27,7 @@ from ..comm.transforms import transforming
 from .errors import SpmdTypeError, dim_of
 from .linear_operator import linear
 from .types import P, R, Shard, SpmdType, V
+from .watching import no_typecheck
 
 __all__ = [
     "all_gather",
@@ -239,7 +240,11 @@ class _Typed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, None, None, None]:
         # Through `_apply`, so that the backward can be differentiated in its turn.
-        return _apply(ROWS[ctx.row.backward], grad, ctx.communicator, ctx.arguments.reversed()), None, None, None
+        row, arguments = ROWS[ctx.row.backward], ctx.arguments.reversed()
+        if ctx.row.key != ("reinterpret", "I", "V"):
+            return _apply(row, grad, ctx.communicator, arguments), None, None, None
+        with no_typecheck():  # of copies that were declared to be shards the gradients are shards, and yet are summed
+            return _apply(row, grad, ctx.communicator, arguments), None, None, None
 
 
 class _Use(NamedTuple):

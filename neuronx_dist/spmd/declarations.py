@@ -309,4 +309,4 @@ def _since(origins: Any, axis: str, spmd_type: SpmdType) -> list[str]:
 
 
 def _current_mesh() -> Mesh | None:
-    return context.current().mesh if context.is_initialized() else None
+    return context.current().typed_mesh if context.is_initialized() else None

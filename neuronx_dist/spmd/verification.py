@@ -19,7 +19,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from .. import comm
+from ..comm import context
 from ..comm.generators import get_state
+from ..mesh import part_of
 from ..weights.partial_model import is_partial, partial_model
 from ..weights.shard_spec import restamp, spec_of
 from .errors import SpmdTypeError
@@ -109,7 +111,9 @@ def verify(model: nn.Module | None, inputs: Any = None, *, axes: Sequence[str] |
         digests[_BATCH.name] = _Digest(sums, (), "", not sums)
     compared: dict[str, int] = {}
     findings: list[_Finding] = []
-    for axis in chosen:
+    replicas = context.current().typed_mesh.tp_replicas
+    parts = {"tp": ("tp", f"tp/{replicas}", f"tp%{replicas}")} if replicas > 1 else {}
+    for axis in (part for name in chosen for part in parts.get(name, (name,))):
         if comm.size(axis) > 1:
             concerned = {v.name: v for v in values if axis in v.equal | v.alike | v.apart}
             compared[axis] = sum(axis in value.equal for value in concerned.values())
@@ -156,13 +160,14 @@ def _parameters(model: nn.Module | None) -> Iterator[_Value]:
     for name, param in _named(model):
         spec = spec_of(param)
         experts = spec.axis == "ep" or bool(getattr(param, "expert_model_parallel", False)) and comm.size("ep") > 1
-        equal = frozenset({"tp", "edp"} if experts else {"tp", "dp", "cp"})
-        shards = spec.axis == "tp" and spec.num_partitions == comm.size("tp")
+        copies = spec.replicated_over
+        equal = frozenset([*([copies] if isinstance(copies, str) else []), *(["edp"] if experts else ["dp", "cp"])])
+        shards = spec.axis is not None and part_of(spec.axis)[0] == "tp" and spec.num_partitions == comm.size(spec.axis)
         yield _Value(
             name,
             param.detach(),
             equal - {spec.axis},
-            apart=frozenset(["tp"] if shards else []),
+            apart=frozenset([spec.axis] if shards and spec.axis else []),
             hint="perhaps one shard was loaded, or drawn, on all of them",
         )
 

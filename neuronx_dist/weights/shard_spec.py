@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from .. import comm
+from ..mesh import Axis, part_of
 
 __all__ = ["ShardSpec", "ShardedModule", "gather_full", "named_specs", "restamp", "set_spec", "spec_of"]
 
@@ -27,13 +28,17 @@ class ShardSpec:
     """Layout of one parameter over a mesh axis.
 
     Attributes:
-        axis: the mesh axis it is sharded over; None: every rank holds all of it.
+        axis: the mesh axis it is sharded over; None: every rank holds all of it. Over a part of tp (`"tp/4"`) four
+            adjacent ranks hold each shard.
         dim: the sharded dim.
         stride: the dim is made of `stride` fused blocks, each sharded by itself (gate and up: 2).
         num_partitions: number of shards.
         full_shape: shape of the whole parameter, padding included.
         unpadded: size of the sharded dim before zeros were added at its end (at the end of each block); None: no
             padding.
+        group: the dim is made of groups (the query heads of one key/value head) with zeros at the end of each:
+            `(size of a group without zeros, with them)`; what is missing behind the last group is zeros too. A shard
+            lies in one group. None: the dim (each block) is one group.
         sequence_parallel: replicated, but used on a shard of the sequence: its gradients are partial over tp.
     """
 
@@ -44,6 +49,7 @@ class ShardSpec:
     full_shape: tuple[int, ...] = ()
     unpadded: int | None = None
     sequence_parallel: bool = False
+    group: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         if self.axis is None:
@@ -60,10 +66,24 @@ class ShardSpec:
             raise ValueError(
                 f"ShardSpec: unpadded size {self.unpadded} does not fit dim {self.dim} of shape {self.full_shape}"
             )
+        if self.group is not None:
+            (real, padded), size = self.group, self._shard_size
+            unpadded = self.unpadded_shape[self.dim] // self.stride
+            if real > padded or padded % size or unpadded % real:
+                raise ValueError(
+                    f"ShardSpec: groups of {real}, padded to {padded}, do not fit shards of {size} of dim {self.dim} "
+                    f"of shape {self.full_shape}, {unpadded} of which are no padding"
+                )
 
     @property
     def is_sharded(self) -> bool:
         return self.axis is not None
+
+    @property
+    def replicated_over(self) -> Axis:
+        """The tp ranks that hold the same values: `"tp"`, a part of it, or `()` where each has a shard of its own."""
+        axis, sign, count = part_of(self.axis or "")
+        return "tp" if axis != "tp" else f"tp%{count}" if sign else ()
 
     @property
     def local_shape(self) -> tuple[int, ...]:
@@ -92,12 +112,11 @@ class ShardSpec:
             return full
         if tuple(full.shape) != self.unpadded_shape:
             raise ValueError(f"expected the whole parameter of shape {self.unpadded_shape}, got {tuple(full.shape)}")
-        size = self.full_shape[self.dim] // (self.stride * self.num_partitions)
-        block_size = self.unpadded_shape[self.dim] // self.stride
+        size = self._shard_size
+        start, stop = self.positions(index)
         pieces = []
-        for block in full.split(block_size, self.dim) if self.stride > 1 else (full,):
-            start = min(index * size, block_size)
-            piece = block.narrow(self.dim, start, min(size, block_size - start))
+        for block in full.chunk(self.stride, self.dim):
+            piece = block.narrow(self.dim, start, stop - start)
             if piece.shape[self.dim] < size:
                 missing = list(piece.shape)
                 missing[self.dim] = size - piece.shape[self.dim]
@@ -105,17 +124,38 @@ class ShardSpec:
             pieces.append(piece)
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, self.dim)
 
+    def positions(self, index: int) -> tuple[int, int]:
+        """Where shard number `index` begins and ends in the unpadded dim (in each block); zeros come behind it."""
+        assert self.dim is not None
+        real, padded = self._group
+        number, offset = divmod(index * self._shard_size, padded)
+        unpadded = self.unpadded_shape[self.dim] // self.stride
+        start, stop = (number * real + min(at, real) for at in (offset, offset + self._shard_size))
+        return min(start, unpadded), min(stop, unpadded)
+
+    @property
+    def _shard_size(self) -> int:
+        """Of the sharded dim, of one block."""
+        assert self.dim is not None
+        return self.full_shape[self.dim] // (self.stride * self.num_partitions)
+
+    @property
+    def _group(self) -> tuple[int, int]:
+        """The sizes of a group without and with its zeros."""
+        assert self.dim is not None
+        whole = (self.unpadded_shape[self.dim] // self.stride, max(1, self.full_shape[self.dim] // self.stride))
+        return self.group or whole
+
     def assemble(self, shards: Sequence[torch.Tensor]) -> torch.Tensor:
         """The whole parameter, without its padding, from all shards in order: the inverse of `local_slice`."""
         if self.dim is None:
             return shards[0]
-        block_size = self.unpadded_shape[self.dim] // self.stride
-        columns = [shard.chunk(self.stride, self.dim) for shard in shards]
-        blocks = [
-            torch.cat([column[block] for column in columns], self.dim).narrow(self.dim, 0, block_size)
-            for block in range(self.stride)
-        ]
-        return blocks[0] if self.stride == 1 else torch.cat(blocks, self.dim)
+        pieces = []
+        for block in range(self.stride):
+            for index, shard in enumerate(shards):
+                start, stop = self.positions(index)
+                pieces.append(shard.chunk(self.stride, self.dim)[block].narrow(self.dim, 0, stop - start))
+        return torch.cat(pieces, self.dim)
 
 
 def set_spec(module: nn.Module, name: str, spec: ShardSpec) -> None:

@@ -24,7 +24,7 @@ def _weights(tp: int, config: Any, **options: Any) -> dict[str, torch.Tensor]:
 def test_equal_at_any_layout(tied: bool) -> None:
     config = llama_config(tied=tied, attention_bias=True, pad_token_id=3)
     whole = _weights(1, config)
-    for tp, options in ((2, {}), (4, dict(pad_heads=True)), (2, dict(sequence_parallel=True))):
+    for tp, options in ((2, {}), (4, {}), (8, dict(pad_heads=True)), (2, dict(sequence_parallel=True))):
         split = _weights(tp, config, **options)
         assert split.keys() == whole.keys()
         for name, weight in whole.items():

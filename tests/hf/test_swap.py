@@ -49,6 +49,18 @@ CASES = [
     (4, 8, 4, True, False, False),
     (4, 4, 2, False, True, True),
     (3, 6, 3, False, False, False),
+    # fewer key/value heads than ranks: each is on several; with padding inside of every group
+    (2, 4, 1, False, False, False),
+    (2, 4, 1, True, True, False),
+    (4, 8, 2, False, False, False),
+    (4, 8, 2, False, True, False),
+    (4, 4, 1, True, False, False),
+    (4, 4, 1, False, True, False),
+    (4, 6, 2, False, True, True),  # groups of 3 become 4
+    (4, 3, 1, False, False, True),
+    (4, 3, 3, False, False, True),
+    (6, 9, 3, True, True, True),  # 12 query heads over 3, each on 2 ranks
+    (8, 9, 3, False, False, True),  # 16 over 4, each on 2 ranks
 ]
 
 
@@ -109,16 +121,23 @@ def test_logits_that_come_with_a_loss_are_kept_unless_they_are_given_up(inplace_
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_biases(sequence_parallel: bool) -> None:
-    config = llama_config(9, 3, attention_bias=True, mlp_bias=True)
-    _compare(config, 2, sequence_parallel=sequence_parallel, pad_heads=True)
+@pytest.mark.parametrize("tp, heads", [(2, (9, 3)), (4, (6, 2))])
+def test_biases(tp: int, heads: tuple[int, int], sequence_parallel: bool) -> None:
+    config = llama_config(*heads, attention_bias=True, mlp_bias=True)
+    _compare(config, tp, sequence_parallel=sequence_parallel, pad_heads=True)
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("tp", [2, 4])  # of 2 key/value heads
 @pytest.mark.parametrize("architecture", ["qwen2", "qwen3", "mistral", "granite", "starcoder2", "stablelm"])
-def test_other_architectures(architecture: str, sequence_parallel: bool) -> None:
+def test_other_architectures(architecture: str, tp: int, sequence_parallel: bool, monkeypatch: Any) -> None:
     from transformers import AutoConfig
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
+    def norm(self: Any, x: torch.Tensor) -> torch.Tensor:  # Hugging Face's rounds to float32 in the middle
+        return torch.nn.functional.rms_norm(x, self.weight.shape, self.weight, self.variance_epsilon)
+
+    monkeypatch.setattr(Qwen3RMSNorm, "forward", norm)
     config = AutoConfig.for_model(
         architecture,
         **SIZES,
@@ -135,7 +154,7 @@ def test_other_architectures(architecture: str, sequence_parallel: bool) -> None
     )
     with torch.device("meta"):
         model_class = type(AutoModelForCausalLM.from_config(config))
-    _compare(config, 2, model_class, sequence_parallel=sequence_parallel)
+    _compare(config, tp, model_class, sequence_parallel=sequence_parallel)
 
 
 def test_swaps_a_real_model() -> None:

@@ -66,7 +66,7 @@ def test_not_a_causal_lm() -> None:
 def test_heads_that_tp_does_not_divide() -> None:
     message = _refusal(lambda: meta_model(llama_config(9, 3)), kind=ValueError)
     assert "9 attention heads over 3 key/value heads are not divisible by tp=2" in message
-    assert "pad_heads=True, or choose tp from [1, 3]" in message
+    assert "pad_heads=True, or choose tp from [1, 3, 9]" in message
 
 
 def test_sizes_that_tp_does_not_divide() -> None:

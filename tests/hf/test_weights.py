@@ -43,6 +43,9 @@ def _saved(folder: Any, **options: Any) -> Any:
         (Mesh(4, tp=4), 4, 4, True),
         (Mesh(2, tp=2), 9, 3, True),
         (Mesh(4, tp=4), 9, 3, False),
+        (Mesh(8, tp=4), 8, 2, True),  # each key/value head on two ranks
+        (Mesh(4, tp=4), 6, 2, False),  # and groups of 3 padded to 4
+        (Mesh(4, tp=4), 4, 1, False),
     ],
 )
 def test_round_trip(tmp_path: Any, mesh: Mesh, heads: int, kv_heads: int, tied: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import nn
 from neuronx_dist import comm
 from neuronx_dist.comm.backends import threads
 from neuronx_dist.mesh import Mesh
+from neuronx_dist.model_shape import padded_heads
 from neuronx_dist.parallel_layers import ColumnParallelLinear, RowParallelLinear
 from neuronx_dist.parallel_layers.pad import generate_padding_mask, get_number_of_extra_heads, pad_model
 from neuronx_dist.spmd import spec_of
@@ -155,15 +157,39 @@ def test_nothing_to_pad() -> None:
     threads.run(Mesh(2, tp=2), rank)
 
 
-def test_the_hook_sees_every_module_inside_a_wrapped_class() -> None:
-    def rank() -> Any:
-        seen: list[tuple[str, float]] = []
-        hook = lambda module, ratio: seen.append((type(module).__name__, ratio))  # noqa: E731
-        pad_model(Model(9, 3), 2, 3, wrapped_classes=(Attention,), pad_hook_fn=hook)
-        return seen
+@pytest.mark.parametrize("wrapped", [Attention, (Attention,), [Attention, nn.Embedding]])
+def test_the_hook_is_called_for_instances_of_a_wrapped_class_alone(wrapped: Any) -> None:
+    """As the guide says: a hook that sets an attribute of the attention must not be given its projections."""
 
-    names = ["Attention", *["ColumnParallelLinear"] * 3, "RowParallelLinear"]
-    assert threads.run(Mesh(2, tp=2), rank)[0] == [(name, 4 / 3) for name in names]
+    def rank() -> Any:
+        seen: list[tuple[nn.Module, float]] = []
+        model = Model(9, 3)
+        pad_model(model, 2, 3, wrapped, lambda module, ratio: seen.append((module, ratio)))
+        assert seen == [(model.attention, 4 / 3)]
+
+    threads.run(Mesh(2, tp=2), rank)
+
+
+def test_without_a_wrapped_class_the_hook_is_called_for_every_module() -> None:
+    def rank() -> Any:
+        seen: list[nn.Module] = []
+        model = Model(9, 3).attention
+        pad_model(model, 2, 3, pad_hook_fn=lambda module, ratio: seen.append(module))
+        assert seen == [*model.modules()]
+
+    threads.run(Mesh(2, tp=2), rank)
+
+
+def test_frozen_weights_stay_frozen() -> None:
+    def rank() -> None:
+        model = Model(9, 3)
+        frozen = {"attention.q.weight", "attention.q.bias", "attention.o.weight"}
+        for name, param in model.named_parameters():
+            param.requires_grad_(name not in frozen)
+        pad_model(model, 2, 3, wrapped_classes=Attention)
+        assert {name for name, param in model.named_parameters() if not param.requires_grad} == frozen
+
+    threads.run(Mesh(2, tp=2), rank)
 
 
 def test_mistakes_are_named() -> None:
@@ -187,11 +213,70 @@ def test_padding_mask() -> None:
     masks = [generate_padding_mask(9, 12, 3, 2, rank) for rank in range(2)]
     assert torch.cat(masks).tolist() == [True] * 9 + [False] * 3
     assert generate_padding_mask(8, 8, 2, 4, 1).all()
+    assert [generate_padding_mask(2, 4, 2, 2, rank).tolist() for rank in range(2)] == [[True, False]] * 2
     for arguments, message in (
         ((9, 12, 3, 5, 0), "not divisible by tp_degree 5"),
-        ((9, 10, 3, 2, 0), "whole groups"),
+        ((9, 10, 3, 2, 0), "groups of one size, of 3 or more"),
         ((9, 12, 3, 2, 2), "tp_rank 2"),
         ((9, 6, 3, 2, 0), "fewer"),
+        ((9, 12, 2, 2, 0), "9 heads over 2"),
+        ((9, 12, 3, 2, 0, "gpu"), "'gpu' is not known: use None or one of trn1, inf2, trn2"),
     ):
         with pytest.raises(ValueError, match=message):
             generate_padding_mask(*arguments)
+
+
+def _assigned_heads(num_heads: int, padded: int, kv_heads: int, tp: int, interleaved: bool) -> list[list[bool]]:
+    """Heads dealt out one by one: each key/value head has its query heads and then padding, and the ranks that hold it
+    take them in turn.
+    """
+    copies = max(1, tp // kv_heads)
+    # Key/value heads as the ranks hold them, one after the other: K0 K0 K1 K1, or K0 K1 K0 K1.
+    held = [*range(kv_heads)] * copies if interleaved else [kv for kv in range(kv_heads) for _ in range(copies)]
+    left = {kv: [True] * (num_heads // kv_heads) + [False] * ((padded - num_heads) // kv_heads) for kv in held}
+    masks = []
+    for rank in range(tp):
+        own: list[bool] = []
+        per_rank = len(held) // tp
+        for kv in held[rank * per_rank : (rank + 1) * per_rank]:
+            count = padded // tp // per_rank
+            own += left[kv][:count]
+            left[kv] = left[kv][count:]
+        masks.append(own)
+    assert not any(left.values())
+    return masks
+
+
+def test_padding_mask_of_replicated_heads() -> None:
+    """Against heads that are dealt out one by one, in every layout in which they can be."""
+    layouts = 0
+    for kv_heads, tp in itertools.product((1, 2, 3, 4, 6, 8), (1, 2, 3, 4, 6, 8, 16, 32)):
+        if kv_heads % tp and tp % kv_heads:
+            continue
+        unit = max(tp, kv_heads)
+        for group, extra in itertools.product(range(1, 8), range(4)):
+            num_heads = kv_heads * group
+            padded = (-(-num_heads // unit) + extra) * unit
+            for hardware in (None, "trn1"):
+                expected = _assigned_heads(num_heads, padded, kv_heads, tp, hardware == "trn1")
+                arguments = (num_heads, padded, kv_heads, tp)
+                masks = [generate_padding_mask(*arguments, rank, hardware).tolist() for rank in range(tp)]
+                assert masks == expected, (*arguments, hardware)
+                layouts += 1
+    assert layouts > 1000
+    masks = [generate_padding_mask(48, 64, 8, 32, rank).tolist() for rank in range(32)]
+    assert masks == [[True, True], [True, True], [True, True], [False, False]] * 8
+    interleaved = [generate_padding_mask(48, 64, 8, 32, rank, "trn1").tolist() for rank in range(32)]
+    assert interleaved == [[True, True]] * 24 + [[False, False]] * 8
+    for same, other in (("inf2", "trn1"), ("trn2", None)):
+        arguments = (48, 64, 8, 32, 9)
+        assert torch.equal(generate_padding_mask(*arguments, same), generate_padding_mask(*arguments, other))
+
+
+def test_the_padding_mask_is_that_of_padded_heads() -> None:
+    """Key/value heads that do not fit tp are padded as the layers of a swapped model are."""
+    for kv_heads, group, tp in itertools.product(range(1, 9), range(1, 5), range(1, 13)):
+        heads, padded_kv, _ = padded_heads(kv_heads * group, kv_heads, tp)
+        masks = [generate_padding_mask(kv_heads * group, heads, kv_heads, tp, rank) for rank in range(tp)]
+        groups = torch.cat(masks).view(padded_kv, -1)
+        assert groups[:kv_heads, :group].all() and groups.sum() == kv_heads * group

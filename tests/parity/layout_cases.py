@@ -25,7 +25,7 @@ FACTORS: dict[str, list[Any]] = {
     "labels": ["even", "uneven", "empty"],
     "sequence_parallel": [False, True],
     "tied": [False, True],
-    "heads": ["gqa", "padded"],
+    "heads": ["gqa", "padded", "replicated"],
     "clip": [None, CLIP],
 }
 Values = tuple[Any, ...]  # one for each factor
@@ -68,7 +68,7 @@ def covering_set() -> list[Case]:
 
 
 def whole_matrix() -> list[Case]:
-    """Every combination, but that the four of heads and clipping take turns over the others."""
+    """Every combination, but that the six of heads and clipping take turns over the others."""
     factors = [list(enumerate(values)) for name, values in FACTORS.items() if name not in ("heads", "clip")]
     turns = list(itertools.product(FACTORS["heads"], FACTORS["clip"]))
     cases = []

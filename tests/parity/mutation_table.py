@@ -109,6 +109,7 @@ CASES: dict[str, Callable[[], None]] = {
         )
         for number, stride in ((1, 2), (2, 1))
     },
+    "ColumnParallelLinear._own:spmd.reinterpret#1": partial(one_step, Case(tp=2, heads="one kv")),
     "RowParallelLinear.forward:spmd.convert#1": partial(
         layer, partial(_row, input_is_parallel=False), split=_whole, join=_whole
     ),

@@ -110,7 +110,7 @@ def _without(calls: list[comm.Call], others: list[comm.Call]) -> list[comm.Call]
 def test_parts_of_a_model(tp: int, sequence_parallel: bool) -> None:
     case = Case(tp=tp, sequence_parallel=sequence_parallel)
     for parts in comm.threads.run(case.mesh, _parts, case):
-        assert parts.keys() == PER_MICROBATCH.keys() - {"stage boundary"}
+        assert parts.keys() == PER_MICROBATCH.keys() - {"stage boundary", "key/value heads on several ranks"}
         for name, passes in parts.items():
             cells = PER_MICROBATCH[name][2:] if sequence_parallel else PER_MICROBATCH[name][:2]
             assert [verbs(calls) for calls in passes] == [counts(cell) for cell in cells], name
@@ -121,6 +121,20 @@ def test_parts_of_a_model(tp: int, sequence_parallel: bool) -> None:
                 assert [call.bytes for call in passes[0]] == [tokens * 8, 2 * tokens * 8]
             else:
                 assert {call.bytes for calls in passes for call in calls} <= {tokens * 32 * 8}
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["plain", "sequence parallel"])
+def test_key_value_heads_on_several_ranks(sequence_parallel: bool) -> None:
+    """A layer has the sums over the ranks that share a head, of its weights' gradients, and nothing else more."""
+    case = Case(tp=4, heads="replicated", sequence_parallel=sequence_parallel)
+    columns = slice(2, 4) if sequence_parallel else slice(0, 2)
+    for parts in comm.threads.run(case.mesh, _parts, case):
+        for name, expected in (("key/value heads on several ranks", "tp%2"), ("Llama layer", "tp")):
+            passes = [[call for call in calls if call.axis == expected] for calls in parts["Llama layer"]]
+            assert [verbs(calls) for calls in passes] == [counts(cell) for cell in PER_MICROBATCH[name][columns]], name
+            if expected == "tp%2":
+                assert {call.bytes for calls in passes for call in calls} == {4 * 24 * 8}
+        assert {call.axis for calls in parts["Llama layer"] for call in calls} == {"tp", "tp%2"}
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["plain", "sequence parallel"])

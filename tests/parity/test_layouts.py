@@ -32,7 +32,15 @@ def check(case: Case, results: list[Any]) -> None:
     assert worst < TOLERANCE[case.dtype], f"{case}: {what} differs by {worst:.2e} from one process"
 
 
-@pytest.mark.parametrize("case", COVERING, ids=str)
+ONE_KEY_VALUE_HEAD = [
+    Case(tp=2, dp=2, heads="one kv", optimizer="zero1", microbatches=2, clip=CLIP),
+    Case(tp=2, pp=2, heads="one kv", sequence_parallel=True, tied=True, microbatches=2),
+    Case(tp=4, heads="one kv", sequence_parallel=True, optimizer="master", clip=CLIP),
+    Case(tp=4, dp=2, heads="one kv", evaluate=True),
+]
+
+
+@pytest.mark.parametrize("case", COVERING + ONE_KEY_VALUE_HEAD, ids=str)
 def test_as_one_process(case: Case) -> None:
     check(case, comm.threads.run(case.mesh, train, case))
 
@@ -72,6 +80,7 @@ CORNERS = [
     Case(tp=4, sequence_parallel=True, tied=True, clip=CLIP),
     Case(pp=4, microbatches=4, labels="empty"),
     Case(dp=4, optimizer="zero1", heads="padded"),
+    Case(tp=4, sequence_parallel=True, heads="replicated", optimizer="zero1", clip=CLIP),
     Case(tp=2, pp=2, sequence_parallel=True, microbatches=2, dtype=torch.float32, clip=CLIP),
 ]
 

@@ -25,6 +25,7 @@ _PASSED_ON = "as it was called, to the communicator underneath; tests/comm/backe
 _COMPARED = (
     "in a check, which compares it with the function's body (tests/checking/mutation), and in tests of torch.func"
 )
+_MASK = "a rank's own piece of a mask, which has no gradient: nothing is communicated"
 _MEASURES = "predicts memory: a stand-in whose values are not used"
 EXEMPT = {
     "C10dCommunicator.start_all_gather:_all_gather_single#1": _NCCL,
@@ -47,6 +48,7 @@ EXEMPT = {
             "RowLinear.composition:spmd.reduce_scatter",
         )
     },
+    "RowParallelLinear._used_weight:spmd.convert#1": _MASK,
     "_MeasuringCommunicator.start_all_gather:?.start_all_gather#1": _MEASURES,
     "_MeasuringCommunicator.start_reduce_scatter:?.start_reduce_scatter#1": _MEASURES,
     "NeuronZero1Optimizer.load_sharded_state_dict:comm.barrier#1": _ORDER,

@@ -12,7 +12,7 @@ from torch import nn
 from neuronx_dist import comm, spmd
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.pipeline import TracingError
-from neuronx_dist.pipeline.cut.partition import split
+from neuronx_dist.pipeline.cut.partition import place_by_recording, place_by_registration, split
 from neuronx_dist.pipeline.record.recorder import record
 from tests.support.pipeline_models import HIDDEN, SEQ, Block, Model, batch, check_parity, cut, error, make, on_ranks
 
@@ -132,6 +132,17 @@ def test_a_buffer_that_is_changed_outside_of_its_leaf() -> None:
     check_parity(Mesh(2, pp=2), model, batch(), 2, leaf_module_cls=[Rope])
     with pytest.raises(TracingError, match=r"a buffer of rope is changed on pipeline stage 1 and used on .* \[0, 1\]"):
         check_parity(Mesh(2, pp=2), make(ChangedOutside, early=False), batch(), 2, leaf_module_cls=[Rope])
+
+
+def test_it_is_of_no_stage_however_layers_are_placed() -> None:
+    model, cuts = make(Rotated, leaf=Counting), ["layers.1"]
+    with comm.as_rank(Mesh(1), 0):
+        plans = split(record(model, batch(), [Block, Rope]), cuts)
+    for placement in (
+        place_by_registration(model, cuts, [Block, Rope]), place_by_recording(model, plans, [Block, Rope])
+    ):  # fmt: skip
+        assert placement.stages("rope") is placement.stages("rope.inv_freq") is None
+        assert placement.stages("layers.1") == {0} and placement.stages("layers.2") == {1}
 
 
 @pytest.mark.parametrize("leaf", [Counting, Replacing, Noisy, Learned])

@@ -2,6 +2,7 @@
 
 import re
 import time
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -31,6 +32,11 @@ REFUSED = {
         dict(world_size=2, tp=2),
         SMOLLM,
         ["3 key/value heads", "9 query heads", "tp 2", "use tp 1", "12 query and 4 key/value heads"],
+    ),
+    "replicated heads": (
+        dict(world_size=6, tp=6),
+        SMOLLM,
+        ["3 key/value heads", "use tp 3", "12 query and 3 key/value heads, each of the latter on 2 ranks"],
     ),
     "plain heads": (
         dict(world_size=2, tp=2),
@@ -143,6 +149,8 @@ def test_paths(tmp_path):
         ),
         (dict(world_size=3, tp=3), SMOLLM),
         (dict(world_size=2, tp=2, pad_heads=True), SMOLLM),
+        (dict(world_size=9, tp=9), ModelShape(heads=9, kv_heads=3)),  # each key/value head on three ranks
+        (dict(world_size=4, tp=4), ModelShape(layers=2, heads=8, kv_heads=2, intermediate=8, vocab=8)),
         (dict(world_size=8, cp=2, ep=2, global_batch=4), None),
         (dict(world_size=8, pp=8), PLAIN),
     ],
@@ -156,16 +164,38 @@ def test_accepted(options, config):
 @pytest.mark.parametrize(
     "heads, kv_heads, tp, expected",
     [
-        (9, 3, 2, (12, 4)),
-        (9, 3, 3, (9, 3)),
-        (9, 3, 4, (12, 4)),
-        (5, 5, 2, (6, 6)),
-        (8, 1, 4, (32, 4)),
-        (32, 8, 4, (32, 8)),
+        (9, 3, 2, (12, 4, 1)),
+        (9, 3, 3, (9, 3, 1)),
+        (9, 3, 4, (12, 4, 1)),
+        (5, 5, 2, (6, 6, 1)),
+        (32, 8, 4, (32, 8, 1)),
+        # Beyond the key/value heads these are replicated, and only groups of query heads are padded.
+        (8, 1, 4, (8, 1, 4)),
+        (64, 8, 32, (64, 8, 4)),
+        (48, 8, 32, (64, 8, 4)),
+        (9, 3, 6, (12, 3, 2)),
+        (9, 3, 8, (16, 4, 2)),
+        (3, 3, 4, (4, 4, 1)),
     ],
 )
 def test_padded_heads(heads, kv_heads, tp, expected):
     assert padded_heads(heads, kv_heads, tp) == expected
+
+
+def test_no_other_padding_needs_fewer_heads():
+    """Tried out: all numbers of key/value heads, and of query heads in a group, that can be laid on the ranks."""
+    for kv_heads, group, tp in product(range(1, 7), range(1, 5), range(1, 13)):
+        possible = []
+        for kv, of_group in product(range(kv_heads, kv_heads + tp + 1), range(group, group + tp + 1)):
+            local, rest = divmod(kv * of_group, tp)
+            # The key/value heads that each rank's query heads need, which attention code expects in groups of one size.
+            needed = [{head // of_group for head in range(r * local, (r + 1) * local)} for r in range(tp)]
+            equal = not rest and len({len(heads) for heads in needed}) == 1 and local % len(needed[0]) == 0
+            if equal and all(len(heads) == 1 or local // len(heads) == of_group for heads in needed):
+                possible.append((kv * of_group + kv, kv * of_group, kv))
+        heads = padded_heads(kv_heads * group, kv_heads, tp)
+        assert (heads.heads, heads.kv_heads) == min(possible)[1:], (kv_heads, group, tp)
+        assert heads.replicas == max(1, tp // heads.kv_heads)
 
 
 @pytest.mark.parametrize(

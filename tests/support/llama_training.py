@@ -35,6 +35,8 @@ IGNORED = -100
 HEADS = {
     "gqa": dict(num_attention_heads=8, num_key_value_heads=4, hidden_size=32, head_dim=4),
     "padded": dict(num_attention_heads=9, num_key_value_heads=3, hidden_size=27, head_dim=4),
+    "replicated": dict(num_attention_heads=6, num_key_value_heads=2, hidden_size=24, head_dim=4),
+    "one kv": dict(num_attention_heads=4, num_key_value_heads=1, hidden_size=24, head_dim=4, attention_bias=True),
 }
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "sgd": (torch.optim.SGD, dict(lr=0.1, momentum=0.9, weight_decay=0.01)),
@@ -47,7 +49,8 @@ class Options:
     """What one process needs to know.
 
     Attributes:
-        heads: "gqa" (8 query, 4 key/value heads) or "padded" (9 and 3, which tp 2 and 4 do not divide).
+        heads: "gqa" (8 query, 4 key/value heads); "padded" (9 and 3, which tp 2 and 4 do not divide); "replicated" (6
+            and 2: at tp 4 each of these is on two ranks, and its group is padded); "one kv" (4 and 1, with biases).
         labels: "even"; "uneven" (rows with 0 to all labels); "empty" (the second half of the batch has none at all: a
             whole data-parallel rank, or a microbatch); "none" (no label anywhere).
         clip: norm to clip at; None: not.
@@ -92,7 +95,7 @@ class Case:
 
     def __str__(self) -> str:
         words = [f"tp{self.tp}-pp{self.pp}-dp{self.dp}", f"mb{self.microbatches}", self.optimizer, self.labels]
-        words += ["sp"] * self.sequence_parallel + ["tied"] * self.tied + ["padded"] * (self.heads == "padded")
+        words += ["sp"] * self.sequence_parallel + ["tied"] * self.tied + [self.heads] * (self.heads != "gqa")
         words += ["clip"] * (self.clip is not None) + ["fp32"] * (self.dtype == torch.float32)
         return "-".join(words)
 
@@ -223,7 +226,7 @@ def build(case: Case) -> Any:
     options = case.options
     with _BUILDING, torch.device("meta"):
         module = LlamaForCausalLM(config(options)).to(options.dtype)
-    hf.swap(module, sequence_parallel=case.sequence_parallel, pad_heads=case.heads == "padded")
+    hf.swap(module, sequence_parallel=case.sequence_parallel, pad_heads=case.heads in ("padded", "replicated"))
     without_float32_inside(module, options.dtype)
     return nxd.NxDPPModel(
         module,

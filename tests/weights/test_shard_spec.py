@@ -50,6 +50,47 @@ def test_slices_assemble_to_the_whole(dim, stride, parts, each, missing, others)
             assert torch.equal(piece.narrow(dim, 0, length), whole.narrow(dim, block * held + start, length))
 
 
+@settings(max_examples=150, deadline=None)
+@given(
+    dim=st.integers(0, 1),
+    groups=st.integers(1, 3),
+    more=st.integers(0, 2),
+    ranks=st.integers(1, 4),
+    each=st.integers(1, 3),
+    missing=st.integers(0, 11),
+    others=st.integers(1, 3),
+)
+def test_zeros_at_the_end_of_every_group(dim, groups, more, ranks, each, missing, others):
+    """Against padding written out; `more` whole groups of zeros come behind."""
+    padded = ranks * each
+    real = padded - min(missing, padded - 1)
+    shape, whole_shape = [others, others], [others, others]
+    shape[dim], whole_shape[dim] = (groups + more) * padded, groups * real
+    spec = ShardSpec("tp", dim, 1, (groups + more) * ranks, tuple(shape), groups * real, group=(real, padded))
+    whole = torch.arange(1, torch.Size(whole_shape).numel() + 1).view(whole_shape)
+    rows = [group + [None] * (padded - real) for group in torch.arange(groups * real).view(groups, real).tolist()]
+    rows += [[None] * padded] * more
+    by_hand = torch.zeros(shape, dtype=whole.dtype)
+    for to, source in enumerate(row for group in rows for row in group):
+        if source is not None:
+            by_hand.select(dim, to).copy_(whole.select(dim, source))
+    shards = [spec.local_slice(whole, index) for index in range(spec.num_partitions)]
+    assert torch.equal(torch.cat(shards, dim), by_hand)
+    assert torch.equal(spec.assemble(shards), whole)
+
+
+def test_groups_that_do_not_fit_are_refused():
+    for group, unpadded in (((3, 4), 5), ((5, 4), 5), ((3, 6), 6)):
+        with pytest.raises(ValueError, match=f"groups of {group[0]}, padded to {group[1]}, do not fit"):
+            ShardSpec("tp", 0, 1, 2, (8,), unpadded, group=group)
+
+
+def test_where_copies_are():
+    specs = {axis: ShardSpec(axis, 0, 1, 2, (4,)) for axis in ("tp", "tp/4", "ep")}
+    assert {axis: spec.replicated_over for axis, spec in specs.items()} == {"tp": (), "tp/4": "tp%4", "ep": "tp"}
+    assert ShardSpec(full_shape=(4,)).replicated_over == "tp"
+
+
 def test_fused_blocks_by_hand():
     whole = torch.arange(8)  # gate 0..3, up 4..7
     spec = ShardSpec("tp", 0, 2, 2, (8,))

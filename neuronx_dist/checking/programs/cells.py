@@ -15,7 +15,7 @@ from copy import copy
 from itertools import product
 
 from ...comm.rank_tables import RankTable
-from ...mesh import Axis, Mesh
+from ...mesh import Axis, Mesh, part_of
 from ...spmd.axes import mesh_atoms
 
 __all__ = ["Cells"]
@@ -81,9 +81,14 @@ class Cells:
     def atoms(self) -> list[str]:
         return [*self._sizes]
 
+    def is_of_atoms(self, axis: Axis) -> bool:
+        """Whether an axis is a product of atoms: a part of one need not be."""
+        return all(name in self._atoms_of for name in self.mesh.groups(axis).names)
+
     def atoms_of(self, axis: Axis) -> list[str]:
-        """The atoms of an axis."""
-        return [atom for name in self.mesh.groups(axis).names for atom in self._atoms_of[name]]
+        """The atoms of an axis; of a part of one that is no product of atoms, those of all of it."""
+        names = self.mesh.groups(axis).names
+        return [atom for name in names for atom in self._atoms_of.get(name) or self._atoms_of[part_of(name)[0]]]
 
     def atoms_between(self, one: int, other: int) -> list[str]:
         """The atoms along which two ranks differ."""
@@ -139,5 +144,7 @@ class Cells:
 
 
 def _size(mesh: Mesh, atom: str) -> int:
+    if part_of(atom)[1]:
+        return mesh.size(atom)
     outer, _, divisor = atom.partition("/")  # of "cp/ep": what is left of cp when ep is taken out of it
     return mesh.size(tuple(outer.split(","))) // (mesh.size(divisor) if divisor else 1)

@@ -95,7 +95,7 @@ def kept_for_collectives(explored: Explored) -> list[int]:
     for event in events:
         for number in rank_values_in((event.peer_index, event.pairs)):
             cells.cut(number.table)
-    lists = _explicit_lists(events)
+    lists = _explicit_lists(cells, events)
     _separate_until(cells, lists, lambda: all(_is_covered(cells, groups) for groups in lists))
     return cells.representatives()
 
@@ -109,7 +109,7 @@ def kept_for_messages(explored: Explored) -> list[int]:
             cells.cut(number.table)
     for axis in {mesh_groups.axis for event in events if (mesh_groups := _communicator(event).mesh_groups) is not None}:
         cells.separate(cells.atoms_of(axis))
-    lists = _explicit_lists(events)
+    lists = _explicit_lists(cells, events)
     for groups in lists:
         cells.separate(_atoms_within(cells, groups))
     _separate_until(cells, lists, lambda: all(_is_moved_whole(cells, groups) for groups in lists))
@@ -119,10 +119,14 @@ def kept_for_messages(explored: Explored) -> list[int]:
 _Lists = list[tuple[int, ...]]
 
 
-def _explicit_lists(events: Iterable[Event]) -> list[_Lists]:
-    """The lists of ranks of groups that are not along an axis of the mesh."""
+def _explicit_lists(cells: Cells, events: Iterable[Event]) -> list[_Lists]:
+    """The lists of ranks of groups that are not along an axis of the mesh, or along a part of one that is no atom."""
     communicators = {id(event.communicator): _communicator(event) for event in events}
-    lists = {tuple(each.all_groups()) for each in communicators.values() if each.mesh_groups is None}
+    lists = {
+        tuple(each.all_groups())
+        for each in communicators.values()
+        if each.mesh_groups is None or not cells.is_of_atoms(each.mesh_groups.axis)
+    }
     return [[group for group in groups if len(group) > 1] for groups in lists]
 
 

@@ -27,8 +27,8 @@ from torch.nn.parallel import distributed
 from ... import comm
 from ...call_site import DRIVER, PACKAGE, USER, hide, nearest_line
 from ...comm.backends.observed import CheckBackend, Event
+from ...comm.observed_ranks import Read
 from ...comm.rank_tables import RankTable
-from ...comm.rank_values import Read
 from ...gradients.gradient import ParameterGradient, parameters_of
 from ...gradients.reduce import reduce_gradients
 from ...mesh import Mesh

@@ -21,7 +21,8 @@ __all__ = ["input_type", "parameter_type"]
 def parameter_type(param: torch.Tensor, mesh: Mesh, holders: Any = None, level: str = "G") -> TensorType:
     """The type of a parameter, from its layout (`spec_of`).
 
-    On the axis that it is sharded over S(dim), or V where that is not followed. Else on tp I, but R if its gradient is
+    On the axis that it is sharded over S(dim), or V where that is not followed. Else on tp (on the part of it that
+    holds copies of each shard) I, but R if its gradient is
     a part on every rank (`sequence_parallel`); R on dp and cp, whose ranks use it on their own data; on pp V, for each
     stage has its own, but R if several hold it (`holders`).
     """

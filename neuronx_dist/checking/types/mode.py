@@ -119,7 +119,7 @@ class SpmdTypeMode(Session):
     def __enter__(self) -> SpmdTypeMode:
         if context.is_initialized():
             if self.mesh is None:
-                self.mesh = context.current().mesh
+                self.mesh = context.current().typed_mesh
                 self.known.clear()
             self.symbolic = context.current().backend.name == "check"
             self._memo = _memos[self.symbolic]

@@ -25,7 +25,8 @@ import torch.distributed as dist
 from ...call_site import call_site, call_sites
 from ...mesh import Groups, Mesh
 from ..base import Backend, Communicator, WorkLike
-from ..rank_values import ObservedRank, RankValue, Read, concrete, value_on
+from ..observed_ranks import ObservedRank, Read
+from ..rank_values import RankValue, concrete, value_on
 from .shapes import ShapesCommunicator
 
 __all__ = ["CheckBackend", "CheckCommunicator", "Event"]
@@ -277,11 +278,11 @@ class CheckBackend(Backend):
         return self.observed.same_program(rank)
 
     def current_rank(self, mesh: Mesh, rank: int) -> int:
-        if isinstance(rank, RankValue) and rank.observed.mesh == mesh:
-            self.observed = rank.observed
-        else:
-            self.observed = ObservedRank(mesh, rank, self.on_read or (lambda axes: None))
-        return self.observed.rank if self.symbolic else self.observed.number
+        observed = rank.observed if isinstance(rank, RankValue) else None
+        if not isinstance(observed, ObservedRank) or observed.mesh != mesh:
+            observed = ObservedRank(mesh, rank, self.on_read or (lambda axes: None))
+        self.observed = observed
+        return observed.rank if self.symbolic else observed.number
 
     def communicator(
         self, label: str, groups: Sequence[Sequence[int]], global_rank: int, own: bool = False

@@ -141,9 +141,15 @@ def _linears() -> dict[str, Callable[[], nn.Module]]:
         case(f"row, {word}, partial output", functools.partial(inside, reduce_output=False), split(-1), whole)
         case(f"column, {word}, replicated input",
              functools.partial(column, gather_output=False, input_is_replicated=True), replicated, summed)  # fmt: skip
+        case(f"column, {word}, replicas", functools.partial(column, gather_output=False, replicas=2), None, summed)
+        kind = dict(sequence_parallel_enabled=True, sequence_dimension=1, gather_output=False, replicas=2)
+        case(f"column, {word}, replicas, sequence 1", functools.partial(column, **kind), split(1), summed)
         case(f"fused, {word}", functools.partial(Fused, bias))
     for kind in (dict(), dict(gather_output=False)):
         layer = functools.partial(Column, HIDDEN, INNER, skip_bias_add=True, **kind)
+        if kind:
+            copied = functools.partial(layer, replicas=2)
+            case("column, skipped bias, replicas", copied, None, summed)
         case(f"column, skipped bias, {kind}", layer, None, summed if kind else total)
     case("row, skipped bias", functools.partial(Row, HIDDEN, INNER, skip_bias_add=True))
     kind = dict(sequence_parallel_enabled=True, input_is_parallel=True)

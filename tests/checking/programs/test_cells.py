@@ -22,6 +22,9 @@ MESHES = [
     Mesh(32, tp=2, cp=2, ep=4),
     Mesh(32, tp=2, cp=4, ep=2),
     Mesh(24, tp=2, cp=3, ep=2),  # cp and ep have no common pieces
+    Mesh(16, tp=4, pp=2),
+    Mesh(16, tp=4, pp=2, tp_replicas=2),
+    Mesh(32, tp=8, cp=2, tp_replicas=4),
     Mesh(32, tp=4, pp=2, topology="trn1", ranks_per_node=8),
     Mesh(32, tp=4, pp=2, topology="trn2", ranks_per_node=8),
 ]
@@ -63,6 +66,14 @@ def verdicts(communicate, mesh: Mesh, monkeypatch) -> tuple[bool, bool]:
 
 
 AXES = ["tp", "dp", "cp", "pp", "ep", "edp", ("dp", "cp"), "world"]
+PARTS = {Mesh(16, tp=4, pp=2): 2, Mesh(16, tp=4, pp=2, tp_replicas=2): 2, Mesh(32, tp=8, cp=2, tp_replicas=4): 4}
+
+
+def axes_of(mesh: Mesh) -> list:
+    """The axes along which there are several ranks, parts of tp on some meshes."""
+    count = PARTS.get(mesh)
+    parts = [f"tp%{count}", f"tp/{count}", ("dp", f"tp/{count}")] if count else []
+    return [axis for axis in AXES + parts if mesh.size(axis) > 1]
 
 
 def lists_of_ranks(mesh: Mesh, random_: random.Random) -> list[list[int]]:
@@ -89,12 +100,12 @@ def random_program(mesh: Mesh, seed: int):
     ]
     calls = []
     for _ in range(random_.randint(1, 3)):
-        random_axis = random_.choice([axis for axis in AXES if mesh.size(axis) > 1])
+        random_axis = random_.choice(axes_of(mesh))
         index = random_.randrange(mesh.size(random_axis))
         condition = random_.choice(conditions)
         if condition is conditions[2]:
             condition = lambda axis=random_axis, index=index: comm.rank(axis) == index  # noqa: E731
-        axis = random_.choice([axis for axis in AXES if mesh.size(axis) > 1])
+        axis = random_.choice(axes_of(mesh))
         verb = random_.choice(["all_reduce", "all_reduce", "broadcast", "ring", "lists"])
         shift = random_.choice([1, 1, 2]) if mesh.size(axis) > 2 else 1
         lists = lists_of_ranks(mesh, random_)

@@ -14,7 +14,7 @@ from neuronx_dist import comm, spmd
 from neuronx_dist.gradients import buckets
 from neuronx_dist.gradients import norm as grad_norm
 from neuronx_dist.optimizer import shards, zero1
-from neuronx_dist.parallel_layers import embedding, loss_functions, mappings
+from neuronx_dist.parallel_layers import embedding, linear, loss_functions, mappings
 from tests.checking.programs import layer_models as models
 from tests.support.paths import file_name
 
@@ -38,12 +38,19 @@ EXPERTS = {
 }  # parameters say ep, and not which dim
 
 
+COPIES = {f"{file_name(linear)}: copies of a shard are the shards of the parameter with its rows repeated on *"}
+
+
+def _gathered_over_all_of_tp(layer, param):
+    return None if param is None else spmd.reinterpret(param, "tp", src=spmd.I, dst=spmd.V)
+
+
 def holes(report) -> set[str]:
     found = set()
     for line in (*report.trusted, *report.assumed):
         place, text = re.fullmatch(r"(.*?):\d+: (.*)", line).groups()
         text = re.sub(r"\[[^\]]*\]", "[]", text)
-        text = re.sub(r"\b(on|over) (?!a )[\w/]+(, [\w/]+)*( is| are|$)", r"\1 *\3", text)
+        text = re.sub(r"\b(on|over) (?!a )[\w/%]+(, [\w/%]+)*( is| are|$)", r"\1 *\3", text)
         found.add(f"{place.rsplit('/', 1)[-1]}: {text}")
     return found
 
@@ -61,7 +68,16 @@ def sharded(mesh):
 @pytest.mark.parametrize("name", models.LINEARS)
 def test_linear_layers_and_norms(name):
     mesh = {**MESH, "tp": 2} if name.endswith("sequence 0") else MESH  # four rows there, over dp and tp
-    clean(spmd.check(models.LINEARS[name], X, mesh, in_types=sharded(mesh)))
+    report = spmd.check(models.LINEARS[name], X, mesh, in_types=sharded(mesh))
+    clean(report, needed=COPIES if "replicas" in name else set())
+
+
+@pytest.mark.parametrize("make", [lambda layer, param: param, _gathered_over_all_of_tp], ids=["dropped", "over tp"])
+@pytest.mark.parametrize("name", [name for name in models.LINEARS if "replicas" in name])
+def test_a_wrong_sum_over_replicas_is_refused(name, make, monkeypatch):
+    monkeypatch.setattr(nxd.ColumnParallelLinear, "_own", make)
+    report = spmd.check(models.LINEARS[name], X, MESH, in_types=sharded(MESH))
+    assert [problem.kind for problem in report.problems] == ["types"], str(report)
 
 
 @pytest.mark.parametrize("name", models.EMBEDDINGS)

@@ -95,6 +95,14 @@ CASES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "qwen2-sp": ({"pp": 2, "tp": 2}, dict(kind="qwen2", sequence_parallel=True)),
     "qwen3": ({"tp": 2, "dp": 2}, dict(kind="qwen3", head_dim=8)),
     "data-only": ({"dp": 4}, {}),
+    "replicated-kv": ({"tp": 8, "dp": 2}, {}),
+    "replicated-kv-sp-eager": ({"tp": 8}, dict(sequence_parallel=True, attn_implementation="eager")),
+    "replicated-kv-one-head": ({"tp": 4}, dict(num_key_value_heads=1, sequence_parallel=True)),
+    "replicated-kv-padded-biases": (
+        {"pp": 2, "tp": 4, "dp": 2},
+        dict(pad_heads=True, num_attention_heads=6, num_key_value_heads=2, hidden_size=24, attention_bias=True),
+    ),
+    "replicated-kv-qwen3": ({"tp": 8, "dp": 2}, dict(kind="qwen3", head_dim=8, sequence_parallel=True)),
 }
 
 

@@ -12,6 +12,7 @@ from neuronx_dist.gradients.reduce import reduce_gradients
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.parallel_layers.linear import ColumnParallelLinear, RowParallelLinear
 from neuronx_dist.spmd import I, P, R, S, SpmdTypeError, V, convert, get_local_type, trust, typecheck
+from neuronx_dist.spmd.axes import atoms_of, order_of
 from neuronx_dist.spmd.types import Shard
 from neuronx_dist.spmd.watching import active, see_through
 
@@ -37,6 +38,26 @@ def types(x):
 
 
 # --- the mode
+
+
+def test_replicas_split_tp_into_two_atoms():
+    """A mode takes the parts that the layers of the job have; one that was given a mesh says what is missing."""
+    mesh = Mesh(4, tp=4)
+    with comm.as_rank(mesh, 0, CheckBackend()):
+        layer = ColumnParallelLinear(4, 4, bias=False, gather_output=False, replicas=2)
+        with typecheck():
+            out = layer(spmd.assert_type(torch.randn(2, 4), {"tp": I}))
+            assert get_local_type(out) == {"tp/2": S(1), "tp%2": S(1)}
+            assert get_local_type(layer.weight * 1) == {"tp/2": S(0), "tp%2": I}
+        with typecheck(Mesh(4, tp=4, tp_replicas=2)):
+            assert get_local_type(layer.weight * 1) == {"tp/2": S(0), "tp%2": I}
+        layer = ColumnParallelLinear(4, 4, bias=False, gather_output=False, replicas=2)
+        with typecheck(mesh), pytest.raises(ValueError, match=r"Mesh\(\.\.\., tp_replicas=2\)"):
+            layer.weight * 1
+    for axis, atoms in (("tp", ("tp/2", "tp%2")), ("world", ("tp/2", "tp%2")), ("tp%2", ("tp%2",))):
+        assert atoms_of(axis, Mesh(4, tp=4, tp_replicas=2)) == atoms
+    assert atoms_of("tp", Mesh(4, tp=4, tp_replicas=4)) == ("tp%4",)  # one key/value head: the outer part is one rank
+    assert sorted(["tp%2", "dp", "tp/2", "pp"], key=order_of) == ["pp", "dp", "tp/2", "tp%2"]
 
 
 def test_nothing_is_installed_when_it_is_off():
