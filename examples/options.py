@@ -30,6 +30,7 @@ def arguments(description: str | None, argv: list[str] | None = None) -> argpars
     switch("--sequence-parallel", "between tp blocks, split activations along the sequence")
     switch("--zero1", "split the optimizer's state over data-parallel ranks")
     switch("--pad-heads", "add zero heads where tp does not divide the heads")
+    switch("--pad-vocab", "add zero rows where tp does not divide the vocabulary")
     flag("--microbatches", 4, "microbatches of a step, on each data-parallel rank")
     flag("--global-batch", 16, "sequences of a step, over all ranks")
     flag("--seq-len", 128, "tokens of a sequence")
@@ -76,6 +77,7 @@ def layout_of(args: argparse.Namespace, world_size: int) -> Layout:
         sequence_parallel=args.sequence_parallel,
         zero1=args.zero1,
         pad_heads=args.pad_heads,
+        pad_vocab=args.pad_vocab,
         num_microbatches=args.microbatches,
         global_batch=args.global_batch,
         seq_len=args.seq_len,

@@ -53,7 +53,8 @@ def assemble(args: Namespace, config: Any) -> Any:
     nxd.model_parallel_manual_seed(args.seed)
     with torch.device("meta"):
         module = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, args.dtype))
-    hf.swap(module, sequence_parallel=args.sequence_parallel, pad_heads=args.pad_heads, inplace_logits=True)
+    padding = dict(pad_heads=args.pad_heads, pad_vocab=args.pad_vocab)
+    hf.swap(module, sequence_parallel=args.sequence_parallel, inplace_logits=True, **padding)
     return nxd.NxDPPModel(
         module,
         transformer_layer_cls=hf.transformer_layer_class(module),

@@ -11,6 +11,7 @@ from torch import nn
 from .. import spmd
 from ..gradients.gradient import DATA_AXES
 from ..parallel_layers.loss_functions import parallel_cross_entropy
+from ..parallel_layers.vocabulary import hide_padding
 from ..spmd.types import scaled
 
 __all__ = ["causal_lm_loss"]
@@ -32,7 +33,8 @@ def causal_lm_loss(
         logits: this rank's `[batch, seq, vocab/tp]`, any floating dtype; computed in float32 at least.
         labels: `[batch, seq]`, not shifted; `ignore_index` where nothing is to be predicted. Unused with
         `shift_labels`.
-        vocab_size: accepted for Hugging Face's signature; the layers know the size of the vocabulary.
+        vocab_size: of the whole vocabulary. Where tp does not divide it, the columns after it (of `pad_vocab=True`) are
+            set to -inf, in place.
         num_items_in_batch: what the sum is divided by, for a mean over more than this call; None: the valid labels of
         this call. On several data-parallel ranks, with averaged gradients, that is the mean over all labels only if
         each rank has as many valid ones; `global_num_items` counts them all.
@@ -47,6 +49,7 @@ def causal_lm_loss(
             raise ValueError("causal_lm_loss: pass labels or shift_labels")
         shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     shift_labels = shift_labels.to(logits.device)
+    hide_padding(logits, vocab_size)
     losses = parallel_cross_entropy(logits, shift_labels, ignore_index=ignore_index, inplace_logits=inplace_logits)
     count: Any = num_items_in_batch
     if count is None:

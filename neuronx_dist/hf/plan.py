@@ -13,6 +13,7 @@ from torch import nn
 
 from ..model_shape import ModelShape, padded_heads
 from ..parallel_layers.replace import STYLES, LayerPlan
+from ..parallel_layers.vocabulary import padded_vocabulary
 
 __all__ = ["ARCHITECTURES", "ATTENTION", "Plan", "UnsupportedModelError", "read_plan", "transformer_layer_class"]
 
@@ -60,14 +61,16 @@ class Plan:
         linear = [name for name, style in self.styles.items() if style in ("column", "row")]
         return tuple(dict.fromkeys(name.rpartition(".")[0] for name in linear))
 
-    def layers(self, model: nn.Module, tp: int, *, sequence_parallel: bool = False) -> list[LayerPlan]:
+    def layers(self, model: Any, tp: int, *, sequence_parallel: bool = False) -> list[LayerPlan]:
         """What becomes of each layer at a layout: sizes padded for `tp`, siblings fused, options set."""
         gathered = {"sequence_parallel_enabled": sequence_parallel, "sequence_dimension": 1}
         column_options = {"input_is_replicated": sequence_parallel}
-        layers = [LayerPlan(self.embedding, "embedding", options={"collect_output": not sequence_parallel})]
+        table, head = model.get_submodule(self.embedding), model.get_submodule(self.head)
+        rows, columns = (padded_vocabulary(size, tp) for size in (table.num_embeddings, head.out_features))
+        layers = [LayerPlan(self.embedding, "embedding", rows, (), {"collect_output": not sequence_parallel})]
         replicas = padded_heads(self.heads, self.kv_heads, tp).replicas
         for name, style in self.styles.items():
-            linear: Any = model.get_submodule(name)
+            linear = model.get_submodule(name)
             if style == "column":
                 siblings = self._siblings(model, name)
                 padded, group = self._padding(name, linear.out_features, tp)
@@ -78,7 +81,7 @@ class Plan:
                 layers.append(LayerPlan(name, style, padded, (), gathered, group))
             else:
                 layers.append(LayerPlan(name, style))
-        return [*layers, LayerPlan(self.head, "column", options=gathered)]
+        return [*layers, LayerPlan(self.head, "column", columns, (), gathered)]
 
     def _siblings(self, model: nn.Module, name: str) -> tuple[str, ...]:
         """The other columns that get the same input, and so can share one input gradient: q, k, v and gate, up."""

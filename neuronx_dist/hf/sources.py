@@ -1,21 +1,30 @@
-"""Where whole weights are read from: a folder of safetensors, or a state dict.
+"""Where whole weights are read from: the files of a checkpoint folder, or a state dict.
 
-One tensor, or one slice of a tensor, is read at a time.
+One tensor, or one slice of a tensor, is read at a time: of safetensors the slice's bytes, of a `.bin` file, which is
+mapped into memory, its pages.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+import pickle
+import zipfile
+from collections.abc import Iterable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
-__all__ = ["SafetensorsFolder", "StateDict", "WeightSource", "has_weights", "open_source"]
+__all__ = ["SafetensorsFiles", "StateDict", "WeightSource", "checkpoint_files", "has_weights", "open_source"]
 
-_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+# In the order in which transformers looks for them.
+_NAMES = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
 
 
 class WeightSource(Protocol):
@@ -31,22 +40,65 @@ class WeightSource(Protocol):
         """Tensor `name`, or its `[start, stop)` along `dim`."""
 
 
-def has_weights(folder: str | PathLike[str]) -> bool:
+def has_weights(folder: str | PathLike[str], *, subfolder: str = "", variant: str | None = None) -> bool:
     """Whether a folder holds weights that `load_pretrained` reads, and not a config alone."""
-    return any((Path(folder) / name).is_file() for name in (_INDEX, _SINGLE))
+    return any((Path(folder) / subfolder / name).is_file() for name in _names(variant))
 
 
-def open_source(source: str | PathLike[str] | Mapping[str, torch.Tensor]) -> WeightSource:
-    """The source for a folder (Hugging Face layout, safetensors, one file or several with an index) or a state dict."""
-    return StateDict(source) if isinstance(source, Mapping) else SafetensorsFolder(source)
+def open_source(
+    source: str | PathLike[str] | Mapping[str, torch.Tensor], *, subfolder: str = "", variant: str | None = None
+) -> WeightSource:
+    """The source for a state dict, a file, or a folder in Hugging Face's layout; see `load_pretrained`."""
+    if isinstance(source, Mapping):
+        return StateDict(source)
+    files = checkpoint_files(source, subfolder=subfolder, variant=variant)
+    if files[0].suffix == ".safetensors":
+        return SafetensorsFiles(files, str(source))
+    tensors: dict[str, torch.Tensor] = {}
+    for file in files:
+        tensors.update(_mapped(file))
+    return StateDict(tensors, str(source))
+
+
+def checkpoint_files(source: str | PathLike[str], *, subfolder: str = "", variant: str | None = None) -> Sequence[Path]:
+    """The weight files of a folder: one, or those that an index lists; a file is its own.
+
+    Raises:
+        FileNotFoundError: there are none, or one that an index lists is not there.
+    """
+    path = Path(source) / subfolder
+    if path.is_file():
+        return [path]
+    names = _names(variant)
+    first = next((path / name for name in names if (path / name).is_file()), None)
+    if first is None:
+        entries = f"it has: {sorted(entry.name for entry in path.iterdir())}" if path.is_dir() else "no such folder"
+        raise FileNotFoundError(
+            f"{path} has none of {', '.join(names)} ({entries}). A model of the Hub is downloaded first (hf download); "
+            f"other formats are loaded with transformers, and the state dict is passed"
+        )
+    if first.suffix != ".json":
+        return [first]
+    files = [path / name for name in sorted(set(json.loads(first.read_text())["weight_map"].values()))]
+    missing = [file.name for file in files if not file.is_file()]
+    if missing:
+        raise FileNotFoundError(f"{path}: {first.name} lists {', '.join(missing)}, which is missing in the folder")
+    return files
+
+
+def _names(variant: str | None) -> Sequence[str]:
+    """Names of weight files; variant "fp16": model.fp16.safetensors, model.safetensors.index.fp16.json, ..."""
+    if variant is None:
+        return _NAMES
+    return [f"{stem}.{variant}.{suffix}" for stem, _, suffix in (name.rpartition(".") for name in _NAMES)]
 
 
 class StateDict:
     """Weights in memory, such as `AutoModelForCausalLM.from_pretrained(..., gguf_file=...).state_dict()`."""
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, tensors: Mapping[str, torch.Tensor], description: str | None = None) -> None:
         self.tensors = tensors
-        self.description = f"a state dict of {len(tensors)} tensors"
+        self.description = description or f"a state dict of {len(tensors)} tensors"
 
     def names(self) -> Iterable[str]:
         return self.tensors.keys()
@@ -59,33 +111,19 @@ class StateDict:
         return tensor if dim is None else tensor.narrow(dim, start, stop - start)
 
 
-class SafetensorsFolder:
-    """`model.safetensors`, or the files that `model.safetensors.index.json` lists.
+class SafetensorsFiles:
+    """The tensors of safetensors files. Slices are read without reading the tensor."""
 
-    Slices are read without reading the tensor.
-    """
+    def __init__(self, files: Sequence[Path], description: str) -> None:
+        from safetensors import SafetensorError, safe_open
 
-    def __init__(self, folder: str | PathLike[str]) -> None:
-        from safetensors import safe_open
-
-        path = Path(folder)
-        index = path / _INDEX
-        if index.is_file():
-            files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        elif (path / _SINGLE).is_file():
-            files = [_SINGLE]
-        else:
-            entries = sorted(entry.name for entry in path.iterdir()) if path.is_dir() else "no such folder"
-            raise FileNotFoundError(
-                f"{path} has neither {_SINGLE} nor {_INDEX} (it has: {entries}). "
-                f"Other formats: load them with transformers and pass the state dict"
-            )
-        self.description = str(path)
+        self.description = description
         self._where: dict[str, Any] = {}
-        for name in files:
-            if not (path / name).is_file():
-                raise FileNotFoundError(f"{path / name} is missing: {index.name} lists it")
-            handle = safe_open(str(path / name), framework="pt", device="cpu")
+        for file in files:
+            try:
+                handle = safe_open(str(file), framework="pt", device="cpu")
+            except SafetensorError as error:
+                raise ValueError(_unreadable(file, error)) from error
             self._where.update(dict.fromkeys(handle.keys(), handle))
 
     def names(self) -> Iterable[str]:
@@ -100,3 +138,20 @@ class SafetensorsFolder:
         else:
             tensor = self._where[name].get_slice(name)[(slice(None),) * dim + (slice(start, stop),)]
         return tensor
+
+
+def _mapped(file: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a `.bin` file, mapped into memory. (Before torch 1.6 files were no zip: these are read whole.)"""
+    try:
+        tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        raise ValueError(_unreadable(file, error)) from error
+    strange = [name for name, value in tensors.items() if not isinstance(value, torch.Tensor)]
+    if strange:
+        raise ValueError(f"{file} is no state dict: {strange[0]!r} is a {type(tensors[strange[0]]).__name__}")
+    return dict(tensors)
+
+
+def _unreadable(file: Path, error: Exception) -> str:
+    size = file.stat().st_size
+    return f"{file} ({size} bytes) is cut off, a Git LFS pointer, or holds more than tensors: {str(error).strip()}"

@@ -30,7 +30,14 @@ from .sequence_parallel import apply_sequence_parallel, check_sequence_parallel
 __all__ = ["swap"]
 
 
-def swap(model: Any, *, sequence_parallel: bool = False, pad_heads: bool = False, inplace_logits: bool = False) -> Any:
+def swap(
+    model: Any,
+    *,
+    sequence_parallel: bool = False,
+    pad_heads: bool = False,
+    pad_vocab: bool = False,
+    inplace_logits: bool = False,
+) -> Any:
     """Replaces the linear layers, embedding and head of a Hugging Face causal LM by parallel ones. Returns the model.
 
     Works on a model on the meta device, which then gets its values from `materialize` or `load_pretrained`, and on a
@@ -44,6 +51,9 @@ def swap(model: Any, *, sequence_parallel: bool = False, pad_heads: bool = False
         pad_heads: add zero heads where tp does not divide the heads (see `parallel_layers.pad`); False refuses the
             model then. It is not needed where tp is larger than the number of key/value heads and a multiple of it:
             then tp / kv_heads adjacent ranks hold each of them (`model_shape.padded_heads`).
+        pad_vocab: add zero rows to the embedding and the head where tp does not divide the vocabulary; False refuses
+            the model then. With labels the last columns of the local logits are padding, and -inf; the full logits
+            have the real size, and so has what is saved.
         inplace_logits: the loss writes over the logits, which saves memory of their size and time: those that come
             with a loss, in training, have no meaning then. For training that uses the loss alone, as `run_train` does.
 
@@ -56,8 +66,9 @@ def swap(model: Any, *, sequence_parallel: bool = False, pad_heads: bool = False
         raise ValueError(f"swap: this {type(model).__name__} has been swapped already")
     plan = read_plan(model)
     layers = plan.layers(model, tp, sequence_parallel=sequence_parallel)
-    _check_sizes(model, plan, layers, tp, pad_heads)
+    _check_sizes(model, plan, layers, tp, pad_heads, pad_vocab)
     _check_dropout(model, tp, sequence_parallel)
+    vocabulary: int = model.get_submodule(plan.head).out_features
     if sequence_parallel:
         check_sequence_parallel(model, plan)
 
@@ -70,7 +81,7 @@ def swap(model: Any, *, sequence_parallel: bool = False, pad_heads: bool = False
     if sequence_parallel:
         apply_sequence_parallel(model, plan)
     model.loss_function = partial(causal_lm_loss, inplace_logits=inplace_logits)
-    model.register_forward_hook(_full_logits_without_labels)
+    model.register_forward_hook(partial(_full_logits_without_labels, vocabulary))
     return model
 
 
@@ -86,12 +97,18 @@ def _set_local_head_counts(model: nn.Module, plan: Plan, tp: int) -> None:
                 setattr(region, attribute, count)
 
 
-def _check_sizes(model: nn.Module, plan: Plan, layers: Sequence[LayerPlan], tp: int, pad_heads: bool) -> None:
+def _check_sizes(
+    model: nn.Module, plan: Plan, layers: Sequence[LayerPlan], tp: int, pad_heads: bool, pad_vocab: bool
+) -> None:
     problems = _head_problems(model, plan, tp, pad_heads)
-    embedding: Any = model.get_submodule(plan.embedding)
-    sizes: dict[str, int] = {"the vocabulary": embedding.num_embeddings}
-    whole = [layer for layer in layers if layer.padded_size and "replicas" not in layer.options]
-    sizes.update({layer.name.rpartition(".")[2]: layer.padded_size for layer in whole if layer.padded_size})
+    vocabulary: Any = model.get_submodule(plan.head).out_features
+    if vocabulary % tp and not pad_vocab:
+        problems.append(
+            f"the vocabulary of {vocabulary} is not divisible by tp={tp}: pass pad_vocab=True, which adds "
+            f"{-vocabulary % tp} zero rows"
+        )
+    whole = [layer for layer in layers if "replicas" not in layer.options]
+    sizes = {layer.name.rpartition(".")[2]: layer.padded_size for layer in whole if layer.padded_size}
     problems += [f"{what} of size {size} is not divisible by tp={tp}" for what, size in sizes.items() if size % tp]
     if problems:
         raise ValueError(f"swap: {type(model).__name__}: " + "; ".join(problems))
@@ -146,18 +163,18 @@ def _with_own_random_numbers(forward: Callable[..., Any], *args: Any, **kwargs: 
         return forward(*args, **kwargs)
 
 
-def _full_logits_without_labels(model: nn.Module, args: Any, output: Any) -> Any:
+def _full_logits_without_labels(vocabulary: int, model: nn.Module, args: Any, output: Any) -> Any:
     """Forward hook of the whole model. The loss takes local logits; whoever calls without labels wants them all."""
     loss = output[0] if isinstance(output, tuple) else output.loss
     if isinstance(output, tuple):
         if loss.ndim == 0:
             return output
-        return (_gather_vocabulary(output[0]), *output[1:])
+        return (_gather_vocabulary(output[0], vocabulary), *output[1:])
     if loss is None and output.logits is not None:
-        output.logits = _gather_vocabulary(output.logits)
+        output.logits = _gather_vocabulary(output.logits, vocabulary)
     return output
 
 
-def _gather_vocabulary(logits: torch.Tensor) -> torch.Tensor:
-    """`[..., vocab/tp]` -> `[..., vocab]`, equal on all ranks; backward takes this rank's columns of the gradient."""
-    return spmd.all_gather(logits, "tp", src=spmd.S(logits.ndim - 1), dst=spmd.I)
+def _gather_vocabulary(logits: torch.Tensor, vocabulary: int) -> torch.Tensor:
+    """`[..., padded/tp]` -> `[..., vocabulary]`, equal on all ranks; backward takes this rank's columns."""
+    return spmd.all_gather(logits, "tp", src=spmd.S(logits.ndim - 1), dst=spmd.I)[..., :vocabulary]

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import json
-import re
 from collections.abc import Iterator, Mapping
 from os import PathLike
 from pathlib import Path
@@ -22,7 +21,7 @@ from torch import nn
 from .. import comm
 from ..comm.generators import device_has_own_program
 from ..comm.host import on_host
-from ..weights.materialize import materialize_buffers
+from ..weights.materialize import materialize
 from ..weights.partial_model import (
     Slot,
     buffer_slots,
@@ -32,6 +31,8 @@ from ..weights.partial_model import (
     partial_model,
 )
 from ..weights.shard_spec import ShardSpec, gather_full, spec_of
+from .conversion import named_as_in
+from .mismatch import check_fit
 from .sources import WeightSource, open_source
 
 __all__ = ["full_state_dict", "load_pretrained", "save_pretrained"]
@@ -43,31 +44,47 @@ def load_pretrained(
     *,
     device: str | torch.device = "cpu",
     dtype: torch.dtype | None = None,
+    subfolder: str = "",
+    variant: str | None = None,
+    key_mapping: Mapping[str, str] | None = None,
+    seed: int = 0,
 ) -> Any:
     """Fills a model, swapped or not, in any layout, from a whole checkpoint, in place. Returns the model.
 
+    It takes what `from_pretrained` of transformers takes from a local folder: safetensors and `.bin`, one file or
+    several with an index, checkpoints of the base model alone, or of another head; old names. Of what is left over, and
+    of a head that is newly initialised, world rank 0 warns. A `generation_config.json` is read too.
+
     Args:
         model: on meta (then its buffers get their values too) or real; of a pipeline model the local stage is filled.
-        source: a folder with safetensors in Hugging Face's layout, or a state dict with whole tensors.
+        source: a folder in Hugging Face's layout, a weight file, or a state dict with whole tensors.
         device, dtype: of parameters that are on meta; None keeps the dtype that they were built with. Real parameters
             keep theirs.
+        subfolder, variant: of the weight files: `variant="fp16"` reads `model.fp16.safetensors`.
+        key_mapping: regular expressions of names in the checkpoint, and what replaces them.
+        seed: of parameters on meta that the checkpoint has not: a head (outside of the model's base model) or a
+            pooler. `materialize` gives them the same values in any layout. Real ones keep their values.
 
     Raises:
-        ValueError: names that are missing from the source, left over in it, or of another shape: all are listed,
-        nothing is changed.
-        FileNotFoundError: the folder has no safetensors.
+        ValueError: other names are missing from the source, or a shape is another one: all are listed, nothing is
+            changed; or a tied weight has two values there.
+        FileNotFoundError: the folder has no weights, or lacks a file that its index lists.
     """
-    weights = open_source(source)
+    whole = partial_model(model).original_module
+    weights = open_source(source, subfolder=subfolder, variant=variant)
     aliases = parameter_names(model)
-    _check(partial_model(model).original_module, aliases, weights)
+    expected = _expected(whole, aliases)
+    weights = named_as_in(whole, weights, [name for names, _ in expected for name in names], key_mapping)
+    check_fit(whole, expected, weights)
     present = set(weights.names())
+    _check_tied(model, aliases, weights)
     filled: set[int] = set()
     for slot in parameter_slots(model):
         param = slot.tensor
-        if id(param) in filled:
+        name = next((alias for alias in aliases[id(param)] if alias in present), None)
+        if id(param) in filled or name is None:
             continue
         filled.add(id(param))
-        name = next(alias for alias in aliases[id(param)] if alias in present)
         local = _read_slice(weights, name, spec_of(param))
         if param.is_meta:
             # `copy` also where nothing changes: a view would keep the whole tensor, or share the source's memory.
@@ -76,9 +93,12 @@ def load_pretrained(
             with torch.no_grad():
                 param.copy_(local)
     for name, module, key, buffer in _persistent_buffers(model):
-        target = device if buffer.is_meta else buffer.device
-        module._buffers[key] = weights.read(name).to(device=target, dtype=buffer.dtype, copy=True)
-    return materialize_buffers(model, device=device)
+        if name in present:
+            target = device if buffer.is_meta else buffer.device
+            module._buffers[key] = weights.read(name).to(device=target, dtype=buffer.dtype, copy=True)
+    if not isinstance(source, Mapping):
+        _read_generation_config(whole, Path(source) / subfolder)
+    return materialize(model, seed, device, dtype)
 
 
 def save_pretrained(model: Any, folder: str | PathLike[str], tokenizer: Any = None) -> None:
@@ -185,43 +205,32 @@ def _read_slice(weights: WeightSource, name: str, spec: ShardSpec) -> torch.Tens
     return piece
 
 
-def _check(model: nn.Module, aliases: dict[int, list[str]], weights: WeightSource) -> None:
-    """All that is wrong between a whole model and a source, in one error. Nothing is read but names and shapes."""
+def _expected(whole: nn.Module, aliases: dict[int, list[str]]) -> list[tuple[list[str], tuple[int, ...]]]:
+    """`(names, whole shape)` of what a checkpoint of a whole model holds."""
+    parameters = {id(param): param for param in whole.parameters()}
+    tensors = [(names, spec_of(parameters[identity]).unpadded_shape) for identity, names in aliases.items()]
+    return tensors + [([slot.name], tuple(slot.tensor.shape)) for slot in _persistent_buffers(whole)]
+
+
+def _check_tied(model: Any, aliases: dict[int, list[str]], weights: WeightSource) -> None:
+    """Refuses a checkpoint with two values for what is one parameter here; a rank compares its slices."""
     present = set(weights.names())
-    expected: set[str] = set()
-    missing: list[str] = []
-    misshaped: list[str] = []
+    for param in {id(slot.tensor): slot.tensor for slot in parameter_slots(model)}.values():
+        names = [name for name in aliases[id(param)] if name in present]
+        slices = (_read_slice(weights, name, spec_of(param)) for name in names) if len(names) > 1 else iter(())
+        first = next(slices, None)
+        if not all(first is not None and torch.equal(first, other) for other in slices):
+            raise ValueError(
+                f"load_pretrained: {weights.description} holds {' and '.join(names)} with different values, and this "
+                f"{type(partial_model(model).original_module).__name__} has one parameter for them: build it with "
+                f"tie_word_embeddings=False in its config"
+            )
 
-    def check_one(names: list[str], shape: tuple[int, ...]) -> None:
-        expected.update(names)
-        present_names = [name for name in names if name in present]
-        if not present_names:
-            missing.append(" or ".join(names))
-        for name in present_names:
-            if weights.shape(name) != shape:
-                misshaped.append(f"{name} {list(weights.shape(name))}, needs {list(shape)}")
 
-    parameters = {id(param): param for param in model.parameters()}
-    for identity, names in aliases.items():
-        check_one(names, spec_of(parameters[identity]).unpadded_shape)
-    for slot in _persistent_buffers(model):
-        check_one([slot.name], tuple(slot.tensor.shape))
-    ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
-    # Old Llama checkpoints hold rotary frequencies, which are not weights any more.
-    left_over = sorted(
-        name
-        for name in present - expected
-        if not name.endswith("rotary_emb.inv_freq") and not any(re.search(pattern, name) for pattern in ignored)
-    )
-    problems = [
-        f"{what} ({len(names)}): {', '.join(names)}"
-        for what, names in (("missing", missing), ("unexpected", left_over), ("of another shape", misshaped))
-        if names
-    ]
-    if problems:
-        raise ValueError(
-            f"load_pretrained: {weights.description} does not fit {type(model).__name__}: " + "; ".join(problems)
-        )
+def _read_generation_config(model: Any, folder: Path) -> None:
+    """As `from_pretrained` does, for a model that can generate."""
+    if getattr(model, "generation_config", None) is not None and (folder / "generation_config.json").is_file():
+        model.generation_config = type(model.generation_config).from_pretrained(folder)
 
 
 def _write_configs(model: Any, path: Path, tokenizer: Any) -> None:

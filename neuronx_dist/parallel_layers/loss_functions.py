@@ -24,7 +24,7 @@ from ..spmd import I, P, R, V
 from ..spmd.gathered import is_gathered
 from ..spmd.watching import active, see_through
 from .signatures import accepts
-from .vocabulary import check_ids
+from .vocabulary import check_ids, hide_padding, padded_vocabulary
 
 __all__ = ["parallel_cross_entropy"]
 
@@ -253,7 +253,8 @@ def parallel_cross_entropy(
         label_smoothing: NeMo's and Megatron's definition, as NxD documents: with `s = label_smoothing * K / (K - 1)`
             for a vocabulary of K, `(1 - s) * nll - s * mean(log p)`; `torch.nn.functional.cross_entropy` calls that s
             its label_smoothing.
-        vocab_size: of the whole vocabulary, to be compared with the shards; None: not compared.
+        vocab_size: of the whole vocabulary, to be compared with the shards; None: not compared. If tp does not divide
+            it, the shards are those of a vocabulary padded to the next multiple, whose last columns do not count.
         inplace_logits: the loss may write over the logits, and then takes no memory of their size; nobody may use their
             values afterwards. Autograd notices who does: what keeps them for another backward is told that they were
             modified. Leaves of autograd are left as they are, and so is everything in compiled code, on XLA, under
@@ -311,8 +312,11 @@ def _cross_entropy(
         raise ValueError(f"parallel_cross_entropy: label_smoothing must be in [0, 1], got {label_smoothing}")
     communicator = comm.communicator(tensor_model_parallel_group or "tp")
     _check_logits(parallel_logits, communicator, vocab_size)
+    if vocab_size is not None and vocab_size % communicator.size:
+        parallel_logits = hide_padding(parallel_logits.clone(), vocab_size, communicator)
     if type(labels) is torch.Tensor and labels.device.type == "cpu":
-        check_ids(labels, parallel_logits.shape[-1] * communicator.size, ignore_index, "parallel_cross_entropy: label")
+        vocabulary = vocab_size or parallel_logits.shape[-1] * communicator.size
+        check_ids(labels, vocabulary, ignore_index, "parallel_cross_entropy: label")
     arguments = (parallel_logits, labels, communicator, label_smoothing, ignore_index)
     if transforming():
         return _cross_entropy_of_operators(*arguments)
@@ -325,7 +329,7 @@ def _check_logits(logits: torch.Tensor, communicator: Communicator, vocab: int |
     size, local_vocab = communicator.size, logits.shape[-1]
     if vocab is not None:
         whole = local_vocab == vocab
-        if local_vocab * size == vocab:
+        if local_vocab * size == padded_vocabulary(vocab, size):
             return
     elif size == 1 or torch.compiler.is_compiling():
         return

@@ -81,7 +81,9 @@ def _row(linear: nn.Linear, size: int, options: Mapping[str, Any]) -> ShardedMod
 
 def _embedding(table: nn.Embedding, size: int, options: Mapping[str, Any]) -> ShardedModule:
     dim, padding_idx, dtype = table.embedding_dim, table.padding_idx, table.weight.dtype
-    return ParallelEmbedding(size, dim, padding_idx, dtype=dtype, device="meta", **options)
+    embedding = ParallelEmbedding(size, dim, padding_idx, dtype=dtype, device="meta", **options)
+    embedding.num_embeddings = table.num_embeddings  # padding is no id
+    return embedding
 
 
 STYLES = {

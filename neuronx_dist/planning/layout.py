@@ -50,6 +50,7 @@ class Layout:
     sequence_parallel: bool = False
     zero1: bool = False
     pad_heads: bool = False
+    pad_vocab: bool = False
     num_microbatches: int = 1
     global_batch: int = 1
     seq_len: int = 1
@@ -149,11 +150,14 @@ class Layout:
         use_tp = ("use tp {}", _near(self.tp, lambda tp: self._tp_fits(model, tp)))
         if model.heads and model.kv_heads:
             problems += self._head_problems(model.heads, model.kv_heads, use_tp)
-        for name in ("intermediate", "vocab"):
-            size = getattr(model, name)
-            if size is not None and size % self.tp:
-                values = ("make it {}", _multiples_near(size, self.tp))
-                problems.append(f"{name}_size {size} is not divisible by tp {self.tp}: " + _either(use_tp, values))
+        if model.intermediate is not None and model.intermediate % self.tp:
+            values = ("make it {}", _multiples_near(model.intermediate, self.tp))
+            which = f"intermediate_size {model.intermediate} is not divisible by tp {self.tp}: "
+            problems.append(which + _either(use_tp, values))
+        if model.vocab is not None and model.vocab % self.tp and not self.pad_vocab:
+            which = f"vocab_size {model.vocab} is not divisible by tp {self.tp}: "
+            padding = f"which adds {-model.vocab % self.tp} zero rows"
+            problems.append(f"{which}{_either(use_tp)}, or pad_vocab (--pad-vocab), {padding}")
         return problems
 
     def _head_problems(self, heads: int, kv_heads: int, use_tp: tuple[str, list[int]]) -> list[str]:
@@ -198,9 +202,11 @@ class Layout:
 
     def _tp_fits(self, model: ModelShape, tp: int) -> bool:
         """Whether another tp would divide everything that tp has to divide."""
-        sizes = [model.intermediate, model.vocab]
+        sizes = [model.intermediate]
         if self.world_size % self.pp == 0:
             sizes.append(self.world_size // self.pp)
+        if not self.pad_vocab:
+            sizes.append(model.vocab)
         if not all(size is None or size % tp == 0 for size in sizes):
             return False
         if self.pad_heads or model.kv_heads is None:

@@ -166,7 +166,8 @@ def _play(
         with torch.device("meta"):
             module = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, layout.dtype))
         num_parameters = sum(param.numel() for param in module.parameters())
-        hf.swap(module, sequence_parallel=layout.sequence_parallel, pad_heads=layout.pad_heads, inplace_logits=True)
+        padding = dict(pad_heads=layout.pad_heads, pad_vocab=layout.pad_vocab)
+        hf.swap(module, sequence_parallel=layout.sequence_parallel, inplace_logits=True, **padding)
         num_microbatches = layout.schedule.microbatches_until_repeat(stage)
         model = NxDPPModel(
             module,

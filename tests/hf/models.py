@@ -95,3 +95,29 @@ def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     """||a - b|| / ||b||, and ||a|| where b is zero."""
     scale = expected.norm().item()
     return (actual - expected).norm().item() / (scale or 1.0)
+
+
+class Stage:
+    """What the weights see of a pipeline model: the whole model, of which one stage is here, by its original names."""
+
+    def __init__(self, model: Any) -> None:
+        self.original_module = model
+        last = model.config.num_hidden_layers - 1
+        self.mine = (
+            ("model.embed_tokens", "model.rotary_emb", "model.layers.0."),
+            (f"model.layers.{last}.", "model.norm", "lm_head"),
+        )
+
+    partitioned = tied_weights_synced = True
+
+    def is_local(self, name: str) -> bool:
+        return f"{name}.".startswith(self.mine[comm.rank("pp")])
+
+    def local_named_modules(self) -> Any:
+        return ((name, module) for name, module in self.original_module.named_modules() if self.is_local(name))
+
+    def local_named_parameters(self) -> Any:
+        return ((name, param) for name, param in self.original_module.named_parameters() if self.is_local(name))
+
+    def tied_groups(self) -> Any:
+        return []

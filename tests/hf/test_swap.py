@@ -127,6 +127,20 @@ def test_biases(tp: int, heads: tuple[int, int], sequence_parallel: bool) -> Non
     _compare(config, tp, sequence_parallel=sequence_parallel, pad_heads=True)
 
 
+class _UnlikeBiases(LlamaForCausalLM):
+    """q and v have a bias, and k has none."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        for layer in self.model.layers:
+            layer.self_attn.k_proj.bias = None
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_siblings_with_unlike_biases_are_not_fused(sequence_parallel: bool) -> None:
+    _compare(llama_config(attention_bias=True), 2, _UnlikeBiases, sequence_parallel=sequence_parallel)
+
+
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("tp", [2, 4])  # of 2 key/value heads
 @pytest.mark.parametrize("architecture", ["qwen2", "qwen3", "mistral", "granite", "starcoder2", "stablelm"])
@@ -242,6 +256,8 @@ def test_tuple_outputs() -> None:
         assert logits.shape == (*ids.shape, VOCAB)
         loss, local = model(input_ids=ids, labels=labels, return_dict=False)
         assert loss.ndim == 0 and local.shape == (*ids.shape, VOCAB // 2)
+        logits, cache = model(input_ids=ids, return_dict=False, use_cache=True)
+        assert logits.shape == (*ids.shape, VOCAB) and cache.get_seq_length() == ids.shape[1]
 
     threads.run(Mesh(2, tp=2), rank)
 
@@ -311,13 +327,15 @@ def test_a_sequence_that_tp_does_not_divide() -> None:
         threads.run(Mesh(2, tp=2), lambda: swapped(config, state, sequence_parallel=True)(input_ids=ids, labels=labels))
 
 
-def test_logits_to_keep_under_sequence_parallelism_is_refused() -> None:
+@pytest.mark.parametrize("positions", [1, torch.tensor([0]), torch.tensor([0, 3])])
+def test_logits_to_keep_under_sequence_parallelism_is_refused(positions: Any) -> None:
     config = llama_config()
     state = reference_model(config).state_dict()
     ids, _ = batch()
     with pytest.raises(ValueError, match="logits_to_keep"):
         threads.run(
-            Mesh(2, tp=2), lambda: swapped(config, state, sequence_parallel=True)(input_ids=ids, logits_to_keep=1)
+            Mesh(2, tp=2),
+            lambda: swapped(config, state, sequence_parallel=True)(input_ids=ids, logits_to_keep=positions),
         )
 
 
@@ -385,6 +403,37 @@ def test_attention_dropout_differs_over_tp_and_nothing_else_does() -> None:
     assert error(whole_1, whole_0) < TOLERANCE
     assert error(dropped_1, dropped_0) > 0.1
     assert error(dropped_0[..., :8], dropped_0[..., 8:]) > 0.1
+
+
+def test_attention_dropout_at_tp_1_is_hugging_faces() -> None:
+    """It draws from torch's own stream, which no one had to seed for us."""
+    config = llama_config(attention_dropout=0.5, attn_implementation="eager")
+    reference = reference_model(config).train()
+    ids, _ = batch()
+
+    def rank() -> Any:
+        model = swapped(config, reference.state_dict()).train()
+        results = []
+        for each in (reference, model):
+            torch.manual_seed(3)
+            results.append(each(input_ids=ids).logits)
+        return results
+
+    expected, logits = threads.run(Mesh(1), rank)[0]
+    assert error(logits, expected) < TOLERANCE
+    assert error(reference.eval()(input_ids=ids).logits, expected) > 0.01
+
+
+def test_evaluation_with_attention_dropout_needs_no_seed() -> None:
+    config = llama_config(attention_dropout=0.5)
+    reference = reference_model(config).eval()
+    ids, _ = batch()
+    with torch.no_grad():
+        expected = reference(input_ids=ids).logits
+    for logits in threads.run(
+        Mesh(2, tp=2), lambda: swapped(config, reference.state_dict()).eval()(input_ids=ids).logits
+    ):
+        assert error(logits, expected) < TOLERANCE
 
 
 def _alone(mesh: Mesh, index: int, fn: Any) -> Any:

@@ -71,7 +71,7 @@ def test_heads_that_tp_does_not_divide() -> None:
 
 def test_sizes_that_tp_does_not_divide() -> None:
     message = _refusal(lambda: meta_model(llama_config(5, 5)), tp=5, kind=ValueError)
-    assert "the vocabulary of size 96 is not divisible by tp=5" in message
+    assert "the vocabulary of 96 is not divisible by tp=5: pass pad_vocab=True, which adds 4 zero rows" in message
     assert "gate_proj of size 48 is not divisible by tp=5" in message
 
 
@@ -99,3 +99,8 @@ def test_dropouts_that_the_swap_cannot_tell_apart_are_refused() -> None:
 
     threads.run(Mesh(2, tp=2), lambda: swap(build()))
     assert "residual_dropout=0.1: such dropout" in _refusal(build, sequence_parallel=True)
+
+
+def test_dropouts_that_older_configs_call_pdrop_are_refused_too() -> None:
+    message = _refusal(lambda: meta_model(llama_config(resid_pdrop=0.1)), sequence_parallel=True)
+    assert "resid_pdrop=0.1: such dropout" in message

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,10 +23,10 @@ from neuronx_dist.hf import (
     save_pretrained,
     swap,
 )
-from neuronx_dist.hf.sources import SafetensorsFolder
+from neuronx_dist.hf.sources import SafetensorsFiles
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.spmd import spec_of
-from tests.hf.models import VOCAB, batch, error, llama_config, meta_model, reference_model, swapped
+from tests.hf.models import VOCAB, Stage, batch, error, llama_config, meta_model, reference_model, swapped
 
 
 def _saved(folder: Any, **options: Any) -> Any:
@@ -77,14 +78,14 @@ def test_only_slices_of_a_file_are_read(tmp_path: Any, monkeypatch: Any) -> None
     reference = _saved(tmp_path / "in", heads=4, kv_heads=2)
     assert has_weights(tmp_path / "in")
     reads: list[tuple[str, int]] = []
-    original = SafetensorsFolder.read
+    original = SafetensorsFiles.read
 
     def read(self: Any, name: str, *slice_: Any) -> torch.Tensor:
         tensor = original(self, name, *slice_)
         reads.append((name, tensor.numel()))
         return tensor
 
-    monkeypatch.setattr(SafetensorsFolder, "read", read)
+    monkeypatch.setattr(SafetensorsFiles, "read", read)
     threads.run(Mesh(2, tp=2), lambda: swapped_from(reference.config, tmp_path / "in"))
     for name, count in reads:
         whole = reference.state_dict()[name].numel()
@@ -168,22 +169,9 @@ def test_all_that_does_not_fit_is_listed_and_nothing_is_loaded() -> None:
         return str(caught.value)
 
     message = threads.run(Mesh(1), rank)[0]
-    assert "missing (1): model.norm.weight" in message
+    assert "missing (1): model.norm.weight [32]" in message
     assert "unexpected (1): model.layers.7.mlp.up_proj.weight" in message
     assert f"of another shape (1): lm_head.weight [{VOCAB - 1}, 32], needs [{VOCAB}, 32]" in message
-
-
-def test_a_folder_without_safetensors(tmp_path: Any) -> None:
-    (tmp_path / "pytorch_model.bin").touch()
-    with pytest.raises(FileNotFoundError, match=r"neither model.safetensors .*pytorch_model.bin"):
-        SafetensorsFolder(tmp_path)
-    assert not has_weights(tmp_path)
-    with pytest.raises(FileNotFoundError, match="no such folder"):
-        SafetensorsFolder(tmp_path / "nowhere")
-    index = {"weight_map": {"a": "model-00001-of-00001.safetensors"}}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(FileNotFoundError, match="model-00001-of-00001.safetensors is missing"):
-        SafetensorsFolder(tmp_path)
 
 
 def test_saving_over_an_older_folder_leaves_no_stale_files(tmp_path: Any) -> None:
@@ -222,32 +210,6 @@ def test_saving_gathers_one_parameter_at_a_time() -> None:
     assert counts == [2 + 2 * 7, 2 + 2 * 7, 0, 0]
 
 
-class Stage:
-    """What the weights see of a pipeline model: the whole model, of which one stage is here, by its original names."""
-
-    def __init__(self, model: Any) -> None:
-        self.original_module = model
-        last = model.config.num_hidden_layers - 1
-        self.mine = (
-            ("model.embed_tokens", "model.rotary_emb", "model.layers.0."),
-            (f"model.layers.{last}.", "model.norm", "lm_head"),
-        )
-
-    partitioned = tied_weights_synced = True
-
-    def is_local(self, name: str) -> bool:
-        return f"{name}.".startswith(self.mine[comm.rank("pp")])
-
-    def local_named_modules(self) -> Any:
-        return ((name, module) for name, module in self.original_module.named_modules() if self.is_local(name))
-
-    def local_named_parameters(self) -> Any:
-        return ((name, param) for name, param in self.original_module.named_parameters() if self.is_local(name))
-
-    def tied_groups(self) -> Any:
-        return []
-
-
 @pytest.mark.parametrize("tied", [False, True])
 def test_pipeline_stages(tmp_path: Any, tied: bool) -> None:
     """Each stage reads its part and writes its file; a weight tied over stages is written by the first."""
@@ -272,6 +234,39 @@ def test_pipeline_stages(tmp_path: Any, tied: bool) -> None:
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     for name, weight in reference.state_dict().items():
         assert torch.equal(again.state_dict()[name], weight), name
+
+
+def test_the_index_counts_the_bytes_that_are_written(tmp_path: Path) -> None:
+    """Of bf16, two for each element."""
+    config = llama_config()
+    state = reference_model(config, dtype=torch.bfloat16).state_dict()
+
+    def rank() -> None:
+        stage: Any = Stage(swap(meta_model(config, dtype=torch.bfloat16)))
+        save_pretrained(load_pretrained(stage, state), tmp_path)
+
+    threads.run(Mesh(2, pp=2), rank)
+    metadata = json.loads((tmp_path / "model.safetensors.index.json").read_text())["metadata"]
+    count = sum(tensor.numel() for tensor in state.values())
+    assert metadata == {"total_size": 2 * count, "total_parameters": count}
+
+
+def test_one_rank_writes_a_file(tmp_path: Path, monkeypatch: Any) -> None:
+    """Of all that hold the same weights: over dp, and over cp."""
+    import safetensors.torch
+
+    config = llama_config()
+    state = reference_model(config, dtype=torch.float32).state_dict()
+    writers: list[int] = []
+    save = safetensors.torch.save_file
+
+    def save_file(*args: Any, **kwargs: Any) -> None:
+        writers.append(comm.rank("world"))
+        save(*args, **kwargs)
+
+    monkeypatch.setattr(safetensors.torch, "save_file", save_file)
+    threads.run(Mesh(8, tp=2, cp=2), lambda: save_pretrained(swapped(config, state), tmp_path))
+    assert writers == [0]
 
 
 def test_stages_materialise_one_model(tmp_path: Any) -> None:

@@ -51,7 +51,7 @@ REFUSED = {
     "vocab": (
         dict(world_size=4, tp=4),
         ModelShape(heads=4, kv_heads=4, vocab=257),
-        ["vocab_size 257", "use tp 1", "make it 256 or 260"],
+        ["vocab_size 257", "use tp 1", "or pad_vocab (--pad-vocab), which adds 3 zero rows"],
     ),
     "batch": (
         dict(world_size=4, tp=2, num_microbatches=4, global_batch=30),
@@ -128,6 +128,17 @@ def test_all_problems_come_at_once():
     assert text.count("\n  - ") == len(caught.value.problems)
 
 
+def test_padded_heads_do_not_limit_the_tp_that_is_advised():
+    options = dict(world_size=6, tp=4, global_batch=6)
+    assert "use tp 3 or 6" in the_problem(Layout(**options, pad_heads=True), SMOLLM)
+
+
+def test_a_padded_vocabulary_does_not_limit_the_tp_that_is_advised():
+    shape = ModelShape(heads=12, kv_heads=12, vocab=97)
+    options = dict(world_size=6, tp=4, global_batch=6)
+    assert "use tp 3 or 6" in the_problem(Layout(**options, pad_vocab=True), shape)
+
+
 def test_paths(tmp_path):
     layout = Layout(world_size=1)
     missing = tmp_path / "missing"
@@ -151,8 +162,10 @@ def test_paths(tmp_path):
         (dict(world_size=2, tp=2, pad_heads=True), SMOLLM),
         (dict(world_size=9, tp=9), ModelShape(heads=9, kv_heads=3)),  # each key/value head on three ranks
         (dict(world_size=4, tp=4), ModelShape(layers=2, heads=8, kv_heads=2, intermediate=8, vocab=8)),
+        (dict(world_size=4, tp=4, pad_vocab=True), ModelShape(heads=4, kv_heads=4, vocab=50257)),
         (dict(world_size=8, cp=2, ep=2, global_batch=4), None),
         (dict(world_size=8, pp=8), PLAIN),
+        (dict(world_size=1, seq_len=2048), PLAIN),  # as long as it may be
     ],
 )
 def test_accepted(options, config):

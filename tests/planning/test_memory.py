@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import resource
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -22,6 +23,7 @@ from tests.support.pool import processes
 pytestmark = pytest.mark.slow
 
 GIB = 2**30
+FULL = os.environ.get("NXD_FULL") == "1"
 
 
 # --- the meter -------------------------------------------------------------------------------------------------------
@@ -130,7 +132,7 @@ def layout(world: int, **options: Any) -> Layout:
 
 
 WIDE = dict(vocab_size=2048, hidden_size=320, num_hidden_layers=3, num_attention_heads=10, num_key_value_heads=2)
-PADDED = dict(WIDE, hidden_size=288, num_attention_heads=9, num_key_value_heads=3)
+PADDED = dict(WIDE, vocab_size=2047, hidden_size=288, num_attention_heads=9, num_key_value_heads=3)
 DEEP = dict(hidden_size=64, num_hidden_layers=9, num_attention_heads=4, num_key_value_heads=4, tie_word_embeddings=True)
 HUGE = dict(vocab_size=32768, hidden_size=8192, intermediate_size=28672, num_attention_heads=64, num_key_value_heads=8)
 CASES = [
@@ -143,12 +145,15 @@ CASES = [
     Case("tp2-sp-dp2-zero1-bf16", layout(4, tp=2, sequence_parallel=True, zero1=True, dtype="bfloat16")),
     Case("wide-dp4-zero1", layout(4, zero1=True, seq_len=16), WIDE),
     Case("wide-dp4-bf16", layout(4, seq_len=16, num_microbatches=1, dtype="bfloat16"), WIDE),
-    Case("padded-tp2-pp2", layout(4, tp=2, pp=2, pad_heads=True, seq_len=96, global_batch=12), PADDED),
+    Case("padded", layout(4, tp=2, pp=2, pad_heads=True, pad_vocab=True, seq_len=96, global_batch=12), PADDED),
     Case("deep-pp2-dp2-zero1", layout(4, pp=2, zero1=True, seq_len=192), DEEP),
     Case("one-process", layout(1)),
     Case("one-process-one-microbatch", layout(1, num_microbatches=1, global_batch=4)),
     Case("wide-one-process-bf16", layout(1, dtype="bfloat16", seq_len=40, global_batch=4), WIDE),
 ]
+# Of each option one; NXD_FULL=1 measures all, each in a second or two of CPU on each rank.
+SAMPLE = ("tp2-pp2-sp", "tp2-sp-dp2-zero1-bf16", "padded", "deep-pp2-dp2-zero1", "one-process")
+MEASURED = [case for case in CASES if FULL or case.name in SAMPLE]
 
 
 @dataclass(frozen=True)
@@ -180,7 +185,8 @@ def train_and_measure(case: Case, ask_allocator: bool = False) -> Measured:
     before = _storages()
     with torch.device("meta"):
         module = AutoModelForCausalLM.from_config(case.config(), dtype=getattr(torch, layout.dtype))
-    hf.swap(module, sequence_parallel=layout.sequence_parallel, pad_heads=layout.pad_heads, inplace_logits=True)
+    padding = dict(pad_heads=layout.pad_heads, pad_vocab=layout.pad_vocab)
+    hf.swap(module, sequence_parallel=layout.sequence_parallel, inplace_logits=True, **padding)
     model = nxd.NxDPPModel(
         module,
         transformer_layer_cls=hf.transformer_layer_class(module),
@@ -245,7 +251,7 @@ def _allocated(step: Any) -> int:
     return peak
 
 
-@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+@pytest.mark.parametrize("case", MEASURED, ids=[case.name for case in MEASURED])
 def test_the_measured_peak_of_every_rank_is_the_predicted_one(case: Case) -> None:
     shape = case.layout
     estimate = estimate_memory(shape, case.config())
@@ -261,7 +267,7 @@ def test_the_measured_peak_of_every_rank_is_the_predicted_one(case: Case) -> Non
         assert stage.in_flight == min(shape.num_microbatches, shape.pp - found.stage)
 
 
-@pytest.mark.parametrize("name", ["one-process", "wide-one-process-bf16"])
+@pytest.mark.parametrize("name", ["wide-one-process-bf16", *["one-process"] * FULL])
 def test_the_record_of_the_allocator_agrees(name: str) -> None:
     case = next(case for case in CASES if case.name == name)
     with comm.as_rank(case.layout.mesh(), 0):
@@ -301,6 +307,23 @@ def test_parameters_gradients_and_state_have_the_bytes_that_arithmetic_gives() -
     assert state["float32", False] == 2 * 4 * whole + count  # masters are the parameters themselves
     assert state["bfloat16", False] == 3 * 4 * whole + count
     assert state["float32", True] == state["bfloat16", True] == 3 * 4 * whole // 4 + count
+
+
+def test_a_tied_weight_counts_once() -> None:
+    plain, tied = (
+        estimate_memory(layout(1), Case("", layout(1), dict(tie_word_embeddings=x)).config()) for x in (False, True)
+    )
+    bytes_of = [each.stages[0].step.most["parameters"] for each in (plain, tied)]
+    assert bytes_of[0] - bytes_of[1] == 4 * 256 * 192
+    assert plain.num_parameters - tied.num_parameters == 256 * 192
+
+
+def test_the_whole_batch_counts() -> None:
+    """Also of microbatches that are not in flight at the same time."""
+    many = layout(1, num_microbatches=64, global_batch=128)
+    memory = estimate_memory(many, CASES[0].config()).stages[0]
+    assert memory.in_flight == 1
+    assert memory.compute.most["batch"] == 2 * 8 * 128 * 128 + 4  # ids and labels, and the number of labels
 
 
 def test_the_optimizer_and_its_options_count() -> None:

@@ -27,6 +27,7 @@ def build(
     optimizer: str = "zero1",
     kind: str = "llama",
     pad_heads: bool = False,
+    pad_vocab: bool = False,
     dtype: torch.dtype = torch.float32,
     change: Any = None,
     **config: Any,
@@ -47,7 +48,7 @@ def build(
     config = transformers.AutoConfig.for_model(kind, **{**sizes, **config})
     with torch.device("meta"):
         model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
-    hf.swap(model, sequence_parallel=sequence_parallel, pad_heads=pad_heads)
+    hf.swap(model, sequence_parallel=sequence_parallel, pad_heads=pad_heads, pad_vocab=pad_vocab)
     if change is not None:
         change(model)
     if pipeline:
@@ -88,6 +89,11 @@ CASES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
         {"tp": 2, "dp": 2},
         dict(pad_heads=True, num_attention_heads=9, num_key_value_heads=3, hidden_size=36, head_dim=4),
     ),
+    "padded-vocabulary": (
+        {"pp": 2, "tp": 4},
+        dict(pad_vocab=True, vocab_size=61, tie_word_embeddings=True, sequence_parallel=True),
+    ),
+    "padded-vocabulary-no-pipeline": ({"tp": 2, "dp": 2}, dict(pad_vocab=True, vocab_size=61, pipeline=False)),
     "attention-dropout": ({"tp": 2, "dp": 2}, dict(attention_dropout=0.1)),
     "no-pipeline": ({"tp": 4, "dp": 2}, dict(pipeline=False)),
     "no-pipeline-sp-eager": ({"tp": 2}, dict(pipeline=False, sequence_parallel=True, attn_implementation="eager")),
