@@ -53,6 +53,61 @@ def test_import_adds_at_most_0_3_s_to_torch():
     assert min(float(python(code)) for _ in range(3)) <= 0.3
 
 
+FIRST_USES = """
+import sys, torch, neuronx_dist as nxd
+from torch import nn
+from neuronx_dist import comm
+from neuronx_dist.comm.backends import threads
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nxd.ColumnParallelLinear(8, 16, gather_output=False)
+        self.down = nxd.RowParallelLinear(16, 8, input_is_parallel=True)
+
+    def forward(self, x):
+        return self.down(torch.tanh(self.up(x)))
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, x):
+        return self.block(x).square().mean()
+
+def rank():
+    comm.all_reduce(torch.ones(2), "tp")
+    Model()(torch.ones(4, 8, requires_grad=True)).backward()
+    nxd.parallel_cross_entropy(torch.ones(4, 8), torch.zeros(4, dtype=torch.long))
+
+def others():
+    return {name for name in sys.modules if not name.startswith("neuronx_dist")}
+
+threads.run(nxd.Mesh(2, tp=2), rank)
+with comm.as_rank(nxd.Mesh(1), 0):
+    model = nxd.NxDPPModel(Model(), transformer_layer_cls=Block, num_microbatches=2, output_loss_value_spec=True)
+    print(*others())
+    import torch._dynamo
+    before = others()
+    model.run_train(x=torch.ones(4, 8))
+    print(*others() - before)
+"""
+
+
+@pytest.mark.slow
+def test_first_uses_import_nothing_large():
+    """A layer, a collective, a loss, a pipeline's model: none of torch's compiler, which takes a second.
+
+    `run_train` needs its fake tensors, for which torch imports it, as it does for the first optimizer; and no more.
+    """
+    before, by_run_train = python(FIRST_USES).splitlines()
+    compiler = {"sympy", "torch._dynamo", "torch._inductor", "torch.fx.experimental.symbolic_shapes"}
+    large = compiler | {"torch.distributed.tensor", "transformers"}
+    assert large.isdisjoint(before.split())
+    assert len(by_run_train.split()) < 20, by_run_train
+
+
 @pytest.mark.parametrize("module", ["mesh", "planning.layout", "pipeline.schedule"])
 def test_what_runs_before_torch_needs_no_torch(module):
     """These are pure Python: loaded without the package around them, they import no torch."""
