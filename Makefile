@@ -33,8 +33,7 @@ LOOPBACK := $(if $(filter Linux,$(shell uname -s)),GLOO_SOCKET_IFNAME=lo)
 # as `$(PY) -m pytest tests/...` is, for debugging.
 WORKERS ?= logical
 PYTEST  := -m pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal --durations 15
-# Of torchrun's own lines only errors: what a run says of itself is enough.
-TORCHRUN := env LOGLEVEL=ERROR TORCH_LOGS=-torch.distributed.elastic $(LOOPBACK) $(PY) -m torch.distributed.run --standalone --local-addr 127.0.0.1
+RUN := env $(LOOPBACK) $(PY) -m neuronx_dist run --standalone --local-addr 127.0.0.1
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-xla train ci-train test test-fast test-full test-xla mutate lint types bench clean
@@ -83,8 +82,8 @@ $(STAMP_XLA): requirements-xla.txt requirements-dev.txt pyproject.toml setup.py
 	@touch $@
 
 train: $(STAMP)  ## train a byte-level Llama on NPROC processes (TP=2 PP=2)
-	@echo 'train: torchrun starts $(NPROC) processes (tp $(TP), pp $(PP)); the first step comes in about half a minute. Ctrl-C ends it.'
-	@$(TORCHRUN) --nproc-per-node $(NPROC) examples/train_llama.py --tp $(TP) --pp $(PP) $(ARGS)
+	@echo 'train: $(NPROC) processes start (tp $(TP), pp $(PP)); the first step comes in about half a minute. Ctrl-C ends it.'
+	@$(RUN) --nproc-per-node $(NPROC) examples/train_llama.py --tp $(TP) --pp $(PP) $(ARGS)
 
 # Steps, a folder with curve, metrics and weights, for tensor and pipeline parallelism and for ZeRO-1.
 ci-train: $(STAMP)  ## two short training runs, and a look at what they leave in runs/ci

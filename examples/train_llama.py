@@ -1,7 +1,7 @@
 """Trains a Hugging Face causal LM on text, with tensor, sequence, pipeline and data parallelism and ZeRO-1.
 
-    torchrun --nproc-per-node 4 examples/train_llama.py --tp 2 --pp 2      # or: make train
-    python examples/train_llama.py                                         # one process
+    neuronx-dist run --nproc-per-node 4 examples/train_llama.py --tp 2 --pp 2      # or: make train, or torchrun
+    python examples/train_llama.py                                                 # one process
 
 Without --model it is a small byte-level Llama. The data-parallel size is what tp and pp leave of the processes.
 """

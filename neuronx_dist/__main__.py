@@ -8,34 +8,41 @@ import sys
 
 __all__ = ["SUBCOMMANDS", "main"]
 
-# Subcommand -> the module with its `add_arguments(parser)` and `run(args) -> exit code`, and what `--help` says of it.
+_NAME = "neuronx-dist"
+# Subcommand -> the module with its `arguments()`, a parser, and `run(args) -> exit code`, and what `--help` says of it.
 SUBCOMMANDS = {
     "check": ("checking.command", "play a training step of every rank in this process, and compare them"),
+    "run": ("comm.run_command", "run a script on several processes, as torchrun does, and show only what it says"),
 }
 
 
 def main(argv: list[str] | None = None) -> int:
     """Runs a subcommand; returns its exit code: 0 all is well, 1 a problem, 2 a command that cannot be understood."""
     argv = sys.argv[1:] if argv is None else argv
-    parser = argparse.ArgumentParser(
-        prog="neuronx-dist", description="Tools of neuronx_dist. `neuronx-dist COMMAND --help` says more of each."
-    )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, (module_name, summary) in SUBCOMMANDS.items():
-        command = commands.add_parser(name, help=summary)
-        if name in argv[:1]:  # the others are not loaded
-            module = importlib.import_module(f"{__package__}.{module_name}")
-            module.add_arguments(command)
-            command.set_defaults(run=module.run)
     try:
-        args = parser.parse_args(argv)
+        if not argv or argv[0] not in SUBCOMMANDS:
+            _help().parse_args(argv)  # which ends by itself: help, or an error
+        module = importlib.import_module(f"{__package__}.{SUBCOMMANDS[argv[0]][0]}")  # the others are not loaded
+        parser: argparse.ArgumentParser = module.arguments()
+        parser.prog = f"{_NAME} {argv[0]}"
+        args = parser.parse_args(argv[1:])
     except SystemExit as ended:  # help is 0, a mistake 2
         return int(ended.code or 0)
     try:
-        return int(args.run(args))
+        return int(module.run(args))
     except argparse.ArgumentError as error:
-        print(f"{parser.prog} {args.command}: {error}", file=sys.stderr)
+        print(f"{parser.prog}: {error}", file=sys.stderr)
         return 2
+
+
+def _help() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=_NAME, description=f"Tools of neuronx_dist. `{_NAME} COMMAND --help` says more of each."
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for name, (_, summary) in SUBCOMMANDS.items():
+        commands.add_parser(name, help=summary)
+    return parser
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from typing import Any
 from ..spmd.axes import mesh_of
 from .api import check
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["arguments", "run"]
 
 _EXAMPLE = """\
 example:
@@ -40,11 +40,13 @@ The exit code is 0 if all is well, 1 if there is a problem, 2 if the command can
 """
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def arguments() -> argparse.ArgumentParser:
     """What `check` takes."""
-    parser.description = "Plays a training step of every rank that can differ, without processes, weights or values."
-    parser.epilog = _EXAMPLE
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        description="Plays a training step of every rank that can differ, without processes, weights or values.",
+        epilog=_EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("model", metavar="file.py:model_fn", help="a function that builds the model of a rank")
     parser.add_argument("--mesh", required=True, metavar="pp=2,dp=2,tp=4", help="sizes of the axes; others are 1")
     parser.add_argument(
@@ -64,6 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--details", "--verbose", action="store_true", help="list what was assumed, trusted and left out, with lines"
     )
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    return parser
 
 
 def run(args: argparse.Namespace) -> int:

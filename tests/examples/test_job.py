@@ -1,4 +1,4 @@
-"""How the training example starts and ends under torchrun: one line where a job is refused or interrupted."""
+"""How the training example starts and ends under `neuronx-dist run`: one line where a job is refused or interrupted."""
 
 import json
 import os
@@ -22,9 +22,7 @@ def started():
     processes = []
 
     def start(*flags):
-        words, env = command([str(SCRIPT), *SMALL, *flags], processes=2)
-        # As `make train` has it: of torchrun's own lines only errors.
-        env |= {"LOGLEVEL": "ERROR", "TORCH_LOGS": "-torch.distributed.elastic"}
+        words, env = command([str(SCRIPT), *SMALL, *flags], processes=2, launcher=("neuronx_dist", "run"))
         process = subprocess.Popen(words, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         processes.append(process)
         return process
@@ -43,7 +41,7 @@ def test_a_refusal_is_the_only_thing_seen(started, tmp_path):
     assert first == "train_llama: 2 processes import torch and transformers ..."
     assert refusal.startswith("train_llama: this layout cannot work")
     assert reasons and all(line.startswith("  - ") for line in reasons), text
-    assert process.returncode != 0
+    assert process.returncode == 1
 
 
 def test_ctrl_c_ends_with_one_line(started, tmp_path):
@@ -52,11 +50,11 @@ def test_ctrl_c_ends_with_one_line(started, tmp_path):
     for line in process.stdout:
         if line.startswith("step") and " 3/5000 " in line:
             break
-    process.send_signal(signal.SIGINT)  # to torchrun alone, as its processes have sessions of their own
+    process.send_signal(signal.SIGINT)  # to the launcher alone, as its processes have sessions of their own
     *steps, last = process.stdout.read().splitlines()
     assert all(line.startswith(("step ", "held-out loss")) for line in steps), steps
     assert last.startswith("train_llama: interrupted after step ") and str(out) in last
-    assert process.wait(timeout=60) != 0
+    assert process.wait(timeout=60) == 130
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert len(rows) >= 3 and f"after step {len(rows)} of 5000" in last
     assert (out / "loss.png").exists() and (out / "run.json").exists() and not (out / "model").exists()
@@ -66,7 +64,7 @@ def test_ctrl_c_ends_with_one_line(started, tmp_path):
     "target,words",
     [
         ("setup", ["4 steps, some minutes", "1 of 4: torch==", "2 of 4", "3 of 4", "4 of 4", "done"]),
-        ("train", ["train: torchrun starts 6 processes (tp 3, pp 2)", "torch.distributed.run"]),
+        ("train", ["train: 6 processes start (tp 3, pp 2)", "neuronx_dist run"]),
     ],
 )
 def test_make_says_what_it_does_before_it_does_it(target, words):

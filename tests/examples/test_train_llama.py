@@ -21,17 +21,16 @@ SCRIPT = EXAMPLES / "train_llama.py"
 SMALL = ["--steps", "4", "--global-batch", "4", "--seq-len", "32", "--microbatches", "2", "--log-every", "1"]
 
 
-def command(words, processes=1, **environment):
-    """A Python command, on so many processes of torchrun; (words, environment)."""
-    launcher = [sys.executable]
+def command(words, processes=1, launcher=("torch.distributed.run",), **environment):
+    """A Python command, on so many processes of a launcher; (words, environment)."""
+    python = [sys.executable]
     if processes > 1:
-        launcher += ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
-        launcher += ["--nproc-per-node", str(processes)]
+        python += ["-m", *launcher, "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", str(processes)]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo", **environment}
     env["PYTHONPATH"] = f"{ROOT}:{env.get('PYTHONPATH', '')}"
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         env.pop(name, None)
-    return [*launcher, *words], env
+    return [*python, *words], env
 
 
 def run(words, processes=1, timeout=240, **environment):
