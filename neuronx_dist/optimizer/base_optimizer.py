@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import reprlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -46,8 +47,8 @@ def check_factory(wrapper: str, params: Any, factory: Any) -> None:
             )
     if not callable(factory):
         raise TypeError(
-            f"{wrapper}: optimizer_class is {factory!r}; pass a class such as torch.optim.AdamW and its options, or a "
-            f"function that makes an optimizer of the parameters it is given"
+            f"{wrapper}: optimizer_class is {reprlib.repr(factory)}; pass a class such as torch.optim.AdamW and its "
+            f"options, or a function that makes an optimizer of the parameters it is given"
         )
     factory = factory.func if isinstance(factory, partial) else factory
     if isinstance(factory, type):

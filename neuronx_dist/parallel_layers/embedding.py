@@ -167,7 +167,8 @@ class ParallelEmbedding(EmbeddingAttributes):
     def _lookup_own(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows of the ids that this rank holds, zeros for the others."""
         count = self.weight.shape[0]
-        if type(ids) is torch.Tensor and ids.device.type == "cpu":  # where it costs no synchronisation
+        on_cpu = type(ids) is torch.Tensor and ids.device.type == "cpu"  # where it costs no synchronisation
+        if on_cpu and not ids.is_floating_point():  # floats are refused by the lookup
             check_ids(ids, self.num_embeddings, None, "ParallelEmbedding: id")
         rank = comm.communicator(self.axis).coordinate(ids)
         local = spmd.trust(ids - rank * count, self.axis, V)

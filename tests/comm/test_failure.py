@@ -84,6 +84,7 @@ def test_a_rank_that_dies_without_a_word_ends_the_others_too():
     assert re.search(r"CommError: all_reduce of \[4\] float32 over tp .*was lost without a message", outputs[0]), (
         outputs[0]
     )
+    assert "or ended its script without this call" in outputs[0]
 
 
 def test_a_silent_rank_is_a_timeout_that_names_verb_axis_and_call_site():

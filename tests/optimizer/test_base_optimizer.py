@@ -77,12 +77,20 @@ def test_an_optimizer_that_is_made_already_is_refused_with_the_call_to_write(
     "factory,error,message",
     [
         ("AdamW", TypeError, "optimizer_class is 'AdamW'; pass a class such as torch.optim.AdamW"),
+        ([*range(1000)], TypeError, r"optimizer_class is \[0, 1, 2, 3, 4, 5, \.\.\.\]; pass a class"),
         (lambda params: params, TypeError, "made a list, not a torch optimizer"),
         (lambda params: torch.optim.SGD([weight()], lr=1.0), ValueError, "made SGD of other parameters"),
         (lambda groups: torch.optim.LBFGS(groups[0]["params"]), ValueError, "LBFGS cannot work on shards"),
         (functools.partial(torch.optim.LBFGS, lr=1.0), ValueError, "LBFGS cannot work on shards"),
     ],
-    ids=["name", "no optimizer", "other parameters", "function, not elementwise", "partial, not elementwise"],
+    ids=[
+        "name",
+        "parameters",
+        "no optimizer",
+        "other parameters",
+        "function, not elementwise",
+        "partial, not elementwise",
+    ],
 )
 def test_what_makes_no_optimizer_of_shards_is_refused(factory: Any, error: type[Exception], message: str) -> None:
     def rank_main() -> None:

@@ -138,11 +138,12 @@ def test_autocast_casts_and_other_errors_stay_as_they_are():
 
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("shard_across_embedding", [False, True])
-def test_ids_are_integers(tp, shard_across_embedding):
+@pytest.mark.parametrize("value", [1.0, -0.5, 8.0])
+def test_ids_are_integers(tp, shard_across_embedding, value):
     def build():
         return ParallelEmbedding(8, 4, shard_across_embedding=shard_across_embedding)
 
-    text = message(tp_mesh(tp), build, torch.ones(2, 3))
+    text = message(tp_mesh(tp), build, torch.full((2, 3), value))
     assert text.startswith(
         "ParallelEmbedding layers.1.inner of Model: ids must be int64 or int32, got [2, 3] of torch.fl"
     )

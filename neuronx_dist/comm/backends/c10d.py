@@ -130,7 +130,7 @@ class C10dCommunicator(Communicator):
             ) from error
         raise CommError(
             f"{what} failed: a rank of the group was lost without a message (killed, out of memory, or its host is "
-            f"down). ({text.splitlines()[0][:200]})"
+            f"down), or ended its script without this call. ({text.splitlines()[0][:200]})"
         ) from error
 
 

@@ -42,9 +42,11 @@ def create_partitions(pipeline_parallel_size: int, model_layer_names: Sequence[s
     ['layers.3', 'layers.8', 'layers.13']
 
     Raises:
-        ValueError: there are fewer layers than stages.
+        ValueError: there is no stage, or there are fewer layers than stages.
     """
     stages, layers = pipeline_parallel_size, len(model_layer_names)
+    if stages < 1:
+        raise ValueError(f"pipeline_parallel_size must be at least 1, got {stages}")
     if layers < stages:
         raise ValueError(
             f"auto_partition: {stages} pipeline stages need at least {stages} transformer layers, found {layers}: use "
@@ -77,7 +79,10 @@ def check_cuts(cuts: Sequence[str], names: Sequence[str], num_stages: int, which
         )
     for cut in cuts:
         if cut not in names:
-            raise ValueError(f"pipeline cut {cut!r} is not a layer {which}; near it: {nearest(cut, names)}")
+            raise ValueError(
+                f"pipeline cut {cut!r} is not a layer {which}; near it: {nearest(cut, names)}. A cut is a transformer "
+                "layer or, outside of those, a layer with parameters"
+            )
     positions = [names.index(cut) for cut in cuts]
     if positions != sorted(set(positions)):
         raise ValueError(f"pipeline cuts must be different layers, in the order in which they run; got {list(cuts)}")

@@ -28,13 +28,18 @@ def test_the_remainder_goes_to_the_last_stages(stages: int, layers: int, expecte
 def test_more_stages_than_layers() -> None:
     with pytest.raises(ValueError, match="4 pipeline stages need at least 4 transformer layers, found 3"):
         create_partitions(4, ["a", "b", "c"])
+    with pytest.raises(ValueError, match="pipeline_parallel_size must be at least 1, got 0"):
+        create_partitions(0, ["a", "b", "c"])
 
 
 @pytest.mark.parametrize(
     "cuts,message",
     [
         (["layers.1"], "3 pipeline stages need 2 cuts, got 1"),
-        (["layers.1", "layer.2"], r"'layer.2' is not a layer of this model; near it: layers\."),
+        (
+            ["layers.1", "layer.2"],
+            r"'layer.2' is not a layer of this model; near it: layers\..*\. A cut is a transformer layer",
+        ),
         (["layers.2", "layers.1"], "in the order in which they run"),
         (["layers.1", "layers.1"], "must be different"),
     ],
