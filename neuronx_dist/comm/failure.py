@@ -104,7 +104,7 @@ class FailureMonitor:
                     return
             except RuntimeError:
                 return
-            time.sleep(0.05)
+            time.sleep(0.1 * self._interval)  # after a failure all ranks come here
 
     def _excepthook(self, kind: Any, error: BaseException, traceback: Any) -> None:
         self._previous_hook(kind, error, traceback)

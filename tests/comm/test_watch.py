@@ -34,7 +34,11 @@ class CountingStore(dist.Store):
         return self.inner.get(key)
 
     def add(self, key: Any, amount: int) -> int:
+        self.times.append(time.monotonic())
         return self.inner.add(key, amount)
+
+    def compare_set(self, key: Any, expected: Any, desired: Any) -> bytes:
+        return self.inner.compare_set(key, expected, desired)
 
 
 @pytest.mark.parametrize("world_size, seconds", [(2, 0.5), (100, 0.5), (400, 2.0), (1600, 8.0), (10_000, 8.0)])
@@ -63,6 +67,19 @@ def test_what_ranks_ask_the_store():
     times = watched(10_000, ranks, 2.2)
     assert 5 <= len(times) <= 15, times
     assert len([at for at in times if at < 1.0]) <= 8
+
+
+def test_ranks_that_end_ask_the_store_less_often_in_large_jobs(monkeypatch):
+    """While they wait for the others to have read the message: all ranks do, since the first failure ends them all."""
+    clock = [0.0]
+    monkeypatch.setattr(failure.time, "sleep", lambda seconds: clock.__setitem__(0, clock[0] + seconds))
+    monkeypatch.setattr(failure.time, "monotonic", lambda: clock[0])
+    for world_size in (2, 10_000):
+        store, begin = CountingStore(), clock[0]
+        FailureMonitor(store, 3, world_size).report(comm.RemoteRankError("rank 0 failed first", rank=0))
+        waited = clock[0] - begin
+        assert failure.interval(world_size) <= waited <= 12
+        assert len(store.times) <= 2 + 10 * waited / failure.interval(world_size)
 
 
 @pytest.mark.slow
