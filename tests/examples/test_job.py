@@ -60,6 +60,15 @@ def test_ctrl_c_ends_with_one_line(started, tmp_path):
     assert (out / "loss.png").exists() and (out / "run.json").exists() and not (out / "model").exists()
 
 
+@pytest.mark.parametrize("rank,seen", [("0", "train_llama: why\n"), ("3", "train_llama, rank 3: why\n")])
+def test_who_leaves_alone_says_why(rank, seen):
+    """What only one rank sees, such as a missing folder of its host, is said by that rank: nobody else knows it."""
+    script = "import job; job.WAIT = 0.1; job.leave('why', 3)"
+    env = {**os.environ, "PYTHONPATH": str(SCRIPT.parent), "RANK": rank}
+    done = subprocess.run([sys.executable, "-c", script], env=env, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert (done.stderr, done.returncode) == (seen, 3)
+
+
 @pytest.mark.parametrize(
     "target,words",
     [
