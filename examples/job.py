@@ -28,18 +28,18 @@ def say(text: str) -> None:
 
 
 def leave(message: str = "", code: int = 1) -> NoReturn:
-    """Ends this process, and with it the job, after a line on stderr of rank 0. All ranks call it.
+    """Ends this process, and with it the job, after a line on stderr of rank 0; of another rank, if that alone fails.
 
     A code of 0 is a process that ends as others do.
     """
     if code == 0:
         sys.exit()
-    if RANK == 0 and message:
-        print(f"{NAME}: {message}", file=sys.stderr)
+    if RANK != 0:  # the launcher ends all at the first that fails: that is rank 0, unless it has no reason to
+        time.sleep(WAIT)
+    if message:
+        print(f"{NAME}: {message}" if RANK == 0 else f"{NAME}, rank {RANK}: {message}", file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
-    if RANK != 0:  # the launcher ends all at the first that fails: that is rank 0, which has something to say
-        time.sleep(WAIT)
     os._exit(code)  # not by way of what other ranks are asked for when a process ends
 
 

@@ -184,6 +184,7 @@ def main() -> None:
     if args.verify:
         import verify
 
+        job.on_interrupt(lambda: "while layouts were compared; nothing was written")
         job.leave(code=verify.main(args, config, data, device))
     nxd.initialize_model_parallel(args.tp, args.pp)
     if world > 1 and not args.no_check:

@@ -282,5 +282,9 @@ class Backend:
         """The torch ProcessGroup of a communicator; the communicator itself where the backend has none."""
         return communicator
 
+    def is_connected(self) -> bool:
+        """Whether the groups that it made exist still."""
+        return True
+
     def close(self) -> None:
         """Destroys what `communicator` made."""

@@ -18,7 +18,7 @@ import torch
 
 from ..call_site import TRANSPORT, call_site, owner_of
 
-__all__ = ["Operand", "SlowWaits", "descriptions", "in_words", "noted", "numbers", "operand_of", "waits"]
+__all__ = ["Operand", "SlowWaits", "descriptions", "in_words", "noted", "numbers", "operand_of", "seconds_of", "waits"]
 
 VARIABLE = "NEURONX_DIST_DEBUG_WAIT"
 _SECONDS = 20.0
@@ -53,6 +53,22 @@ def in_words(verb: str, x: Any, detail: str = "") -> str:
         return text
     size, dtype = x if isinstance(x, Operand) else operand_of(x)
     return f"{text} of {f'{size} tensors' if isinstance(size, int) else [*size]} {str(dtype).removeprefix('torch.')}"
+
+
+def seconds_of(variable: str, default: float) -> float:
+    """The seconds that an environment variable gives.
+
+    Raises:
+        ValueError: it is no number, or a negative one.
+    """
+    text = os.environ.get(variable, str(default))
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not seconds >= 0:  # nor nan
+        raise ValueError(f"{variable}={text!r} is not a number of seconds")
+    return seconds
 
 
 class _Task:
@@ -96,11 +112,7 @@ class SlowWaits:
 
     def __init__(self, rank: int, seconds: float | None = None) -> None:
         self.rank = rank
-        text = os.environ.get(VARIABLE, str(_SECONDS))
-        try:
-            self.seconds = float(text) if seconds is None else seconds
-        except ValueError:
-            raise ValueError(f"{VARIABLE}={text!r} is not a number of seconds") from None
+        self.seconds = seconds_of(VARIABLE, _SECONDS) if seconds is None else seconds
         self._since: dict[int, tuple[int, float]] = {}  # by thread: number of a wait, and when it was first seen
         self._said: set[str] = set()
 

@@ -30,6 +30,7 @@ __all__ = [
     "bucket_allreduce_gradients",
     "global_num_items",
     "reduce_gradients",
+    "refuse_accumulation",
 ]
 
 _BUCKET_CAP_MB = 100.0  # two are in flight: large enough for full bandwidth, small beside the gradients
@@ -70,6 +71,26 @@ def reduce_gradients(
         for axis, members in gradients.by_data_axis():
             _reduce_params(members, axis, scale=1 / comm.size(DATA_AXES), **options)
     mark_step(gradients.held, frozenset({"tp", "cp", "data", "ep"} if average_over_data else {"tp"}))
+
+
+def refuse_accumulation(model: nn.Module) -> None:
+    """To be called before a backward: refuses gradients that another reduction after it would scale.
+
+    A mean over the data is the same after a second one. A sum is not: over tp, over the holders of tied weights, over
+    the ranks that share an expert's tokens.
+
+    Raises:
+        RuntimeError: such a gradient was reduced, and not cleared since; the message says what to do.
+    """
+    gradients = ModelGradients(model)
+    summed = [(comm.communicator("tp"), gradients.partial_over_tp), *gradients.tied()]
+    summed += [(comm.communicator("ep"), group) for axis, group in gradients.by_data_axis() if axis != DATA_AXES]
+    held = [each.tensor for ranks, group in summed if ranks.size > 1 for each in group.gradients]
+    if any(grad is not None and ReductionState.of(grad).stages for grad in held):
+        raise RuntimeError(
+            "gradients of the step before are still there, and reduced: to add to them and reduce the sum would scale "
+            "them. Call zero_grad before the next step; to accumulate more data in a step, give it more microbatches"
+        )
 
 
 @torch.no_grad()

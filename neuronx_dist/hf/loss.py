@@ -11,7 +11,7 @@ from torch import nn
 from .. import spmd
 from ..gradients.gradient import DATA_AXES
 from ..parallel_layers.loss_functions import parallel_cross_entropy
-from ..parallel_layers.vocabulary import hide_padding
+from ..parallel_layers.vocabulary import check_ids, hide_padding
 from ..spmd.types import scaled
 
 __all__ = ["causal_lm_loss"]
@@ -32,17 +32,20 @@ def causal_lm_loss(
     Args:
         logits: this rank's `[batch, seq, vocab/tp]`, any floating dtype; computed in float32 at least.
         labels: `[batch, seq]`, not shifted; `ignore_index` where nothing is to be predicted. Unused with
-        `shift_labels`.
+            `shift_labels`.
         vocab_size: of the whole vocabulary. Where tp does not divide it, the columns after it (of `pad_vocab=True`) are
             set to -inf, in place.
         num_items_in_batch: what the sum is divided by, for a mean over more than this call; None: the valid labels of
-        this call. On several data-parallel ranks, with averaged gradients, that is the mean over all labels only if
-        each rank has as many valid ones; `global_num_items` counts them all.
+            this call. On several data-parallel ranks, with averaged gradients, that is the mean over all labels only if
+            each rank has as many valid ones; `global_num_items` counts them all.
         shift_labels: `[batch, seq]`, shifted already.
         inplace_logits: may the loss write over the logits? See `parallel_cross_entropy`.
 
     Returns:
         0-dim loss, equal on all tensor-parallel ranks. Without any valid label it is 0, and so are its gradients.
+
+    Raises:
+        IndexError: a label is outside the vocabulary (checked on CPU, where it costs no synchronisation).
     """
     if shift_labels is None:
         if labels is None:
@@ -50,6 +53,8 @@ def causal_lm_loss(
         shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     shift_labels = shift_labels.to(logits.device)
     hide_padding(logits, vocab_size)
+    if type(shift_labels) is torch.Tensor and shift_labels.device.type == "cpu":  # padding is no label
+        check_ids(shift_labels, vocab_size, ignore_index, "causal_lm_loss: label")
     losses = parallel_cross_entropy(logits, shift_labels, ignore_index=ignore_index, inplace_logits=inplace_logits)
     count: Any = num_items_in_batch
     if count is None:

@@ -65,6 +65,7 @@ def checkpoint_files(source: str | PathLike[str], *, subfolder: str = "", varian
 
     Raises:
         FileNotFoundError: there are none, or one that an index lists is not there.
+        ValueError: the index cannot be read.
     """
     path = Path(source) / subfolder
     if path.is_file():
@@ -79,7 +80,14 @@ def checkpoint_files(source: str | PathLike[str], *, subfolder: str = "", varian
         )
     if first.suffix != ".json":
         return [first]
-    files = [path / name for name in sorted(set(json.loads(first.read_text())["weight_map"].values()))]
+    try:
+        listed = sorted(set(json.loads(first.read_text())["weight_map"].values()))
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{first} ({first.stat().st_size} bytes) is cut off, a Git LFS pointer, or no index of weight files: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    files = [path / name for name in listed]
     missing = [file.name for file in files if not file.is_file()]
     if missing:
         raise FileNotFoundError(f"{path}: {first.name} lists {', '.join(missing)}, which is missing in the folder")
@@ -146,6 +154,8 @@ def _mapped(file: Path) -> dict[str, torch.Tensor]:
         tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
         raise ValueError(_unreadable(file, error)) from error
+    if not isinstance(tensors, Mapping):
+        raise ValueError(f"{file} is no state dict: it holds a {type(tensors).__name__}")
     strange = [name for name, value in tensors.items() if not isinstance(value, torch.Tensor)]
     if strange:
         raise ValueError(f"{file} is no state dict: {strange[0]!r} is a {type(tensors[strange[0]]).__name__}")

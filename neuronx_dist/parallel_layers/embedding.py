@@ -65,11 +65,11 @@ class ParallelEmbedding(EmbeddingAttributes):
         device: Any = None,
         dtype: torch.dtype = torch.float32,
         shard_across_embedding: bool = False,
+        *,
         sequence_parallel_enabled: bool = False,
         tensor_model_parallel_group: Any = None,
         sequence_dimension: int | None = None,
         collect_output: bool = True,
-        *,
         reduce_dtype: torch.dtype | None = torch.float32,
     ) -> None:
         super().__init__()

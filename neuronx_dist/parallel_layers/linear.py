@@ -187,9 +187,9 @@ class ColumnParallelLinear(_ParallelLinear):
         sequence_dimension: int | None = None,
         keep_master_weight: bool = False,
         skip_bias_add: bool = False,
+        *,
         tensor_model_parallel_group: Any = None,
         reduce_dtype: torch.dtype | None = torch.float32,
-        *,
         input_is_replicated: bool = False,
         replicas: int = 1,
     ) -> None:
@@ -368,6 +368,7 @@ class RowParallelLinear(_ParallelLinear):
         sequence_dimension: int | None = None,
         keep_master_weight: bool = False,
         skip_bias_add: bool = False,
+        *,
         reduce_output: bool = True,
         tensor_model_parallel_group: Any = None,
         reduce_dtype: torch.dtype | None = torch.float32,

@@ -51,7 +51,8 @@ def initialize_model_parallel(
             10 minutes.
 
     Raises:
-        RuntimeError: torch.distributed is not initialized, or model parallel already is, with another layout.
+        RuntimeError: torch.distributed is not initialized, or model parallel already is: with another layout, or in a
+            world that was destroyed since.
         ValueError: a size that is not positive, sizes that do not divide the world, or a topology that is not for them.
     """
     world_size, _ = world()
@@ -74,6 +75,11 @@ def initialize_model_parallel(
         raise RuntimeError(
             f"model parallel is already initialized as {existing.mesh}, and is now asked to be {mesh}: call "
             "destroy_model_parallel() first, or ask for the same sizes"
+        )
+    elif not existing.backend.is_connected():
+        raise RuntimeError(
+            "model parallel is initialized on process groups that torch.distributed.destroy_process_group() has "
+            "destroyed: call destroy_model_parallel() first"
         )
     return None
 

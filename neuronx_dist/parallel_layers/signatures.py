@@ -15,7 +15,7 @@ import os.path
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any, TypeVar
 
 import torch
@@ -45,7 +45,7 @@ class Signature:
 
 SIGNATURES = {
     "ParallelEmbedding": Signature(
-        "num_embeddings embedding_dim padding_idx? max_norm norm_type scale_grad_by_freq sparse init_method device "
+        "num_embeddings embedding_dim padding_idx? max_norm? norm_type scale_grad_by_freq sparse init_method device "
         "dtype? shard_across_embedding pad sequence_parallel_enabled tensor_model_parallel_group use_spmd_rank "
         "sequence_dimension tile_cc rank_ordering collect_output",
         guide="num_embeddings embedding_dim init_method dtype? device",
@@ -126,6 +126,7 @@ def _is_bool(value: Any) -> bool:
 _FITS: dict[str, Callable[[Any], bool]] = {
     "dtype": lambda value: isinstance(value, torch.dtype),
     "init_method": callable,
+    "max_norm": lambda value: isinstance(value, Real) and not isinstance(value, bool),
     "padding_idx": lambda value: isinstance(value, Integral) and not isinstance(value, bool),
     "pipeline_cuts": lambda value: isinstance(value, (list, tuple)),
     "sequence_parallel_enabled": _is_bool,

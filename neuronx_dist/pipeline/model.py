@@ -20,7 +20,7 @@ from torch import nn
 
 from .. import comm, spmd
 from ..comm.select import in_one_program
-from ..gradients.reduce import reduce_gradients
+from ..gradients.reduce import reduce_gradients, refuse_accumulation
 from ..parallel_layers import PARALLEL_MODULES
 from ..parallel_layers.signatures import accepts
 from ..spmd.watching import active
@@ -270,9 +270,12 @@ class NxDPPModel(StageModule):
 
         Raises:
             ValueError: inputs other than `input_names`, without rows, or not divisible into microbatches.
-            RuntimeError: not partitioned, still on meta, or no `output_loss_value_spec`.
+            RuntimeError: not partitioned, still on meta, no `output_loss_value_spec`, or reduced gradients of the step
+                before that cannot be added to (sequence-parallel parameters', tied weights', experts').
         """
         self._check_loss_is_known("run_train")
+        self._check_partitioned()
+        refuse_accumulation(self)
         program, losses = self._execute(self.training_schedule, kwargs)
         average_over_data = not (self.use_zero1_optimizer or self.use_optimizer_wrapper)
         reduce_gradients(self, average_over_data=average_over_data)

@@ -131,7 +131,7 @@ class Layout:
                 f"{self.world_size} processes are not divisible by {named} = {degree}: "
                 + _either(
                     ("start {} processes", _multiples_near(self.world_size, degree)),
-                    ("use tp {}", _near(self.tp, lambda tp: self._tp_fits(model, tp))),
+                    ("use tp {}", _near(self.tp, lambda tp: self._ranks_fit(tp, self.pp) and self._tp_fits(model, tp))),
                     ("use pp {}", _near(self.pp, lambda pp: self._pp_fits(model, pp))),
                 )
             )
@@ -200,13 +200,18 @@ class Layout:
             problems.append(f"seq_len {self.seq_len} is longer than the model's {most} positions: use at most {most}")
         return problems
 
+    def _ranks_fit(self, tp: int, pp: int) -> bool:
+        return all(self.world_size % (tp * pp * other) == 0 for other in (self.cp, self.ep))
+
     def _tp_fits(self, model: ModelShape, tp: int) -> bool:
-        """Whether another tp would divide everything that tp has to divide."""
-        sizes = [model.intermediate]
-        if self.world_size % self.pp == 0:
-            sizes.append(self.world_size // self.pp)
-        if not self.pad_vocab:
-            sizes.append(model.vocab)
+        """Whether another tp would divide everything that tp has to divide; ranks only as far as pp, cp, ep let it."""
+        if self._ranks_fit(1, self.pp) and not self._ranks_fit(tp, self.pp):
+            return False
+        sizes = [
+            model.intermediate,
+            None if self.pad_vocab else model.vocab,
+            self.seq_len if self.sequence_parallel else None,
+        ]
         if not all(size is None or size % tp == 0 for size in sizes):
             return False
         if self.pad_heads or model.kv_heads is None:
@@ -215,7 +220,7 @@ class Layout:
         return not padded_heads(heads, model.kv_heads, tp).pads(heads, model.kv_heads)
 
     def _pp_fits(self, model: ModelShape, pp: int) -> bool:
-        return self.world_size % (self.tp * pp) == 0 and (model.layers is None or pp <= model.layers)
+        return self._ranks_fit(self.tp, pp) and (model.layers is None or pp <= model.layers)
 
     def picture(self, config: Any = None, *, width: int = 100) -> str:
         """The ranks as text: a row for each pipeline stage, a box for each data-parallel rank, tp ranks joined by `═`.

@@ -69,7 +69,8 @@ class ShardSpec:
         if self.group is not None:
             (real, padded), size = self.group, self._shard_size
             unpadded = self.unpadded_shape[self.dim] // self.stride
-            if real > padded or padded % size or unpadded % real:
+            fits = 0 < real <= padded and not padded % size and not unpadded % real
+            if not fits or unpadded // real * padded > size * self.num_partitions:
                 raise ValueError(
                     f"ShardSpec: groups of {real}, padded to {padded}, do not fit shards of {size} of dim {self.dim} "
                     f"of shape {self.full_shape}, {unpadded} of which are no padding"

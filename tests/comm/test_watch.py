@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from neuronx_dist import comm
-from neuronx_dist.comm import failure
+from neuronx_dist.comm import failure, waiting
 from neuronx_dist.comm.failure import FailureMonitor
 from neuronx_dist.comm.waiting import SlowWaits, in_words, noted, waits
 from neuronx_dist.mesh import Mesh
@@ -142,16 +143,18 @@ def test_a_long_wait_is_told_once_with_what_it_waits_for(capsys):
     assert then == "" and not waits
 
 
-def test_a_wait_that_follows_another_begins_anew(capsys):
-    watch = SlowWaits(0, 0.05)
+def test_a_wait_that_follows_another_begins_anew(capsys, monkeypatch):
+    now = 0.0
+    monkeypatch.setattr(waiting, "time", SimpleNamespace(monotonic=lambda: now))
+    watch = SlowWaits(0, 5)
     for _ in range(4):
         with noted("something else"):
             watch.look()
-            time.sleep(0.03)
+            now += 3
             watch.look()
     with noted("making the group tp"):
         watch.look()
-        time.sleep(0.06)
+        now += 6
         watch.look()
     text = capsys.readouterr().err
     assert "something else" not in text and "in making the group tp at " in text
@@ -164,9 +167,10 @@ def test_nothing_is_told_with_0_and_no_number_is_refused(capsys, monkeypatch):
         watch.look()
         watch.look()
     assert capsys.readouterr().err == ""
-    monkeypatch.setenv("NEURONX_DIST_DEBUG_WAIT", "soon")
-    with pytest.raises(ValueError, match="NEURONX_DIST_DEBUG_WAIT='soon' is not a number"):
-        SlowWaits(0)
+    for text in ("soon", "-1", "nan"):
+        monkeypatch.setenv("NEURONX_DIST_DEBUG_WAIT", text)
+        with pytest.raises(ValueError, match=f"NEURONX_DIST_DEBUG_WAIT='{text}' is not a number of seconds"):
+            SlowWaits(0)
     monkeypatch.delenv("NEURONX_DIST_DEBUG_WAIT")
     assert SlowWaits(0).seconds == 20
 

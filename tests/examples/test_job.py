@@ -60,6 +60,15 @@ def test_ctrl_c_ends_with_one_line(started, tmp_path):
     assert (out / "loss.png").exists() and (out / "run.json").exists() and not (out / "model").exists()
 
 
+@pytest.mark.parametrize("rank,seen", [("0", "train_llama: why\n"), ("3", "train_llama, rank 3: why\n")])
+def test_who_leaves_alone_says_why(rank, seen):
+    """What only one rank sees, such as a missing folder of its host, is said by that rank: nobody else knows it."""
+    script = "import job; job.WAIT = 0.1; job.leave('why', 3)"
+    env = {**os.environ, "PYTHONPATH": str(SCRIPT.parent), "RANK": rank}
+    done = subprocess.run([sys.executable, "-c", script], env=env, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert (done.stderr, done.returncode) == (seen, 3)
+
+
 @pytest.mark.parametrize(
     "target,words",
     [
@@ -76,7 +85,7 @@ def test_make_says_what_it_does_before_it_does_it(target, words):
 
 def test_other_scripts_are_left_alone(tmp_path):
     """Importing the module changes nothing but for the example itself."""
-    script = "import signal, job; print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
+    script = "from signal import SIGINT, getsignal as get; old = get(SIGINT); import job; print(get(SIGINT) == old)"
     env = {**os.environ, "PYTHONPATH": str(SCRIPT.parent)}
     done = subprocess.run([sys.executable, "-c", script], env=env, stdout=subprocess.PIPE, text=True, timeout=60)
     assert done.stdout == "True\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 
 from neuronx_dist import comm
 from neuronx_dist.gradients.buckets import cut
+from neuronx_dist.gradients.reduce import refuse_accumulation
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.parallel_layers import grads
 from neuronx_dist.weights.shard_spec import ShardSpec, set_spec
@@ -468,3 +470,21 @@ def test_layout_of_the_synthetic_model() -> None:
     """Every stage owns something, so that the tests above say something about it."""
     for pp in (1, 2, 4):
         assert {stages(name, pp)[0] for name in LAYOUTS} == set(range(pp))
+
+
+@pytest.mark.parametrize(
+    "mesh,refused", [(Mesh(4), False), (Mesh(4, cp=2), False), (Mesh(4, tp=2), True), (Mesh(4, ep=2), True)], ids=str
+)
+def test_what_a_second_reduction_would_scale_is_not_added_to(mesh: Mesh, refused: bool) -> None:
+    def rank_main() -> None:
+        model = Model()
+        next(model.parameters()).expert_model_parallel = mesh.ep > 1
+        model.set_gradients(step=0)
+        refuse_accumulation(model)
+        grads.reduce_gradients(model)
+        with pytest.raises(RuntimeError, match="Call zero_grad") if refused else nullcontext():
+            refuse_accumulation(model)
+        model.zero_grad(set_to_none=False)
+        refuse_accumulation(model)
+
+    comm.threads.run(mesh, rank_main)

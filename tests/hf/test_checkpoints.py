@@ -244,6 +244,9 @@ def test_a_bin_file_of_more_than_tensors_is_refused(tmp_path: Path, monkeypatch:
     torch.save({"model": {"weight": torch.zeros(1)}}, tmp_path / "pytorch_model.bin")
     with pytest.raises(ValueError, match=r"pytorch_model.bin is no state dict: 'model' is a dict"):
         load_pretrained(torch.nn.Linear(2, 2), tmp_path)
+    torch.save([torch.zeros(1)], tmp_path / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"pytorch_model.bin is no state dict: it holds a list"):
+        load_pretrained(torch.nn.Linear(2, 2), tmp_path)
 
 
 def test_bin_files_of_old_torch_are_read_whole(tmp_path: Path) -> None:
@@ -299,6 +302,13 @@ def test_a_folder_without_weights(tmp_path: Path) -> None:
         with pytest.raises(FileNotFoundError, match=f"{index} lists one-of-two.safetensors, two, which is missing"):
             load_pretrained(torch.nn.Linear(2, 2), tmp_path)
         (tmp_path / index).unlink()
+
+
+@pytest.mark.parametrize("content", ["version https://git-lfs.github.com/spec/v1\n", "{}", "[]"])
+def test_an_index_that_is_none(tmp_path: Path, content: str) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(ValueError, match=r"index.json \(\d+ bytes\) is cut off, a Git LFS pointer, or no index"):
+        load_pretrained(torch.nn.Linear(2, 2), tmp_path)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])

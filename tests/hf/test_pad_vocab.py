@@ -231,6 +231,12 @@ def test_labels_of_the_padding_are_refused() -> None:
     with pytest.raises(IndexError, match=f"label {VOCAB} is outside the vocabulary of {VOCAB}"):
         threads.run(Mesh(2, tp=2), lambda: nxd.parallel_cross_entropy(torch.zeros(1, 49), labels, vocab_size=VOCAB))
 
+    config = _config()
+    state = reference_model(config).state_dict()
+    inputs = dict(input_ids=torch.zeros(1, 2, dtype=torch.long), labels=torch.tensor([[0, VOCAB]]))
+    with pytest.raises(IndexError, match=f"label {VOCAB} is outside the vocabulary of {VOCAB}"):
+        threads.run(Mesh(2, tp=2), lambda: swapped(config, state, pad_vocab=True)(**inputs))
+
 
 def test_folders_have_the_real_size(tmp_path: Path) -> None:
     """Folder -> tp 4 -> folder -> transformers; and initial weights do not depend on the padding."""

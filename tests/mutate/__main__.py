@@ -55,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--xla", type=Path, default=None, metavar="PYTHON", help="the Python that runs tests/xla")
     parser.add_argument("--record", nargs="*", metavar="TESTS", help="record anew what each test executes (all tests)")
     options = parser.parse_args(argv)
-    xla = options.xla if options.xla is not None and options.xla.exists() else None
+    xla = options.xla.absolute() if options.xla is not None and options.xla.exists() else None  # run in copies
     seed = random.SystemRandom().randrange(10**6) if options.seed is None else options.seed
     with tempfile.TemporaryDirectory(prefix="neuronx-dist-mutate-") as folder:
         if options.record is not None or not RECORDING.exists():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.autograd.graph import get_gradient_edge
+from torch.utils.checkpoint import checkpoint
 
 from neuronx_dist import comm, spmd
 from neuronx_dist.comm.backends import threads
@@ -284,6 +286,29 @@ def test_a_leaf_is_left_as_it_is():
     threads.run(tp_mesh(2), ours, logits, labels, draw(3, 5, seed=2), dict(inplace_logits=True))
 
 
+def test_without_gradients_logits_are_left_as_they_are():
+    """What reentrant checkpoints read again is among them."""
+    logits, labels = draw(3, K, seed=1), random_labels(3)
+
+    def gradient(inplace, checkpointed):
+        source = logits.clone().requires_grad_()
+        made = source * 1
+        options = dict(inplace_logits=inplace)
+        if checkpointed:
+            loss = checkpoint(partial(parallel_cross_entropy, **options), made, labels, use_reentrant=True)
+        else:
+            with torch.no_grad():
+                parallel_cross_entropy(made, labels, **options)
+            assert torch.equal(made, source)
+            loss = parallel_cross_entropy(made, labels, **options)
+        loss.sum().backward()
+        return source.grad
+
+    with comm.as_rank(tp_mesh(1), 0):
+        for checkpointed in (True, False):
+            close(gradient(True, checkpointed), gradient(False, False))
+
+
 def test_backward_out_of_place_can_be_repeated():
     logits, labels = draw(3, K, seed=1).requires_grad_(), random_labels(3)
     with comm.as_rank(tp_mesh(1), 0):
@@ -327,6 +352,20 @@ def test_columns_of_minus_infinity_are_no_part_of_the_vocabulary(tp, real, smoot
         close(loss, want.detach())
     close(torch.cat(grads, -1)[:, :real], whole.grad)
     assert not torch.cat(grads, -1)[:, real:].any()
+
+
+def test_minus_infinity_in_some_rows():
+    """Of pieces of one row, some have such columns and some have none."""
+    logits, labels, g = 4 * draw(6, K, seed=1), random_labels(6) % 8, draw(6, seed=2)
+    logits[::2, 8:] = -math.inf
+    options = dict(label_smoothing=0.3)
+    rows = [threads.run(tp_mesh(2), ours, *(x[i : i + 1] for x in (logits, labels, g)), options) for i in range(6)]
+    with pieces_of(1):
+        for ranks in zip(threads.run(tp_mesh(2), ours, logits, labels, g, options), *rows):
+            (loss, gradient, *_), *alone = ranks
+            close(loss, torch.cat([each[0] for each in alone]))
+            close(gradient, torch.cat([each[1] for each in alone]))
+    assert gradient[1::2].all() and not gradient[::2].any()  # of rank 1, whose columns these are
 
 
 def test_on_meta_and_fake_tensors():

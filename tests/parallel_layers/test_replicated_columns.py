@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -165,7 +166,7 @@ def test_by_a_layer_plan(kv_heads: int, heads: int, padded: int | None, meta: bo
     expected = _train(whole, _rows, lambda model: None)
 
     def rank() -> None:
-        model = _reference(heads=heads, kv_heads=kv_heads)
+        model = deepcopy(before)
         if meta:
             model = model.to("meta")
         apply(model, plans)

@@ -170,6 +170,15 @@ def test_types_decide_where_the_orders_part():
             assert "after gather_output by keyword" in message
         with pytest.raises(TypeError, match="num_embeddings, embedding_dim, init_method, dtype, device"):
             ParallelEmbedding(8, 4, True)
+        with pytest.raises(TypeError, match=r"\(int, int, None, dtype\) fit no order"):  # it is no max_norm
+            ParallelEmbedding(8, 4, None, torch.bfloat16)
+        assert ParallelEmbedding(8, 4, None, 1.0).max_norm == 1.0
+
+
+@pytest.mark.parametrize("cls", [ParallelEmbedding, ColumnParallelLinear, RowParallelLinear])
+def test_the_signature_that_help_shows_has_the_releases_positions(cls):
+    ours = [name for name, p in inspect.signature(cls).parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    assert ours == [*parameters(RELEASE[cls])][: len(ours)]
 
 
 def test_what_no_type_tells_is_refused(monkeypatch):

@@ -224,6 +224,15 @@ def test_gradients_are_reduced_once_a_step() -> None:
     on_ranks(PP2, make(), use, output_loss_value_spec=True)
 
 
+def test_reduced_gradients_of_tied_weights_are_not_added_to() -> None:
+    def use(pipeline: NxDPPModel) -> None:
+        pipeline.run_train(**batch())
+        with pytest.raises(RuntimeError, match="Call zero_grad before the next step"):
+            pipeline.run_train(**batch())
+
+    on_ranks(PP2, make(tied=True), use, output_loss_value_spec=True)
+
+
 def test_a_new_kind_of_input_records_again() -> None:
     model = make()
 

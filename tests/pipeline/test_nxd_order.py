@@ -53,6 +53,17 @@ def alone() -> tuple[list[float], dict[str, torch.Tensor]]:
     return losses, {name: p.detach() for name, p in module.named_parameters()}
 
 
+@functools.cache
+def both_batches() -> Any:
+    """The module in one process, with the gradients of two batches."""
+    with comm.as_rank(Mesh(1), 0):
+        model = build_model("", num_microbatches=1)
+        neuronx_dist.materialize(model, seed=5)
+        for number in range(2):
+            model.original_module(**batch(number)).backward()
+    return model.original_module
+
+
 @pytest.mark.parametrize("wrapper", WRAPPERS, ids=lambda wrapper: wrapper or "run_train averages")
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_nxds_order_of_reductions_trains_as_one_process(mesh: Mesh, wrapper: str) -> None:
@@ -75,6 +86,33 @@ def test_a_reduction_that_the_script_doubles_is_refused(twice: str, wrapper: str
             step(model, optimizer, own_rows(batch()), twice=twice)
 
     comm.threads.run(Mesh(4, tp=2, cp=2), rank_main)
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_two_steps_without_zero_grad_add_up_or_are_refused(mesh: Mesh) -> None:
+    """A second sum over tp of what was summed before would count it tp times; a second mean changes nothing."""
+
+    def rank_main() -> dict[str, torch.Tensor] | None:
+        model, _ = made("")
+        for number in range(2):
+            model.run_train(**own_rows(batch(number)))
+            model.zero_grad(set_to_none=False)  # which makes a new start too
+        model.zero_grad()
+        model.run_train(**own_rows(batch(0)))
+        if mesh.tp > 1:
+            with pytest.raises(
+                RuntimeError, match="would scale them. Call zero_grad before the next step; .* more micro"
+            ):
+                model.run_train(**own_rows(batch(1)))
+            return None
+        model.run_train(**own_rows(batch(1)))
+        return {name: p.grad for name, p in model.local_named_parameters()}
+
+    module = both_batches()
+    for gradients in comm.threads.run(mesh, rank_main):
+        for name, grad in (gradients or {}).items():
+            expected = module.get_parameter(name).grad
+            assert (grad - expected).norm() < 1e-10 * expected.norm(), name
 
 
 def test_what_run_train_did_is_not_communicated_again() -> None:

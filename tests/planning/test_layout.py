@@ -28,6 +28,16 @@ REFUSED = {
         PLAIN,
         ["6 processes", "tp 4 × pp 1 = 4", "start 4 or 8 processes", "use tp 2"],
     ),
+    "world, whatever tp": (
+        dict(world_size=9, tp=2, pp=2),
+        PLAIN,
+        ["9 processes are not divisible by tp 2 × pp 2 = 4: start 8 or 12 processes"],
+    ),
+    "world, sequences split": (
+        dict(world_size=12, tp=8, sequence_parallel=True, seq_len=16),
+        ModelShape(intermediate=480),
+        ["12 processes", "use tp 4"],
+    ),
     "heads": (
         dict(world_size=2, tp=2),
         SMOLLM,

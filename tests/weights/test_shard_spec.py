@@ -83,6 +83,8 @@ def test_groups_that_do_not_fit_are_refused():
     for group, unpadded in (((3, 4), 5), ((5, 4), 5), ((3, 6), 6)):
         with pytest.raises(ValueError, match=f"groups of {group[0]}, padded to {group[1]}, do not fit"):
             ShardSpec("tp", 0, 1, 2, (8,), unpadded, group=group)
+    with pytest.raises(ValueError, match="groups of 3, padded to 4, do not fit shards of 2"):
+        ShardSpec("tp", 0, 1, 3, (6,), 6, group=(3, 4))  # two groups are 8
 
 
 def test_where_copies_are():

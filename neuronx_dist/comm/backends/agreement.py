@@ -24,7 +24,7 @@ from ...call_site import call_site
 from ..base import WorkLike
 from ..errors import CommError, CommTimeout, RemoteRankError
 from ..failure import FailureMonitor
-from ..waiting import in_words
+from ..waiting import in_words, seconds_of
 from .c10d import C10dCommunicator
 
 __all__ = ["AgreementStore", "Watched", "agreement_store", "watcher"]
@@ -53,11 +53,7 @@ def agreement_store(monitor: FailureMonitor | None = None) -> AgreementStore | N
         raise ValueError(f"{VARIABLE}={','.join(words)}: there is no {', '.join(unknown)}; use {', '.join(_KNOWN)}")
     if "collectives" not in words or dist.get_world_size() == 1:
         return None
-    seconds = os.environ.get(TIMEOUT_VARIABLE, str(_TIMEOUT))
-    try:
-        timeout = float(seconds)
-    except ValueError:
-        raise ValueError(f"{TIMEOUT_VARIABLE}={seconds!r} is not a number of seconds") from None
+    timeout = seconds_of(TIMEOUT_VARIABLE, _TIMEOUT)
     return AgreementStore(dist.distributed_c10d._get_default_store(), dist.get_rank(), timeout, monitor)
 
 

@@ -200,10 +200,13 @@ class C10dBackend(Backend):
             return communicator.group
         return self._group(communicator.ranks, False, communicator.axis)  # of one rank
 
+    def is_connected(self) -> bool:
+        return all(map(_exists, self._by_ranks.values()))
+
     def close(self) -> None:
         if self.monitor is not None:
             self.monitor.stop()
-        for group in self._groups if dist.is_initialized() else ():
+        for group in filter(_exists, self._groups):
             dist.destroy_process_group(group)
         self._groups.clear()
         self._by_ranks.clear()
@@ -256,6 +259,11 @@ class C10dBackend(Backend):
             dist.distributed_c10d._world.pg_group_ranks[group] = indices
             self._groups.append(group)
         return group
+
+
+def _exists(group: dist.ProcessGroup) -> bool:
+    """Whether a group has not been destroyed, by itself or with all others."""
+    return group in dist.distributed_c10d._world.pg_map
 
 
 def _world() -> dist.ProcessGroup:

@@ -75,6 +75,8 @@ PROGRAM_OF: dict[str, str] = {
     "RowLinear.backward:comm.all_gather#1": "sequence",
     "ColumnParallelLinear._gathered:spmd.all_gather#1": "gathered blocks",
     "ColumnParallelLinear._gathered:spmd.all_gather#2": "gathered",
+    "ColumnParallelLinear._own:spmd.reinterpret#1": "llama, one key/value head",
+    "RowParallelLinear._used_weight:spmd.convert#1": "llama, one key/value head",
     "RowParallelLinear.forward:spmd.convert#1": "split",
     "RowParallelLinear.forward:spmd.convert#2": "partial",
     f"{_EMBEDDING}all_gather#1": "embedding, columns",
@@ -147,6 +149,9 @@ UNSEEN = {
 _REPEATED = "doing it twice is doing it once"
 EQUIVALENT = {
     ("copy_to_tensor_model_parallel_region:spmd.convert#1", "reinterpret(I, R)"): "a synonym",
+    ("ColumnParallelLinear._own:spmd.reinterpret#1", "convert(I, R)"): "the gradient is summed as well",
+    ("ColumnParallelLinear._own:spmd.reinterpret#1", "reinterpret(I, R)"): "a synonym of that",
+    ("RowParallelLinear._used_weight:spmd.convert#1", "convert(I, S(0))"): "a mask has no gradient",
     ("_ParallelCrossEntropy.forward:comm.all_reduce#1", "twice"): _REPEATED,
     ("reduce_gradients:_reduce_params#2", "over pp"): "all stages hold the weight",
     ("reduce_gradients:_reduce_params#3", "twice"): "the mean of equal values is the value",

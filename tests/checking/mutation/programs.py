@@ -252,15 +252,22 @@ def _experts_step(model: Any, optimizer: Any, x: torch.Tensor) -> None:
 # --- Llama ------------------------------------------------------------------------------------------------------------
 
 
-def _llama(sp: bool = False, zero1: bool = False, tied: bool = False, plain: bool = False, kind: str = "Llama") -> Any:
+def _llama(
+    sp: bool = False,
+    zero1: bool = False,
+    tied: bool = False,
+    plain: bool = False,
+    kind: str = "Llama",
+    heads: tuple[int, int] = (4, 2),
+) -> Any:
     import transformers
 
-    sizes = dict(vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, max_position_embeddings=16)
-    heads = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=4)
-    config = getattr(transformers, f"{kind}Config")(**sizes, **heads, tie_word_embeddings=tied)
+    sizes = dict(vocab_size=32, intermediate_size=32, num_hidden_layers=2, max_position_embeddings=16)
+    sizes |= dict(hidden_size=4 * heads[0], num_attention_heads=heads[0], num_key_value_heads=heads[1], head_dim=4)
+    config = getattr(transformers, f"{kind}Config")(**sizes, tie_word_embeddings=tied)
     with torch.device("meta"):
         module = transformers.AutoModelForCausalLM.from_config(config)
-    hf.swap(module, sequence_parallel=sp)
+    hf.swap(module, sequence_parallel=sp, pad_heads=True)
     if plain:
         return module
     return nxd.NxDPPModel(
@@ -395,6 +402,7 @@ PROGRAMS: dict[str, Program] = {
         values=_numbers_of("steps_of_a_pipeline", tp=2, dp=2, optimizer="zero1", clip=0.1),
     ),
     "qwen": Program(_llama, _batch(), mesh={"tp": 2}, options=dict(kind="Qwen3")),
+    "llama, one key/value head": Program(_llama, _batch(), mesh={"tp": 2}, options=dict(heads=(3, 1))),
     "llama, logits": Program(
         _llama, _batch()["input_ids"], options=dict(plain=True), step=_logits, values=_numbers_of("full_logits")
     ),

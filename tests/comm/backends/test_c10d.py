@@ -40,6 +40,19 @@ def join(rank: int, world_size: int) -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
 
 
+def test_groups_of_a_destroyed_world_are_not_taken_for_new_ones(made):
+    join(0, 8)
+    ps.initialize_model_parallel(2)
+    dist.destroy_process_group()
+    join(0, 8)
+    with pytest.raises(RuntimeError, match=r"destroyed: call destroy_model_parallel\(\) first"):
+        ps.initialize_model_parallel(2)
+    ps.destroy_model_parallel()
+    made.clear()
+    ps.initialize_model_parallel(2)
+    assert made == [[0, 1], [0, 2, 4, 6]]
+
+
 @pytest.mark.parametrize("world_size, rank", [(64, 63), (512, 100), (4096, 0), (4096, 2077)])
 def test_a_rank_makes_its_own_groups_only_at_any_size(made, world_size, rank):
     join(rank, world_size)
