@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -26,15 +28,30 @@ def restored(module: nn.Module) -> Iterator[None]:
                 m.__dict__[table].update(content)
 
 
+_recordings: Counter[int] = Counter()  # id of a config -> recordings at work that have switched its cache off
+_lock = threading.Lock()
+
+
 @contextmanager
 def without_cache(module: nn.Module) -> Iterator[None]:
-    """Switches `config.use_cache` off, as Hugging Face's models have it: a cache is of no use to a pipeline."""
+    """Switches `config.use_cache` off, as Hugging Face's models have it: a cache is of no use to a pipeline.
+
+    Ranks that are threads may have one config in common: the last one to leave switches it on again.
+    """
     configs = {id(c): c for m in module.modules() if (c := getattr(m, "config", None)) is not None}
-    changed = [c for c in configs.values() if getattr(c, "use_cache", False) is True]
-    for config in changed:
-        config.use_cache = False
+    with _lock:
+        changed = {
+            key: c for key, c in configs.items() if key in _recordings or getattr(c, "use_cache", False) is True
+        }
+        for key, config in changed.items():
+            _recordings[key] += 1
+            config.use_cache = False
     try:
         yield
     finally:
-        for config in changed:
-            config.use_cache = True
+        with _lock:
+            for key, config in changed.items():
+                _recordings[key] -= 1
+                if not _recordings[key]:
+                    del _recordings[key]
+                    config.use_cache = True
