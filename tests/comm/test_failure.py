@@ -139,3 +139,23 @@ def test_under_torchrun_every_rank_shows_the_first_failure():
     assert ended - failing < LIMIT, output
     assert f"[rank 0] {FIRST}" in output, output
     assert "ValueError: the parrot is dead" in output
+
+
+ENDS = """
+import atexit, os
+import torch.distributed as dist
+import neuronx_dist as nxd
+
+threads = lambda: sum("gloo" in open(f"/proc/self/task/{task}/comm").read() for task in os.listdir("/proc/self/task"))
+atexit.register(lambda: print("at the end", dist.is_initialized(), threads()))
+nxd.init_distributed("cpu")
+nxd.initialize_model_parallel()
+print("in the job", dist.is_initialized(), threads() > 0)
+nxd.destroy_model_parallel()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc")
+def test_a_job_that_ends_in_order_leaves_no_thread_of_gloo():
+    done = subprocess.run([sys.executable, "-c", ENDS], env=environment(), capture_output=True, text=True, timeout=120)
+    assert done.stdout == "in the job True True\nat the end False 0\n", done.stderr

@@ -49,7 +49,9 @@ def train(device: str, data: Path, out: Path) -> tuple[list[dict[str, float]], s
 
 @pytest.mark.timeout(600)
 def test_losses_are_those_of_the_cpu(tmp_path):
-    data = shutil.copytree(ROOT / "docs", tmp_path / "docs")
+    data = tmp_path / "text"  # one that does not change: a batch can be so steep that fp32 has four digits of its norm
+    data.mkdir()
+    shutil.copy(ROOT / "LICENSE", data / "license.md")
     ours, log = train("xla", data, tmp_path / "xla")
     theirs, _ = train("cpu", data, tmp_path / "cpu")
     assert len(ours) == len(theirs) == STEPS

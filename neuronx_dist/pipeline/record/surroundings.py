@@ -40,9 +40,7 @@ def without_cache(module: nn.Module) -> Iterator[None]:
     """
     configs = {id(c): c for m in module.modules() if (c := getattr(m, "config", None)) is not None}
     with _lock:
-        changed = {
-            key: c for key, c in configs.items() if key in _recordings or getattr(c, "use_cache", False) is True
-        }
+        changed = {key: c for key, c in configs.items() if key in _recordings or getattr(c, "use_cache", False) is True}
         for key, config in changed.items():
             _recordings[key] += 1
             config.use_cache = False
