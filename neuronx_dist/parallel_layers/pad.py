@@ -179,8 +179,8 @@ def generate_padding_mask(
             f"tp_degree {tp_degree}: {kv_heads} key/value heads get groups of one size, of {group} or more"
         )
     local = num_heads_with_pad // tp_degree
-    place = tp_rank  # of this rank, among those in the order of the heads
+    position = tp_rank  # of this rank, among all ranks in the order of their heads
     if replicas > 1 and hardware is not None and not _ADJACENT[hardware]:
-        place = tp_rank % kv_heads * replicas + tp_rank // kv_heads
-    heads = torch.arange(place * local, (place + 1) * local)
+        position = tp_rank % kv_heads * replicas + tp_rank // kv_heads
+    heads = torch.arange(position * local, (position + 1) * local)
     return (heads % padded_group < group) & (heads // padded_group < num_kv_heads)
