@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from .partition import StagePlan
 
@@ -70,6 +71,7 @@ class Stage:
                 self._steps.append(self._step(node, ends.get(node, [])))
         self._sent = [self._slot(node) for node in plan.sent]
         self._outputs = [self._template(leaf) for leaf in plan.outputs]
+        self._first = {self._slot(node) for node in _first_activations(plan)}
 
     @property
     def input_leaves(self) -> list[int]:
@@ -77,7 +79,11 @@ class Stage:
         return [leaf for _, leaf, _ in self._inputs]
 
     def run(
-        self, module: nn.Module, inputs: dict[int, torch.Tensor], received: Sequence[torch.Tensor]
+        self,
+        module: nn.Module,
+        inputs: dict[int, torch.Tensor],
+        received: Sequence[torch.Tensor],
+        first: list[GradientEdge] | None = None,
     ) -> tuple[list[torch.Tensor], list[Any]]:
         """Runs the stage on one microbatch.
 
@@ -85,6 +91,8 @@ class Stage:
             module: the whole model; this stage's part of it is on a real device.
             inputs: tensors by their leaf number, at least `input_leaves`.
             received: as in `plan.received`.
+            first: gets the history of the first activations of a stage to which no gradient flows back: those that are
+                computed of inputs and parameters alone, such as embeddings.
 
         Returns:
             `(sent, outputs)`, as in `plan.sent` and `plan.outputs`.
@@ -103,6 +111,8 @@ class Stage:
             except Exception as error:
                 add_place(error, f"{step.node} ({step.node.meta['info'].where})")
                 raise
+            if first is not None and step.out in self._first:
+                first += _history(values[step.out])
             for slot in step.free:
                 values[slot] = None
         return [values[slot] for slot in self._sent], [_fill(leaf, values) for leaf in self._outputs]
@@ -160,6 +170,28 @@ class Stage:
         if type(x) is tuple:
             return tuple(self._template(item) for item in x)
         return x
+
+
+def _first_activations(plan: StagePlan) -> list[fx.Node]:
+    """Results with a gradient of which no argument is such a result; none if gradients flow to the stage before."""
+    if any(spec.requires_grad for spec in plan.received_specs):
+        return []
+    weights: set[fx.Node] = set()  # parameters, and what is computed of them alone
+    activations: dict[fx.Node, bool] = {}  # whether it is a first one
+    for node in plan.nodes:
+        info, arguments = node.meta["info"], node.all_input_nodes
+        if info.kind == "parameter" or (info.kind != "module" and arguments and weights.issuperset(arguments)):
+            weights.add(node)
+        elif info.spec is not None and info.spec.requires_grad:
+            activations[node] = activations.keys().isdisjoint(arguments)
+        elif not activations.keys().isdisjoint(arguments):
+            activations[node] = False  # several tensors
+    return [node for node, is_first in activations.items() if is_first]
+
+
+def _history(x: torch.Tensor) -> list[GradientEdge]:
+    """None for a leaf; nor for what has hooks, which would run in each half of a backward."""
+    return [] if x.grad_fn is None or x._backward_hooks else [get_gradient_edge(x)]
 
 
 def _constant(x: torch.Tensor) -> torch.Tensor:
