@@ -7,6 +7,7 @@ no longer than in the model itself. Modules and parameters are looked up in the 
 from __future__ import annotations
 
 import operator
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
@@ -72,6 +73,20 @@ class Stage:
         self._sent = [self._slot(node) for node in plan.sent]
         self._outputs = [self._template(leaf) for leaf in plan.outputs]
         self._first = {self._slot(node) for node in _first_activations(plan)}
+        self._undivided: set[str] = set()
+
+    def warn_of_undivided(self, names: Sequence[str]) -> None:
+        """Warns, once for each, of autograd nodes whose backward cannot be run in halves."""
+        new = sorted(set(names) - self._undivided)
+        if new:
+            self._undivided |= set(new)
+            layers = [str(step.node) for step in self._steps]
+            warnings.warn(
+                f"the stage of {layers[0]} .. {layers[-1]}: the backward of {', '.join(new)} cannot be divided and runs "
+                "whole in the first half (I), so that the second (W) has less to do. If this autograd.Function "
+                "computes only what ctx.needs_input_grad asks for, say so in it: splits_backward = True",
+                stacklevel=2,
+            )
 
     @property
     def input_leaves(self) -> list[int]:

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from ...spmd.watching import active
 from ..cut.stage import Stage
 from ..schedule import Kind, Schedule, Task
 from ..schedule.tasks import OTHER_END, RECEIVE_FOR, SEND_AFTER
@@ -35,7 +36,7 @@ class _Kept(NamedTuple):
         received: what came from the stage before; backward puts gradients on those that require them.
         sent: the history of what went to the stage after; None for what no gradient comes back through.
         loss: of the chunk that ends the model, which sends nothing.
-        inputs: where the first half of a backward ends; None if backwards are whole.
+        inputs: where the first half of a backward ends; None if backwards are not divided.
         recomputes: activation checkpointing will recompute some of it.
     """
 
@@ -95,7 +96,9 @@ class Executor:
         self._microbatches = microbatches
         self._pick_loss = pick_loss
         self._trains = schedule.trains
-        self._in_halves = any(task.kind is Kind.BACKWARD_INPUT for task in schedule.computations(stage))
+        # A type checker sees the backwards that autograd is asked for: then the first half is the whole of it.
+        halves = any(task.kind is Kind.BACKWARD_INPUT for task in schedule.computations(stage))
+        self._in_halves = halves and active() is None
         self._sources = _ends(schedule, stage, RECEIVE_FOR)
         self._targets = _ends(schedule, stage, SEND_AFTER)
         self._handed_over: dict[tuple[Kind, int, int], list[torch.Tensor]] = {}  # between this stage's chunks
@@ -162,17 +165,24 @@ class Executor:
     def _backward_input(self, task: Task) -> None:
         """The gradients of what was received."""
         key = task.chunk, task.microbatch
-        kept = self._kept.pop(key)
-        assert isinstance(kept, _Kept) and kept.inputs is not None
+        kept = self._kept[key]
+        assert isinstance(kept, _Kept)
+        if kept.inputs is None:
+            self._backward(task)
+            self._kept[key] = WeightHalf()
+            return
         if kept.loss is not None:
             used: list[tuple[GradientEdge, Any]] = [(get_gradient_edge(self._scaled(kept.loss)), None)]
         else:
             used = self._used(task, kept.sent)
-        inputs = kept.inputs
-        computed, half = divide([edge for edge, _ in used], [grad for _, grad in used], inputs, kept.recomputes)
+        computed, half = divide(
+            [edge for edge, _ in used], [grad for _, grad in used], kept.inputs, recomputes=kept.recomputes
+        )
         self._kept[key] = half
+        if half.once:
+            self._chunks[task.chunk].warn_of_undivided(half.once)
         if not any(x.requires_grad for x in kept.received):
-            half.give(list(enumerate(inputs)), computed)  # what made the first activations is of the second half
+            half.give(list(enumerate(kept.inputs)), computed)  # what made the first activations is of the second half
         grads = iter(computed)
         self._give_gradients(task, kept.received, [next(grads) if x.requires_grad else None for x in kept.received])
 

@@ -74,7 +74,8 @@ class WeightHalf:
         once: names of the nodes that could not be divided: all of their work was done in the input half.
     """
 
-    def __init__(self, roots: Sequence[GradientEdge], line: _Line) -> None:
+    def __init__(self, roots: Sequence[GradientEdge] = (), line: _Line | None = None) -> None:
+        line = line or _Line([], [], set(), False)
         self.once = [branch.node.name() for branch in line.branches if branch.once]
         self._roots: Sequence[GradientEdge] = roots  # they own the graph: custom functions do not own their node
         self._in_one = line.shares  # each parameter's gradient is accumulated once

@@ -1,33 +1,36 @@
 """Activation checkpointing under a backward in halves: what is recomputed in the first half serves the second, too.
 
-`torch.utils.checkpoint` (not its reentrant form) saves nothing in forward, and recomputes a layer when a backward first
-asks for a saved tensor of it; each is there once, for that backward. A second backward would recompute the layer again.
-So the tensors that the second half asks for, too, are kept beside: `kept_for_later` marks who asks.
+`torch.utils.checkpoint` recomputes a layer when a backward first asks for what the layer saved, and gives it once: the
+second half would recompute the layer again. So what the second half asks for, too, is kept beside (`kept_for_later`).
+
+Its reentrant form runs a backward of its own inside of the outer one, which nobody can divide. In forwards whose
+backward is divided it is replaced by the other form, which computes the same.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.utils.checkpoint
+from torch.utils import checkpoint as torch_checkpoint
 
 __all__ = ["Checkpoints", "kept_for_later", "seen_checkpoints"]
 
-_HOOK: Any = torch.utils.checkpoint._checkpoint_hook  # type: ignore[attr-defined]
+_HOOK: Any = torch_checkpoint._checkpoint_hook  # type: ignore[attr-defined]
+_REENTRANT: Any = torch_checkpoint.CheckpointFunction
 _lock = threading.Lock()
-_local = threading.local()  # .checkpoints: of the forward that runs in this thread; .keeps: whether what is asked is kept
 _users = 0
+_local = threading.local()  # .checkpoints: of the forward of this thread; .keeps: whether what is asked for is kept
 
 
 class Checkpoints:
-    """Whether a forward had any.
+    """What a forward had of checkpoints.
 
     Attributes:
-        any: of this forward.
+        any: whether something will be recomputed.
     """
 
     any = False
@@ -44,13 +47,13 @@ class _Saved:
 
 
 class _KeepingHook(_HOOK):  # type: ignore[misc]
-    """Torch's hook on what is saved in a checkpointed region, which recomputes; it gives a tensor that is kept again."""
+    """Torch's hook on what a checkpointed region saves, which recomputes it; what is kept is given again."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        checkpoints: Checkpoints | None = getattr(_local, "checkpoints", None)
+        checkpoints = _here()
         if checkpoints is None:
-            return  # another thread's forward
+            return
         checkpoints.any = True
         pack, recompute = self.pack_hook, self.unpack_hook
 
@@ -66,14 +69,32 @@ class _KeepingHook(_HOOK):  # type: ignore[misc]
         self.unpack_hook = unpack
 
 
+class _NotReentrant(_REENTRANT):  # type: ignore[misc]
+    """In the place of torch's function: runs a checkpoint that asks for the reentrant form in the other one."""
+
+    @classmethod
+    def apply(cls, function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+        if _here() is None:
+            return _REENTRANT.apply(function, preserve_rng_state, *args)
+        return torch_checkpoint.checkpoint(
+            function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state
+        )
+
+
+def _here() -> Checkpoints | None:
+    """Those of the forward of this thread, if its backward is divided."""
+    return getattr(_local, "checkpoints", None)
+
+
 @contextmanager
 def seen_checkpoints() -> Iterator[Checkpoints]:
-    """Around a forward, in this thread: afterwards it says whether something is to be recomputed."""
+    """Around a forward, in this thread: its checkpoints can be divided, and afterwards it says whether there are any."""
     global _users
     with _lock:
         _users += 1
-        torch.utils.checkpoint._checkpoint_hook = _KeepingHook  # type: ignore[attr-defined]
-    before = getattr(_local, "checkpoints", None)
+        torch_checkpoint._checkpoint_hook = _KeepingHook  # type: ignore[attr-defined]
+        torch_checkpoint.CheckpointFunction = _NotReentrant  # type: ignore[misc]
+    before = _here()
     _local.checkpoints = Checkpoints()
     try:
         yield _local.checkpoints
@@ -82,12 +103,13 @@ def seen_checkpoints() -> Iterator[Checkpoints]:
         with _lock:
             _users -= 1
             if not _users:
-                torch.utils.checkpoint._checkpoint_hook = _HOOK  # type: ignore[attr-defined]
+                torch_checkpoint._checkpoint_hook = _HOOK  # type: ignore[attr-defined]
+                torch_checkpoint.CheckpointFunction = _REENTRANT  # type: ignore[misc]
 
 
 @contextmanager
 def kept_for_later() -> Iterator[None]:
-    """Saved tensors that are asked for inside are kept until their node is freed."""
+    """What is recomputed, or given, inside is kept until the node that saved it is freed."""
     _local.keeps = True
     try:
         yield
