@@ -24,15 +24,9 @@ from ..gradients.reduce import reduce_gradients, refuse_accumulation
 from ..parallel_layers import PARALLEL_MODULES
 from ..parallel_layers.signatures import accepts
 from ..spmd.watching import active
-from .cut.partition import (
-    check_cuts,
-    check_placement,
-    create_partitions,
-    leaf_names,
-    place_by_recording,
-    place_by_registration,
-    split,
-)
+from .cut.cuts import check_cuts, create_partitions
+from .cut.placement import check_placement, leaf_names, place_by_recording, place_by_registration
+from .cut.splitting import split
 from .cut.stage import Stage, add_place
 from .options import (
     checked_input_names,
