@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx, nn
 
-from .partition import StagePlan
+from .splitting import StagePlan
 
 __all__ = ["Stage", "add_place"]
 
