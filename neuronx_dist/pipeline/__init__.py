@@ -15,7 +15,7 @@ from .schedule import Inference, Kind, OneFOneB, Schedule, Task, format_schedule
 _LAZY = {
     "NxDPPModel": "pipeline.model",
     "TracingError": "pipeline.record.recording",
-    "create_partitions": "pipeline.cut.partition",
+    "create_partitions": "pipeline.cut.cuts",
 }
 
 __all__ = [

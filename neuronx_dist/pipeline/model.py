@@ -22,14 +22,9 @@ from ..comm.select import in_one_program
 from ..gradients.reduce import reduce_gradients, refuse_accumulation
 from ..parallel_layers import PARALLEL_MODULES
 from ..parallel_layers.signatures import accepts
-from .cut.partition import (
-    check_cuts,
-    create_partitions,
-    leaf_names,
-    place_by_recording,
-    place_by_registration,
-    split,
-)
+from .cut.cuts import check_cuts, create_partitions
+from .cut.placement import leaf_names, place_by_recording, place_by_registration
+from .cut.splitting import split
 from .options import (
     checked_input_names,
     module_classes,

@@ -11,7 +11,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from .. import comm
 from ..weights.partial_model import install_parameter, join
-from .cut.partition import Placement
+from .cut.placement import Placement
 
 __all__ = ["StageModule"]
 

@@ -17,7 +17,7 @@ import torch
 from torch import fx, nn
 
 from ...spmd.random import checkpoint
-from .partition import StagePlan
+from .splitting import StagePlan
 
 __all__ = ["Stage", "add_place"]
 

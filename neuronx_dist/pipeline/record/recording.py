@@ -10,7 +10,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx, nn
 
-__all__ = ["Info", "Recording", "TensorSpec", "TracingError", "describe", "is_leaf", "pack", "part"]
+__all__ = ["Info", "Recording", "TensorSpec", "TracingError", "describe", "info_of", "is_leaf", "pack", "part"]
 
 
 class TracingError(RuntimeError):
@@ -86,6 +86,12 @@ class Recording:
     def calls(self) -> list[fx.Node]:
         """The calls of leaf modules, in order."""
         return [node for node in self.graph.nodes if node.op == "call_module"]
+
+
+def info_of(node: fx.Node) -> Info:
+    """What is known about a recorded node."""
+    info: Info = node.meta["info"]
+    return info
 
 
 def is_leaf(module: nn.Module, leaf_classes: Sequence[type]) -> bool:
