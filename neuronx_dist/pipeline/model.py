@@ -12,6 +12,7 @@ memory, and keep their names. At one stage the same path runs, with no messages.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch import nn
 
 from .. import comm
 from ..comm.select import in_one_program
+from ..gradients.accumulation import no_sync
 from ..gradients.reduce import reduce_gradients, refuse_accumulation
 from ..parallel_layers import PARALLEL_MODULES
 from ..parallel_layers.signatures import accepts
@@ -269,6 +271,15 @@ class NxDPPModel(StageModule):
         average_over_data = not (self.use_zero1_optimizer or self.use_optimizer_wrapper)
         reduce_gradients(self, average_over_data=average_over_data)
         return self._report(program, losses)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Inside, `run_train` adds to the gradients and does not reduce them; see `neuronx_dist.no_sync`.
+
+        with model.no_sync():
+            model.run_train(**first)
+        model.run_train(**second)       # reduces the sum of both
+        """
+        return no_sync(self)
 
     def run_eval(self, **kwargs: Any) -> Any:
         """Forward only, in evaluation mode and without gradients; modes are set back afterwards.
