@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -43,7 +44,7 @@ from .record.recording import Recording
 from .run.microbatches import Batch, evaluating
 from .run.program import StageProgram, build_program, program_key, recorded
 from .run.report import report_loss
-from .run.running import check_pieces, run_batch
+from .run.running import check_pieces, check_runs, run_batch
 from .run.transport import Channels
 from .schedule import Inference, Schedule, training_schedule
 from .stage_module import StageModule
@@ -143,7 +144,14 @@ class NxDPPModel(StageModule):
         if auto_partition and pipeline_cuts:
             raise ValueError(f"auto_partition makes the cuts: do not pass pipeline_cuts={list(pipeline_cuts)} with it")
         num_stages = comm.size("pp")
-        chosen = training_schedule(num_stages, num_microbatches, schedule=schedule, num_chunks=virtual_pipeline_size)
+        chosen = training_schedule(
+            num_stages,
+            num_microbatches,
+            schedule=schedule,
+            num_chunks=virtual_pipeline_size,
+            deallocate=deallocate_pipeline_outputs,
+        )
+        check_runs(chosen)
         super().__init__(module, stage=comm.rank("pp"), num_stages=num_stages, last_stage=chosen.holders[-1])
         self.schedule = schedule
         self.transformer_layer_cls = transformer_layer_cls
@@ -168,6 +176,8 @@ class NxDPPModel(StageModule):
         self._channels = Channels(None, None)
         self._example: Recording | None = None
         self._programs: dict[Any, StageProgram] = {}
+        self._schedules = {self._key_of_training(): chosen}  # of training and evaluation, by what they depend on
+        self._checked = WeakSet([chosen])
         if self.pipeline_cuts or self.auto_partition or chosen.num_virtual_stages == 1:
             self.partition()
 
@@ -299,9 +309,7 @@ class NxDPPModel(StageModule):
             microbatch, on the last stage, None on others.
         """
         with evaluating(self.original_module):
-            program, results = self._execute(
-                Inference(self.num_stages, self.num_microbatches, self.training_schedule), kwargs
-            )
+            program, results = self._execute(self.evaluation_schedule, kwargs)
         if program.loss is not None:
             return self._report(program, results)
         return results if self.is_last_stage() else None
@@ -324,13 +332,27 @@ class NxDPPModel(StageModule):
     @property
     def training_schedule(self) -> Schedule:
         """The schedule that `run_train` runs, for the present `num_microbatches`."""
-        return training_schedule(
-            self.num_stages,
-            self.num_microbatches,
-            schedule=self.schedule,
-            num_chunks=self.virtual_pipeline_size,
-            deallocate=self.deallocate_pipeline_outputs,
-        )
+        key = self._key_of_training()
+        if key not in self._schedules:
+            self._schedules[key] = training_schedule(
+                self.num_stages,
+                self.num_microbatches,
+                schedule=self.schedule,
+                num_chunks=self.virtual_pipeline_size,
+                deallocate=self.deallocate_pipeline_outputs,
+            )
+        return self._schedules[key]
+
+    def _key_of_training(self) -> tuple[Any, ...]:
+        return self.schedule, self.num_microbatches, self.deallocate_pipeline_outputs
+
+    @property
+    def evaluation_schedule(self) -> Schedule:
+        """The schedule that `run_eval` runs: the forwards of training."""
+        training = self.training_schedule
+        if training not in self._schedules:
+            self._schedules[training] = Inference(self.num_stages, self.num_microbatches, training)
+        return self._schedules[training]
 
     @property
     def stage_channels(self) -> Channels:
@@ -355,7 +377,8 @@ class NxDPPModel(StageModule):
         Raises:
             ValueError: a schedule for another number of stages or chunks; inputs other than `input_names`, or not
                 divisible into microbatches.
-            RuntimeError: not partitioned, still on meta, or backwards without an `output_loss_value_spec`.
+            RuntimeError: not partitioned, still on meta, or backwards without an `output_loss_value_spec`; a schedule
+                that deadlocks, or leaves something out.
             whatever a task raises, with the task and the stage before the message.
         """
         if schedule.trains:
@@ -382,7 +405,10 @@ class NxDPPModel(StageModule):
     def _execute(self, schedule: Schedule, inputs: Mapping[str, Any]) -> tuple[StageProgram, list[Any]]:
         """The program that ran, and the results of `run`."""
         self._check_partitioned()
-        check_pieces(schedule, self.training_schedule)
+        if schedule not in self._checked:
+            check_pieces(schedule, self.training_schedule)
+            check_runs(schedule)
+            self._checked.add(schedule)
         with torch.set_grad_enabled(schedule.trains):
             batch = Batch(inputs, self.input_names, schedule.num_microbatches)
             if self.device.type == "meta":
