@@ -13,11 +13,11 @@ from neuronx_dist import comm
 from neuronx_dist.comm.backends import threads
 from neuronx_dist.gradients.reduce import reduce_gradients
 from neuronx_dist.mesh import Mesh
-from neuronx_dist.pipeline import Inference, Kind, NxDPPModel, OneFOneB, Schedule, Task
+from neuronx_dist.pipeline import GPipe, Inference, Kind, NxDPPModel, OneFOneB, Schedule, Task
 from neuronx_dist.pipeline.cut.partition import StagePlan
 from neuronx_dist.pipeline.run.lockstep import Transfers
 from tests.support.pipeline_models import Block, batch, error, make, on_ranks, reference
-from tests.support.toy_schedules import Around, GPipe, Halves, InTheseOrders, ThereAndBack
+from tests.support.toy_schedules import Around, Halves, InTheseOrders, ThereAndBack
 
 OPTIONS: dict[str, Any] = {"num_microbatches": 4, "output_loss_value_spec": True}
 
