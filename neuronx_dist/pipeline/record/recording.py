@@ -48,6 +48,7 @@ class Info:
         random: whether it draws random numbers.
         grad: whether gradients were enabled, in a forward that is run with gradients.
         autocast: `(device type, dtype, enabled)` where that differed from around the forward.
+        checkpoint: the number of the activation checkpoint, around several calls, that it lies in.
         constant: the tensor itself, for `constant`.
     """
 
@@ -62,6 +63,7 @@ class Info:
     random: bool = False
     grad: bool = True
     autocast: tuple[str, torch.dtype, bool] | None = None
+    checkpoint: int | None = None
     constant: torch.Tensor | None = None
 
 
