@@ -15,25 +15,21 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import nn
 
-from .. import comm, spmd
+from .. import comm
 from ..comm.select import in_one_program
 from ..gradients.reduce import reduce_gradients, refuse_accumulation
 from ..parallel_layers import PARALLEL_MODULES
 from ..parallel_layers.signatures import accepts
-from ..spmd.watching import active
 from .cut.partition import (
     check_cuts,
-    check_placement,
     create_partitions,
     leaf_names,
     place_by_recording,
     place_by_registration,
     split,
 )
-from .cut.stage import Stage, add_place
 from .options import (
     checked_input_names,
     module_classes,
@@ -43,14 +39,12 @@ from .options import (
     warn_of_unused,
 )
 from .record.recorder import record
-from .record.recording import Recording, TensorSpec, TracingError, describe
-from .run.executor import Executor
-from .run.lockstep import Lockstep, Transfers
-from .run.loss import find_loss
-from .run.messages import Messages
+from .record.recording import Recording
 from .run.microbatches import Batch, evaluating
-from .run.program import StageProgram
-from .run.transport import Channels, Transport
+from .run.program import StageProgram, build_program, program_key, recorded
+from .run.report import report_loss
+from .run.running import check_pieces, run_batch
+from .run.transport import Channels
 from .schedule import Inference, Schedule, training_schedule
 from .stage_module import StageModule
 
@@ -366,7 +360,7 @@ class NxDPPModel(StageModule):
     def _execute(self, schedule: Schedule, inputs: Mapping[str, Any]) -> tuple[StageProgram, list[Any]]:
         """The program that ran, and the results of `run`."""
         self._check_partitioned()
-        self._check_schedule(schedule)
+        check_pieces(schedule, self.training_schedule)
         with torch.set_grad_enabled(schedule.trains):
             batch = Batch(inputs, self.input_names, schedule.num_microbatches)
             if self.device.type == "meta":
@@ -374,95 +368,43 @@ class NxDPPModel(StageModule):
             program = self._program(batch)
             if not self.tied_weights_synced:
                 self.sync_tied_weights()
-            executor = Executor(
+            results, self.peak_in_flight = run_batch(
+                program,
+                schedule,
+                batch,
                 module=self.original_module,
-                chunks=program.chunks,
-                schedule=schedule,
                 stage=self.stage,
-                transport=self._transport(program, schedule),
-                microbatches=batch.microbatches(program.input_leaves, self.device),
-                pick_loss=None if program.loss is None else (lambda outputs: outputs[0]),
-            )
-            results = executor.execute()
-        self.peak_in_flight = executor.peak_in_flight
-        if program.loss is None and self.is_last_stage():
-            results = [pytree.tree_unflatten(leaves, program.structure) for leaves in results]
-        return program, results
-
-    def _transport(self, program: StageProgram, schedule: Schedule) -> Transport:
-        if program.transfers is not None:
-            return Lockstep(
-                schedule=schedule,
-                stage=self.stage,
-                transfers=program.transfers,
                 channels=self._channels,
                 parameters=self.local_parameters(),
                 device=self.device,
             )
-        return Messages(
-            schedule=schedule,
-            stage=self.stage,
-            plans=[chunk.plan for chunk in program.chunks],
-            channels=self._channels,
-            device=self.device,
-        )
+        return program, results
 
     def _program(self, batch: Batch) -> StageProgram:
-        module, device = self.original_module, self.device
-        key = (
-            batch.key(),
-            device,
-            torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type),
-            tuple(m.training for m in module.modules()),
-            tuple((p.requires_grad, p.dtype) for p in module.parameters()),
-        )
+        key = program_key(batch, self.original_module, self.device)
         if key not in self._programs:
             self.refuse_meta()
-            recording = self._record(batch.example(), device)
-            wanted: list[Any] = recording.outputs
-            loss: TensorSpec | None = None
-            if self.output_loss_value_spec is not None:
-                node = find_loss(recording, self.output_loss_value_spec)
-                wanted, loss = [node], node.meta["info"].spec
-            plans = split(recording, self.pipeline_cuts, wanted)
+            recording = self._record(batch.example(), self.device)
             assert self.placement is not None
-            schedule = self.training_schedule
-            check_placement(self.placement, plans, schedule.holders)
-            virtual_stages = [schedule.virtual_stage(self.stage, chunk) for chunk in range(schedule.num_chunks)]
-            lockstep = self.num_stages > 1 and not comm.current().backend.has_messages
-            self._programs[key] = StageProgram(
-                chunks=tuple(Stage(plans[virtual_stage]) for virtual_stage in virtual_stages),
-                structure=recording.structure,
-                loss=loss,
+            self._programs[key] = build_program(
+                recording,
+                loss_spec=self.output_loss_value_spec,
+                cuts=self.pipeline_cuts,
+                placement=self.placement,
+                schedule=self.training_schedule,
+                stage=self.stage,
                 constants=batch.constants(),
-                transfers=Transfers(plans, schedule) if lockstep else None,
             )
         return self._programs[key]
 
     def _record(self, inputs: dict[str, Any], device: torch.device | None) -> Recording:
-        """Records the forward; what the model itself raises says what it was given."""
-        try:
-            return self.recorder(self.original_module, inputs, self._leaf_classes, device)
-        except TracingError:
-            raise
-        except Exception as error:
-            add_place(error, f"{type(self.original_module).__name__}.forward, given {describe(inputs)}")
-            raise
+        return recorded(self.recorder, self.original_module, inputs, self._leaf_classes, device)
 
     def _check_partitioned(self) -> None:
         if not self.partitioned:
             raise RuntimeError(
                 f"this model is not partitioned: pass pipeline_cuts or auto_partition=True, or call cut_pipeline_stage "
                 f"{self.training_schedule.num_virtual_stages - 1} times and then partition()"
-            )
-
-    def _check_schedule(self, schedule: Schedule) -> None:
-        own = self.training_schedule
-        mine, theirs = ([each.holder(v) for v in range(each.num_virtual_stages)] for each in (own, schedule))
-        if mine != theirs:
-            raise ValueError(
-                f"{schedule} is not for this model, which has {own.num_stages} stages with {own.num_chunks} pieces of "
-                f"the model each, in the order {mine} of (stage, chunk)"
             )
 
     def _check_loss_is_known(self, what: str) -> None:
@@ -474,20 +416,13 @@ class NxDPPModel(StageModule):
 
     def _report(self, program: StageProgram, losses: list[torch.Tensor]) -> torch.Tensor | list[torch.Tensor] | None:
         assert program.loss is not None
-        device = torch.device("cpu") if self.return_loss_on_cpu else self.device
-        if not self.is_last_stage() and not self.broadcast_and_average_loss:
-            return None
-        if self.return_mb_loss:
-            return [loss.to(device) for loss in losses]
-        if self.is_last_stage():
-            mean = torch.stack(losses).mean()
-        else:
-            mean = torch.empty((), dtype=program.loss.dtype, device=self.device)
-        if self.broadcast_and_average_loss:
-            if self.is_last_stage():
-                total = comm.all_reduce(mean, ("dp", "cp"))
-                mean = total / comm.size(("dp", "cp"))
-            mean = comm.broadcast(mean, "pp", src=self.last_stage)
-            if active() is not None:
-                spmd.assert_type(mean, dict.fromkeys(("pp", "dp", "cp"), spmd.R))
-        return mean.to(device)
+        return report_loss(
+            losses,
+            program.loss,
+            stage=self.stage,
+            last_stage=self.last_stage,
+            return_mb_loss=self.return_mb_loss,
+            broadcast_and_average_loss=self.broadcast_and_average_loss,
+            computed_on=self.device,
+            report_on=torch.device("cpu") if self.return_loss_on_cpu else self.device,
+        )

@@ -1,0 +1,97 @@
+"""One pass of a schedule over a batch on this rank: an executor, and the transport that ranks here can use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+
+from ..schedule import Schedule
+from .executor import Executor
+from .lockstep import Lockstep
+from .messages import Messages
+from .microbatches import Batch
+from .program import StageProgram
+from .transport import Channels, Transport
+
+__all__ = ["check_pieces", "run_batch"]
+
+
+def run_batch(
+    program: StageProgram,
+    schedule: Schedule,
+    batch: Batch,
+    *,
+    module: nn.Module,
+    stage: int,
+    channels: Channels,
+    parameters: Iterable[nn.Parameter],
+    device: torch.device,
+) -> tuple[list[Any], int]:
+    """Runs a schedule.
+
+    Args:
+        program: what this stage runs for a microbatch of this batch.
+        module: the whole model, of which this rank holds `parameters`, on `device`.
+        channels: to the other stages.
+
+    Returns:
+        By microbatch, on the stage that ends the model, its loss or the forward's result, None elsewhere; and the most
+        forwards of which activations were kept at one time.
+    """
+    executor = Executor(
+        module=module,
+        chunks=program.chunks,
+        schedule=schedule,
+        stage=stage,
+        transport=_transport(program, schedule, stage, channels, parameters, device),
+        microbatches=batch.microbatches(program.input_leaves, device),
+        pick_loss=None if program.loss is None else (lambda outputs: outputs[0]),
+    )
+    results = executor.execute()
+    if program.loss is None and stage == schedule.holders[-1]:
+        results = [pytree.tree_unflatten(leaves, program.structure) for leaves in results]
+    return results, executor.peak_in_flight
+
+
+def check_pieces(schedule: Schedule, own: Schedule) -> None:
+    """Checks a schedule against the one for which the model is cut: stages must hold the same pieces of the model.
+
+    Raises:
+        ValueError: they do not.
+    """
+    mine, theirs = ([each.holder(v) for v in range(each.num_virtual_stages)] for each in (own, schedule))
+    if mine != theirs:
+        raise ValueError(
+            f"{schedule} is not for this model, which has {own.num_stages} stages with {own.num_chunks} pieces of "
+            f"the model each, in the order {mine} of (stage, chunk)"
+        )
+
+
+def _transport(
+    program: StageProgram,
+    schedule: Schedule,
+    stage: int,
+    channels: Channels,
+    parameters: Iterable[nn.Parameter],
+    device: torch.device,
+) -> Transport:
+    if program.transfers is not None:
+        return Lockstep(
+            schedule=schedule,
+            stage=stage,
+            transfers=program.transfers,
+            channels=channels,
+            parameters=parameters,
+            device=device,
+        )
+    return Messages(
+        schedule=schedule,
+        stage=stage,
+        plans=[chunk.plan for chunk in program.chunks],
+        channels=channels,
+        device=device,
+    )
