@@ -27,7 +27,7 @@ import torch
 from ... import comm
 from ...comm.host import upload
 from ...gradients.gradient import ParameterGradient
-from ..cut.partition import StagePlan
+from ..cut.splitting import StagePlan
 from ..record.recording import TensorSpec
 from ..schedule import Kind, Round, Schedule, Task, rounds
 from ..schedule.tasks import SEND_AFTER

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ... import comm
-from ..cut.partition import StagePlan
+from ..cut.splitting import StagePlan
 from ..schedule import Kind, Schedule, Task
 from ..schedule.tasks import COMPUTATIONS, RECEIVES
 from .transport import Channels, located

@@ -10,7 +10,8 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from ... import comm
-from ..cut.partition import Placement, check_placement, split
+from ..cut.placement import Placement, check_placement
+from ..cut.splitting import split
 from ..cut.stage import Stage, add_place
 from ..record.recording import Recording, TensorSpec, TracingError, describe
 from ..schedule import Schedule

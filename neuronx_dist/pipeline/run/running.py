@@ -9,7 +9,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
-from ..schedule import Schedule
+from ..schedule import Schedule, simulate
 from .executor import Executor
 from .lockstep import Lockstep
 from .messages import Messages
@@ -17,7 +17,7 @@ from .microbatches import Batch
 from .program import StageProgram
 from .transport import Channels, Transport
 
-__all__ = ["check_pieces", "run_batch"]
+__all__ = ["check_pieces", "check_runs", "run_batch"]
 
 
 def run_batch(
@@ -69,6 +69,18 @@ def check_pieces(schedule: Schedule, own: Schedule) -> None:
             f"{schedule} is not for this model, which has {own.num_stages} stages with {own.num_chunks} pieces of "
             f"the model each, in the order {mine} of (stage, chunk)"
         )
+
+
+def check_runs(schedule: Schedule) -> None:
+    """Plays a schedule on the strictest transport, so that none is run that stages would wait in for ever.
+
+    Raises:
+        RuntimeError: a deadlock, messages that do not pair up, a backward that is missing or too early.
+    """
+    try:
+        simulate(schedule)
+    except RuntimeError as error:
+        raise RuntimeError(f"{schedule} cannot run: {error}") from None
 
 
 def _transport(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from ..cut.partition import StagePlan
+from ..cut.splitting import StagePlan
 from ..record.recording import TensorSpec
 from ..schedule import Kind
 
