@@ -33,7 +33,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import neuronx_dist as nxd
-from neuronx_dist.pipeline.schedule import Schedule, training_schedule
+from neuronx_dist.pipeline.schedule import Costs, Schedule, simulate, training_schedule
 
 FORWARD = BACKWARD_INPUT = BACKWARD_WEIGHT = 0.010  # seconds that a stage sleeps for a microbatch
 ROWS, HIDDEN, TOKENS = 4, 64, 128
@@ -149,8 +149,8 @@ def ours(schedule: str, layer: str, batch: Batch) -> Variant:
         num_microbatches=batch.microbatches,
         output_loss_value_spec=True,
         auto_partition=True,
-        # NOW schedule=schedule,
-        # NOW virtual_pipeline_size=chunks,
+        schedule=schedule,
+        virtual_pipeline_size=chunks,
     )
     return Variant(lambda: model.run_train(x=batch.x, target=batch.target), model)
 
@@ -209,7 +209,7 @@ def alone(layer: str, batch: Batch) -> Variant:
 
 def variants(layer: str, batch: Batch) -> dict[str, Variant]:
     made = {"by hand": by_hand(layer, batch), "layers alone": alone(layer, batch)}
-    made |= {f"ours {name}": ours(name, layer, batch) for name in ["1f1b"]}
+    made |= {f"ours {name}": ours(name, layer, batch) for name in SCHEDULES}
     made |= {f"torch {name}": theirs(name, layer, batch) for name in TORCH}
     made["ours 1f1b again"] = ours("1f1b", layer, batch)
     return made
@@ -217,14 +217,13 @@ def variants(layer: str, batch: Batch) -> dict[str, Variant]:
 
 def schedule_of(name: str, pp: int, microbatches: int) -> Schedule:
     known = next((key for key in SCHEDULES if f" {key}" in name), "1f1b")
-    return training_schedule(pp, microbatches)  # NOW
+    return training_schedule(pp, microbatches, schedule=known, num_chunks=SCHEDULES[known])
 
 
 def ideal_of(schedule: Schedule) -> float:
     """Seconds of a step in which nothing takes time but the layers."""
-    name, p, m, v = type(schedule).__name__, schedule.num_stages, schedule.num_microbatches, schedule.num_chunks
-    del name
-    return (m + (p - 1) / v) * 3 * FORWARD
+    share = 1 / schedule.num_chunks
+    return simulate(schedule, Costs(FORWARD * share, BACKWARD_INPUT * share, BACKWARD_WEIGHT * share)).step_time
 
 
 def actions(schedule: Schedule) -> int:
