@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from ..call_site import USER, frames
-from .cut.partition import nearest
+from .cut.cuts import nearest
 
 __all__ = ["checked_input_names", "module_classes", "names", "refuse_unsupported", "warn_of_tracing", "warn_of_unused"]
 

@@ -11,7 +11,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from .. import comm
 from ..weights.partial_model import install_parameter, join
-from .cut.partition import Placement
+from .cut.placement import Placement
 
 __all__ = ["StageModule"]
 
@@ -102,8 +102,10 @@ class StageModule(nn.Module):
     def local_named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, buffer in self.original_module.named_buffers("", recurse, remove_duplicate):
-            if self.is_local(name):
+        seen: set[int] = set()
+        for name, buffer in self.original_module.named_buffers("", recurse, remove_duplicate=False):
+            if self.is_local(name) and not (remove_duplicate and id(buffer) in seen):
+                seen.add(id(buffer))
                 yield join(prefix, name), buffer
 
     def local_buffers(self, recurse: bool = True) -> Iterator[torch.Tensor]:
@@ -113,9 +115,11 @@ class StageModule(nn.Module):
     def local_named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Modules of this stage, and the containers around them."""
-        for name, module in self.original_module.named_modules(memo, "", remove_duplicate):
-            if self._concerns(name, module):
+        """Modules of this stage, and the containers around them; one with several names by the first that is local."""
+        seen = set() if memo is None else memo
+        for name, module in self.original_module.named_modules(remove_duplicate=False):
+            if self._concerns(name, module) and not (remove_duplicate and module in seen):
+                seen.add(module)
                 yield join(prefix, name) if name else prefix, module
 
     def local_modules(self) -> Iterator[nn.Module]:

@@ -21,7 +21,6 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from ...spmd.watching import active
 from ..cut.stage import Stage
 from ..schedule import Kind, Schedule, Task
-from ..schedule.tasks import OTHER_END, RECEIVE_FOR, SEND_AFTER
 from .halves import WeightHalf, divide
 from .recomputation import seen_checkpoints
 from .transport import Transport
@@ -47,18 +46,6 @@ class _Kept(NamedTuple):
     recomputes: bool
 
 
-class _End(NamedTuple):
-    """Where a message of a computation comes from, or goes to.
-
-    Attributes:
-        kind: of the message, at this stage.
-        chunk: of this stage, if the neighbour is on it, too; None: it is on another stage.
-    """
-
-    kind: Kind
-    chunk: int | None
-
-
 class Executor:
     """One pass over all microbatches on this rank.
 
@@ -69,6 +56,7 @@ class Executor:
         transport: to the other stages.
         microbatches: input tensors by leaf number, for each microbatch.
         pick_loss: from the model's output leaves, on the last stage; None: all leaves are kept as results.
+        check_outputs: is given each forward that ends the model: the task, its output leaves, what the stage received.
 
     Attributes:
         results: by microbatch, on the stage that ends the model: losses, or lists of output leaves; None elsewhere.
@@ -87,21 +75,23 @@ class Executor:
         transport: Transport,
         microbatches: Sequence[dict[int, torch.Tensor]],
         pick_loss: Callable[[list[Any]], torch.Tensor] | None,
+        check_outputs: Callable[[Task, list[Any], list[torch.Tensor]], None] | None = None,
     ) -> None:
         self.results: list[Any] = [None] * len(microbatches)
         self.peak_in_flight = 0
         self._module = module
         self._chunks = chunks
+        self._route = schedule.route(stage)
+        self._stage = stage
         self._transport = transport
         self._microbatches = microbatches
         self._pick_loss = pick_loss
+        self._check_outputs = check_outputs
         self._trains = schedule.trains
         # A type checker sees the backwards that autograd is asked for: then the first half is the whole of it.
-        halves = any(task.kind is Kind.BACKWARD_INPUT for task in schedule.computations(stage))
+        halves = any(task.kind is Kind.BACKWARD_INPUT for task in self._route.tasks)
         self._in_halves = halves and active() is None
-        self._sources = _ends(schedule, stage, RECEIVE_FOR)
-        self._targets = _ends(schedule, stage, SEND_AFTER)
-        self._handed_over: dict[tuple[Kind, int, int], list[torch.Tensor]] = {}  # between this stage's chunks
+        self._handed_over: dict[Task, list[torch.Tensor]] = {}  # from one chunk of this stage to another, by receive
         self._kept: dict[tuple[int, int], _Kept | WeightHalf] = {}  # by chunk and microbatch
         self._compute_kind = {
             Kind.FORWARD: self._forward,
@@ -133,13 +123,16 @@ class Executor:
         with seen_checkpoints() if self._in_halves else nullcontext() as checkpoints:
             sent, outputs = chunk.run(self._module, self._microbatches[task.microbatch], received, first)
         loss = None
-        if (Kind.FORWARD, task.chunk) in self._targets:
-            self._give(task, [x.detach() for x in sent])
-        elif self._pick_loss is None:
-            self.results[task.microbatch] = [x.detach() if isinstance(x, torch.Tensor) else x for x in outputs]
+        if task not in self._route.after:
+            if self._check_outputs is not None:
+                self._check_outputs(task, outputs, received)
+            if self._pick_loss is None:
+                self.results[task.microbatch] = [x.detach() if isinstance(x, torch.Tensor) else x for x in outputs]
+            else:
+                loss = self._pick_loss(outputs)
+                self.results[task.microbatch] = loss.detach()
         else:
-            loss = self._pick_loss(outputs)
-            self.results[task.microbatch] = loss.detach()
+            self._give(task, [x.detach() for x in sent])
         if self._trains:
             # An edge holds the history of a tensor and not its values: what was sent is freed unless autograd saved it.
             edges = [get_gradient_edge(x) if x.requires_grad else None for x in sent]
@@ -207,7 +200,7 @@ class Executor:
     def _give_gradients(
         self, task: Task, received: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]
     ) -> None:
-        if (task.kind, task.chunk) not in self._targets:
+        if task not in self._route.after:
             return
         specs = self._chunks[task.chunk].plan.received_specs
         self._give(
@@ -223,28 +216,17 @@ class Executor:
 
     def _take(self, task: Task) -> list[torch.Tensor]:
         """What a computation needs of its neighbour; nothing at the ends of the pipeline."""
-        source = self._sources.get((task.kind, task.chunk))
-        if source is None:
+        link = self._route.before.get(task)
+        if link is None:
             return []
-        if source.chunk is not None:
-            return self._handed_over.pop((source.kind, task.chunk, task.microbatch))
-        return self._transport.take(Task(source.kind, task.chunk, task.microbatch))
+        if link.stage == self._stage:
+            return self._handed_over.pop(link.message)
+        return self._transport.take(link.message)
 
     def _give(self, task: Task, tensors: list[torch.Tensor]) -> None:
         """Passes what a computation made on to its neighbour."""
-        target = self._targets[task.kind, task.chunk]
-        if target.chunk is not None:
-            self._handed_over[OTHER_END[target.kind], target.chunk, task.microbatch] = tensors
+        link = self._route.after[task]
+        if link.stage == self._stage:
+            self._handed_over[link.other_end] = tensors
         else:
-            self._transport.give(Task(target.kind, task.chunk, task.microbatch), tensors)
-
-
-def _ends(schedule: Schedule, stage: int, messages: dict[Kind, Kind]) -> dict[tuple[Kind, int], _End]:
-    """By kind and chunk of a computation its message, unless it is at an end of the pipeline."""
-    ends = {}
-    for kind, message in messages.items():
-        for chunk in range(schedule.num_chunks):
-            peer = schedule.peer(stage, Task(message, chunk, 0))
-            if peer is not None:
-                ends[kind, chunk] = _End(message, peer[1].chunk if peer[0] == stage else None)
-    return ends
+            self._transport.give(link.message, tensors)

@@ -11,7 +11,8 @@ them directly, where no hook runs again and no gradient goes on along the line.
 
 A custom `torch.autograd.Function` computes what its author wrote. With the attribute `splits_backward = True` it
 promises to compute only what `ctx.needs_input_grad` asks for, which is set for each half. Any other is run once, in the
-input half, and the gradients that it made for parameters are kept until the weight half.
+input half, and the gradients that it made for parameters are kept until the weight half. What `torch.compile` made lets
+nobody keep the graph: a graph that has some of it is not divided, and its whole backward is the input half.
 
 What only the input half needs is freed when it is over: saved tensors of the nodes on the line that do not branch.
 
@@ -28,10 +29,11 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.graph import GradientEdge, Node
 
-from .recomputation import kept_for_later
+from .recomputation import keep_for_later, keep_no_more
 
 __all__ = ["WeightHalf", "divide"]
 
+_COMPILED = "CompiledFunctionBackward"
 _MOST_DUE = 64 << 20  # bytes of gradients that a weight half has at one time, before parameters have them
 
 _AccumulateGrad = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
@@ -59,12 +61,14 @@ class _Line(NamedTuple):
         others: nodes that do not branch.
         beside: indices of roots that lead to no input.
         shares: something beside the line is reached in two ways, as a parameter that is used twice.
+        compiled: names of nodes that `torch.compile` made.
     """
 
     branches: list[_Branch]
     others: list[Any]
     beside: set[int]
     shares: bool
+    compiled: list[str]
 
 
 class WeightHalf:
@@ -74,11 +78,10 @@ class WeightHalf:
         once: names of the nodes that could not be divided: all of their work was done in the input half.
     """
 
-    def __init__(self, roots: Sequence[GradientEdge] = (), line: _Line | None = None) -> None:
-        line = line or _Line([], [], set(), False)
-        self.once = [branch.node.name() for branch in line.branches if branch.once]
-        self._roots: Sequence[GradientEdge] = roots  # they own the graph: custom functions do not own their node
-        self._in_one = line.shares  # each parameter's gradient is accumulated once
+    def __init__(self, once: Sequence[str] = (), roots: Sequence[GradientEdge] = (), in_one: bool = False) -> None:
+        self.once = once
+        self._roots = roots  # they own the graph: custom functions do not own their node
+        self._in_one = in_one  # whether gradients are accumulated at the end, each parameter's once
         self._calls: deque[tuple[_Branch, Grads]] = deque()
         self._due: deque[tuple[GradientEdge, torch.Tensor]] = deque()
         self._due_bytes = 0
@@ -184,7 +187,11 @@ def divide(
         `(grads, weight_half)`: None for an input that no root depends on.
     """
     line = _follow([root.node for root in roots], {edge.node for edge in inputs})
-    half = WeightHalf(roots, line)
+    if line.compiled:
+        torch.autograd.backward(roots, root_grads)
+        params = [edge.node.variable if type(edge.node) is _AccumulateGrad else None for edge in inputs]
+        return [None if param is None else param.grad for param in params], WeightHalf(line.compiled)
+    half = WeightHalf([branch.node.name() for branch in line.branches if branch.once], roots, line.shares)
     for index in line.beside:
         grad = root_grads[index]
         half.give([(0, roots[index])], [_one(roots[index]) if grad is None else grad])
@@ -193,15 +200,18 @@ def divide(
         return [None] * len(inputs), half
     arrived: dict[int, Grads] = {}
     made: dict[int, Grads] = {}
-    nodes = [branch.node for branch in line.branches]
+    seen: set[Node] = set()
+    rerun = [_below(branch, seen) + [branch.node] * (not branch.once) for branch in line.branches] if recomputes else []
     for index, branch in enumerate(line.branches):
+        if recomputes:
+            branch.node.register_prehook(partial(_keep_saved, rerun, index))
+            if type(branch.node).__name__ == "CopySlices":  # a write through a view: what it saved is in a node inside
+                branch.node.register_prehook(keep_for_later)
+                branch.node.register_hook(keep_no_more)
         if branch.once:
             branch.node.register_hook(partial(_keep_results, made, index))
-            continue
-        _ask(branch, False)
-        if recomputes:
-            branch.node.register_prehook(partial(_keep_with_saved, arrived, index, nodes))
         else:
+            _ask(branch, False)
             branch.node.register_prehook(partial(arrived.__setitem__, index))
     grads = torch.autograd.grad(
         [roots[index] for index in on_line],
@@ -210,7 +220,7 @@ def divide(
         retain_graph=True,
         allow_unused=True,
     )
-    nodes.clear()  # hooks have the list: a node that its own hook holds would never be freed
+    rerun.clear()  # hooks have the list: a node that its own hook holds would never be freed
     for node in line.others:
         _free(node)
     for index, branch in enumerate(line.branches):
@@ -255,7 +265,21 @@ def _follow(roots: Sequence[Node], inputs: set[Node]) -> _Line:
             branches.append(_Branch(node, leaving, _is_custom(node) and not _splits(node)))
         elif on_line:
             others.append(node)
-    return _Line(branches, others, beside, shares=len(set(reached)) < len(reached))
+    compiled = [name for node in (*others, *(b.node for b in branches)) if (name := type(node).__name__) == _COMPILED]
+    return _Line(branches, others, beside, len(set(reached)) < len(reached), compiled)
+
+
+def _below(branch: _Branch, seen: set[Node]) -> list[Node]:
+    """What a branch leads to beside the line, as far as it has not been seen."""
+    found: list[Node] = []
+    nodes = [edge.node for _, edge in branch.edges]
+    while nodes:
+        node = nodes.pop()
+        if node not in seen:
+            seen.add(node)
+            found.append(node)
+            nodes += [child for child, _ in node.next_functions if child is not None]
+    return found
 
 
 def _is_custom(node: Any) -> bool:
@@ -303,15 +327,13 @@ def _keep_results(made: dict[int, Grads], index: int, results: Grads, _: Grads) 
     made[index] = results
 
 
-def _keep_with_saved(arrived: dict[int, Grads], index: int, nodes: Sequence[Any], grads: Grads) -> None:
-    """Keeps the gradients that arrive at a node, and what activation checkpointing recomputes for it."""
-    arrived[index] = grads
-    node = nodes[index]
-    with kept_for_later():
-        if _is_custom(node):
-            _ = node.saved_tensors
+def _keep_saved(rerun: Sequence[Sequence[Any]], index: int, _: Grads) -> None:
+    """Keeps what activation checkpointing recomputes for a branch, and for what lies below it, until the other half."""
+    keep_for_later()
+    for node in rerun[index]:
         for name in _saved_names(type(node)):
             getattr(node, name)
+    keep_no_more()
 
 
 # --- what nodes have saved
@@ -335,7 +357,7 @@ def _raw_names(node_class: type) -> tuple[str, ...]:
 @cache
 def _saved_names(node_class: type) -> tuple[str, ...]:
     if issubclass(node_class, torch._C._FunctionBase):
-        return ()
+        return ("saved_tensors",)
     return tuple(name.replace("_raw", "") for name in _raw_names(node_class))
 
 

@@ -1,7 +1,7 @@
 """Activation checkpointing under a backward in halves: what is recomputed in the first half serves the second, too.
 
 `torch.utils.checkpoint` recomputes a layer when a backward first asks for what the layer saved, and gives it once: the
-second half would recompute the layer again. So what the second half asks for, too, is kept beside (`kept_for_later`).
+second half would recompute the layer again. So what the second half asks for, too, is kept beside (`keep_for_later`).
 
 Its reentrant form runs a backward of its own inside of the outer one, which nobody can divide. In forwards whose
 backward is divided it is replaced by the other form, which computes the same.
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.utils import checkpoint as torch_checkpoint
 
-__all__ = ["Checkpoints", "kept_for_later", "seen_checkpoints"]
+__all__ = ["Checkpoints", "keep_for_later", "keep_no_more", "seen_checkpoints"]
 
 _HOOK: Any = torch_checkpoint._checkpoint_hook  # type: ignore[attr-defined]
 _REENTRANT: Any = torch_checkpoint.CheckpointFunction
@@ -107,11 +107,11 @@ def seen_checkpoints() -> Iterator[Checkpoints]:
                 torch_checkpoint.CheckpointFunction = _REENTRANT  # type: ignore[misc]
 
 
-@contextmanager
-def kept_for_later() -> Iterator[None]:
-    """What is recomputed, or given, inside is kept until the node that saved it is freed."""
+def keep_for_later(*_: Any) -> None:
+    """From here on, in this thread: what is recomputed, or given, is kept until the node that saved it is freed."""
     _local.keeps = True
-    try:
-        yield
-    finally:
-        _local.keeps = False
+
+
+def keep_no_more(*_: Any) -> None:
+    """Until here. Both can be hooks of nodes."""
+    _local.keeps = False

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from functools import cached_property
 
+from .in_flight import most_in_flight
 from .messages import with_messages
+from .route import Route, route_of
 from .tasks import OTHER_END, Kind, Task
+from .timing import Costs, bubble_of, timeline_of
 
 __all__ = ["Schedule"]
 
@@ -13,8 +17,9 @@ __all__ = ["Schedule"]
 class Schedule(ABC):
     """In which order the stages of a pipeline do what, for all microbatches of a step.
 
-    A schedule is a subclass in a file of its own. It defines `computations`, `peak_in_flight` and `bubble`; all else
-    has a default, for stages in a line, or for chunks that go around the line of stages several times.
+    A schedule is a subclass in a file of its own. It defines `computations`; all else has a default, for stages in a
+    line, or for chunks that go around the line of stages several times. `peak_in_flight` and `bubble` are counted,
+    unless it has a closed formula for them.
 
     Attributes:
         num_stages, num_microbatches: of the pipeline, and of a step.
@@ -33,6 +38,7 @@ class Schedule(ABC):
             raise ValueError(f"num_microbatches must be at least 1, got {num_microbatches}")
         self.num_stages = num_stages
         self.num_microbatches = num_microbatches
+        self._routes: dict[int, Route] = {}
 
     def __repr__(self) -> str:
         chunks = f", num_chunks={self.num_chunks}" if self.num_chunks > 1 else ""
@@ -44,16 +50,27 @@ class Schedule(ABC):
     def computations(self, stage: int) -> list[Task]:
         """The forwards and backwards of a stage, in order. A backward is one task, or its two halves."""
 
-    @abstractmethod
+    # --- what has a default
+
     def peak_in_flight(self, stage: int) -> int:
-        """The most forwards of which a stage keeps activations at one time: microbatches, times chunks."""
+        """The most forwards of which a stage keeps activations at one time: microbatches, times chunks.
+
+        Raises:
+            RuntimeError: the stage leaves out a part of a backward, or does one before its forward.
+        """
+        return most_in_flight(stage, self.computations(stage))
 
     @property
-    @abstractmethod
     def bubble(self) -> float:
-        """Share of a step in which a stage waits, if all computations take equally long and messages no time."""
+        """Share of a step in which a stage waits, if a forward and each half of a backward take equally long.
 
-    # --- what has a default
+        Messages take no time.
+
+        Raises:
+            RuntimeError: computations wait for each other, or for one that never comes.
+        """
+        orders = [self.computations(stage) for stage in range(self.num_stages)]
+        return bubble_of(timeline_of(orders, self.peer, Costs()))
 
     def send_window(self, kind: Kind, stage: int) -> int:
         """How many sends of one kind a stage has under way before it waits for the oldest of them.
@@ -83,7 +100,7 @@ class Schedule(ABC):
         """The stage that holds each piece of the model, in the model's order."""
         return [self.holder(virtual_stage)[0] for virtual_stage in range(self.num_virtual_stages)]
 
-    @property
+    @cached_property
     def trains(self) -> bool:
         """Whether there are backwards, so that forwards have to keep what these need."""
         return any(task.kind is not Kind.FORWARD for task in self.computations(0))
@@ -96,6 +113,18 @@ class Schedule(ABC):
         """
         self.check_stage(stage)
         return with_messages(self.computations(stage), lambda message: self.is_message(stage, message))
+
+    def route(self, stage: int) -> Route:
+        """What a stage does and with whom, for a runtime: computed once, so a schedule is not changed afterwards.
+
+        Raises:
+            ValueError: there is no such stage.
+        """
+        if stage not in self._routes:
+            self._routes[stage] = route_of(
+                self.tasks(stage), lambda task: self.peer(stage, task), lambda kind: self.send_window(kind, stage)
+            )
+        return self._routes[stage]
 
     def check_stage(self, stage: int) -> None:
         """Raises ValueError if there is no such stage."""
