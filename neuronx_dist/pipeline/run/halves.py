@@ -10,8 +10,8 @@ input half a hook keeps the gradients that arrive at it, after all hooks of user
 them directly, where no hook runs again and no gradient goes on along the line.
 
 A custom `torch.autograd.Function` computes what its author wrote. With the attribute `splits_backward = True` it
-promises to compute only what `ctx.needs_input_grad` asks for, which is set for each half. Any other is run once, in the
-input half, and the gradients that it made for parameters are kept until the weight half. What `torch.compile` made lets
+promises to compute only what `ctx.needs_input_grad` asks for, which is set for each half; `ctx.in_halves` is True then,
+and the first half may leave on `ctx` what the second needs, too. Any other function is run once, in the input half, and the gradients that it made for parameters are kept until the weight half. What `torch.compile` made lets
 nobody keep the graph: a graph that has some of it is not divided, and its whole backward is the input half.
 
 What only the input half needs is freed when it is over: saved tensors of the nodes on the line that do not branch.
@@ -308,6 +308,7 @@ def _needs(node: Any) -> tuple[bool, ...]:
     needs = getattr(node, "_needs_input_grad", None)
     if needs is None:
         needs = node._needs_input_grad = node.needs_input_grad
+        node.in_halves = True
     return needs  # type: ignore[no-any-return]
 
 
