@@ -77,9 +77,9 @@ def llama_step(mesh: Mesh, schedule: Schedule, model: Any, how: str, **options: 
         for name, module in pipeline.local_named_modules():
             if name.endswith("mlp.up_proj"):
                 module.register_forward_hook(lambda *_, name=name: runs.update([name]))
-        with torch.autocast("cpu", torch.bfloat16, enabled=options.get("autocast", False)), Flops() as flops:
-            with comm.record() as calls:
-                losses = pipeline.run(schedule, inputs)
+        cast = torch.autocast("cpu", torch.bfloat16, enabled=options.get("autocast", False))
+        with cast, Flops() as flops, comm.record() as calls:
+            losses = pipeline.run(schedule, inputs)
         verbs = Counter(call.verb for call in calls if "send" not in call.verb and "recv" not in call.verb)
         grads = {n: p.grad.clone() for n, p in pipeline.local_named_parameters() if p.grad is not None}
         return losses, grads, flops.total, verbs, runs
