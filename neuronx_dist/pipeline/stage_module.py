@@ -253,6 +253,11 @@ class StageModule(nn.Module):
             comm.broadcast(value, tied.holders, src=0, out=value)
         self.tied_weights_synced = True
 
+    def register_shared_weights(self) -> None:
+        """NxD's name for finding tied weights, which `partition()` does: nothing is left to do."""
+        if not self.partitioned:
+            raise RuntimeError("register_shared_weights: call partition(), which finds the weights that are tied")
+
     def _mark_tied(self) -> None:
         for tied in self._tied:
             if tied.first != self.stage:
