@@ -339,6 +339,7 @@ def test_cat():
     verify(torch.concat, [x(4, 6), x(4, 6)], dim=0)
     verify(torch.cat, [x(4, 6)])
     verify(torch.cat, [x(4, 6), torch.empty(0, dtype=torch.float64)], 1, _refusals=False)
+    verify(torch.cat, [torch.empty(0), torch.empty(0)])
     verify(torch.stack, [x(4, 6), x(4, 6)])
     verify(torch.stack, [x(4, 6)] * 1 + [x(4, 6) + 1], dim=-1)
     verify(torch.hstack, [x(4, 6), x(4, 2)])
