@@ -205,6 +205,7 @@ def test_a_composition_is_compared_with_the_body(mode, monkeypatch, what):
     x, w = typed(2, 4, 8, grad=True, tp=S(2), dp=S(0)), typed(16, 8, grad=True, tp=S(1))
     if what == "neither":
         Composed.apply(x, w)
+        assert [event.verb for event in comm.current().backend.events] == ["all_reduce"]  # the body's alone
     else:
         with pytest.raises(SpmdTypeError, match="composition"):
             Composed.apply(x, w)
