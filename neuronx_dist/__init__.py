@@ -31,6 +31,7 @@ _LAZY = {
     "materialize": "weights.materialize",
     "model_parallel_manual_seed": "parallel_layers.random",
     "move_model_to_device": "parallel_layers.utils",
+    "no_sync": "gradients.accumulation",
     "pad_model": "parallel_layers.pad",
     "reduce_gradients": "gradients.reduce",
 }

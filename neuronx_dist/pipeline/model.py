@@ -12,6 +12,7 @@ memory, and keep their names. At one stage the same path runs, with no messages.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 from weakref import WeakSet
 
@@ -20,6 +21,7 @@ from torch import nn
 
 from .. import comm
 from ..comm.select import in_one_program
+from ..gradients.accumulation import no_sync
 from ..gradients.reduce import reduce_gradients, refuse_accumulation
 from ..parallel_layers import PARALLEL_MODULES
 from ..parallel_layers.signatures import accepts
@@ -81,6 +83,8 @@ class NxDPPModel(StageModule):
         schedule: what `run_train` runs: "1f1b", "interleaved" (at least two chunks), "gpipe", "zb_h1", "zb_v" (two
             chunks, placed as a V, so that stage 0 has the loss), a `Schedule`, or a function that makes one,
             `(num_stages, num_microbatches) -> Schedule`. None: 1F1B, and interleaved 1F1B if there are several chunks.
+        check_finite: refuse a loss that is NaN or infinite, with its microbatch, on the stage that computes it; the
+            host waits for each loss. False: nobody looks.
 
     Positional arguments are in this order, the API guide's, or in that of NxD's release (`parallel_layers.signatures`);
     the release's underscored arguments are ignored with a warning.
@@ -123,6 +127,7 @@ class NxDPPModel(StageModule):
         fuse_microbatches: bool = False,
         manual_pp_partition: bool = False,
         schedule: str | Schedule | Callable[[int, int], Schedule] | None = None,
+        check_finite: bool = False,
     ) -> None:
         if not isinstance(num_microbatches, int) or num_microbatches < 1:
             raise ValueError(f"num_microbatches must be an integer of at least 1, got {num_microbatches!r}")
@@ -149,6 +154,7 @@ class NxDPPModel(StageModule):
         check_runs(chosen)
         super().__init__(module, stage=comm.rank("pp"), num_stages=num_stages, last_stage=chosen.holders[-1])
         self.schedule = schedule
+        self.check_finite = check_finite
         self.transformer_layer_cls = transformer_layer_cls
         self.num_microbatches = num_microbatches
         self.virtual_pipeline_size = chosen.num_chunks
@@ -296,18 +302,36 @@ class NxDPPModel(StageModule):
         reduce_gradients(self, average_over_data=average_over_data)
         return self._report(program, losses)
 
-    def run_eval(self, **kwargs: Any) -> Any:
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Inside, `run_train` adds to the gradients and does not reduce them; see `neuronx_dist.no_sync`.
+
+        with model.no_sync():
+            model.run_train(**first)
+        model.run_train(**second)       # reduces the sum of both
+        """
+        return no_sync(self)
+
+    def run_eval(self, *, return_outputs: bool = False, **kwargs: Any) -> Any:
         """Forward only, in evaluation mode and without gradients; modes are set back afterwards.
 
+        Args:
+            return_outputs: return `(loss, outputs)`.
+            kwargs: as of `run_train`.
+
         Returns:
-            What `run_train` returns; without an `output_loss_value_spec` a list of the forward's results, one for each
-            microbatch, on the last stage, None on others.
+            What `run_train` returns. With `return_outputs` a pair of that and of the outputs: a list of the forward's
+            results, one for each microbatch, on the last stage, None on others. Without an `output_loss_value_spec`
+            the outputs alone.
         """
         with evaluating(self.original_module):
-            program, results = self._execute(self.evaluation_schedule, kwargs)
-        if program.loss is not None:
+            program, results = self._execute(self.evaluation_schedule, kwargs, return_outputs)
+        outputs = results if self.is_last_stage() else None
+        if program.loss is None:
+            return (None, outputs) if return_outputs else outputs
+        if not return_outputs:
             return self._report(program, results)
-        return results if self.is_last_stage() else None
+        losses = [loss for loss, _ in results] if self.is_last_stage() else []
+        return self._report(program, losses), outputs and [output for _, output in outputs]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise RuntimeError("a pipeline model is not called: use run_train(**inputs) or run_eval(**inputs)")
@@ -397,7 +421,9 @@ class NxDPPModel(StageModule):
         self._check_partitioned()
         return self._program(Batch(inputs, self.input_names, self.num_microbatches))
 
-    def _execute(self, schedule: Schedule, inputs: Mapping[str, Any]) -> tuple[StageProgram, list[Any]]:
+    def _execute(
+        self, schedule: Schedule, inputs: Mapping[str, Any], return_outputs: bool = False
+    ) -> tuple[StageProgram, list[Any]]:
         """The program that ran, and the results of `run`."""
         self._check_partitioned()
         if schedule not in self._checked:
@@ -408,7 +434,7 @@ class NxDPPModel(StageModule):
             batch = Batch(inputs, self.input_names, schedule.num_microbatches)
             if self.device.type == "meta":
                 self.refuse_meta()
-            program = self._program(batch)
+            program = self._program(batch, return_outputs)
             if not self.tied_weights_synced:
                 self.sync_tied_weights()
             results, self.peak_in_flight = run_batch(
@@ -420,11 +446,12 @@ class NxDPPModel(StageModule):
                 channels=self._channels,
                 parameters=self.local_parameters(),
                 device=self.device,
+                check_finite=self.check_finite,
             )
         return program, results
 
-    def _program(self, batch: Batch) -> StageProgram:
-        key = program_key(batch, self.original_module, self.device)
+    def _program(self, batch: Batch, return_outputs: bool = False) -> StageProgram:
+        key = program_key(batch, self.original_module, self.device, return_outputs)
         if key not in self._programs:
             self.refuse_meta()
             recording = self._record(batch.example(), self.device)
@@ -432,6 +459,7 @@ class NxDPPModel(StageModule):
             self._programs[key] = build_program(
                 recording,
                 loss_spec=self.output_loss_value_spec,
+                return_outputs=return_outputs,
                 cuts=self.pipeline_cuts,
                 placement=self.placement,
                 schedule=self.training_schedule,

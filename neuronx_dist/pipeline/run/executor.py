@@ -19,7 +19,6 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ..cut.stage import Stage
 from ..schedule import Kind, Schedule, Task
-from ..schedule.tasks import RECEIVE_FOR, SEND_AFTER
 from .transport import Transport
 
 __all__ = ["Executor"]
@@ -51,6 +50,7 @@ class Executor:
         transport: to the other stages.
         microbatches: input tensors by leaf number, for each microbatch.
         pick_loss: from the model's output leaves, on the last stage; None: all leaves are kept as results.
+        check_outputs: is given each forward that ends the model: the task, its output leaves, what the stage received.
 
     Attributes:
         results: by microbatch, on the stage that ends the model: losses, or lists of output leaves; None elsewhere.
@@ -67,16 +67,18 @@ class Executor:
         transport: Transport,
         microbatches: Sequence[dict[int, torch.Tensor]],
         pick_loss: Callable[[list[Any]], torch.Tensor] | None,
+        check_outputs: Callable[[Task, list[Any], list[torch.Tensor]], None] | None = None,
     ) -> None:
         self.results: list[Any] = [None] * len(microbatches)
         self.peak_in_flight = 0
         self._module = module
         self._chunks = chunks
-        self._schedule = schedule
+        self._route = schedule.route(stage)
         self._stage = stage
         self._transport = transport
         self._microbatches = microbatches
         self._pick_loss = pick_loss
+        self._check_outputs = check_outputs
         self._trains = schedule.trains
         self._handed_over: dict[Task, list[torch.Tensor]] = {}  # from one chunk of this stage to another, by receive
         self._kept: dict[Task, _Kept] = {}  # by the forward
@@ -109,7 +111,9 @@ class Executor:
             tensor.requires_grad_(self._trains and spec.requires_grad)
         sent, outputs = chunk.run(self._module, self._microbatches[task.microbatch], received)
         loss = None
-        if self._schedule.peer(self._stage, _send_after(task)) is None:
+        if task not in self._route.after:
+            if self._check_outputs is not None:
+                self._check_outputs(task, outputs, received)
             if self._pick_loss is None:
                 self.results[task.microbatch] = [x.detach() if isinstance(x, torch.Tensor) else x for x in outputs]
             else:
@@ -181,7 +185,7 @@ class Executor:
     def _give_gradients(
         self, task: Task, received: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]
     ) -> None:
-        if self._schedule.peer(self._stage, _send_after(task)) is None:
+        if task not in self._route.after:
             return
         specs = self._chunks[task.chunk].plan.received_specs
         self._give(
@@ -197,24 +201,17 @@ class Executor:
 
     def _take(self, task: Task) -> list[torch.Tensor]:
         """What a computation needs of its neighbour; nothing at the ends of the pipeline."""
-        receive = task._replace(kind=RECEIVE_FOR[task.kind])
-        sender = self._schedule.peer(self._stage, receive)
-        if sender is None:
+        link = self._route.before.get(task)
+        if link is None:
             return []
-        if sender[0] == self._stage:
-            return self._handed_over.pop(receive)
-        return self._transport.take(receive)
+        if link.stage == self._stage:
+            return self._handed_over.pop(link.message)
+        return self._transport.take(link.message)
 
     def _give(self, task: Task, tensors: list[torch.Tensor]) -> None:
         """Passes what a computation made on to its neighbour."""
-        send = _send_after(task)
-        receiver = self._schedule.peer(self._stage, send)
-        assert receiver is not None
-        if receiver[0] == self._stage:
-            self._handed_over[receiver[1]] = tensors
+        link = self._route.after[task]
+        if link.stage == self._stage:
+            self._handed_over[link.other_end] = tensors
         else:
-            self._transport.give(send, tensors)
-
-
-def _send_after(task: Task) -> Task:
-    return task._replace(kind=SEND_AFTER[task.kind])
+            self._transport.give(link.message, tensors)

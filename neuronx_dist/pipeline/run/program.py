@@ -14,10 +14,12 @@ from ..cut.placement import Placement, check_placement
 from ..cut.splitting import split
 from ..cut.stage import Stage, add_place
 from ..record.recording import Recording, TensorSpec, TracingError, describe
-from ..schedule import Schedule
+from ..schedule import Kind, Schedule
+from ..schedule.tasks import OTHER_END
 from .lockstep import Transfers
 from .loss import find_loss
 from .microbatches import Batch
+from .wire import Wire, wires_of
 
 __all__ = ["StageProgram", "build_program", "program_key", "recorded"]
 
@@ -27,16 +29,18 @@ class StageProgram(NamedTuple):
 
     Attributes:
         chunks: the stage's pieces of the model, as functions.
-        structure: how output leaves make up the forward's result.
-        loss: the loss, if it is known which output that is.
+        structure: how output leaves make up the forward's result; None if only the loss is wanted.
+        loss: the loss, if it is known which output that is. It is then the first output leaf.
         constants: inputs that are no tensors; compared by identity where they do not hash, so they must stay alive.
+        wires: what messages carry, by chunk and by kind.
         transfers: between stages, where ranks have no messages.
     """
 
     chunks: tuple[Stage, ...]
-    structure: pytree.TreeSpec
+    structure: pytree.TreeSpec | None
     loss: TensorSpec | None
     constants: list[Any]
+    wires: tuple[dict[Kind, list[Wire]], ...]
     transfers: Transfers | None
 
     @property
@@ -45,13 +49,17 @@ class StageProgram(NamedTuple):
         return list(dict.fromkeys(leaf for chunk in self.chunks for leaf in chunk.input_leaves))
 
 
-def program_key(batch: Batch, module: nn.Module, device: torch.device) -> tuple[Any, ...]:
-    """Equal wherever one program serves: for batches of one shape, while modes, parameters and autocast stay so."""
+def program_key(batch: Batch, module: nn.Module, device: torch.device, return_outputs: bool) -> tuple[Any, ...]:
+    """Equal wherever one program serves: for batches of one shape, while modes, parameters and autocast stay so.
+
+    (`checkpoint_layers` wraps the `forward` of a module.)
+    """
     return (
         batch.key(),
         device,
         torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type),
-        tuple(m.training for m in module.modules()),
+        return_outputs,
+        tuple((m.training, "forward" in m.__dict__) for m in module.modules()),
         tuple((p.requires_grad, p.dtype) for p in module.parameters()),
     )
 
@@ -77,6 +85,7 @@ def build_program(
     recording: Recording,
     *,
     loss_spec: Any,
+    return_outputs: bool,
     cuts: Sequence[str],
     placement: Placement,
     schedule: Schedule,
@@ -87,6 +96,7 @@ def build_program(
 
     Args:
         loss_spec: `NxDPPModel.output_loss_value_spec`; None: the whole result is wanted, and there is no loss.
+        return_outputs: the result is wanted beside the loss.
         cuts: names of the last layers of all pieces but the last.
         placement: which stages hold which parameters.
         schedule: says which pieces a stage holds.
@@ -100,15 +110,16 @@ def build_program(
     loss: TensorSpec | None = None
     if loss_spec is not None:
         node = find_loss(recording, loss_spec)
-        wanted, loss = [node], node.meta["info"].spec
+        wanted, loss = [node, *(recording.outputs if return_outputs else ())], node.meta["info"].spec
     plans = split(recording, cuts, wanted)
     check_placement(placement, plans, schedule.holders)
-    virtual_stages = [schedule.virtual_stage(stage, chunk) for chunk in range(schedule.num_chunks)]
+    own = [plans[schedule.virtual_stage(stage, chunk)] for chunk in range(schedule.num_chunks)]
     lockstep = schedule.num_stages > 1 and not comm.current().backend.has_messages
     return StageProgram(
-        chunks=tuple(Stage(plans[virtual_stage]) for virtual_stage in virtual_stages),
-        structure=recording.structure,
+        chunks=tuple(map(Stage, own)),
+        structure=recording.structure if loss is None or return_outputs else None,
         loss=loss,
         constants=constants,
+        wires=tuple({kind: wires_of(plan, kind) for kind in OTHER_END} for plan in own),
         transfers=Transfers(plans, schedule) if lockstep else None,
     )
