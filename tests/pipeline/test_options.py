@@ -43,7 +43,6 @@ class Absent(nn.Module):
         ({"num_microbatches": 0}, "integer of at least 1, got 0"),
         ({"num_microbatches": 2.0}, "integer of at least 1, got 2.0"),
         ({"num_microbatches": "2"}, "integer of at least 1, got '2'"),
-        ({"manual_pp_partition": True}, "manual_pp_partition=True is not supported; use pipeline_cuts or auto_part"),
         ({"trace_file_path": "trace.json"}, "trace_file_path='trace.json' is not supported; leave it out"),
         ({"return_mb_loss": True, "broadcast_and_average_loss": True}, "return_mb_loss must be False"),
         ({"auto_partition": True, "pipeline_cuts": ["layers.0"]}, "do not pass pipeline_cuts"),
