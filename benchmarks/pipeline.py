@@ -33,7 +33,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import neuronx_dist as nxd
-from neuronx_dist.pipeline.schedule import Costs, Schedule, simulate, training_schedule
+from neuronx_dist.pipeline.schedule import Schedule, simulate, training_schedule
+from neuronx_dist.pipeline.schedule.timing import Costs
 
 FORWARD = BACKWARD_INPUT = BACKWARD_WEIGHT = 0.010  # seconds that a stage sleeps for a microbatch
 ROWS, HIDDEN, TOKENS = 4, 64, 128

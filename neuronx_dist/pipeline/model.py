@@ -201,7 +201,7 @@ class NxDPPModel(StageModule):
         self._channels = Channels(None, None)
         self._example: Recording | None = None
         self._programs: dict[Any, StageProgram] = {}
-        self._schedules = {self._key_of_training(): chosen}  # of training and evaluation, by what they depend on
+        self._schedules: dict[Any, Schedule] = {self._key_of_training(): chosen}  # of training and evaluation
         self._checked = WeakSet([chosen])
         if self.pipeline_cuts or self.auto_partition or chosen.num_virtual_stages == 1:
             self.partition()
