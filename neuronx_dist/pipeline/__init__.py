@@ -10,6 +10,7 @@ options.py       what is checked of its arguments
 
 from ..lazy_names import lazy_names
 from .schedule import (
+    Costs,
     GPipe,
     Inference,
     Interleaved,
@@ -17,6 +18,7 @@ from .schedule import (
     OneFOneB,
     Schedule,
     Task,
+    WrittenSchedule,
     ZeroBubbleH1,
     ZeroBubbleV,
     format_schedule,
@@ -32,6 +34,7 @@ _LAZY = {
 }
 
 __all__ = [
+    "Costs",
     "GPipe",
     "Inference",
     "Interleaved",
@@ -39,6 +42,7 @@ __all__ = [
     "OneFOneB",
     "Schedule",
     "Task",
+    "WrittenSchedule",
     "ZeroBubbleH1",
     "ZeroBubbleV",
     "format_schedule",

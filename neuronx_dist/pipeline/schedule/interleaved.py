@@ -26,8 +26,10 @@ class Interleaved(Schedule):
         ValueError: fewer than two chunks; no stage, or no microbatch.
     """
 
-    def __init__(self, num_stages: int, num_microbatches: int, num_chunks: int) -> None:
-        super().__init__(num_stages, num_microbatches)
+    bounded_sends = True
+
+    def __init__(self, num_stages: int, num_microbatches: int, num_chunks: int, *, deallocate: bool = False) -> None:
+        super().__init__(num_stages, num_microbatches, deallocate=deallocate)
         if num_chunks < 2:
             raise ValueError(
                 f"an interleaved schedule has at least 2 chunks on each stage, got {num_chunks} "
