@@ -60,6 +60,11 @@ class Interleaved(Schedule):
         idle = self.num_stages - 1 + (self.num_chunks - 1) * missing
         return idle / (self.num_microbatches * self.num_chunks + idle)
 
+    def few_sends(self, kind: Kind, stage: int) -> int:
+        # What comes around is needed only when the rest of its group has passed.
+        goes_around = stage == (self.num_stages - 1 if kind is Kind.SEND_FORWARD else 0)
+        return max(2, len(self.groups[0]) - self.num_stages) if goes_around else 2
+
     @property
     def groups(self) -> list[range]:
         """Microbatches that go around together."""

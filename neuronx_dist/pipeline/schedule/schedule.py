@@ -77,19 +77,19 @@ class Schedule(ABC):
     def send_window(self, kind: Kind, stage: int) -> int:
         """How many sends of one kind a stage has under way before it waits for the oldest of them, and frees it.
 
-        With `bounded_sends` two of gradients, and as many of activations as there are in flight, for when the oldest
-        has been used its gradient comes back; or `few_sends`, to free what was sent sooner. Else a send never waits.
+        With `bounded_sends`: of gradients `few_sends`; of activations as many as there are in flight, for when the
+        oldest has been used its gradient comes back, or `few_sends` with `deallocate`. Else a send never waits.
         `prove` shows a window that is too small.
         """
         if not self.bounded_sends:
             return self.num_microbatches * self.num_chunks
-        if kind is not Kind.SEND_FORWARD:
-            return 2
-        most = max(2, self.peak_in_flight(stage))
-        return min(most, self.few_sends(stage)) if self.deallocate else most
+        few = self.few_sends(kind, stage)
+        if kind is Kind.SEND_BACKWARD or self.deallocate:
+            return few
+        return max(few, self.peak_in_flight(stage))
 
-    def few_sends(self, stage: int) -> int:
-        """Of activations, the fewest under way with which no stage has to wait, whatever tasks take."""
+    def few_sends(self, kind: Kind, stage: int) -> int:
+        """How many sends of one kind are enough for no stage to wait, whatever tasks take: one is used, one comes."""
         return 2
 
     def virtual_stage(self, stage: int, chunk: int) -> int:

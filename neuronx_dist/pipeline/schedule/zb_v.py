@@ -57,9 +57,9 @@ class ZeroBubbleV(Schedule):
         idle = max(self.num_stages - 1, 4 * (self.num_stages - 1) - 2 * (self.num_microbatches - 1))
         return idle / (6 * self.num_microbatches + idle)
 
-    def few_sends(self, stage: int) -> int:
-        # What goes up again is needed only when all that goes down meanwhile has left.
-        return max(2, self.num_stages - stage)
+    def few_sends(self, kind: Kind, stage: int) -> int:
+        # Activations that go up again are needed only when all that go down meanwhile have left.
+        return max(2, self.num_stages - stage) if kind is Kind.SEND_FORWARD else 2
 
 
 class _Order:

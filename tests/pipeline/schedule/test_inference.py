@@ -24,7 +24,7 @@ def test_the_forwards_of_training() -> None:
 @pytest.mark.parametrize("stages", range(1, 9))
 def test_no_order_of_forwards_is_faster(stages: int) -> None:
     """A stage waits only until its first task, and after its last one for those of the stages behind it."""
-    for microbatches in range(1, 17):
+    for microbatches in (1, 2, 3, 7, 8, 9, 16):
         assert len(rounds(Inference(stages, microbatches))) == microbatches + stages - 1
         for chunks in (2, 3, 4):
             inference = Inference(stages, microbatches, Interleaved(stages, microbatches, chunks))

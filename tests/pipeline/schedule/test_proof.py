@@ -100,7 +100,7 @@ def test_it_sees_a_window_that_is_too_small(window: int, message: str) -> None:
 
 def test_it_sees_a_window_that_is_too_small_for_zb_v() -> None:
     class TwoSends(ZeroBubbleV):
-        def few_sends(self, stage: int) -> int:
+        def few_sends(self, kind: Kind, stage: int) -> int:
             return 2
 
     prove(ZeroBubbleV(4, 8, deallocate=True))
