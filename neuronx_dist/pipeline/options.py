@@ -6,14 +6,22 @@ import inspect
 import warnings
 from collections.abc import Mapping, Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
 from ..call_site import USER, frames
 from .cut.cuts import nearest
 
-__all__ = ["checked_input_names", "module_classes", "names", "refuse_unsupported", "warn_of_tracing", "warn_of_unused"]
+__all__ = [
+    "checked_auto_partition",
+    "checked_input_names",
+    "module_classes",
+    "names",
+    "refuse_unsupported",
+    "warn_of_tracing",
+    "warn_of_unused",
+]
 
 
 def module_classes(module: nn.Module, classes: Any, option: str, *, parts_of_names: bool = False) -> list[type]:
@@ -79,6 +87,24 @@ def checked_input_names(module: nn.Module, input_names: Sequence[str] | None) ->
                 f"{nearest(name, taken)}"
             )
     return listed
+
+
+def checked_auto_partition(value: Any) -> Literal["layers", "balanced"] | None:
+    """How a model is cut without being told where; None: it is told.
+
+    Raises:
+        ValueError: it is nothing that `auto_partition` can be.
+    """
+    if value is None or value is False:
+        return None
+    if value is True:
+        return "layers"
+    if value in ("layers", "balanced"):
+        return value
+    raise ValueError(
+        f'auto_partition={value!r}: True or "layers" cuts evenly between transformer layers, "balanced" by FLOPs and '
+        "parameters, False leaves it to pipeline_cuts"
+    )
 
 
 def refuse_unsupported(**options: Any) -> None:

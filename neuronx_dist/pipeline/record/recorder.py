@@ -126,6 +126,9 @@ class _Recorder(TorchFunctionMode):
         flat, result_structure = pytree.tree_flatten(result)
         outputs = [self._argument(leaf, "the result of the model") for leaf in flat]
         self.graph.output(tuple(outputs))
+        for node in self.graph.find_nodes(op="get_attr"):
+            if not node.users:  # only its shape or dtype was asked for
+                self.graph.erase_node(node)
         return Recording(self.graph, result, outputs, result_structure)
 
     def __torch_function__(
@@ -197,6 +200,7 @@ class _Recorder(TorchFunctionMode):
                 buffers=buffers,
                 repeatable=alone and not collectives,
                 random=effects.random,
+                flops=effects.flops,
                 grad=grad,
                 autocast=None if autocast == self.ambient else autocast,
             )

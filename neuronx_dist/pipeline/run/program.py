@@ -10,7 +10,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from ... import comm
-from ..cut.placement import Placement, check_placement
+from ..cut.placement import Placement, misplaced, misplacement
 from ..cut.splitting import split
 from ..cut.stage import Stage, add_place
 from ..record.recording import Recording, TensorSpec, TracingError, describe
@@ -74,6 +74,7 @@ def recorded(
 
 
 def build_program(
+    module: nn.Module,
     recording: Recording,
     *,
     loss_spec: Any,
@@ -102,7 +103,9 @@ def build_program(
         node = find_loss(recording, loss_spec)
         wanted, loss = [node], node.meta["info"].spec
     plans = split(recording, cuts, wanted)
-    check_placement(placement, plans, schedule.holders)
+    wrong = misplaced(module, placement, plans, schedule.holders)
+    if wrong is not None:
+        raise misplacement(module, placement, *wrong)
     virtual_stages = [schedule.virtual_stage(stage, chunk) for chunk in range(schedule.num_chunks)]
     lockstep = schedule.num_stages > 1 and not comm.current().backend.has_messages
     return StageProgram(
