@@ -9,7 +9,20 @@ options.py       what is checked of its arguments
 """
 
 from ..lazy_names import lazy_names
-from .schedule import Inference, Kind, OneFOneB, Schedule, Task, format_schedule, rounds, simulate
+from .schedule import (
+    GPipe,
+    Inference,
+    Interleaved,
+    Kind,
+    OneFOneB,
+    Schedule,
+    Task,
+    ZeroBubbleH1,
+    ZeroBubbleV,
+    format_schedule,
+    rounds,
+    simulate,
+)
 
 # Name -> its module, loaded when first asked for: a layout asks a schedule without torch.
 _LAZY = {
@@ -19,11 +32,15 @@ _LAZY = {
 }
 
 __all__ = [
+    "GPipe",
     "Inference",
+    "Interleaved",
     "Kind",
     "OneFOneB",
     "Schedule",
     "Task",
+    "ZeroBubbleH1",
+    "ZeroBubbleV",
     "format_schedule",
     "rounds",
     "simulate",

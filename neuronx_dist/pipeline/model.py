@@ -12,13 +12,16 @@ memory, and keep their names. At one stage the same path runs, with no messages.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
 
 from .. import comm
 from ..comm.select import in_one_program
+from ..gradients.accumulation import no_sync
 from ..gradients.reduce import reduce_gradients, refuse_accumulation
 from ..parallel_layers import PARALLEL_MODULES
 from ..parallel_layers.signatures import accepts
@@ -37,7 +40,7 @@ from .record.recording import Recording
 from .run.microbatches import Batch, evaluating
 from .run.program import StageProgram, build_program, program_key, recorded
 from .run.report import report_loss
-from .run.running import check_pieces, run_batch
+from .run.running import check_pieces, check_runs, run_batch
 from .run.transport import Channels
 from .schedule import Inference, Schedule, training_schedule
 from .stage_module import StageModule
@@ -52,12 +55,13 @@ class NxDPPModel(StageModule):
         module: the whole model, equal on all ranks; on meta, or real.
         transformer_layer_cls: class (or several) of the transformer layers.
         num_microbatches: a batch is cut into as many equal pieces along dim 0.
-        virtual_pipeline_size: only 1.
+        virtual_pipeline_size: pieces of the model on each stage (chunks). Above 1 the schedule is interleaved 1F1B, and
+            the model is cut into `stages * virtual_pipeline_size` pieces, which go around the stages.
         output_loss_value_spec: which leaf of the forward's result is the loss: True, or a tuple or dict in the shape of
             the result, such as `(True, False)` or `{"loss": True, "logits": False}`; see `find_loss`.
         return_mb_loss: return the list of the microbatches' losses.
         broadcast_and_average_loss: return the loss on all ranks, averaged over data-parallel ranks.
-        pipeline_cuts: names of the last layers of all stages but the last.
+        pipeline_cuts: names of the last layers of all pieces but the last: `stages * chunks - 1` of them.
         input_names: the keyword arguments that `run_train` and `run_eval` are called with; None: any.
         leaf_module_cls: more classes, or parts of names of classes, that are recorded as one call. Those without
             parameters run on each stage that needs their result, unless they change a buffer, draw random numbers,
@@ -77,11 +81,18 @@ class NxDPPModel(StageModule):
         use_optimizer_wrapper: leave the mean over data-parallel ranks to the caller: `bucket_allreduce_gradients`.
         return_loss_on_cpu: move the loss to the CPU.
         manual_pp_partition: only False.
+        schedule: what `run_train` runs: "1f1b", "interleaved" (at least two chunks), "gpipe", "zb_h1", "zb_v" (two
+            chunks, placed as a V, so that stage 0 has the loss), a `Schedule`, or a function that makes one,
+            `(num_stages, num_microbatches) -> Schedule`. None: 1F1B, and interleaved 1F1B if there are several chunks.
+        check_finite: refuse a loss that is NaN or infinite, with its microbatch, on the stage that computes it; the
+            host waits for each loss. False: nobody looks.
 
     Positional arguments are in this order, the API guide's, or in that of NxD's release (`parallel_layers.signatures`);
     the release's underscored arguments are ignored with a warning.
 
     Attributes:
+        schedule: as it was given; `training_schedule` is what it stands for.
+        virtual_pipeline_size: pieces of the model on each stage, of which the schedule may have decided.
         recorder: records a forward, as `record` does; the checker puts one here that shares recordings between ranks.
 
     Raises:
@@ -116,11 +127,13 @@ class NxDPPModel(StageModule):
         return_loss_on_cpu: bool = True,
         fuse_microbatches: bool = False,
         manual_pp_partition: bool = False,
+        schedule: str | Schedule | Callable[[int, int], Schedule] | None = None,
+        check_finite: bool = False,
     ) -> None:
         if not isinstance(num_microbatches, int) or num_microbatches < 1:
             raise ValueError(f"num_microbatches must be an integer of at least 1, got {num_microbatches!r}")
-        if virtual_pipeline_size != 1:
-            raise ValueError(f"virtual_pipeline_size={virtual_pipeline_size} is not supported; leave it at 1")
+        if not isinstance(virtual_pipeline_size, int) or virtual_pipeline_size < 1:
+            raise ValueError(f"virtual_pipeline_size must be an integer of at least 1, got {virtual_pipeline_size!r}")
         refuse_unsupported(manual_pp_partition=manual_pp_partition, trace_file_path=trace_file_path)
         warn_of_tracing(tracer_cls, autowrap_functions, autowrap_modules, autowrap_obj_methods)
         warn_of_unused(
@@ -132,11 +145,20 @@ class NxDPPModel(StageModule):
         if auto_partition and pipeline_cuts:
             raise ValueError(f"auto_partition makes the cuts: do not pass pipeline_cuts={list(pipeline_cuts)} with it")
         num_stages = comm.size("pp")
-        last_stage = training_schedule(num_stages, num_microbatches).holders[-1]
-        super().__init__(module, stage=comm.rank("pp"), num_stages=num_stages, last_stage=last_stage)
+        chosen = training_schedule(
+            num_stages,
+            num_microbatches,
+            schedule=schedule,
+            num_chunks=virtual_pipeline_size,
+            deallocate=deallocate_pipeline_outputs,
+        )
+        check_runs(chosen)
+        super().__init__(module, stage=comm.rank("pp"), num_stages=num_stages, last_stage=chosen.holders[-1])
+        self.schedule = schedule
+        self.check_finite = check_finite
         self.transformer_layer_cls = transformer_layer_cls
         self.num_microbatches = num_microbatches
-        self.virtual_pipeline_size = virtual_pipeline_size
+        self.virtual_pipeline_size = chosen.num_chunks
         self.output_loss_value_spec = output_loss_value_spec
         self.return_mb_loss = return_mb_loss
         self.broadcast_and_average_loss = broadcast_and_average_loss
@@ -156,7 +178,9 @@ class NxDPPModel(StageModule):
         self._channels = Channels(None, None)
         self._example: Recording | None = None
         self._programs: dict[Any, StageProgram] = {}
-        if self.pipeline_cuts or self.auto_partition or self.training_schedule.num_virtual_stages == 1:
+        self._schedules = {self._key_of_training(): chosen}  # of training and evaluation, by what they depend on
+        self._checked = WeakSet([chosen])
+        if self.pipeline_cuts or self.auto_partition or chosen.num_virtual_stages == 1:
             self.partition()
 
     # --- cutting
@@ -187,7 +211,7 @@ class NxDPPModel(StageModule):
             ValueError: a name that is none of the model's, or `args` without names.
             RuntimeError: parameters of the model's stage have been asked for, or it has run.
         """
-        if not self.placement_is_open and self.num_stages > 1:
+        if not self.placement_is_open and self.training_schedule.num_virtual_stages > 1:
             raise RuntimeError(
                 f"trace: which stage holds which parameters is settled, at cuts {self.pipeline_cuts}, since the model "
                 f"has run or moved, or was asked for parameters, as by an optimizer: call it right after NxDPPModel()"
@@ -205,7 +229,7 @@ class NxDPPModel(StageModule):
             self._partition()
 
     def cut_pipeline_stage(self, name: str) -> None:
-        """Ends a stage after layer `name`. Called once less than there are stages, in order."""
+        """Ends a piece of the model after layer `name`. Called once less than there are pieces, in order."""
         self._check_not_partitioned("cut_pipeline_stage")
         self.pipeline_cuts.append(name)
 
@@ -215,8 +239,10 @@ class NxDPPModel(StageModule):
         Raises:
             ValueError: cuts that do not fit the model or the number of stages.
         """
+        self._check_not_partitioned("partition")
+        if not self.auto_partition:
+            self._check_number_of_cuts()
         if self.num_stages > 1:
-            self._check_not_partitioned("partition")
             pipelines = comm.current().mesh.groups("pp")
             self._channels = Channels(
                 forward=comm.new_group(pipelines, "pp_forward"), backward=comm.new_group(pipelines, "pp_backward")
@@ -248,8 +274,17 @@ class NxDPPModel(StageModule):
         if not any(param.is_meta or not (messages or in_one_program(param)) for param in own):
             self.sync_tied_weights()
 
+    def _check_number_of_cuts(self) -> None:
+        stages, chunks, cuts = self.num_stages, self.virtual_pipeline_size, self.pipeline_cuts
+        if len(cuts) != stages * chunks - 1:
+            pieces = f"{stages} pipeline stages" + (f" with {chunks} chunks each" if chunks > 1 else "")
+            raise ValueError(
+                f"{pieces} need {stages * chunks - 1} cuts, got {len(cuts)}: {cuts}. A cut is the name of the last "
+                f"layer of a {'chunk' if chunks > 1 else 'stage'}; the last one needs none."
+            )
+
     def _check_not_partitioned(self, what: str) -> None:
-        if self.partitioned:
+        if self.partitioned and self.training_schedule.num_virtual_stages > 1:  # with one piece there is nothing to cut
             raise RuntimeError(
                 f"{what}: this model is partitioned already, at {self.pipeline_cuts}: leave out pipeline_cuts and "
                 f"auto_partition of the constructor to cut it by hand"
@@ -285,20 +320,36 @@ class NxDPPModel(StageModule):
         reduce_gradients(self, average_over_data=average_over_data)
         return self._report(program, losses)
 
-    def run_eval(self, **kwargs: Any) -> Any:
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Inside, `run_train` adds to the gradients and does not reduce them; see `neuronx_dist.no_sync`.
+
+        with model.no_sync():
+            model.run_train(**first)
+        model.run_train(**second)       # reduces the sum of both
+        """
+        return no_sync(self)
+
+    def run_eval(self, *, return_outputs: bool = False, **kwargs: Any) -> Any:
         """Forward only, in evaluation mode and without gradients; modes are set back afterwards.
 
+        Args:
+            return_outputs: return `(loss, outputs)`.
+            kwargs: as of `run_train`.
+
         Returns:
-            What `run_train` returns; without an `output_loss_value_spec` a list of the forward's results, one for each
-            microbatch, on the last stage, None on others.
+            What `run_train` returns. With `return_outputs` a pair of that and of the outputs: a list of the forward's
+            results, one for each microbatch, on the last stage, None on others. Without an `output_loss_value_spec`
+            the outputs alone.
         """
         with evaluating(self.original_module):
-            program, results = self._execute(
-                Inference(self.num_stages, self.num_microbatches, self.training_schedule), kwargs
-            )
-        if program.loss is not None:
+            program, results = self._execute(self.evaluation_schedule, kwargs, return_outputs)
+        outputs = results if self.is_last_stage() else None
+        if program.loss is None:
+            return (None, outputs) if return_outputs else outputs
+        if not return_outputs:
             return self._report(program, results)
-        return results if self.is_last_stage() else None
+        losses = [loss for loss, _ in results] if self.is_last_stage() else []
+        return self._report(program, losses), outputs and [output for _, output in outputs]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise RuntimeError("a pipeline model is not called: use run_train(**inputs) or run_eval(**inputs)")
@@ -318,7 +369,27 @@ class NxDPPModel(StageModule):
     @property
     def training_schedule(self) -> Schedule:
         """The schedule that `run_train` runs, for the present `num_microbatches`."""
-        return training_schedule(self.num_stages, self.num_microbatches, deallocate=self.deallocate_pipeline_outputs)
+        key = self._key_of_training()
+        if key not in self._schedules:
+            self._schedules[key] = training_schedule(
+                self.num_stages,
+                self.num_microbatches,
+                schedule=self.schedule,
+                num_chunks=self.virtual_pipeline_size,
+                deallocate=self.deallocate_pipeline_outputs,
+            )
+        return self._schedules[key]
+
+    def _key_of_training(self) -> tuple[Any, ...]:
+        return self.schedule, self.num_microbatches, self.deallocate_pipeline_outputs
+
+    @property
+    def evaluation_schedule(self) -> Schedule:
+        """The schedule that `run_eval` runs: the forwards of training."""
+        training = self.training_schedule
+        if training not in self._schedules:
+            self._schedules[training] = Inference(self.num_stages, self.num_microbatches, training)
+        return self._schedules[training]
 
     @property
     def stage_channels(self) -> Channels:
@@ -343,7 +414,8 @@ class NxDPPModel(StageModule):
         Raises:
             ValueError: a schedule for another number of stages or chunks; inputs other than `input_names`, or not
                 divisible into microbatches.
-            RuntimeError: not partitioned, still on meta, or backwards without an `output_loss_value_spec`.
+            RuntimeError: not partitioned, still on meta, or backwards without an `output_loss_value_spec`; a schedule
+                that deadlocks, or leaves something out.
             whatever a task raises, with the task and the stage before the message.
         """
         if schedule.trains:
@@ -367,15 +439,20 @@ class NxDPPModel(StageModule):
         self._check_partitioned()
         return self._program(Batch(inputs, self.input_names, self.num_microbatches))
 
-    def _execute(self, schedule: Schedule, inputs: Mapping[str, Any]) -> tuple[StageProgram, list[Any]]:
+    def _execute(
+        self, schedule: Schedule, inputs: Mapping[str, Any], return_outputs: bool = False
+    ) -> tuple[StageProgram, list[Any]]:
         """The program that ran, and the results of `run`."""
         self._check_partitioned()
-        check_pieces(schedule, self.training_schedule)
+        if schedule not in self._checked:
+            check_pieces(schedule, self.training_schedule)
+            check_runs(schedule)
+            self._checked.add(schedule)
         with torch.set_grad_enabled(schedule.trains):
             batch = Batch(inputs, self.input_names, schedule.num_microbatches)
             if self.device.type == "meta":
                 self.refuse_meta()
-            program = self._program(batch)
+            program = self._program(batch, return_outputs)
             if not self.tied_weights_synced:
                 self.sync_tied_weights()
             results, self.peak_in_flight = run_batch(
@@ -387,11 +464,12 @@ class NxDPPModel(StageModule):
                 channels=self._channels,
                 parameters=self.local_parameters(),
                 device=self.device,
+                check_finite=self.check_finite,
             )
         return program, results
 
-    def _program(self, batch: Batch) -> StageProgram:
-        key = program_key(batch, self.original_module, self.device)
+    def _program(self, batch: Batch, return_outputs: bool = False) -> StageProgram:
+        key = program_key(batch, self.original_module, self.device, return_outputs)
         if key not in self._programs:
             self.refuse_meta()
             recording = self._record(batch.example(), self.device)
@@ -404,6 +482,7 @@ class NxDPPModel(StageModule):
                 self.original_module,
                 recording,
                 loss_spec=self.output_loss_value_spec,
+                return_outputs=return_outputs,
                 cuts=self.pipeline_cuts,
                 placement=self.placement,
                 schedule=self.training_schedule,
@@ -419,7 +498,7 @@ class NxDPPModel(StageModule):
         if not self.partitioned:
             raise RuntimeError(
                 f"this model is not partitioned: pass pipeline_cuts or auto_partition=True, or call cut_pipeline_stage "
-                f"{self.training_schedule.num_virtual_stages - 1} times and then partition()"
+                f"{self.num_stages * self.virtual_pipeline_size - 1} times and then partition()"
             )
 
     def _check_loss_is_known(self, what: str) -> None:

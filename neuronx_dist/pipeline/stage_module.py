@@ -119,8 +119,10 @@ class StageModule(nn.Module):
     def _own_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, buffer in self.original_module.named_buffers("", recurse, remove_duplicate):
-            if self.is_local(name):
+        seen: set[int] = set()
+        for name, buffer in self.original_module.named_buffers("", recurse, remove_duplicate=False):
+            if self.is_local(name) and not (remove_duplicate and id(buffer) in seen):
+                seen.add(id(buffer))
                 yield join(prefix, name), buffer
 
     def local_buffers(self, recurse: bool = True) -> Iterator[torch.Tensor]:
@@ -129,15 +131,17 @@ class StageModule(nn.Module):
     def local_named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Modules of this stage, and the containers around them."""
+        """Modules of this stage, and the containers around them; one with several names by the first that is local."""
         self.close_placement()
         return self._own_modules(memo, prefix, remove_duplicate)
 
     def _own_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        for name, module in self.original_module.named_modules(memo, "", remove_duplicate):
-            if self._concerns(name, module):
+        seen = set() if memo is None else memo
+        for name, module in self.original_module.named_modules(remove_duplicate=False):
+            if self._concerns(name, module) and not (remove_duplicate and module in seen):
+                seen.add(module)
                 yield join(prefix, name) if name else prefix, module
 
     def local_modules(self) -> Iterator[nn.Module]:

@@ -4,22 +4,7 @@ from __future__ import annotations
 
 import re
 
-from neuronx_dist.pipeline.schedule import Kind, Schedule, Task
-
-
-class GPipe(Schedule):
-    """All forwards, then all backwards, the last microbatch first (Huang et al., 2019)."""
-
-    def computations(self, stage: int) -> list[Task]:
-        forwards = [Task(Kind.FORWARD, 0, microbatch) for microbatch in range(self.num_microbatches)]
-        return forwards + [Task(Kind.BACKWARD, 0, microbatch) for microbatch in reversed(range(self.num_microbatches))]
-
-    def peak_in_flight(self, stage: int) -> int:
-        return self.num_microbatches
-
-    @property
-    def bubble(self) -> float:
-        return (self.num_stages - 1) / (self.num_microbatches + self.num_stages - 1)
+from neuronx_dist.pipeline.schedule import GPipe, Kind, Schedule, Task
 
 
 class Halves(GPipe):
@@ -80,13 +65,6 @@ class InTheseOrders(Schedule):
     def tasks(self, stage: int) -> list[Task]:
         written = self.stages[stage]
         return super().tasks(stage) if written == self.computations(stage) else written
-
-    def peak_in_flight(self, stage: int) -> int:
-        raise NotImplementedError
-
-    @property
-    def bubble(self) -> float:
-        raise NotImplementedError
 
 
 def _task(word: str) -> Task:

@@ -9,11 +9,14 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
 
+from ...spmd.random import checkpoint
 from .splitting import StagePlan
 
 __all__ = ["Stage", "add_place"]
@@ -45,6 +48,15 @@ class _Step(NamedTuple):
     node: fx.Node
 
 
+class _Checkpointed(NamedTuple):
+    """Consecutive steps that lie in one activation checkpoint of the forward."""
+
+    steps: tuple[_Step, ...]
+    reads: tuple[int, ...]  # slots that were filled before
+    results: tuple[int, ...]  # slots that are read afterwards
+    free: tuple[int, ...]
+
+
 class Stage:
     """Runs a plan. Holds no tensors between calls, except constants that the forward made use of."""
 
@@ -61,15 +73,19 @@ class Stage:
             if node not in kept:
                 ends.setdefault(user, []).append(node)
         self._arrivals = [(self._slot(node), node in plan.copied) for node in plan.received]
-        self._steps: list[_Step] = []
+        steps: list[_Step] = []
         self._inputs: list[tuple[int, int, bool]] = []  # slot, number of the input leaf, whether to copy it
         for node in plan.nodes:
             if node.op == "placeholder":
                 self._inputs.append((self._slot(node), node.meta["leaf"], node in plan.copied))
             else:
-                self._steps.append(self._step(node, ends.get(node, [])))
+                steps.append(self._step(node, ends.get(node, [])))
         self._sent = [self._slot(node) for node in plan.sent]
         self._outputs = [self._template(leaf) for leaf in plan.outputs]
+        self._sequence: list[_Step | _Checkpointed] = []
+        for number, group in groupby(steps, lambda step: step.node.meta["info"].checkpoint):
+            together = tuple(group)
+            self._sequence += together if number is None else [self._checkpointed(together)]
 
     @property
     def input_leaves(self) -> list[int]:
@@ -97,15 +113,35 @@ class Stage:
             values[slot] = tensor.clone() if copied else tensor
         for slot, leaf, copied in self._inputs:
             values[slot] = inputs[leaf].clone() if copied else inputs[leaf]
-        for step in self._steps:
-            try:
-                self._run(step, module, values)
-            except Exception as error:
-                add_place(error, f"{step.node} ({step.node.meta['info'].where})")
-                raise
-            for slot in step.free:
-                values[slot] = None
+        for item in self._sequence:
+            if isinstance(item, _Step):
+                self._run_step(item, module, values)
+            else:
+                read = [values[slot] for slot in item.reads]
+                results = checkpoint(partial(self._run_checkpointed, item, module), *read)
+                for slot, result in zip(item.results, results):
+                    values[slot] = result
+                for slot in item.free:
+                    values[slot] = None
         return [values[slot] for slot in self._sent], [_fill(leaf, values) for leaf in self._outputs]
+
+    def _run_checkpointed(self, item: _Checkpointed, module: nn.Module, *read: Any) -> list[Any]:
+        """In forward, and again in backward."""
+        values: list[Any] = [None] * len(self._slots)
+        for slot, value in zip(item.reads, read):
+            values[slot] = value
+        for step in item.steps:
+            self._run_step(step, module, values)
+        return [values[slot] for slot in item.results]
+
+    def _run_step(self, step: _Step, module: nn.Module, values: list[Any]) -> None:
+        try:
+            self._run(step, module, values)
+        except Exception as error:
+            add_place(error, f"{step.node} ({step.node.meta['info'].where})")
+            raise
+        for slot in step.free:
+            values[slot] = None
 
     def _run(self, step: _Step, module: nn.Module, values: list[Any]) -> None:
         if step.lookup is not None:
@@ -143,6 +179,17 @@ class Stage:
         nested = any(_is_nested(x) for x in (*args, *kwargs.values()))
         free = tuple(self._slot(other) for other in ended)
         return _Step(call, lookup, tuple(args), dict(kwargs), nested, self._slot(node), free, _surround(info), node)
+
+    def _checkpointed(self, steps: tuple[_Step, ...]) -> _Checkpointed:
+        free = [slot for step in steps for slot in step.free]
+        made = [step.out for step in steps]
+        read = dict.fromkeys(self._slot(argument) for step in steps for argument in step.node.all_input_nodes)
+        return _Checkpointed(
+            steps,
+            reads=tuple(slot for slot in read if slot not in made),
+            results=tuple(slot for slot in made if slot not in free),
+            free=tuple(slot for slot in free if slot not in made),
+        )
 
     def _slot(self, node: fx.Node) -> int:
         return self._slots.setdefault(node, len(self._slots))

@@ -49,6 +49,7 @@ class Info:
         flops: floating-point operations of its matrix products and convolutions.
         grad: whether gradients were enabled, in a forward that is run with gradients.
         autocast: `(device type, dtype, enabled)` where that differed from around the forward.
+        checkpoint: the number of the activation checkpoint, around several calls, that it lies in.
         constant: the tensor itself, for `constant`.
     """
 
@@ -64,6 +65,7 @@ class Info:
     flops: int = 0
     grad: bool = True
     autocast: tuple[str, torch.dtype, bool] | None = None
+    checkpoint: int | None = None
     constant: torch.Tensor | None = None
 
 

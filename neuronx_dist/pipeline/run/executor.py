@@ -51,6 +51,7 @@ class Executor:
         transport: to the other stages.
         microbatches: input tensors by leaf number, for each microbatch.
         pick_loss: from the model's output leaves, on the last stage; None: all leaves are kept as results.
+        check_outputs: is given each forward that ends the model: the task, its output leaves, what the stage received.
 
     Attributes:
         results: by microbatch, on the stage that ends the model: losses, or lists of output leaves; None elsewhere.
@@ -67,6 +68,7 @@ class Executor:
         transport: Transport,
         microbatches: Sequence[dict[int, torch.Tensor]],
         pick_loss: Callable[[list[Any]], torch.Tensor] | None,
+        check_outputs: Callable[[Task, list[Any], list[torch.Tensor]], None] | None = None,
     ) -> None:
         self.results: list[Any] = [None] * len(microbatches)
         self.peak_in_flight = 0
@@ -77,6 +79,7 @@ class Executor:
         self._transport = transport
         self._microbatches = microbatches
         self._pick_loss = pick_loss
+        self._check_outputs = check_outputs
         self._trains = schedule.trains
         self._handed_over: dict[Task, list[torch.Tensor]] = {}  # from one chunk of this stage to another, by receive
         self._kept: dict[Task, _Kept] = {}  # by the forward
@@ -110,6 +113,8 @@ class Executor:
         sent, outputs = chunk.run(self._module, self._microbatches[task.microbatch], received)
         loss = None
         if self._schedule.peer(self._stage, _send_after(task)) is None:
+            if self._check_outputs is not None:
+                self._check_outputs(task, outputs, received)
             if self._pick_loss is None:
                 self.results[task.microbatch] = [x.detach() if isinstance(x, torch.Tensor) else x for x in outputs]
             else:

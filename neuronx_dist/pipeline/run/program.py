@@ -27,14 +27,14 @@ class StageProgram(NamedTuple):
 
     Attributes:
         chunks: the stage's pieces of the model, as functions.
-        structure: how output leaves make up the forward's result.
-        loss: the loss, if it is known which output that is.
+        structure: how output leaves make up the forward's result; None if only the loss is wanted.
+        loss: the loss, if it is known which output that is. It is then the first output leaf.
         constants: inputs that are no tensors; compared by identity where they do not hash, so they must stay alive.
         transfers: between stages, where ranks have no messages.
     """
 
     chunks: tuple[Stage, ...]
-    structure: pytree.TreeSpec
+    structure: pytree.TreeSpec | None
     loss: TensorSpec | None
     constants: list[Any]
     transfers: Transfers | None
@@ -45,13 +45,17 @@ class StageProgram(NamedTuple):
         return list(dict.fromkeys(leaf for chunk in self.chunks for leaf in chunk.input_leaves))
 
 
-def program_key(batch: Batch, module: nn.Module, device: torch.device) -> tuple[Any, ...]:
-    """Equal wherever one program serves: for batches of one shape, while modes, parameters and autocast stay so."""
+def program_key(batch: Batch, module: nn.Module, device: torch.device, return_outputs: bool) -> tuple[Any, ...]:
+    """Equal wherever one program serves: for batches of one shape, while modes, parameters and autocast stay so.
+
+    (`checkpoint_layers` wraps the `forward` of a module.)
+    """
     return (
         batch.key(),
         device,
         torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type),
-        tuple(m.training for m in module.modules()),
+        return_outputs,
+        tuple((m.training, "forward" in m.__dict__) for m in module.modules()),
         tuple((p.requires_grad, p.dtype) for p in module.parameters()),
     )
 
@@ -78,6 +82,7 @@ def build_program(
     recording: Recording,
     *,
     loss_spec: Any,
+    return_outputs: bool,
     cuts: Sequence[str],
     placement: Placement,
     schedule: Schedule,
@@ -88,6 +93,7 @@ def build_program(
 
     Args:
         loss_spec: `NxDPPModel.output_loss_value_spec`; None: the whole result is wanted, and there is no loss.
+        return_outputs: the result is wanted beside the loss.
         cuts: names of the last layers of all pieces but the last.
         placement: which stages hold which parameters.
         schedule: says which pieces a stage holds.
@@ -101,7 +107,7 @@ def build_program(
     loss: TensorSpec | None = None
     if loss_spec is not None:
         node = find_loss(recording, loss_spec)
-        wanted, loss = [node], node.meta["info"].spec
+        wanted, loss = [node, *(recording.outputs if return_outputs else ())], node.meta["info"].spec
     plans = split(recording, cuts, wanted)
     wrong = misplaced(module, placement, plans, schedule.holders)
     if wrong is not None:
@@ -110,7 +116,7 @@ def build_program(
     lockstep = schedule.num_stages > 1 and not comm.current().backend.has_messages
     return StageProgram(
         chunks=tuple(Stage(plans[virtual_stage]) for virtual_stage in virtual_stages),
-        structure=recording.structure,
+        structure=recording.structure if loss is None or return_outputs else None,
         loss=loss,
         constants=constants,
         transfers=Transfers(plans, schedule) if lockstep else None,

@@ -9,15 +9,16 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
-from ..schedule import Schedule
+from ..schedule import Schedule, simulate
 from .executor import Executor
+from .finite import refuse_infinite_loss
 from .lockstep import Lockstep
 from .messages import Messages
 from .microbatches import Batch
 from .program import StageProgram
 from .transport import Channels, Transport
 
-__all__ = ["check_pieces", "run_batch"]
+__all__ = ["check_pieces", "check_runs", "run_batch"]
 
 
 def run_batch(
@@ -30,6 +31,7 @@ def run_batch(
     channels: Channels,
     parameters: Iterable[nn.Parameter],
     device: torch.device,
+    check_finite: bool = False,
 ) -> tuple[list[Any], int]:
     """Runs a schedule.
 
@@ -37,10 +39,14 @@ def run_batch(
         program: what this stage runs for a microbatch of this batch.
         module: the whole model, of which this rank holds `parameters`, on `device`.
         channels: to the other stages.
+        check_finite: refuse a loss that is NaN or infinite.
 
     Returns:
-        By microbatch, on the stage that ends the model, its loss or the forward's result, None elsewhere; and the most
-        forwards of which activations were kept at one time.
+        By microbatch, on the stage that ends the model, its loss, the forward's result, or both as a pair, whichever
+        the program has; None elsewhere; and the most forwards of which activations were kept at one time.
+
+    Raises:
+        whatever a task raises, with the task and the stage before the message.
     """
     executor = Executor(
         module=module,
@@ -49,12 +55,20 @@ def run_batch(
         stage=stage,
         transport=_transport(program, schedule, stage, channels, parameters, device),
         microbatches=batch.microbatches(program.input_leaves, device),
-        pick_loss=None if program.loss is None else (lambda outputs: outputs[0]),
+        pick_loss=None if program.structure is not None else (lambda outputs: outputs[0]),
+        check_outputs=refuse_infinite_loss if check_finite and program.loss is not None else None,
     )
     results = executor.execute()
-    if program.loss is None and stage == schedule.holders[-1]:
-        results = [pytree.tree_unflatten(leaves, program.structure) for leaves in results]
+    if program.structure is not None and stage == schedule.holders[-1]:
+        results = [_result(program, leaves) for leaves in results]
     return results, executor.peak_in_flight
+
+
+def _result(program: StageProgram, leaves: list[Any]) -> Any:
+    assert program.structure is not None
+    if program.loss is None:
+        return pytree.tree_unflatten(leaves, program.structure)
+    return leaves[0], pytree.tree_unflatten(leaves[1:], program.structure)
 
 
 def check_pieces(schedule: Schedule, own: Schedule) -> None:
@@ -69,6 +83,18 @@ def check_pieces(schedule: Schedule, own: Schedule) -> None:
             f"{schedule} is not for this model, which has {own.num_stages} stages with {own.num_chunks} pieces of "
             f"the model each, in the order {mine} of (stage, chunk)"
         )
+
+
+def check_runs(schedule: Schedule) -> None:
+    """Plays a schedule on the strictest transport, so that none is run that stages would wait in for ever.
+
+    Raises:
+        RuntimeError: a deadlock, messages that do not pair up, a backward that is missing or too early.
+    """
+    try:
+        simulate(schedule)
+    except RuntimeError as error:
+        raise RuntimeError(f"{schedule} cannot run: {error}") from None
 
 
 def _transport(

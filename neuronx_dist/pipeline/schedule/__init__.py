@@ -6,9 +6,12 @@
 
 tasks.py         what a stage does for a microbatch; how it prints
 schedule.py      `Schedule`: the questions that runtime, layout, memory prediction and check ask
-one_f_one_b.py, inference.py     a schedule each: its order of computations, and its formulas
+one_f_one_b.py, interleaved.py, gpipe.py, zb_h1.py, zb_v.py, inference.py
+                 a schedule each: its order of computations, and its formulas
 selection.py     which of them trains
 messages.py      sends and receives, added to an order of computations
+in_flight.py     how many forwards wait for their backward
+timing.py        when each task starts and ends, by the costs of tasks and messages
 simulate.py      all stages against each other, with the strictest transport there is
 lockstep.py      rounds, where there are no messages
 
@@ -19,22 +22,30 @@ Two rules make every schedule here free of deadlock, whatever the transport does
   `send_window` places back in the same queue. By then the receiver has asked for them.
 """
 
+from .gpipe import GPipe
 from .inference import Inference
+from .interleaved import Interleaved
 from .lockstep import Round, rounds
 from .one_f_one_b import OneFOneB
 from .schedule import Schedule
 from .selection import training_schedule
 from .simulate import Simulation, simulate
 from .tasks import Kind, Task, format_schedule
+from .zb_h1 import ZeroBubbleH1
+from .zb_v import ZeroBubbleV
 
 __all__ = [
+    "GPipe",
     "Inference",
+    "Interleaved",
     "Kind",
     "OneFOneB",
     "Round",
     "Schedule",
     "Simulation",
     "Task",
+    "ZeroBubbleH1",
+    "ZeroBubbleV",
     "format_schedule",
     "rounds",
     "simulate",

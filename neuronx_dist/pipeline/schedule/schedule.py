@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
+from .in_flight import most_in_flight
 from .messages import with_messages
 from .tasks import OTHER_END, Kind, Task
+from .timing import Costs, bubble_of, timeline_of
 
 __all__ = ["Schedule"]
 
@@ -13,8 +15,9 @@ __all__ = ["Schedule"]
 class Schedule(ABC):
     """In which order the stages of a pipeline do what, for all microbatches of a step.
 
-    A schedule is a subclass in a file of its own. It defines `computations`, `peak_in_flight` and `bubble`; all else
-    has a default, for stages in a line, or for chunks that go around the line of stages several times.
+    A schedule is a subclass in a file of its own. It defines `computations`; all else has a default, for stages in a
+    line, or for chunks that go around the line of stages several times. `peak_in_flight` and `bubble` are counted,
+    unless it has a closed formula for them.
 
     Attributes:
         num_stages, num_microbatches: of the pipeline, and of a step.
@@ -44,16 +47,27 @@ class Schedule(ABC):
     def computations(self, stage: int) -> list[Task]:
         """The forwards and backwards of a stage, in order. A backward is one task, or its two halves."""
 
-    @abstractmethod
+    # --- what has a default
+
     def peak_in_flight(self, stage: int) -> int:
-        """The most forwards of which a stage keeps activations at one time: microbatches, times chunks."""
+        """The most forwards of which a stage keeps activations at one time: microbatches, times chunks.
+
+        Raises:
+            RuntimeError: the stage leaves out a part of a backward, or does one before its forward.
+        """
+        return most_in_flight(stage, self.computations(stage))
 
     @property
-    @abstractmethod
     def bubble(self) -> float:
-        """Share of a step in which a stage waits, if all computations take equally long and messages no time."""
+        """Share of a step in which a stage waits, if a forward and each half of a backward take equally long.
 
-    # --- what has a default
+        Messages take no time.
+
+        Raises:
+            RuntimeError: computations wait for each other, or for one that never comes.
+        """
+        orders = [self.computations(stage) for stage in range(self.num_stages)]
+        return bubble_of(timeline_of(orders, self.peer, Costs()))
 
     def send_window(self, kind: Kind, stage: int) -> int:
         """How many sends of one kind a stage has under way before it waits for the oldest of them.

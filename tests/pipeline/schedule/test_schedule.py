@@ -8,21 +8,32 @@ from contextlib import nullcontext
 import pytest
 
 from neuronx_dist.pipeline.schedule import (
+    GPipe,
     Inference,
+    Interleaved,
     Kind,
     OneFOneB,
     Schedule,
     Task,
+    ZeroBubbleH1,
+    ZeroBubbleV,
     format_schedule,
     rounds,
     simulate,
     training_schedule,
 )
 from neuronx_dist.pipeline.schedule.tasks import COMPUTATIONS, RECEIVES, SENDS
-from tests.support.toy_schedules import Around, GPipe, Halves, InTheseOrders, ThereAndBack
+from tests.support.toy_schedules import Around, Halves, InTheseOrders, ThereAndBack
 
 GRID = [(stages, microbatches) for stages in range(1, 9) for microbatches in (1, 2, 3, 4, 7, 8, 16, 33)]
-SCHEDULES = [OneFOneB, Inference, GPipe, Halves, Around, ThereAndBack]
+
+
+class TwoChunks(Interleaved):
+    def __init__(self, num_stages: int, num_microbatches: int) -> None:
+        super().__init__(num_stages, num_microbatches, num_chunks=2)
+
+
+SCHEDULES = [OneFOneB, Inference, GPipe, TwoChunks, ZeroBubbleH1, ZeroBubbleV, Halves, Around, ThereAndBack]
 
 
 # --- what every schedule answers holds --------------------------------------------------------------------------------
@@ -69,7 +80,7 @@ def test_messages_have_two_ends(schedule_class: type[Schedule], stages: int) -> 
                         receives[stage, task] += 1
         assert sends == receives and set(sends.values()) <= {1}
         ways = 1 if schedule_class is Inference else 2
-        boundaries = schedule.num_virtual_stages - 1 - (schedule_class is ThereAndBack)
+        boundaries = schedule.num_virtual_stages - 1 - (schedule_class in (ThereAndBack, ZeroBubbleV))
         assert len(sends) == (ways * boundaries * microbatches if stages > 1 else 0)
 
 
