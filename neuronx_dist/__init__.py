@@ -28,6 +28,7 @@ _LAZY = {
     "clip_grad_norm": "gradients.norm",
     "hf": "",
     "global_num_items": "gradients.reduce",
+    "init_on_device": "weights.init_device",
     "materialize": "weights.materialize",
     "model_parallel_manual_seed": "parallel_layers.random",
     "move_model_to_device": "parallel_layers.utils",

@@ -26,7 +26,9 @@ from ..gradients.reduce import reduce_gradients, refuse_accumulation
 from ..parallel_layers import PARALLEL_MODULES
 from ..parallel_layers.signatures import accepts
 from .cut.partitioning import partition
+from .manual_pipe_stage import LayerList, PartitionFunction
 from .options import (
+    check_manual,
     checked_auto_partition,
     checked_input_names,
     module_classes,
@@ -80,7 +82,11 @@ class NxDPPModel(StageModule):
         use_model_wrapper, fuse_microbatches: without effect, with a warning.
         use_optimizer_wrapper: leave the mean over data-parallel ranks to the caller: `bucket_allreduce_gradients`.
         return_loss_on_cpu: move the loss to the CPU.
-        manual_pp_partition: only False.
+        manual_pp_partition: `module` is a list of layers, each of which takes and returns a tensor or a list of them;
+            `run_train(inputs=..., labels=...)` gives `inputs` to the first one. See `pipeline.manual_pipe_stage`.
+        manual_pp_stage_partition_fn: `fn(layers, num_stages)` returns a dict, from each layer to its stage (of all
+            `stages * chunks` pieces); None: an even division, as of `auto_partition`.
+        manual_pp_loss_fn: `fn(output, labels)` is the loss, of the last layer's output.
         schedule: what `run_train` runs: "1f1b", "interleaved" (at least two chunks), "gpipe", "zb_h1", "zb_v" (two
             chunks, placed as a V, so that stage 0 has the loss), a `Schedule`, or a function that makes one,
             `(num_stages, num_microbatches) -> Schedule`. None: 1F1B, and interleaved 1F1B if there are several chunks.
@@ -102,7 +108,7 @@ class NxDPPModel(StageModule):
     @accepts("NxDPPModel")
     def __init__(
         self,
-        module: nn.Module,
+        module: nn.Module | Sequence[nn.Module],
         transformer_layer_cls: Any = None,
         num_microbatches: int = 1,
         virtual_pipeline_size: int = 1,
@@ -127,6 +133,8 @@ class NxDPPModel(StageModule):
         return_loss_on_cpu: bool = True,
         fuse_microbatches: bool = False,
         manual_pp_partition: bool = False,
+        manual_pp_stage_partition_fn: PartitionFunction | None = None,
+        manual_pp_loss_fn: Callable[[Any, Any], Any] | None = None,
         schedule: str | Schedule | Callable[[int, int], Schedule] | None = None,
         check_finite: bool = False,
     ) -> None:
@@ -134,7 +142,16 @@ class NxDPPModel(StageModule):
             raise ValueError(f"num_microbatches must be an integer of at least 1, got {num_microbatches!r}")
         if not isinstance(virtual_pipeline_size, int) or virtual_pipeline_size < 1:
             raise ValueError(f"virtual_pipeline_size must be an integer of at least 1, got {virtual_pipeline_size!r}")
-        refuse_unsupported(manual_pp_partition=manual_pp_partition, trace_file_path=trace_file_path)
+        check_manual(
+            module,
+            manual_pp_partition,
+            cuts={"auto_partition": auto_partition, "pipeline_cuts": pipeline_cuts},
+            functions={
+                "manual_pp_stage_partition_fn": manual_pp_stage_partition_fn,
+                "manual_pp_loss_fn": manual_pp_loss_fn,
+            },
+        )
+        refuse_unsupported(trace_file_path=trace_file_path)
         warn_of_tracing(tracer_cls, autowrap_functions, autowrap_modules, autowrap_obj_methods)
         warn_of_unused(
             use_model_wrapper=(use_model_wrapper, "the model itself is what is trained"),
@@ -153,6 +170,13 @@ class NxDPPModel(StageModule):
             deallocate=deallocate_pipeline_outputs,
         )
         check_runs(chosen)
+        layer_classes: list[type] = []
+        if manual_pp_partition or not isinstance(module, nn.Module):
+            module = LayerList(module, manual_pp_loss_fn)
+            layer_classes = module.layer_classes
+            pipeline_cuts = module.cuts(chosen.num_virtual_stages, manual_pp_stage_partition_fn)
+            transformer_layer_cls = transformer_layer_cls or layer_classes
+            output_loss_value_spec = module.loss_spec if output_loss_value_spec is None else output_loss_value_spec
         super().__init__(module, stage=comm.rank("pp"), num_stages=num_stages, last_stage=chosen.holders[-1])
         self.schedule = schedule
         self.check_finite = check_finite
@@ -173,12 +197,12 @@ class NxDPPModel(StageModule):
         self.deallocate_pipeline_outputs = deallocate_pipeline_outputs
         self._layer_classes = module_classes(module, transformer_layer_cls, "transformer_layer_cls")
         leaves = module_classes(module, leaf_module_cls, "leaf_module_cls", parts_of_names=True)
-        self._leaf_classes = [*self._layer_classes, *PARALLEL_MODULES, *leaves]
+        self._leaf_classes = [*self._layer_classes, *PARALLEL_MODULES, *leaves, *layer_classes]
         self.recorder: Callable[..., Recording] = record
         self._channels = Channels(None, None)
         self._example: Recording | None = None
         self._programs: dict[Any, StageProgram] = {}
-        self._schedules = {self._key_of_training(): chosen}  # of training and evaluation, by what they depend on
+        self._schedules: dict[Any, Schedule] = {self._key_of_training(): chosen}  # of training and evaluation
         self._checked = WeakSet([chosen])
         if self.pipeline_cuts or self.auto_partition or chosen.num_virtual_stages == 1:
             self.partition()

@@ -187,7 +187,19 @@ class StageModule(nn.Module):
                 f"load_state_dict of stage {self.stage}: missing {missing or 'none'}, unexpected {unexpected or 'none'}"
             )
         self.original_module.load_state_dict(loaded, strict=False, assign=assign)
+        if assign:  # which makes a parameter of each name
+            self._tie_again()
         return _IncompatibleKeys(missing, unexpected)
+
+    def _tie_again(self) -> None:
+        """Makes all names of a tied weight one parameter again: that of its first name on this stage."""
+        for group in self._aliases.values():
+            local = next((name for name in group if self.is_local(name)), None)
+            if local is not None:
+                param = self.original_module.get_parameter(local)
+                for name in group:
+                    owner, _, key = name.rpartition(".")
+                    self.original_module.get_submodule(owner)._parameters[key] = param
 
     def _concerns(self, name: str, module: nn.Module) -> bool:
         """Whether a module is of this stage or holds something that is; those without any tensors are everywhere."""
@@ -293,6 +305,11 @@ class StageModule(nn.Module):
             value = self.original_module.get_parameter(tied.name).detach()
             comm.broadcast(value, tied.holders, src=0, out=value)
         self.tied_weights_synced = True
+
+    def register_shared_weights(self) -> None:
+        """NxD's name for finding tied weights, which `partition()` does: nothing is left to do."""
+        if not self.partitioned:
+            raise RuntimeError("register_shared_weights: call partition(), which finds the weights that are tied")
 
     def _mark_tied(self) -> None:
         for tied in self._tied:

@@ -64,7 +64,6 @@ def test_on_processes(setting: Setting) -> None:
     check(setting, processes(setting.pp).run(train, setting, mesh={"pp": setting.pp}))
 
 
-# GPipe's backwards are in the order of the microbatches too, as are the weight gradients of the others.
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize("schedule", CHUNKS)
 @pytest.mark.parametrize("pp,microbatches", [(2, 5), (4, 3)])

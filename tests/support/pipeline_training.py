@@ -79,17 +79,16 @@ def inputs(setting: Setting, step: int) -> dict[str, torch.Tensor]:
 
 
 @functools.lru_cache(maxsize=64)
-def _alone(microbatches: int, layers: int, tied: bool, dtype: torch.dtype, optimizer_name: str) -> Steps:
+def _alone(order: tuple[int, ...], layers: int, tied: bool, dtype: torch.dtype, optimizer_name: str) -> Steps:
     model: Any = initial_model(layers, tied, dtype)
     optimizer = OPTIMIZERS[optimizer_name](model.parameters())
+    microbatches = len(order)
     result = Steps([], [], [], {})
     for step in range(STEPS):
-        losses = []
-        for piece in cut(batch(rows=2 * microbatches, seed=step), microbatches):
-            loss = model(**piece)
-            (loss / microbatches).backward()
-            losses.append(loss.detach())
-        result.losses.append(torch.stack(losses).mean())
+        losses = [model(**piece) for piece in cut(batch(rows=2 * microbatches, seed=step), microbatches)]
+        for microbatch in order:
+            (losses[microbatch] / microbatches).backward()
+        result.losses.append(torch.stack(losses).mean().detach())
         result.norms.append(nn.utils.get_total_norm([param.grad for param in model.parameters()]))
         named = list(model.named_parameters(remove_duplicate=False))
         result.gradients.append({name: param.grad.clone() for name, param in named})
@@ -100,8 +99,10 @@ def _alone(microbatches: int, layers: int, tied: bool, dtype: torch.dtype, optim
 
 
 def alone(setting: Setting, optimizer_name: str) -> Steps:
-    """In one process: microbatches accumulate, in their order."""
-    return _alone(setting.microbatches, setting.layers, setting.tied, setting.dtype, optimizer_name)
+    """In one process: microbatches accumulate, in their order, or for GPipe the last one first."""
+    order = range(setting.microbatches)
+    order = order[::-1] if setting.schedule == "gpipe" else order
+    return _alone(tuple(order), setting.layers, setting.tied, setting.dtype, optimizer_name)
 
 
 def train(setting: Setting, optimizer_names: tuple[str, ...] = tuple(OPTIMIZERS)) -> dict[str, Steps]:

@@ -7,6 +7,7 @@ no longer than in the model itself. Modules and parameters are looked up in the 
 from __future__ import annotations
 
 import operator
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ...spmd.random import checkpoint
 from .splitting import StagePlan
@@ -46,6 +48,10 @@ class _Step(NamedTuple):
     free: tuple[int, ...]  # slots that nobody reads after this
     surround: Callable[[], Any] | None  # a context manager to run it in
     node: fx.Node
+
+    @property
+    def results(self) -> tuple[int, ...]:
+        return (self.out,)
 
 
 class _Checkpointed(NamedTuple):
@@ -82,10 +88,25 @@ class Stage:
                 steps.append(self._step(node, ends.get(node, [])))
         self._sent = [self._slot(node) for node in plan.sent]
         self._outputs = [self._template(leaf) for leaf in plan.outputs]
+        self._first = {self._slot(node) for node in _first_activations(plan)}
+        self._undivided: set[str] = set()
         self._sequence: list[_Step | _Checkpointed] = []
         for number, group in groupby(steps, lambda step: step.node.meta["info"].checkpoint):
             together = tuple(group)
             self._sequence += together if number is None else [self._checkpointed(together)]
+
+    def warn_of_undivided(self, names: Sequence[str]) -> None:
+        """Warns, once for each, of autograd nodes whose backward cannot be run in halves."""
+        new = sorted(set(names) - self._undivided)
+        if new:
+            self._undivided |= set(new)
+            steps = [node for node in self.plan.nodes if node.op != "placeholder"]
+            warnings.warn(
+                f"the stage of {steps[0]} .. {steps[-1]}: the backward of {', '.join(new)} cannot be divided and runs "
+                "whole in the first half (I), so that the second (W) has less to do. If this autograd.Function "
+                "computes only what ctx.needs_input_grad asks for, say so in it: splits_backward = True",
+                stacklevel=2,
+            )
 
     @property
     def input_leaves(self) -> list[int]:
@@ -93,7 +114,11 @@ class Stage:
         return [leaf for _, leaf, _ in self._inputs]
 
     def run(
-        self, module: nn.Module, inputs: dict[int, torch.Tensor], received: Sequence[torch.Tensor]
+        self,
+        module: nn.Module,
+        inputs: dict[int, torch.Tensor],
+        received: Sequence[torch.Tensor],
+        first: list[GradientEdge] | None = None,
     ) -> tuple[list[torch.Tensor], list[Any]]:
         """Runs the stage on one microbatch.
 
@@ -101,6 +126,8 @@ class Stage:
             module: the whole model; this stage's part of it is on a real device.
             inputs: tensors by their leaf number, at least `input_leaves`.
             received: as in `plan.received`.
+            first: gets the history of the first activations of a stage to which no gradient flows back: those that are
+                computed of inputs and parameters alone, such as embeddings.
 
         Returns:
             `(sent, outputs)`, as in `plan.sent` and `plan.outputs`.
@@ -123,6 +150,9 @@ class Stage:
                     values[slot] = result
                 for slot in item.free:
                     values[slot] = None
+            if first is not None and self._first:
+                for slot in self._first.intersection(item.results):
+                    first += _history(values[slot])
         return [values[slot] for slot in self._sent], [_fill(leaf, values) for leaf in self._outputs]
 
     def _run_checkpointed(self, item: _Checkpointed, module: nn.Module, *read: Any) -> list[Any]:
@@ -207,6 +237,28 @@ class Stage:
         if type(x) is tuple:
             return tuple(self._template(item) for item in x)
         return x
+
+
+def _first_activations(plan: StagePlan) -> list[fx.Node]:
+    """Results with a gradient of which no argument is such a result; none if gradients flow to the stage before."""
+    if any(spec.requires_grad for spec in plan.received_specs):
+        return []
+    weights: set[fx.Node] = set()  # parameters, and what is computed of them alone
+    activations: dict[fx.Node, bool] = {}  # whether it is a first one
+    for node in plan.nodes:
+        info, arguments = node.meta["info"], node.all_input_nodes
+        if info.kind == "parameter" or (info.kind != "module" and arguments and weights.issuperset(arguments)):
+            weights.add(node)
+        elif info.spec is not None and info.spec.requires_grad:
+            activations[node] = activations.keys().isdisjoint(arguments)
+        elif not activations.keys().isdisjoint(arguments):
+            activations[node] = False  # several tensors
+    return [node for node, is_first in activations.items() if is_first]
+
+
+def _history(x: torch.Tensor) -> list[GradientEdge]:
+    """None for a leaf; nor for what has hooks, which would run in each half of a backward."""
+    return [] if x.grad_fn is None or x._backward_hooks else [get_gradient_edge(x)]
 
 
 def _constant(x: torch.Tensor) -> torch.Tensor:

@@ -14,10 +14,12 @@ from ..cut.placement import Placement, misplaced, misplacement
 from ..cut.splitting import split
 from ..cut.stage import Stage, add_place
 from ..record.recording import Recording, TensorSpec, TracingError, describe
-from ..schedule import Schedule
+from ..schedule import Kind, Schedule
+from ..schedule.tasks import OTHER_END
 from .lockstep import Transfers
 from .loss import find_loss
 from .microbatches import Batch
+from .wire import Wire, wires_of
 
 __all__ = ["StageProgram", "build_program", "program_key", "recorded"]
 
@@ -30,6 +32,7 @@ class StageProgram(NamedTuple):
         structure: how output leaves make up the forward's result; None if only the loss is wanted.
         loss: the loss, if it is known which output that is. It is then the first output leaf.
         constants: inputs that are no tensors; compared by identity where they do not hash, so they must stay alive.
+        wires: what messages carry, by chunk and by kind.
         transfers: between stages, where ranks have no messages.
     """
 
@@ -37,6 +40,7 @@ class StageProgram(NamedTuple):
     structure: pytree.TreeSpec | None
     loss: TensorSpec | None
     constants: list[Any]
+    wires: tuple[dict[Kind, list[Wire]], ...]
     transfers: Transfers | None
 
     @property
@@ -112,12 +116,13 @@ def build_program(
     wrong = misplaced(module, placement, plans, schedule.holders)
     if wrong is not None:
         raise misplacement(module, placement, *wrong)
-    virtual_stages = [schedule.virtual_stage(stage, chunk) for chunk in range(schedule.num_chunks)]
+    own = [plans[schedule.virtual_stage(stage, chunk)] for chunk in range(schedule.num_chunks)]
     lockstep = schedule.num_stages > 1 and not comm.current().backend.has_messages
     return StageProgram(
-        chunks=tuple(Stage(plans[virtual_stage]) for virtual_stage in virtual_stages),
+        chunks=tuple(map(Stage, own)),
         structure=recording.structure if loss is None or return_outputs else None,
         loss=loss,
         constants=constants,
+        wires=tuple({kind: wires_of(plan, kind) for kind in OTHER_END} for plan in own),
         transfers=Transfers(plans, schedule) if lockstep else None,
     )

@@ -117,7 +117,7 @@ def _transport(
     return Messages(
         schedule=schedule,
         stage=stage,
-        plans=[chunk.plan for chunk in program.chunks],
+        wires=program.wires,
         channels=channels,
         device=device,
     )

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from functools import cached_property
 
 from .in_flight import most_in_flight
 from .messages import with_messages
+from .route import Route, route_of
 from .tasks import OTHER_END, Kind, Task
 from .timing import Costs, bubble_of, timeline_of
 
@@ -36,6 +38,7 @@ class Schedule(ABC):
             raise ValueError(f"num_microbatches must be at least 1, got {num_microbatches}")
         self.num_stages = num_stages
         self.num_microbatches = num_microbatches
+        self._routes: dict[int, Route] = {}
 
     def __repr__(self) -> str:
         chunks = f", num_chunks={self.num_chunks}" if self.num_chunks > 1 else ""
@@ -97,7 +100,7 @@ class Schedule(ABC):
         """The stage that holds each piece of the model, in the model's order."""
         return [self.holder(virtual_stage)[0] for virtual_stage in range(self.num_virtual_stages)]
 
-    @property
+    @cached_property
     def trains(self) -> bool:
         """Whether there are backwards, so that forwards have to keep what these need."""
         return any(task.kind is not Kind.FORWARD for task in self.computations(0))
@@ -110,6 +113,18 @@ class Schedule(ABC):
         """
         self.check_stage(stage)
         return with_messages(self.computations(stage), lambda message: self.is_message(stage, message))
+
+    def route(self, stage: int) -> Route:
+        """What a stage does and with whom, for a runtime: computed once, so a schedule is not changed afterwards.
+
+        Raises:
+            ValueError: there is no such stage.
+        """
+        if stage not in self._routes:
+            self._routes[stage] = route_of(
+                self.tasks(stage), lambda task: self.peer(stage, task), lambda kind: self.send_window(kind, stage)
+            )
+        return self._routes[stage]
 
     def check_stage(self, stage: int) -> None:
         """Raises ValueError if there is no such stage."""
