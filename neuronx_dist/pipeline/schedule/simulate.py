@@ -8,7 +8,7 @@ from typing import NamedTuple
 from .in_flight import most_in_flight
 from .lockstep import positions
 from .schedule import Schedule
-from .tasks import OTHER_END, RECEIVE_FOR, RECEIVES, SENDS, Kind, Task
+from .tasks import OTHER_END, RECEIVE_FOR, RECEIVES, SEND_AFTER, SENDS, Kind, Task
 
 __all__ = ["Simulation", "simulate"]
 
@@ -64,10 +64,13 @@ class _Wire:
         self._receives: dict[tuple[int, int, Kind], deque[Task]] = {}
         self._posted: dict[tuple[int, Kind], list[Task]] = {}  # all sends of a stage, by kind
         self._moved: set[tuple[int, Task]] = set()  # (stage, send or receive)
+        self._computed: set[tuple[int, Task]] = set()  # (stage, send of what it has computed)
 
     def post(self, stage: int, task: Task) -> bool:
         """Whether a stage can do a task now; if it is a message, posts it."""
         if task.kind in SENDS:
+            if (stage, task) not in self._computed:
+                raise RuntimeError(f"stage {stage} does {task} before the computation whose result it sends")
             posted = self._posted.setdefault((stage, task.kind), [])
             window = self._schedule.send_window(task.kind, stage)
             if window < 1 or (len(posted) >= window and (stage, posted[-window]) not in self._moved):
@@ -77,10 +80,22 @@ class _Wire:
         elif task.kind in RECEIVES:
             channel = self._other_stage(stage, task), stage, OTHER_END[task.kind]
             self._receives.setdefault(channel, deque()).append(task)
-        elif task.kind in RECEIVE_FOR:
-            receive = task._replace(kind=RECEIVE_FOR[task.kind])
-            return not self._schedule.is_message(stage, receive) or (stage, receive) in self._moved
+        elif self._has_come(stage, task):
+            if task.kind in SEND_AFTER:
+                self._computed.add((stage, task._replace(kind=SEND_AFTER[task.kind])))
+        else:
+            return False
         return True
+
+    def _has_come(self, stage: int, computation: Task) -> bool:
+        """Whether a stage has what a computation needs, from another stage or from another chunk of its own."""
+        if computation.kind not in RECEIVE_FOR:
+            return True
+        receive = computation._replace(kind=RECEIVE_FOR[computation.kind])
+        sender = self._schedule.peer(stage, receive)
+        if sender is not None and sender[0] == stage:
+            return sender in self._computed
+        return sender is None or (stage, receive) in self._moved
 
     def deliver(self) -> bool:
         """Moves all messages that both ends have posted; whether there were any."""
