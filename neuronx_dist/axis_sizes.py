@@ -21,18 +21,16 @@ class _Local(threading.local):
 
 
 _local = _Local()
-_users = 0  # in all threads
-_lock = threading.Lock()
 
 
 def tracking() -> bool:
     """Whether sizes of axes know that they are, in this thread."""
-    return _users > 0 and _local.number is not None
+    return _local.number is not None
 
 
 def size_along(sizes: Mapping[str, int], total: int) -> int:
     """The number `total` of ranks along some axes, whose `sizes` are given; a plain int where nobody tracks it."""
-    number = _local.number if _users else None
+    number = _local.number
     exponents = {axis: 1 for axis, size in sizes.items() if size > 1} if number is not None else {}
     return number(total, exponents) if number is not None and exponents else total
 
@@ -40,13 +38,8 @@ def size_along(sizes: Mapping[str, int], total: int) -> int:
 @contextmanager
 def tracked(number: Number) -> Iterator[None]:
     """Inside, in this thread, sizes of axes are what `number` makes of them."""
-    global _users
     before, _local.number = _local.number, number
-    with _lock:
-        _users += 1
     try:
         yield
     finally:
         _local.number = before
-        with _lock:
-            _users -= 1

@@ -163,7 +163,7 @@ def calling_module() -> str:
 
     It is found on the stack, and its path in the outermost module there that holds it: for messages of errors.
     """
-    seen = [frame.f_locals.get("self") for _, frame in frames(1)]
+    seen = [frame.f_locals.get("self") for _, frame in frames()]
     running = [module for module in seen if isinstance(module, torch.nn.Module)]
     if not running:
         return ""

@@ -196,6 +196,7 @@ def test_a_mesh_of_many_ranks_costs_what_a_small_one_does():
 def test_groups_are_a_sequence_that_equals_a_list():
     groups = Mesh(8, tp=2, pp=2).groups("tp")
     assert groups == [[0, 1], [2, 3], [4, 5], [6, 7]] and groups != [[0, 1]] and groups != ((0, 1),)
+    assert groups != 4 and groups == Mesh(8, tp=2, pp=4).groups("tp") and groups != Mesh(8, tp=4).groups("tp")
     assert repr(groups) == "[[0, 1], [2, 3], [4, 5], [6, 7]]" and [2, 3] in groups
     assert groups[-1] == [6, 7] and groups[1:3] == [[2, 3], [4, 5]] and list(reversed(groups))[0] == [6, 7]
     with pytest.raises(IndexError):

@@ -42,7 +42,7 @@ def get_state() -> State:
     generator = _device_generator()
     if generator is not None:
         state.append(generator.get_state())
-    elif torch.cuda.is_available() and torch.cuda.is_initialized():
+    elif torch.cuda.is_initialized():
         state.append(torch.cuda.get_rng_state())
     return state
 

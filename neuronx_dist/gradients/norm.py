@@ -70,7 +70,7 @@ def clip_grad_norm(
     Returns the norm before that. `max_norm=inf` only measures. For the other arguments see `get_grad_norm`.
     """
     params = parameters_of(parameters)
-    total_norm = get_grad_norm(params, norm_type, zero1_optimizer, zero1_optimizer_groups, force_spmd)
+    total_norm = get_grad_norm(params, norm_type, zero1_optimizer, zero1_optimizer_groups)
     return clip_grads_with_norm(params, total_norm, max_norm)
 
 

@@ -64,6 +64,8 @@ class ColumnLinear(torch.autograd.Function):
     It is started before the weight gradients are computed, and awaited after them.
     """
 
+    splits_backward = True  # pipeline/run/halves.py: each gradient is computed only if it is asked for
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -156,6 +158,8 @@ class RowLinear(torch.autograd.Function):
 
     The reduction is done in the output's own memory, and the bias is added to the sum.
     """
+
+    splits_backward = True
 
     @staticmethod
     def forward(

@@ -87,7 +87,6 @@ SIGNATURES = {
 }
 
 _PADDING = "pad heads with pad_model, or a layer with LayerPlan(padded_size=...) of parallel_layers.replace"
-_MANUAL = "use pipeline_cuts or auto_partition"
 # Parameters that change values or layouts, and do not here: name -> (default, what to do instead).
 REFUSED: dict[str, tuple[Any, str]] = {
     "pad": (False, _PADDING),
@@ -95,8 +94,6 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "keep_padded_output": (False, _PADDING),
     "rank_ordering": (None, "the order of ranks is the mesh's: initialize_model_parallel(topology=...)"),
     "autograd_func_class": (None, "call your autograd function instead of linear_with_async_allreduce"),
-    "manual_pp_stage_partition_fn": (None, _MANUAL),
-    "manual_pp_loss_fn": (None, _MANUAL),
 }
 # Parameters that change neither: name -> default.
 IGNORED: dict[str, Any] = {

@@ -11,9 +11,17 @@ from typing import Any
 from torch import nn
 
 from ..call_site import USER, frames
-from .cut.partition import nearest
+from .cut.cuts import nearest
 
-__all__ = ["checked_input_names", "module_classes", "names", "refuse_unsupported", "warn_of_tracing", "warn_of_unused"]
+__all__ = [
+    "check_manual",
+    "checked_input_names",
+    "module_classes",
+    "names",
+    "refuse_unsupported",
+    "warn_of_tracing",
+    "warn_of_unused",
+]
 
 
 def module_classes(module: nn.Module, classes: Any, option: str, *, parts_of_names: bool = False) -> list[type]:
@@ -85,8 +93,30 @@ def refuse_unsupported(**options: Any) -> None:
     """Raises ValueError for the first of these options that is set."""
     for option, value in options.items():
         if value:
-            repair = "use pipeline_cuts or auto_partition" if option.startswith("manual_pp") else "leave it out"
-            raise ValueError(f"{option}={value!r} is not supported; {repair}")
+            raise ValueError(f"{option}={value!r} is not supported; leave it out")
+
+
+def check_manual(module: Any, manual_pp_partition: bool, cuts: Mapping[str, Any], functions: Mapping[str, Any]) -> None:
+    """Checks that `manual_pp_partition` goes with a list of layers, and what belongs to it with that.
+
+    Args:
+        cuts: other options that cut the model.
+        functions: options that belong to `manual_pp_partition`.
+
+    Raises:
+        ValueError: an option does not go with the others.
+    """
+    if not manual_pp_partition:
+        given = next((option for option, value in functions.items() if value is not None), None)
+        if given or not isinstance(module, nn.Module):
+            what = given or f"module is a {type(module).__name__}, and"
+            raise ValueError(f"{what} belongs to manual_pp_partition=True, with a list of layers as the module")
+        return
+    given = next((option for option, value in cuts.items() if value), None)
+    if given:
+        raise ValueError(
+            f"{given} does not go with manual_pp_partition: pass manual_pp_stage_partition_fn to cut by hand"
+        )
 
 
 def warn_of_unused(**options: tuple[Any, str]) -> None:

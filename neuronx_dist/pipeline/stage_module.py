@@ -11,7 +11,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from .. import comm
 from ..weights.partial_model import install_parameter, join
-from .cut.partition import Placement
+from .cut.placement import Placement
 
 __all__ = ["StageModule"]
 
@@ -102,8 +102,10 @@ class StageModule(nn.Module):
     def local_named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, buffer in self.original_module.named_buffers("", recurse, remove_duplicate):
-            if self.is_local(name):
+        seen: set[int] = set()
+        for name, buffer in self.original_module.named_buffers("", recurse, remove_duplicate=False):
+            if self.is_local(name) and not (remove_duplicate and id(buffer) in seen):
+                seen.add(id(buffer))
                 yield join(prefix, name), buffer
 
     def local_buffers(self, recurse: bool = True) -> Iterator[torch.Tensor]:
@@ -113,9 +115,11 @@ class StageModule(nn.Module):
     def local_named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Modules of this stage, and the containers around them."""
-        for name, module in self.original_module.named_modules(memo, "", remove_duplicate):
-            if self._concerns(name, module):
+        """Modules of this stage, and the containers around them; one with several names by the first that is local."""
+        seen = set() if memo is None else memo
+        for name, module in self.original_module.named_modules(remove_duplicate=False):
+            if self._concerns(name, module) and not (remove_duplicate and module in seen):
+                seen.add(module)
                 yield join(prefix, name) if name else prefix, module
 
     def local_modules(self) -> Iterator[nn.Module]:
@@ -159,7 +163,19 @@ class StageModule(nn.Module):
                 f"load_state_dict of stage {self.stage}: missing {missing or 'none'}, unexpected {unexpected or 'none'}"
             )
         self.original_module.load_state_dict(loaded, strict=False, assign=assign)
+        if assign:  # which makes a parameter of each name
+            self._tie_again()
         return _IncompatibleKeys(missing, unexpected)
+
+    def _tie_again(self) -> None:
+        """Makes all names of a tied weight one parameter again: that of its first name on this stage."""
+        for group in self._aliases.values():
+            local = next((name for name in group if self.is_local(name)), None)
+            if local is not None:
+                param = self.original_module.get_parameter(local)
+                for name in group:
+                    owner, _, key = name.rpartition(".")
+                    self.original_module.get_submodule(owner)._parameters[key] = param
 
     def _concerns(self, name: str, module: nn.Module) -> bool:
         """Whether a module is of this stage or holds something that is; those without any tensors are everywhere."""
@@ -248,6 +264,11 @@ class StageModule(nn.Module):
             value = self.original_module.get_parameter(tied.name).detach()
             comm.broadcast(value, tied.holders, src=0, out=value)
         self.tied_weights_synced = True
+
+    def register_shared_weights(self) -> None:
+        """NxD's name for finding tied weights, which `partition()` does: nothing is left to do."""
+        if not self.partitioned:
+            raise RuntimeError("register_shared_weights: call partition(), which finds the weights that are tied")
 
     def _mark_tied(self) -> None:
         for tied in self._tied:

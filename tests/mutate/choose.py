@@ -84,6 +84,12 @@ class Recording:
             return {number for one in function.body if (number := block(one)) is not None}
         return {number for name in _assigned(statement) for number in self._uses(name)}
 
+    def _is_on_import(self, edit: Edit) -> bool:
+        """Whether it is outside of functions, or in what stands before the body of one."""
+        tree = ast.parse(edit.source)
+        statement, function = _outermost(tree, edit.position)
+        return function is None or edit.position < (function.body[0].lineno, function.body[0].col_offset)
+
     @cache  # noqa: B019 - there is one recording
     def _uses(self, name: str) -> set[int]:
         """The blocks that name something of module or class level."""
@@ -103,16 +109,24 @@ class Recording:
     def choose(self, edit: Edit, seconds: float) -> Choice:
         """Tests of `seconds` together: first one case of every test function, those of the edited file's room first."""
         executing = self.executing(self._blocks_of(edit))
-        candidates = executing
-        if not candidates and (base := self.bases.get(edit.path)) is not None:  # executed on import, or in processes
-            candidates = self.executing(range(base, base + len(self._blocks(edit.path))))
-            candidates = [*candidates, *(test for test in self.tests if _distance(test, edit.path) == 0)]
+        candidates = set(executing)
+        base = self.bases.get(edit.path)
+        if not executing and base is not None:  # executed on import, or in processes
+            candidates.update(self.executing(range(base, base + len(self._blocks(edit.path)))))
+        if not executing or self._is_on_import(edit):
+            candidates.update(test for test in self.tests if _is_near(test, edit.path))
         chosen, left = [], seconds
-        for test in _in_order(set(candidates), edit.path):
+        for test in _in_order(candidates, edit.path):
             if test.seconds <= left or not chosen:
                 chosen.append(test)
                 left -= test.seconds
         return Choice(chosen, len(executing))
+
+
+def _is_near(test: Test, path: str) -> bool:
+    """Whether a test's folder mirrors that of `path`, or is the one of tests of all of the package."""
+    folder = PurePosixPath(test.name.partition("::")[0]).parent.relative_to("tests")
+    return folder in (PurePosixPath(path).parent.relative_to(PACKAGE), PurePosixPath())
 
 
 def _recorded_lines(before: str, now: str) -> dict[int, int]:
@@ -154,7 +168,10 @@ def _assigned(statement: ast.stmt) -> Iterator[str]:
 
 
 def _distance(test: Test, path: str) -> int:
-    """Of a test's file from the one that mirrors `path`: 0 is that file, 1 its folder, then the folders around it."""
+    """Of a test's file from the one that mirrors `path`: 0 is that file, 1 its folder, then the folders around it.
+
+    Files of `tests/` itself are about all of the package.
+    """
     module = PurePosixPath(path).relative_to(PACKAGE)
     file = PurePosixPath(test.name.partition("::")[0]).relative_to("tests")
     room = module.parent
@@ -163,7 +180,7 @@ def _distance(test: Test, path: str) -> int:
     steps = 1
     while not file.is_relative_to(room):
         room, steps = room.parent, steps + 1
-    return steps
+    return 1 if len(file.parts) == 1 else steps
 
 
 def _in_order(tests: set[Test], path: str) -> list[Test]:

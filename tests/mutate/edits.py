@@ -63,6 +63,7 @@ _BINARY = {"+": "-", "-": "+", "*": "//", "//": "*", "/": "*", "%": "*", "**": "
 _TWINS = {"min": "max", "max": "min", "any": "all", "all": "any", "sorted": "list"}
 _NEUTRAL = set("clone detach contiguous copy float double long abs flatten reversed update wait".split())
 _MESSAGES = re.compile(r"(Error|Exception|Warning|Exit|warn|print|fail|refuse|refused|debug|info|message)$")
+_TEXTS = ("description", "epilog", "help", "metavar")  # of a command line
 _WORD = re.compile(r"[\w.,:*-]+$")
 
 
@@ -289,11 +290,16 @@ class _Walk:
             start, end = self.file.start(arguments[0]), self.file.end(arguments[1])
             yield self.file.between("swapped arguments", arguments[0], start, end, second + between + first)
         for keyword in node.keywords:
+            if keyword.arg in _TEXTS:
+                continue
             yield from self._word("constant", keyword.value)
             if keyword.arg is not None:
                 yield self._without("dropped argument", keyword, self.file.start(keyword), self.file.end(keyword))
         for argument in node.args:
-            yield from self._word("constant", argument)
+            if isinstance(argument, ast.Constant) and _name(node.func) in ("set", "frozenset"):
+                yield self.file.edit("dropped element", argument, repr(argument.value[1:]))  # of letters
+            else:
+                yield from self._word("constant", argument)
 
     def on_Name(self, node: ast.Name) -> Iterator[Edit]:
         default = self.defaults[-1].get(node.id) if self.defaults else None

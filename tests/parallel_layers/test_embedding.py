@@ -26,6 +26,14 @@ def reference(weight, g, **options):
     return out.detach(), weight.grad, weight.detach()
 
 
+@pytest.mark.parametrize("rank", range(2))
+def test_the_ids_that_a_rank_holds(rank):
+    with comm.as_rank(tp_mesh(2), rank):
+        by_rows, by_columns = ParallelEmbedding(V, H), ParallelEmbedding(V, H, shard_across_embedding=True)
+        assert (by_rows.start_index, by_rows.end_index) == (rank * V // 2, (rank + 1) * V // 2)
+        assert (by_columns.start_index, by_columns.end_index) == (0, V)
+
+
 def case(tp, options, weight, g):
     """Output as it comes, and the weight's gradient, with the output's gradient cut as the output is."""
     rank = comm.rank("tp")

@@ -40,7 +40,15 @@ ONE_KEY_VALUE_HEAD = [
 ]
 
 
-@pytest.mark.parametrize("case", COVERING + ONE_KEY_VALUE_HEAD, ids=str)
+ACCUMULATED = [
+    Case(tp=2, pp=2, dp=2, sequence_parallel=True, tied=True, optimizer="zero1", calls=2, microbatches=2, clip=CLIP),
+    Case(tp=2, dp=2, sequence_parallel=True, optimizer="plain", calls=4, clip=CLIP, checkpointed=True),
+    Case(pp=2, dp=2, tied=True, optimizer="master", calls=2, microbatches=4, labels="empty"),
+    Case(pp=2, tp=2, sequence_parallel=True, tied=True, microbatches=4, checkpointed=True),
+]
+
+
+@pytest.mark.parametrize("case", COVERING + ONE_KEY_VALUE_HEAD + ACCUMULATED, ids=str)
 def test_as_one_process(case: Case) -> None:
     check(case, comm.threads.run(case.mesh, train, case))
 

@@ -12,7 +12,8 @@ from torch import nn
 from neuronx_dist import comm, spmd
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.pipeline import TracingError
-from neuronx_dist.pipeline.cut.partition import place_by_recording, place_by_registration, split
+from neuronx_dist.pipeline.cut.placement import place_by_recording, place_by_registration
+from neuronx_dist.pipeline.cut.splitting import split
 from neuronx_dist.pipeline.record.recorder import record
 from tests.support.pipeline_models import HIDDEN, SEQ, Block, Model, batch, check_parity, cut, error, make, on_ranks
 

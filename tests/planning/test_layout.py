@@ -138,6 +138,17 @@ def test_all_problems_come_at_once():
     assert text.count("\n  - ") == len(caught.value.problems)
 
 
+def test_of_a_model_only_what_is_known_is_checked():
+    layout = Layout(world_size=4, tp=4, pp=1, global_batch=4)
+    for shape in (ModelShape(), ModelShape(heads=6), ModelShape(kv_heads=3), ModelShape(max_positions=layout.seq_len)):
+        assert layout.problems(shape) == []
+    for shape in (ModelShape(vocab=6), ModelShape(intermediate=6), ModelShape(heads=6, kv_heads=6)):
+        assert len(layout.problems(shape)) == 1
+    for axis in ("cp", "ep"):  # of layers that are not known anything may be said to be parallel
+        split = Layout(world_size=2, global_batch=2, **{axis: 2})
+        assert split.problems(ModelShape()) == [] and len(split.problems(ModelShape(layers=1))) == 1
+
+
 def test_padded_heads_do_not_limit_the_tp_that_is_advised():
     options = dict(world_size=6, tp=4, global_batch=6)
     assert "use tp 3 or 6" in the_problem(Layout(**options, pad_heads=True), SMOLLM)

@@ -67,6 +67,13 @@ def test_one_type_alone_is_that_on_all_axes(kind):
         spmd.assert_type(torch.ones(4), R)
 
 
+def test_a_part_of_a_shard_is_told_as_a_shard():
+    x = torch.ones(4, 4)
+    with comm.as_rank(MESH, 0), spmd.SpmdTypeMode():
+        spmd.assert_type(x, {"dp": S(0), "cp": R, "tp": R})
+        assert spmd.get_local_type(x.chunk(2)[0]) == {"dp": S(0), "cp": R, "tp": R}
+
+
 @pytest.mark.parametrize("dim", [2, -3, 7])
 def test_a_dim_that_a_tensor_does_not_have_is_a_type_error(dim):
     def x(kind):

@@ -82,6 +82,8 @@ class Case:
     labels: str = "uneven"
     clip: float | None = None
     dtype: torch.dtype = torch.float64
+    calls: int = 1  # of run_train in a step: gradients are accumulated
+    checkpointed: bool = False
     evaluate: bool = False  # run_eval as well; it records the model a second time, which takes as long as all steps
 
     @property
@@ -96,6 +98,7 @@ class Case:
     def __str__(self) -> str:
         words = [f"tp{self.tp}-pp{self.pp}-dp{self.dp}", f"mb{self.microbatches}", self.optimizer, self.labels]
         words += ["sp"] * self.sequence_parallel + ["tied"] * self.tied + [self.heads] * (self.heads != "gqa")
+        words += [f"calls{self.calls}"] * (self.calls > 1) + ["checkpointed"] * self.checkpointed
         words += ["clip"] * (self.clip is not None) + ["fp32"] * (self.dtype == torch.float32)
         return "-".join(words)
 
@@ -247,6 +250,18 @@ def inputs(case: Case, step: int) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": labels, "num_items_in_batch": items}
 
 
+def run_train(case: Case, model: Any, step: int) -> torch.Tensor:
+    """The loss of a step: of `case.calls` calls, of which the last one reduces the gradients of all."""
+    whole = inputs(case, step)
+    rows = [
+        {name: whole[name].chunk(case.calls)[call] for name in ("input_ids", "labels")} for call in range(case.calls)
+    ]
+    items = {"num_items_in_batch": whole["num_items_in_batch"]}
+    with model.no_sync():
+        losses = [model.run_train(**piece, **items) for piece in rows[:-1]]
+    return sum([*losses, model.run_train(**rows[-1], **items)])
+
+
 def make_optimizer(case: Case, name: str, params: list[nn.Parameter]) -> torch.optim.Optimizer:
     optimizer_class, arguments = optimizer_of(case.options, name)
     if case.optimizer == "plain":
@@ -284,11 +299,13 @@ def train(case: Case, names: tuple[str, ...] = tuple(OPTIMIZERS), steps: int = S
     for name in names:
         hf.load_pretrained(model, state)
         model.train()
+        if case.checkpointed:
+            nxd.checkpoint_layers(model)
         params = [param for param in model.local_parameters() if param.requires_grad]
         optimizer = make_optimizer(case, name, params)
         report = reports[name] = Report([], [], {}, {})
         for step in range(steps):
-            loss = model.run_train(**inputs(case, step))
+            loss = run_train(case, model, step)
             norm = step_of(case, optimizer, params)
             report.losses.append(float(loss.detach()))
             report.norms.append(float(norm))

@@ -156,8 +156,6 @@ def _real(x: torch.Tensor) -> torch.Tensor:
 
 def _variant(x: torch.Tensor, rank: int) -> torch.Tensor:
     """What data-parallel rank `rank` gets: other numbers of the same kind."""
-    if rank == 0:
-        return x
     if x.is_floating_point():
         return x * (1 - 0.3 * rank) + 0.1 * rank
     return x.roll(rank, dims=0 if x.shape[0] > 1 or x.ndim == 1 else 1)

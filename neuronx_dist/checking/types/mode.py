@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.nn.modules._functions import BackwardHookFunction
 from torch.utils.checkpoint import CheckpointFunction
 
-from ...call_site import call_site
 from ...comm import context
 from ...spmd.intercept import intercept
 from ...spmd.tensor_type import (
@@ -101,7 +100,6 @@ class SpmdTypeMode(Session):
         assumed: what could not be proven, with the line, each once.
         trusted: declarations that were taken at their word, with the line, each once.
         operators, collectives: how many were checked.
-        record: called with `(function name, arguments, where)` of each call, if it is set.
 
     Raises:
         SpmdTypeError: (inside) types that do not go together; the message says which, why, since where, and what to
@@ -194,8 +192,6 @@ class SpmdTypeMode(Session):
         except RuntimeError:
             return self._judge_and_run(func, args, kwargs or _NO_KEYWORDS)  # says more, if it is about shapes
         self.operators += 1
-        if self.record is not None:
-            self.record(cached.name, (args, kwargs or _NO_KEYWORDS), call_site())
         if cached.has_effects:
             origins = self._repeat(cached, origins)
             if cached.written:
@@ -301,8 +297,6 @@ class SpmdTypeMode(Session):
         if func in packing.FOREACH:
             return packing.for_each(self, func, args, kwargs)
         self.operators += 1
-        if self.record is not None:
-            self.record(rule.name, (args, kwargs), call_site())
         if key is not None:
             extra_key = extra_key_of(rule, [note.type for note in notes], items)
             if extra_key is not None:

@@ -45,7 +45,6 @@ class Session(TorchFunctionMode):
         assumed, trusted: (text, line) -> how often.
         num_assumptions: how often anything was assumed or trusted: a judgement during which it moved is not cached.
         operators, collectives: how many were checked.
-        record: called with `(function name, arguments, line)` of each call, if it is set.
         modules: id of a module -> its path, for messages.
         tied: id of a parameter -> the ranks that hold it, for parameters that several stages have.
         writes: of memory that was written in place, by its storage (handlers/inplace.py).
@@ -78,7 +77,6 @@ class Session(TorchFunctionMode):
         self.assumed: dict[tuple[str, str], int] = {}
         self.trusted: dict[tuple[str, str], int] = {}
         self.operators = self.collectives = 0
-        self.record: Callable[[str, Any, str], None] | None = None
         self.modules: dict[int, str] = {}
         self.tied: dict[int, Any] = {}
         self.writes: dict[int, Any] = {}
@@ -137,8 +135,6 @@ class Session(TorchFunctionMode):
     def gradient_type(self, type_: TensorType) -> TensorType:
         """The type of the gradient that the last backward gave to a tensor of `type_`."""
         gradient_type = type_.of_gradient()
-        if not self.gradient_scales:
-            return gradient_type
         types = {
             axis: scaled(spmd_type, self.gradient_scales.get(axis, 0))
             for axis, spmd_type in self.named(gradient_type).types.items()
@@ -171,13 +167,12 @@ class Session(TorchFunctionMode):
     @contextmanager
     def trial(self) -> Iterator[None]:
         """Counts and lists forget what ran inside."""
-        before = dict(self.assumed), dict(self.trusted), self.operators, self.collectives, self.record
-        self.record = None
+        before = dict(self.assumed), dict(self.trusted), self.operators, self.collectives
         self.probing += 1
         try:
             yield
         finally:
-            self.assumed, self.trusted, self.operators, self.collectives, self.record = before
+            self.assumed, self.trusted, self.operators, self.collectives = before
             self.probing -= 1
 
     @contextmanager

@@ -1,1 +1,6 @@
-"""Cutting a recording into stages: where to cut (partition.py), and a stage as a function (stage.py)."""
+"""Cutting a recording into stages.
+
+cuts.py        where to cut, by the names of layers
+splitting.py   what each stage runs; placement.py: which stages hold which parameters
+stage.py       a stage as a function
+"""

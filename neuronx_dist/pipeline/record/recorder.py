@@ -30,12 +30,14 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
 )
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import CheckpointFunction
 
 from ... import comm
 from ...call_site import call_site
 from ...comm.backends.shapes import ShapesCommunicator
 from ...spmd.intercept import intercept
 from ...spmd.watching import no_typecheck
+from .checkpoints import Checkpoints
 from .effects import Effects, has_tensors, storage_of, tensors_in
 from .fake_mode import QuietFakeMode
 from .recording import Info, Recording, TensorSpec, TracingError, is_leaf, pack, part
@@ -105,6 +107,7 @@ class _Recorder(TorchFunctionMode):
         self.buffers: dict[int, frozenset[int]] = {}  # by id of the leaf
         self.stale: set[int] = set()  # storages whose real values are not what the model would have
         self.ambient = self._autocast()
+        self.checkpoints = Checkpoints()
 
     def run(self, inputs: dict[str, Any]) -> Recording:
         self._replace_attributes()
@@ -161,7 +164,7 @@ class _Recorder(TorchFunctionMode):
         target_args: tuple[Any, ...],
         module: nn.Module | None = None,
     ) -> Any:
-        where = call_site()
+        where, checkpoint = call_site(), self.checkpoints.innermost()
         with self._paused():
             tensors = list(tensors_in((args, kwargs)))
             known = op == "call_function" and not any(self._is_unknown(x) for x in tensors)
@@ -199,6 +202,7 @@ class _Recorder(TorchFunctionMode):
                 random=effects.random,
                 grad=grad,
                 autocast=None if autocast == self.ambient else autocast,
+                checkpoint=checkpoint,
             )
             for storage in written:
                 self.writers.setdefault(storage, []).append(node)
@@ -377,11 +381,8 @@ def _see_function(original: Any, cls: Any, args: tuple[Any, ...], kwargs: dict[s
     recorder: _Recorder | None = getattr(_local, "recorder", None)
     if recorder is None or recorder.paused:
         return original(*args, **kwargs)
-    if cls.__name__ == "CheckpointFunction":
-        raise TracingError(
-            f"{call_site()}: activation checkpointing around several layers cannot be recorded; do it inside a "
-            f"transformer layer, or use use_reentrant=False."
-        )
+    if cls is CheckpointFunction:
+        return recorder.checkpoints.run_reentrant(*args)
     return recorder.call_function(original, args, kwargs)
 
 

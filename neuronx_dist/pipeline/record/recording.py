@@ -10,7 +10,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx, nn
 
-__all__ = ["Info", "Recording", "TensorSpec", "TracingError", "describe", "is_leaf", "pack", "part"]
+__all__ = ["Info", "Recording", "TensorSpec", "TracingError", "describe", "info_of", "is_leaf", "pack", "part"]
 
 
 class TracingError(RuntimeError):
@@ -48,6 +48,7 @@ class Info:
         random: whether it draws random numbers.
         grad: whether gradients were enabled, in a forward that is run with gradients.
         autocast: `(device type, dtype, enabled)` where that differed from around the forward.
+        checkpoint: the number of the activation checkpoint, around several calls, that it lies in.
         constant: the tensor itself, for `constant`.
     """
 
@@ -62,6 +63,7 @@ class Info:
     random: bool = False
     grad: bool = True
     autocast: tuple[str, torch.dtype, bool] | None = None
+    checkpoint: int | None = None
     constant: torch.Tensor | None = None
 
 
@@ -84,6 +86,12 @@ class Recording:
     def calls(self) -> list[fx.Node]:
         """The calls of leaf modules, in order."""
         return [node for node in self.graph.nodes if node.op == "call_module"]
+
+
+def info_of(node: fx.Node) -> Info:
+    """What is known about a recorded node."""
+    info: Info = node.meta["info"]
+    return info
 
 
 def is_leaf(module: nn.Module, leaf_classes: Sequence[type]) -> bool:

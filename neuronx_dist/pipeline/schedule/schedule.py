@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
+from functools import cached_property
 
 from .completeness import fault_of
 from .holdings import most_held
 from .in_flight import most_in_flight
 from .messages import with_messages
+from .route import Route, route_of
 from .tasks import OTHER_END, Kind, Task
 from .timing import Costs, bubble_of, timeline_of
 
@@ -45,6 +47,7 @@ class Schedule(ABC):
         self.num_microbatches = num_microbatches
         self.deallocate = deallocate
         self._other_ends: dict[tuple[int, Kind, int], tuple[int, Kind, int] | None] = {}
+        self._routes: dict[int, Route] = {}
 
     def __repr__(self) -> str:
         chunks = f", num_chunks={self.num_chunks}" if self.num_chunks > 1 else ""
@@ -113,7 +116,7 @@ class Schedule(ABC):
         """The stage that holds each piece of the model, in the model's order."""
         return [self.holder(virtual_stage)[0] for virtual_stage in range(self.num_virtual_stages)]
 
-    @property
+    @cached_property
     def trains(self) -> bool:
         """Whether there are backwards, so that forwards have to keep what these need."""
         return any(task.kind is not Kind.FORWARD for task in self.computations(0))
@@ -126,6 +129,18 @@ class Schedule(ABC):
         """
         self.check_stage(stage)
         return with_messages(self.computations(stage), lambda message: self.is_message(stage, message))
+
+    def route(self, stage: int) -> Route:
+        """What a stage does and with whom, for a runtime: computed once, so a schedule is not changed afterwards.
+
+        Raises:
+            ValueError: there is no such stage.
+        """
+        if stage not in self._routes:
+            self._routes[stage] = route_of(
+                self.tasks(stage), lambda task: self.peer(stage, task), lambda kind: self.send_window(kind, stage)
+            )
+        return self._routes[stage]
 
     def check_stage(self, stage: int) -> None:
         """Raises ValueError if there is no such stage."""
@@ -178,6 +193,7 @@ class Schedule(ABC):
         for num_microbatches in range(1, self.num_microbatches):
             shorter = copy.copy(self)
             shorter.num_microbatches = num_microbatches
+            shorter._routes = {}
             fault = fault_of([shorter.computations(stage)], self.num_chunks, num_microbatches)
             if fault is None and shorter._most_held(stage) == held:
                 return num_microbatches

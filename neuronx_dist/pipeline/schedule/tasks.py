@@ -43,6 +43,8 @@ class Kind(Enum):
     BACKWARD_WEIGHT = "W"
     SEND_BACKWARD = "SB"
 
+    __hash__ = object.__hash__  # of the member itself: Enum's is a Python function, and tasks are keys everywhere
+
 
 class Task(NamedTuple):
     """One thing that a stage does.

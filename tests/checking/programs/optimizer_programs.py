@@ -30,12 +30,23 @@ def reduced(model):
         param.grad = comm.all_reduce(param.grad, "dp")
 
 
+CHANGED_IN_A_STEP = ("lr", "foreach", "fused", "capturable")
+
+
 def two_steps(model, optimizer, x):
+    before = [{**group, "params": [*group["params"]]} for group in optimizer.param_groups]
     for _ in range(2):
         model.zero_grad()
         loss(model, x).backward()
         reduced(model)
         optimizer.step()
+        groups = optimizer.param_groups
+        assert [[*map(id, group["params"])] for group in groups] == [[*map(id, group["params"])] for group in before]
+        assert all(group[key] is before[0][key] for group in groups for key in group if key in CHANGED_IN_A_STEP)
+        states = {}  # of what is alike one is updated, and all have its state
+        for param in groups[0]["params"]:
+            state = {*optimizer.state.get(param, ())}
+            assert states.setdefault(param.shape, state) == state
 
 
 def is_matrix(param):
@@ -70,6 +81,22 @@ for _name, _make in ELEMENTWISE.items():
 
         _step.__name__ = f"{_name}_{'dp' if _mesh is DP else 'tp'}"
         program(with_optimizer(_build, _make), _mesh)(_step)
+
+
+class Twins(torch.nn.Module):
+    """Two layers that are alike."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = (torch.nn.Linear(4, 4, dtype=torch.float64) for _ in range(2))
+
+    def forward(self, x):
+        return self.down(torch.tanh(self.up(x)))
+
+
+@program(with_optimizer(Twins, ELEMENTWISE["adamw_capturable"]))
+def adamw_of_layers_that_are_alike(model, optimizer, x):
+    two_steps(model, optimizer, x)
 
 
 def muon(params):

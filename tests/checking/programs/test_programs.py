@@ -89,6 +89,7 @@ def test_ranks_that_do_not_communicate_alike(defect, message, ranks, calls):
 
 def test_what_a_rank_raises_is_told_with_its_coordinates_and_line():
     report = check("crash")
+    assert 0.0 < report.seconds < 60.0
     (problem,) = report.problems
     assert problem.kind == "program"
     assert problem.message.startswith("ZeroDivisionError: only on some ranks")

@@ -132,6 +132,26 @@ class Fused(torch.autograd.Function):
         )
 
 
+class Doubled(torch.autograd.Function):
+    """Writes its operand."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.mark_dirty(x)
+        return x.mul_(2)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * grad
+
+
+def test_inside_of_a_checkpoint_what_writes_its_operand_writes_it_once(mode):
+    """The call that is made first, to learn of types by trial, is made on copies."""
+    x = typed(4, 4, grad=True)
+    y = torch.utils.checkpoint.checkpoint(lambda x: Doubled.apply(x + 0), x, use_reentrant=False)
+    assert torch.equal(y, 2 * x)
+
+
 @pytest.fixture
 def fused(monkeypatch):
     return lambda **options: [monkeypatch.setattr(Fused, name, value) for name, value in options.items()]
@@ -185,6 +205,7 @@ def test_a_composition_is_compared_with_the_body(mode, monkeypatch, what):
     x, w = typed(2, 4, 8, grad=True, tp=S(2), dp=S(0)), typed(16, 8, grad=True, tp=S(1))
     if what == "neither":
         Composed.apply(x, w)
+        assert [event.verb for event in comm.current().backend.events] == ["all_reduce"]  # the body's alone
     else:
         with pytest.raises(SpmdTypeError, match="composition"):
             Composed.apply(x, w)

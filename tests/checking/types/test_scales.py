@@ -80,6 +80,10 @@ REFUSED = {
     "a mean plus a sum": (lambda m, p, **_: m + p, "differ by a power of N"),
     "what all have plus a sum of means": (lambda m, w, **_: comm.all_reduce(m, "dp") + w[:4], "differ by a power of N"),
     "a sum plus what all have": (lambda p, w, **_: p + w[:4], "once for each rank"),
+    "a product with a sum of means plus what all have": (
+        lambda m, w, **_: torch.addmm(w[:4], comm.all_reduce(m, "dp").view(4, 1), w[:4].view(1, 4)),
+        "differ by a power of N",
+    ),
     "the logarithm of a sum of means": (lambda m, **_: comm.all_reduce(m, "dp").log(), "divide first"),
     "a sum taken for a mean": (lambda p, **_: spmd.all_reduce(p, "dp", src=P("avg"), dst=R), 'not P\\("avg"\\)'),
     "weighted means": (

@@ -31,6 +31,15 @@ def casting(x: torch.Tensor) -> torch.Tensor:
     return torch.add(y, x.float(), alpha=2).transpose(0, 1).contiguous()
 
 
+@torch.jit.script
+def placing(x: torch.Tensor) -> torch.Tensor:
+    y = torch.ones(x.size(0), dtype=torch.float32, layout=torch.strided, pin_memory=False)
+    z = x.to(torch.float64, non_blocking=True, copy=True)
+    z += y.sum()
+    w = torch.ones_like(x, memory_format=torch.contiguous_format).copy_(x, non_blocking=True)
+    return z.float() + w.contiguous(memory_format=torch.contiguous_format) + x
+
+
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -51,11 +60,12 @@ def typed(kind, *shape):
         lambda x: looping(x, 3),
         lambda x: looping(x, 0, False),
         casting,
+        placing,
         torch.jit.script(Block()),
         torch.jit.trace(Block(), torch.zeros(2, 4)),
         torch.jit.trace(lambda x: (x * 2).view(x.shape[0], -1).sum(0), torch.zeros(2, 4)),
     ],
-    ids=["loop", "branch", "casts", "module", "traced module", "traced"],
+    ids=["loop", "branch", "casts", "options of memory", "module", "traced module", "traced"],
 )
 def test_values_and_types_are_those_of_plain_code(function):
     x = typed(spmd.R, 4, 4)

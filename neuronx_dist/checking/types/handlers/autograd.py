@@ -110,7 +110,7 @@ def _rehearse(
         for x, type_ in zip(args, inputs):
             if isinstance(x, Tensor):
                 note = note_of(x)
-                x = x.detach().clone().requires_grad_(x.requires_grad)
+                x = x.detach().requires_grad_(x.requires_grad).clone()  # no leaf: those nobody may write
                 if type_ is not None:
                     mode.stamp(x, type_, note.origins if note is not None else None)
             copies.append(x)

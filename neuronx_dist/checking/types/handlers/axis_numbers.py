@@ -46,7 +46,8 @@ _FACTORS: dict[str, tuple[int, str, int]] = {
 }
 # Numbers that are factors of one operand: its index.
 _COEFFICIENTS: dict[str, dict[str, int]] = {
-    **dict.fromkeys(("add", "sub", "subtract", "rsub"), {"alpha": 1}),
+    **dict.fromkeys(("add", "sub", "subtract"), {"alpha": 1}),
+    "rsub": {"alpha": 0},
     **dict.fromkeys(("addmm", "addmv", "addr", "addbmm", "baddbmm"), {"alpha": 1, "beta": 0}),
     **dict.fromkeys(("addcmul", "addcdiv"), {"value": 1}),
 }

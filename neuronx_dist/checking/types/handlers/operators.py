@@ -74,8 +74,6 @@ def _operator(mode: Session, func: Callable[..., Any], args: tuple[Any, ...], kw
     mode.operators += 1
     if row.communicates and axes:
         mode.collectives += 1
-    if mode.record is not None:
-        mode.record(name, (args[1:], kwargs), call_site())
     with mode.pause():
         result = func(*args, **kwargs)
     origins = note.origins

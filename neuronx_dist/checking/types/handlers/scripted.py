@@ -53,7 +53,7 @@ _OWN: dict[str, Callable[..., Any]] = {
     "append": _append,
 }
 _TENSORS = ("Tensor", "Optional[Tensor]", "List[Tensor]", "List[Optional[Tensor]]")
-_OPTIONS = ("layout", "pin_memory", "non_blocking", "copy", "memory_format")  # of memory, not of values
+_OPTIONS = ("layout", "pin_memory", "non_blocking", "memory_format")  # of memory, not of values
 
 
 class _Graph:
@@ -128,7 +128,7 @@ def _call(node: Any, name: str, inputs: list[Any]) -> Any:
     while given and _is_default(*given[-1]):  # torch's functions have older signatures, too, which are shorter
         given.pop()
     for argument, value in given:
-        if argument.name in _OPTIONS and argument.name != "copy":
+        if argument.name in _OPTIONS:
             continue
         if argument.name == "dtype" and value.__class__ is int:
             value = _DTYPES[value]

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from .... import comm
-from ....call_site import call_site
 from ....comm import Handle
 from ....spmd.axes import atoms_of
 from ....spmd.errors import SpmdTypeError
@@ -41,8 +40,6 @@ def _verb(mode: Session, func: Callable[..., Any], args: tuple[Any, ...], kwargs
     axes = atoms_of(communicator, mode.mesh) if communicator.size != 1 else ()
     if axes:
         mode.collectives += 1
-    if mode.record is not None:
-        mode.record(f"comm.{name}", (args[2:], {k: v for k, v in kwargs.items() if k != "out"}), call_site())
     known = [(x, note) for x, note in zip(xs, notes) if note is not None]
     if len(known) < len(notes):  # a backward pass through native code
         with mode.pause():

@@ -194,8 +194,6 @@ def _together(shapes: Sequence[Sequence[int]], dim: int) -> Spec:
     builder = Labels()
     skipped = [tuple(shape) == (0,) for shape in shapes]  # cat leaves such out, whatever the shape of the others
     model = next((shape for shape, skip in zip(shapes, skipped) if not skip), shapes[0])
-    if all(skipped):
-        skipped = [False] * len(shapes)
     dim %= len(model)
     dims = builder.dims(model[:dim]) + [()] + builder.dims(model[dim + 1 :])
     lengths = [shape[dim] for shape, skip in zip(shapes, skipped) if not skip]

@@ -156,6 +156,12 @@ def test_gather_and_scatter():
     verify(torch.take_along_dim, x(4, 6), whole(6, 4, 2), 1)
     verify(torch.take_along_dim, x(4, 6, 2), whole(6, 1, 2, 1), 1)
     verify(torch.take_along_dim, x(4, 6), whole(24, 8))
+    spec = verify(torch.scatter, x(4, 6), 1, whole(1, 2, 4), x(4, 8), _refusals=False)
+    assert spec is not None and {number: len(dims) for number, dims in enumerate(spec.ins)} == {0: 2, 1: 2, 2: 2}
+    index = torch.stack([torch.arange(6)[:4] for _ in range(4)])
+    spec = RULES[torch.scatter].spec(x(4, 6), 1, index, x(4, 6))
+    assert spec.ins[0][0] == spec.ins[1][0] == spec.ins[2][0] and spec.ins[0][0][0] not in spec.fixed
+    assert spec.ins[1][1] != spec.ins[2][1], "only the first positions of the values count"
     index = torch.stack([torch.randperm(6)[:4] for _ in range(4)])
     verify(torch.scatter, x(4, 6), 1, index, x(4, 4), _refusals=False)
     verify(Tensor.scatter_, x(4, 6), 1, index, x(4, 6), _refusals=False)

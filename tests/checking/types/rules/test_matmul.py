@@ -168,7 +168,7 @@ def test_tensordot():
     verify(torch.tensordot, x, y, dims=0)
 
 
-@pytest.mark.filterwarnings("ignore:torch.chain_matmul")
+@pytest.mark.filterwarnings("ignore:torch.chain_matmul", "ignore:Using torch.cross without")
 def test_other_products():
     x, y = signed(2, 4, 6), signed(4, 6, seed=1)
     assert verify(torch.linalg.vecdot, x, y).reduced == {2: "sum"}
@@ -178,6 +178,7 @@ def test_other_products():
     verify(torch.linalg.multi_dot, [signed(4), signed(4, 6), signed(6)])
     verify(torch.chain_matmul, signed(2, 4), signed(4, 6), signed(6, 8))
     verify(torch.cross, signed(4, 3, 2), signed(4, 3, 2, seed=1), 1)
+    assert list(verify(torch.cross, signed(2, 3, 4), signed(2, 3, 4, seed=1)).fixed) == [1], "the first dim of size 3"
     assert list(verify(torch.linalg.cross, signed(4, 2, 3), signed(1, 2, 3)).fixed) == [2]
     assert list(verify(torch.cdist, signed(2, 4, 6), signed(2, 8, 6)).fixed.values()) == [
         "the distance along all of it is taken"

@@ -78,6 +78,12 @@ def test_attention_with_fewer_heads_of_key_and_value():
     assert (spec.sizes[heads], spec.sizes[group]) == (2, 4)
     assert spec.ins[1][1] == spec.ins[2][1] == (heads,) and spec.outs[0][1] == (heads, group)
     verify(F.scaled_dot_product_attention, q, k, v, x(2, 8, 6, 10), enable_gqa=True, scale=1.0)
+    spec = verify(F.scaled_dot_product_attention, q, x(2, 8, 10, 8), x(2, 8, 10, 12), enable_gqa=True, scale=1.0)
+    assert spec is not None and len(spec.outs[0][1]) == 1, "as many of each: no groups"
+    for heads_q, heads_kv in ((1, 4), (4, 1)):
+        some = x(2, heads_q, 6, 8), x(2, heads_kv, 10, 8), x(2, heads_kv, 10, 12)
+        spec = verify(F.scaled_dot_product_attention, *some, scale=1.0)
+        assert spec is not None and len(spec.outs[0][1]) == 1, "heads broadcast"
 
 
 def test_attention_draws_only_with_dropout():

@@ -90,6 +90,10 @@ def test_builders():
     assert contraction("ij,j", (2, 4), (4,)).outs == (((0,),),)
     assert contraction("...i->...", (2, 3, 4)).reduced == {2: "sum"}
     assert contraction("...i->i", (2, 3, 4)).reduced == {0: "sum", 1: "sum"}
+    for size in (1, 3):
+        diagonal = contraction("ii->i", (size, size))
+        assert diagonal.sizes == {0: size, 1: size} and diagonal.fixed.keys() == {0, 1} and not diagonal.reduced
+        assert diagonal.ins == (((0,), (1,)),) and diagonal.outs == (((0,),),)
 
 
 def test_every_rule_is_whole():

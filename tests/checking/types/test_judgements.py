@@ -1,0 +1,186 @@
+"""What the checker says of one-line programs, for every type of their operands: `judgements.txt`.
+
+That it is true is what soundness/ shows, by values; here no judgement, no reason, no repair and no edit of a repair
+changes unseen: each is a line of the file, which its review reads. NXD_UPDATE_JUDGEMENTS=1 writes the file anew.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from neuronx_dist import comm, spmd
+from neuronx_dist.comm.backends.observed import CheckBackend
+from neuronx_dist.mesh import Mesh
+from neuronx_dist.spmd import I, P, R, S, SpmdTypeError, V
+
+FILE = Path(__file__).parent / "judgements.txt"
+UPDATE = bool(os.environ.get("NXD_UPDATE_JUDGEMENTS"))
+MESH = Mesh(2, tp=2)
+ONE = (R, I, V, P, P("avg"), S(0), S(1))
+PAIRS = ((S(0), R), (S(0), S(1)), (S(0), P), (P, R), (P, P), (P, P("avg")), (V, S(0)), (V, R), (I, R), (R, S(1)))
+
+
+def chained(x: Tensor) -> Tensor:
+    return (
+        x.t()
+        .relu()
+        .sum(0)
+    )  # fmt: skip
+
+
+# x is [4, 6], and so is y; i counts rows.
+CALLS: dict[str, Callable[..., Any]] = {
+    "-x": lambda x: -x,
+    "x + 1": lambda x: x + 1,
+    "x * 3": lambda x: x * 3,
+    "2 / x": lambda x: 2 / x,
+    "x ** 2": lambda x: x**2,
+    "x.relu()": lambda x: x.relu(),
+    "x > 0": lambda x: x > 0,
+    "x.sum()": lambda x: x.sum(),
+    "x.sum(1)": lambda x: x.sum(1),
+    "x.mean()": lambda x: x.mean(),
+    "x.amax(0)": lambda x: x.amax(0),
+    "x.argmax(1)": lambda x: x.argmax(1),
+    "x.norm()": lambda x: x.norm(),
+    "x.var(0)": lambda x: x.var(0),
+    "x.cumsum(0)": lambda x: x.cumsum(0),
+    "x.softmax(-1)": lambda x: x.softmax(-1),
+    "layer_norm": lambda x: F.layer_norm(x, (6,)),
+    "x.t()": lambda x: x.t(),
+    "x.flatten()": lambda x: x.flatten(),
+    "x.view(2, 2, 6)": lambda x: x.view(2, 2, 6),
+    "x.view(4, 12 // 2)": lambda x: x.view(4, 12 // 2),
+    "x.view(8, 3)": lambda x: x.view(8, 3),
+    "x.unsqueeze(0)": lambda x: x.unsqueeze(0),
+    "x.expand(2, 4, 6)": lambda x: x.expand(2, 4, 6),
+    "x.repeat(2, 1)": lambda x: x.repeat(2, 1),
+    "x[0]": lambda x: x[0],
+    "x[:, 2:4]": lambda x: x[:, 2:4],
+    "x[::2]": lambda x: x[::2],
+    "x.chunk(2)[1]": lambda x: x.chunk(2)[1],
+    "x.split(2, 1)[0]": lambda x: x.split(2, 1)[0],
+    "x.flip(0)": lambda x: x.flip(0),
+    "x.roll(1, 0)": lambda x: x.roll(1, 0),
+    "x.sort(0)": lambda x: x.sort(0)[0],
+    "x.topk(2)": lambda x: x.topk(2)[0],
+    "x.gather(0, i)": lambda x: x.gather(0, torch.zeros(2, 6, dtype=torch.long)),
+    "pad": lambda x: F.pad(x, (0, 1)),
+    "x.item()": lambda x: x.sum().item(),
+    "if x": lambda x: bool(x.sum() > 0),
+    "x.to(int)": lambda x: x.to(torch.int64),
+    "x.half()": lambda x: x.half(),
+    "x.detach()": lambda x: x.detach(),
+    "in place": lambda x: x.clone().add_(1),
+    "comm.all_reduce": lambda x: comm.all_reduce(x, "tp"),
+    "comm.all_gather": lambda x: comm.all_gather(x, "tp", dim=1),
+    "comm.reduce_scatter": lambda x: comm.reduce_scatter(x, "tp"),
+    "comm.all_to_all": lambda x: comm.all_to_all(x, "tp", split_dim=0, concat_dim=1),
+    "comm.broadcast": lambda x: comm.broadcast(x, "tp", src=0),
+    "spmd.all_reduce": lambda x: spmd.all_reduce(x, "tp", dst=R),
+    "spmd.all_gather": lambda x: spmd.all_gather(x, "tp", src=S(1), dst=R),
+    "spmd.convert": lambda x: spmd.convert(x, "tp", src=R, dst=S(0)),
+    "rms_norm": lambda x: F.rms_norm(x, (6,)),
+    "rms_norm with a weight": lambda x: F.rms_norm(x, (6,), torch.ones(6)),
+    "layer_norm with a weight": lambda x: F.layer_norm(x, (6,), torch.ones(6), torch.zeros(6)),
+    "x.mean().exp()": lambda x: x.mean().exp(),
+    "x.mean(0).exp()": lambda x: x.mean(0).exp(),
+    "dropout": lambda x: F.dropout(x, 0.5),
+    "zeros_like": lambda x: torch.zeros_like(x),
+    "x + zeros": lambda x: x + torch.zeros(4, 6),
+    "x.clone().zero_()": lambda x: x.clone().zero_(),
+    "x * ones": lambda x: x * torch.ones(4, 6),
+    "cross_entropy": lambda x: F.cross_entropy(x, torch.zeros(4, dtype=torch.long)),
+    "embedding": lambda x: F.embedding(torch.zeros(2, dtype=torch.long), x),
+    "conv1d": lambda x: F.conv1d(x, torch.ones(2, 4, 3)),
+    "x.masked_fill": lambda x: x.masked_fill(x > 0, 0.0),
+    "foreach": lambda x: torch._foreach_add([x, x], 1)[0],
+    "x.tolist()": lambda x: x.tolist(),
+    "len(x)": lambda x: len(x),
+    "x.shape[0]": lambda x: x.shape[0] + 1,
+    "iteration": lambda x: list(x)[0],
+    "chain over lines": lambda x: chained(x),
+    "linear of x": lambda x: F.linear(torch.ones(2, 6), x),
+    "x @ constant": lambda x: x @ torch.ones(6, 2),
+    "x + y": lambda x, y: x + y,
+    "x - y": lambda x, y: x - y,
+    "x * y": lambda x, y: x * y,
+    "x / y": lambda x, y: x / y,
+    "x > y": lambda x, y: x > y,
+    "x @ y.t()": lambda x, y: x @ y.t(),
+    "x.t() @ y": lambda x, y: x.t() @ y,
+    "linear": lambda x, y: F.linear(x, y),
+    "linear with a bias": lambda x, y: F.linear(x, torch.ones(4, 6), y[:, 0]),
+    "torch.maximum": lambda x, y: torch.maximum(x, y),
+    "torch.where": lambda x, y: torch.where(x > 0, x, y),
+    "torch.cat": lambda x, y: torch.cat([x, y]),
+    "torch.stack": lambda x, y: torch.stack([x, y]),
+    "torch.lerp": lambda x, y: torch.lerp(x, y, 0.5),
+    "addmm": lambda x, y: torch.addmm(x, torch.ones(4, 4), y),
+    "mse_loss": lambda x, y: F.mse_loss(x, y),
+    "x.copy_(y)": lambda x, y: x.clone().copy_(y),
+    "x.add_(y)": lambda x, y: x.clone().add_(y, alpha=2),
+    "x[:2] = y[:2]": lambda x, y: x.clone().__setitem__(slice(2), y[:2]),
+    "y[i]": lambda x, y: y[torch.zeros(2, dtype=torch.long)] + x[:2],
+}
+
+
+def in_words(result: Any) -> str:
+    if not isinstance(result, Tensor):
+        return repr(result)
+    return f"{[*result.shape]} {spmd.get_local_type(result)['tp'] if spmd.get_local_type(result) else 'constant'}"
+
+
+def said_of(error: SpmdTypeError) -> Iterator[str]:
+    yield re.sub(r" at /\S*:\d+", "", f"refused by {error.rule}: {error.what}: {error.why}")
+    for repair in error.repairs:
+        edits = [
+            f"{edit.end[1] - edit.start[1]} characters" + f" become {edit.text!r}" * (edit.text != repair)
+            for edit in getattr(repair, "edits", ())
+        ]
+        yield f"    {repair}" + f" [{'; '.join(edits)}]" * bool(edits)
+
+
+def judgement(call: Callable[..., Any], types: tuple[Any, ...]) -> str:
+    given = [torch.ones(4, 6) for _ in types]
+    with comm.as_rank(MESH, 0, CheckBackend()), spmd.SpmdTypeMode() as mode:
+        for x, type_ in zip(given, types):
+            spmd.assert_type(x, {"tp": type_})
+        try:
+            said = [in_words(call(*given))]
+        except SpmdTypeError as error:
+            said = [*said_of(error)]
+        assumed = [f"    assumed: {text}" for text, _ in mode.assumed]
+    return "\n".join(["  " + ", ".join(map(str, types)) + ": " + said[0], *said[1:], *assumed])
+
+
+def judgements(name: str) -> str:
+    call = CALLS[name]
+    several = ((one,) for one in ONE) if call.__code__.co_argcount == 1 else PAIRS
+    return "\n".join([name, *(judgement(call, types) for types in several)])
+
+
+def written() -> dict[str, str]:
+    return {block.partition("\n")[0]: block for block in FILE.read_text().rstrip().split("\n\n")}
+
+
+def test_all_are_there():
+    if UPDATE:
+        FILE.write_text("\n\n".join(map(judgements, CALLS)) + "\n")
+    assert [*written()] == [*CALLS]
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="needs the positions of instructions")
+@pytest.mark.parametrize("name", CALLS)
+def test_judgements_are_what_was_reviewed(name):
+    assert judgements(name) == written()[name]
