@@ -13,26 +13,13 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 from neuronx_dist.pipeline.run import halves
 from neuronx_dist.pipeline.run.halves import WeightHalf, divide
 from neuronx_dist.pipeline.run.recomputation import seen_checkpoints
+from tests.support.counting import Flops
 
 SIZE, ROWS = 6, 4
-
-
-class Flops(TorchDispatchMode):
-    """Counts FLOPs, as torch's counter does, which does not go with checkpoints."""
-
-    total = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if func.overloadpacket in flop_registry:
-            self.total += flop_registry[func.overloadpacket](*args, **(kwargs or {}), out_val=out)
-        return out
 
 
 class Both(torch.autograd.Function):
