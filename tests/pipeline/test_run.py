@@ -133,6 +133,7 @@ def test_a_dropped_weight_gradient_is_missed(monkeypatch: pytest.MonkeyPatch) ->
     "schedule,message",
     [
         (Dropped(2, 2), r"^Dropped\(.*\) cannot run: stage 0 never does W1"),
+        (WrittenSchedule("F0 B0 F1 B1", "F0 F1 B0 B1"), "cannot run: deadlock: stage 0 at B0"),
         (WrittenSchedule("F0 F1 B1 B0", "F0 B0 F1 B1"), "cannot run: "),
         (WrittenSchedule("F0 SF0 F1 SF1 B0 B1", "RF0 F0 B0 F1 B1"), "cannot run: "),
     ],

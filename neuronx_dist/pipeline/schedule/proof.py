@@ -76,13 +76,21 @@ class _Wire:
             channel = self._other_stage(stage, task), stage, OTHER_END[task.kind]
             self._receives.setdefault(channel, deque()).append(task)
         else:
-            if task.kind in RECEIVE_FOR:
-                receive = task._replace(kind=RECEIVE_FOR[task.kind])
-                if (stage, receive) not in self._moved and self._schedule.is_message(stage, receive):
-                    return False
+            if not self._has_come(stage, task):
+                return False
             if task.kind in SEND_AFTER:
                 self._computed.add((stage, task._replace(kind=SEND_AFTER[task.kind])))
         return True
+
+    def _has_come(self, stage: int, computation: Task) -> bool:
+        """Whether a stage has what a computation needs, from another stage or from another chunk of its own."""
+        if computation.kind not in RECEIVE_FOR:
+            return True
+        receive = computation._replace(kind=RECEIVE_FOR[computation.kind])
+        sender = self._schedule.peer(stage, receive)
+        if sender is not None and sender[0] == stage:
+            return sender in self._computed
+        return sender is None or (stage, receive) in self._moved
 
     def deliver(self) -> None:
         """Moves all messages that both ends have posted."""
@@ -106,6 +114,8 @@ class _Wire:
         receive = task._replace(kind=RECEIVE_FOR[task.kind])
         sender = self._schedule.peer(stage, receive)
         assert sender is not None
+        if sender[0] == stage:
+            return f" (before the computation of chunk {sender[1].chunk} whose result it takes)"
         return f" (waits for {sender[1]} of stage {sender[0]})"
 
     def check_empty(self) -> None:

@@ -45,9 +45,9 @@ class Schedule(ABC):
             raise ValueError(f"num_microbatches must be at least 1, got {num_microbatches}")
         self.num_stages = num_stages
         self.num_microbatches = num_microbatches
-        self._routes: dict[int, Route] = {}
         self.deallocate = deallocate
         self._other_ends: dict[tuple[int, Kind, int], tuple[int, Kind, int] | None] = {}
+        self._routes: dict[int, Route] = {}
 
     def __repr__(self) -> str:
         chunks = f", num_chunks={self.num_chunks}" if self.num_chunks > 1 else ""
@@ -193,6 +193,7 @@ class Schedule(ABC):
         for num_microbatches in range(1, self.num_microbatches):
             shorter = copy.copy(self)
             shorter.num_microbatches = num_microbatches
+            shorter._routes = {}
             fault = fault_of([shorter.computations(stage)], self.num_chunks, num_microbatches)
             if fault is None and shorter._most_held(stage) == held:
                 return num_microbatches
