@@ -270,9 +270,10 @@ class NxDPPModel(StageModule):
             placement = place_by_registration(module, self.pipeline_cuts, self._leaf_classes)
         if self.num_stages > 1:
             pipelines = comm.current().mesh.groups("pp")
-            self._channels = Channels(
-                forward=comm.new_group(pipelines, "pp_forward"), backward=comm.new_group(pipelines, "pp_backward")
+            ways = ["pp_forward", "pp_backward"] + ["pp_forward_up", "pp_backward_down"] * (
+                len(holders) > self.num_stages
             )
+            self._channels = Channels(*(comm.new_group(pipelines, way) for way in ways))
         self.place(placement.on_stages(holders))
         if self.param_init_fn is not None:
             self.initialize(self.param_init_fn)
@@ -399,7 +400,7 @@ class NxDPPModel(StageModule):
 
     @property
     def stage_channels(self) -> Channels:
-        """Communicators of the messages between stages, one in each direction; both None before `partition()`."""
+        """Communicators of the messages between stages; all None before `partition()`."""
         return self._channels
 
     def run(self, schedule: Schedule, inputs: Mapping[str, Any]) -> list[Any]:
