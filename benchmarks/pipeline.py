@@ -33,8 +33,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import neuronx_dist as nxd
-from neuronx_dist.pipeline.schedule import Schedule, simulate, training_schedule
-from neuronx_dist.pipeline.schedule.timing import Costs
+from neuronx_dist.pipeline.schedule import Schedule, training_schedule
+from neuronx_dist.pipeline.schedule.timing import Costs, timeline_of
 
 FORWARD = BACKWARD_INPUT = BACKWARD_WEIGHT = 0.010  # seconds that a stage sleeps for a microbatch
 ROWS, HIDDEN, TOKENS = 4, 64, 128
@@ -224,7 +224,9 @@ def schedule_of(name: str, pp: int, microbatches: int) -> Schedule:
 def ideal_of(schedule: Schedule) -> float:
     """Seconds of a step in which nothing takes time but the layers."""
     share = 1 / schedule.num_chunks
-    return simulate(schedule, Costs(FORWARD * share, BACKWARD_INPUT * share, BACKWARD_WEIGHT * share)).step_time
+    costs = Costs(FORWARD * share, BACKWARD_INPUT * share, BACKWARD_WEIGHT * share)
+    orders = [schedule.computations(stage) for stage in range(schedule.num_stages)]
+    return max(timed.end for tasks in timeline_of(orders, schedule.peer, costs) for timed in tasks)
 
 
 def actions(schedule: Schedule) -> int:
@@ -288,7 +290,10 @@ def show(layer: str, pp: int, microbatches: int, taken: dict[str, list[Seconds]]
             middle, interval = ratio(walls, [one.wall for one in taken["by hand"]])
             figures["over_hand"] = middle
             cells = f"{middle:>9.3f}{interval:>7.3f}"
-        print(f"  {name:<20}{figures['ms']:>9.1f}{cells}{figures['cpu_ms']:>10.3f}{figures['python_ms']:>9.3f}", flush=True)
+        print(
+            f"  {name:<20}{figures['ms']:>9.1f}{cells}{figures['cpu_ms']:>10.3f}{figures['python_ms']:>9.3f}",
+            flush=True,
+        )
         report[name] = {key: round(value, 4) for key, value in figures.items()}
     print()
     return report
