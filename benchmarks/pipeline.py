@@ -1,7 +1,7 @@
 """A pipeline's step over the ideal of its schedule, and the CPU that a rank spends on each task of it.
 
-Real processes over gloo on loopback. Layers that sleep take no core, so that a step is as long as its schedule makes it,
-and what is on top of that is the pipeline's own work: ours, torch's (`torch.distributed.pipelining`), and 40
+Real processes over gloo on loopback. Layers that sleep take no core, so that a step is as long as its schedule makes
+it, and what is on top of that is the pipeline's own work: ours, torch's (`torch.distributed.pipelining`), and 40
 hand-written lines. A transformer block computes in earnest: where there are fewer cores than stages, what counts of it
 is the ratio to the hand-written step. All variants take turns, in one run, and must give one loss.
 
