@@ -29,6 +29,7 @@ __all__ = ["Seconds", "heading", "notch", "on_ranks", "parser", "quiet", "ratio"
 class Seconds(NamedTuple):
     wall: float
     cpu: float  # of the whole process: gloo's threads as well
+    thread: float = 0.0  # CPU of the thread that runs Python
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
@@ -98,7 +99,7 @@ def take_turns(
     dist.all_gather_object(everyone, taken)
     return {
         name: [
-            Seconds(max(one.wall for one in ranks), sum(one.cpu for one in ranks))
+            Seconds(*(function(part) for function, part in zip((max, sum, sum), zip(*ranks))))
             for ranks in zip(*(each[name] for each in everyone))
         ]
         for name in names
@@ -108,9 +109,9 @@ def take_turns(
 def _measure(run: Callable[[], Any]) -> Seconds:
     """One run, after all ranks have come here."""
     dist.barrier()
-    wall, cpu = time.perf_counter(), time.process_time()
+    wall, cpu, thread = time.perf_counter(), time.process_time(), time.thread_time()
     run()
-    return Seconds(time.perf_counter() - wall, time.process_time() - cpu)
+    return Seconds(time.perf_counter() - wall, time.process_time() - cpu, time.thread_time() - thread)
 
 
 def _orders(count: int) -> list[list[int]]:

@@ -184,7 +184,14 @@ class Communicator:
 
 
 class Handle:
-    """An asynchronous collective. `wait()` gives its result (a list for a list), and may be called again."""
+    """An asynchronous collective. `wait()` gives its result (a list for a list), and may be called again.
+
+    Args:
+        work: what was started; None: nothing has to be awaited.
+        finish: makes the result when the work is done; None: it is `result`.
+        operand: what is communicated, for messages.
+        result: a tensor that was there from the start: the work fills it, or sends it.
+    """
 
     __slots__ = ("_communicator", "_finish", "_operand", "_result", "_then", "_verb", "_work")
 
@@ -193,20 +200,21 @@ class Handle:
         communicator: Communicator,
         verb: str,
         work: WorkLike | None,
-        finish: Callable[[], Any],
-        operand: Operand | None = None,
+        finish: Callable[[], Any] | None,
+        operand: torch.Tensor | Operand | None = None,
+        result: Any = None,
     ) -> None:
         self._communicator = communicator
         self._verb = verb
         self._operand = operand
         self._work = work
-        self._finish: Callable[[], Any] | None = finish
-        self._result: Any = None
+        self._finish = finish
+        self._result = result
         self._then: Callable[[Any], Any] | None = None
 
     def then(self, callback: Callable[[Any], Any]) -> None:
         """`callback(result)` when there is one: at the first `wait()`. For modes, which see the start only."""
-        if self._result is not None:
+        if self._work is None and self._finish is None:
             callback(self._result)
         else:
             self._then = callback
@@ -217,21 +225,21 @@ class Handle:
         Raises:
             CommError: another rank failed, was lost, or did not take part in time.
         """
-        if self._result is None:
-            assert self._finish is not None
-            if self._work is not None:
-                self._communicator.waited(self._verb, self._operand, self._work.wait)
+        work, finish = self._work, self._finish
+        if work is not None:
+            self._communicator.waited(self._verb, self._operand, work.wait)
+        if finish is not None:
             if has_torch_function_unary(None):  # a mode has seen the verb whole: this is its inside
                 with torch._C.DisableTorchFunction():
-                    self._result = self._finish()
+                    self._result = finish()
             else:
-                self._result = self._finish()
-            if recording.recorders and self._work is not None:
-                recording.note(self._communicator, "wait:" + self._verb, self._result)
-            self._work = self._finish = None
-            if self._then is not None:
-                callback, self._then = self._then, None
-                callback(self._result)
+                self._result = finish()
+        if work is not None and recording.recorders:
+            recording.note(self._communicator, "wait:" + self._verb, self._result)
+        self._work = self._finish = None
+        if self._then is not None:
+            callback, self._then = self._then, None
+            callback(self._result)
         return self._result
 
 

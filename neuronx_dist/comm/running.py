@@ -14,7 +14,7 @@ from .traced import TracedHandle
 from .transforms import transforming, untransformed
 from .waiting import operand_of
 
-__all__ = ["alone", "coalesced", "compiled", "run"]
+__all__ = ["alone", "coalesced", "compiled", "message", "run"]
 
 Result = Any  # torch.Tensor, a list of them if a list was given, or Handle with async_op=True
 Tensors = list[torch.Tensor] | tuple[torch.Tensor, ...]
@@ -33,6 +33,13 @@ def run(
         return Handle(comm, verb, work, finish, operand_of(x))
     comm.waited(verb, x, lambda: start().wait())
     return finish()
+
+
+def message(comm: Communicator, verb: str, x: torch.Tensor, start: Callable[[], WorkLike], async_op: bool) -> Result:
+    """As `run`, for a send or a receive of `x`, which is its result. A step of a pipeline has many: they stay short."""
+    if async_op:
+        return Handle(comm, verb, comm.waited(verb, x, start), None, x, x)
+    return run(comm, verb, x, start, False, lambda: x)
 
 
 def compiled(

@@ -28,7 +28,7 @@ from .base import Communicator
 from .context import AxisLike, communicator
 from .operands import check_out, checked_dim, deliver, gathered_shape, scattered_first, wire_dtype
 from .rank_values import concrete
-from .running import Result, Tensors, alone, coalesced, compiled, run
+from .running import Result, Tensors, alone, coalesced, compiled, message, run
 from .traced import verb_operator
 from .transforms import transforming, untransformed
 
@@ -308,7 +308,7 @@ def send(x: torch.Tensor, axis: AxisLike, *, dst: int, tag: int = 0, async_op: b
     buffer = x.detach().contiguous()
     if recording.recorders:
         recording.note(comm, "send", x)
-    return run(comm, "send", x, lambda: comm.start_send(buffer, dst, tag), async_op, lambda: x)
+    return message(comm, "send", x, lambda: comm.start_send(buffer, dst, tag), async_op)
 
 
 def recv(out: torch.Tensor, axis: AxisLike, *, src: int, tag: int = 0, async_op: bool = False) -> Result:
@@ -325,7 +325,7 @@ def recv(out: torch.Tensor, axis: AxisLike, *, src: int, tag: int = 0, async_op:
         )
     if recording.recorders:
         recording.note(comm, "recv", out)
-    return run(comm, "recv", out, lambda: comm.start_recv(out.detach(), src, tag), async_op, lambda: out)
+    return message(comm, "recv", out, lambda: comm.start_recv(out.detach(), src, tag), async_op)
 
 
 def barrier(axis: AxisLike = "world") -> None:
@@ -358,7 +358,7 @@ def _hand_over(verb: Callable[..., Result], args: tuple[Any, ...], **keywords: A
 
 
 def _index(comm: Communicator, index: int, verb: str, name: str) -> None:
-    if not 0 <= index < comm.size:
+    if not 0 <= index < len(comm.ranks):
         raise ValueError(f"{verb} over {comm.axis}: {name}={index} is not a group index (0..{comm.size - 1})")
 
 

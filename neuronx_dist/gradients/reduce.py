@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from .. import comm
+from .accumulation import is_accumulating
 from .buckets import BucketPlan, cap_in_bytes, overlap, presence
 from .gradient import DATA_AXES, ParameterGradient, Parameters, gradient_of, parameters_of
 from .plan import GradientGroup, ModelGradients
@@ -46,6 +47,8 @@ def reduce_gradients(
 ) -> None:
     """Makes every gradient what one process would have, in place: once per step, after the last backward.
 
+    Inside of `no_sync(model)` it does nothing.
+
     A gradient that is missing on this rank counts as zero, and stays None if no other rank of the group has it.
     Gradients accumulate before the reduction, not on top of a reduced one: call `zero_grad` first. NxD's functions
     below may be called after it, as scripts for NxD do after `run_train`: they do what was left out.
@@ -59,6 +62,8 @@ def reduce_gradients(
     Raises:
         RuntimeError: they have been reduced already since the last backward or `zero_grad`.
     """
+    if is_accumulating(model):
+        return
     gradients = ModelGradients(model)
     refuse_reduced(gradients.held)
 
@@ -89,7 +94,8 @@ def refuse_accumulation(model: nn.Module) -> None:
     if any(grad is not None and ReductionState.of(grad).stages for grad in held):
         raise RuntimeError(
             "gradients of the step before are still there, and reduced: to add to them and reduce the sum would scale "
-            "them. Call zero_grad before the next step; to accumulate more data in a step, give it more microbatches"
+            "them. Call zero_grad before the next step. To accumulate more data in a step, give it more microbatches, "
+            "or make all calls but the last inside of `with no_sync(model):`"
         )
 
 

@@ -21,6 +21,7 @@ from torch import nn
 
 from .. import comm, spmd
 from ..model_shape import padded_heads
+from ..parallel_layers.activation_checkpoint import keep_random_streams
 from ..parallel_layers.replace import LayerPlan, apply
 from ..spmd import random
 from .loss import causal_lm_loss
@@ -78,6 +79,7 @@ def swap(
         for region in map(model.get_submodule, plan.regions):
             if getattr(region, "attention_dropout", 0):
                 region.forward = partial(_with_own_random_numbers, region.forward)
+    keep_random_streams(model)
     if sequence_parallel:
         apply_sequence_parallel(model, plan)
     model.loss_function = partial(causal_lm_loss, inplace_logits=inplace_logits)

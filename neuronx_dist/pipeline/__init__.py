@@ -5,25 +5,48 @@ record/          a forward as a graph of what it calls
 cut/             a recording in stages; a stage as a function
 run/             a schedule executed on one rank
 stage_module.py  a module of which this rank has a part; model.py: `NxDPPModel`, which does all of it
+manual_pipe_stage.py  a model given as a list of layers
 options.py       what is checked of its arguments
 """
 
 from ..lazy_names import lazy_names
-from .schedule import Inference, Kind, OneFOneB, Schedule, Task, format_schedule, rounds, simulate
+from .schedule import (
+    Costs,
+    GPipe,
+    Inference,
+    Interleaved,
+    Kind,
+    OneFOneB,
+    Schedule,
+    Task,
+    WrittenSchedule,
+    ZeroBubbleH1,
+    ZeroBubbleV,
+    format_schedule,
+    rounds,
+    simulate,
+)
 
 # Name -> its module, loaded when first asked for: a layout asks a schedule without torch.
 _LAZY = {
     "NxDPPModel": "pipeline.model",
+    "PipelineStageModule": "pipeline.manual_pipe_stage",
     "TracingError": "pipeline.record.recording",
-    "create_partitions": "pipeline.cut.partition",
+    "create_partitions": "pipeline.cut.cuts",
 }
 
 __all__ = [
+    "Costs",
+    "GPipe",
     "Inference",
+    "Interleaved",
     "Kind",
     "OneFOneB",
     "Schedule",
     "Task",
+    "WrittenSchedule",
+    "ZeroBubbleH1",
+    "ZeroBubbleV",
     "format_schedule",
     "rounds",
     "simulate",

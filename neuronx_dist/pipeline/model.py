@@ -12,29 +12,24 @@ memory, and keep their names. At one stage the same path runs, with no messages.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
+from weakref import WeakSet
 
 import torch
-import torch.utils._pytree as pytree
 from torch import nn
 
-from .. import comm, spmd
+from .. import comm
 from ..comm.select import in_one_program
+from ..gradients.accumulation import no_sync
 from ..gradients.reduce import reduce_gradients, refuse_accumulation
 from ..parallel_layers import PARALLEL_MODULES
 from ..parallel_layers.signatures import accepts
-from ..spmd.watching import active
-from .cut.partition import (
-    check_cuts,
-    check_placement,
-    create_partitions,
-    leaf_names,
-    place_by_recording,
-    place_by_registration,
-    split,
-)
-from .cut.stage import Stage, add_place
+from .cut.partitioning import partition
+from .manual_pipe_stage import LayerList, PartitionFunction
 from .options import (
+    check_manual,
+    checked_auto_partition,
     checked_input_names,
     module_classes,
     names,
@@ -43,14 +38,12 @@ from .options import (
     warn_of_unused,
 )
 from .record.recorder import record
-from .record.recording import Recording, TensorSpec, TracingError, describe
-from .run.executor import Executor
-from .run.lockstep import Lockstep, Transfers
-from .run.loss import find_loss
-from .run.messages import Messages
+from .record.recording import Recording
 from .run.microbatches import Batch, evaluating
-from .run.program import StageProgram
-from .run.transport import Channels, Transport
+from .run.program import StageProgram, build_program, program_key, recorded
+from .run.report import report_loss
+from .run.running import check_pieces, check_runs, run_batch
+from .run.transport import Channels
 from .schedule import Inference, Schedule, training_schedule
 from .stage_module import StageModule
 
@@ -64,12 +57,13 @@ class NxDPPModel(StageModule):
         module: the whole model, equal on all ranks; on meta, or real.
         transformer_layer_cls: class (or several) of the transformer layers.
         num_microbatches: a batch is cut into as many equal pieces along dim 0.
-        virtual_pipeline_size: only 1.
+        virtual_pipeline_size: pieces of the model on each stage (chunks). Above 1 the schedule is interleaved 1F1B, and
+            the model is cut into `stages * virtual_pipeline_size` pieces, which go around the stages.
         output_loss_value_spec: which leaf of the forward's result is the loss: True, or a tuple or dict in the shape of
             the result, such as `(True, False)` or `{"loss": True, "logits": False}`; see `find_loss`.
         return_mb_loss: return the list of the microbatches' losses.
         broadcast_and_average_loss: return the loss on all ranks, averaged over data-parallel ranks.
-        pipeline_cuts: names of the last layers of all stages but the last.
+        pipeline_cuts: names of the last layers of all pieces but the last: `stages * chunks - 1` of them.
         input_names: the keyword arguments that `run_train` and `run_eval` are called with; None: any.
         leaf_module_cls: more classes, or parts of names of classes, that are recorded as one call. Those without
             parameters run on each stage that needs their result, unless they change a buffer, draw random numbers,
@@ -80,18 +74,31 @@ class NxDPPModel(StageModule):
             for each module of this stage that has any, on the CPU.
         trace_file_path: only None.
         use_zero1_optimizer: the optimizer averages gradients over data-parallel ranks, so that `run_train` does not.
-        auto_partition: cut evenly between transformer layers; see `create_partitions`.
+        auto_partition: True or "layers": cut evenly between transformer layers, as NxD; see `create_partitions`.
+            "balanced": by FLOPs, which `trace(kwargs={...})` after this makes known, and parameters, the embedding's
+            and the head's included; between any layers. Without `trace` by parameters alone.
         deallocate_pipeline_outputs: of what was sent, keep the last two microbatches' only, and what backward needs;
             else those of all microbatches in flight.
         use_model_wrapper, fuse_microbatches: without effect, with a warning.
         use_optimizer_wrapper: leave the mean over data-parallel ranks to the caller: `bucket_allreduce_gradients`.
         return_loss_on_cpu: move the loss to the CPU.
-        manual_pp_partition: only False.
+        manual_pp_partition: `module` is a list of layers, each of which takes and returns a tensor or a list of them;
+            `run_train(inputs=..., labels=...)` gives `inputs` to the first one. See `pipeline.manual_pipe_stage`.
+        manual_pp_stage_partition_fn: `fn(layers, num_stages)` returns a dict, from each layer to its stage (of all
+            `stages * chunks` pieces); None: an even division, as of `auto_partition`.
+        manual_pp_loss_fn: `fn(output, labels)` is the loss, of the last layer's output.
+        schedule: what `run_train` runs: "1f1b", "interleaved" (at least two chunks), "gpipe", "zb_h1", "zb_v" (two
+            chunks, placed as a V, so that stage 0 has the loss), a `Schedule`, or a function that makes one,
+            `(num_stages, num_microbatches) -> Schedule`. None: 1F1B, and interleaved 1F1B if there are several chunks.
+        check_finite: refuse a loss that is NaN or infinite, with its microbatch, on the stage that computes it; the
+            host waits for each loss. False: nobody looks.
 
     Positional arguments are in this order, the API guide's, or in that of NxD's release (`parallel_layers.signatures`);
     the release's underscored arguments are ignored with a warning.
 
     Attributes:
+        schedule: as it was given; `training_schedule` is what it stands for.
+        virtual_pipeline_size: pieces of the model on each stage, of which the schedule may have decided.
         recorder: records a forward, as `record` does; the checker puts one here that shares recordings between ranks.
 
     Raises:
@@ -101,7 +108,7 @@ class NxDPPModel(StageModule):
     @accepts("NxDPPModel")
     def __init__(
         self,
-        module: nn.Module,
+        module: nn.Module | Sequence[nn.Module],
         transformer_layer_cls: Any = None,
         num_microbatches: int = 1,
         virtual_pipeline_size: int = 1,
@@ -117,7 +124,7 @@ class NxDPPModel(StageModule):
         param_init_fn: Callable[[nn.Module], Any] | None = None,
         trace_file_path: str | None = None,
         use_zero1_optimizer: bool = False,
-        auto_partition: bool | None = False,
+        auto_partition: bool | str | None = False,
         deallocate_pipeline_outputs: bool = False,
         *,
         use_model_wrapper: bool = False,
@@ -126,12 +133,25 @@ class NxDPPModel(StageModule):
         return_loss_on_cpu: bool = True,
         fuse_microbatches: bool = False,
         manual_pp_partition: bool = False,
+        manual_pp_stage_partition_fn: PartitionFunction | None = None,
+        manual_pp_loss_fn: Callable[[Any, Any], Any] | None = None,
+        schedule: str | Schedule | Callable[[int, int], Schedule] | None = None,
+        check_finite: bool = False,
     ) -> None:
         if not isinstance(num_microbatches, int) or num_microbatches < 1:
             raise ValueError(f"num_microbatches must be an integer of at least 1, got {num_microbatches!r}")
-        if virtual_pipeline_size != 1:
-            raise ValueError(f"virtual_pipeline_size={virtual_pipeline_size} is not supported; leave it at 1")
-        refuse_unsupported(manual_pp_partition=manual_pp_partition, trace_file_path=trace_file_path)
+        if not isinstance(virtual_pipeline_size, int) or virtual_pipeline_size < 1:
+            raise ValueError(f"virtual_pipeline_size must be an integer of at least 1, got {virtual_pipeline_size!r}")
+        check_manual(
+            module,
+            manual_pp_partition,
+            cuts={"auto_partition": auto_partition, "pipeline_cuts": pipeline_cuts},
+            functions={
+                "manual_pp_stage_partition_fn": manual_pp_stage_partition_fn,
+                "manual_pp_loss_fn": manual_pp_loss_fn,
+            },
+        )
+        refuse_unsupported(trace_file_path=trace_file_path)
         warn_of_tracing(tracer_cls, autowrap_functions, autowrap_modules, autowrap_obj_methods)
         warn_of_unused(
             use_model_wrapper=(use_model_wrapper, "the model itself is what is trained"),
@@ -142,17 +162,33 @@ class NxDPPModel(StageModule):
         if auto_partition and pipeline_cuts:
             raise ValueError(f"auto_partition makes the cuts: do not pass pipeline_cuts={list(pipeline_cuts)} with it")
         num_stages = comm.size("pp")
-        last_stage = training_schedule(num_stages, num_microbatches).holders[-1]
-        super().__init__(module, stage=comm.rank("pp"), num_stages=num_stages, last_stage=last_stage)
+        chosen = training_schedule(
+            num_stages,
+            num_microbatches,
+            schedule=schedule,
+            num_chunks=virtual_pipeline_size,
+            deallocate=deallocate_pipeline_outputs,
+        )
+        check_runs(chosen)
+        layer_classes: list[type] = []
+        if manual_pp_partition or not isinstance(module, nn.Module):
+            module = LayerList(module, manual_pp_loss_fn)
+            layer_classes = module.layer_classes
+            pipeline_cuts = module.cuts(chosen.num_virtual_stages, manual_pp_stage_partition_fn)
+            transformer_layer_cls = transformer_layer_cls or layer_classes
+            output_loss_value_spec = module.loss_spec if output_loss_value_spec is None else output_loss_value_spec
+        super().__init__(module, stage=comm.rank("pp"), num_stages=num_stages, last_stage=chosen.holders[-1])
+        self.schedule = schedule
+        self.check_finite = check_finite
         self.transformer_layer_cls = transformer_layer_cls
         self.num_microbatches = num_microbatches
-        self.virtual_pipeline_size = virtual_pipeline_size
+        self.virtual_pipeline_size = chosen.num_chunks
         self.output_loss_value_spec = output_loss_value_spec
         self.return_mb_loss = return_mb_loss
         self.broadcast_and_average_loss = broadcast_and_average_loss
         self.pipeline_cuts = names(pipeline_cuts, "pipeline_cuts")
         self.input_names = checked_input_names(module, input_names)
-        self.auto_partition = bool(auto_partition)
+        self.auto_partition = checked_auto_partition(auto_partition)
         self.param_init_fn = param_init_fn
         self.use_zero1_optimizer = use_zero1_optimizer
         self.use_model_wrapper = use_model_wrapper
@@ -161,12 +197,14 @@ class NxDPPModel(StageModule):
         self.deallocate_pipeline_outputs = deallocate_pipeline_outputs
         self._layer_classes = module_classes(module, transformer_layer_cls, "transformer_layer_cls")
         leaves = module_classes(module, leaf_module_cls, "leaf_module_cls", parts_of_names=True)
-        self._leaf_classes = [*self._layer_classes, *PARALLEL_MODULES, *leaves]
+        self._leaf_classes = [*self._layer_classes, *PARALLEL_MODULES, *leaves, *layer_classes]
         self.recorder: Callable[..., Recording] = record
         self._channels = Channels(None, None)
         self._example: Recording | None = None
         self._programs: dict[Any, StageProgram] = {}
-        if self.pipeline_cuts or self.auto_partition or self.training_schedule.num_virtual_stages == 1:
+        self._schedules: dict[Any, Schedule] = {self._key_of_training(): chosen}  # of training and evaluation
+        self._checked = WeakSet([chosen])
+        if self.pipeline_cuts or self.auto_partition or chosen.num_virtual_stages == 1:
             self.partition()
 
     # --- cutting
@@ -182,20 +220,26 @@ class NxDPPModel(StageModule):
         autowrap_obj_methods: Any = None,
         tracer_cls: Any = None,
     ) -> None:
-        """Says what the model is called with, before `cut_pipeline_stage` and `partition`.
+        """Says what the model is called with: right after the constructor, before anything asks for parameters.
+
+        A model that is partitioned, by the order in which it registers its layers, is partitioned anew by the order in
+        which they run. One that is not awaits `cut_pipeline_stage` and `partition`. All ranks call it.
 
         Args:
-            args, kwargs: example inputs, of any batch size. They are needed only if layers do not run in the order in
-                which the model registers them.
+            args, kwargs: example inputs, of any batch size. They are needed if layers do not run in the order in
+                which the model registers them, and for the FLOPs of `auto_partition="balanced"`.
             input_names, leaf_modules: as the constructor's `input_names` and `leaf_module_cls`.
             autowrap_functions, autowrap_modules, autowrap_obj_methods, tracer_cls: as the constructor's.
 
         Raises:
             ValueError: a name that is none of the model's, or `args` without names.
-            RuntimeError: the model is partitioned.
+            RuntimeError: parameters of the model's stage have been asked for, or it has run.
         """
-        if self.num_stages > 1:
-            self._check_not_partitioned("trace")
+        if not self.placement_is_open and self.training_schedule.num_virtual_stages > 1:
+            raise RuntimeError(
+                f"trace: which stage holds which parameters is settled, at cuts {self.pipeline_cuts}, since the model "
+                f"has run or moved, or was asked for parameters, as by an optimizer: call it right after NxDPPModel()"
+            )
         warn_of_tracing(tracer_cls, autowrap_functions, autowrap_modules, autowrap_obj_methods)
         if input_names is not None:
             self.input_names = checked_input_names(self.original_module, input_names)
@@ -205,9 +249,11 @@ class NxDPPModel(StageModule):
             if args and len(args) > len(self.input_names or ()):
                 raise ValueError(f"trace: {len(args)} args for input_names {self.input_names}: pass kwargs instead")
             self._example = self._record(inputs, None)
+        if self.partitioned and self.placement_is_open:
+            self._partition()
 
     def cut_pipeline_stage(self, name: str) -> None:
-        """Ends a stage after layer `name`. Called once less than there are stages, in order."""
+        """Ends a piece of the model after layer `name`. Called once less than there are pieces, in order."""
         self._check_not_partitioned("cut_pipeline_stage")
         self.pipeline_cuts.append(name)
 
@@ -217,36 +263,52 @@ class NxDPPModel(StageModule):
         Raises:
             ValueError: cuts that do not fit the model or the number of stages.
         """
-        if self.num_stages > 1:
-            self._check_not_partitioned("partition")
-        module = self.original_module
-        holders = self.training_schedule.holders
-        leaves = leaf_names(module, self._leaf_classes)
-        if self.auto_partition and not self.pipeline_cuts:
-            layers = [n for n in leaves if isinstance(module.get_submodule(n), tuple(self._layer_classes))]
-            self.pipeline_cuts = create_partitions(len(holders), layers)
-        if self._example is not None:
-            plans = split(self._example, self.pipeline_cuts)
-            placement = place_by_recording(module, plans, self._leaf_classes)
-            self._example = None
-        else:
-            check_cuts(self.pipeline_cuts, leaves, len(holders))
-            placement = place_by_registration(module, self.pipeline_cuts, self._leaf_classes)
+        self._check_not_partitioned("partition")
+        if not self.auto_partition:
+            self._check_number_of_cuts()
         if self.num_stages > 1:
             pipelines = comm.current().mesh.groups("pp")
             self._channels = Channels(
                 forward=comm.new_group(pipelines, "pp_forward"), backward=comm.new_group(pipelines, "pp_backward")
             )
-        self.place(placement.on_stages(holders))
+        self._partition()
+
+    def _partition(self) -> None:
+        """By the calls of the example; for want of one by registration. An earlier partition is replaced."""
+        holders = self.training_schedule.holders
+        pieces = partition(
+            self.original_module,
+            len(holders),
+            cuts=self.auto_partition or self.pipeline_cuts,
+            layer_classes=self._layer_classes,
+            leaf_classes=self._leaf_classes,
+            recording=self._example,
+        )
+        self._example = None
+        placement = pieces.placement.on_stages(holders)
+        self.pipeline_cuts = pieces.cuts
+        if placement == self.placement:
+            return
+        self.place(placement)
         if self.param_init_fn is not None:
             self.initialize(self.param_init_fn)
         # A model that goes to XLA is often still on the CPU here: then the first step makes tied weights equal.
         messages = comm.current().backend.has_messages
-        if not any(param.is_meta or not (messages or in_one_program(param)) for param in self.local_parameters()):
+        own = (param for _, param in self._own_parameters())
+        if not any(param.is_meta or not (messages or in_one_program(param)) for param in own):
             self.sync_tied_weights()
 
+    def _check_number_of_cuts(self) -> None:
+        stages, chunks, cuts = self.num_stages, self.virtual_pipeline_size, self.pipeline_cuts
+        if len(cuts) != stages * chunks - 1:
+            pieces = f"{stages} pipeline stages" + (f" with {chunks} chunks each" if chunks > 1 else "")
+            raise ValueError(
+                f"{pieces} need {stages * chunks - 1} cuts, got {len(cuts)}: {cuts}. A cut is the name of the last "
+                f"layer of a {'chunk' if chunks > 1 else 'stage'}; the last one needs none."
+            )
+
     def _check_not_partitioned(self, what: str) -> None:
-        if self.partitioned:
+        if self.partitioned and self.training_schedule.num_virtual_stages > 1:  # with one piece there is nothing to cut
             raise RuntimeError(
                 f"{what}: this model is partitioned already, at {self.pipeline_cuts}: leave out pipeline_cuts and "
                 f"auto_partition of the constructor to cut it by hand"
@@ -275,26 +337,43 @@ class NxDPPModel(StageModule):
         """
         self._check_loss_is_known("run_train")
         self._check_partitioned()
-        refuse_accumulation(self)
+        if not self.placement_is_open:  # else it never ran
+            refuse_accumulation(self)
         program, losses = self._execute(self.training_schedule, kwargs)
         average_over_data = not (self.use_zero1_optimizer or self.use_optimizer_wrapper)
         reduce_gradients(self, average_over_data=average_over_data)
         return self._report(program, losses)
 
-    def run_eval(self, **kwargs: Any) -> Any:
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Inside, `run_train` adds to the gradients and does not reduce them; see `neuronx_dist.no_sync`.
+
+        with model.no_sync():
+            model.run_train(**first)
+        model.run_train(**second)       # reduces the sum of both
+        """
+        return no_sync(self)
+
+    def run_eval(self, *, return_outputs: bool = False, **kwargs: Any) -> Any:
         """Forward only, in evaluation mode and without gradients; modes are set back afterwards.
 
+        Args:
+            return_outputs: return `(loss, outputs)`.
+            kwargs: as of `run_train`.
+
         Returns:
-            What `run_train` returns; without an `output_loss_value_spec` a list of the forward's results, one for each
-            microbatch, on the last stage, None on others.
+            What `run_train` returns. With `return_outputs` a pair of that and of the outputs: a list of the forward's
+            results, one for each microbatch, on the last stage, None on others. Without an `output_loss_value_spec`
+            the outputs alone.
         """
         with evaluating(self.original_module):
-            program, results = self._execute(
-                Inference(self.num_stages, self.num_microbatches, self.training_schedule), kwargs
-            )
-        if program.loss is not None:
+            program, results = self._execute(self.evaluation_schedule, kwargs, return_outputs)
+        outputs = results if self.is_last_stage() else None
+        if program.loss is None:
+            return (None, outputs) if return_outputs else outputs
+        if not return_outputs:
             return self._report(program, results)
-        return results if self.is_last_stage() else None
+        losses = [loss for loss, _ in results] if self.is_last_stage() else []
+        return self._report(program, losses), outputs and [output for _, output in outputs]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise RuntimeError("a pipeline model is not called: use run_train(**inputs) or run_eval(**inputs)")
@@ -314,7 +393,27 @@ class NxDPPModel(StageModule):
     @property
     def training_schedule(self) -> Schedule:
         """The schedule that `run_train` runs, for the present `num_microbatches`."""
-        return training_schedule(self.num_stages, self.num_microbatches, deallocate=self.deallocate_pipeline_outputs)
+        key = self._key_of_training()
+        if key not in self._schedules:
+            self._schedules[key] = training_schedule(
+                self.num_stages,
+                self.num_microbatches,
+                schedule=self.schedule,
+                num_chunks=self.virtual_pipeline_size,
+                deallocate=self.deallocate_pipeline_outputs,
+            )
+        return self._schedules[key]
+
+    def _key_of_training(self) -> tuple[Any, ...]:
+        return self.schedule, self.num_microbatches, self.deallocate_pipeline_outputs
+
+    @property
+    def evaluation_schedule(self) -> Schedule:
+        """The schedule that `run_eval` runs: the forwards of training."""
+        training = self.training_schedule
+        if training not in self._schedules:
+            self._schedules[training] = Inference(self.num_stages, self.num_microbatches, training)
+        return self._schedules[training]
 
     @property
     def stage_channels(self) -> Channels:
@@ -339,7 +438,8 @@ class NxDPPModel(StageModule):
         Raises:
             ValueError: a schedule for another number of stages or chunks; inputs other than `input_names`, or not
                 divisible into microbatches.
-            RuntimeError: not partitioned, still on meta, or backwards without an `output_loss_value_spec`.
+            RuntimeError: not partitioned, still on meta, or backwards without an `output_loss_value_spec`; a schedule
+                that deadlocks, or leaves something out.
             whatever a task raises, with the task and the stage before the message.
         """
         if schedule.trains:
@@ -363,106 +463,66 @@ class NxDPPModel(StageModule):
         self._check_partitioned()
         return self._program(Batch(inputs, self.input_names, self.num_microbatches))
 
-    def _execute(self, schedule: Schedule, inputs: Mapping[str, Any]) -> tuple[StageProgram, list[Any]]:
+    def _execute(
+        self, schedule: Schedule, inputs: Mapping[str, Any], return_outputs: bool = False
+    ) -> tuple[StageProgram, list[Any]]:
         """The program that ran, and the results of `run`."""
         self._check_partitioned()
-        self._check_schedule(schedule)
+        if schedule not in self._checked:
+            check_pieces(schedule, self.training_schedule)
+            check_runs(schedule)
+            self._checked.add(schedule)
         with torch.set_grad_enabled(schedule.trains):
             batch = Batch(inputs, self.input_names, schedule.num_microbatches)
             if self.device.type == "meta":
                 self.refuse_meta()
-            program = self._program(batch)
+            program = self._program(batch, return_outputs)
             if not self.tied_weights_synced:
                 self.sync_tied_weights()
-            executor = Executor(
+            results, self.peak_in_flight = run_batch(
+                program,
+                schedule,
+                batch,
                 module=self.original_module,
-                chunks=program.chunks,
-                schedule=schedule,
                 stage=self.stage,
-                transport=self._transport(program, schedule),
-                microbatches=batch.microbatches(program.input_leaves, self.device),
-                pick_loss=None if program.loss is None else (lambda outputs: outputs[0]),
-            )
-            results = executor.execute()
-        self.peak_in_flight = executor.peak_in_flight
-        if program.loss is None and self.is_last_stage():
-            results = [pytree.tree_unflatten(leaves, program.structure) for leaves in results]
-        return program, results
-
-    def _transport(self, program: StageProgram, schedule: Schedule) -> Transport:
-        if program.transfers is not None:
-            return Lockstep(
-                schedule=schedule,
-                stage=self.stage,
-                transfers=program.transfers,
                 channels=self._channels,
                 parameters=self.local_parameters(),
                 device=self.device,
+                check_finite=self.check_finite,
             )
-        return Messages(
-            schedule=schedule,
-            stage=self.stage,
-            plans=[chunk.plan for chunk in program.chunks],
-            channels=self._channels,
-            device=self.device,
-        )
+        return program, results
 
-    def _program(self, batch: Batch) -> StageProgram:
-        module, device = self.original_module, self.device
-        key = (
-            batch.key(),
-            device,
-            torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type),
-            tuple(m.training for m in module.modules()),
-            tuple((p.requires_grad, p.dtype) for p in module.parameters()),
-        )
+    def _program(self, batch: Batch, return_outputs: bool = False) -> StageProgram:
+        key = program_key(batch, self.original_module, self.device, return_outputs)
         if key not in self._programs:
             self.refuse_meta()
-            recording = self._record(batch.example(), device)
-            wanted: list[Any] = recording.outputs
-            loss: TensorSpec | None = None
-            if self.output_loss_value_spec is not None:
-                node = find_loss(recording, self.output_loss_value_spec)
-                wanted, loss = [node], node.meta["info"].spec
-            plans = split(recording, self.pipeline_cuts, wanted)
+            recording = self._record(batch.example(), self.device)
+            if self.placement_is_open:
+                self._example = recording
+                self._partition()
+                self.close_placement()
             assert self.placement is not None
-            schedule = self.training_schedule
-            check_placement(self.placement, plans, schedule.holders)
-            virtual_stages = [schedule.virtual_stage(self.stage, chunk) for chunk in range(schedule.num_chunks)]
-            lockstep = self.num_stages > 1 and not comm.current().backend.has_messages
-            self._programs[key] = StageProgram(
-                chunks=tuple(Stage(plans[virtual_stage]) for virtual_stage in virtual_stages),
-                structure=recording.structure,
-                loss=loss,
+            self._programs[key] = build_program(
+                self.original_module,
+                recording,
+                loss_spec=self.output_loss_value_spec,
+                return_outputs=return_outputs,
+                cuts=self.pipeline_cuts,
+                placement=self.placement,
+                schedule=self.training_schedule,
+                stage=self.stage,
                 constants=batch.constants(),
-                transfers=Transfers(plans, schedule) if lockstep else None,
             )
         return self._programs[key]
 
     def _record(self, inputs: dict[str, Any], device: torch.device | None) -> Recording:
-        """Records the forward; what the model itself raises says what it was given."""
-        try:
-            return self.recorder(self.original_module, inputs, self._leaf_classes, device)
-        except TracingError:
-            raise
-        except Exception as error:
-            add_place(error, f"{type(self.original_module).__name__}.forward, given {describe(inputs)}")
-            raise
+        return recorded(self.recorder, self.original_module, inputs, self._leaf_classes, device)
 
     def _check_partitioned(self) -> None:
         if not self.partitioned:
             raise RuntimeError(
                 f"this model is not partitioned: pass pipeline_cuts or auto_partition=True, or call cut_pipeline_stage "
-                f"{self.training_schedule.num_virtual_stages - 1} times and then partition()"
-            )
-
-    def _check_schedule(self, schedule: Schedule) -> None:
-        own = self.training_schedule
-        mine, theirs = ([each.holder(v) for v in range(each.num_virtual_stages)] for each in (own, schedule))
-        if mine != theirs:
-            raise ValueError(
-                f"{schedule} is not for this model, which has {own.num_stages} stages with {own.num_chunks} pieces of "
-                f"the model each, in the order {mine} of (stage, chunk)"
+                f"{self.num_stages * self.virtual_pipeline_size - 1} times and then partition()"
             )
 
     def _check_loss_is_known(self, what: str) -> None:
@@ -474,20 +534,13 @@ class NxDPPModel(StageModule):
 
     def _report(self, program: StageProgram, losses: list[torch.Tensor]) -> torch.Tensor | list[torch.Tensor] | None:
         assert program.loss is not None
-        device = torch.device("cpu") if self.return_loss_on_cpu else self.device
-        if not self.is_last_stage() and not self.broadcast_and_average_loss:
-            return None
-        if self.return_mb_loss:
-            return [loss.to(device) for loss in losses]
-        if self.is_last_stage():
-            mean = torch.stack(losses).mean()
-        else:
-            mean = torch.empty((), dtype=program.loss.dtype, device=self.device)
-        if self.broadcast_and_average_loss:
-            if self.is_last_stage():
-                total = comm.all_reduce(mean, ("dp", "cp"))
-                mean = total / comm.size(("dp", "cp"))
-            mean = comm.broadcast(mean, "pp", src=self.last_stage)
-            if active() is not None:
-                spmd.assert_type(mean, dict.fromkeys(("pp", "dp", "cp"), spmd.R))
-        return mean.to(device)
+        return report_loss(
+            losses,
+            program.loss,
+            stage=self.stage,
+            last_stage=self.last_stage,
+            return_mb_loss=self.return_mb_loss,
+            broadcast_and_average_loss=self.broadcast_and_average_loss,
+            computed_on=self.device,
+            report_on=torch.device("cpu") if self.return_loss_on_cpu else self.device,
+        )

@@ -6,14 +6,23 @@ import inspect
 import warnings
 from collections.abc import Mapping, Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
 from ..call_site import USER, frames
-from .cut.partition import nearest
+from .cut.cuts import nearest
 
-__all__ = ["checked_input_names", "module_classes", "names", "refuse_unsupported", "warn_of_tracing", "warn_of_unused"]
+__all__ = [
+    "check_manual",
+    "checked_auto_partition",
+    "checked_input_names",
+    "module_classes",
+    "names",
+    "refuse_unsupported",
+    "warn_of_tracing",
+    "warn_of_unused",
+]
 
 
 def module_classes(module: nn.Module, classes: Any, option: str, *, parts_of_names: bool = False) -> list[type]:
@@ -81,12 +90,52 @@ def checked_input_names(module: nn.Module, input_names: Sequence[str] | None) ->
     return listed
 
 
+def checked_auto_partition(value: Any) -> Literal["layers", "balanced"] | None:
+    """How a model is cut without being told where; None: it is told.
+
+    Raises:
+        ValueError: it is nothing that `auto_partition` can be.
+    """
+    if value is None or value is False:
+        return None
+    if value is True:
+        return "layers"
+    if value in ("layers", "balanced"):
+        return value
+    raise ValueError(
+        f'auto_partition={value!r}: True or "layers" cuts evenly between transformer layers, "balanced" by FLOPs and '
+        "parameters, False leaves it to pipeline_cuts"
+    )
+
+
 def refuse_unsupported(**options: Any) -> None:
     """Raises ValueError for the first of these options that is set."""
     for option, value in options.items():
         if value:
-            repair = "use pipeline_cuts or auto_partition" if option.startswith("manual_pp") else "leave it out"
-            raise ValueError(f"{option}={value!r} is not supported; {repair}")
+            raise ValueError(f"{option}={value!r} is not supported; leave it out")
+
+
+def check_manual(module: Any, manual_pp_partition: bool, cuts: Mapping[str, Any], functions: Mapping[str, Any]) -> None:
+    """Checks that `manual_pp_partition` goes with a list of layers, and what belongs to it with that.
+
+    Args:
+        cuts: other options that cut the model.
+        functions: options that belong to `manual_pp_partition`.
+
+    Raises:
+        ValueError: an option does not go with the others.
+    """
+    if not manual_pp_partition:
+        given = next((option for option, value in functions.items() if value is not None), None)
+        if given or not isinstance(module, nn.Module):
+            what = given or f"module is a {type(module).__name__}, and"
+            raise ValueError(f"{what} belongs to manual_pp_partition=True, with a list of layers as the module")
+        return
+    given = next((option for option, value in cuts.items() if value), None)
+    if given:
+        raise ValueError(
+            f"{given} does not go with manual_pp_partition: pass manual_pp_stage_partition_fn to cut by hand"
+        )
 
 
 def warn_of_unused(**options: tuple[Any, str]) -> None:

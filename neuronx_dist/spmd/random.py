@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+from torch.compiler import is_compiling
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from ..comm import context
@@ -90,6 +91,9 @@ def manual_seed(seed: int) -> None:
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Activation checkpointing whose recomputation draws the same random numbers, from every stream."""
+    # Compiled code keeps what it drew. Without a mesh there is one stream.
+    if is_compiling() or not context.is_initialized():
+        return torch_checkpoint(function, *args, use_reentrant=False, **kwargs)
     all_streams = streams()
     own_program, rank = device_has_own_program(), context.current()
 

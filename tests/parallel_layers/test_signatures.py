@@ -210,10 +210,9 @@ def test_errors_of_calls_are_pythons():
                 cls(*values_of(cls, RELEASE[cls]), None)
 
 
-@pytest.mark.parametrize("cls", RELEASE, ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize("cls", [cls for cls in RELEASE if cls is not NxDPPModel], ids=lambda cls: cls.__name__)
 def test_what_would_change_values_is_refused_by_name(cls):
     wrong = dict(pad=True, pad_alignment_size_per_rank=4, keep_padded_output=True, rank_ordering=[1, 0])
-    wrong.update(manual_pp_stage_partition_fn=print, manual_pp_loss_fn=print)
     names = [name for name in wrong if name in parameters(RELEASE[cls])]
     required = [SAMPLES[cls][name] for name, p in parameters(RELEASE[cls]).items() if p.default is p.empty]
     assert names
@@ -412,6 +411,17 @@ def test_attributes_that_scripts_read():
         assert column.arg_init_method is init.zeros_ and row.arg_init_method is init.ones_
 
     threads.run(tp_mesh(2), work)
+
+
+@pytest.mark.parametrize("layer", [ColumnParallelLinear, RowParallelLinear, ParallelEmbedding])
+def test_true_is_no_device(layer):
+    """False is the guide's default, and means torch's."""
+    with comm.as_rank(tp_mesh(2), 0):
+        assert layer(4, 8, device=False).weight.device.type == "cpu"
+        with pytest.raises(
+            ValueError, match=rf"^{layer.__name__}: device=True is no device: pass a torch.device or the"
+        ):
+            layer(4, 8, device=True)
 
 
 def test_attributes_of_a_pipeline_model():

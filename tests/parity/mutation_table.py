@@ -138,8 +138,8 @@ CASES: dict[str, Callable[[], None]] = {
         one_step, Case(dp=2, optimizer="zero1")
     ),
     "NeuronZero1Optimizer._all_gather.start:comm.all_gather#1": partial(one_step, Case(dp=2, optimizer="zero1")),
-    "NxDPPModel._report:comm.all_reduce#1": partial(steps_of_a_pipeline, Case(dp=2)),
-    "NxDPPModel._report:comm.broadcast#1": partial(steps_of_a_pipeline, Case(pp=2)),
+    "report_loss:comm.all_reduce#1": partial(steps_of_a_pipeline, Case(dp=2)),
+    "report_loss:comm.broadcast#1": partial(steps_of_a_pipeline, Case(pp=2)),
     "Lockstep._transfer:comm.permute#1": partial(steps_in_rounds, Case(pp=2)),
     **{f"Messages.{call}#1": partial(steps_of_a_pipeline, Case(pp=2)) for call in MESSAGES},
     "StageModule.sync_tied_weights:comm.broadcast#1": tied_copies,

@@ -12,7 +12,8 @@ from torch import nn
 from neuronx_dist import comm, spmd
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.pipeline import TracingError
-from neuronx_dist.pipeline.cut.partition import place_by_recording, place_by_registration, split
+from neuronx_dist.pipeline.cut.placement import place_by_recording, place_by_registration
+from neuronx_dist.pipeline.cut.splitting import split
 from neuronx_dist.pipeline.record.recorder import record
 from tests.support.pipeline_models import HIDDEN, SEQ, Block, Model, batch, check_parity, cut, error, make, on_ranks
 
@@ -139,7 +140,7 @@ def test_it_is_of_no_stage_however_layers_are_placed() -> None:
     with comm.as_rank(Mesh(1), 0):
         plans = split(record(model, batch(), [Block, Rope]), cuts)
     for placement in (
-        place_by_registration(model, cuts, [Block, Rope]), place_by_recording(model, plans, [Block, Rope])
+        place_by_registration(model, cuts, [Block, Rope]), place_by_recording(model, plans, cuts, [Block, Rope])
     ):  # fmt: skip
         assert placement.stages("rope") is placement.stages("rope.inv_freq") is None
         assert placement.stages("layers.1") == {0} and placement.stages("layers.2") == {1}

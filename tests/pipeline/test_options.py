@@ -13,7 +13,7 @@ from torch import nn
 
 from neuronx_dist import comm
 from neuronx_dist.mesh import Mesh
-from neuronx_dist.pipeline import NxDPPModel
+from neuronx_dist.pipeline import NxDPPModel, OneFOneB
 from tests.support.pipeline_models import Block, Model, batch, make
 
 
@@ -29,11 +29,20 @@ class Absent(nn.Module):
 @pytest.mark.parametrize(
     "options,message",
     [
-        ({"virtual_pipeline_size": 2}, "virtual_pipeline_size=2 is not supported"),
+        ({"virtual_pipeline_size": 0}, "virtual_pipeline_size must be an integer of at least 1, got 0"),
+        ({"virtual_pipeline_size": 1.5}, "virtual_pipeline_size must be an integer of at least 1, got 1.5"),
+        ({"virtual_pipeline_size": 3, "schedule": "zb_v"}, r"2 chunks on each stage, not 3 \(virtual_pipeline_size"),
+        ({"virtual_pipeline_size": 2, "schedule": "1f1b"}, r"1 chunks on each stage, not 2 \(virtual_pipeline_size"),
+        ({"virtual_pipeline_size": 2, "schedule": "zb_h1"}, "has 1 chunks on each stage, not 2"),
+        ({"schedule": "interleaved"}, "at least 2"),
+        ({"schedule": "zbv"}, "there is no schedule 'zbv'; there are '1f1b', 'interleaved', 'gpipe', 'zb_h1', 'zb_v'"),
+        ({"schedule": OneFOneB(2, 1)}, "does not fit 1 stages and 1 microbatches"),
+        ({"schedule": OneFOneB(1, 4), "num_microbatches": 2}, "does not fit 1 stages and 2 microbatches"),
+        ({"schedule": "zb_v", "pipeline_cuts": ["layers.0"] * 2}, "1 .* with 2 chunks each need 1 cuts, got 2"),
+        ({"virtual_pipeline_size": 5, "auto_partition": True, "transformer_layer_cls": Block}, "5 .* found 4"),
         ({"num_microbatches": 0}, "integer of at least 1, got 0"),
         ({"num_microbatches": 2.0}, "integer of at least 1, got 2.0"),
         ({"num_microbatches": "2"}, "integer of at least 1, got '2'"),
-        ({"manual_pp_partition": True}, "manual_pp_partition=True is not supported; use pipeline_cuts or auto_part"),
         ({"trace_file_path": "trace.json"}, "trace_file_path='trace.json' is not supported; leave it out"),
         ({"return_mb_loss": True, "broadcast_and_average_loss": True}, "return_mb_loss must be False"),
         ({"auto_partition": True, "pipeline_cuts": ["layers.0"]}, "do not pass pipeline_cuts"),

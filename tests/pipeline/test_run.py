@@ -13,11 +13,11 @@ from neuronx_dist import comm
 from neuronx_dist.comm.backends import threads
 from neuronx_dist.gradients.reduce import reduce_gradients
 from neuronx_dist.mesh import Mesh
-from neuronx_dist.pipeline import Inference, Kind, NxDPPModel, OneFOneB, Schedule, Task
-from neuronx_dist.pipeline.cut.partition import StagePlan
+from neuronx_dist.pipeline import GPipe, Inference, Kind, NxDPPModel, OneFOneB, Schedule, Task, WrittenSchedule
+from neuronx_dist.pipeline.cut.splitting import StagePlan
 from neuronx_dist.pipeline.run.lockstep import Transfers
 from tests.support.pipeline_models import Block, batch, error, make, on_ranks, reference
-from tests.support.toy_schedules import Around, GPipe, Halves, InTheseOrders, ThereAndBack
+from tests.support.toy_schedules import Around, Halves, ThereAndBack
 
 OPTIONS: dict[str, Any] = {"num_microbatches": 4, "output_loss_value_spec": True}
 
@@ -29,7 +29,7 @@ def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     return name
 
 
-def check(schedule_class: type[Schedule], pp: int, microbatches: int, **model: Any) -> None:
+def check(schedule_class: type[Schedule], pp: int, microbatches: int, trained_by: Any = None, **model: Any) -> None:
     """A schedule gives the losses and gradients of one process, and keeps what it says that it keeps."""
     original, inputs = make(**model), batch(rows=2 * microbatches)
     loss, grads = reference(original, inputs, microbatches)
@@ -42,7 +42,7 @@ def check(schedule_class: type[Schedule], pp: int, microbatches: int, **model: A
         return losses, {name: param.grad for name, param in pipeline.local_named_parameters()}
 
     seen = set()
-    for stage, (losses, found) in enumerate(on_ranks(Mesh(pp, pp=pp), original, use, **OPTIONS)):
+    for stage, (losses, found) in enumerate(on_ranks(Mesh(pp, pp=pp), original, use, **OPTIONS, schedule=trained_by)):
         assert len(losses) == microbatches
         if stage == schedule.holders[-1]:
             assert error(torch.stack(losses).mean(), loss) < 1e-12
@@ -67,31 +67,20 @@ def test_tied_weights_and_frozen_ones(schedule_class: type[Schedule]) -> None:
 
 @pytest.mark.parametrize("schedule_class", [Around, ThereAndBack])
 @pytest.mark.parametrize("microbatches", [1, 2, 5])
-def test_several_chunks_on_a_stage(
-    schedule_class: type[Schedule], microbatches: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The one place that chooses the schedule decides how the model is cut and which stage has the loss."""
-    train_with(schedule_class, monkeypatch)
-    check(schedule_class, 2, microbatches)
+def test_several_chunks_on_a_stage(schedule_class: type[Schedule], microbatches: int) -> None:
+    """The schedule decides how the model is cut and which stage has the loss."""
+    check(schedule_class, 2, microbatches, trained_by=schedule_class)
     original = make(tied=True)
     loss, _ = reference(original, batch(), 4)
-    options = {**OPTIONS, "broadcast_and_average_loss": True}
+    options = {**OPTIONS, "broadcast_and_average_loss": True, "schedule": schedule_class}
     both = on_ranks(Mesh(2, pp=2), original, lambda p: (p.run_eval(**batch()), p.run_train(**batch())), **options)
     assert all(error(value, loss) < 1e-12 for values in both for value in values)
-
-
-def train_with(schedule_class: type[Schedule], monkeypatch: pytest.MonkeyPatch) -> None:
-    def choose(num_stages: int, num_microbatches: int, *, deallocate: bool = False) -> Schedule:
-        return schedule_class(num_stages, num_microbatches)
-
-    monkeypatch.setattr(neuronx_dist.pipeline.model, "training_schedule", choose)
 
 
 def test_chunks_in_lockstep(monkeypatch: pytest.MonkeyPatch) -> None:
     """As long as a stage sends to one other stage in each direction, which is what one collective can do."""
     monkeypatch.setattr(threads.ThreadsBackend, "has_messages", False)
-    train_with(Around, monkeypatch)
-    check(Around, 2, 5)
+    check(Around, 2, 5, trained_by=Around)
     plans = [StagePlan() for _ in range(6)]
     assert Transfers(plans, Around(3, 1)).forward.pairs == [(0, 1), (1, 2), (2, 0)]
     assert Transfers(plans, Around(3, 1)).backward.pairs == [(0, 2), (1, 0), (2, 1)]
@@ -127,13 +116,54 @@ def test_sends_under_way_are_within_the_window(monkeypatch: pytest.MonkeyPatch) 
     }
 
 
-def test_a_dropped_weight_gradient_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Dropped(Halves):
-        def computations(self, stage: int) -> list[Task]:
-            return super().computations(stage)[:-1]
+class Dropped(Halves):
+    """Leaves out the last weight gradient of each stage."""
 
+    def computations(self, stage: int) -> list[Task]:
+        return super().computations(stage)[:-1]
+
+
+def test_a_dropped_weight_gradient_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(neuronx_dist.pipeline.model, "check_runs", lambda schedule: None)
     with pytest.raises(AssertionError):
         check(Dropped, 2, 2)
+
+
+@pytest.mark.parametrize(
+    "schedule,message",
+    [
+        (Dropped(2, 2), r"^Dropped\(.*\) cannot run: stage 0 never does W1"),
+        (WrittenSchedule("F0 B0 F1 B1", "F0 F1 B0 B1"), "cannot run: deadlock: stage 0 at B0"),
+        (WrittenSchedule("F0 F1 B1 B0", "F0 B0 F1 B1"), "cannot run: "),
+        (WrittenSchedule("F0 SF0 F1 SF1 B0 B1", "RF0 F0 B0 F1 B1"), "cannot run: "),
+    ],
+)
+def test_a_schedule_that_cannot_run_is_refused_before_any_stage_waits(schedule: Schedule, message: str) -> None:
+    def use(pipeline: NxDPPModel) -> None:
+        with pytest.raises(RuntimeError, match=message), comm.record() as calls:
+            pipeline.run(schedule, batch())
+        assert not calls
+
+    on_ranks(Mesh(2, pp=2), make(), use, **OPTIONS)
+    with pytest.raises(RuntimeError, match=message), comm.as_rank(Mesh(2, pp=2), 0):
+        NxDPPModel(make(), Block, num_microbatches=2, auto_partition=True, schedule=schedule)
+
+
+def test_a_schedule_is_played_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    played: list[Schedule] = []
+    monkeypatch.setattr(neuronx_dist.pipeline.model, "check_runs", played.append)
+
+    def use(pipeline: NxDPPModel) -> None:
+        schedule = GPipe(1, 4)
+        for _ in range(3):
+            pipeline.run_train(**batch())
+            pipeline.run_eval(**batch())
+            pipeline.run(schedule, batch())
+        pipeline.num_microbatches = 2
+        pipeline.run_train(**batch())
+
+    on_ranks(Mesh(1), make(), use, **OPTIONS)
+    assert [type(schedule) for schedule in played] == [OneFOneB, Inference, GPipe, OneFOneB]
 
 
 def test_the_number_of_microbatches_is_that_of_the_schedule() -> None:
@@ -217,7 +247,7 @@ def test_errors_of_a_schedule_name_its_task() -> None:
 
     model = make()
     model.layers[3] = Failing().double()
-    schedule = InTheseOrders("F1 F0 I0 B1 W0", "F1 F0 I0 B1 W0")
+    schedule = WrittenSchedule("F1 F0 I0 B1 W0", "F1 F0 I0 B1 W0")
     with pytest.raises(IndexError, match=r"^F1 on stage 1 of 2: layers_3 "):
         on_ranks(Mesh(2, pp=2), model, lambda pipeline: pipeline.run(schedule, batch()), **OPTIONS)
     assert Task(Kind.BACKWARD_WEIGHT, 0, 0) in schedule.tasks(0)

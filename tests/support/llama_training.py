@@ -24,6 +24,7 @@ import neuronx_dist as nxd
 from neuronx_dist import comm, hf
 from neuronx_dist.optimizer import MasterWeightsOptimizer, NeuronZero1Optimizer
 from neuronx_dist.parallel_layers import grads
+from tests.support.pipeline_training import CHUNKS
 
 __all__ = ["Case", "Options", "Report", "distance", "reference", "train", "worst_difference"]
 
@@ -68,7 +69,7 @@ class Options:
 class Case:
     """A layout, and all the rest that must not change what one process computes.
 
-    `optimizer` is "plain" torch, "master" weights, or "zero1".
+    `optimizer` is "plain" torch, "master" weights, or "zero1"; `schedule` the pipeline's, None: 1F1B.
     """
 
     tp: int = 1
@@ -82,21 +83,30 @@ class Case:
     labels: str = "uneven"
     clip: float | None = None
     dtype: torch.dtype = torch.float64
+    calls: int = 1  # of run_train in a step: gradients are accumulated
+    checkpointed: bool = False
     evaluate: bool = False  # run_eval as well; it records the model a second time, which takes as long as all steps
+    schedule: str | None = None
 
     @property
     def mesh(self) -> nxd.Mesh:
         return nxd.Mesh(self.tp * self.pp * self.dp, tp=self.tp, pp=self.pp)
 
     @property
+    def chunks(self) -> int:
+        return CHUNKS[self.schedule or "1f1b"]
+
+    @property
     def options(self) -> Options:
-        layers = {1: 2, 2: 3, 4: 4}[self.pp]
+        layers = {1: 2, 2: 3, 4: 4, 8: 8}[self.pp * self.chunks] + (self.chunks > 1 and self.pp == 2)
         return Options(self.heads, self.tied, layers, self.labels, self.clip, self.dtype)
 
     def __str__(self) -> str:
         words = [f"tp{self.tp}-pp{self.pp}-dp{self.dp}", f"mb{self.microbatches}", self.optimizer, self.labels]
         words += ["sp"] * self.sequence_parallel + ["tied"] * self.tied + [self.heads] * (self.heads != "gqa")
-        words += ["clip"] * (self.clip is not None) + ["fp32"] * (self.dtype == torch.float32)
+        words += [f"calls{self.calls}"] * (self.calls > 1) + ["checkpointed"] * self.checkpointed
+        words += [self.schedule] * (self.schedule is not None) + ["clip"] * (self.clip is not None)
+        words += ["fp32"] * (self.dtype == torch.float32)
         return "-".join(words)
 
 
@@ -237,6 +247,8 @@ def build(case: Case) -> Any:
         auto_partition=True,
         broadcast_and_average_loss=True,
         use_zero1_optimizer=case.optimizer == "zero1",
+        schedule=case.schedule,
+        virtual_pipeline_size=case.chunks,
     )
 
 
@@ -245,6 +257,18 @@ def inputs(case: Case, step: int) -> dict[str, torch.Tensor]:
     ids, labels = (rows.chunk(case.dp)[comm.rank("dp")] for rows in batch(case.labels, step))
     items = nxd.global_num_items(labels, case.microbatches, dtype=case.dtype)
     return {"input_ids": ids, "labels": labels, "num_items_in_batch": items}
+
+
+def run_train(case: Case, model: Any, step: int) -> torch.Tensor:
+    """The loss of a step: of `case.calls` calls, of which the last one reduces the gradients of all."""
+    whole = inputs(case, step)
+    rows = [
+        {name: whole[name].chunk(case.calls)[call] for name in ("input_ids", "labels")} for call in range(case.calls)
+    ]
+    items = {"num_items_in_batch": whole["num_items_in_batch"]}
+    with model.no_sync():
+        losses = [model.run_train(**piece, **items) for piece in rows[:-1]]
+    return sum([*losses, model.run_train(**rows[-1], **items)])
 
 
 def make_optimizer(case: Case, name: str, params: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -284,11 +308,13 @@ def train(case: Case, names: tuple[str, ...] = tuple(OPTIMIZERS), steps: int = S
     for name in names:
         hf.load_pretrained(model, state)
         model.train()
+        if case.checkpointed:
+            nxd.checkpoint_layers(model)
         params = [param for param in model.local_parameters() if param.requires_grad]
         optimizer = make_optimizer(case, name, params)
         report = reports[name] = Report([], [], {}, {})
         for step in range(steps):
-            loss = model.run_train(**inputs(case, step))
+            loss = run_train(case, model, step)
             norm = step_of(case, optimizer, params)
             report.losses.append(float(loss.detach()))
             report.norms.append(float(norm))

@@ -40,9 +40,9 @@ class Wire:
             sent_type = type_of(x)
             sent.append(sent_type)
             self._sent[stage] = sent
-            index = len(sent) - 1
+            before, index = divmod(len(sent) - 1, len(needs_grad))  # of passes before, when the step makes several
             if sent_type is not None and needs_grad[index]:
-                buffer = posted[sum(needs_grad[:index])]
+                buffer = posted[before * sum(needs_grad) + sum(needs_grad[:index])]
                 write(buffer, mode.gradient_type(sent_type), None, mode.session)
 
         def on_receive(buffer: torch.Tensor, axis: Any) -> TensorType | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import datetime
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -37,6 +38,8 @@ _reduce_scatter_single = (
 _GLOO_DTYPES = {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8}
 _SMALL = 1 << 20  # bytes of an all_gather's result up to which gloo's all_to_all is faster than messages
 _TAG = 1 << 20  # collectives made of messages use tags of their own, so that they never meet a user's send
+_TAGS = 2 * _TAG  # of one communicator
+_SHARERS = 2**31 // _TAGS  # communicators of one group that gloo's 32 bits of a tag keep apart
 
 
 class C10dCommunicator(Communicator):
@@ -47,11 +50,13 @@ class C10dCommunicator(Communicator):
         ranks: Sequence[int],
         global_rank: int,
         monitor: FailureMonitor | None,
+        first_tag: int = 0,
     ) -> None:
         super().__init__(axis, ranks, global_rank)
         self.group = group
         self._monitor = monitor
         self._gloo = dist.get_backend(group) == "gloo"
+        self._first_tag = first_tag  # added to all tags: a group may be shared, and messages are not to meet in it
 
     def start_all_reduce(self, buffer: torch.Tensor, op: str) -> WorkLike:
         return dist.all_reduce(buffer, _OPS[op], group=self.group, async_op=True)
@@ -90,23 +95,25 @@ class C10dCommunicator(Communicator):
     def start_permute(self, out: torch.Tensor, x: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> WorkLike:
         out.zero_()
         ops: list[dist.P2POp] = []
+        tag = self._first_tag + _TAG + 1
         for src, dst in pairs:
             if src == dst == self.rank:
                 out.copy_(x)
             elif src == self.rank:
-                ops.append(dist.P2POp(dist.isend, x, group=self.group, tag=_TAG + 1, group_peer=dst))
+                ops.append(dist.P2POp(dist.isend, x, group=self.group, tag=tag, group_peer=dst))
             elif dst == self.rank:
-                ops.append(dist.P2POp(dist.irecv, out, group=self.group, tag=_TAG + 1, group_peer=src))
+                ops.append(dist.P2POp(dist.irecv, out, group=self.group, tag=tag, group_peer=src))
         return Works(dist.batch_isend_irecv(ops) if ops else [])
 
     def start_broadcast(self, buffer: torch.Tensor, src: int) -> WorkLike:
         return dist.broadcast(buffer, group_src=src, group=self.group, async_op=True)
 
     def start_send(self, x: torch.Tensor, dst: int, tag: int) -> WorkLike:
-        return dist.isend(x, group=self.group, group_dst=dst, tag=tag)  # type: ignore[return-value]
+        # What `dist.isend` comes to, after a dozen calls of Python.
+        return self.group.send([torch.view_as_real(x) if x.is_complex() else x], dst, self._first_tag + tag)
 
     def start_recv(self, out: torch.Tensor, src: int, tag: int) -> WorkLike:
-        return dist.irecv(out, group=self.group, group_src=src, tag=tag)  # type: ignore[return-value]
+        return self.group.recv([torch.view_as_real(out) if out.is_complex() else out], src, self._first_tag + tag)
 
     def gather_objects(self, obj: Any) -> list[Any]:
         gathered: list[Any] = [None] * self.size
@@ -168,15 +175,13 @@ class C10dBackend(Backend):
         self._watch = watch
         self._number = number
         self._counts: dict[tuple[int, ...], int] = {}
+        self._sharers: Counter[tuple[int, ...]] = Counter()
         self._groups: list[dist.ProcessGroup] = []
         self._by_ranks: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
     def communicator(
         self, label: str, groups: Sequence[Sequence[int]], global_rank: int, own: bool = False
     ) -> Communicator:
-        # On NCCL a group is a stream of its own, in which messages of two directions can block each other; gloo has no
-        # streams, and a group costs it a connection to every member.
-        own = own and dist.get_backend() != "gloo"
         if isinstance(groups, Groups):
             ranks = tuple(groups.of(global_rank))
         else:
@@ -185,7 +190,15 @@ class C10dBackend(Backend):
             if _device_of_world() is not None and (other := next((g for g in groups if len(g) > 1), None)):
                 self._make(tuple(other), label)  # the others split the world, in which this rank has to take part
             return Communicator(label, ranks, global_rank)
-        return self._join(self._group(ranks, own, label), label, ranks, global_rank)
+        # On NCCL a group is a stream of its own, in which messages of two directions can block each other. Gloo has no
+        # streams, and a group costs it a connection to every member: there tags keep messages apart.
+        if own and dist.get_backend() == "gloo":
+            own = False
+            self._sharers[ranks] += 1
+            first_tag = self._sharers[ranks] % _SHARERS * _TAGS
+        else:
+            first_tag = 0
+        return self._join(self._group(ranks, own, label), label, ranks, global_rank, first_tag)
 
     def wrap(self, group: Any, global_rank: int) -> Communicator:
         if not isinstance(group, dist.ProcessGroup):
@@ -211,8 +224,10 @@ class C10dBackend(Backend):
         self._groups.clear()
         self._by_ranks.clear()
 
-    def _join(self, group: dist.ProcessGroup, label: str, ranks: Sequence[int], global_rank: int) -> C10dCommunicator:
-        communicator = C10dCommunicator(group, label, ranks, global_rank, self.monitor)
+    def _join(
+        self, group: dist.ProcessGroup, label: str, ranks: Sequence[int], global_rank: int, first_tag: int = 0
+    ) -> C10dCommunicator:
+        communicator = C10dCommunicator(group, label, ranks, global_rank, self.monitor, first_tag)
         return communicator if self._watch is None else self._watch(communicator)
 
     def _group(self, ranks: tuple[int, ...], own: bool, label: str) -> dist.ProcessGroup:

@@ -7,14 +7,19 @@ no longer than in the model itself. Modules and parameters are looked up in the 
 from __future__ import annotations
 
 import operator
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from .partition import StagePlan
+from ...spmd.random import checkpoint
+from .splitting import StagePlan
 
 __all__ = ["Stage", "add_place"]
 
@@ -44,12 +49,30 @@ class _Step(NamedTuple):
     surround: Callable[[], Any] | None  # a context manager to run it in
     node: fx.Node
 
+    @property
+    def results(self) -> tuple[int, ...]:
+        return (self.out,)
+
+
+class _Checkpointed(NamedTuple):
+    """Consecutive steps that lie in one activation checkpoint of the forward."""
+
+    steps: tuple[_Step, ...]
+    reads: tuple[int, ...]  # slots that were filled before
+    results: tuple[int, ...]  # slots that are read afterwards
+    free: tuple[int, ...]
+
 
 class Stage:
-    """Runs a plan. Holds no tensors between calls, except constants that the forward made use of."""
+    """Runs a plan. Holds no tensors between calls, except constants that the forward made use of.
+
+    Attributes:
+        received_specs, sent_specs: those of the plan.
+    """
 
     def __init__(self, plan: StagePlan) -> None:
         self.plan = plan
+        self.received_specs, self.sent_specs = plan.received_specs, plan.sent_specs
         self._slots: dict[fx.Node, int] = {}
         last_use: dict[fx.Node, fx.Node] = {}
         for node in plan.nodes:
@@ -61,15 +84,34 @@ class Stage:
             if node not in kept:
                 ends.setdefault(user, []).append(node)
         self._arrivals = [(self._slot(node), node in plan.copied) for node in plan.received]
-        self._steps: list[_Step] = []
+        steps: list[_Step] = []
         self._inputs: list[tuple[int, int, bool]] = []  # slot, number of the input leaf, whether to copy it
         for node in plan.nodes:
             if node.op == "placeholder":
                 self._inputs.append((self._slot(node), node.meta["leaf"], node in plan.copied))
             else:
-                self._steps.append(self._step(node, ends.get(node, [])))
+                steps.append(self._step(node, ends.get(node, [])))
         self._sent = [self._slot(node) for node in plan.sent]
         self._outputs = [self._template(leaf) for leaf in plan.outputs]
+        self._first = {self._slot(node) for node in _first_activations(plan)}
+        self._undivided: set[str] = set()
+        self._sequence: list[_Step | _Checkpointed] = []
+        for number, group in groupby(steps, lambda step: step.node.meta["info"].checkpoint):
+            together = tuple(group)
+            self._sequence += together if number is None else [self._checkpointed(together)]
+
+    def warn_of_undivided(self, names: Sequence[str]) -> None:
+        """Warns, once for each, of autograd nodes whose backward cannot be run in halves."""
+        new = sorted(set(names) - self._undivided)
+        if new:
+            self._undivided |= set(new)
+            steps = [node for node in self.plan.nodes if node.op != "placeholder"]
+            warnings.warn(
+                f"the stage of {steps[0]} .. {steps[-1]}: the backward of {', '.join(new)} cannot be divided and runs "
+                "whole in the first half (I), so that the second (W) has less to do. If this autograd.Function "
+                "computes only what ctx.needs_input_grad asks for, say so in it: splits_backward = True",
+                stacklevel=2,
+            )
 
     @property
     def input_leaves(self) -> list[int]:
@@ -77,7 +119,11 @@ class Stage:
         return [leaf for _, leaf, _ in self._inputs]
 
     def run(
-        self, module: nn.Module, inputs: dict[int, torch.Tensor], received: Sequence[torch.Tensor]
+        self,
+        module: nn.Module,
+        inputs: dict[int, torch.Tensor],
+        received: Sequence[torch.Tensor],
+        first: list[GradientEdge] | None = None,
     ) -> tuple[list[torch.Tensor], list[Any]]:
         """Runs the stage on one microbatch.
 
@@ -85,6 +131,8 @@ class Stage:
             module: the whole model; this stage's part of it is on a real device.
             inputs: tensors by their leaf number, at least `input_leaves`.
             received: as in `plan.received`.
+            first: gets the history of the first activations of a stage to which no gradient flows back: those that are
+                computed of inputs and parameters alone, such as embeddings.
 
         Returns:
             `(sent, outputs)`, as in `plan.sent` and `plan.outputs`.
@@ -97,15 +145,38 @@ class Stage:
             values[slot] = tensor.clone() if copied else tensor
         for slot, leaf, copied in self._inputs:
             values[slot] = inputs[leaf].clone() if copied else inputs[leaf]
-        for step in self._steps:
-            try:
-                self._run(step, module, values)
-            except Exception as error:
-                add_place(error, f"{step.node} ({step.node.meta['info'].where})")
-                raise
-            for slot in step.free:
-                values[slot] = None
+        for item in self._sequence:
+            if isinstance(item, _Step):
+                self._run_step(item, module, values)
+            else:
+                read = [values[slot] for slot in item.reads]
+                results = checkpoint(partial(self._run_checkpointed, item, module), *read)
+                for slot, result in zip(item.results, results):
+                    values[slot] = result
+                for slot in item.free:
+                    values[slot] = None
+            if first is not None and self._first:
+                for slot in self._first.intersection(item.results):
+                    first += _history(values[slot])
         return [values[slot] for slot in self._sent], [_fill(leaf, values) for leaf in self._outputs]
+
+    def _run_checkpointed(self, item: _Checkpointed, module: nn.Module, *read: Any) -> list[Any]:
+        """In forward, and again in backward."""
+        values: list[Any] = [None] * len(self._slots)
+        for slot, value in zip(item.reads, read):
+            values[slot] = value
+        for step in item.steps:
+            self._run_step(step, module, values)
+        return [values[slot] for slot in item.results]
+
+    def _run_step(self, step: _Step, module: nn.Module, values: list[Any]) -> None:
+        try:
+            self._run(step, module, values)
+        except Exception as error:
+            add_place(error, f"{step.node} ({step.node.meta['info'].where})")
+            raise
+        for slot in step.free:
+            values[slot] = None
 
     def _run(self, step: _Step, module: nn.Module, values: list[Any]) -> None:
         if step.lookup is not None:
@@ -144,6 +215,17 @@ class Stage:
         free = tuple(self._slot(other) for other in ended)
         return _Step(call, lookup, tuple(args), dict(kwargs), nested, self._slot(node), free, _surround(info), node)
 
+    def _checkpointed(self, steps: tuple[_Step, ...]) -> _Checkpointed:
+        free = [slot for step in steps for slot in step.free]
+        made = [step.out for step in steps]
+        read = dict.fromkeys(self._slot(argument) for step in steps for argument in step.node.all_input_nodes)
+        return _Checkpointed(
+            steps,
+            reads=tuple(slot for slot in read if slot not in made),
+            results=tuple(slot for slot in made if slot not in free),
+            free=tuple(slot for slot in free if slot not in made),
+        )
+
     def _slot(self, node: fx.Node) -> int:
         return self._slots.setdefault(node, len(self._slots))
 
@@ -160,6 +242,28 @@ class Stage:
         if type(x) is tuple:
             return tuple(self._template(item) for item in x)
         return x
+
+
+def _first_activations(plan: StagePlan) -> list[fx.Node]:
+    """Results with a gradient of which no argument is such a result; none if gradients flow to the stage before."""
+    if any(spec.requires_grad for spec in plan.received_specs):
+        return []
+    weights: set[fx.Node] = set()  # parameters, and what is computed of them alone
+    activations: dict[fx.Node, bool] = {}  # whether it is a first one
+    for node in plan.nodes:
+        info, arguments = node.meta["info"], node.all_input_nodes
+        if info.kind == "parameter" or (info.kind != "module" and arguments and weights.issuperset(arguments)):
+            weights.add(node)
+        elif info.spec is not None and info.spec.requires_grad:
+            activations[node] = activations.keys().isdisjoint(arguments)
+        elif not activations.keys().isdisjoint(arguments):
+            activations[node] = False  # several tensors
+    return [node for node, is_first in activations.items() if is_first]
+
+
+def _history(x: torch.Tensor) -> list[GradientEdge]:
+    """None for a leaf; nor for what has hooks, which would run in each half of a backward."""
+    return [] if x.grad_fn is None or x._backward_hooks else [get_gradient_edge(x)]
 
 
 def _constant(x: torch.Tensor) -> torch.Tensor:

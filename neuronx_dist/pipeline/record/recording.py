@@ -10,7 +10,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx, nn
 
-__all__ = ["Info", "Recording", "TensorSpec", "TracingError", "describe", "is_leaf", "pack", "part"]
+__all__ = ["Info", "Recording", "TensorSpec", "TracingError", "describe", "info_of", "is_leaf", "pack", "part"]
 
 
 class TracingError(RuntimeError):
@@ -46,8 +46,10 @@ class Info:
         repeatable: whether a leaf module's call may be made on several stages: it has no parameters, and issues no
             collective.
         random: whether it draws random numbers.
+        flops: floating-point operations of its matrix products and convolutions.
         grad: whether gradients were enabled, in a forward that is run with gradients.
         autocast: `(device type, dtype, enabled)` where that differed from around the forward.
+        checkpoint: the number of the activation checkpoint, around several calls, that it lies in.
         constant: the tensor itself, for `constant`.
     """
 
@@ -60,8 +62,10 @@ class Info:
     buffers: frozenset[int] = frozenset()
     repeatable: bool = False
     random: bool = False
+    flops: int = 0
     grad: bool = True
     autocast: tuple[str, torch.dtype, bool] | None = None
+    checkpoint: int | None = None
     constant: torch.Tensor | None = None
 
 
@@ -85,17 +89,31 @@ class Recording:
         """The calls of leaf modules, in order."""
         return [node for node in self.graph.nodes if node.op == "call_module"]
 
+    def last_calls(self) -> dict[str, fx.Node]:
+        """The last call of each leaf module, by its name, in order."""
+        last = {str(node.target): node for node in self.calls()}
+        position = {node: index for index, node in enumerate(self.graph.nodes)}
+        return dict(sorted(last.items(), key=lambda item: position[item[1]]))
+
+
+def info_of(node: fx.Node) -> Info:
+    """What is known about a recorded node."""
+    info: Info = node.meta["info"]
+    return info
+
 
 def is_leaf(module: nn.Module, leaf_classes: Sequence[type]) -> bool:
     """Whether a module is recorded as one call: a given class, or a single layer with parameters or of `torch.nn`.
 
-    A childless module without parameters, such as a rotary embedding, is looked into unless it is of a given class.
+    A childless module without parameters, such as a rotary embedding, is looked into unless it is of a given class. A
+    layer of `torch.nn` with parameters of its own is single even if it has children: `nn.MultiheadAttention`.
     """
     if isinstance(module, tuple(leaf_classes)):
         return True
+    of_torch = type(module).__module__.startswith("torch.nn.")
     if next(module.children(), None) is not None:
-        return False
-    return next(module.parameters(), None) is not None or type(module).__module__.startswith("torch.nn.")
+        return of_torch and next(module.parameters(recurse=False), None) is not None
+    return of_torch or next(module.parameters(), None) is not None
 
 
 def pack(leaves: Sequence[Any], structure: pytree.TreeSpec) -> Any:

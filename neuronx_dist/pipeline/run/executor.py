@@ -2,24 +2,27 @@
 
     F   take the activations of the stage before, run the chunk, keep what backward needs, give on what it makes
     B   take the gradients of the stage after, run backward, drop what was kept, give back the inputs' gradients
-    I   as B, but parameters get no gradient yet, and what was kept stays
-    W   give parameters their gradients, drop what was kept
+    I   as B, but parameters get no gradient yet: of what was kept stays what their gradients need
+    W   give parameters their gradients, drop the rest
 
-A transport brings and takes away tensors, and says when each task is due.
+A transport brings and takes away tensors, and says when each task is due. halves.py divides a backward.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from ...spmd.watching import active
 from ..cut.stage import Stage
 from ..schedule import Kind, Schedule, Task
-from ..schedule.tasks import RECEIVE_FOR, SEND_AFTER
+from .halves import WeightHalf, divide
+from .recomputation import seen_checkpoints
 from .transport import Transport
 
 __all__ = ["Executor"]
@@ -32,13 +35,15 @@ class _Kept(NamedTuple):
         received: what came from the stage before; backward puts gradients on those that require them.
         sent: the history of what went to the stage after; None for what no gradient comes back through.
         loss: of the chunk that ends the model, which sends nothing.
-        incoming: gradients of `sent` that require one, from the first half of a backward for the second.
+        inputs: where the first half of a backward ends; None if backwards are not divided.
+        recomputes: activation checkpointing will recompute some of it.
     """
 
     received: list[torch.Tensor]
     sent: list[GradientEdge | None]
     loss: torch.Tensor | None
-    incoming: list[torch.Tensor] | None = None
+    inputs: list[GradientEdge] | None
+    recomputes: bool
 
 
 class Executor:
@@ -51,10 +56,13 @@ class Executor:
         transport: to the other stages.
         microbatches: input tensors by leaf number, for each microbatch.
         pick_loss: from the model's output leaves, on the last stage; None: all leaves are kept as results.
+        check_outputs: is given each forward that ends the model: the task, its output leaves, what the stage received.
 
     Attributes:
         results: by microbatch, on the stage that ends the model: losses, or lists of output leaves; None elsewhere.
-        peak_in_flight: the most forwards of which activations were kept at one time.
+        peak_in_flight: the most forwards of which activations were kept at one time, as a schedule counts them: from
+            the forward to the backward, or to the second half of it. Between the halves less is kept than before the
+            first one: what `WeightHalf` holds.
     """
 
     def __init__(
@@ -67,19 +75,30 @@ class Executor:
         transport: Transport,
         microbatches: Sequence[dict[int, torch.Tensor]],
         pick_loss: Callable[[list[Any]], torch.Tensor] | None,
+        check_outputs: Callable[[Task, list[Any], list[torch.Tensor]], None] | None = None,
     ) -> None:
         self.results: list[Any] = [None] * len(microbatches)
         self.peak_in_flight = 0
         self._module = module
         self._chunks = chunks
-        self._schedule = schedule
+        self._route = schedule.route(stage)
         self._stage = stage
         self._transport = transport
         self._microbatches = microbatches
         self._pick_loss = pick_loss
+        self._check_outputs = check_outputs
         self._trains = schedule.trains
+        # A type checker sees the backwards that autograd is asked for: then the first half is the whole of it.
+        halves = any(task.kind is Kind.BACKWARD_INPUT for task in self._route.tasks)
+        self._in_halves = halves and active() is None
         self._handed_over: dict[Task, list[torch.Tensor]] = {}  # from one chunk of this stage to another, by receive
-        self._kept: dict[Task, _Kept] = {}  # by the forward
+        self._kept: dict[tuple[int, int], _Kept | WeightHalf] = {}  # by chunk and microbatch
+        self._compute_kind = {
+            Kind.FORWARD: self._forward,
+            Kind.BACKWARD: self._backward,
+            Kind.BACKWARD_INPUT: self._backward_input,
+            Kind.BACKWARD_WEIGHT: self._backward_weight,
+        }
 
     def execute(self) -> list[Any]:
         """Runs this stage's tasks; returns `results`.
@@ -91,25 +110,22 @@ class Executor:
         return self.results
 
     def _compute(self, task: Task) -> None:
-        if task.kind is Kind.FORWARD:
-            self._forward(task)
-        elif task.kind is Kind.BACKWARD:
-            self._backward(task)
-        elif task.kind is Kind.BACKWARD_INPUT:
-            self._backward_input(task)
-        else:
-            self._backward_weight(task)
+        self._compute_kind[task.kind](task)
 
     # --- forward
 
     def _forward(self, task: Task) -> None:
         chunk = self._chunks[task.chunk]
         received = self._take(task)
-        for tensor, spec in zip(received, chunk.plan.received_specs):
+        for tensor, spec in zip(received, chunk.received_specs):
             tensor.requires_grad_(self._trains and spec.requires_grad)
-        sent, outputs = chunk.run(self._module, self._microbatches[task.microbatch], received)
+        first: list[GradientEdge] | None = [] if self._in_halves else None
+        with seen_checkpoints() if self._in_halves else nullcontext() as checkpoints:
+            sent, outputs = chunk.run(self._module, self._microbatches[task.microbatch], received, first)
         loss = None
-        if self._schedule.peer(self._stage, _send_after(task)) is None:
+        if task not in self._route.after:
+            if self._check_outputs is not None:
+                self._check_outputs(task, outputs, received)
             if self._pick_loss is None:
                 self.results[task.microbatch] = [x.detach() if isinstance(x, torch.Tensor) else x for x in outputs]
             else:
@@ -120,70 +136,71 @@ class Executor:
         if self._trains:
             # An edge holds the history of a tensor and not its values: what was sent is freed unless autograd saved it.
             edges = [get_gradient_edge(x) if x.requires_grad else None for x in sent]
-            self._kept[task] = _Kept(received, edges, loss)
+            if first is not None:
+                first = [get_gradient_edge(x) for x in received if x.requires_grad] or first
+            recomputes = checkpoints is not None and checkpoints.any
+            self._kept[task.chunk, task.microbatch] = _Kept(received, edges, loss, first, recomputes)
             self.peak_in_flight = max(self.peak_in_flight, len(self._kept))
 
     # --- backward
 
     def _backward(self, task: Task) -> None:
-        received, edges, loss, _ = self._kept.pop(task._replace(kind=Kind.FORWARD))
-        if loss is not None:
-            (loss / len(self._microbatches)).backward()
+        kept = self._kept.pop((task.chunk, task.microbatch))
+        assert isinstance(kept, _Kept)
+        if kept.loss is not None:
+            self._scaled(kept.loss).backward()
         else:
-            used = self._used(task, edges, self._take(task))
+            used = self._used(task, kept.sent)
             if used:
                 torch.autograd.backward([edge for edge, _ in used], [grad for _, grad in used])
-        self._give_gradients(task, received, [x.grad for x in received])
+        self._give_gradients(task, kept.received, [x.grad for x in kept.received])
 
     def _backward_input(self, task: Task) -> None:
-        """The gradients of what was received. The graph stays for the other half."""
-        forward = task._replace(kind=Kind.FORWARD)
-        kept = self._kept[forward]
-        incoming = [] if kept.loss is not None else self._take(task)
-        self._kept[forward] = kept._replace(incoming=incoming)
-        roots, root_grads = self._roots(task, kept, incoming)
-        inputs = [x for x in kept.received if x.requires_grad]
-        computed: Sequence[torch.Tensor | None] = [None] * len(inputs)
-        if roots and inputs:
-            computed = torch.autograd.grad(roots, inputs, root_grads, retain_graph=True, allow_unused=True)
+        """The gradients of what was received."""
+        key = task.chunk, task.microbatch
+        kept = self._kept[key]
+        assert isinstance(kept, _Kept)
+        if kept.inputs is None:
+            self._backward(task)
+            self._kept[key] = WeightHalf()
+            return
+        if kept.loss is not None:
+            used: list[tuple[GradientEdge, Any]] = [(get_gradient_edge(self._scaled(kept.loss)), None)]
+        else:
+            used = self._used(task, kept.sent)
+        computed, half = divide(
+            [edge for edge, _ in used], [grad for _, grad in used], kept.inputs, recomputes=kept.recomputes
+        )
+        self._kept[key] = half
+        if half.once:
+            self._chunks[task.chunk].warn_of_undivided(half.once)
+        if not any(x.requires_grad for x in kept.received):
+            half.give(list(enumerate(kept.inputs)), computed)  # what made the first activations is of the second half
         grads = iter(computed)
         self._give_gradients(task, kept.received, [next(grads) if x.requires_grad else None for x in kept.received])
 
     def _backward_weight(self, task: Task) -> None:
-        """The gradients of parameters, by a backward of the whole chunk, which computes input gradients again.
+        """The gradients of parameters."""
+        half = self._kept.pop((task.chunk, task.microbatch))
+        assert isinstance(half, WeightHalf)
+        half.run()
 
-        The result is right for every module. Layers that can compute their weight gradient alone would save the work.
-        """
-        kept = self._kept.pop(task._replace(kind=Kind.FORWARD))
-        assert kept.incoming is not None
-        roots, root_grads = self._roots(task, kept, kept.incoming)
-        if roots:
-            torch.autograd.backward(roots, root_grads)
+    def _scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        return loss / len(self._microbatches)
 
-    def _roots(
-        self, task: Task, kept: _Kept, incoming: Sequence[torch.Tensor]
-    ) -> tuple[list[torch.Tensor] | list[GradientEdge], list[torch.Tensor] | None]:
-        """Where backward starts, and with which gradients."""
-        if kept.loss is not None:
-            return [kept.loss / len(self._microbatches)], None
-        used = self._used(task, kept.sent, incoming)
-        return [edge for edge, _ in used], [grad for _, grad in used]
-
-    def _used(
-        self, task: Task, edges: Sequence[GradientEdge | None], incoming: Sequence[torch.Tensor]
-    ) -> list[tuple[GradientEdge, torch.Tensor]]:
-        """What was sent and has a history, with its gradients."""
-        specs = self._chunks[task.chunk].plan.sent_specs
-        arrived = iter(incoming)
+    def _used(self, task: Task, edges: Sequence[GradientEdge | None]) -> list[tuple[GradientEdge, torch.Tensor]]:
+        """What was sent and has a history, with its gradients, which have come."""
+        specs = self._chunks[task.chunk].sent_specs
+        arrived = iter(self._take(task))
         pairs = [(edge, next(arrived)) for edge, spec in zip(edges, specs) if spec.requires_grad]
         return [(edge, grad) for edge, grad in pairs if edge is not None]
 
     def _give_gradients(
         self, task: Task, received: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]
     ) -> None:
-        if self._schedule.peer(self._stage, _send_after(task)) is None:
+        if task not in self._route.after:
             return
-        specs = self._chunks[task.chunk].plan.received_specs
+        specs = self._chunks[task.chunk].received_specs
         self._give(
             task,
             [
@@ -197,24 +214,17 @@ class Executor:
 
     def _take(self, task: Task) -> list[torch.Tensor]:
         """What a computation needs of its neighbour; nothing at the ends of the pipeline."""
-        receive = task._replace(kind=RECEIVE_FOR[task.kind])
-        sender = self._schedule.peer(self._stage, receive)
-        if sender is None:
+        link = self._route.before.get(task)
+        if link is None:
             return []
-        if sender[0] == self._stage:
-            return self._handed_over.pop(receive)
-        return self._transport.take(receive)
+        if link.stage == self._stage:
+            return self._handed_over.pop(link.message)
+        return self._transport.take(link.message)
 
     def _give(self, task: Task, tensors: list[torch.Tensor]) -> None:
         """Passes what a computation made on to its neighbour."""
-        send = _send_after(task)
-        receiver = self._schedule.peer(self._stage, send)
-        assert receiver is not None
-        if receiver[0] == self._stage:
-            self._handed_over[receiver[1]] = tensors
+        link = self._route.after[task]
+        if link.stage == self._stage:
+            self._handed_over[link.other_end] = tensors
         else:
-            self._transport.give(send, tensors)
-
-
-def _send_after(task: Task) -> Task:
-    return task._replace(kind=SEND_AFTER[task.kind])
+            self._transport.give(link.message, tensors)

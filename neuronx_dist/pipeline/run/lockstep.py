@@ -27,12 +27,11 @@ import torch
 from ... import comm
 from ...comm.host import upload
 from ...gradients.gradient import ParameterGradient
-from ..cut.partition import StagePlan
-from ..record.recording import TensorSpec
+from ..cut.splitting import StagePlan
 from ..schedule import Kind, Round, Schedule, Task, rounds
 from ..schedule.tasks import SEND_AFTER
 from .transport import Channels, located
-from .wire import off_the_wire, on_the_wire, specs_of, wire_shape
+from .wire import Wire, off_the_wire, on_the_wire, wires_of
 
 __all__ = ["Lockstep", "Transfers"]
 
@@ -57,20 +56,19 @@ class _Direction:
 
     def __init__(self, sent: Kind, plans: Sequence[StagePlan], schedule: Schedule) -> None:
         self.sent = sent
-        self.crossing: dict[int, list[TensorSpec]] = {}
+        self.crossing: dict[int, list[Wire]] = {}
         pairs: set[tuple[int, int]] = set()
         for virtual_stage, plan in enumerate(plans):
             stage, chunk = schedule.holder(virtual_stage)
             receiver = schedule.peer(stage, Task(sent, chunk, 0))
             if receiver is not None and receiver[0] != stage:
-                self.crossing[virtual_stage] = specs_of(plan, sent)
+                self.crossing[virtual_stage] = wires_of(plan, sent)
                 pairs.add((stage, receiver[0]))
         self.pairs = sorted(pairs)
         if len({source for source, _ in pairs}) < len(pairs):
             raise ValueError(f"{schedule}: a stage sends to several others, which one collective cannot do: {pairs}")
         carried = {
-            sender: [_Payload(wire_shape(spec), spec.dtype) for spec in specs]
-            for sender, specs in self.crossing.items()
+            sender: [_Payload(wire.shape, wire.dtype) for wire in wires] for sender, wires in self.crossing.items()
         }
         needed: Counter[_Payload] = Counter()
         for payloads in carried.values():
@@ -140,7 +138,7 @@ class Lockstep:
         self._parameters = [param for param in parameters if param.requires_grad]
         self._device = device
         self._leaving: dict[Task, list[torch.Tensor]] = {}
-        self._arrived: dict[Task, tuple[list[torch.Tensor], list[TensorSpec]]] = {}
+        self._arrived: dict[Task, tuple[list[torch.Tensor], list[Wire]]] = {}
 
     def run(self, compute: Callable[[Task], None]) -> None:
         filled = self._fill_gradients() if self._schedule.trains else []
@@ -160,8 +158,8 @@ class Lockstep:
     def take(self, receive: Task) -> list[torch.Tensor]:
         # Nothing has come where no boundary of the direction has tensors. What has come is permuted here, in the
         # program of the task that needs it, and not in that of the transfer.
-        wires, specs = self._arrived.pop(receive, ([], []))
-        return [off_the_wire(wire, spec) for wire, spec in zip(wires, specs)]
+        arrived, wires = self._arrived.pop(receive, ([], []))
+        return [off_the_wire(x, wire) for x, wire in zip(arrived, wires)]
 
     def _round(self, number: int, each: Round, compute: Callable[[Task], None]) -> None:
         task = each.tasks[self._stage]
@@ -184,8 +182,8 @@ class Lockstep:
         if send is not None and self._schedule.is_message(self._stage, send):
             sender = self._schedule.virtual_stage(self._stage, send.chunk)
             leaving = self._leaving.pop(send)
-            for index, tensor, spec in zip(direction.indices[sender], leaving, direction.crossing[sender]):
-                payloads[index] = on_the_wire(tensor, spec)
+            for index, tensor, wire in zip(direction.indices[sender], leaving, direction.crossing[sender]):
+                payloads[index] = on_the_wire(tensor, wire)
         came = []
         for index, wanted in enumerate(direction.payloads):
             payload = payloads.pop(index) if index in payloads else self._transfers.dummy(wanted, self._device)
@@ -197,8 +195,8 @@ class Lockstep:
             receiver = None if send is None else self._schedule.peer(stage, send)
             if send is not None and receiver is not None and receiver[0] == self._stage != stage:
                 sender = self._schedule.virtual_stage(stage, send.chunk)
-                wires = [came[index] for index in direction.indices[sender]]
-                self._arrived[receiver[1]] = wires, direction.crossing[sender]
+                arrived = [came[index] for index in direction.indices[sender]]
+                self._arrived[receiver[1]] = arrived, direction.crossing[sender]
 
     def _fill_gradients(self) -> list[tuple[torch.Tensor, str, torch.Tensor]]:
         """Zeros where a gradient is missing: `(parameter, attribute, gradient)`.

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import torch
 import torch.utils._pytree as pytree
+from torch import nn
 
-from ..cut.stage import Stage
-from ..record.recording import TensorSpec
+from ... import comm
+from ..cut.placement import Placement, misplaced, misplacement
+from ..cut.splitting import split
+from ..cut.stage import Stage, add_place
+from ..record.recording import Recording, TensorSpec, TracingError, describe
+from ..schedule import Kind, Schedule
+from ..schedule.tasks import OTHER_END
 from .lockstep import Transfers
+from .loss import find_loss
+from .microbatches import Batch
+from .wire import Wire, wires_of
 
-__all__ = ["StageProgram"]
+__all__ = ["StageProgram", "build_program", "program_key", "recorded"]
 
 
 class StageProgram(NamedTuple):
@@ -18,19 +29,100 @@ class StageProgram(NamedTuple):
 
     Attributes:
         chunks: the stage's pieces of the model, as functions.
-        structure: how output leaves make up the forward's result.
-        loss: the loss, if it is known which output that is.
+        structure: how output leaves make up the forward's result; None if only the loss is wanted.
+        loss: the loss, if it is known which output that is. It is then the first output leaf.
         constants: inputs that are no tensors; compared by identity where they do not hash, so they must stay alive.
+        wires: what messages carry, by chunk and by kind.
         transfers: between stages, where ranks have no messages.
     """
 
     chunks: tuple[Stage, ...]
-    structure: pytree.TreeSpec
+    structure: pytree.TreeSpec | None
     loss: TensorSpec | None
     constants: list[Any]
+    wires: tuple[dict[Kind, list[Wire]], ...]
     transfers: Transfers | None
 
     @property
     def input_leaves(self) -> list[int]:
         """Numbers of the input leaves (of `tree_flatten(inputs)`) that this stage reads."""
         return list(dict.fromkeys(leaf for chunk in self.chunks for leaf in chunk.input_leaves))
+
+
+def program_key(batch: Batch, module: nn.Module, device: torch.device, return_outputs: bool) -> tuple[Any, ...]:
+    """Equal wherever one program serves: for batches of one shape, while modes, parameters and autocast stay so.
+
+    (`checkpoint_layers` wraps the `forward` of a module.)
+    """
+    return (
+        batch.key(),
+        device,
+        torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type),
+        return_outputs,
+        tuple((m.training, "forward" in m.__dict__) for m in module.modules()),
+        tuple((p.requires_grad, p.dtype) for p in module.parameters()),
+    )
+
+
+def recorded(
+    recorder: Callable[..., Recording],
+    module: nn.Module,
+    inputs: dict[str, Any],
+    leaf_classes: Sequence[type],
+    device: torch.device | None,
+) -> Recording:
+    """Records the forward; what the model itself raises says what it was given."""
+    try:
+        return recorder(module, inputs, leaf_classes, device)
+    except TracingError:
+        raise
+    except Exception as error:
+        add_place(error, f"{type(module).__name__}.forward, given {describe(inputs)}")
+        raise
+
+
+def build_program(
+    module: nn.Module,
+    recording: Recording,
+    *,
+    loss_spec: Any,
+    return_outputs: bool,
+    cuts: Sequence[str],
+    placement: Placement,
+    schedule: Schedule,
+    stage: int,
+    constants: list[Any],
+) -> StageProgram:
+    """Cuts a recording, and takes the pieces of this stage.
+
+    Args:
+        loss_spec: `NxDPPModel.output_loss_value_spec`; None: the whole result is wanted, and there is no loss.
+        return_outputs: the result is wanted beside the loss.
+        cuts: names of the last layers of all pieces but the last.
+        placement: which stages hold which parameters.
+        schedule: says which pieces a stage holds.
+        constants: inputs that are no tensors.
+
+    Raises:
+        ValueError: no loss where `loss_spec` says; layers that do not run in the order in which they were placed.
+        TracingError: the recording cannot be cut here.
+    """
+    wanted: list[Any] = recording.outputs
+    loss: TensorSpec | None = None
+    if loss_spec is not None:
+        node = find_loss(recording, loss_spec)
+        wanted, loss = [node, *(recording.outputs if return_outputs else ())], node.meta["info"].spec
+    plans = split(recording, cuts, wanted)
+    wrong = misplaced(module, placement, plans, schedule.holders)
+    if wrong is not None:
+        raise misplacement(module, placement, *wrong)
+    own = [plans[schedule.virtual_stage(stage, chunk)] for chunk in range(schedule.num_chunks)]
+    lockstep = schedule.num_stages > 1 and not comm.current().backend.has_messages
+    return StageProgram(
+        chunks=tuple(map(Stage, own)),
+        structure=recording.structure if loss is None or return_outputs else None,
+        loss=loss,
+        constants=constants,
+        wires=tuple({kind: wires_of(plan, kind) for kind in OTHER_END} for plan in own),
+        transfers=Transfers(plans, schedule) if lockstep else None,
+    )

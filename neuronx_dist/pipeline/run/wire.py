@@ -5,24 +5,59 @@ Shapes, dtypes and who needs a gradient are known from the recording, so no mess
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
-from ..cut.partition import StagePlan
+from ..cut.splitting import StagePlan
 from ..record.recording import TensorSpec
 from ..schedule import Kind
 
-__all__ = ["off_the_wire", "on_the_wire", "specs_of", "wire_shape"]
+__all__ = ["Wire", "off_the_wire", "on_the_wire", "wires_of"]
 
 
-def specs_of(plan: StagePlan, kind: Kind) -> list[TensorSpec]:
-    """The tensors of a send or receive of a stage with this plan, as the model has them."""
+class Wire(NamedTuple):
+    """How a tensor of the model travels.
+
+    A transposed one travels as it lies in memory, without a copy, and arrives with the strides that it has in the
+    model: a `view` which is possible there is possible here.
+
+    Attributes:
+        shape, dtype: on its way, contiguous.
+        order: the dims of the model's tensor in that order; None: as they are.
+        back: the dims of what travels, in the model's order.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    order: tuple[int, ...] | None
+    back: tuple[int, ...] | None
+
+
+def wires_of(plan: StagePlan, kind: Kind) -> list[Wire]:
+    """The tensors of a send or receive of a stage with this plan."""
     specs = plan.received_specs if kind in (Kind.RECV_FORWARD, Kind.SEND_BACKWARD) else plan.sent_specs
     forward = kind in (Kind.RECV_FORWARD, Kind.SEND_FORWARD)
-    return [spec for spec in specs if forward or spec.requires_grad]
+    return [_wire(spec) for spec in specs if forward or spec.requires_grad]
 
 
-# A transposed tensor travels as it lies in memory, without a copy, and arrives with the strides that it has in the
-# model: a `view` which is possible there is possible here.
+def on_the_wire(x: torch.Tensor, wire: Wire) -> torch.Tensor:
+    """A tensor of the model as it travels."""
+    # On XLA even the identity is a computation.
+    return (x if wire.order is None else x.permute(wire.order)).contiguous()
+
+
+def off_the_wire(x: torch.Tensor, wire: Wire) -> torch.Tensor:
+    """What travelled, with the shape and strides that it has in the model."""
+    return x if wire.back is None else x.permute(wire.back)
+
+
+def _wire(spec: TensorSpec) -> Wire:
+    order = _memory_order(spec)
+    shape = tuple(spec.shape[dim] for dim in order)
+    if order == sorted(order):
+        return Wire(shape, spec.dtype, None, None)
+    return Wire(shape, spec.dtype, tuple(order), tuple(order.index(dim) for dim in range(len(order))))
 
 
 def _memory_order(spec: TensorSpec) -> list[int]:
@@ -34,23 +69,3 @@ def _memory_order(spec: TensorSpec) -> list[int]:
             return list(range(len(spec.shape)))
         expected *= spec.shape[dim]
     return order
-
-
-def wire_shape(spec: TensorSpec) -> tuple[int, ...]:
-    """The shape in which a tensor travels."""
-    return tuple(spec.shape[dim] for dim in _memory_order(spec))
-
-
-def on_the_wire(x: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    """A tensor of the model as it travels: contiguous, of `wire_shape(spec)`."""
-    return _permuted(x, _memory_order(spec)).contiguous()
-
-
-def off_the_wire(x: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    """What travelled, with the shape and strides that it has in the model."""
-    order = _memory_order(spec)
-    return _permuted(x, [order.index(dim) for dim in range(len(order))])
-
-
-def _permuted(x: torch.Tensor, order: list[int]) -> torch.Tensor:
-    return x if order == sorted(order) else x.permute(order)  # on XLA even the identity is a computation

@@ -6,10 +6,16 @@
 
 tasks.py         what a stage does for a microbatch; how it prints
 schedule.py      `Schedule`: the questions that runtime, layout, memory prediction and check ask
-one_f_one_b.py, inference.py     a schedule each: its order of computations, and its formulas
+one_f_one_b.py, interleaved.py, gpipe.py, zb_h1.py, zb_v.py, inference.py
+                 a schedule each: its order of computations, and its formulas
 selection.py     which of them trains
 messages.py      sends and receives, added to an order of computations
-simulate.py      all stages against each other, with the strictest transport there is
+in_flight.py     how many forwards wait for their backward
+completeness.py  is every task there once, and none too early?
+timing.py        when each task starts and ends, by the costs of tasks and messages
+proof.py         all stages against each other, with the strictest transport there is
+simulate.py      what a step takes: time, waiting, memory
+written.py       a schedule that a user writes down as text
 lockstep.py      rounds, where there are no messages
 
 Two rules make every schedule here free of deadlock, whatever the transport does:
@@ -19,23 +25,39 @@ Two rules make every schedule here free of deadlock, whatever the transport does
   `send_window` places back in the same queue. By then the receiver has asked for them.
 """
 
+from .gpipe import GPipe
 from .inference import Inference
+from .interleaved import Interleaved
 from .lockstep import Round, rounds
 from .one_f_one_b import OneFOneB
+from .proof import prove
 from .schedule import Schedule
 from .selection import training_schedule
 from .simulate import Simulation, simulate
-from .tasks import Kind, Task, format_schedule
+from .tasks import Kind, Task, format_schedule, parse_schedule
+from .timing import Costs, TimedTask
+from .written import WrittenSchedule
+from .zb_h1 import ZeroBubbleH1
+from .zb_v import ZeroBubbleV
 
 __all__ = [
+    "Costs",
+    "GPipe",
     "Inference",
+    "Interleaved",
     "Kind",
     "OneFOneB",
     "Round",
     "Schedule",
     "Simulation",
     "Task",
+    "TimedTask",
+    "WrittenSchedule",
+    "ZeroBubbleH1",
+    "ZeroBubbleV",
     "format_schedule",
+    "parse_schedule",
+    "prove",
     "rounds",
     "simulate",
     "training_schedule",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from .lockstep import rounds
 from .one_f_one_b import OneFOneB
 from .schedule import Schedule
 from .tasks import Kind, Task
@@ -11,44 +10,36 @@ __all__ = ["Inference"]
 
 
 class Inference(Schedule):
-    """All forwards, one after the other, chunk by chunk. Nothing is kept, for there is no backward.
+    """The forwards of a schedule of training, in its order and its placement of chunks. Nothing is kept for a backward.
 
     Args:
-        chunks_of: the schedule of training, whose chunks the stages have; None: one on each stage.
+        training: None: 1F1B, with one chunk on each stage.
+
+    Raises:
+        ValueError: a schedule of training for other sizes; no stage, or no microbatch.
     """
 
-    def __init__(self, num_stages: int, num_microbatches: int, chunks_of: Schedule | None = None) -> None:
+    def __init__(self, num_stages: int, num_microbatches: int, training: Schedule | None = None) -> None:
         super().__init__(num_stages, num_microbatches)
-        self._chunks_of = chunks_of
-        self.num_chunks = 1 if chunks_of is None else chunks_of.num_chunks
+        self._training = training or OneFOneB(num_stages, num_microbatches)
+        if (self._training.num_stages, self._training.num_microbatches) != (num_stages, num_microbatches):
+            raise ValueError(
+                f"{self._training} has no forwards for {num_stages} stages and {num_microbatches} microbatches: "
+                "make it for the same sizes"
+            )
+        self.num_chunks = self._training.num_chunks
 
     def computations(self, stage: int) -> list[Task]:
-        return [
-            Task(Kind.FORWARD, chunk, microbatch)
-            for chunk in range(self.num_chunks)
-            for microbatch in range(self.num_microbatches)
-        ]
+        return [task for task in self._training.computations(stage) if task.kind is Kind.FORWARD]
 
     def peak_in_flight(self, stage: int) -> int:
         return 0
 
-    @property
-    def bubble(self) -> float:
-        if self.num_chunks == 1:
-            return (self.num_stages - 1) / (self.num_microbatches + self.num_stages - 1)
-        return 1 - self.num_chunks * self.num_microbatches / len(rounds(self))
-
     def send_window(self, kind: Kind, stage: int) -> int:
-        """As in training; with several chunks a send never waits."""
-        if self.num_chunks > 1:
-            return super().send_window(kind, stage)
-        training = self._chunks_of or OneFOneB(self.num_stages, self.num_microbatches)
-        return training.send_window(kind, stage)
+        return self._training.send_window(kind, stage)
 
     def virtual_stage(self, stage: int, chunk: int) -> int:
-        schedule = self._chunks_of
-        return super().virtual_stage(stage, chunk) if schedule is None else schedule.virtual_stage(stage, chunk)
+        return self._training.virtual_stage(stage, chunk)
 
     def holder(self, virtual_stage: int) -> tuple[int, int]:
-        schedule = self._chunks_of
-        return super().holder(virtual_stage) if schedule is None else schedule.holder(virtual_stage)
+        return self._training.holder(virtual_stage)

@@ -113,8 +113,8 @@ PROGRAM_OF: dict[str, str] = {
     "NeuronZero1Optimizer._reduce_scatter.start:comm.reduce_scatter#1": "llama, example",
     "NeuronZero1Optimizer._all_gather.start:comm.all_gather#1": "llama, example",
     "NxDPPModel.run_train:reduce_gradients#1": "llama",
-    "NxDPPModel._report:comm.all_reduce#1": "llama",
-    "NxDPPModel._report:comm.broadcast#1": "llama, stages",
+    "report_loss:comm.all_reduce#1": "llama",
+    "report_loss:comm.broadcast#1": "llama, stages",
     **{f"Messages.{call}#1": "llama, stages" for call in ("_post:comm.recv", "_send:comm.send")},
 }
 
@@ -142,8 +142,8 @@ OUTSIDE = (checking, comm, memory, spmd, xla_replay)
 _WHICH = "which rank has the value: types say that the ranks differ, and not in what"
 UNSEEN = {
     ("all_to_all:spmd.all_to_all#1", "twice"): "V -> V: of what varies no order is known",
-    ("NxDPPModel._report:comm.broadcast#1", "from 0"): _WHICH,
-    ("NxDPPModel._report:comm.broadcast#1", "over pp,dp"): _WHICH,
+    ("report_loss:comm.broadcast#1", "from 0"): _WHICH,
+    ("report_loss:comm.broadcast#1", "over pp,dp"): _WHICH,
 }
 # Mutants that compute the same: neither numbers nor types show them.
 _REPEATED = "doing it twice is doing it once"
@@ -156,7 +156,7 @@ EQUIVALENT = {
     ("reduce_gradients:_reduce_params#2", "over pp"): "all stages hold the weight",
     ("reduce_gradients:_reduce_params#3", "twice"): "the mean of equal values is the value",
     ("_install:set_spec#1", "delete"): "the parameter comes with it, unless it is padded",
-    ("NxDPPModel._report:comm.broadcast#1", "twice"): _REPEATED,
+    ("report_loss:comm.broadcast#1", "twice"): _REPEATED,
 }
 
 

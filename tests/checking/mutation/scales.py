@@ -91,7 +91,7 @@ PROGRAM_OF = {
     "NeuronZero1Optimizer._shard:comm.size(DATA_AXES)#1": "llama, zero",
     "NeuronZero1Optimizer._shard:self._group.size#1": "zero, groups",
     "ParameterShard.take_own_grad:self.scale#1": "experts, zero",
-    "NxDPPModel._report:comm.size(('dp', 'cp'))#1": "llama, stages",
+    "report_loss:comm.size(('dp', 'cp'))#1": "llama, stages",
 }
 EXEMPT = {
     "causal_lm_loss:count or math.inf#1": "a number that the caller made",

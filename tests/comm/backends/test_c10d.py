@@ -142,6 +142,26 @@ def test_groups_of_real_processes_after_destroying_and_starting_again():
     assert set(results[0]) & set(results[1])  # members agree on names
 
 
+def crossed() -> list[list[float]]:
+    """Messages on three communicators of the same ranks, received in another order than they were sent in."""
+    rank = comm.rank("world")
+    channels: list[Any] = ["world", comm.new_group([[0, 1]], "one"), comm.new_group([[0, 1]], "other")]
+    values = [torch.full((4,), float(index)) for index in range(3)]
+    permuted = [comm.permute(value + 10, channel, [(0, 1)], async_op=True) for value, channel in zip(values, channels)]
+    if rank == 0:
+        sends = [comm.send(value, channel, dst=1, async_op=True) for value, channel in zip(values, channels)]
+        for handle in (*sends, *permuted):
+            handle.wait()
+        return []
+    received = [comm.recv(torch.empty(4), channel, src=0, async_op=True) for channel in reversed(channels)]
+    return [[float(handle.wait().mean()) for handle in handles] for handles in (received, permuted)]
+
+
+def test_messages_of_two_communicators_of_the_same_ranks_never_meet():
+    """A gloo group is shared by all of them: a pipeline's activations and gradients between two ranks, for one."""
+    assert processes(2).run(crossed, mesh={})[1] == [[2.0, 1.0, 0.0], [10.0, 11.0, 12.0]]
+
+
 def timeouts() -> list[datetime.timedelta]:
     backend = comm.current().backend
     groups = [comm.communicator("tp").group, comm.communicator(("dp", "tp")).group]

@@ -16,7 +16,7 @@ from torch import nn
 from neuronx_dist import comm, spmd
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.pipeline import TracingError
-from neuronx_dist.pipeline.cut.partition import split
+from neuronx_dist.pipeline.cut.splitting import split
 from neuronx_dist.pipeline.cut.stage import Stage
 from neuronx_dist.pipeline.record.recorder import record
 from neuronx_dist.pipeline.record.recording import Recording

@@ -1,0 +1,47 @@
+"""Accumulating gradients over several backwards, or several `run_train`, of one step.
+
+with no_sync(model):                      # or model.no_sync() of a pipeline model
+    for batch in batches[:-1]:
+        train(batch)                      # backward and reduce_gradients(model), or model.run_train(...)
+train(batches[-1])                        # reduces the sum, once
+optimizer.step()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from weakref import WeakKeyDictionary
+
+from torch import nn
+
+from ..weights.partial_model import partial_model
+
+__all__ = ["is_accumulating", "no_sync"]
+
+_CONTEXTS: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()  # how many contexts each model is in
+
+
+@contextmanager
+def no_sync(model: nn.Module) -> Iterator[None]:
+    """Inside, `reduce_gradients(model)` does nothing, and so `run_train` of a pipeline model reduces nothing.
+
+    Gradients add up on this rank until the first reduction afterwards, which reduces their sum: one reduction, whatever
+    the number of backwards. As with torch's `DistributedDataParallel.no_sync` they are the gradients of the *sum* of
+    the losses. Where that should be a mean, divide the losses: summed losses by `global_num_items` of the labels of the
+    whole step. (Or give a pipeline model more microbatches: it holds no more of them at a time.)
+
+    Args:
+        model: a module, or a pipeline model. All ranks that share its gradients do the same.
+    """
+    key = partial_model(model).original_module
+    _CONTEXTS[key] = _CONTEXTS.get(key, 0) + 1
+    try:
+        yield
+    finally:
+        _CONTEXTS[key] -= 1
+
+
+def is_accumulating(model: nn.Module) -> bool:
+    """Whether this model is inside of `no_sync`."""
+    return bool(_CONTEXTS and _CONTEXTS.get(partial_model(model).original_module))

@@ -1,0 +1,142 @@
+"""Activation checkpointing of layers: they keep their inputs, and backward computes the rest again.
+
+    checkpoint_layers(model, LlamaDecoderLayer)          # a class, its name, names of layers, or several of these
+
+This is "Training Deep Nets with Sublinear Memory Cost" (Chen et al., 2016). A layer stays the module that it is, with
+its names: only its `forward` is wrapped, so hooks run once. Recomputation draws the same random numbers, from every
+stream, and communicates what the forward did.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from functools import partial, update_wrapper
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from ..spmd.random import checkpoint
+from ..weights.partial_model import partial_model
+
+__all__ = ["apply_activation_checkpointing", "checkpoint_layers", "checkpoint_wrapper", "keep_random_streams"]
+
+
+def checkpoint_layers(model: nn.Module, layers: Any = None) -> list[str]:
+    """Makes layers of a model recompute their activations in backward; in place.
+
+    It may be called before or after `swap`, and before or after a pipeline model is made. While gradients are off
+    (`run_eval`), nothing is recomputed. A second call for a layer changes nothing.
+
+    Args:
+        model: a module, or a pipeline model.
+        layers: a class of layers, its name, the name of one layer ("layers.3"), or a list of these. None: the
+            `transformer_layer_cls` of a pipeline model, or the `_no_split_modules` of a Hugging Face model.
+
+    Returns:
+        The names of these layers in the model.
+
+    Raises:
+        ValueError: one of `layers` matches nothing; the message names the nearest. Or None is given for a model that
+            does not say which its layers are.
+    """
+    if layers is None:
+        layers = _own_layers(model)
+    module = partial_model(model).original_module
+    named = dict(module.named_modules())
+    chosen: dict[str, nn.Module] = {}
+    for item in layers if isinstance(layers, (list, tuple, set, frozenset)) else [layers]:
+        matching = {name: each for name, each in named.items() if _matches(name, each, item)}
+        if not matching:
+            text = item if isinstance(item, str) else getattr(item, "__name__", repr(item))
+            known = sorted({type(each).__name__ for each in named.values()} | set(named) - {""})
+            near = difflib.get_close_matches(text, known, n=4, cutoff=0.3) or known[:4]
+            raise ValueError(
+                f"checkpoint_layers: no layer of this {type(module).__name__} is a {text!r}; nearest classes and names "
+                f"are {', '.join(near)}"
+            )
+        chosen.update(matching)
+    for each in chosen.values():
+        checkpoint_wrapper(each)
+    return [name for name in named if name in chosen]
+
+
+def checkpoint_wrapper(module: nn.Module) -> nn.Module:
+    """Makes one module recompute its activations in backward; in place. Returns the module. (NxD's name.)"""
+    if not _is_wrapped(module):
+        module.forward = update_wrapper(partial(_checkpointed, module.forward), module.forward)
+    return module
+
+
+def apply_activation_checkpointing(
+    model: nn.Module,
+    checkpoint_wrapper_fn: Callable[[nn.Module], nn.Module] = checkpoint_wrapper,
+    check_fn: Callable[[nn.Module], bool] = lambda module: True,
+) -> None:
+    """NxD's and torch's name: recomputes the activations of all modules inside `model` for which `check_fn` is true.
+
+    Args:
+        model: a module, or a pipeline model; it is not wrapped itself.
+        checkpoint_wrapper_fn: this module's `checkpoint_wrapper`, or what else changes a module in place.
+        check_fn: given a module, says whether it is to be recomputed as a whole.
+
+    Raises:
+        ValueError: `checkpoint_wrapper_fn` returned another module, whose parameters would have other names.
+    """
+    for name, module in [*partial_model(model).original_module.named_modules()]:
+        if name and check_fn(module) and (other := checkpoint_wrapper_fn(module)) is not module:
+            raise ValueError(
+                f"apply_activation_checkpointing: checkpoint_wrapper_fn made a {type(other).__name__} around {name}, "
+                f"which changes the names of its parameters; leave it out, or pass neuronx_dist.checkpoint_wrapper"
+            )
+
+
+def keep_random_streams(model: nn.Module) -> None:
+    """Has Hugging Face's own checkpointing replay every random stream, whenever it is switched on.
+
+    `gradient_checkpointing_enable()` gives layers torch's checkpoint, which replays the default stream alone.
+    """
+    for module in model.modules():
+        if hasattr(module, "gradient_checkpointing"):
+            module.register_forward_pre_hook(_use_own_checkpoint)
+
+
+def _use_own_checkpoint(module: Any, args: Any) -> None:
+    function = getattr(module, "_gradient_checkpointing_func", None)
+    if isinstance(function, partial) and function.func is torch_checkpoint:
+        module._gradient_checkpointing_func = checkpoint
+
+
+def _own_layers(model: nn.Module) -> Any:
+    """The layers that a model names as its transformer layers."""
+    for attribute in ("transformer_layer_cls", "_no_split_modules"):
+        layers = getattr(model, attribute, None)
+        if layers:
+            present = {type(module).__name__ for module in model.modules()}
+            listed = list(layers) if isinstance(layers, (list, tuple, set)) else [layers]
+            return [item for item in listed if not isinstance(item, str) or item in present] or listed
+    raise ValueError(
+        f"checkpoint_layers: this {type(model).__name__} does not say which its transformer layers are; pass their "
+        f"class as `layers`"
+    )
+
+
+def _matches(name: str, module: nn.Module, item: Any) -> bool:
+    if isinstance(item, str):
+        return item in (name, type(module).__name__) and name != ""
+    if isinstance(item, type):
+        return isinstance(module, item) and name != ""
+    raise ValueError(f"checkpoint_layers: expected a class, its name, or the name of a layer, got {item!r}")
+
+
+def _is_wrapped(module: nn.Module) -> bool:
+    forward = module.__dict__.get("forward")
+    return isinstance(forward, partial) and forward.func is _checkpointed
+
+
+def _checkpointed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    return checkpoint(forward, *args, **kwargs)

@@ -1,0 +1,176 @@
+"""Models given as a list of layers: `NxDPPModel(layers, manual_pp_partition=True, manual_pp_loss_fn=...)`.
+
+    PipelineStageModule.mark_weight_sharing([(layers[0], "weight"), (layers[-1], "weight")])
+    model = NxDPPModel(layers, num_microbatches=8, manual_pp_partition=True, manual_pp_loss_fn=loss)
+    model.run_train(inputs=x, labels=y)          # loss(layers[-1](... layers[0](x)), y)
+
+The list becomes one module, which is recorded and cut as any other is: its parameters are called `layers.3.weight`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from .cut.cuts import create_partitions
+
+__all__ = ["LayerList", "PartitionFunction", "PipelineStageModule"]
+
+# From the layers and the number of stages: the stage of each layer.
+PartitionFunction = Callable[[Sequence[nn.Module], int], Mapping[nn.Module, int]]
+
+
+class LayerList(nn.Module):
+    """Layers that run one after the other, each on what the one before returns, and a loss of the last one's output.
+
+    Args:
+        layers: each takes and returns a tensor, or a list of tensors.
+        loss_fn: `loss_fn(output, labels)`; None: the last layer's output is all there is.
+
+    Raises:
+        ValueError: `layers` is no list of different modules.
+    """
+
+    def __init__(self, layers: Any, loss_fn: Callable[..., Any] | None = None) -> None:
+        super().__init__()
+        _check_layers(layers)
+        self.layers = nn.ModuleList(layers)
+        self.loss_fn = loss_fn
+
+    def forward(self, inputs: Any, labels: Any = None) -> Any:
+        output = inputs
+        for layer in self.layers:
+            output = layer(output)
+        return output if self.loss_fn is None else (self.loss_fn(output, labels), output)
+
+    @property
+    def layer_classes(self) -> list[type]:
+        """The classes of the layers, each of which runs as one call."""
+        return list(dict.fromkeys(map(type, self.layers)))
+
+    @property
+    def loss_spec(self) -> Any:
+        """`output_loss_value_spec` for this model; None without a loss."""
+        return None if self.loss_fn is None else (True, False)
+
+    def cuts(self, num_stages: int, partition_fn: PartitionFunction | None = None) -> list[str]:
+        """Names of the last layers of all stages but the last.
+
+        Args:
+            num_stages: pieces that the model is cut into: stages times chunks.
+            partition_fn: as of `PipelineStageModule`.
+
+        Raises:
+            ValueError: it does not give each stage layers of its own, in order.
+        """
+        stages = _stages(list(self.layers), num_stages, partition_fn)
+        return [f"layers.{number}" for number, stage in enumerate(stages[:-1]) if stage != stages[number + 1]]
+
+
+class PipelineStageModule(nn.Module):
+    """The layers of one stage, one after the other.
+
+    Args:
+        layers: those of the whole model.
+        num_stages, stage_index: which of how many stages.
+        partition_fn: `partition_fn(layers, num_stages)` returns a dict, from each layer to its stage. None: as many
+            layers for each stage, and one more for each of the last ones where that does not divide.
+
+    Raises:
+        ValueError: `partition_fn` does not give each stage layers of its own, in order.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[nn.Module],
+        num_stages: int,
+        stage_index: int,
+        partition_fn: PartitionFunction | None = None,
+    ) -> None:
+        super().__init__()
+        _check_layers(layers)
+        if not 0 <= stage_index < num_stages:
+            raise ValueError(f"stage_index={stage_index} is none of {num_stages} stages")
+        stages = _stages(layers, num_stages, partition_fn)
+        self.stage_modules = nn.ModuleList(layer for layer, stage in zip(layers, stages) if stage == stage_index)
+
+    def forward(self, x: Any) -> Any:
+        for layer in self.stage_modules:
+            x = layer(x)
+        return x
+
+    @staticmethod
+    def mark_weight_sharing(
+        layer_and_weight_path: Sequence[tuple[nn.Module, str]], sharing_group_name: str = "default"
+    ) -> None:
+        """Ties weights of several layers: they become the first one's parameter.
+
+        To be called before the model is made, which keeps copies on several stages equal.
+
+        Args:
+            layer_and_weight_path: layers, and the names of their weights, such as `(layer, "norm.weight")`.
+            sharing_group_name: for messages.
+
+        Raises:
+            ValueError: fewer than two of them, a name that is no parameter, or other shapes than the first one's.
+        """
+        what = f"mark_weight_sharing of group {sharing_group_name!r}"
+        if len(layer_and_weight_path) < 2:
+            raise ValueError(f"{what}: expected at least two (layer, name of its weight), got {layer_and_weight_path}")
+        weights = [_parameter(what, layer, path) for layer, path in layer_and_weight_path]
+        first, (_, first_path) = weights[0], layer_and_weight_path[0]
+        for weight, (layer, path) in zip(weights, layer_and_weight_path):
+            if weight.shape != first.shape:
+                raise ValueError(
+                    f"{what}: {path} of {type(layer).__name__} has shape {list(weight.shape)}, the first weight, "
+                    f"{first_path}, {list(first.shape)}"
+                )
+        for layer, path in layer_and_weight_path:
+            owner, _, name = path.rpartition(".")
+            layer.get_submodule(owner)._parameters[name] = first
+
+
+def _parameter(what: str, layer: nn.Module, path: str) -> nn.Parameter:
+    try:
+        return layer.get_parameter(path)
+    except AttributeError:
+        near = ", ".join([name for name, _ in layer.named_parameters()][:4]) or "none"
+        raise ValueError(
+            f"{what}: {type(layer).__name__} has no parameter {path!r}; its parameters are {near}"
+        ) from None
+
+
+def _check_layers(layers: Any) -> None:
+    """Refuses what is no list of different modules."""
+    if not isinstance(layers, (list, tuple, nn.ModuleList)) or not all(isinstance(x, nn.Module) for x in layers):
+        raise ValueError(f"manual_pp_partition: module is a list of layers (modules), got {layers!r:.200}")
+    different = len(set(layers))
+    if different != len(layers) or not layers:
+        raise ValueError(
+            f"manual_pp_partition: a layer is there once, and at least one is; got {len(layers)}, {different} "
+            f"different ones. To tie the weights of two layers call PipelineStageModule.mark_weight_sharing"
+        )
+
+
+def _stages(layers: Sequence[nn.Module], num_stages: int, partition_fn: PartitionFunction | None) -> list[int]:
+    """The stage of each layer."""
+    if len(layers) < num_stages:
+        raise ValueError(f"manual_pp_partition: {num_stages} stages (or chunks) need as many layers, got {len(layers)}")
+    if partition_fn is None:
+        last = [int(name) for name in create_partitions(num_stages, [str(number) for number in range(len(layers))])]
+        return [sum(number > end for end in last) for number in range(len(layers))]
+    by_layer = partition_fn(layers, num_stages)
+    if not isinstance(by_layer, Mapping) or set(by_layer) != set(layers):
+        raise ValueError(
+            f"manual_pp_stage_partition_fn(layers, {num_stages}) must return a dict with the stage of each of the "
+            f"{len(layers)} layers, got {by_layer!r:.200}"
+        )
+    stages = [by_layer[layer] for layer in layers]
+    if sorted(set(stages)) != list(range(num_stages)) or stages != sorted(stages):
+        raise ValueError(
+            f"manual_pp_stage_partition_fn(layers, {num_stages}) gave the layers the stages {stages}: they must "
+            f"ascend, and each of 0 to {num_stages - 1} must have a layer"
+        )
+    return stages

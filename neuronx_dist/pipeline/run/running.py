@@ -1,0 +1,123 @@
+"""One pass of a schedule over a batch on this rank: an executor, and the transport that ranks here can use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+
+from ..schedule import Schedule, prove
+from .executor import Executor
+from .finite import refuse_infinite_loss
+from .lockstep import Lockstep
+from .messages import Messages
+from .microbatches import Batch
+from .program import StageProgram
+from .transport import Channels, Transport
+
+__all__ = ["check_pieces", "check_runs", "run_batch"]
+
+
+def run_batch(
+    program: StageProgram,
+    schedule: Schedule,
+    batch: Batch,
+    *,
+    module: nn.Module,
+    stage: int,
+    channels: Channels,
+    parameters: Iterable[nn.Parameter],
+    device: torch.device,
+    check_finite: bool = False,
+) -> tuple[list[Any], int]:
+    """Runs a schedule.
+
+    Args:
+        program: what this stage runs for a microbatch of this batch.
+        module: the whole model, of which this rank holds `parameters`, on `device`.
+        channels: to the other stages.
+        check_finite: refuse a loss that is NaN or infinite.
+
+    Returns:
+        By microbatch, on the stage that ends the model, its loss, the forward's result, or both as a pair, whichever
+        the program has; None elsewhere; and the most forwards of which activations were kept at one time.
+
+    Raises:
+        whatever a task raises, with the task and the stage before the message.
+    """
+    executor = Executor(
+        module=module,
+        chunks=program.chunks,
+        schedule=schedule,
+        stage=stage,
+        transport=_transport(program, schedule, stage, channels, parameters, device),
+        microbatches=batch.microbatches(program.input_leaves, device),
+        pick_loss=None if program.structure is not None else (lambda outputs: outputs[0]),
+        check_outputs=refuse_infinite_loss if check_finite and program.loss is not None else None,
+    )
+    results = executor.execute()
+    if program.structure is not None and stage == schedule.holders[-1]:
+        results = [_result(program, leaves) for leaves in results]
+    return results, executor.peak_in_flight
+
+
+def _result(program: StageProgram, leaves: list[Any]) -> Any:
+    assert program.structure is not None
+    if program.loss is None:
+        return pytree.tree_unflatten(leaves, program.structure)
+    return leaves[0], pytree.tree_unflatten(leaves[1:], program.structure)
+
+
+def check_pieces(schedule: Schedule, own: Schedule) -> None:
+    """Checks a schedule against the one for which the model is cut: stages must hold the same pieces of the model.
+
+    Raises:
+        ValueError: they do not.
+    """
+    mine, theirs = ([each.holder(v) for v in range(each.num_virtual_stages)] for each in (own, schedule))
+    if mine != theirs:
+        raise ValueError(
+            f"{schedule} is not for this model, which has {own.num_stages} stages with {own.num_chunks} pieces of "
+            f"the model each, in the order {mine} of (stage, chunk)"
+        )
+
+
+def check_runs(schedule: Schedule) -> None:
+    """Plays a schedule on the strictest transport, so that none is run that stages would wait in for ever.
+
+    Raises:
+        RuntimeError: a deadlock, messages that do not pair up, a backward that is missing or too early.
+    """
+    try:
+        prove(schedule)
+    except RuntimeError as error:
+        raise RuntimeError(f"{schedule} cannot run: {error}") from None
+
+
+def _transport(
+    program: StageProgram,
+    schedule: Schedule,
+    stage: int,
+    channels: Channels,
+    parameters: Iterable[nn.Parameter],
+    device: torch.device,
+) -> Transport:
+    if program.transfers is not None:
+        return Lockstep(
+            schedule=schedule,
+            stage=stage,
+            transfers=program.transfers,
+            channels=channels,
+            parameters=parameters,
+            device=device,
+        )
+    return Messages(
+        schedule=schedule,
+        stage=stage,
+        wires=program.wires,
+        channels=channels,
+        device=device,
+    )

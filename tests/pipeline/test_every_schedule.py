@@ -1,0 +1,84 @@
+"""Every schedule trains as one process does: losses, norms, all gradients, the weights after five steps.
+
+`make test` runs each schedule with even and odd numbers of microbatches, fewer and more than stages; NXD_FULL=1 all.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+
+import pytest
+import torch
+
+from tests.support.pipeline_training import CHUNKS, OPTIMIZERS, STEPS, Setting, alone, check, train, train_on_threads
+from tests.support.pool import processes
+
+pytestmark = pytest.mark.slow
+
+CORNERS = [
+    Setting(schedule, pp, microbatches, tied=tied, dtype=dtype)
+    for schedule in CHUNKS
+    for pp, microbatches, tied, dtype in [
+        (1, 2, True, torch.float64),
+        (2, 1, True, torch.float64),
+        (2, 5, False, torch.float32),
+        (2, 8, True, torch.float64),
+        (4, 3, True, torch.float64),
+        (4, 4, False, torch.float64),
+        (4, 7, True, torch.float32),
+    ]
+]
+THREE_CHUNKS = [Setting("interleaved", 2, 5, chunks=3, tied=True), Setting("interleaved", 1, 3, chunks=4)]
+MATRIX = [
+    Setting(schedule, pp, microbatches, tied=tied, dtype=dtype)
+    for schedule, pp, microbatches, tied, dtype in itertools.product(
+        CHUNKS, (2, 4), range(1, 9), (False, True), (torch.float64, torch.float32)
+    )
+]
+FULL = MATRIX if os.environ.get("NXD_FULL") else []
+
+
+@pytest.mark.parametrize("setting", CORNERS + THREE_CHUNKS, ids=str)
+def test_as_one_process(setting: Setting) -> None:
+    check(setting, train_on_threads(setting))
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not FULL, reason="the whole matrix runs with NXD_FULL=1 (make test-full)")
+@pytest.mark.parametrize("setting", FULL or MATRIX[:1], ids=str)
+def test_whole_matrix(setting: Setting) -> None:
+    check(setting, train_on_threads(setting))
+
+
+ON_PROCESSES = [
+    Setting("interleaved", 2, 3, tied=True),
+    Setting("zb_v", 2, 4, tied=True),
+    Setting("zb_h1", 4, 5, dtype=torch.float32),
+    Setting("zb_v", 4, 6),
+]
+
+
+@pytest.mark.parametrize("setting", ON_PROCESSES, ids=str)
+def test_on_processes(setting: Setting) -> None:
+    check(setting, processes(setting.pp).run(train, setting, mesh={"pp": setting.pp}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("schedule", CHUNKS)
+@pytest.mark.parametrize("pp,microbatches", [(2, 5), (4, 3)])
+def test_the_same_bits_as_accumulation_in_one_process(
+    pp: int, microbatches: int, schedule: str, dtype: torch.dtype
+) -> None:
+    """Where the order of sums is the same: without tied weights, whose gradients several stages sum."""
+    setting = Setting(schedule, pp, microbatches, dtype=dtype)
+    results = train_on_threads(setting)
+    for optimizer_name in OPTIMIZERS:
+        expected = alone(setting, optimizer_name)
+        for result in (steps[optimizer_name] for steps in results):
+            for step in range(STEPS):
+                assert torch.equal(result.losses[step], expected.losses[step])
+                for name, grad in result.gradients[step].items():
+                    assert torch.equal(grad, expected.gradients[step][name]), f"gradient of {name} in step {step}"
+            for name, weight in result.weights.items():
+                assert torch.equal(weight, expected.weights[name]), name
