@@ -13,7 +13,17 @@ from neuronx_dist import comm
 from neuronx_dist.comm.backends import threads
 from neuronx_dist.gradients.reduce import reduce_gradients
 from neuronx_dist.mesh import Mesh
-from neuronx_dist.pipeline import GPipe, Inference, Kind, NxDPPModel, OneFOneB, Schedule, Task, WrittenSchedule
+from neuronx_dist.pipeline import (
+    GPipe,
+    Inference,
+    Kind,
+    NxDPPModel,
+    OneFOneB,
+    Schedule,
+    Task,
+    WrittenSchedule,
+    ZeroBubbleV,
+)
 from neuronx_dist.pipeline.cut.splitting import StagePlan
 from neuronx_dist.pipeline.run.lockstep import Transfers
 from tests.support.pipeline_models import Block, batch, error, make, on_ranks, reference
@@ -77,15 +87,20 @@ def test_several_chunks_on_a_stage(schedule_class: type[Schedule], microbatches:
     assert all(error(value, loss) < 1e-12 for values in both for value in values)
 
 
-def test_chunks_in_lockstep(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As long as a stage sends to one other stage in each direction, which is what one collective can do."""
+@pytest.mark.parametrize("schedule_class", [Around, ThereAndBack, ZeroBubbleV])
+@pytest.mark.parametrize("stages", [2, 3])
+def test_chunks_in_lockstep(schedule_class: type[Schedule], stages: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threads.ThreadsBackend, "has_messages", False)
-    check(Around, 2, 5, trained_by=Around)
-    plans = [StagePlan() for _ in range(6)]
-    assert Transfers(plans, Around(3, 1)).forward.pairs == [(0, 1), (1, 2), (2, 0)]
-    assert Transfers(plans, Around(3, 1)).backward.pairs == [(0, 2), (1, 0), (2, 1)]
-    with pytest.raises(ValueError, match="a stage sends to several others"):
-        Transfers(plans, ThereAndBack(3, 1))
+    check(schedule_class, stages, 5, trained_by=schedule_class, layers=6)
+
+
+def test_a_lane_is_what_one_collective_can_carry() -> None:
+    def pairs(schedule: Schedule) -> list[list[tuple[int, int]]]:
+        return [lane.pairs for lane in Transfers([StagePlan() for _ in range(6)], schedule).lanes]
+
+    assert pairs(Around(3, 1)) == [[(0, 1), (1, 2), (2, 0)], [(0, 2), (1, 0), (2, 1)]]
+    down, up = [(0, 1), (1, 2)], [(1, 0), (2, 1)]
+    assert pairs(ThereAndBack(3, 1)) == [down, up, up, down]
 
 
 def test_sends_under_way_are_within_the_window(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,18 @@ CASES = {
         Training("sgd", "plain", tied=True, sequence_parallel=True, microbatches=2),
     ),
     "pp4, master sgd, 2 microbatches": (dict(pp=4), Training("sgd", "master", microbatches=2, layers=4)),
+    "pp2 dp2, interleaved, zero1 adamw, 4 microbatches": (
+        dict(pp=2),
+        Training("adamw", "zero1", microbatches=4, layers=4, schedule="interleaved", chunks=2),
+    ),
+    "pp2 tp2, zb_h1, plain sgd, tied, sequence parallel": (
+        dict(pp=2, tp=2),
+        Training("sgd", "plain", tied=True, sequence_parallel=True, microbatches=2, schedule="zb_h1"),
+    ),
+    "pp4, zb_v, master sgd, 4 microbatches": (
+        dict(pp=4),
+        Training("sgd", "master", microbatches=4, layers=8, schedule="zb_v", chunks=2),
+    ),
 }
 
 

@@ -10,7 +10,8 @@
 
 All ranks that communicate must run one program, and stages have different ones. So each task is a program, in which a
 stage is on its own, and each transfer is another, the same on all ranks: every rank sends a tensor of one shape to its
-neighbour, a dummy if it has none, and whoever expects nothing forgets what comes.
+neighbour, a dummy if it has none, and whoever expects nothing forgets what comes. A stage that sends to two others
+(in ZB-V) does so in two lanes, which are collectives of their own.
 
 Tasks of one kind are the same program for all microbatches, compiled once: inputs are data before the first forward,
 and gradients are there before the first backward, as zeros, so that it adds to them like all others.
@@ -19,7 +20,7 @@ and gradients are there before the first backward, as zeros, so that it adds to 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -43,48 +44,37 @@ class _Payload(NamedTuple):
     dtype: torch.dtype
 
 
-class _Direction:
-    """Transfers of activations, or of gradients.
+class _Lane:
+    """Transfers that one collective carries: no stage is the source of two, or the target of two.
 
     Attributes:
         sent: the kind of the sends that these transfers carry out.
-        pairs: `(source, target)` stages.
+        pairs: `(source, target)` stages, in order.
         payloads: of each shape and dtype as many as the boundary needs that needs the most.
         crossing: what crosses each boundary, by the virtual stage that sends it.
         indices: the payloads that those tensors are, by the virtual stage that sends them.
     """
 
-    def __init__(self, sent: Kind, plans: Sequence[StagePlan], schedule: Schedule) -> None:
+    def __init__(self, sent: Kind) -> None:
         self.sent = sent
+        self.pairs: list[tuple[int, int]] = []
+        self.payloads: list[_Payload] = []
         self.crossing: dict[int, list[Wire]] = {}
-        pairs: set[tuple[int, int]] = set()
-        for virtual_stage, plan in enumerate(plans):
-            stage, chunk = schedule.holder(virtual_stage)
-            receiver = schedule.peer(stage, Task(sent, chunk, 0))
-            if receiver is not None and receiver[0] != stage:
-                self.crossing[virtual_stage] = wires_of(plan, sent)
-                pairs.add((stage, receiver[0]))
-        self.pairs = sorted(pairs)
-        if len({source for source, _ in pairs}) < len(pairs):
-            raise ValueError(f"{schedule}: a stage sends to several others, which one collective cannot do: {pairs}")
-        carried = {
-            sender: [_Payload(wire.shape, wire.dtype) for wire in wires] for sender, wires in self.crossing.items()
-        }
-        needed: Counter[_Payload] = Counter()
-        for payloads in carried.values():
-            needed |= Counter(payloads)
-        self.payloads = list(needed.elements())
-        self.indices = {sender: self._indices_of(payloads) for sender, payloads in carried.items()}
+        self.indices: dict[int, list[int]] = {}
 
-    def send_of(self, task: Task | None) -> Task | None:
-        """The send after a computation, if it is of this direction."""
-        if task is None or SEND_AFTER.get(task.kind) is not self.sent:
-            return None
-        return task._replace(kind=self.sent)
+    def takes(self, source: int, target: int) -> bool:
+        """Whether a boundary between these stages can be a transfer of this lane."""
+        others = [pair for pair in self.pairs if pair != (source, target)]
+        return all(source != other_source and target != other_target for other_source, other_target in others)
 
-    def _indices_of(self, payloads: Sequence[_Payload]) -> list[int]:
-        free = {payload: [i for i, each in enumerate(self.payloads) if each == payload] for payload in payloads}
-        return [free[payload].pop(0) for payload in payloads]
+    def add(self, sender: int, pair: tuple[int, int], wires: list[Wire]) -> None:
+        """Adds the boundary after (of gradients: before) virtual stage `sender`."""
+        self.pairs = sorted({*self.pairs, pair})
+        self.crossing[sender] = wires
+        carried = [_Payload(wire.shape, wire.dtype) for wire in wires]
+        self.payloads += (Counter(carried) - Counter(self.payloads)).elements()
+        free = {payload: [i for i, each in enumerate(self.payloads) if each == payload] for payload in carried}
+        self.indices[sender] = [free[payload].pop(0) for payload in carried]
 
 
 class Transfers:
@@ -94,14 +84,42 @@ class Transfers:
         plans: by virtual stage.
         schedule: says which stage holds each of them.
 
-    Raises:
-        ValueError: a stage sends to several others.
+    Attributes:
+        lanes: the first ones of activations, then those of gradients. Stages in a line, or in a ring, have one of each
+            kind; where chunks go there and back again (ZB-V), each way has its own.
     """
 
     def __init__(self, plans: Sequence[StagePlan], schedule: Schedule) -> None:
-        self.forward = _Direction(Kind.SEND_FORWARD, plans, schedule)
-        self.backward = _Direction(Kind.SEND_BACKWARD, plans, schedule)
+        self.lanes: list[_Lane] = []
         self.dummies: dict[tuple[_Payload, torch.device], torch.Tensor] = {}
+        self._schedule = schedule
+        self._lane_of: dict[tuple[Kind, int], _Lane] = {}  # by the virtual stage that sends
+        for sent in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD):
+            lanes: list[_Lane] = []
+            for sender, plan in enumerate(plans):
+                stage, chunk = schedule.holder(sender)
+                receiver = schedule.peer(stage, Task(sent, chunk, 0))
+                if receiver is None or receiver[0] == stage:
+                    continue
+                pair = stage, receiver[0]
+                lane = next((lane for lane in lanes if lane.takes(*pair)), None)
+                if lane is None:
+                    lane = _Lane(sent)
+                    lanes.append(lane)
+                lane.add(sender, pair, wires_of(plan, sent))
+                self._lane_of[sent, sender] = lane
+            self.lanes += lanes
+
+    def after(self, tasks: Sequence[Task | None]) -> dict[_Lane, dict[int, Task]]:
+        """The transfers after a round: lanes, and by stage the sends that each carries out; the same on all ranks."""
+        sends: dict[_Lane, dict[int, Task]] = {lane: {} for lane in self.lanes if lane.payloads}
+        for stage, task in enumerate(tasks):
+            if task is not None and task.kind in SEND_AFTER:
+                send = task._replace(kind=SEND_AFTER[task.kind])
+                lane = self._lane_of.get((send.kind, self._schedule.virtual_stage(stage, send.chunk)))
+                if lane in sends:
+                    sends[lane][stage] = send
+        return {lane: carried for lane, carried in sends.items() if carried}
 
     def dummy(self, payload: _Payload, device: torch.device) -> torch.Tensor:
         """What a rank sends that has nothing to send: data like all else, not a constant of its program."""
@@ -156,7 +174,7 @@ class Lockstep:
         self._leaving[send] = tensors
 
     def take(self, receive: Task) -> list[torch.Tensor]:
-        # Nothing has come where no boundary of the direction has tensors. What has come is permuted here, in the
+        # Nothing has come where no boundary of the lane has tensors. What has come is permuted here, in the
         # program of the task that needs it, and not in that of the transfer.
         arrived, wires = self._arrived.pop(receive, ([], []))
         return [off_the_wire(x, wire) for x, wire in zip(arrived, wires)]
@@ -166,37 +184,34 @@ class Lockstep:
         if task is not None:
             with located(task, self._stage, self._schedule.num_stages):
                 compute(task)
-        both = ((each.forward, self._transfers.forward), (each.backward, self._transfers.backward))
-        needed = [direction for is_needed, direction in both if is_needed and direction.payloads]
-        for direction in needed:
-            with located(f"{direction.sent.value} of round {number}", self._stage, self._schedule.num_stages):
-                self._transfer(direction, each.tasks)
+        needed = self._transfers.after(each.tasks)
+        for lane, sends in needed.items():
+            with located(f"{lane.sent.value} of round {number}", self._stage, self._schedule.num_stages):
+                self._transfer(lane, sends)
         if not needed:
             self._cut()
 
-    def _transfer(self, direction: _Direction, tasks: Sequence[Task | None]) -> None:
-        """Moves what stages made in this round, if it is of the direction."""
-        channel = self._channels.forward if direction.sent is Kind.SEND_FORWARD else self._channels.backward
+    def _transfer(self, lane: _Lane, sends: Mapping[int, Task]) -> None:
+        """Moves what stages made in this round, if it is of the lane."""
+        channel = self._channels.forward if lane.sent is Kind.SEND_FORWARD else self._channels.backward
         payloads = {}
-        send = direction.send_of(tasks[self._stage])
-        if send is not None and self._schedule.is_message(self._stage, send):
+        if self._stage in sends:
+            send = sends[self._stage]
             sender = self._schedule.virtual_stage(self._stage, send.chunk)
             leaving = self._leaving.pop(send)
-            for index, tensor, wire in zip(direction.indices[sender], leaving, direction.crossing[sender]):
+            for index, tensor, wire in zip(lane.indices[sender], leaving, lane.crossing[sender]):
                 payloads[index] = on_the_wire(tensor, wire)
         came = []
-        for index, wanted in enumerate(direction.payloads):
+        for index, wanted in enumerate(lane.payloads):
             payload = payloads.pop(index) if index in payloads else self._transfers.dummy(wanted, self._device)
             # A program for each payload: two tensors that a stage sends may be one in memory, which would be one input.
             with comm.current().backend.own_program():
-                came.append(comm.permute(payload, channel, pairs=direction.pairs))
-        for stage, task in enumerate(tasks):
-            send = direction.send_of(task)
-            receiver = None if send is None else self._schedule.peer(stage, send)
-            if send is not None and receiver is not None and receiver[0] == self._stage != stage:
+                came.append(comm.permute(payload, channel, pairs=lane.pairs))
+        for stage, send in sends.items():
+            receiver = self._schedule.peer(stage, send)
+            if receiver is not None and receiver[0] == self._stage:
                 sender = self._schedule.virtual_stage(stage, send.chunk)
-                arrived = [came[index] for index in direction.indices[sender]]
-                self._arrived[receiver[1]] = arrived, direction.crossing[sender]
+                self._arrived[receiver[1]] = [came[index] for index in lane.indices[sender]], lane.crossing[sender]
 
     def _fill_gradients(self) -> list[tuple[torch.Tensor, str, torch.Tensor]]:
         """Zeros where a gradient is missing: `(parameter, attribute, gradient)`.

@@ -32,6 +32,8 @@ class Training:
     clip: float = 1.0
     microbatches: int = 1
     layers: int = 2
+    schedule: str | None = None
+    chunks: int = 1
     dtype: torch.dtype = torch.float32
 
     @property
@@ -48,6 +50,8 @@ def make_model(case: Training, place: torch.Tensor) -> nn.Module:
         model,
         transformer_layer_cls=hf.transformer_layer_class(model),
         num_microbatches=case.microbatches,
+        schedule=case.schedule,
+        virtual_pipeline_size=case.chunks,
         input_names=["input_ids", "labels", "num_items_in_batch"],
         output_loss_value_spec={"loss": True, "logits": False},
         auto_partition=True,
