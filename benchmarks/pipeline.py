@@ -288,7 +288,10 @@ def show(layer: str, pp: int, microbatches: int, taken: dict[str, list[Seconds]]
             middle, interval = ratio(walls, [one.wall for one in taken["by hand"]])
             figures["over_hand"] = middle
             cells = f"{middle:>9.3f}{interval:>7.3f}"
-        print(f"  {name:<20}{figures['ms']:>9.1f}{cells}{figures['cpu_ms']:>10.3f}{figures['python_ms']:>9.3f}", flush=True)
+        print(
+            f"  {name:<20}{figures['ms']:>9.1f}{cells}{figures['cpu_ms']:>10.3f}{figures['python_ms']:>9.3f}",
+            flush=True,
+        )
         report[name] = {key: round(value, 4) for key, value in figures.items()}
     print()
     return report

@@ -109,7 +109,9 @@ class C10dCommunicator(Communicator):
         return dist.broadcast(buffer, group_src=src, group=self.group, async_op=True)
 
     def start_send(self, x: torch.Tensor, dst: int, tag: int) -> WorkLike:
-        return self.group.send([torch.view_as_real(x) if x.is_complex() else x], dst, self._first_tag + tag)  # isend's last line
+        return self.group.send(
+            [torch.view_as_real(x) if x.is_complex() else x], dst, self._first_tag + tag
+        )  # isend's last line
 
     def start_recv(self, out: torch.Tensor, src: int, tag: int) -> WorkLike:
         return self.group.recv([torch.view_as_real(out) if out.is_complex() else out], src, self._first_tag + tag)

@@ -188,9 +188,7 @@ class Executor:
     def _scaled(self, loss: torch.Tensor) -> torch.Tensor:
         return loss / len(self._microbatches)
 
-    def _used(
-        self, task: Task, edges: Sequence[GradientEdge | None]
-    ) -> list[tuple[GradientEdge, torch.Tensor]]:
+    def _used(self, task: Task, edges: Sequence[GradientEdge | None]) -> list[tuple[GradientEdge, torch.Tensor]]:
         """What was sent and has a history, with its gradients, which have come."""
         specs = self._chunks[task.chunk].plan.sent_specs
         arrived = iter(self._take(task))

@@ -76,9 +76,7 @@ class _NotReentrant(_REENTRANT):  # type: ignore[misc]
     def apply(cls, function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
         if _here() is None:
             return _REENTRANT.apply(function, preserve_rng_state, *args)
-        return torch_checkpoint.checkpoint(
-            function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state
-        )
+        return torch_checkpoint.checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state)
 
 
 def _here() -> Checkpoints | None:
