@@ -149,15 +149,15 @@ class Communicator:
     def barrier(self) -> None:
         self.gather_objects(None)
 
-    def waited(self, verb: str, x: Any, wait: Callable[..., Any], *args: Any) -> Any:
-        """`wait(*args)`, which waits for other ranks: another thread can see for what, and an error says it.
+    def waited(self, verb: str, x: Any, wait: Callable[[], Any]) -> Any:
+        """`wait()`, which waits for other ranks: another thread can see for what, and an error says it.
 
         `x`: what is communicated, in a form that `waiting.in_words` takes.
         """
         thread = get_ident()
         waits[thread] = (next(numbers), verb, x, self)
         try:
-            return wait(*args)
+            return wait()
         except RuntimeError as error:
             self.explain(in_words(verb, x), error)
         finally:

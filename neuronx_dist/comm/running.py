@@ -35,20 +35,11 @@ def run(
     return finish()
 
 
-def message(
-    comm: Communicator,
-    verb: str,
-    x: torch.Tensor,
-    start: Callable[[torch.Tensor, int, int], WorkLike],
-    buffer: torch.Tensor,
-    peer: int,
-    tag: int,
-    async_op: bool,
-) -> Result:
+def message(comm: Communicator, verb: str, x: torch.Tensor, start: Callable[[], WorkLike], async_op: bool) -> Result:
     """As `run`, for a send or a receive of `x`, which is its result. A step of a pipeline has many: they stay short."""
     if async_op:
-        return Handle(comm, verb, comm.waited(verb, x, start, buffer, peer, tag), None, x, x)
-    return run(comm, verb, x, lambda: start(buffer, peer, tag), False, lambda: x)
+        return Handle(comm, verb, comm.waited(verb, x, start), None, x, x)
+    return run(comm, verb, x, start, False, lambda: x)
 
 
 def compiled(

@@ -308,7 +308,7 @@ def send(x: torch.Tensor, axis: AxisLike, *, dst: int, tag: int = 0, async_op: b
     buffer = x.detach().contiguous()
     if recording.recorders:
         recording.note(comm, "send", x)
-    return message(comm, "send", x, comm.start_send, buffer, dst, tag, async_op)
+    return message(comm, "send", x, lambda: comm.start_send(buffer, dst, tag), async_op)
 
 
 def recv(out: torch.Tensor, axis: AxisLike, *, src: int, tag: int = 0, async_op: bool = False) -> Result:
@@ -325,7 +325,7 @@ def recv(out: torch.Tensor, axis: AxisLike, *, src: int, tag: int = 0, async_op:
         )
     if recording.recorders:
         recording.note(comm, "recv", out)
-    return message(comm, "recv", out, comm.start_recv, out.detach(), src, tag, async_op)
+    return message(comm, "recv", out, lambda: comm.start_recv(out.detach(), src, tag), async_op)
 
 
 def barrier(axis: AxisLike = "world") -> None:
@@ -358,7 +358,7 @@ def _hand_over(verb: Callable[..., Result], args: tuple[Any, ...], **keywords: A
 
 
 def _index(comm: Communicator, index: int, verb: str, name: str) -> None:
-    if not 0 <= index < comm.size:
+    if not 0 <= index < len(comm.ranks):
         raise ValueError(f"{verb} over {comm.axis}: {name}={index} is not a group index (0..{comm.size - 1})")
 
 

@@ -64,7 +64,7 @@ class ColumnLinear(torch.autograd.Function):
     It is started before the weight gradients are computed, and awaited after them.
     """
 
-    splits_backward = True  # pipeline/run/halves.py: each gradient is computed only if it is asked for
+    splits_backward = True  # for pipeline/run/halves.py: a gradient is computed only if it is asked for
 
     @staticmethod
     def forward(
@@ -159,7 +159,7 @@ class RowLinear(torch.autograd.Function):
     The reduction is done in the output's own memory, and the bias is added to the sum.
     """
 
-    splits_backward = True
+    splits_backward = True  # what is gathered for one half is kept for the other
 
     @staticmethod
     def forward(
@@ -204,7 +204,10 @@ class RowLinear(torch.autograd.Function):
         need = ctx.needs_input_grad
         grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0) if need[2] else None
         if ctx.sequence_dim is not None:
-            grad = comm.all_gather(grad, ctx.communicator, dim=ctx.sequence_dim)
+            first_half = getattr(ctx, "gathered", None)
+            grad = comm.all_gather(grad, ctx.communicator, dim=ctx.sequence_dim) if first_half is None else first_half
+            if getattr(ctx, "in_halves", False):
+                ctx.gathered = grad if first_half is None else None
         flat = grad.reshape(-1, grad.shape[-1])
         grad_x = flat.mm(weight).view(*grad.shape[:-1], weight.shape[1]) if need[0] else None
         (grad_weight,) = _parameter_grads(x, (flat,), (need[1],), 1, False)

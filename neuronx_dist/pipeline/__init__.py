@@ -11,6 +11,7 @@ options.py       what is checked of its arguments
 
 from ..lazy_names import lazy_names
 from .schedule import (
+    Costs,
     GPipe,
     Inference,
     Interleaved,
@@ -18,6 +19,7 @@ from .schedule import (
     OneFOneB,
     Schedule,
     Task,
+    WrittenSchedule,
     ZeroBubbleH1,
     ZeroBubbleV,
     format_schedule,
@@ -34,6 +36,7 @@ _LAZY = {
 }
 
 __all__ = [
+    "Costs",
     "GPipe",
     "Inference",
     "Interleaved",
@@ -41,6 +44,7 @@ __all__ = [
     "OneFOneB",
     "Schedule",
     "Task",
+    "WrittenSchedule",
     "ZeroBubbleH1",
     "ZeroBubbleV",
     "format_schedule",

@@ -63,12 +63,30 @@ _BINARY = {"+": "-", "-": "+", "*": "//", "//": "*", "/": "*", "%": "*", "**": "
 _TWINS = {"min": "max", "max": "min", "any": "all", "all": "any", "sorted": "list"}
 _NEUTRAL = set("clone detach contiguous copy float double long abs flatten reversed update wait".split())
 _MESSAGES = re.compile(r"(Error|Exception|Warning|Exit|warn|print|fail|refuse|refused|debug|info|message)$")
+_GENERIC = (
+    "Callable",
+    "Counter",
+    "Iterable",
+    "Literal",
+    "Mapping",
+    "Optional",
+    "Sequence",
+    "Union",
+    "dict",
+    "list",
+    "tuple",
+)
 _TEXTS = ("description", "epilog", "help", "metavar")  # of a command line
 _WORD = re.compile(r"[\w.,:*-]+$")
 
 
 def _name(node: ast.AST) -> str:
     return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+
+
+def _is_generic(node: ast.expr) -> bool:
+    """`Callable[..., Any]` and the like: another name for a type."""
+    return isinstance(node, ast.Subscript) and _name(node.value) in _GENERIC
 
 
 class _File:
@@ -156,7 +174,7 @@ class _Walk:
             skipped = {"annotation"}
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
             return
-        if isinstance(node, ast.Assign) and _name(node.targets[0]) == "__all__":
+        if isinstance(node, ast.Assign) and (_name(node.targets[0]) == "__all__" or _is_generic(node.value)):
             return
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             return  # docstrings, `...`

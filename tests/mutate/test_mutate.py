@@ -19,7 +19,7 @@ from tests.support.paths import ROOT
 SOURCE = '''"""Words."""
 
 __all__ = ["f"]
-LIMITS = {"tp": 4, "dp": 2, "cp": 1}
+LIMITS = {"tp": 4, "dp": 2, "cp": 1}; Hook = Callable[[int, "str"], None]; KINDS = frozenset("RV", help="some")
 
 
 @cache
@@ -53,7 +53,7 @@ EDITS = {
     "dropped call": {"g(x, y, dim=-1)"},
     "dropped argument": {"g(x.clone(), y, )"},
     "swapped arguments": {"g(y, x.clone(), dim=-1)"},
-    "dropped element": {'("a", "b", )', '("b", "c")'},
+    "dropped element": {"frozenset('V', help", '("a", "b", )', '("b", "c")'},
     "dropped entry": {'{"tp": 4, "cp": 1}'},
     "key": {'"tp_": 4'},
     "dropped bound": {"x[:]"},
@@ -75,6 +75,8 @@ def test_every_edit_changes_code_and_nothing_but_code() -> None:
     for edit in edits:
         for kept in ('"""Words."""', '"""More words."""', '__all__ = ["f"]', "assert x > 0", 'x: "int"', '-> "str"'):
             assert kept in edit.edited
+        assert 'help="some"' in edit.edited
+        assert 'Hook = Callable[[int, "str"], None]' in edit.edited
         assert "unused: int = 5" in edit.edited  # it stands there for its name
         assert '"too small: 1"' in edit.edited or edit.operator == "dropped raise"
         assert edit.changed[0] and edit.diff

@@ -173,3 +173,36 @@ def test_columns_that_cannot_be_fused():
         ):
             with pytest.raises(ValueError, match="fuse_columns needs"):
                 fuse_columns(layers)
+
+
+@pytest.mark.parametrize("frozen", [("a",), ("b",), ("a", "b"), ("x",), ("x", "a")], ids=str)
+@pytest.mark.parametrize("options", [{}, dict(sequence_parallel_enabled=True, sequence_dimension=0)], ids=str)
+def test_what_is_frozen_gets_no_gradient_and_the_others_theirs(options, frozen):
+    fulls = {"a": full_parameters(8), "b": full_parameters(16, seed=10)}
+    x = draw(4, 2, IN, seed=2)
+
+    def work():
+        results = []
+        for fused in (False, True):
+            layers = {
+                name: ColumnParallelLinear(IN, len(full["bias"]), dtype=F64, gather_output=False, **options)
+                for name, full in fulls.items()
+            }
+            for name, layer in layers.items():
+                load(layer, fulls[name])
+                layer.weight.requires_grad_(name not in frozen)
+            if fused:
+                fuse_columns([*layers.values()])
+            given = x.clone().requires_grad_("x" not in frozen)
+            sum(layer(given).square().sum() for layer in layers.values()).backward()
+            grads = {"x": given.grad, **{name: layer.weight.grad for name, layer in layers.items()}}
+            results.append((grads, [layer.bias.grad for layer in layers.values()]))
+        return results
+
+    for (grads, biases), (fused_grads, fused_biases) in threads.run(tp_mesh(2), work):
+        assert {name for name, grad in fused_grads.items() if grad is None} == set(frozen)
+        for name, grad in grads.items():
+            if grad is not None:
+                close(fused_grads[name], grad, name)
+        for one, other in zip(biases, fused_biases):
+            close(other, one)

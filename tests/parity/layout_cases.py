@@ -11,12 +11,36 @@ from typing import Any
 import torch
 
 from tests.support.llama_training import Case
+from tests.support.pipeline_training import CHUNKS
 
-__all__ = ["FACTORS", "LAYOUTS", "covering_set", "float32_cases", "pairs_of", "whole_matrix"]
+__all__ = [
+    "FACTORS",
+    "LAYOUTS",
+    "SCHEDULES",
+    "covering_set",
+    "float32_cases",
+    "pairs_of",
+    "schedule_matrix",
+    "whole_matrix",
+]
 
 # (tp, pp, dp) of {1, 2, 4} with at most 8 ranks.
 LAYOUTS = [sizes for sizes in itertools.product((1, 2, 4), repeat=3) if sizes[0] * sizes[1] * sizes[2] <= 8]
 CLIP = 0.3  # about a tenth of the norms that occur: it always clips
+
+# Every schedule with tensor and sequence parallelism, ZeRO-1, tied weights, odd numbers of microbatches.
+SCHEDULES = [
+    Case(tp=2, pp=2, sequence_parallel=True, optimizer="zero1", microbatches=4, tied=True, schedule="interleaved"),
+    Case(
+        pp=4, dp=2, optimizer="zero1", microbatches=2, labels="empty", clip=CLIP, schedule="interleaved", evaluate=True
+    ),
+    Case(tp=2, pp=2, dp=2, sequence_parallel=True, optimizer="zero1", microbatches=4, schedule="zb_v", clip=CLIP),
+    Case(tp=2, pp=4, microbatches=4, tied=True, optimizer="master", schedule="zb_v", evaluate=True),
+    Case(tp=2, pp=2, sequence_parallel=True, microbatches=8, tied=True, heads="padded", schedule="zb_h1"),
+    Case(pp=2, dp=2, optimizer="zero1", microbatches=4, tied=True, clip=CLIP, schedule="zb_h1"),
+    Case(tp=2, pp=2, sequence_parallel=True, microbatches=2, heads="replicated", schedule="gpipe", tied=True),
+    Case(tp=2, pp=2, sequence_parallel=True, microbatches=4, schedule="zb_v", dtype=torch.float32, clip=CLIP),
+]
 
 FACTORS: dict[str, list[Any]] = {
     "layout": LAYOUTS,
@@ -76,6 +100,23 @@ def whole_matrix() -> list[Case]:
         turn = turns[sum(index for index, _ in combination) % len(turns)]
         cases.append(_case((*(value for _, value in combination), *turn)))
     return _evaluated_once_a_layout(cases)
+
+
+def schedule_matrix() -> Iterator[Case]:
+    """Every schedule, over stages, microbatches and ties, with tp 2; optimizers, clipping and dtypes take turns."""
+    combinations = itertools.product(CHUNKS, (2, 4), (1, 2, 4, 8), (False, True), (False, True))
+    for index, (schedule, pp, microbatches, tied, sequence_parallel) in enumerate(combinations):
+        yield Case(
+            2,
+            pp,
+            sequence_parallel=sequence_parallel,
+            optimizer=("zero1", "plain", "master")[index % 3],
+            microbatches=microbatches,
+            tied=tied,
+            clip=CLIP if index % 2 or index % 5 == 0 else None,
+            schedule=schedule,
+            dtype=torch.float32 if index % 5 == 0 else torch.float64,
+        )
 
 
 def float32_cases() -> Iterator[Case]:

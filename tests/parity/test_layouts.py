@@ -15,7 +15,17 @@ import pytest
 import torch
 
 from neuronx_dist import comm, hf
-from tests.parity.layout_cases import CLIP, FACTORS, LAYOUTS, covering_set, float32_cases, pairs_of, whole_matrix
+from tests.parity.layout_cases import (
+    CLIP,
+    FACTORS,
+    LAYOUTS,
+    SCHEDULES,
+    covering_set,
+    float32_cases,
+    pairs_of,
+    schedule_matrix,
+    whole_matrix,
+)
 from tests.support.llama_training import Case, reference, train, worst_difference
 from tests.support.pool import processes
 
@@ -23,7 +33,7 @@ pytestmark = pytest.mark.slow
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 COVERING = covering_set()
-FULL = whole_matrix() if os.environ.get("NXD_FULL") else []
+FULL = [*whole_matrix(), *schedule_matrix()] if os.environ.get("NXD_FULL") else []
 
 
 def check(case: Case, results: list[Any]) -> None:
@@ -48,7 +58,7 @@ ACCUMULATED = [
 ]
 
 
-@pytest.mark.parametrize("case", COVERING + ONE_KEY_VALUE_HEAD + ACCUMULATED, ids=str)
+@pytest.mark.parametrize("case", COVERING + ONE_KEY_VALUE_HEAD + ACCUMULATED + SCHEDULES, ids=str)
 def test_as_one_process(case: Case) -> None:
     check(case, comm.threads.run(case.mesh, train, case))
 
@@ -90,6 +100,8 @@ CORNERS = [
     Case(dp=4, optimizer="zero1", heads="padded"),
     Case(tp=4, sequence_parallel=True, heads="replicated", optimizer="zero1", clip=CLIP),
     Case(tp=2, pp=2, sequence_parallel=True, microbatches=2, dtype=torch.float32, clip=CLIP),
+    Case(tp=2, pp=2, sequence_parallel=True, microbatches=4, tied=True, schedule="zb_v", clip=CLIP),
+    Case(pp=2, dp=2, optimizer="zero1", microbatches=4, tied=True, schedule="interleaved", evaluate=True),
 ]
 
 

@@ -38,7 +38,7 @@ class Absent(nn.Module):
         ({"schedule": "zbv"}, "there is no schedule 'zbv'; there are '1f1b', 'interleaved', 'gpipe', 'zb_h1', 'zb_v'"),
         ({"schedule": OneFOneB(2, 1)}, "does not fit 1 stages and 1 microbatches"),
         ({"schedule": OneFOneB(1, 4), "num_microbatches": 2}, "does not fit 1 stages and 2 microbatches"),
-        ({"schedule": "zb_v", "pipeline_cuts": ["layers.0"] * 2}, "1 pipeline stages with 2 chunks each need 1 cuts, got 2"),
+        ({"schedule": "zb_v", "pipeline_cuts": ["layers.0"] * 2}, "1 .* with 2 chunks each need 1 cuts, got 2"),
         ({"virtual_pipeline_size": 5, "auto_partition": True, "transformer_layer_cls": Block}, "5 .* found 4"),
         ({"num_microbatches": 0}, "integer of at least 1, got 0"),
         ({"num_microbatches": 2.0}, "integer of at least 1, got 2.0"),

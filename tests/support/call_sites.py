@@ -45,7 +45,8 @@ _VERBS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute",
 _OBJECT_VERBS = ("gather_objects", "broadcast_object", "barrier")
 _OPERATORS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "convert", "reinterpret", "redistribute")
 _STARTS = tuple(f"start_{verb}" for verb in _VERBS)
-_TORCH = ("all_reduce", "all_to_all_single", "broadcast", "isend", "irecv", "batch_isend_irecv", "all_gather_object")
+_TORCH = ("all_reduce", "all_to_all_single", "broadcast", "batch_isend_irecv", "all_gather_object")
+_GROUP = ("send", "recv")  # of a torch ProcessGroup
 _NCCL = ("_all_gather_single", "_reduce_scatter_single")
 
 
@@ -115,7 +116,8 @@ def _verb(function: ast.expr, path: Path) -> str | None:
         return f"{owner or '?'}.{function.attr}"
     if (owner == "spmd" and function.attr in _OPERATORS) or (owner == "dist" and function.attr in _TORCH):
         return f"{owner}.{function.attr}"
-    return None
+    of_group = isinstance(function.value, ast.Attribute) and function.value.attr == "group"
+    return f"group.{function.attr}" if of_group and function.attr in _GROUP else None
 
 
 def hidden_imports() -> list[str]:
@@ -223,12 +225,6 @@ def _torch_mutant(name: str, original: Callable[..., Any], mutation: str, args: 
         received = [op.tensor for op in args[0] if op.op is dist.irecv]
         return [] if drop else [Works(original(*args), lambda: [_wrong(mutation, x) for x in received])]  # type: ignore[func-returns-value]
     out = args[0]
-    if name == "isend":
-        out = out.clone()
-        out.zero_() if drop else _wrong(mutation, out)
-        return original(out, *args[1:], **options)
-    if drop and name == "irecv":
-        return Works([original(*args, **options)], out.zero_)
     if drop:
         out.copy_(args[1]) if name == "all_to_all_single" else None
         return DONE
@@ -236,6 +232,18 @@ def _torch_mutant(name: str, original: Callable[..., Any], mutation: str, args: 
     if name == "all_to_all_single":  # bytes, in `size` pieces
         return Works([original(*args, **options)], lambda: _wrong("double", out.view(size, -1), pieces=True))
     return Works([original(*args, **options)], lambda: _wrong(mutation, out, size))
+
+
+def _group_mutant(name: str, original: Callable[..., Any], mutation: str, args: Any) -> Any:
+    """The same for a message of a torch ProcessGroup: `send([x], dst, tag)`, `recv([x], src, tag)`."""
+    group, (x,), *rest = args
+    drop = mutation == "drop"
+    if name == "send":
+        x = x.clone()
+        x.zero_() if drop else _wrong(mutation, x)
+        return original(group, [x], *rest)
+    work = original(group, [x], *rest)
+    return Works([work], x.zero_ if drop else lambda: _wrong(mutation, x))
 
 
 def _at(site: Site) -> bool:
@@ -253,7 +261,7 @@ def mutate(site: Site, mutation: str | Callable[..., Any]) -> Iterator[list[int]
 
     def patch(target: Any, attribute: str, make: Callable[[Any], Any]) -> None:
         original = getattr(target, attribute)
-        patched.append((target, attribute, original))
+        patched.append((target, attribute, vars(target).get(attribute, original)))  # as it lies there, unbound
         setattr(target, attribute, make(original))
 
     def verb(original: Any) -> Any:
@@ -283,6 +291,8 @@ def mutate(site: Site, mutation: str | Callable[..., Any]) -> Iterator[list[int]
         def call(*args: Any, **options: Any) -> Any:
             if _at(site):
                 hits.append(1)
+                if owner == "group":
+                    return _group_mutant(name, original, mutation, args)
                 return _torch_mutant(name, original, mutation, args, options)
             return original(*args, **options)
 
@@ -301,18 +311,13 @@ def mutate(site: Site, mutation: str | Callable[..., Any]) -> Iterator[list[int]
     if not owner and not in_comm and not site.is_in(collectives):
         place = ".".join(Path(site.file).relative_to(PACKAGE.parent).with_suffix("").parts)
         patch(sys.modules[place], name, function)
+    elif owner == "group":
+        patch(dist.ProcessGroup, name, torch_function)
     elif in_comm and owner != "dist":
         for kind in (ThreadsCommunicator, C10dCommunicator):
             patch(kind, name, start)
     elif owner == "dist":
         patch(dist, name, torch_function)
-        if name in ("isend", "irecv"):  # P2POp knows the originals only
-            mutant, known = getattr(dist, name), patched[-1][-1]
-            patch(
-                dist,
-                "P2POp",
-                lambda make: lambda op, *args, **options: make(known if op is mutant else op, *args, **options),
-            )
     elif owner == "comm":
         patch(comm, name, verb)
     else:

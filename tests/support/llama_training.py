@@ -24,6 +24,7 @@ import neuronx_dist as nxd
 from neuronx_dist import comm, hf
 from neuronx_dist.optimizer import MasterWeightsOptimizer, NeuronZero1Optimizer
 from neuronx_dist.parallel_layers import grads
+from tests.support.pipeline_training import CHUNKS
 
 __all__ = ["Case", "Options", "Report", "distance", "reference", "train", "worst_difference"]
 
@@ -68,7 +69,7 @@ class Options:
 class Case:
     """A layout, and all the rest that must not change what one process computes.
 
-    `optimizer` is "plain" torch, "master" weights, or "zero1".
+    `optimizer` is "plain" torch, "master" weights, or "zero1"; `schedule` the pipeline's, None: 1F1B.
     """
 
     tp: int = 1
@@ -85,21 +86,27 @@ class Case:
     calls: int = 1  # of run_train in a step: gradients are accumulated
     checkpointed: bool = False
     evaluate: bool = False  # run_eval as well; it records the model a second time, which takes as long as all steps
+    schedule: str | None = None
 
     @property
     def mesh(self) -> nxd.Mesh:
         return nxd.Mesh(self.tp * self.pp * self.dp, tp=self.tp, pp=self.pp)
 
     @property
+    def chunks(self) -> int:
+        return CHUNKS[self.schedule or "1f1b"]
+
+    @property
     def options(self) -> Options:
-        layers = {1: 2, 2: 3, 4: 4}[self.pp]
+        layers = {1: 2, 2: 3, 4: 4, 8: 8}[self.pp * self.chunks] + (self.chunks > 1 and self.pp == 2)
         return Options(self.heads, self.tied, layers, self.labels, self.clip, self.dtype)
 
     def __str__(self) -> str:
         words = [f"tp{self.tp}-pp{self.pp}-dp{self.dp}", f"mb{self.microbatches}", self.optimizer, self.labels]
         words += ["sp"] * self.sequence_parallel + ["tied"] * self.tied + [self.heads] * (self.heads != "gqa")
         words += [f"calls{self.calls}"] * (self.calls > 1) + ["checkpointed"] * self.checkpointed
-        words += ["clip"] * (self.clip is not None) + ["fp32"] * (self.dtype == torch.float32)
+        words += [self.schedule] * (self.schedule is not None) + ["clip"] * (self.clip is not None)
+        words += ["fp32"] * (self.dtype == torch.float32)
         return "-".join(words)
 
 
@@ -240,6 +247,8 @@ def build(case: Case) -> Any:
         auto_partition=True,
         broadcast_and_average_loss=True,
         use_zero1_optimizer=case.optimizer == "zero1",
+        schedule=case.schedule,
+        virtual_pipeline_size=case.chunks,
     )
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 from neuronx_dist.pipeline.schedule import GPipe, Kind, Schedule, Task
 
 
@@ -30,15 +28,6 @@ class Around(Schedule):
         pairs = [(chunk, microbatch) for chunk in range(2) for microbatch in range(self.num_microbatches)]
         return [Task(Kind.FORWARD, *pair) for pair in pairs] + [Task(Kind.BACKWARD, *pair) for pair in reversed(pairs)]
 
-    def peak_in_flight(self, stage: int) -> int:
-        return 2 * self.num_microbatches
-
-    @property
-    def bubble(self) -> float:
-        waits = max(0, self.num_stages - self.num_microbatches)  # for the first microbatch to come around
-        idle = self.num_stages - 1 + waits
-        return idle / (2 * self.num_microbatches + idle)
-
 
 class ThereAndBack(Around):
     """The same, but the second chunks are in reverse order: the last stage hands over to itself, as in ZB-V."""
@@ -50,24 +39,3 @@ class ThereAndBack(Around):
         if virtual_stage < self.num_stages:
             return virtual_stage, 0
         return 2 * self.num_stages - 1 - virtual_stage, 1
-
-
-class InTheseOrders(Schedule):
-    """Stages that do what is written, such as `F0 SF0 B0`; messages are added where there are none."""
-
-    def __init__(self, *stages: str) -> None:
-        self.stages = [[_task(word) for word in words.split()] for words in stages]
-        super().__init__(len(stages), 1 + max(task.microbatch for tasks in self.stages for task in tasks))
-
-    def computations(self, stage: int) -> list[Task]:
-        return [task for task in self.stages[stage] if task.kind.value in ("F", "B", "I", "W")]
-
-    def tasks(self, stage: int) -> list[Task]:
-        written = self.stages[stage]
-        return super().tasks(stage) if written == self.computations(stage) else written
-
-
-def _task(word: str) -> Task:
-    match = re.fullmatch(r"([A-Z]+)(\d+)(?:\.(\d+))?", word)
-    assert match is not None
-    return Task(Kind(match[1]), int(match[3] or 0), int(match[2]))

@@ -15,7 +15,7 @@ from typing import Any
 from ...comm.backends.observed import CheckCommunicator, Event
 from ...comm.rank_values import rank_values_in
 from ...mesh import Mesh
-from ...pipeline.schedule import Schedule, simulate
+from ...pipeline.schedule import Schedule, prove
 from ..report import Problem
 from .cells import Cells
 from .explore import Explored, RankProgram
@@ -396,7 +396,7 @@ def compare_schedule(mesh: Mesh, schedule: Schedule | None) -> list[Problem]:
     if schedule is None:
         return []
     try:
-        simulate(schedule)
+        prove(schedule)
     except RuntimeError as error:
         what = (
             f"the schedule of {schedule.num_microbatches} microbatches over {schedule.num_stages} stages cannot run: "

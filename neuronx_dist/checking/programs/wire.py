@@ -28,7 +28,7 @@ class Wire:
         stage = getattr(model, "stage", None)
         if stage is None or model.num_stages == 1:
             return
-        forward, backward = model.stage_channels
+        forward, backward, *_ = model.stage_channels
         needs_grad = [spec.requires_grad for chunk in model.program(inputs).chunks for spec in chunk.plan.sent_specs]
         sent: list[TensorType | None] = []
         arriving = iter(self._sent.get(stage - 1, ()))
@@ -40,9 +40,9 @@ class Wire:
             sent_type = type_of(x)
             sent.append(sent_type)
             self._sent[stage] = sent
-            index = len(sent) - 1
+            before, index = divmod(len(sent) - 1, len(needs_grad))  # of passes before, when the step makes several
             if sent_type is not None and needs_grad[index]:
-                buffer = posted[sum(needs_grad[:index])]
+                buffer = posted[before * sum(needs_grad) + sum(needs_grad[:index])]
                 write(buffer, mode.gradient_type(sent_type), None, mode.session)
 
         def on_receive(buffer: torch.Tensor, axis: Any) -> TensorType | None:

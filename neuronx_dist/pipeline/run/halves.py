@@ -1,18 +1,18 @@
 """A backward in two halves, by autograd: the gradients of a stage's inputs now, those of its parameters later.
 
-    loss ── n3 ─── n2 ─── n1 ─── input       input half: the engine runs n3, n2 and n1 for their edges along this line
-            │      │      │                  weight half: each is run again, for the edges that leave it alone
-            w3     T ─ w2  w1                             and then what lies below them (T), down to the parameters
+    root ── n3 ─── n2 ─── n1 ─── input       input half: the engine runs n3, n2 and n1, for the line to the input
+            │      │      │                  weight half: each is run again, for what leaves the line,
+            w3     T ─ w2  w1                and then what lies below (T), down to the parameters
 
-A node computes only those of its results that are asked for: a linear layer's is run twice, one product each time. Nodes
-that lie on the way to an input are those of the *line*; one that also leads to parameters is a *branching* node. In the
-input half a hook keeps the gradients that arrive at it, after all hooks of users; in the weight half it is called with
-them directly, where no hook runs again and no gradient goes on along the line.
+A node computes only those of its results that are asked for: a linear layer's is run twice, one product each time.
+In the input half a hook keeps the gradients that arrive at a node that branches, after all hooks of users; in the
+weight half the node is called with them directly, where no hook runs again and no gradient goes on along the line.
 
 A custom `torch.autograd.Function` computes what its author wrote. With the attribute `splits_backward = True` it
-promises to compute only what `ctx.needs_input_grad` asks for, which is set for each half. Any other is run once, in the
-input half, and the gradients that it made for parameters are kept until the weight half. What `torch.compile` made lets
-nobody keep the graph: a graph that has some of it is not divided, and its whole backward is the input half.
+promises to compute only what `ctx.needs_input_grad` asks for, which is set for each half; `ctx.in_halves` is True then,
+and the first half may leave on `ctx` what the second needs, too. Any other function is run once, in the input half, and
+the gradients that it made for parameters are kept until the weight half. What `torch.compile` made lets nobody keep the
+graph: a graph that has some of it is not divided, and its whole backward is the input half.
 
 What only the input half needs is freed when it is over: saved tensors of the nodes on the line that do not branch.
 
@@ -23,52 +23,22 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge, Node
 
+from .line import Branch, below, follow, is_custom
 from .recomputation import keep_for_later, keep_no_more
 
 __all__ = ["WeightHalf", "divide"]
 
-_COMPILED = "CompiledFunctionBackward"
 _MOST_DUE = 64 << 20  # bytes of gradients that a weight half has at one time, before parameters have them
 
-_AccumulateGrad = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
+_AccumulateGrad: Any = getattr(torch._C._functions, "AccumulateGrad")  # noqa: B009  # its stubs lack it
 Grads = Sequence[torch.Tensor | None]
-
-
-class _Branch(NamedTuple):
-    """A node on the line that leads to parameters.
-
-    Attributes:
-        edges: those of its edges that leave the line, with their index.
-        once: it cannot be run in halves.
-    """
-
-    node: Any
-    edges: list[tuple[int, GradientEdge]]
-    once: bool
-
-
-class _Line(NamedTuple):
-    """What `_follow` found.
-
-    Attributes:
-        branches: from the roots to the inputs.
-        others: nodes that do not branch.
-        beside: indices of roots that lead to no input.
-        shares: something beside the line is reached in two ways, as a parameter that is used twice.
-        compiled: names of nodes that `torch.compile` made.
-    """
-
-    branches: list[_Branch]
-    others: list[Any]
-    beside: set[int]
-    shares: bool
-    compiled: list[str]
 
 
 class WeightHalf:
@@ -82,11 +52,11 @@ class WeightHalf:
         self.once = once
         self._roots = roots  # they own the graph: custom functions do not own their node
         self._in_one = in_one  # whether gradients are accumulated at the end, each parameter's once
-        self._calls: deque[tuple[_Branch, Grads]] = deque()
+        self._calls: deque[tuple[Branch, Grads]] = deque()
         self._due: deque[tuple[GradientEdge, torch.Tensor]] = deque()
         self._due_bytes = 0
 
-    def call(self, branch: _Branch, grads: Grads) -> None:
+    def call(self, branch: Branch, grads: Grads) -> None:
         """Has a node run in this half, with the gradients that arrived at it."""
         self._calls.append((branch, grads))
 
@@ -105,7 +75,8 @@ class WeightHalf:
                 edges = list(dict.fromkeys(edge for branch, _ in self._calls for _, edge in branch.edges))
                 start = torch.zeros((), requires_grad=True)
                 # The engine's record of what it is asked for, these edges, is what nodes look into.
-                torch.autograd.grad(_Calling.apply(start, self._call), [start, *edges], allow_unused=True)
+                asked_for: list[Any] = [start, *edges]
+                torch.autograd.grad(_Calling.apply(start, self._call), asked_for, allow_unused=True)
             self._accumulate()
         self._roots = ()
 
@@ -125,10 +96,10 @@ class WeightHalf:
         while due:
             edge, grad = due.popleft()
             if type(edge.node) is _AccumulateGrad:
-                params.append(edge.node.variable)
+                params.append(_param(edge))
                 param_grads.append(grad)
             else:
-                shape = edge.node._input_metadata[edge.output_nr].shape  # type: ignore[attr-defined]
+                shape = edge.node._input_metadata[edge.output_nr].shape
                 roots.append(edge)
                 root_grads.append(grad if grad.shape == shape else grad.sum_to_size(shape))
         if params:
@@ -186,10 +157,10 @@ def divide(
     Returns:
         `(grads, weight_half)`: None for an input that no root depends on.
     """
-    line = _follow([root.node for root in roots], {edge.node for edge in inputs})
+    line = follow([root.node for root in roots], {edge.node for edge in inputs})
     if line.compiled:
         torch.autograd.backward(roots, root_grads)
-        params = [edge.node.variable if type(edge.node) is _AccumulateGrad else None for edge in inputs]
+        params = [_param(edge) if type(edge.node) is _AccumulateGrad else None for edge in inputs]
         return [None if param is None else param.grad for param in params], WeightHalf(line.compiled)
     half = WeightHalf([branch.node.name() for branch in line.branches if branch.once], roots, line.shares)
     for index in line.beside:
@@ -201,7 +172,7 @@ def divide(
     arrived: dict[int, Grads] = {}
     made: dict[int, Grads] = {}
     seen: set[Node] = set()
-    rerun = [_below(branch, seen) + [branch.node] * (not branch.once) for branch in line.branches] if recomputes else []
+    rerun = [below(branch, seen) + [branch.node] * (not branch.once) for branch in line.branches] if recomputes else []
     for index, branch in enumerate(line.branches):
         if recomputes:
             branch.node.register_prehook(partial(_keep_saved, rerun, index))
@@ -225,78 +196,20 @@ def divide(
         _free(node)
     for index, branch in enumerate(line.branches):
         if branch.once:
-            if index in made:
-                half.give(branch.edges, made.pop(index))
+            half.give(branch.edges, made.pop(index))
             _free(branch.node)
-        elif index in arrived:
+        else:
             half.call(branch, arrived.pop(index))
     return list(grads), half
-
-
-# --- the graph
-
-
-def _follow(roots: Sequence[Node], inputs: set[Node]) -> _Line:
-    """Which nodes between the roots and the inputs lead to an input, and what leaves their line."""
-    edges_of: dict[Node, tuple[tuple[Node | None, int], ...]] = dict.fromkeys(inputs, ())
-    leads: dict[Node, bool] = dict.fromkeys(inputs, True)
-    for root in roots:
-        stack = [root]
-        while stack:
-            node = stack[-1]
-            edges = edges_of.get(node)
-            if edges is None:
-                edges = edges_of[node] = node.next_functions
-                stack.extend([child for child, _ in edges if child is not None and child not in edges_of])
-            else:
-                stack.pop()
-                if node not in leads:
-                    leads[node] = any([child is not None and leads[child] for child, _ in edges])
-    branches, others = [], []
-    beside = {index for index, root in enumerate(roots) if not leads[root]}
-    reached = [roots[index] for index in beside]
-    for node, on_line in reversed(leads.items()):  # a node comes before those that it leads to
-        edges = edges_of[node]
-        if node in inputs:
-            continue
-        leaving = [(i, GradientEdge(*e)) for i, e in enumerate(edges) if e[0] is not None and not leads[e[0]]]
-        reached += [edge.node for _, edge in leaving]
-        if on_line and leaving:
-            branches.append(_Branch(node, leaving, _is_custom(node) and not _splits(node)))
-        elif on_line:
-            others.append(node)
-    compiled = [name for node in (*others, *(b.node for b in branches)) if (name := type(node).__name__) == _COMPILED]
-    return _Line(branches, others, beside, len(set(reached)) < len(reached), compiled)
-
-
-def _below(branch: _Branch, seen: set[Node]) -> list[Node]:
-    """What a branch leads to beside the line, as far as it has not been seen."""
-    found: list[Node] = []
-    nodes = [edge.node for _, edge in branch.edges]
-    while nodes:
-        node = nodes.pop()
-        if node not in seen:
-            seen.add(node)
-            found.append(node)
-            nodes += [child for child, _ in node.next_functions if child is not None]
-    return found
-
-
-def _is_custom(node: Any) -> bool:
-    return isinstance(node, torch._C._FunctionBase)
-
-
-def _splits(node: Any) -> bool:
-    return bool(getattr(node._forward_cls, "splits_backward", False))
 
 
 # --- running a node
 
 
-def _ask(branch: _Branch, leaving: bool) -> None:
+def _ask(branch: Branch, leaving: bool) -> None:
     """Says to a custom function which gradients are due: of the edges that leave the line, or of the others."""
     node = branch.node
-    if not _is_custom(node):
+    if not is_custom(node):
         return  # torch's own look into what the engine was asked for
     due = {index for index, _ in branch.edges}
     indices = iter([index for index, (child, _) in enumerate(node.next_functions) if child is not None])
@@ -308,14 +221,15 @@ def _needs(node: Any) -> tuple[bool, ...]:
     needs = getattr(node, "_needs_input_grad", None)
     if needs is None:
         needs = node._needs_input_grad = node.needs_input_grad
-    return needs  # type: ignore[no-any-return]
+        node.in_halves = True
+    return needs
 
 
-def _called(branch: _Branch, grads: Grads) -> Grads:
+def _called(branch: Branch, grads: Grads) -> Grads:
     """The results of a node for the edges that leave the line; inside of an engine run that asks for these."""
     node = branch.node
-    if not _is_custom(node):
-        return node(*grads)  # type: ignore[no-any-return]
+    if not is_custom(node):
+        return node(*grads)
     _ask(branch, True)
     results = node.apply(*[_zeros(node, i) if grad is None else grad for i, grad in enumerate(grads)])
     due = [result for result, needs in zip(results, _needs(node)) if needs]
@@ -331,12 +245,18 @@ def _keep_saved(rerun: Sequence[Sequence[Any]], index: int, _: Grads) -> None:
     """Keeps what activation checkpointing recomputes for a branch, and for what lies below it, until the other half."""
     keep_for_later()
     for node in rerun[index]:
-        for name in _saved_names(type(node)):
+        node_class: Any = type(node)
+        for name in _saved_names(node_class):
             getattr(node, name)
     keep_no_more()
 
 
 # --- what nodes have saved
+
+
+def _param(edge: GradientEdge) -> torch.Tensor:
+    accumulator: Any = edge.node
+    return accumulator.variable
 
 
 def _zeros(node: Any, index: int) -> torch.Tensor:
@@ -345,17 +265,17 @@ def _zeros(node: Any, index: int) -> torch.Tensor:
 
 
 def _one(root: GradientEdge) -> torch.Tensor:
-    data = root.node._input_metadata[root.output_nr]  # type: ignore[attr-defined]
+    data = root.node._input_metadata[root.output_nr]
     return torch.ones(data.shape, dtype=data.dtype, device=data.device)
 
 
 @cache
-def _raw_names(node_class: type) -> tuple[str, ...]:
+def _raw_names(node_class: Any) -> tuple[str, ...]:
     return tuple(name for name in dir(node_class) if name.startswith("_raw_saved_"))
 
 
 @cache
-def _saved_names(node_class: type) -> tuple[str, ...]:
+def _saved_names(node_class: Any) -> tuple[str, ...]:
     if issubclass(node_class, torch._C._FunctionBase):
         return ("saved_tensors",)
     return tuple(name.replace("_raw", "") for name in _raw_names(node_class))
@@ -363,13 +283,12 @@ def _saved_names(node_class: type) -> tuple[str, ...]:
 
 def _free(node: Any) -> None:
     """Frees the tensors that a node has saved: the engine does, where it is not told to keep the graph."""
-    for name in _raw_names(type(node)):
+    node_class: Any = type(node)
+    for name in _raw_names(node_class):
         saved = getattr(node, name)
         for each in saved if isinstance(saved, (tuple, list)) else (saved,):
-            try:
+            with suppress(RuntimeError):  # it is None, or has hooks already: then it is what these made of it
                 each.register_hooks(_forget, _freed)
-            except RuntimeError:  # it is None, or has hooks already: then it is what these made of it
-                pass
 
 
 def _forget(_: torch.Tensor) -> None:

@@ -15,12 +15,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils import checkpoint as torch_checkpoint
+import torch.utils.checkpoint
 
 __all__ = ["Checkpoints", "keep_for_later", "keep_no_more", "seen_checkpoints"]
 
-_HOOK: Any = torch_checkpoint._checkpoint_hook  # type: ignore[attr-defined]
-_REENTRANT: Any = torch_checkpoint.CheckpointFunction
+_torch: Any = torch.utils.checkpoint  # whose names are replaced while a forward is seen
+_HOOK: Any = _torch._checkpoint_hook
+_REENTRANT: Any = _torch.CheckpointFunction
 _lock = threading.Lock()
 _users = 0
 _local = threading.local()  # .checkpoints: of the forward of this thread; .keeps: whether what is asked for is kept
@@ -51,6 +52,8 @@ class _KeepingHook(_HOOK):  # type: ignore[misc]
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
+        self.pack_hook: Any
+        self.unpack_hook: Any
         checkpoints = _here()
         if checkpoints is None:
             return
@@ -76,7 +79,7 @@ class _NotReentrant(_REENTRANT):  # type: ignore[misc]
     def apply(cls, function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
         if _here() is None:
             return _REENTRANT.apply(function, preserve_rng_state, *args)
-        return torch_checkpoint.checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state)
+        return _torch.checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state)
 
 
 def _here() -> Checkpoints | None:
@@ -86,12 +89,12 @@ def _here() -> Checkpoints | None:
 
 @contextmanager
 def seen_checkpoints() -> Iterator[Checkpoints]:
-    """Around a forward, in this thread: its checkpoints can be divided, and afterwards it says whether there are any."""
+    """Around a forward, in this thread: its checkpoints serve two halves. It says afterwards whether there are any."""
     global _users
     with _lock:
         _users += 1
-        torch_checkpoint._checkpoint_hook = _KeepingHook  # type: ignore[attr-defined]
-        torch_checkpoint.CheckpointFunction = _NotReentrant  # type: ignore[misc]
+        _torch._checkpoint_hook = _KeepingHook
+        _torch.CheckpointFunction = _NotReentrant
     before = _here()
     _local.checkpoints = Checkpoints()
     try:
@@ -101,8 +104,8 @@ def seen_checkpoints() -> Iterator[Checkpoints]:
         with _lock:
             _users -= 1
             if not _users:
-                torch_checkpoint._checkpoint_hook = _HOOK  # type: ignore[attr-defined]
-                torch_checkpoint.CheckpointFunction = _REENTRANT  # type: ignore[misc]
+                _torch._checkpoint_hook = _HOOK
+                _torch.CheckpointFunction = _REENTRANT
 
 
 def keep_for_later(*_: Any) -> None:

@@ -9,7 +9,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
-from ..schedule import Schedule, simulate
+from ..schedule import Schedule, prove
 from .executor import Executor
 from .finite import refuse_infinite_loss
 from .lockstep import Lockstep
@@ -92,7 +92,7 @@ def check_runs(schedule: Schedule) -> None:
         RuntimeError: a deadlock, messages that do not pair up, a backward that is missing or too early.
     """
     try:
-        simulate(schedule)
+        prove(schedule)
     except RuntimeError as error:
         raise RuntimeError(f"{schedule} cannot run: {error}") from None
 

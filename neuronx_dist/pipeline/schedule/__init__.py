@@ -10,9 +10,13 @@ one_f_one_b.py, interleaved.py, gpipe.py, zb_h1.py, zb_v.py, inference.py
                  a schedule each: its order of computations, and its formulas
 selection.py     which of them trains
 messages.py      sends and receives, added to an order of computations
+route.py         what a stage does and with whom, for a runtime, answered once
 in_flight.py     how many forwards wait for their backward
+completeness.py  is every task there once, and none too early?
 timing.py        when each task starts and ends, by the costs of tasks and messages
-simulate.py      all stages against each other, with the strictest transport there is
+proof.py         all stages against each other, with the strictest transport there is
+simulate.py      what a step takes: time, waiting, memory
+written.py       a schedule that a user writes down as text
 lockstep.py      rounds, where there are no messages
 
 Two rules make every schedule here free of deadlock, whatever the transport does:
@@ -27,14 +31,18 @@ from .inference import Inference
 from .interleaved import Interleaved
 from .lockstep import Round, rounds
 from .one_f_one_b import OneFOneB
+from .proof import prove
 from .schedule import Schedule
 from .selection import training_schedule
 from .simulate import Simulation, simulate
-from .tasks import Kind, Task, format_schedule
+from .tasks import Kind, Task, format_schedule, parse_schedule
+from .timing import Costs, TimedTask
+from .written import WrittenSchedule
 from .zb_h1 import ZeroBubbleH1
 from .zb_v import ZeroBubbleV
 
 __all__ = [
+    "Costs",
     "GPipe",
     "Inference",
     "Interleaved",
@@ -44,9 +52,13 @@ __all__ = [
     "Schedule",
     "Simulation",
     "Task",
+    "TimedTask",
+    "WrittenSchedule",
     "ZeroBubbleH1",
     "ZeroBubbleV",
     "format_schedule",
+    "parse_schedule",
+    "prove",
     "rounds",
     "simulate",
     "training_schedule",

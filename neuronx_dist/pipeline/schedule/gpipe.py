@@ -17,6 +17,8 @@ class GPipe(Schedule):
     F0 SF0 RB1 F1 SF1 RB0 B1 B0
     """
 
+    bounded_sends = True
+
     def computations(self, stage: int) -> list[Task]:
         forwards = [Task(Kind.FORWARD, 0, microbatch) for microbatch in range(self.num_microbatches)]
         return forwards + [task._replace(kind=Kind.BACKWARD) for task in reversed(forwards)]

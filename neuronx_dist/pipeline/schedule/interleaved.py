@@ -26,8 +26,10 @@ class Interleaved(Schedule):
         ValueError: fewer than two chunks; no stage, or no microbatch.
     """
 
-    def __init__(self, num_stages: int, num_microbatches: int, num_chunks: int) -> None:
-        super().__init__(num_stages, num_microbatches)
+    bounded_sends = True
+
+    def __init__(self, num_stages: int, num_microbatches: int, num_chunks: int, *, deallocate: bool = False) -> None:
+        super().__init__(num_stages, num_microbatches, deallocate=deallocate)
         if num_chunks < 2:
             raise ValueError(
                 f"an interleaved schedule has at least 2 chunks on each stage, got {num_chunks} "
@@ -57,6 +59,11 @@ class Interleaved(Schedule):
         missing = max(0, self.num_stages - self.num_microbatches)
         idle = self.num_stages - 1 + (self.num_chunks - 1) * missing
         return idle / (self.num_microbatches * self.num_chunks + idle)
+
+    def few_sends(self, kind: Kind, stage: int) -> int:
+        # What comes around is needed only when the rest of its group has passed.
+        goes_around = stage == (self.num_stages - 1 if kind is Kind.SEND_FORWARD else 0)
+        return max(2, len(self.groups[0]) - self.num_stages) if goes_around else 2
 
     @property
     def groups(self) -> list[range]:

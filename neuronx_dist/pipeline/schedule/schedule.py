@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from functools import cached_property
 
+from .completeness import fault_of
+from .holdings import most_held
 from .in_flight import most_in_flight
 from .messages import with_messages
 from .route import Route, route_of
@@ -24,20 +27,26 @@ class Schedule(ABC):
     Attributes:
         num_stages, num_microbatches: of the pipeline, and of a step.
         num_chunks: pieces of the model on each stage; 1 unless a subclass sets it.
+        bounded_sends: whether few sends are under way at one time, so that what was sent is freed before the step ends;
+            for orders which are proven to run with it. False unless a subclass sets it.
+        deallocate: whether even fewer are, if `bounded_sends`.
 
     Raises:
         ValueError: there is no stage, or no microbatch.
     """
 
     num_chunks: int = 1
+    bounded_sends: bool = False
 
-    def __init__(self, num_stages: int, num_microbatches: int) -> None:
+    def __init__(self, num_stages: int, num_microbatches: int, *, deallocate: bool = False) -> None:
         if num_stages < 1:
             raise ValueError(f"num_stages must be at least 1, got {num_stages}")
         if num_microbatches < 1:
             raise ValueError(f"num_microbatches must be at least 1, got {num_microbatches}")
         self.num_stages = num_stages
         self.num_microbatches = num_microbatches
+        self.deallocate = deallocate
+        self._other_ends: dict[tuple[int, Kind, int], tuple[int, Kind, int] | None] = {}
         self._routes: dict[int, Route] = {}
 
     def __repr__(self) -> str:
@@ -53,12 +62,8 @@ class Schedule(ABC):
     # --- what has a default
 
     def peak_in_flight(self, stage: int) -> int:
-        """The most forwards of which a stage keeps activations at one time: microbatches, times chunks.
-
-        Raises:
-            RuntimeError: the stage leaves out a part of a backward, or does one before its forward.
-        """
-        return most_in_flight(stage, self.computations(stage))
+        """The most forwards of which a stage keeps activations at one time: microbatches, times chunks."""
+        return most_in_flight(self.computations(stage))
 
     @property
     def bubble(self) -> float:
@@ -73,11 +78,22 @@ class Schedule(ABC):
         return bubble_of(timeline_of(orders, self.peer, Costs()))
 
     def send_window(self, kind: Kind, stage: int) -> int:
-        """How many sends of one kind a stage has under way before it waits for the oldest of them.
+        """How many sends of one kind a stage has under way before it waits for the oldest of them, and frees it.
 
-        By default it never waits. A smaller window frees what was sent sooner; `simulate` shows one that is too small.
+        With `bounded_sends`: of gradients `few_sends`; of activations as many as there are in flight, for when the
+        oldest has been used its gradient comes back, or `few_sends` with `deallocate`. Else a send never waits.
+        `prove` shows a window that is too small.
         """
-        return self.num_microbatches * self.num_chunks
+        if not self.bounded_sends:
+            return self.num_microbatches * self.num_chunks
+        few = self.few_sends(kind, stage)
+        if kind is Kind.SEND_BACKWARD or self.deallocate:
+            return few
+        return max(few, self.peak_in_flight(stage))
+
+    def few_sends(self, kind: Kind, stage: int) -> int:
+        """How many sends of one kind are enough for no stage to wait, whatever tasks take: one is used, one comes."""
+        return 2
 
     def virtual_stage(self, stage: int, chunk: int) -> int:
         """Position of a stage's chunk in the model: 0 is the first piece of it."""
@@ -140,6 +156,14 @@ class Schedule(ABC):
         Raises:
             ValueError: the task is a computation.
         """
+        key = stage, task.kind, task.chunk
+        if key not in self._other_ends:
+            self._other_ends[key] = self._other_end(stage, task)
+        other_end = self._other_ends[key]
+        return None if other_end is None else (other_end[0], Task(other_end[1], other_end[2], task.microbatch))
+
+    def _other_end(self, stage: int, task: Task) -> tuple[int, Kind, int] | None:
+        """Stage, kind and chunk of the other end, which is the same for all microbatches."""
         if task.kind not in OTHER_END:
             raise ValueError(f"{task} is a computation: it has no other end")
         ahead = task.kind in (Kind.SEND_FORWARD, Kind.RECV_BACKWARD)
@@ -147,20 +171,33 @@ class Schedule(ABC):
         if not 0 <= neighbour < self.num_virtual_stages:
             return None
         other_stage, chunk = self.holder(neighbour)
-        return other_stage, Task(OTHER_END[task.kind], chunk, task.microbatch)
+        return other_stage, OTHER_END[task.kind], chunk
 
     def is_message(self, stage: int, task: Task) -> bool:
         """Whether a send or receive goes to another stage."""
         other_end = self.peer(stage, task)
         return other_end is not None and other_end[0] != stage
 
+    @property
+    def both_ways(self) -> bool:
+        """Whether two stages send activations to each other, so that a queue for both ways could deadlock."""
+        sends = {(source, target) for source, target in zip(self.holders, self.holders[1:]) if source != target}
+        return any((target, source) in sends for source, target in sends)
+
     def microbatches_until_repeat(self, stage: int) -> int:
         """How many microbatches show all that a stage holds at one time: with more of them a step repeats itself.
 
-        So many are in flight, and one more adds to gradients that exist. Where a stage sends gradients, also a window
-        of these sends is under way, and the next activations are expected.
+        All, if the schedule is for this number of microbatches only.
         """
-        sends = [Task(Kind.SEND_BACKWARD, chunk, 0) for chunk in range(self.num_chunks)]
-        sends_gradients = any(self.is_message(stage, task) for task in sends)
-        under_way = self.send_window(Kind.SEND_BACKWARD, stage) if sends_gradients else 0
-        return min(self.num_microbatches, self.peak_in_flight(stage) + under_way + 1)
+        held = self._most_held(stage)
+        for num_microbatches in range(1, self.num_microbatches):
+            shorter = copy.copy(self)
+            shorter.num_microbatches = num_microbatches
+            shorter._routes = {}
+            fault = fault_of([shorter.computations(stage)], self.num_chunks, num_microbatches)
+            if fault is None and shorter._most_held(stage) == held:
+                return num_microbatches
+        return self.num_microbatches
+
+    def _most_held(self, stage: int) -> dict[tuple[Kind, int], set[tuple[int, ...]]]:
+        return most_held(self.tasks(stage), self.num_chunks, lambda kind: self.send_window(kind, stage))

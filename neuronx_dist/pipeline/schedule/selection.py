@@ -17,8 +17,6 @@ NAMES = ("1f1b", "interleaved", "gpipe", "zb_h1", "zb_v")
 
 ScheduleChoice = str | Schedule | Callable[[int, int], Schedule]
 
-_FEW_SENDS = 2  # one that is under way while the next is computed
-
 
 def training_schedule(
     num_stages: int,
@@ -57,15 +55,15 @@ def training_schedule(
 
 def _by_name(name: str, num_stages: int, num_microbatches: int, num_chunks: int, deallocate: bool) -> Schedule:
     if name == "1f1b":
-        return OneFOneB(num_stages, num_microbatches, max_forward_sends=_FEW_SENDS if deallocate else None)
+        return OneFOneB(num_stages, num_microbatches, deallocate=deallocate)
     if name == "interleaved":
-        return Interleaved(num_stages, num_microbatches, num_chunks)
+        return Interleaved(num_stages, num_microbatches, num_chunks, deallocate=deallocate)
     if name == "gpipe":
-        return GPipe(num_stages, num_microbatches)
+        return GPipe(num_stages, num_microbatches, deallocate=deallocate)
     if name == "zb_h1":
-        return ZeroBubbleH1(num_stages, num_microbatches)
+        return ZeroBubbleH1(num_stages, num_microbatches, deallocate=deallocate)
     if name == "zb_v":
-        return ZeroBubbleV(num_stages, num_microbatches)
+        return ZeroBubbleV(num_stages, num_microbatches, deallocate=deallocate)
     raise ValueError(f"there is no schedule {name!r}; there are {', '.join(map(repr, NAMES))}")
 
 

@@ -1,113 +1,61 @@
-"""Proving that a schedule runs, without running a model."""
+"""What a step takes, by the costs of tasks and messages: time, waiting, memory."""
 
 from __future__ import annotations
 
-from collections import deque
 from typing import NamedTuple
 
 from .in_flight import most_in_flight
-from .lockstep import positions
+from .proof import prove
 from .schedule import Schedule
-from .tasks import OTHER_END, RECEIVE_FOR, RECEIVES, SENDS, Kind, Task
+from .timing import Costs, MemoryInUse, TimedTask, bubble_of, memory_of, timeline_of
 
 __all__ = ["Simulation", "simulate"]
 
 
 class Simulation(NamedTuple):
-    """What `simulate` found.
+    """What `simulate` computed; lists are by stage.
 
     Attributes:
-        peak_in_flight: by stage, the most forwards (of a microbatch in a chunk) whose backward is not over.
-        rounds: how often each stage was given the chance to do a task.
+        step_time: from the start of the first task to the end of the last, on any stage.
+        bubble: share of it in which a stage waits, on the average of stages.
+        timeline: when each computation starts and ends.
+        memory: activations that are kept, as changes in time, from 0 on.
+        peak_memory: the most of it.
+        peak_in_flight: the most forwards (of a microbatch in a chunk) whose backward is not over.
     """
 
+    step_time: float
+    bubble: float
+    timeline: list[list[TimedTask]]
+    memory: list[list[MemoryInUse]]
+    peak_memory: list[float]
     peak_in_flight: list[int]
-    rounds: int
 
 
-def simulate(schedule: Schedule) -> Simulation:
-    """Runs the tasks of all stages against each other, one task per stage and round where it can run.
+def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
+    """Proves that a schedule runs, and computes what a step of it takes.
 
-    The transport is the strictest: a message moves only when both ends have posted it, messages from one stage to
-    another in one direction move in the order in which each end posted them, and a send waits until the one that is
-    `send_window` places before it has moved.
+    Each stage does its computations in their order, each as soon as the stage is free and what it needs has come.
+
+        >>> simulate(OneFOneB(num_stages=4, num_microbatches=8), Costs(backward_weight=2)).step_time
+        44.0
+
+    Args:
+        costs: None: a forward takes 1, each half of a backward 1, messages nothing; a forward keeps 1.
 
     Raises:
-        RuntimeError: nothing can run (a deadlock), with the task that each stage stands at; both ends of a channel
-            disagree about the microbatch; a message has no other end; or a stage leaves out a part of a backward.
+        RuntimeError: the schedule can't run; see `prove`.
     """
-    schedules = [schedule.tasks(stage) for stage in range(schedule.num_stages)]
-    peak_in_flight = [most_in_flight(stage, tasks) for stage, tasks in enumerate(schedules)]
-    wire = _Wire(schedule)
-    position = [0] * schedule.num_stages
-    rounds = 0
-    while any(position[stage] < len(tasks) for stage, tasks in enumerate(schedules)):
-        rounds += 1
-        moved = False
-        for stage, tasks in enumerate(schedules):
-            if position[stage] < len(tasks) and wire.post(stage, tasks[position[stage]]):
-                position[stage] += 1
-                moved = True
-        if not (wire.deliver() or moved):
-            raise RuntimeError(f"deadlock: {positions(schedules, position)}")
-    wire.check_empty()
-    return Simulation(peak_in_flight, rounds)
-
-
-class _Wire:
-    """Messages between all stages, each of which moves when both ends have posted it."""
-
-    def __init__(self, schedule: Schedule) -> None:
-        self._schedule = schedule
-        # By sending stage, receiving stage and direction: what was posted and has not moved.
-        self._sends: dict[tuple[int, int, Kind], deque[Task]] = {}
-        self._receives: dict[tuple[int, int, Kind], deque[Task]] = {}
-        self._posted: dict[tuple[int, Kind], list[Task]] = {}  # all sends of a stage, by kind
-        self._moved: set[tuple[int, Task]] = set()  # (stage, send or receive)
-
-    def post(self, stage: int, task: Task) -> bool:
-        """Whether a stage can do a task now; if it is a message, posts it."""
-        if task.kind in SENDS:
-            posted = self._posted.setdefault((stage, task.kind), [])
-            window = self._schedule.send_window(task.kind, stage)
-            if window < 1 or (len(posted) >= window and (stage, posted[-window]) not in self._moved):
-                return False
-            posted.append(task)
-            self._sends.setdefault((stage, self._other_stage(stage, task), task.kind), deque()).append(task)
-        elif task.kind in RECEIVES:
-            channel = self._other_stage(stage, task), stage, OTHER_END[task.kind]
-            self._receives.setdefault(channel, deque()).append(task)
-        elif task.kind in RECEIVE_FOR:
-            receive = task._replace(kind=RECEIVE_FOR[task.kind])
-            return not self._schedule.is_message(stage, receive) or (stage, receive) in self._moved
-        return True
-
-    def deliver(self) -> bool:
-        """Moves all messages that both ends have posted; whether there were any."""
-        before = len(self._moved)
-        for (source, target, kind), sends in self._sends.items():
-            receives = self._receives.get((source, target, kind), deque())
-            while sends and receives:
-                send, receive = sends.popleft(), receives.popleft()
-                if self._schedule.peer(source, send) != (target, receive):
-                    chunk = f" of chunk {receive.chunk}" if receive.chunk else ""
-                    raise RuntimeError(
-                        f"stage {source} sends {send} where stage {target} expects microbatch "
-                        f"{receive.microbatch}{chunk}"
-                    )
-                self._moved |= {(source, send), (target, receive)}
-        return len(self._moved) > before
-
-    def check_empty(self) -> None:
-        for (source, target, _), sends in self._sends.items():
-            if sends:
-                raise RuntimeError(f"stage {source} sends {sends[0]}, which stage {target} does not receive")
-        for (source, target, _), receives in self._receives.items():
-            if receives:
-                raise RuntimeError(f"stage {target} expects {receives[0]}, which stage {source} does not send")
-
-    def _other_stage(self, stage: int, task: Task) -> int:
-        other_end = self._schedule.peer(stage, task)
-        if other_end is None:
-            raise RuntimeError(f"stage {stage} does {task}, but no stage is there at the other end")
-        return other_end[0]
+    prove(schedule)
+    costs = costs or Costs()
+    orders = [schedule.computations(stage) for stage in range(schedule.num_stages)]
+    timeline = timeline_of(orders, schedule.peer, costs)
+    memory = [memory_of(stage, timed, costs) for stage, timed in enumerate(timeline)]
+    return Simulation(
+        step_time=max(timed[-1].end for timed in timeline),
+        bubble=bubble_of(timeline),
+        timeline=timeline,
+        memory=memory,
+        peak_memory=[max(each.amount for each in changes) for changes in memory],
+        peak_in_flight=[most_in_flight(order) for order in orders],
+    )

@@ -12,6 +12,7 @@ Tasks print as their kind, their microbatch and, after a point, their chunk, whe
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from enum import Enum
 from typing import NamedTuple
@@ -26,6 +27,7 @@ __all__ = [
     "Kind",
     "Task",
     "format_schedule",
+    "parse_schedule",
 ]
 
 
@@ -88,3 +90,20 @@ OTHER_END = {
 def format_schedule(tasks: Sequence[Task]) -> str:
     """The tasks on one line."""
     return " ".join(map(str, tasks))
+
+
+def parse_schedule(text: str) -> list[Task]:
+    """The tasks of a line as `format_schedule` writes it.
+
+    Raises:
+        ValueError: a word is no task.
+    """
+    return [_task(word) for word in text.split()]
+
+
+def _task(word: str) -> Task:
+    match = re.fullmatch(r"([A-Z]+)(\d+)(?:\.(\d+))?", word)
+    if match is None or match[1] not in {kind.value for kind in Kind}:
+        kinds = ", ".join(kind.value for kind in Kind)
+        raise ValueError(f"{word!r} is no task, such as F3 or F3.1: kind ({kinds}), microbatch, chunk after a point")
+    return Task(Kind(match[1]), int(match[3] or 0), int(match[2]))

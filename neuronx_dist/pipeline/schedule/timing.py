@@ -1,4 +1,4 @@
-"""When each task of a schedule starts and ends, if the time of every computation and message is known."""
+"""When each task of a schedule starts and ends, and what it keeps meanwhile, by the costs of tasks and messages."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from .tasks import RECEIVE_FOR, SEND_AFTER, Kind, Task
 
-__all__ = ["Cost", "Costs", "TimedTask", "bubble_of", "timeline_of"]
+__all__ = ["Cost", "Costs", "MemoryInUse", "TimedTask", "bubble_of", "memory_of", "timeline_of"]
 
 Cost = float | Callable[[int, int], float]
 
@@ -46,6 +46,16 @@ class Costs:
         if task.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
             time += _value(self.backward_weight, stage, task.chunk)
         return time
+
+    def kept(self, stage: int, task: Task) -> float:
+        """Memory that a computation keeps or, if negative, frees."""
+        whole = _value(self.activation, stage, task.chunk)
+        rest = whole if self.weight_activation is None else _value(self.weight_activation, stage, task.chunk)
+        if task.kind is Kind.FORWARD:
+            return whole
+        if task.kind is Kind.BACKWARD:
+            return -whole
+        return rest - whole if task.kind is Kind.BACKWARD_INPUT else -rest
 
     def latency(self, source: int, target: int) -> float:
         """Of a message from one stage to another; none where both are one."""
@@ -122,3 +132,27 @@ def bubble_of(timeline: Sequence[Sequence[TimedTask]]) -> float:
     step_time = max((timed[-1].end for timed in timeline if timed), default=0.0)
     busy = sum(each.end - each.start for timed in timeline for each in timed)
     return 1 - busy / (len(timeline) * step_time) if step_time else 0.0
+
+
+class MemoryInUse(NamedTuple):
+    """How much a stage keeps from a time on, until the next change."""
+
+    time: float
+    amount: float
+
+
+def memory_of(stage: int, timed: Sequence[TimedTask], costs: Costs) -> list[MemoryInUse]:
+    """The activations that a stage keeps: from the start of a forward to the end of its backward, by halves.
+
+    Without any backward nothing is kept.
+    """
+    changes = [MemoryInUse(0.0, 0.0)]
+    if all(each.task.kind is Kind.FORWARD for each in timed):
+        return changes
+    amount = 0.0
+    for each in timed:
+        change = costs.kept(stage, each.task)
+        amount += change
+        if change:
+            changes.append(MemoryInUse(each.start if each.task.kind is Kind.FORWARD else each.end, amount))
+    return changes

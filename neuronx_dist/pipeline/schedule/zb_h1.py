@@ -14,11 +14,13 @@ class ZeroBubbleH1(Schedule):
     The order is that of 1F1B, with backwards in halves, and stage `s` does the weight gradient of a microbatch `s`
     microbatches later than its input gradient. Then each stage keeps `num_stages` microbatches, as the first one of
     1F1B does, and a step has a bubble of `(num_stages - 1) * (F + I - W)` in place of `(num_stages - 1) * (F + I + W)`,
-    from `num_stages` microbatches on, if a weight gradient takes no longer than an input gradient.
+    from `num_stages` microbatches on, if a weight gradient takes no longer than a forward and than an input gradient.
 
     >>> print(format_schedule(ZeroBubbleH1(num_stages=2, num_microbatches=3).computations(stage=1)))
     F0 I0 F1 I1 W0 F2 I2 W1 W2
     """
+
+    bounded_sends = True
 
     def computations(self, stage: int) -> list[Task]:
         order = []

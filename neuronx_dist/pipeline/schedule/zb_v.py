@@ -13,15 +13,16 @@ class ZeroBubbleV(Schedule):
 
     Chunk 0 of all stages is the first half of the model, down the line of stages; chunk 1 is the second half, up again:
     the last stage hands over to itself, and the first stage has the loss. If a forward, and each half of a backward,
-    take equally long and there are at least `2 * num_stages - 2` microbatches, no stage waits between its first task
+    take equally long and there are at least `2 * num_stages - 1` microbatches, no stage waits between its first task
     and its last. A stage keeps `2 * num_stages` activations of a chunk, as much as `num_stages` of a whole stage,
     which is what the first stage of 1F1B keeps.
 
     >>> print(format_schedule(ZeroBubbleV(num_stages=2, num_microbatches=2).computations(stage=1)))
-    F0 F0.1 F1 F1.1 I0.1 W0.1 I0 I1.1 I1 W1.1 W0 W1
+    F0 F0.1 F1 F1.1 I0.1 W0.1 I0 W0 I1.1 W1.1 I1 W1
     """
 
     num_chunks = 2
+    bounded_sends = True
 
     def computations(self, stage: int) -> list[Task]:
         # The order is that of a step which has enough microbatches to fill the pipeline; those too many are left out.
@@ -55,6 +56,10 @@ class ZeroBubbleV(Schedule):
         # Stages begin one after the other; few microbatches do not fill the way down and up again.
         idle = max(self.num_stages - 1, 4 * (self.num_stages - 1) - 2 * (self.num_microbatches - 1))
         return idle / (6 * self.num_microbatches + idle)
+
+    def few_sends(self, kind: Kind, stage: int) -> int:
+        # Activations that go up again are needed only when all that go down meanwhile have left.
+        return max(2, self.num_stages - stage) if kind is Kind.SEND_FORWARD else 2
 
 
 class _Order:

@@ -25,8 +25,9 @@ from neuronx_dist.spmd import I, P, R, S, SpmdTypeError, V
 
 FILE = Path(__file__).parent / "judgements.txt"
 UPDATE = bool(os.environ.get("NXD_UPDATE_JUDGEMENTS"))
-MESH = Mesh(2, tp=2)
-ONE = (R, I, V, P, P("avg"), S(0), S(1))
+MESH = Mesh(4, tp=2)
+ONE = (R, I, V, P, P("avg"), S(0), S(1), S(0, 2), S(1, 3))
+OVER_DATA = (P, S(0))
 PAIRS = ((S(0), R), (S(0), S(1)), (S(0), P), (P, R), (P, P), (P, P("avg")), (V, S(0)), (V, R), (I, R), (R, S(1)))
 
 
@@ -112,6 +113,43 @@ CALLS: dict[str, Callable[..., Any]] = {
     "chain over lines": lambda x: chained(x),
     "linear of x": lambda x: F.linear(torch.ones(2, 6), x),
     "x @ constant": lambda x: x @ torch.ones(6, 2),
+    "x.chunk(2)": lambda x: torch.cat(x.chunk(2)),
+    "halves": lambda x: torch.cat([x.chunk(2)[1], x.chunk(2)[0]]),
+    "x[1:]": lambda x: x[1:] - x[:-1],
+    "x.flatten().view": lambda x: x.flatten().view(4, 6),
+    "x.view(2, 2, 6).flatten": lambda x: x.view(2, 2, 6).transpose(0, 1).flatten(0, 1),
+    "x.unflatten": lambda x: x.unflatten(1, (3, 2)).sum(1),
+    "x.view(4, 3, 2)": lambda x: x.view(4, 3, 2).mean(2),
+    "rand_like": lambda x: torch.rand_like(x) + x,
+    "ones_like": lambda x: torch.ones_like(x),
+    "empty_like": lambda x: torch.empty_like(x).copy_(x),
+    "arange of a size": lambda x: torch.arange(x.shape[0]),
+    "randn of a shape": lambda x: torch.randn(x.shape),
+    "bernoulli": lambda x: torch.bernoulli(x),
+    "vmap": lambda x: torch.vmap(lambda row: row.sum() + row[0])(x),
+    "vmap over columns": lambda x: torch.vmap(torch.relu, in_dims=1)(x),
+    "gradient": lambda x: torch.autograd.grad((x.requires_grad_() * 2).sum(), x)[0],
+    "gradient of a square": lambda x: torch.func.grad(lambda z: (z * z).sum())(x),
+    "spmd.reduce_scatter": lambda x: spmd.reduce_scatter(x, "tp", dst=S(1)),
+    "spmd.all_to_all": lambda x: spmd.all_to_all(x, "tp", src=S(0), dst=S(1)),
+    "spmd.reinterpret": lambda x: spmd.reinterpret(x, "tp", src=V, dst=P),
+    "comm.all_reduce max": lambda x: comm.all_reduce(x, "tp", op="max"),
+    "comm.permute": lambda x: comm.permute(x, "tp", [(0, 1), (1, 0)]),
+    "index_select": lambda x: x.index_select(0, torch.tensor([0, 2])),
+    "index_add": lambda x: torch.zeros(4, 6).index_add(0, torch.tensor([0, 1, 1, 2]), x),
+    "x.prod(0)": lambda x: x.prod(0),
+    "x.logsumexp(1)": lambda x: x.logsumexp(1),
+    "x.any()": lambda x: (x > 0).any(),
+    "x.std(1)": lambda x: x.std(1),
+    "x.clamp(0, 1)": lambda x: x.clamp(0, 1),
+    "nll_loss": lambda x: F.nll_loss(x, torch.zeros(4, dtype=torch.long)),
+    "attention": lambda x: F.scaled_dot_product_attention(x, x, x),
+    "stacked": lambda x: spmd.all_gather(x, "tp", src=V, dst=R),
+    "stacked and summed": lambda x: spmd.all_gather(x * 1, "tp", src=V, dst=R, gather_dim=1).sum(1),
+    "stacked and flattened": lambda x: spmd.all_gather(spmd.forget(x, "tp"), "tp", src=V, dst=R).flatten(0, 1),
+    "local_map": lambda x: spmd.local_map(torch.relu, out_types={"tp": V, "dp": R})(x),
+    "trust": lambda x: spmd.trust(x * 1, "tp", R),
+    "assert_type": lambda x: spmd.assert_type(x * 1, {"tp": S(0)}),
     "x + y": lambda x, y: x + y,
     "x - y": lambda x, y: x - y,
     "x * y": lambda x, y: x * y,
@@ -138,7 +176,8 @@ CALLS: dict[str, Callable[..., Any]] = {
 def in_words(result: Any) -> str:
     if not isinstance(result, Tensor):
         return repr(result)
-    return f"{[*result.shape]} {spmd.get_local_type(result)['tp'] if spmd.get_local_type(result) else 'constant'}"
+    types = {axis: kind for axis, kind in spmd.get_local_type(result).items() if str(kind) != "R"}
+    return f"{[*result.shape]} {types}"
 
 
 def said_of(error: SpmdTypeError) -> Iterator[str]:
@@ -151,23 +190,27 @@ def said_of(error: SpmdTypeError) -> Iterator[str]:
         yield f"    {repair}" + f" [{'; '.join(edits)}]" * bool(edits)
 
 
-def judgement(call: Callable[..., Any], types: tuple[Any, ...]) -> str:
+def judgement(call: Callable[..., Any], types: tuple[Any, ...], axis: str = "tp") -> str:
     given = [torch.ones(4, 6) for _ in types]
     with comm.as_rank(MESH, 0, CheckBackend()), spmd.SpmdTypeMode() as mode:
         for x, type_ in zip(given, types):
-            spmd.assert_type(x, {"tp": type_})
+            spmd.assert_type(x, {axis: type_, "dp" if axis == "tp" else "tp": R})
         try:
             said = [in_words(call(*given))]
         except SpmdTypeError as error:
             said = [*said_of(error)]
         assumed = [f"    assumed: {text}" for text, _ in mode.assumed]
-    return "\n".join(["  " + ", ".join(map(str, types)) + ": " + said[0], *said[1:], *assumed])
+    over = " over dp" * (axis == "dp")
+    return "\n".join([f"  {', '.join(map(str, types))}{over}: {said[0]}", *said[1:], *assumed])
 
 
 def judgements(name: str) -> str:
     call = CALLS[name]
-    several = ((one,) for one in ONE) if call.__code__.co_argcount == 1 else PAIRS
-    return "\n".join([name, *(judgement(call, types) for types in several)])
+    if call.__code__.co_argcount > 1:
+        said = [judgement(call, types) for types in PAIRS]
+    else:
+        said = [*(judgement(call, (one,)) for one in ONE), *(judgement(call, (one,), "dp") for one in OVER_DATA)]
+    return "\n".join([name, *said])
 
 
 def written() -> dict[str, str]:

@@ -99,6 +99,7 @@ REFUSED: dict[str, Callable[[Tensor], Any]] = {
     "a buffer of buffers": lambda x: torch.cat([x, x]),
     "with what differs": lambda x: x * declared(V, 5),
     "added to what has a type": lambda x: declared(R, 5) + x,
+    "in a list": lambda x: torch._foreach_mul([x], 2.0),
     "an index": lambda x: x[:2],
 }
 

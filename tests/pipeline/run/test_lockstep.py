@@ -23,7 +23,7 @@ from neuronx_dist.optimizer import NeuronZero1Optimizer
 from neuronx_dist.pipeline import NxDPPModel
 from neuronx_dist.pipeline.run.executor import Executor
 from neuronx_dist.pipeline.run.lockstep import Lockstep
-from neuronx_dist.pipeline.schedule import Inference, Kind, OneFOneB, Task, rounds, simulate
+from neuronx_dist.pipeline.schedule import Inference, Kind, OneFOneB, Task, WrittenSchedule, rounds, simulate
 from tests.pipeline import test_parity
 from tests.support import pipeline_models
 from tests.support.paths import file_name
@@ -41,7 +41,6 @@ from tests.support.pipeline_models import (
     reference,
     train,
 )
-from tests.support.toy_schedules import InTheseOrders
 
 PP2 = Mesh(2, pp=2)
 
@@ -131,7 +130,7 @@ def test_prints_compactly() -> None:
 
 def test_a_deadlock_says_where() -> None:
     with pytest.raises(RuntimeError, match="deadlock: stage 0 at B0, stage 1 at F1"):
-        rounds(InTheseOrders("F0 B0 F1 B1", "F0 F1 B0 B1"))
+        rounds(WrittenSchedule("F0 B0 F1 B1", "F0 F1 B0 B1"))
 
 
 # --- what comes out of it ---------------------------------------------------------------------------------------------

@@ -7,8 +7,11 @@ checked for additivity and scaling. Every claim of a rule that one call can show
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from functools import cache
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,6 +34,32 @@ COMBINE: dict[str, Callable[[Tensor], Tensor]] = {
     "any": lambda pieces: pieces.any(0),
     "all": lambda pieces: pieces.all(0),
 }
+
+DETAILS = ("selected", "looked_up", "weak", "ranges", "at_any_scale", "infinite")
+FILE = Path(__file__).parent / "spec_details.txt"
+UPDATE = bool(os.environ.get("NXD_UPDATE_RULES"))
+
+
+@cache
+def reviewed_details() -> dict[str, str]:
+    lines = FILE.read_text().splitlines() if FILE.exists() else []
+    return {call: told for call, _, told in (line.rpartition(": ") for line in lines)}
+
+
+def _shown(value: Any) -> str:
+    """An argument: a tensor by its dtype and shape."""
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{[*value.shape]}"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_shown, value))}]"
+    return str(value)
+
+
+def _in_order(value: Any) -> Any:
+    return (
+        sorted(value.items() if isinstance(value, dict) else value) if isinstance(value, (frozenset, dict)) else value
+    )
+
 
 Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
@@ -143,6 +172,7 @@ class _Check:
         if self.rule.spec is None:
             return None
         self.spec = self.rule.spec(*self.args, **self.kwargs)
+        self.reviewed()
         self.shapes()
         self.writes()
         for label, size in self.spec.sizes.items():
@@ -151,6 +181,18 @@ class _Check:
         if self.linear:
             self.groups()
         return self.spec
+
+    def reviewed(self) -> None:
+        """What a spec says that values do not show is as `spec_details.txt` has it (NXD_UPDATE_RULES=1 writes it)."""
+        details = {field: getattr(self.spec, field) for field in DETAILS}
+        told = ", ".join(f"{name}={_in_order(value)}" for name, value in details.items() if value)
+        given = [*self.args, *(f"{name}={_shown(value)}" for name, value in self.kwargs.items())]
+        call = f"{self.rule.name}({', '.join(map(_shown, given))})"
+        if UPDATE and told:
+            reviewed_details()[call] = told
+            FILE.write_text("".join(f"{call}: {told}\n" for call, told in sorted(reviewed_details().items())))
+        if told != reviewed_details().get(call, ""):
+            self.fail(f"{call} says {told or 'nothing'!r}, and {reviewed_details().get(call, '')!r} was reviewed")
 
     def fail(self, what: str) -> None:
         raise AssertionError(f"rule {self.rule.name!r}: {what}\n{getattr(self, 'spec', '')}")

@@ -1,0 +1,103 @@
+"""Which nodes of an autograd graph lie on the way from its roots to a stage's inputs: the line, and what leaves it.
+
+root ── n3 ─── n2 ─── n1 ─── input       the line
+        │      │      │
+        w3     T ─ w2  w1                n3, n2 and n1 branch: edges leave the line there, to parameters
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.graph import GradientEdge, Node
+
+__all__ = ["Branch", "Line", "below", "follow", "is_custom"]
+
+_COMPILED = "CompiledFunctionBackward"
+
+
+class Branch(NamedTuple):
+    """A node on the line that leads to parameters.
+
+    Attributes:
+        edges: those of its edges that leave the line, with their index.
+        once: it cannot be run in halves.
+    """
+
+    node: Any
+    edges: list[tuple[int, GradientEdge]]
+    once: bool
+
+
+class Line(NamedTuple):
+    """What `follow` found.
+
+    Attributes:
+        branches: from the roots to the inputs.
+        others: nodes that do not branch.
+        beside: indices of roots that lead to no input.
+        shares: something beside the line is reached in two ways, as a parameter that is used twice.
+        compiled: names of nodes that `torch.compile` made.
+    """
+
+    branches: list[Branch]
+    others: list[Any]
+    beside: set[int]
+    shares: bool
+    compiled: list[str]
+
+
+def follow(roots: Sequence[Node], inputs: set[Node]) -> Line:
+    """Which nodes between the roots and the inputs lead to an input, and what leaves their line."""
+    edges_of: dict[Node, tuple[tuple[Node | None, int], ...]] = dict.fromkeys(inputs, ())
+    leads: dict[Node, bool] = dict.fromkeys(inputs, True)
+    for root in roots:
+        stack = [root]
+        while stack:
+            node = stack[-1]
+            edges = edges_of.get(node)
+            if edges is None:
+                edges = edges_of[node] = node.next_functions
+                stack.extend([child for child, _ in edges if child is not None and child not in edges_of])
+            else:
+                stack.pop()
+                if node not in leads:
+                    leads[node] = any(child is not None and leads[child] for child, _ in edges)
+    branches, others = [], []
+    beside = {index for index, root in enumerate(roots) if not leads[root]}
+    reached = [roots[index] for index in beside]
+    for node, on_line in reversed(leads.items()):  # a node comes before those that it leads to
+        edges = edges_of[node]
+        if node in inputs:
+            continue
+        leaving = [(i, GradientEdge(n, nr)) for i, (n, nr) in enumerate(edges) if n is not None and not leads[n]]
+        reached += [edge.node for _, edge in leaving]
+        if on_line and leaving:
+            branches.append(Branch(node, leaving, is_custom(node) and not splits(node)))
+        elif on_line:
+            others.append(node)
+    compiled = [name for node in (*others, *(b.node for b in branches)) if (name := type(node).__name__) == _COMPILED]
+    return Line(branches, others, beside, len(set(reached)) < len(reached), compiled)
+
+
+def below(branch: Branch, seen: set[Node]) -> list[Node]:
+    """What a branch leads to beside the line, as far as it has not been seen."""
+    found: list[Node] = []
+    nodes = [edge.node for _, edge in branch.edges]
+    while nodes:
+        node = nodes.pop()
+        if node not in seen:
+            seen.add(node)
+            found.append(node)
+            nodes += [child for child, _ in node.next_functions if child is not None]
+    return found
+
+
+def is_custom(node: Any) -> bool:
+    return isinstance(node, torch._C._FunctionBase)
+
+
+def splits(node: Any) -> bool:
+    return bool(getattr(node._forward_cls, "splits_backward", False))

@@ -1,0 +1,80 @@
+"""Checkpoints serve both halves of a backward; outside of such forwards torch's own are as they were."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd.graph import get_gradient_edge
+from torch.nn import functional as F
+from torch.utils import checkpoint as torch_checkpoint
+
+from neuronx_dist.pipeline.run.halves import divide
+from neuronx_dist.pipeline.run.recomputation import seen_checkpoints
+from tests.support.counting import Storages
+
+NAMES = ("_checkpoint_hook", "CheckpointFunction")
+
+
+def own() -> list[Any]:
+    return [getattr(torch_checkpoint, name) for name in NAMES]
+
+
+def test_torch_is_as_it_was_afterwards() -> None:
+    """After the last of several forwards, also if it raises."""
+    before = own()
+    with seen_checkpoints():
+        with pytest.raises(ValueError, match="no"), seen_checkpoints():
+            raise ValueError("no")
+        assert all(now is not then for now, then in zip(own(), before))
+    assert own() == before
+
+
+def test_other_threads_are_left_alone() -> None:
+    """Their checkpoints recompute for each backward, and reentrant ones stay reentrant, while this one is seen."""
+    layer = nn.Linear(3, 3)
+    names: list[str] = []
+
+    def other() -> None:
+        for reentrant in (False, True):
+            x = torch.ones(2, 3, requires_grad=True)
+            y = torch_checkpoint.checkpoint(layer, x, use_reentrant=reentrant)
+            names.append(type(y.grad_fn).__name__)
+            y.sum().backward()
+
+    with seen_checkpoints() as seen:
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+    assert names == ["AddmmBackward0", "CheckpointFunctionBackward"] and not seen.any
+
+
+def test_between_the_halves_the_inputs_of_layers_are_kept_and_nothing_else() -> None:
+    """And the gradients that arrived at the layers; of what was recomputed, what the activation function saved goes."""
+    layers = nn.ModuleList([nn.Linear(3, 5), nn.Linear(5, 3)]).double()
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = layers[1](F.gelu(layers[0](x)))
+        return result
+
+    x = torch.randn(2, 3, dtype=torch.float64, requires_grad=True)
+    storages = Storages()
+    with storages:
+        with seen_checkpoints() as seen:
+            y = torch_checkpoint.checkpoint(forward, x, use_reentrant=False)
+        assert seen.any
+        roots, grad = [get_gradient_edge(y)], torch.ones_like(y)
+        del y
+        for each in (x, grad, *layers.parameters()):
+            storages.forget(each)
+        assert storages.alive() == 0
+        grads, half = divide(roots, [grad], [get_gradient_edge(x)], recomputes=seen.any)
+        del roots, grads
+        for each in (x, grad, *layers.parameters()):
+            storages.forget(each)
+        assert storages.alive() == 8 * (2 * 5 + 2 * 5)  # the second layer's input, the first one's gradient
+        half.run()
+    assert all(param.grad is not None for param in layers.parameters())
