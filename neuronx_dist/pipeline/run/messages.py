@@ -1,8 +1,8 @@
 """Moving tensors between stages by messages: receives are posted ahead, sends are awaited when their window is full.
 
 Buffers are made anew for each message, and no two steps share one: what was received lives on in the graph of its
-microbatch, and an incoming gradient may end as the gradient of a parameter. Nobody could say when to use them again, and
-`torch.empty` takes a microsecond.
+microbatch, and an incoming gradient may end as the gradient of a parameter. Nobody could say when to use them again,
+and `torch.empty` takes a microsecond.
 """
 
 from __future__ import annotations
