@@ -268,9 +268,10 @@ class NxDPPModel(StageModule):
             self._check_number_of_cuts()
         if self.num_stages > 1:
             pipelines = comm.current().mesh.groups("pp")
-            self._channels = Channels(
-                forward=comm.new_group(pipelines, "pp_forward"), backward=comm.new_group(pipelines, "pp_backward")
-            )
+            ways = ["pp_forward", "pp_backward"]
+            if self.virtual_pipeline_size > 1:
+                ways += ["pp_forward_up", "pp_backward_down"]
+            self._channels = Channels(*(comm.new_group(pipelines, way) for way in ways))
         self._partition()
 
     def _partition(self) -> None:
@@ -417,7 +418,7 @@ class NxDPPModel(StageModule):
 
     @property
     def stage_channels(self) -> Channels:
-        """Communicators of the messages between stages, one in each direction; both None before `partition()`."""
+        """Communicators of the messages between stages; all None before `partition()`."""
         return self._channels
 
     def run(self, schedule: Schedule, inputs: Mapping[str, Any]) -> list[Any]:

@@ -10,7 +10,8 @@ one_f_one_b.py, interleaved.py, gpipe.py, zb_h1.py, zb_v.py, inference.py
                  a schedule each: its order of computations, and its formulas
 selection.py     which of them trains
 messages.py      sends and receives, added to an order of computations
-in_flight.py     how many forwards wait for their backward
+route.py         what a stage does and with whom, for a runtime, answered once
+in_flight.py     how many forwards wait for their backward; holdings.py: all that a stage holds at one time
 completeness.py  is every task there once, and none too early?
 timing.py        when each task starts and ends, by the costs of tasks and messages
 proof.py         all stages against each other, with the strictest transport there is
@@ -21,8 +22,11 @@ lockstep.py      rounds, where there are no messages
 Two rules make every schedule here free of deadlock, whatever the transport does:
 
 - a receive is posted one computation ahead of the one that needs it, so that its sender finds it waiting;
-- activations and gradients travel in channels of their own, each a queue, and a sender waits only for messages that are
-  `send_window` places back in the same queue. By then the receiver has asked for them.
+- activations and gradients travel in channels of their own, each a queue from one stage to one other, and a sender
+  waits only for the message of its kind that is `send_window` places back. By then the receiver has asked for it.
+
+With several chunks two stages may send activations to each other (`Schedule.both_ways`: with a V always, else with two
+stages). A communicator that has one queue for both ways between two ranks, as NCCL's, is then needed once for each way.
 """
 
 from .gpipe import GPipe

@@ -330,6 +330,13 @@ def test_gradients_are_given_away_on_the_way(monkeypatch: pytest.MonkeyPatch) ->
         grads, _, _ = in_halves(model)
         assert same(grads, expected) and len(calls) == times
         calls.clear()
+    x, grad = tensors()
+    weight = nn.Parameter(torch.randn(SIZE, SIZE, dtype=torch.float64))
+    weight.register_post_accumulate_grad_hook(lambda _: calls.append("hook"))
+    doubled = weight * 2
+    roots = [get_gradient_edge(F.linear(x, doubled)), get_gradient_edge(doubled)]
+    divide(roots, [grad, doubled.detach()], [get_gradient_edge(x)])[1].run()
+    assert calls == ["", "hook"]
 
 
 def test_what_only_the_first_half_needs_is_freed_after_it() -> None:
@@ -432,6 +439,7 @@ def test_several_roots_and_inputs() -> None:
     assert grads == [] and torch.equal(model.first.bias.grad, torch.full((SIZE,), float(ROWS)).double())
 
 
+@pytest.mark.slow
 def test_compiled_layers_run_whole_in_the_first_half() -> None:
     torch.manual_seed(0)
     model = Module().double()

@@ -104,7 +104,8 @@ def test_a_schedule_is_asked_once_and_not_at_every_step(name: str, monkeypatch: 
 
 
 @pytest.mark.parametrize(
-    "verb,place", [("send", "SF0 on stage 0 of 2"), ("recv", "RF0 on stage 1 of 2"), ("last", "last SF on stage 0 of 2")]
+    "verb,place",
+    [("send", "SF0 on stage 0 of 2"), ("recv", "RF0 on stage 1 of 2"), ("last", "last SF on stage 0 of 2")],
 )
 def test_errors_of_messages_name_the_message(verb: str, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other stage waits in vain, and hears of it."""
@@ -145,4 +146,3 @@ def test_a_transposed_tensor_arrives_with_the_strides_that_it_has_in_the_model()
 
     for shape, order, seen in on_ranks(Mesh(2, pp=2), make(Transposing), use, **options("1f1b", 4)):
         assert shape == (2, 6, 8) and order == (1, 0, 2) and seen == {(2, 6, 8)}
-
