@@ -12,10 +12,12 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.autograd.graph import get_gradient_edge
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from neuronx_dist import comm, spmd
 from neuronx_dist.comm.backends import threads
+from neuronx_dist.mesh import Mesh
 from neuronx_dist.parallel_layers import (
     ColumnParallelLinear,
     gather_from_tensor_model_parallel_region,
@@ -468,3 +470,19 @@ def test_the_size_of_the_vocabulary_tells_without_gradients():
     with pytest.raises(ValueError, match=f"got \\(3, {K}\\) of a vocabulary of 100"):
         threads.run(tp_mesh(2), _evaluated, 100)
     assert len(threads.run(tp_mesh(2), _evaluated, 2 * K)) == 2
+
+
+def test_a_torch_function_mode_sees_every_option():
+    class See(TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            if function is parallel_cross_entropy:
+                seen.append((args[2:], kwargs))
+            return function(*args, **(kwargs or {}))
+
+    seen: list = []
+    options = dict(ignore_index=-1, vocab_size=8, inplace_logits=True, tensor_model_parallel_group="cp")
+    logits, labels = torch.randn(3, 4), torch.tensor([0, 1, -1])
+    with comm.as_rank(Mesh(6, tp=3, cp=2), 0), See():
+        parallel_cross_entropy(logits, labels, 0.25, **options)
+        parallel_cross_entropy(torch.randn(3, 8 // 2), labels, 0.0, ignore_index=-1, tensor_model_parallel_group="cp")
+    assert seen == [((0.25,), options), ((0.0,), dict(ignore_index=-1, tensor_model_parallel_group="cp"))]

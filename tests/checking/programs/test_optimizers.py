@@ -31,6 +31,7 @@ def test_a_count_that_is_read_as_an_int_is_one():
 
     report = spmd.check(lambda: nn.Linear(4, 4), torch.zeros(2, 4), {"dp": 2}, step=step, optimizer=Counting)
     assert report.ok, str(report)
+    assert (report.collectives, report.programs) == (1, 1) and report.operators > 5
 
 
 @pytest.mark.parametrize("name", NAMES)

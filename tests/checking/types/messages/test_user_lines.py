@@ -129,7 +129,7 @@ def test_an_edit_imports_what_it_names(tmp_path):
         with pytest.raises(spmd.SpmdTypeError) as caught:
             names["program"](x, w)
         importing, reduced = caught.value.repairs[0].edits
-        assert importing.text == "from neuronx_dist import spmd\n" and importing.start == (2, 0)
+        assert importing.text == "from neuronx_dist import spmd\n" and importing.start == importing.end == (2, 0)
         lines = SCRIPT.splitlines()
         line, (start, end) = reduced.start[0] - 1, (reduced.start[1], reduced.end[1])
         lines[line] = lines[line][:start] + reduced.text + lines[line][end:]
