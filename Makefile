@@ -36,7 +36,7 @@ PYTEST  := -m pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal --durations
 RUN := env $(LOOPBACK) $(PY) -m neuronx_dist run --standalone --local-addr 127.0.0.1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-xla train ci-train test test-fast test-full test-xla mutate lint types bench clean
+.PHONY: help setup setup-xla train ci-train test test-fast test-full test-xla mutate models lint types bench clean
 
 help:  ## list what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -104,6 +104,9 @@ test-full: $(STAMP)  ## run all tests: the whole layout matrix, all mutants, man
 
 test-xla: $(STAMP_XLA)  ## run the tests that need torch_xla, in their own environment
 	$(PY_XLA) $(PYTEST) tests/xla $(ARGS)
+
+models: $(STAMP)  ## write docs/models.md, the table of models on pipelines, which a test compares
+	PYTHONPATH=. $(PY) -m tests.support.architectures
 
 mutate: $(STAMP)  ## edit the package at random, and show the edits that no test notices (N=50 SEED= FILES=)
 	$(PY) -m tests.mutate --xla $(PY_XLA) $(if $(N),-n $(N)) $(if $(SEED),--seed $(SEED)) $(if $(FILES),--files $(FILES)) $(ARGS)

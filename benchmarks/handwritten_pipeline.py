@@ -14,7 +14,7 @@ __all__ = ["one_f_one_b"]
 def one_f_one_b(
     stage: nn.Module, pieces: Sequence[torch.Tensor], loss_of: Callable[[torch.Tensor, int], torch.Tensor]
 ) -> list[torch.Tensor]:
-    """The losses of all microbatches on the last rank; `pieces` are the first rank's inputs, and elsewhere the shape."""
+    """The losses of all microbatches, on the last rank; `pieces` are the first rank's inputs, elsewhere their shape."""
     rank, last, count = dist.get_rank(), dist.get_world_size() - 1, len(pieces)
     kept: list[tuple[torch.Tensor, torch.Tensor]] = []
     losses: list[torch.Tensor] = []

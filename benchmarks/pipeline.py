@@ -1,15 +1,19 @@
 """A pipeline's step over the ideal of its schedule, and the CPU that a rank spends on each task of it.
 
-Real processes over gloo on loopback. Layers that sleep take no core, so that a step is as long as its schedule makes it,
-and what is on top of that is the pipeline's own work: ours, torch's (`torch.distributed.pipelining`), and 40
+Real processes over gloo on loopback. Layers that sleep take no core, so that a step is as long as its schedule makes
+it, and what is on top of that is the pipeline's own work: ours, torch's (`torch.distributed.pipelining`), and 40
 hand-written lines. A transformer block computes in earnest: where there are fewer cores than stages, what counts of it
 is the ratio to the hand-written step. All variants take turns, in one run, and must give one loss.
 
     python benchmarks/pipeline.py [--quick] [--rounds 8] [--stages 2 4] [--microbatches 8 16] [--layers sleep block]
 
-Ideal: `simulate` of the schedule, with the layers' times and messages that take none. CPU: of the whole process, gloo's
-thread as well, over forwards and backwards (or halves of these); in Python's thread alone; and of the row "layers
-alone", which runs the same forwards and backwards without a pipeline. The last line is JSON.
+/ ideal   the step over that of the schedule, if layers sleep as long as they are told and nothing else takes time
+best      the same, of the shortest step
+/ alone   the same, if layers take as long as they do without a pipeline ("layers alone": they wake up late, too)
+CPU       of a rank's process, gloo's thread as well, and of the thread that runs Python: for each task (a forward, a
+          backward, or a half of one), then without what the layers take alone
+
+The last line is JSON.
 """
 
 from __future__ import annotations
@@ -47,7 +51,8 @@ TORCH = {
     "zb_v": torch_pipelining.ScheduleZBVZeroBubble,
 }
 GOALS = {("1f1b", 2): 1.03, ("1f1b", 4): 1.06, ("interleaved", 2): 1.08, ("interleaved", 4): 1.08}
-HOST_GOAL = 0.3  # ms of CPU for each task
+HOST_GOAL = 0.3  # ms of CPU for each task, without its layers
+ZERO_BUBBLE_GOAL = 0.85
 
 
 class Activations(torch.autograd.Function):
@@ -229,7 +234,7 @@ def ideal_of(schedule: Schedule) -> float:
     return max(timed.end for tasks in timeline_of(orders, schedule.peer, costs) for timed in tasks)
 
 
-def actions(schedule: Schedule) -> int:
+def tasks(schedule: Schedule) -> int:
     """Forwards and backwards, or halves of these, of all stages in a step."""
     return sum(len(schedule.computations(stage)) for stage in range(schedule.num_stages))
 
@@ -269,34 +274,55 @@ def check(made: dict[str, Variant]) -> None:
 
 def show(layer: str, pp: int, microbatches: int, taken: dict[str, list[Seconds]]) -> dict[str, dict[str, float]]:
     """Prints a row for each variant; returns the figures."""
+    sleeps = layer == "sleep"
     print(f"{layer} layers, pp {pp}, {microbatches} microbatches")
-    columns = f"{'ms':>9}{'/ ideal':>9}{'best':>7}" if layer == "sleep" else f"{'ms':>9}{'/ hand':>9}{'±':>7}"
-    print(f"  {'':<20}{columns}{'CPU ms':>10}{'Python':>9}  a task")
+    columns = f"{'/ ideal':>9}{'best':>7}{'/ alone':>9}" if sleeps else f"{'/ hand':>9}{'±':>7}"
+    print(f"  {'':<20}{'ms':>8}{columns}{'CPU ms':>9}{'Python':>8}{'own CPU':>9}{'Python':>8}  a task")
+    alone = taken["layers alone"]
+    slower = statistics.median(one.wall for one in alone) / (
+        microbatches * (FORWARD + BACKWARD_INPUT + BACKWARD_WEIGHT)
+    )
     report = {}
     for name, seconds in taken.items():
         schedule = schedule_of(name, pp, microbatches)
-        count = actions(schedule)
         walls = [one.wall for one in seconds]
-        figures = {
-            "ms": statistics.median(walls) * 1e3,
-            "cpu_ms": statistics.median(one.cpu for one in seconds) / count * 1e3,
-            "python_ms": statistics.median(one.thread for one in seconds) / count * 1e3,
-        }
-        if layer == "sleep":
+        figures = {"ms": statistics.median(walls) * 1e3}
+        cells = f"{figures['ms']:>8.1f}"
+        if sleeps:
             ideal = ideal_of(schedule) if name != "layers alone" else microbatches * 3 * FORWARD
-            figures |= {"over_ideal": figures["ms"] / 1e3 / ideal, "best": min(walls) / ideal}
-            cells = f"{figures['over_ideal']:>9.3f}{figures['best']:>7.3f}"
+            over = figures["ms"] / 1e3 / ideal
+            figures |= {"over_ideal": over, "best_over_ideal": min(walls) / ideal, "over_alone": over / slower}
+            cells += f"{over:>9.3f}{min(walls) / ideal:>7.3f}{over / slower:>9.3f}"
         else:
-            middle, interval = ratio(walls, [one.wall for one in taken["by hand"]])
-            figures["over_hand"] = middle
-            cells = f"{middle:>9.3f}{interval:>7.3f}"
-        print(
-            f"  {name:<20}{figures['ms']:>9.1f}{cells}{figures['cpu_ms']:>10.3f}{figures['python_ms']:>9.3f}",
-            flush=True,
-        )
+            figures["over_hand"], interval = ratio(walls, [one.wall for one in taken["by hand"]])
+            cells += f"{figures['over_hand']:>9.3f}{interval:>7.3f}"
+        for key in ("cpu", "thread"):
+            mine, layers = (statistics.median(getattr(one, key) for one in each) for each in (seconds, alone))
+            figures[f"{key}_ms"] = mine / tasks(schedule) * 1e3
+            figures[f"own_{key}_ms"] = (mine - layers) / tasks(schedule) * 1e3
+        cells += f"{figures['cpu_ms']:>9.3f}{figures['thread_ms']:>8.3f}"
+        print(f"  {name:<20}{cells}{figures['own_cpu_ms']:>9.3f}{figures['own_thread_ms']:>8.3f}", flush=True)
         report[name] = {key: round(value, 4) for key, value in figures.items()}
     print()
+    if sleeps:
+        judge(pp, microbatches, taken, report)
     return report
+
+
+def judge(pp: int, microbatches: int, taken: dict[str, list[Seconds]], report: dict[str, dict[str, float]]) -> None:
+    """Prints what was to be reached, and whether it was."""
+    rows = [
+        (f"{name} over ideal", report[f"ours {name}"]["over_ideal"], goal)
+        for (name, size), goal in GOALS.items()
+        if size == pp
+    ]
+    rows.append(("own CPU of a task, ms, 1f1b", report["ours 1f1b"]["own_cpu_ms"], HOST_GOAL))
+    if pp == 4 and microbatches == 8:
+        walls = {name: [one.wall for one in taken[f"ours {name}"]] for name in ("zb_v", "1f1b")}
+        rows.append(("zb_v over 1f1b", ratio(walls["zb_v"], walls["1f1b"])[0], ZERO_BUBBLE_GOAL))
+    for what, value, goal in rows:
+        print(f"  {what:<30}{value:>7.3f}   goal {goal}: {'met' if value <= goal else 'MISSED'}")
+    print(flush=True)
 
 
 def main() -> None:

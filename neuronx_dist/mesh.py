@@ -60,6 +60,18 @@ class Mesh:
             topology, or it is not for these sizes.
     """
 
+    def __new__(cls, *args: object, **kwargs: object) -> Mesh:
+        """Raises TypeError for a keyword that is none of a mesh's, and says which there are."""
+        for name, value in kwargs.items():
+            if name not in cls.__annotations__:
+                known = ", ".join(cls.__annotations__)
+                implied = "follows from the others" if name in ("dp", "edp") else "is no size of a mesh"
+                raise TypeError(
+                    f"Mesh({name}={value!r}): {name} {implied}; there are {known}, "
+                    "and dp is world_size / (tp * pp * cp), edp is world_size / (tp * pp * ep)"
+                )
+        return super().__new__(cls)
+
     world_size: int
     tp: int = 1
     pp: int = 1

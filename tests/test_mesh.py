@@ -158,6 +158,16 @@ def test_impossible_sizes_are_refused_with_the_numbers(arguments, parts):
     assert all(part in str(error.value) for part in parts), str(error.value)
 
 
+@pytest.mark.parametrize("name", ["dp", "edp", "data"])
+def test_a_size_that_a_mesh_does_not_have_is_refused_with_those_that_there_are(name):
+    why = "is no size of a mesh" if name == "data" else "follows from the others"
+    with pytest.raises(
+        TypeError, match=rf"^Mesh\({name}=2\): {name} {why}; there are world_size, tp, pp, cp, ep, "
+    ) as error:
+        Mesh(4, **{name: 2})
+    assert "dp is world_size / (tp * pp * cp)" in str(error.value)
+
+
 @pytest.mark.parametrize(
     "call, parts",
     [

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from functools import partial, update_wrapper
 from typing import Any
 
-import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
@@ -66,7 +65,7 @@ def checkpoint_layers(model: nn.Module, layers: Any = None) -> list[str]:
 def checkpoint_wrapper(module: nn.Module) -> nn.Module:
     """Makes one module recompute its activations in backward; in place. Returns the module. (NxD's name.)"""
     if not _is_wrapped(module):
-        module.forward = update_wrapper(partial(_checkpointed, module.forward), module.forward)
+        module.forward = update_wrapper(partial(checkpoint, module.forward), module.forward)
     return module
 
 
@@ -133,10 +132,4 @@ def _matches(name: str, module: nn.Module, item: Any) -> bool:
 
 def _is_wrapped(module: nn.Module) -> bool:
     forward = module.__dict__.get("forward")
-    return isinstance(forward, partial) and forward.func is _checkpointed
-
-
-def _checkpointed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    if not torch.is_grad_enabled():
-        return forward(*args, **kwargs)
-    return checkpoint(forward, *args, **kwargs)
+    return isinstance(forward, partial) and forward.func is checkpoint

@@ -20,7 +20,7 @@ from ..comm.context import AxisLike
 from ..comm.rank_values import concrete
 from ..spmd import I, P, S, ShardSpec, V, set_spec
 from .attributes import EmbeddingAttributes
-from .misfits import refuse_ids
+from .misfits import refuse_ids, refuse_sequence
 from .signatures import accepts
 from .vocabulary import check_ids
 
@@ -140,7 +140,11 @@ class ParallelEmbedding(EmbeddingAttributes):
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """`[batch, seq] -> [batch, seq, hidden]`, or this rank's piece of the sequence."""
         size = comm.communicator(self.axis).size
-        sequence_dim = self.sequence_dimension if self.sequence_parallel_enabled else None
+        sequence_dim = None
+        if self.sequence_parallel_enabled:
+            if ids.dim() < 2:
+                refuse_sequence(self, ids)
+            sequence_dim = self.sequence_dimension
         try:
             out = self._lookup(ids) if size == 1 or self.shard_across_embedding else self._lookup_own(ids)
         except RuntimeError as error:

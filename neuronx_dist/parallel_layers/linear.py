@@ -16,7 +16,7 @@ from ..comm.context import AxisLike
 from ..spmd import I, P, R, S, ShardSpec, V, set_spec
 from .attributes import LinearAttributes
 from .autograd_linear import ColumnLinear, RowLinear, ZerosStay, call, linear_alone
-from .misfits import refuse_input
+from .misfits import refuse_input, refuse_sequence
 from .signatures import accepts
 
 __all__ = ["ColumnParallelLinear", "RowParallelLinear", "check_fusable", "fuse_columns"]
@@ -134,8 +134,14 @@ class _ParallelLinear(LinearAttributes):
     def _bias(self) -> torch.Tensor | None:
         return None if self.skip_bias_add else self.bias
 
-    def _sequence_dim(self) -> int | None:
-        return self.sequence_dimension if self.sequence_parallel_enabled else None
+    def _sequence_dim(self, x: torch.Tensor) -> int | None:
+        """The dim of an input, and of its output, that is sharded; None: none is."""
+        if not self.sequence_parallel_enabled:
+            return None
+        dim = self.sequence_dimension
+        if not -x.dim() <= dim < x.dim() - 1 or dim == -1:  # the last dim is that of the features
+            refuse_sequence(self, x)
+        return dim
 
     def extra_repr(self) -> str:
         return (
@@ -270,7 +276,7 @@ def _shards(layers: Sequence[ColumnParallelLinear], x: torch.Tensor) -> Sequence
         return [linear_alone(x, weight, bias, communicator) for weight, bias in zip(weights, biases or repeat(None))]
     if first.input_is_replicated:
         return [F.linear(x, weight, bias) for weight, bias in zip(weights, biases or repeat(None))]
-    dim, count = first._sequence_dim(), len(layers)
+    dim, count = first._sequence_dim(x), len(layers)
     return call(ColumnLinear, x, communicator, dim, first.reduce_dtype, count, *weights, *biases)
 
 
@@ -412,7 +418,7 @@ class RowParallelLinear(_ParallelLinear):
                     shard = spmd.convert(shard, communicator, src=I, dst=S(-1))
                     shard = shard.flatten(-2) if self.stride > 1 else shard
                 if self.reduce_output:
-                    out = call(RowLinear, shard, weight, bias, communicator, self._sequence_dim(), self.reduce_dtype)
+                    out = call(RowLinear, shard, weight, bias, communicator, self._sequence_dim(x), self.reduce_dtype)
                 else:
                     out = spmd.trust(F.linear(shard, weight), communicator, P)
                     if bias is not None:

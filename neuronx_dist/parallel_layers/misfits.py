@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -10,7 +10,21 @@ from .. import comm
 from ..call_site import calling_module
 from ..spmd import SpmdTypeError
 
-__all__ = ["refuse_ids", "refuse_input"]
+__all__ = ["refuse_ids", "refuse_input", "refuse_sequence"]
+
+
+def refuse_sequence(layer: Any, x: torch.Tensor) -> NoReturn:
+    """Refuses an input of a sequence-parallel layer that has no sequence where the layer looks for it.
+
+    Raises:
+        ValueError: always; the message names the layer, the shape and what to do.
+    """
+    raise ValueError(
+        f"{calling_module()}: the input {list(x.shape)} has no sequence in dim {layer.sequence_dimension} "
+        "(sequence_dimension of this sequence-parallel layer): give it a batch of sequences, [batch, seq, ..] or "
+        "[seq, batch, ..], set sequence_dimension to the dim of the sequence, or build it with "
+        "sequence_parallel_enabled=False"
+    )
 
 
 def refuse_input(layer: Any, x: torch.Tensor, cause: Exception) -> None:

@@ -154,7 +154,7 @@ def accepts(name: str) -> Callable[[_Function], _Function]:
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if len(args) <= common and kwargs.keys() <= own and kwargs.get("device") is not False:
+            if len(args) <= common and kwargs.keys() <= own and not _is_bool(kwargs.get("device")):
                 return function(*args, **kwargs)
             order = parameters if len(args) <= common else _fitting(name, orders, args, common, len(bound))
             given: dict[str, Any] = {}
@@ -168,13 +168,23 @@ def accepts(name: str) -> Callable[[_Function], _Function]:
                     ignore(key, value)
                 else:  # or the function does not know it, and says so
                     given[key] = value
-            if given.get("device") is False:  # the guide's default: no device
-                given["device"] = None
+            if _is_bool(given.get("device")):
+                _refuse_true(name, given["device"])
+                given["device"] = None  # the guide's default, False: no device
             return function(**given)
 
         return call  # type: ignore[return-value]
 
     return decorate
+
+
+def _refuse_true(name: str, value: bool) -> None:
+    """Raises ValueError if a device is True."""
+    if value:
+        raise ValueError(
+            f'{name}: device=True is no device: pass a torch.device or the name of one ("cpu", "cuda", "meta"), or '
+            "leave it out for torch's default device, as the API guide's device=False does"
+        )
 
 
 def _fitting(

@@ -25,12 +25,11 @@ from ..gradients.accumulation import no_sync
 from ..gradients.reduce import reduce_gradients, refuse_accumulation
 from ..parallel_layers import PARALLEL_MODULES
 from ..parallel_layers.signatures import accepts
-from .cut.cuts import check_cuts, create_partitions
-from .cut.placement import leaf_names, place_by_recording, place_by_registration
-from .cut.splitting import split
+from .cut.partitioning import partition
 from .manual_pipe_stage import LayerList, PartitionFunction
 from .options import (
     check_manual,
+    checked_auto_partition,
     checked_input_names,
     module_classes,
     names,
@@ -75,7 +74,9 @@ class NxDPPModel(StageModule):
             for each module of this stage that has any, on the CPU.
         trace_file_path: only None.
         use_zero1_optimizer: the optimizer averages gradients over data-parallel ranks, so that `run_train` does not.
-        auto_partition: cut evenly between transformer layers; see `create_partitions`.
+        auto_partition: True or "layers": cut evenly between transformer layers, as NxD; see `create_partitions`.
+            "balanced": by FLOPs, which `trace(kwargs={...})` after this makes known, and parameters, the embedding's
+            and the head's included; between any layers. Without `trace` by parameters alone.
         deallocate_pipeline_outputs: of what was sent, keep the last two microbatches' only, and what backward needs;
             else those of all microbatches in flight.
         use_model_wrapper, fuse_microbatches: without effect, with a warning.
@@ -123,7 +124,7 @@ class NxDPPModel(StageModule):
         param_init_fn: Callable[[nn.Module], Any] | None = None,
         trace_file_path: str | None = None,
         use_zero1_optimizer: bool = False,
-        auto_partition: bool | None = False,
+        auto_partition: bool | str | None = False,
         deallocate_pipeline_outputs: bool = False,
         *,
         use_model_wrapper: bool = False,
@@ -187,7 +188,7 @@ class NxDPPModel(StageModule):
         self.broadcast_and_average_loss = broadcast_and_average_loss
         self.pipeline_cuts = names(pipeline_cuts, "pipeline_cuts")
         self.input_names = checked_input_names(module, input_names)
-        self.auto_partition = bool(auto_partition)
+        self.auto_partition = checked_auto_partition(auto_partition)
         self.param_init_fn = param_init_fn
         self.use_zero1_optimizer = use_zero1_optimizer
         self.use_model_wrapper = use_model_wrapper
@@ -219,19 +220,26 @@ class NxDPPModel(StageModule):
         autowrap_obj_methods: Any = None,
         tracer_cls: Any = None,
     ) -> None:
-        """Says what the model is called with, before `cut_pipeline_stage` and `partition`.
+        """Says what the model is called with: right after the constructor, before anything asks for parameters.
+
+        A model that is partitioned, by the order in which it registers its layers, is partitioned anew by the order in
+        which they run. One that is not awaits `cut_pipeline_stage` and `partition`. All ranks call it.
 
         Args:
-            args, kwargs: example inputs, of any batch size. They are needed only if layers do not run in the order in
-                which the model registers them.
+            args, kwargs: example inputs, of any batch size. They are needed if layers do not run in the order in
+                which the model registers them, and for the FLOPs of `auto_partition="balanced"`.
             input_names, leaf_modules: as the constructor's `input_names` and `leaf_module_cls`.
             autowrap_functions, autowrap_modules, autowrap_obj_methods, tracer_cls: as the constructor's.
 
         Raises:
             ValueError: a name that is none of the model's, or `args` without names.
-            RuntimeError: the model is partitioned.
+            RuntimeError: parameters of the model's stage have been asked for, or it has run.
         """
-        self._check_not_partitioned("trace")
+        if not self.placement_is_open and self.training_schedule.num_virtual_stages > 1:
+            raise RuntimeError(
+                f"trace: which stage holds which parameters is settled, at cuts {self.pipeline_cuts}, since the model "
+                f"has run or moved, or was asked for parameters, as by an optimizer: call it right after NxDPPModel()"
+            )
         warn_of_tracing(tracer_cls, autowrap_functions, autowrap_modules, autowrap_obj_methods)
         if input_names is not None:
             self.input_names = checked_input_names(self.original_module, input_names)
@@ -241,6 +249,8 @@ class NxDPPModel(StageModule):
             if args and len(args) > len(self.input_names or ()):
                 raise ValueError(f"trace: {len(args)} args for input_names {self.input_names}: pass kwargs instead")
             self._example = self._record(inputs, None)
+        if self.partitioned and self.placement_is_open:
+            self._partition()
 
     def cut_pipeline_stage(self, name: str) -> None:
         """Ends a piece of the model after layer `name`. Called once less than there are pieces, in order."""
@@ -254,31 +264,39 @@ class NxDPPModel(StageModule):
             ValueError: cuts that do not fit the model or the number of stages.
         """
         self._check_not_partitioned("partition")
-        module = self.original_module
-        holders = self.training_schedule.holders
-        leaves = leaf_names(module, self._leaf_classes)
-        if self.auto_partition and not self.pipeline_cuts:
-            layers = [n for n in leaves if isinstance(module.get_submodule(n), tuple(self._layer_classes))]
-            self.pipeline_cuts = create_partitions(len(holders), layers)
-        self._check_number_of_cuts()
-        if self._example is not None:
-            plans = split(self._example, self.pipeline_cuts)
-            placement = place_by_recording(module, plans, self._leaf_classes)
-            self._example = None
-        else:
-            check_cuts(self.pipeline_cuts, leaves, len(holders))
-            placement = place_by_registration(module, self.pipeline_cuts, self._leaf_classes)
+        if not self.auto_partition:
+            self._check_number_of_cuts()
         if self.num_stages > 1:
             pipelines = comm.current().mesh.groups("pp")
-            self._channels = Channels(
-                forward=comm.new_group(pipelines, "pp_forward"), backward=comm.new_group(pipelines, "pp_backward")
-            )
-        self.place(placement.on_stages(holders))
+            ways = ["pp_forward", "pp_backward"]
+            if self.virtual_pipeline_size > 1:
+                ways += ["pp_forward_up", "pp_backward_down"]
+            self._channels = Channels(*(comm.new_group(pipelines, way) for way in ways))
+        self._partition()
+
+    def _partition(self) -> None:
+        """By the calls of the example; for want of one by registration. An earlier partition is replaced."""
+        holders = self.training_schedule.holders
+        pieces = partition(
+            self.original_module,
+            len(holders),
+            cuts=self.auto_partition or self.pipeline_cuts,
+            layer_classes=self._layer_classes,
+            leaf_classes=self._leaf_classes,
+            recording=self._example,
+        )
+        self._example = None
+        placement = pieces.placement.on_stages(holders)
+        self.pipeline_cuts = pieces.cuts
+        if placement == self.placement:
+            return
+        self.place(placement)
         if self.param_init_fn is not None:
             self.initialize(self.param_init_fn)
         # A model that goes to XLA is often still on the CPU here: then the first step makes tied weights equal.
         messages = comm.current().backend.has_messages
-        if not any(param.is_meta or not (messages or in_one_program(param)) for param in self.local_parameters()):
+        own = (param for _, param in self._own_parameters())
+        if not any(param.is_meta or not (messages or in_one_program(param)) for param in own):
             self.sync_tied_weights()
 
     def _check_number_of_cuts(self) -> None:
@@ -320,7 +338,8 @@ class NxDPPModel(StageModule):
         """
         self._check_loss_is_known("run_train")
         self._check_partitioned()
-        refuse_accumulation(self)
+        if not self.placement_is_open:  # else it never ran
+            refuse_accumulation(self)
         program, losses = self._execute(self.training_schedule, kwargs)
         average_over_data = not (self.use_zero1_optimizer or self.use_optimizer_wrapper)
         reduce_gradients(self, average_over_data=average_over_data)
@@ -399,7 +418,7 @@ class NxDPPModel(StageModule):
 
     @property
     def stage_channels(self) -> Channels:
-        """Communicators of the messages between stages, one in each direction; both None before `partition()`."""
+        """Communicators of the messages between stages; all None before `partition()`."""
         return self._channels
 
     def run(self, schedule: Schedule, inputs: Mapping[str, Any]) -> list[Any]:
@@ -479,8 +498,13 @@ class NxDPPModel(StageModule):
         if key not in self._programs:
             self.refuse_meta()
             recording = self._record(batch.example(), self.device)
+            if self.placement_is_open:
+                self._example = recording
+                self._partition()
+                self.close_placement()
             assert self.placement is not None
             self._programs[key] = build_program(
+                self.original_module,
                 recording,
                 loss_spec=self.output_loss_value_spec,
                 return_outputs=return_outputs,

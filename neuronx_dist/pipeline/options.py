@@ -6,7 +6,7 @@ import inspect
 import warnings
 from collections.abc import Mapping, Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
@@ -15,6 +15,7 @@ from .cut.cuts import nearest
 
 __all__ = [
     "check_manual",
+    "checked_auto_partition",
     "checked_input_names",
     "module_classes",
     "names",
@@ -87,6 +88,24 @@ def checked_input_names(module: nn.Module, input_names: Sequence[str] | None) ->
                 f"{nearest(name, taken)}"
             )
     return listed
+
+
+def checked_auto_partition(value: Any) -> Literal["layers", "balanced"] | None:
+    """How a model is cut without being told where; None: it is told.
+
+    Raises:
+        ValueError: it is nothing that `auto_partition` can be.
+    """
+    if value is None or value is False:
+        return None
+    if value is True:
+        return "layers"
+    if value in ("layers", "balanced"):
+        return value
+    raise ValueError(
+        f'auto_partition={value!r}: True or "layers" cuts evenly between transformer layers, "balanced" by FLOPs and '
+        "parameters, False leaves it to pipeline_cuts"
+    )
 
 
 def refuse_unsupported(**options: Any) -> None:

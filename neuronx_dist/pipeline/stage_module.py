@@ -29,9 +29,13 @@ class StageModule(nn.Module):
 
     `parameters()`, `named_parameters()`, `buffers()` and attributes are of the whole model, `local_*` of this stage.
 
+    A placement is *open*, and may be replaced, until a caller gets parameters, buffers or state from here, or moves
+    them: an optimizer may hold them from then on. While it is open, what other stages hold keeps its memory.
+
     Attributes:
         stage, num_stages: the pipeline stage of this rank, and how many there are.
         last_stage: the one that holds the end of the model.
+        placement_is_open: see above.
     """
 
     def __init__(self, module: nn.Module, *, stage: int, num_stages: int, last_stage: int) -> None:
@@ -46,6 +50,8 @@ class StageModule(nn.Module):
         self._tied: list[_Tied] = []
         self._aliases: dict[str, list[str]] = {}  # all names of a parameter that has several
         self.tied_weights_synced = False
+        self.placement_is_open = True
+        self._put_away: list[tuple[dict[str, Any], str, torch.Tensor]] = []  # while it is open: table, name, tensor
 
     @property
     def partitioned(self) -> bool:
@@ -69,7 +75,7 @@ class StageModule(nn.Module):
     @property
     def device(self) -> torch.device:
         """Where this stage's parameters are."""
-        first = next(self.local_parameters(), None)
+        first = next((param for _, param in self._own_parameters()), None)
         return torch.device("cpu") if first is None else first.device
 
     def is_last_stage(self) -> bool:
@@ -89,6 +95,12 @@ class StageModule(nn.Module):
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """`(name in the whole model, parameter)` of this stage; a tied weight by the name that it has here."""
+        self.close_placement()
+        return self._own_parameters(prefix, recurse, remove_duplicate)
+
+    def _own_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
         seen: set[int] = set()
         for name, param in self.original_module.named_parameters(recurse=recurse, remove_duplicate=False):
             if self.is_local(name) and not (remove_duplicate and id(param) in seen):
@@ -96,10 +108,15 @@ class StageModule(nn.Module):
                 yield join(prefix, name), param
 
     def local_parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        for _, param in self.local_named_parameters(recurse=recurse):
-            yield param
+        return (param for _, param in self.local_named_parameters(recurse=recurse))
 
     def local_named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        self.close_placement()
+        return self._own_buffers(prefix, recurse, remove_duplicate)
+
+    def _own_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, torch.Tensor]]:
         seen: set[int] = set()
@@ -109,13 +126,18 @@ class StageModule(nn.Module):
                 yield join(prefix, name), buffer
 
     def local_buffers(self, recurse: bool = True) -> Iterator[torch.Tensor]:
-        for _, buffer in self.local_named_buffers(recurse=recurse):
-            yield buffer
+        return (buffer for _, buffer in self.local_named_buffers(recurse=recurse))
 
     def local_named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
         """Modules of this stage, and the containers around them; one with several names by the first that is local."""
+        self.close_placement()
+        return self._own_modules(memo, prefix, remove_duplicate)
+
+    def _own_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
         seen = set() if memo is None else memo
         for name, module in self.original_module.named_modules(remove_duplicate=False):
             if self._concerns(name, module) and not (remove_duplicate and module in seen):
@@ -127,6 +149,7 @@ class StageModule(nn.Module):
             yield module
 
     def local_named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        self.close_placement()
         for name, child in self.original_module.named_children():
             if self._concerns(name, child):
                 yield name, child
@@ -137,6 +160,7 @@ class StageModule(nn.Module):
 
     def local_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """This stage's part of the whole model's state dict."""
+        self.close_placement()
         state = self.original_module.state_dict(*args, **kwargs)
         prefix = kwargs.get("prefix", "")
         return {key: value for key, value in state.items() if self.is_local(key[len(prefix) :])}
@@ -190,7 +214,17 @@ class StageModule(nn.Module):
     # --- becoming local
 
     def place(self, placement: Placement) -> None:
-        """Takes up a placement: finds tied weights, and turns what other stages hold to meta. All ranks call it."""
+        """Takes up a placement: finds tied weights, and turns what other stages hold to meta. All ranks call it.
+
+        It replaces an open one: what that had turned to meta comes back first.
+        """
+        for table, name, tensor in self._put_away:
+            table[name] = tensor
+        self._put_away.clear()
+        for tied in self._tied:
+            self.original_module.get_parameter(tied.name).__dict__.pop("shared", None)
+        self._tied.clear()
+        self.tied_weights_synced = False
         self.placement = placement
         holders: dict[int, set[int]] = {}
         names: dict[int, list[str]] = {}
@@ -212,8 +246,14 @@ class StageModule(nn.Module):
         self._drop_others()
         self._mark_tied()
 
+    def close_placement(self) -> None:
+        """From now on the placement stays as it is, and this stage has no memory for what others hold."""
+        if self.placement is not None:
+            self.placement_is_open = False
+            self._put_away.clear()
+
     def _drop_others(self) -> None:
-        kept = {id(x) for x in self.local_parameters()} | {id(x) for x in self.local_buffers()}
+        kept = {id(x) for _, x in (*self._own_parameters(), *self._own_buffers())}
         turned: dict[int, torch.Tensor] = {}
         for prefix, module in self.original_module.named_modules(remove_duplicate=False):
             for table in (module._parameters, module._buffers):
@@ -227,11 +267,12 @@ class StageModule(nn.Module):
                         meta.__dict__.update(tensor.__dict__)
                         turned[id(tensor)] = meta
                         kept.add(id(meta))
+                    self._put_away.append((table, name, tensor))
                     table[name] = turned[id(tensor)]
 
     def initialize(self, init_fn: Callable[[nn.Module], Any]) -> None:
         """Gives this stage's meta tensors memory on the CPU, and has `init_fn` fill those of each module."""
-        for name, module in self.local_named_modules():
+        for name, module in self._own_modules():
             own = [*module._parameters.items(), *module._buffers.items()]
             if any(t is not None and t.is_meta and self.is_local(join(name, key)) for key, t in own):
                 for key, param in module._parameters.items():
@@ -244,7 +285,7 @@ class StageModule(nn.Module):
 
     def refuse_meta(self) -> None:
         """Raises RuntimeError if a parameter of this stage has no value yet."""
-        for name, param in self.local_named_parameters():
+        for name, param in self._own_parameters():
             if param.is_meta:
                 raise RuntimeError(
                     f"parameter {name} of stage {self.stage} is on the meta device: give it a value first, by "
@@ -282,6 +323,7 @@ class StageModule(nn.Module):
         """`.to()` and its like: this stage's tensors move; those of other stages, on meta, only change their dtype."""
         if self.placement is None:
             return super()._apply(fn, recurse)
+        self.close_placement()
         local = {id(x) for x in self.local_parameters()} | {id(x) for x in self.local_buffers()}
         before = [
             (module, name, param)
@@ -309,11 +351,13 @@ class StageModule(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
+        self.close_placement()
         return self.original_module.named_parameters(prefix, recurse, remove_duplicate)
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, torch.Tensor]]:
+        self.close_placement()
         return self.original_module.named_buffers(prefix, recurse, remove_duplicate)
 
     def __getattr__(self, name: str) -> Any:

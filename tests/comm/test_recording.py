@@ -83,6 +83,27 @@ def test_waits_are_recorded_on_demand_once_each():
     assert processes(2).run(asynchronous, mesh=dict(tp=2)) == [want] * 2
 
 
+def a_message() -> list[str]:
+    x, seen = torch.ones(2), []
+    with comm.record(waits=True) as calls:
+        if comm.rank("tp") == 0:
+            handle = comm.send(x, "tp", dst=1, async_op=True)
+        else:
+            handle = comm.recv(x, "tp", src=0, async_op=True)
+        handle.then(seen.append)
+        assert not seen  # the result is there, but what it holds is not
+        assert handle.wait() is x and handle.wait() is x
+        handle.then(seen.append)
+    assert len(seen) == 2 and all(each is x for each in seen)
+    return [call.verb for call in calls]
+
+
+def test_a_message_is_awaited_once_and_its_result_is_its_tensor():
+    want = [["send", "wait:send"], ["recv", "wait:recv"]]
+    assert threads.run(Mesh(2, tp=2), a_message) == want
+    assert processes(2).run(a_message, mesh=dict(tp=2)) == want
+
+
 def test_recorders_nest_and_see_their_own_rank_only():
     def work():
         with comm.record() as outer:

@@ -10,6 +10,7 @@ import torch
 
 from neuronx_dist import comm
 from neuronx_dist.comm.backends import threads
+from neuronx_dist.comm.backends.shapes import ShapesBackend, ShapesCommunicator
 from neuronx_dist.mesh import Mesh
 from tests.support.pool import processes
 
@@ -418,3 +419,51 @@ def test_shapes_backend_gives_the_shapes_of_the_real_ones():
             assert torch.equal(comm.all_reduce(x, "tp"), 2 * x)
             assert torch.equal(comm.all_gather(x, "tp"), x.repeat(2))
             assert torch.equal(comm.reduce_scatter(x, "tp"), 2 * x[2 * rank : 2 * rank + 2])
+            assert torch.equal(comm.permute(x, "tp", [(0, 1)]), x if rank else torch.zeros(4))
+            assert torch.equal(comm.recv(torch.ones(4), "tp", src=1 - rank), torch.zeros(4))
+
+
+class Contiguous(ShapesCommunicator):
+    """Takes nothing but contiguous buffers, as real backends do."""
+
+    def __getattribute__(self, name):
+        attribute = super().__getattribute__(name)
+        if not name.startswith("start_") or name == "start_coalesced":
+            return attribute
+
+        def start(*args):
+            assert all(x.is_contiguous() for x in args if isinstance(x, torch.Tensor)), name
+            seen.add(name)
+            return attribute(*args)
+
+        return start
+
+
+class ContiguousBackend(ShapesBackend):
+    def communicator(self, label, groups, global_rank, own=False):
+        return Contiguous(label, next(group for group in groups if global_rank in group), global_rank)
+
+
+seen: set[str] = set()
+
+
+@pytest.mark.parametrize("rank", range(2))
+def test_buffers_of_backends_are_contiguous(rank):
+    seen.clear()
+    with comm.as_rank(Mesh(2, tp=2), rank, ContiguousBackend()):
+        for x in layouts(torch.arange(24.0).view(4, 6)):
+            for dim in (0, 1):
+                comm.all_gather(x, "tp", dim=dim)
+                comm.all_gather(x, "tp", dim=dim, out=strided(torch.cat([x, x], dim)))
+                comm.reduce_scatter(x, "tp", dim=dim)
+                comm.reduce_scatter(x, "tp", dim=dim, out=strided(x.chunk(2, dim)[0]))
+                comm.all_to_all(x, "tp", split_dim=dim, concat_dim=1 - dim)
+                comm.all_to_all(x, "tp", split_dim=dim, concat_dim=dim, out=strided(x))
+            for out in (None, strided(x)):
+                comm.all_reduce(x, "tp", out=out)
+                comm.permute(x, "tp", [(0, 1), (1, 0)], out=out)
+                comm.broadcast(x, "tp", src=0, out=out)
+            comm.send(x, "tp", dst=1 - rank)
+            comm.recv(x.contiguous(), "tp", src=1 - rank)
+    verbs = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute", "broadcast", "send", "recv")
+    assert {f"start_{verb}" for verb in verbs} <= seen

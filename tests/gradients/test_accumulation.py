@@ -105,7 +105,9 @@ def test_calls_of_run_train(options: dict[str, Any], tied: bool) -> None:
 def test_it_is_of_one_model_and_ends_with_the_context() -> None:
     def rank_main() -> None:
         model, other = nn.Linear(2, 2), nn.Linear(2, 2)
-        with pytest.raises(ValueError, match="stop"), nxd.no_sync(model), nxd.no_sync(model):
+        with pytest.raises(ValueError, match="stop"), nxd.no_sync(model):
+            with nxd.no_sync(model):
+                pass
             for each in (model, other):
                 each.weight.grad = torch.full((2, 2), 1.0 + comm.rank("dp"))
                 grads.reduce_gradients(each)

@@ -106,6 +106,45 @@ def test_linear_layers(build, shape, dtype, name, repair):
     assert repair in text
 
 
+SP = dict(sequence_parallel_enabled=True, sequence_dimension=1)
+
+
+@pytest.mark.parametrize(
+    "build, shape",
+    [
+        (lambda: ColumnParallelLinear(4, 8, gather_output=False, **SP), (2, 4)),
+        (lambda: ColumnParallelLinear(4, 8, gather_output=False, **{**SP, "sequence_dimension": -1}), (2, 3, 4)),
+        (lambda: ColumnParallelLinear(4, 8, gather_output=False, sequence_parallel_enabled=True), (4,)),
+        (lambda: ColumnParallelLinear(4, 8, gather_output=False, **{**SP, "sequence_dimension": -3}), (2, 4)),
+        (lambda: RowParallelLinear(4, 8, **PARALLEL, **SP), (2, 2)),
+        (lambda: ParallelEmbedding(4, 8, **SP), (4,)),
+        (lambda: ParallelEmbedding(4, 8, sequence_parallel_enabled=True), (4,)),
+    ],
+)
+def test_an_input_without_a_sequence_is_refused_by_sequence_parallel_layers(build, shape):
+    with comm.as_rank(tp_mesh(2), 0):
+        name, dim = type(build()).__name__, build().sequence_dimension
+    x = torch.ones(shape, dtype=torch.long if name == "ParallelEmbedding" else FP32)
+    text = message(tp_mesh(2), build, x)
+    assert text.startswith(f"{name} layers.1.inner of Model: the input {list(shape)} has no sequence in dim {dim} (seq")
+    assert "sequence_parallel_enabled=False" in text
+
+
+@pytest.mark.parametrize("dim, shape", [(0, (2, 4)), (-2, (2, 4)), (1, (3, 2, 4)), (-2, (3, 2, 4)), (-3, (2, 2, 4))])
+def test_inputs_with_a_sequence_are_gathered(dim, shape):
+    def work():
+        layer = ColumnParallelLinear(
+            4, 8, gather_output=False, sequence_parallel_enabled=True, sequence_dimension=dim, bias=False
+        )
+        out = layer(torch.ones(shape))
+        assert (
+            out.shape[dim] == 2 * shape[dim]
+            and out.numel() == 2 * layer.weight.shape[0] * torch.Size(shape).numel() // 4
+        )
+
+    threads.run(tp_mesh(2), work)
+
+
 def test_in_one_process_too():
     text = message(Mesh(1), lambda: RowParallelLinear(8, 4), torch.ones(2, 8, dtype=BF16))
     assert "RowParallelLinear layers.1.inner of Model" in text and "tensor parallel size of 1: cast the input" in text

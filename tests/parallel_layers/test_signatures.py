@@ -413,6 +413,17 @@ def test_attributes_that_scripts_read():
     threads.run(tp_mesh(2), work)
 
 
+@pytest.mark.parametrize("layer", [ColumnParallelLinear, RowParallelLinear, ParallelEmbedding])
+def test_true_is_no_device(layer):
+    """False is the guide's default, and means torch's."""
+    with comm.as_rank(tp_mesh(2), 0):
+        assert layer(4, 8, device=False).weight.device.type == "cpu"
+        with pytest.raises(
+            ValueError, match=rf"^{layer.__name__}: device=True is no device: pass a torch.device or the"
+        ):
+            layer(4, 8, device=True)
+
+
 def test_attributes_of_a_pipeline_model():
     with comm.as_rank(tp_mesh(2), 0):
         module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))

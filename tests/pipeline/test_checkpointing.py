@@ -84,8 +84,10 @@ def test_layers_of_a_pipeline_are_recomputed_once_for_each_microbatch(layers: An
 
 def test_one_layer_alone_and_twice_is_once() -> None:
     def prepare(pipeline: NxDPPModel) -> None:
-        for _ in range(2):
-            nxd.checkpoint_layers(pipeline, "layers.2")
+        nxd.checkpoint_layers(pipeline, "layers.2")
+        once = pipeline.layers[2].forward
+        nxd.checkpoint_layers(pipeline, "layers.2")
+        assert pipeline.layers[2].forward is once
 
     assert trained(make(), PP2, prepare) == {**NONE, "layers.2.up": 4}
 
@@ -140,6 +142,17 @@ class Nested(Around):
 def test_checkpoints_around_several_layers_are_kept(model_class: type[Model], pp: int) -> None:
     """At pp 4 the cuts go through them: each stage recomputes its own part."""
     assert trained(make(model_class), Mesh(pp, pp=pp), lambda pipeline: None) == ALL
+
+
+@pytest.mark.parametrize("model_class", [Around, Reentrant])
+def test_two_checkpoints_are_not_one(model_class: type[Model]) -> None:
+    def use(pipeline: NxDPPModel) -> Any:
+        nodes = pipeline.program(batch()).chunks[0].plan.nodes
+        return {str(node.target): node.meta["info"].checkpoint for node in nodes if node.op == "call_module"}
+
+    (numbers,) = on_ranks(Mesh(1), make(model_class), use, **TRAIN)
+    assert numbers["embed"] is numbers["head"] is None
+    assert numbers["layers.0"] == numbers["layers.1"] != numbers["layers.2"] == numbers["layers.3"] is not None
 
 
 @pytest.mark.parametrize(

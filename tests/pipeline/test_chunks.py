@@ -141,6 +141,29 @@ def test_losses_and_outputs_come_from_where_the_model_ends(end: int, chunks: dic
             torch.testing.assert_close(found["hidden"], make(DictOutput)(**piece)["hidden"].detach())
 
 
+@pytest.mark.parametrize("pp", [2, 3])
+@BOTH
+def test_both_ways_between_two_stages_have_communicators_of_their_own(pp: int, chunks: dict[str, Any]) -> None:
+    """Where messages between two ranks are one queue (NCCL), neither way may wait for the other."""
+
+    def use(pipeline: NxDPPModel) -> Any:
+        pipeline.run_train(**batch())
+        pipeline.zero_grad()
+        with comm.record() as calls:
+            pipeline.run_train(**batch())
+        return [(call.verb, call.axis) for call in calls if call.verb in ("send", "recv")]
+
+    options = {"num_microbatches": 2, "output_loss_value_spec": True, **chunks}
+    found = on_ranks(Mesh(pp, pp=pp), make(layers=2 * pp), use, **options)
+    axes: Any = [{verb: {axis for v, axis in calls if v == verb} for verb in ("send", "recv")} for calls in found]
+    first, last = axes[0], axes[-1]
+    up = {"pp_forward_up", "pp_backward"}
+    down = {"pp_forward", "pp_backward_down"}
+    assert first["recv"] >= up and last["recv"] >= down and first["send"] >= down and last["send"] >= up
+    if pp == 2 or chunks is V:  # else the first and the last stage are neighbours too
+        assert first == {"send": down, "recv": up} and last == {"send": up, "recv": down}
+
+
 def test_evaluation_runs_the_forwards_of_training() -> None:
     def use(pipeline: NxDPPModel) -> None:
         schedule = pipeline.evaluation_schedule

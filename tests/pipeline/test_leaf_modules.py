@@ -140,7 +140,7 @@ def test_it_is_of_no_stage_however_layers_are_placed() -> None:
     with comm.as_rank(Mesh(1), 0):
         plans = split(record(model, batch(), [Block, Rope]), cuts)
     for placement in (
-        place_by_registration(model, cuts, [Block, Rope]), place_by_recording(model, plans, [Block, Rope])
+        place_by_registration(model, cuts, [Block, Rope]), place_by_recording(model, plans, cuts, [Block, Rope])
     ):  # fmt: skip
         assert placement.stages("rope") is placement.stages("rope.inv_freq") is None
         assert placement.stages("layers.1") == {0} and placement.stages("layers.2") == {1}

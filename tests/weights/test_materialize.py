@@ -210,3 +210,28 @@ def test_the_default_dtype_changes_no_value() -> None:
             torch.set_default_dtype(torch.float32)
     for name, value in values.items():
         assert torch.equal(value.float(), usual[name]), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_initialiser_is_given_the_whole_module_in_the_dtype_that_it_was_built_with(dtype: torch.dtype) -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = ColumnParallelLinear(8, 24, gather_output=False, dtype=dtype)
+            self.register_buffer("steps", torch.zeros(3, dtype=torch.int64))
+
+    seen = []
+
+    def init(module: nn.Module) -> None:
+        for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+            if not tensor.is_meta:
+                seen.append((name, tensor.shape))
+            assert tensor.dtype in (torch.float32 if not tensor.is_meta else dtype, torch.int64)
+            if not tensor.is_meta:
+                nn.init.constant_(tensor, 2)
+
+    with comm.as_rank(Mesh(2, tp=2), 1):
+        model = materialize(_on_meta(Counting), 0, init_fn=init)
+    assert model.up.weight.dtype == dtype and model.up.weight.shape == (12, 8) and bool((model.up.weight == 2).all())
+    assert model.steps.dtype == torch.int64 and model.steps.tolist() == [2, 2, 2]
+    assert seen == [("weight", (24, 8)), ("bias", (24,)), ("steps", (3,))]

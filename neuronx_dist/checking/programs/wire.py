@@ -28,7 +28,7 @@ class Wire:
         stage = getattr(model, "stage", None)
         if stage is None or model.num_stages == 1:
             return
-        forward, backward = model.stage_channels
+        forward, backward, *_ = model.stage_channels
         needs_grad = [spec.requires_grad for chunk in model.program(inputs).chunks for spec in chunk.plan.sent_specs]
         sent: list[TensorType | None] = []
         arriving = iter(self._sent.get(stage - 1, ()))

@@ -2,38 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from torch import nn
+from torch import fx, nn
 
+from ...weights.partial_model import join
 from ..record.recording import info_of, is_leaf
 from .splitting import StagePlan
 
 __all__ = [
     "Placement",
-    "check_placement",
+    "attribute_of",
     "leaf_names",
+    "misplaced",
+    "misplacement",
     "place_by_recording",
     "place_by_registration",
+    "registered",
 ]
 
 
 def leaf_names(module: nn.Module, leaf_classes: Sequence[type]) -> list[str]:
     """Names of the leaf layers, in the order in which they are registered. A module with two names is listed twice."""
-    names: list[str] = []
+    return [path for path, _, leaf in registered(module, leaf_classes) if leaf]
 
-    def walk(parent: nn.Module, prefix: str) -> None:
-        for name, child in parent._modules.items():
-            if child is not None:
-                path = f"{prefix}.{name}" if prefix else name
-                if is_leaf(child, leaf_classes):
-                    names.append(path)
-                else:
-                    walk(child, path)
 
-    walk(module, "")
-    return names
+def registered(
+    module: nn.Module, leaf_classes: Sequence[type], prefix: str = ""
+) -> Iterator[tuple[str, nn.Module, bool]]:
+    """`(name, module, whether it is a leaf)` of each container and leaf layer, in order; the whole is a container."""
+    leaf = prefix != "" and is_leaf(module, leaf_classes)
+    yield prefix, module, leaf
+    for name, child in module._modules.items() if not leaf else ():
+        if child is not None:
+            yield from registered(child, leaf_classes, join(prefix, name))
 
 
 @dataclass(frozen=True)
@@ -71,67 +74,97 @@ class Placement:
 def place_by_registration(module: nn.Module, cuts: Sequence[str], leaf_classes: Sequence[type]) -> Placement:
     """Where everything is if layers run in the order in which they are registered; this needs no inputs.
 
-    Parameters of containers (a learned position embedding on the model itself) are on stage 0.
+    Parameters of a container itself are where the container begins: a learned position embedding of the model on
+    stage 0.
     """
     leaves: dict[str, frozenset[int]] = {}
+    direct: dict[str, frozenset[int]] = {}
     stage = 0
-    for leaf in leaf_names(module, leaf_classes):
-        if _has_parameters(module, leaf):
-            leaves[leaf] = frozenset([stage])
-        if stage < len(cuts) and leaf == cuts[stage]:
+    for path, each, leaf in registered(module, leaf_classes):
+        if not leaf:
+            direct.update((join(path, name), frozenset([stage])) for name, _ in each.named_parameters(recurse=False))
+            continue
+        if next(each.parameters(), None) is not None:
+            leaves[path] = frozenset([stage])
+        if stage < len(cuts) and path == cuts[stage]:
             stage += 1
-    return Placement(leaves, _direct(module, leaves, {}))
+    return Placement(leaves, direct)
 
 
-def place_by_recording(module: nn.Module, plans: Sequence[StagePlan], leaf_classes: Sequence[type]) -> Placement:
-    """Where everything is used. What is not used is on stage 0."""
-    called: dict[int, set[int]] = {}  # by id of the module, which may have several names
-    read: dict[str, set[int]] = {}
+def place_by_recording(
+    module: nn.Module, plans: Sequence[StagePlan], cuts: Sequence[str], leaf_classes: Sequence[type]
+) -> Placement:
+    """Where everything is used. What is not used is where `place_by_registration` has it."""
+    called: dict[int, set[int]] = {}  # by id of the module or parameter, which may have several names
     for stage, plan in enumerate(plans):
         for node in plan.nodes:
-            if node.op == "call_module":
-                called.setdefault(id(module.get_submodule(str(node.target))), set()).add(stage)
-            elif info_of(node).kind == "parameter":
-                read.setdefault(str(node.target), set()).add(stage)
-    names = [name for name in leaf_names(module, leaf_classes) if _has_parameters(module, name)]
-    leaves = {name: frozenset(called.get(id(module.get_submodule(name)), {0})) for name in names}
-    for name, stages in read.items():  # the parameter of a layer, used outside it too
-        leaf = next((leaf for leaf in names if name.startswith(f"{leaf}.")), None)
-        if leaf is not None:
-            others = called.get(id(module.get_submodule(leaf)), set())
-            leaves[leaf] = frozenset(stages | others)
-    return Placement(leaves, _direct(module, leaves, read))
+            used = attribute_of(module, node)
+            if used is not None:
+                called.setdefault(id(used), set()).add(stage)
+    unused = place_by_registration(module, cuts, leaf_classes)
+    leaves = {}
+    for name, stages in unused.leaves.items():
+        leaf = module.get_submodule(name)
+        users = called.get(id(leaf), set()).union(*(called.get(id(param), ()) for param in leaf.parameters()))
+        leaves[name] = frozenset(users) or stages
+    direct = {
+        name: frozenset(called.get(id(module.get_parameter(name)), ())) or stages
+        for name, stages in unused.direct.items()
+    }
+    return Placement(leaves, direct)
 
 
-def _has_parameters(module: nn.Module, name: str) -> bool:
-    return next(module.get_submodule(name).parameters(), None) is not None
+def attribute_of(module: nn.Module, node: fx.Node) -> nn.Module | nn.Parameter | None:
+    """The leaf layer or parameter that a node uses."""
+    if node.op == "call_module":
+        return module.get_submodule(str(node.target))
+    return module.get_parameter(str(node.target)) if info_of(node).kind == "parameter" else None
 
 
-def _direct(
-    module: nn.Module, leaves: dict[str, frozenset[int]], read: dict[str, set[int]]
-) -> dict[str, frozenset[int]]:
-    inside = Placement(leaves, {})
-    names = [name for name, _ in module.named_parameters(remove_duplicate=False) if inside.stages(name) is None]
-    return {name: frozenset(read.get(name, {0})) for name in names}
-
-
-def check_placement(placement: Placement, plans: Sequence[StagePlan], holders: Sequence[int]) -> None:
-    """Checks that each stage has what it runs.
+def misplaced(
+    module: nn.Module, placement: Placement, plans: Sequence[StagePlan], holders: Sequence[int]
+) -> tuple[fx.Node, int, frozenset[int]] | None:
+    """The first call that needs parameters which its stage does not hold.
 
     Args:
         plans, holders: of each piece of the model, and the stage that holds it.
 
-    Raises:
-        ValueError: layers do not run in the order in which they are registered, by which they were placed.
+    Returns:
+        `(node, stage that runs it, stages that hold its parameters)`; None: each stage has what it runs.
     """
+    held: dict[int, set[int]] = {}  # by id: a parameter under any of its names
+    for name, param in module.named_parameters(remove_duplicate=False):
+        held.setdefault(id(param), set()).update(placement.stages(name) or holders)
     for stage, plan in zip(holders, plans):
         for node in plan.nodes:
-            if node.op == "call_module" or info_of(node).kind == "parameter":
-                placed = placement.stages(str(node.target))
-                if placed is not None and stage not in placed:
-                    raise ValueError(
-                        f"{node.target} ({info_of(node).where}) is used by pipeline stage {stage}, but its parameters "
-                        f"were placed on stage {', '.join(map(str, sorted(placed)))}, by the order in which the model "
-                        f"registers its layers. Register them in the order in which they run, or show how they run "
-                        f"before partition(): call trace(kwargs={{...example inputs...}})."
-                    )
+            used = attribute_of(module, node)
+            for param in [used] if isinstance(used, nn.Parameter) else [] if used is None else used.parameters():
+                if stage not in held[id(param)]:
+                    return node, stage, frozenset(held[id(param)])
+    return None
+
+
+def misplacement(
+    module: nn.Module, placement: Placement, node: fx.Node, stage: int, held: frozenset[int]
+) -> ValueError:
+    """What to do about a call of `misplaced`."""
+    target = str(node.target)
+    repair = "call trace(kwargs={...example inputs...}) right after NxDPPModel()"
+    if node.op != "call_module":  # by a module that is looked into: its forward reads the parameter
+        for holder in _holders(target):
+            own = [placement.stages(join(holder, name)) for name, _ in module.get_submodule(holder).named_parameters()]
+            if len(set(own)) > 1:
+                kind = type(module.get_submodule(holder)).__name__
+                repair += f"; or list {kind!r} in leaf_module_cls, so that {holder} is one call, and cut around it"
+                break
+    return ValueError(
+        f"{target} ({info_of(node).where}) is used by pipeline stage {stage}, but its parameters are on stage "
+        f"{', '.join(map(str, sorted(held)))}, by the order in which the model registers its layers. Register them in "
+        f"the order in which they run, or show how they run: {repair}."
+    )
+
+
+def _holders(parameter: str) -> Iterator[str]:
+    """Names of the modules around a parameter, from the inside out, without the whole model."""
+    while parameter := parameter.rpartition(".")[0]:
+        yield parameter

@@ -77,10 +77,9 @@ class _Splitter:
         self.order = {node: index for index, node in enumerate(self.nodes)}
         self.outputs = list(outputs)
         self.num_stages = len(cuts) + 1
-        last_calls = {str(node.target): self.order[node] for node in recording.calls()}
-        called = sorted(last_calls, key=last_calls.__getitem__)
-        check_cuts(cuts, called, self.num_stages, "that the forward calls, for inputs like these")
-        self.ends = [last_calls[cut] for cut in cuts]
+        last_calls = recording.last_calls()
+        check_cuts(cuts, list(last_calls), self.num_stages, "that the forward calls, for inputs like these")
+        self.ends = [self.order[last_calls[cut]] for cut in cuts]
         self.attributes = {info_of(node).storage for node in self.nodes if node.op == "get_attr"}
         self.attributes.update(*(info_of(node).buffers for node in self.nodes))
         self.stage: dict[fx.Node, int] = {}  # of bound nodes

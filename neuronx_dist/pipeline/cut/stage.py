@@ -64,10 +64,15 @@ class _Checkpointed(NamedTuple):
 
 
 class Stage:
-    """Runs a plan. Holds no tensors between calls, except constants that the forward made use of."""
+    """Runs a plan. Holds no tensors between calls, except constants that the forward made use of.
+
+    Attributes:
+        received_specs, sent_specs: those of the plan.
+    """
 
     def __init__(self, plan: StagePlan) -> None:
         self.plan = plan
+        self.received_specs, self.sent_specs = plan.received_specs, plan.sent_specs
         self._slots: dict[fx.Node, int] = {}
         last_use: dict[fx.Node, fx.Node] = {}
         for node in plan.nodes:

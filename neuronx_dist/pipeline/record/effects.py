@@ -1,4 +1,4 @@
-"""What a call does beside its result: whose memory it changes, and whether it draws random numbers."""
+"""What a call does beside its result: whose memory it changes, whether it is random, how much it computes."""
 
 from __future__ import annotations
 
@@ -9,17 +9,25 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 __all__ = ["Effects", "has_tensors", "storage_of", "tensors_in"]
 
 
 class Effects(TorchDispatchMode):
-    """Collects, of all operators that run inside it, whose memory they change and whether they draw random numbers."""
+    """Collects, of all operators that run inside it, what they do beside their results.
+
+    Attributes:
+        random: whether one draws random numbers.
+        writes: the memory that they change.
+        flops: the floating-point operations of matrix products and convolutions, by torch's formulas.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.random = False
         self.writes: set[int] = set()
+        self.flops = 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -29,7 +37,11 @@ class Effects(TorchDispatchMode):
         for position, name in written:
             value = args[position] if position < len(args) else (kwargs or {}).get(name)
             self.writes |= {storage_of(x) for x in tensors_in(value)}
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        count = flop_registry.get(func.overloadpacket)
+        if count is not None:
+            self.flops += count(*args, **(kwargs or {}), out_val=result)
+        return result
 
 
 @functools.cache

@@ -40,6 +40,7 @@ from ...spmd.watching import no_typecheck
 from .checkpoints import Checkpoints
 from .effects import Effects, has_tensors, storage_of, tensors_in
 from .fake_mode import QuietFakeMode
+from .on_values import run_on_values
 from .recording import Info, Recording, TensorSpec, TracingError, is_leaf, pack, part
 from .surroundings import restored, without_cache
 
@@ -102,6 +103,8 @@ class _Recorder(TorchFunctionMode):
         self.nodes: dict[int, fx.Node] = {}  # by id of the tensor
         self.alive: list[torch.Tensor] = []  # what `nodes` speaks of: an id must not be used again
         self.attributes: dict[int, tuple[str, str, torch.Tensor]] = {}  # id -> (kind, name, tensor used in its place)
+        self.originals: dict[int, torch.Tensor] = {}  # by id of the fake one in the place of a parameter or buffer
+        self.needs_values: set[type] = set()  # classes of leaves that cannot run on fake tensors
         self.storages: set[int] = set()
         self.writers: dict[int, list[fx.Node]] = {}  # storage -> calls that changed it so far
         self.buffers: dict[int, frozenset[int]] = {}  # by id of the leaf
@@ -129,6 +132,9 @@ class _Recorder(TorchFunctionMode):
         flat, result_structure = pytree.tree_flatten(result)
         outputs = [self._argument(leaf, "the result of the model") for leaf in flat]
         self.graph.output(tuple(outputs))
+        for node in self.graph.find_nodes(op="get_attr"):
+            if not node.users:  # only its shape or dtype was asked for
+                self.graph.erase_node(node)
         return Recording(self.graph, result, outputs, result_structure)
 
     def __torch_function__(
@@ -181,7 +187,10 @@ class _Recorder(TorchFunctionMode):
             alone = module is not None and next(module.parameters(), None) is None
             watched: AbstractContextManager[list[Any]] = comm.record() if alone else nullcontext([])
             with watched as collectives:
-                result, effects = self._evaluate(func, args, kwargs, known, where, target)
+                if module is not None:
+                    result, effects = self._evaluate_layer(module, target, args, kwargs, where)
+                else:
+                    result, effects = self._evaluate(func, args, kwargs, known, where, target)
             written = {real.get(storage, storage) for storage in effects.writes} & self.storages
             if module is not None and [*map(id, before)] != [*map(id, module.buffers())]:
                 written |= buffers  # it put other tensors in their place
@@ -200,6 +209,7 @@ class _Recorder(TorchFunctionMode):
                 buffers=buffers,
                 repeatable=alone and not collectives,
                 random=effects.random,
+                flops=effects.flops,
                 grad=grad,
                 autocast=None if autocast == self.ambient else autocast,
                 checkpoint=checkpoint,
@@ -242,6 +252,33 @@ class _Recorder(TorchFunctionMode):
         if known and not effects.random:
             result = func(*args, **kwargs)
         return result, effects
+
+    def _evaluate_layer(
+        self, layer: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], where: str
+    ) -> tuple[Any, Effects]:
+        """Runs a leaf on fake tensors; one that has parameters and cannot, on values."""
+        failure: Exception | None = None
+        if type(layer) not in self.needs_values:
+            try:
+                return self._evaluate(layer._call_impl, args, kwargs, False, where, name)
+            except Exception as error:
+                if next(layer.parameters(), None) is None:
+                    raise
+                failure = error
+        try:
+            result = run_on_values(layer, args, kwargs, self.originals, self.device, self._like)
+        except Exception:
+            if failure is None:
+                raise
+            raise failure from None
+        self.needs_values.add(type(layer))
+        return result
+
+    def _like(self, x: torch.Tensor) -> torch.Tensor:
+        """A fake tensor in the place of a result that has values; not a leaf of autograd, as a result is none."""
+        fake = self._fake(x, x.requires_grad, self.device)
+        with self.fake_mode:
+            return fake.clone() if x.requires_grad else fake
 
     @contextmanager
     def _paused(self) -> Iterator[None]:
@@ -348,6 +385,7 @@ class _Recorder(TorchFunctionMode):
                         qualified = f"{prefix}.{name}" if prefix else name
                         self.attributes[id(fake)] = self.attributes[id(tensor)] = (kind, qualified, fake)
                         self.alive += [tensor, fake]
+                        self.originals[id(fake)] = tensor
                         self.storages.add(storage_of(fake))
                     table[name] = fake
         self._report_calls(self.module, "")

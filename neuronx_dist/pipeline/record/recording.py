@@ -46,6 +46,7 @@ class Info:
         repeatable: whether a leaf module's call may be made on several stages: it has no parameters, and issues no
             collective.
         random: whether it draws random numbers.
+        flops: floating-point operations of its matrix products and convolutions.
         grad: whether gradients were enabled, in a forward that is run with gradients.
         autocast: `(device type, dtype, enabled)` where that differed from around the forward.
         checkpoint: the number of the activation checkpoint, around several calls, that it lies in.
@@ -61,6 +62,7 @@ class Info:
     buffers: frozenset[int] = frozenset()
     repeatable: bool = False
     random: bool = False
+    flops: int = 0
     grad: bool = True
     autocast: tuple[str, torch.dtype, bool] | None = None
     checkpoint: int | None = None
@@ -87,6 +89,12 @@ class Recording:
         """The calls of leaf modules, in order."""
         return [node for node in self.graph.nodes if node.op == "call_module"]
 
+    def last_calls(self) -> dict[str, fx.Node]:
+        """The last call of each leaf module, by its name, in order."""
+        last = {str(node.target): node for node in self.calls()}
+        position = {node: index for index, node in enumerate(self.graph.nodes)}
+        return dict(sorted(last.items(), key=lambda item: position[item[1]]))
+
 
 def info_of(node: fx.Node) -> Info:
     """What is known about a recorded node."""
@@ -97,13 +105,15 @@ def info_of(node: fx.Node) -> Info:
 def is_leaf(module: nn.Module, leaf_classes: Sequence[type]) -> bool:
     """Whether a module is recorded as one call: a given class, or a single layer with parameters or of `torch.nn`.
 
-    A childless module without parameters, such as a rotary embedding, is looked into unless it is of a given class.
+    A childless module without parameters, such as a rotary embedding, is looked into unless it is of a given class. A
+    layer of `torch.nn` with parameters of its own is single even if it has children: `nn.MultiheadAttention`.
     """
     if isinstance(module, tuple(leaf_classes)):
         return True
+    of_torch = type(module).__module__.startswith("torch.nn.")
     if next(module.children(), None) is not None:
-        return False
-    return next(module.parameters(), None) is not None or type(module).__module__.startswith("torch.nn.")
+        return of_torch and next(module.parameters(recurse=False), None) is not None
+    return of_torch or next(module.parameters(), None) is not None
 
 
 def pack(leaves: Sequence[Any], structure: pytree.TreeSpec) -> Any:

@@ -117,7 +117,7 @@ class Executor:
     def _forward(self, task: Task) -> None:
         chunk = self._chunks[task.chunk]
         received = self._take(task)
-        for tensor, spec in zip(received, chunk.plan.received_specs):
+        for tensor, spec in zip(received, chunk.received_specs):
             tensor.requires_grad_(self._trains and spec.requires_grad)
         first: list[GradientEdge] | None = [] if self._in_halves else None
         with seen_checkpoints() if self._in_halves else nullcontext() as checkpoints:
@@ -190,7 +190,7 @@ class Executor:
 
     def _used(self, task: Task, edges: Sequence[GradientEdge | None]) -> list[tuple[GradientEdge, torch.Tensor]]:
         """What was sent and has a history, with its gradients, which have come."""
-        specs = self._chunks[task.chunk].plan.sent_specs
+        specs = self._chunks[task.chunk].sent_specs
         arrived = iter(self._take(task))
         pairs = [(edge, next(arrived)) for edge, spec in zip(edges, specs) if spec.requires_grad]
         return [(edge, grad) for edge, grad in pairs if edge is not None]
@@ -200,7 +200,7 @@ class Executor:
     ) -> None:
         if task not in self._route.after:
             return
-        specs = self._chunks[task.chunk].plan.received_specs
+        specs = self._chunks[task.chunk].received_specs
         self._give(
             task,
             [

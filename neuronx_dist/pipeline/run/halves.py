@@ -196,10 +196,9 @@ def divide(
         _free(node)
     for index, branch in enumerate(line.branches):
         if branch.once:
-            if index in made:
-                half.give(branch.edges, made.pop(index))
+            half.give(branch.edges, made.pop(index))
             _free(branch.node)
-        elif index in arrived:
+        else:
             half.call(branch, arrived.pop(index))
     return list(grads), half
 

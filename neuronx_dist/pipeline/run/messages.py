@@ -1,8 +1,8 @@
 """Moving tensors between stages by messages: receives are posted ahead, sends are awaited when their window is full.
 
 Buffers are made anew for each message, and no two steps share one: what was received lives on in the graph of its
-microbatch, and an incoming gradient may end as the gradient of a parameter. Nobody could say when to use them again, and
-`torch.empty` takes a microsecond.
+microbatch, and an incoming gradient may end as the gradient of a parameter. Nobody could say when to use them again,
+and `torch.empty` takes a microsecond.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from ... import comm
 from ..cut.stage import add_place
 from ..schedule import Kind, Schedule, Task
-from ..schedule.tasks import COMPUTATIONS, RECEIVES
+from ..schedule.tasks import COMPUTATIONS, RECEIVES, SENDS
 from .transport import Channels
 from .wire import Wire, off_the_wire, on_the_wire
 
@@ -44,12 +44,8 @@ class Messages:
         self._route = schedule.route(stage)
         self._name = f"stage {stage} of {schedule.num_stages}"
         self._wires = wires
-        self._channels = {
-            Kind.SEND_FORWARD: channels.forward,
-            Kind.RECV_FORWARD: channels.forward,
-            Kind.SEND_BACKWARD: channels.backward,
-            Kind.RECV_BACKWARD: channels.backward,
-        }
+        self._stage = stage
+        self._channels = {kind: channels.of(kind) for kind in SENDS | RECEIVES}
         self._device = device
         self._arriving: dict[Task, list[comm.Handle]] = {}
         self._leaving: dict[Task, list[torch.Tensor]] = {}
@@ -85,7 +81,8 @@ class Messages:
         return [off_the_wire(buffer, wire) for buffer, wire in zip(buffers, self._wires[receive.chunk][receive.kind])]
 
     def _post(self, receive: Task) -> None:
-        channel, source = self._channels[receive.kind], self._route.other_stage[receive]
+        source = self._route.other_stage[receive]
+        channel = self._channels[receive.kind][source > self._stage]
         handles = []
         for wire in self._wires[receive.chunk][receive.kind]:
             buffer = torch.empty(wire.shape, dtype=wire.dtype, device=self._device)
@@ -96,7 +93,8 @@ class Messages:
         sends = self._under_way[send.kind]
         if len(sends) >= self._route.windows[send.kind]:
             _wait(sends.popleft())
-        channel, target = self._channels[send.kind], self._route.other_stage[send]
+        target = self._route.other_stage[send]
+        channel = self._channels[send.kind][target > self._stage]
         handles = []
         for tensor, wire in zip(self._leaving.pop(send), self._wires[send.chunk][send.kind]):
             payload = on_the_wire(tensor, wire)

@@ -10,7 +10,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from ... import comm
-from ..cut.placement import Placement, check_placement
+from ..cut.placement import Placement, misplaced, misplacement
 from ..cut.splitting import split
 from ..cut.stage import Stage, add_place
 from ..record.recording import Recording, TensorSpec, TracingError, describe
@@ -82,6 +82,7 @@ def recorded(
 
 
 def build_program(
+    module: nn.Module,
     recording: Recording,
     *,
     loss_spec: Any,
@@ -112,7 +113,9 @@ def build_program(
         node = find_loss(recording, loss_spec)
         wanted, loss = [node, *(recording.outputs if return_outputs else ())], node.meta["info"].spec
     plans = split(recording, cuts, wanted)
-    check_placement(placement, plans, schedule.holders)
+    wrong = misplaced(module, placement, plans, schedule.holders)
+    if wrong is not None:
+        raise misplacement(module, placement, *wrong)
     own = [plans[schedule.virtual_stage(stage, chunk)] for chunk in range(schedule.num_chunks)]
     lockstep = schedule.num_stages > 1 and not comm.current().backend.has_messages
     return StageProgram(

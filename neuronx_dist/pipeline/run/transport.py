@@ -10,20 +10,37 @@ import torch
 
 from ... import comm
 from ..cut.stage import add_place
-from ..schedule import Task
+from ..schedule import Kind, Task
 
 __all__ = ["Channels", "Transport", "located"]
 
 
 class Channels(NamedTuple):
-    """Communicators of the stages of one pipeline; both None if it has one stage.
+    """Communicators of the stages of one pipeline; all None if it has one stage.
 
     Activations and gradients have one each: on NCCL messages between two ranks are one queue per communicator, and
-    neither direction may wait for the other.
+    neither kind may wait for the other. With several chunks on a stage both kinds go both ways, and each way has one.
+
+    Attributes:
+        forward, backward: of activations, and of gradients.
+        forward_up, backward_down: of activations that go to a stage of a lower number, and of gradients that go to one
+            of a higher number; None: as the others of their kind.
     """
 
     forward: comm.Communicator | None
     backward: comm.Communicator | None
+    forward_up: comm.Communicator | None = None
+    backward_down: comm.Communicator | None = None
+
+    def of(self, kind: Kind) -> tuple[comm.Communicator | None, comm.Communicator | None]:
+        """The communicators of a stage's sends or receives of a kind: with stages of lower numbers, and of higher."""
+        forward_up, backward_down = self.forward_up or self.forward, self.backward_down or self.backward
+        return {
+            Kind.SEND_FORWARD: (forward_up, self.forward),
+            Kind.RECV_FORWARD: (self.forward, forward_up),
+            Kind.SEND_BACKWARD: (self.backward, backward_down),
+            Kind.RECV_BACKWARD: (backward_down, self.backward),
+        }[kind]
 
 
 class Transport(Protocol):

@@ -10,7 +10,7 @@ one_f_one_b.py, interleaved.py, gpipe.py, zb_h1.py, zb_v.py, inference.py
                  a schedule each: its order of computations, and its formulas
 selection.py     which of them trains
 messages.py      sends and receives, added to an order of computations
-route.py         the same with the other end of each, for a runtime
+route.py         what a stage does and with whom, for a runtime, answered once
 in_flight.py     how many forwards wait for their backward; holdings.py: all that a stage holds at one time
 completeness.py  is every task there once, and none too early?
 timing.py        when each task starts and ends, by the costs of tasks and messages

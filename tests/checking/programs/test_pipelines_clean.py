@@ -77,6 +77,26 @@ def test_a_pipeline_model_is_ok(name, mesh):
     assert not report.assumed and all(file_name(buckets) in line for line in report.trusted)
 
 
+@pytest.mark.slow
+def test_backwards_in_halves_are_ok():
+    """The checker sees whole backwards: nothing is assumed of the gradients that a half makes."""
+
+    def model_fn():
+        return nxd.NxDPPModel(
+            Summed(tied=True),
+            transformer_layer_cls=models.Block,
+            num_microbatches=2,
+            input_names=["ids", "labels"],
+            output_loss_value_spec=True,
+            auto_partition=True,
+            schedule="zb_h1",
+        )
+
+    report = spmd.check(model_fn, models.batch(ROWS), {"pp": 2, "dp": 2})
+    assert report.ok, str(report)
+    assert not report.assumed
+
+
 def test_ranks_that_differ_along_dp_alone_run_one_program():
     """A second rank of each kind is played after the first has stepped: it must not seem to do something else."""
     mesh, options = {"pp": 2, "dp": 2, "tp": 2}, {"zero1": True}

@@ -69,6 +69,57 @@ def test_a_loss_is_looked_at_on_every_axis(tp, told):
         x.detach().sum()  # what receives no gradient may be anything
 
 
+class Through(torch.autograd.Function):
+    """Its backward is another function than its forward's."""
+
+    @staticmethod
+    def forward(ctx, x, back):
+        ctx.back = back
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.back(grad), None
+
+
+RETURNED = {
+    "summed twice": (
+        R,
+        P,
+        lambda grad: comm.all_reduce(grad, "tp"),
+        "it is added up here, and again where the input is made",
+        ["drop the reduction over tp in ", 'spmd.convert(x, "tp", src=spmd.R, dst=spmd.I'],
+    ),
+    "not summed": (
+        I,
+        I,
+        lambda grad: spmd.convert(grad, "tp", src=I, dst=P, expert_mode=True),
+        "each rank returns its part of it, and nobody adds them up",
+        ['comm.all_reduce(grad_x, "tp") in ', 'spmd.convert(x, "tp", src=spmd.I, dst=spmd.R'],
+    ),
+    "another shard": (
+        S(0),
+        S(0),
+        lambda grad: spmd.all_to_all(grad, "tp", src=S(0), dst=S(1)).reshape(2, 2),
+        "",
+        ["", ""],
+    ),
+}
+
+
+@pytest.mark.parametrize("what", RETURNED)
+def test_what_a_backward_returns_is_the_gradient_of_what_it_was_given(what):
+    kind, seed, back, words, repairs = RETURNED[what]
+    x, gradient = torch.ones(2, 2, requires_grad=True), torch.ones(2, 2)
+    with comm.as_rank(Mesh(2, tp=2), 0, CheckBackend()), spmd.SpmdTypeMode():
+        spmd.assert_type(x, {"tp": kind})
+        spmd.assert_type(gradient, {"tp": seed})
+        with pytest.raises(SpmdTypeError, match=words) as caught:
+            Through.apply(x, back).backward(gradient)
+    assert len(caught.value.repairs) == len(repairs), caught.value.repairs
+    assert all(part in repair for part, repair in zip(repairs, caught.value.repairs)), caught.value.repairs
+
+
 @pytest.mark.parametrize(
     "loss, seed, fitting", [(P, I, True), (P, R, True), (I, P, False), (S(0), S(0), True), (P, V, False)]
 )

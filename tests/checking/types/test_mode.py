@@ -152,6 +152,43 @@ def test_inside_of_a_checkpoint_what_writes_its_operand_writes_it_once(mode):
     assert torch.equal(y, 2 * x)
 
 
+class Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x @ w
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, w = ctx.saved_tensors
+        return grad @ w.t(), x.t() @ grad
+
+
+class ProductInTwoParts(Product):
+    @staticmethod
+    def forward(x, w):
+        return x @ w
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+
+@pytest.mark.parametrize("function", [Product, ProductInTwoParts])
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_what_a_function_saves_keeps_its_type(mode, function, checkpointed):
+    """Hooks on saved tensors, as a checkpoint's, lose what is written on tensors."""
+    x, w = typed(4, 8, grad=True, dp=S(0), tp=I), typed(8, 8, grad=True, dp=R, tp=I)
+
+    def forward(x, w):
+        return function.apply(x * 1, w * 1)
+
+    y = torch.utils.checkpoint.checkpoint(forward, x, w, use_reentrant=False) if checkpointed else forward(x, w)
+    grad_x, grad_w = torch.autograd.grad(y.sum(), (x, w))
+    assert types(grad_x) == (S(0), I) and types(grad_w)[0] is P and types(grad_w)[1] is I
+    assert not mode.assumed
+
+
 @pytest.fixture
 def fused(monkeypatch):
     return lambda **options: [monkeypatch.setattr(Fused, name, value) for name, value in options.items()]

@@ -33,6 +33,8 @@ def casting(x: torch.Tensor) -> torch.Tensor:
 
 @torch.jit.script
 def placing(x: torch.Tensor) -> torch.Tensor:
+    if bool((x > 1e9).any()) or int(x.sum() * 0) + float(x.max() * 0) > 0:
+        return x
     y = torch.ones(x.size(0), dtype=torch.float32, layout=torch.strided, pin_memory=False)
     z = x.to(torch.float64, non_blocking=True, copy=True)
     z += y.sum()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from neuronx_dist import comm
 from neuronx_dist.gradients.reduce import reduce_gradients
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.optimizer import NeuronZero1Optimizer
-from neuronx_dist.pipeline import Kind, NxDPPModel, OneFOneB, Schedule, Task
+from neuronx_dist.pipeline import Interleaved, Kind, NxDPPModel, OneFOneB, Schedule, Task, ZeroBubbleH1, ZeroBubbleV
 from neuronx_dist.pipeline.cut.stage import Stage
 from neuronx_dist.pipeline.run.executor import Executor
 from tests.hf.models import batch as llama_batch
@@ -119,14 +120,9 @@ def test_llama_in_halves_does_what_it_does_whole(mesh: Mesh, how: str, options: 
 
 
 @pytest.mark.parametrize("how", ["", "checkpoint", "reentrant"])
-@pytest.mark.parametrize("schedule_class", [Halves, AroundInHalves])
-def test_checkpoints_and_chunks_give_the_gradients_of_one_process(
-    schedule_class: type[Schedule], how: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def choose(*args: Any, **_: Any) -> Schedule:
-        return schedule_class(2, 3)
-
-    monkeypatch.setattr("neuronx_dist.pipeline.model.training_schedule", choose)
+@pytest.mark.parametrize("schedule_class", [Halves, AroundInHalves, ZeroBubbleV])
+def test_checkpoints_and_chunks_give_the_gradients_of_one_process(schedule_class: type[Schedule], how: str) -> None:
+    schedule = schedule_class(2, 3)
     original, inputs = make(tied=True), batch(rows=6)
     loss, grads = reference(original, inputs, 3)
 
@@ -144,13 +140,13 @@ def test_checkpoints_and_chunks_give_the_gradients_of_one_process(
                 return checkpoint(count, x, use_reentrant=how == "reentrant") if how else count(x)
 
             layer.forward = call
-        losses = pipeline.run(schedule_class(2, 3), inputs)
+        losses = pipeline.run(schedule, inputs)
         reduce_gradients(pipeline)
         return losses, runs, {name: param.grad for name, param in pipeline.local_named_parameters()}
 
-    for stage, (losses, runs, found) in enumerate(on_ranks(Mesh(2, pp=2), original, use, **OPTIONS)):
+    for stage, (losses, runs, found) in enumerate(on_ranks(Mesh(2, pp=2), original, use, schedule=schedule, **OPTIONS)):
         assert runs == 2 * 3 * (2 if how else 1)
-        if stage == schedule_class(2, 3).holders[-1]:
+        if stage == schedule.holders[-1]:
             assert error(torch.stack(losses).mean(), loss) < 1e-12
         assert found and all(error(grad, grads[name]) < 1e-10 for name, grad in found.items())
 
@@ -301,7 +297,7 @@ class Wide(Block):
 class WideModel(Model):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Wide() for _ in range(4))
+        self.layers = nn.ModuleList(Wide() for _ in range(6))
 
 
 def kept_bytes(schedule: Schedule, monkeypatch: pytest.MonkeyPatch) -> list[dict[Task, int]]:
@@ -335,7 +331,8 @@ def kept_bytes(schedule: Schedule, monkeypatch: pytest.MonkeyPatch) -> list[dict
     with monkeypatch.context() as patch:
         patch.setattr(Stage, "run", noted_run)
         patch.setattr(Executor, "_compute", noted_compute)
-        on_ranks(Mesh(schedule.num_stages, pp=schedule.num_stages), make(WideModel), use, **OPTIONS)
+        options = {**OPTIONS, "num_microbatches": schedule.num_microbatches, "schedule": schedule}
+        on_ranks(Mesh(schedule.num_stages, pp=schedule.num_stages), make(WideModel), use, **options)
     return after
 
 
@@ -348,25 +345,44 @@ OF_A_BLOCK = NUMBER * TOKENS * (HIDDEN + 2 + HIDDEN + WIDE + WIDE)
 FREED_OF_A_BLOCK = NUMBER * TOKENS * WIDE
 
 
-@pytest.mark.parametrize("schedule_class", [OneFOneB, GPipe, Halves])
-def test_live_activations_are_the_bound_of_the_schedule(
-    schedule_class: type[Schedule], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "schedule_class", [OneFOneB, GPipe, Halves, Interleaved, ZeroBubbleH1, ZeroBubbleV], ids=lambda each: each.__name__
+)
+def test_live_activations_are_those_of_the_schedule(
+    schedule_class: Callable[..., Schedule], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Exactly: as many microbatches as the schedule says, each with what a forward keeps; after the step, nothing."""
-    one = kept_bytes(schedule_class(PP, 1), monkeypatch)
-    many = kept_bytes(schedule_class(PP, MANY), monkeypatch)
-    for stage, (alone, after) in enumerate(zip(one, many)):
-        of_a_microbatch = alone[Task(Kind.FORWARD, 0, 0)]
-        assert of_a_microbatch > 0
-        assert max(after.values()) == schedule_class(PP, MANY).peak_in_flight(stage) * of_a_microbatch
-        assert list(after.values())[-1] == 0
-    assert one[1][Task(Kind.FORWARD, 0, 0)] == OF_A_BLOCK
+    """Exactly, after each task: what one forward keeps, or one first half, times the microbatches that are there."""
+    chunks: tuple[int, ...] = (2,) if schedule_class is Interleaved else ()
+    one = kept_bytes(schedule_class(PP, 1, *chunks), monkeypatch)
+    schedule = schedule_class(PP, MANY, *chunks)
+    for stage, (alone, after) in enumerate(zip(one, kept_bytes(schedule, monkeypatch))):
+        size = _sizes(alone)
+        kept: dict[tuple[int, int], int] = {}
+        most_in_flight = 0
+        for task, alive in after.items():
+            kept[task.chunk, task.microbatch] = size[task.kind, task.chunk]
+            assert alive == sum(kept.values()), (stage, task)
+            if task.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
+                del kept[task.chunk, task.microbatch]
+            most_in_flight = max(most_in_flight, len(kept))
+        assert not kept and most_in_flight == schedule.peak_in_flight(stage)
+        if schedule.num_chunks == 1 and schedule_class is not ZeroBubbleH1:
+            assert max(after.values()) == schedule.peak_in_flight(stage) * size[Kind.FORWARD, 0]
+
+
+def _sizes(alone: dict[Task, int]) -> dict[tuple[Kind, int], int]:
+    """What a microbatch keeps after each kind of task, by chunk, from a step of one microbatch."""
+    sizes: dict[tuple[Kind, int], int] = {}
+    now: dict[int, int] = {}
+    for task, alive in alone.items():
+        others = sum(size for chunk, size in now.items() if chunk != task.chunk)
+        now[task.chunk] = sizes[task.kind, task.chunk] = alive - others
+    assert all(sizes[kind, chunk] > 0 for kind, chunk in sizes if kind is Kind.FORWARD)
+    return sizes
 
 
 def test_a_microbatch_between_its_halves_keeps_what_weights_need(monkeypatch: pytest.MonkeyPatch) -> None:
     """The inputs of layers and norms; what activation functions kept is freed."""
-    after = kept_bytes(Halves(PP, MANY), monkeypatch)[1]
-    kept = OF_A_BLOCK - FREED_OF_A_BLOCK
-    for done in range(MANY):
-        assert after[Task(Kind.BACKWARD_INPUT, 0, done)] == (MANY - 1 - done) * OF_A_BLOCK + (done + 1) * kept
-        assert after[Task(Kind.BACKWARD_WEIGHT, 0, done)] == (MANY - 1 - done) * kept
+    after = kept_bytes(Halves(PP, 1), monkeypatch)[1]  # two blocks
+    whole, half = after[Task(Kind.FORWARD, 0, 0)], after[Task(Kind.BACKWARD_INPUT, 0, 0)]
+    assert (whole, half) == (2 * OF_A_BLOCK, 2 * (OF_A_BLOCK - FREED_OF_A_BLOCK))

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from neuronx_dist.pipeline.run import halves
 from neuronx_dist.pipeline.run.halves import WeightHalf, divide
 from neuronx_dist.pipeline.run.recomputation import seen_checkpoints
-from tests.support.counting import Flops
+from tests.support.counting import Flops, Storages
 
 SIZE, ROWS = 6, 4
 
@@ -330,6 +330,13 @@ def test_gradients_are_given_away_on_the_way(monkeypatch: pytest.MonkeyPatch) ->
         grads, _, _ = in_halves(model)
         assert same(grads, expected) and len(calls) == times
         calls.clear()
+    x, grad = tensors()
+    weight = nn.Parameter(torch.randn(SIZE, SIZE, dtype=torch.float64))
+    weight.register_post_accumulate_grad_hook(lambda _: calls.append("hook"))
+    doubled = weight * 2
+    roots = [get_gradient_edge(F.linear(x, doubled)), get_gradient_edge(doubled)]
+    divide(roots, [grad, doubled.detach()], [get_gradient_edge(x)])[1].run()
+    assert calls == ["", "hook"]
 
 
 def test_what_only_the_first_half_needs_is_freed_after_it() -> None:
@@ -363,25 +370,46 @@ def test_a_freed_part_says_so() -> None:
         y.backward(grad)
 
 
-def test_nothing_is_left_behind() -> None:
-    """No circle of references keeps a graph alive until the next garbage collection."""
-    model = Twice("asks", False)
+@pytest.mark.parametrize("checkpointed", [None, False], ids=["plain", "checkpoint"])
+@pytest.mark.parametrize("name", ["plain", "asks", "computes_both", "in_place"])
+def test_nothing_is_left_behind(name: str, checkpointed: bool | None) -> None:
+    """A weight half that is over holds no memory; no circle of references waits for the garbage collector."""
+    model = Twice(name, checkpointed)
+    x, grad = tensors()
+    outside = [x, grad, *model.parameters()]
     gc.collect()
     gc.disable()
+    storages = Storages()
     try:
-        x, grad = tensors()
-        with seen_checkpoints() as checkpoints:
-            y = model(x)
-        alive = weakref.ref(y)
-        roots = [get_gradient_edge(y)]
-        del y
-        _, half = divide(roots, [grad], [get_gradient_edge(x)], recomputes=checkpoints.any)
-        del roots
-        half.run()
-        del half
-        assert alive() is None
+        with storages:
+            with seen_checkpoints() as checkpoints:
+                y = model(x)
+            roots, inputs = [get_gradient_edge(y)], [get_gradient_edge(x)]
+            del y
+            _, half = divide(roots, [grad], inputs, recomputes=checkpoints.any)
+            del roots, inputs, _
+            half.run()
+            for each in (*outside, *(param.grad for param in model.parameters() if param.grad is not None)):
+                storages.forget(each)
+            assert storages.alive() == 0
     finally:
         gc.enable()
+
+
+def test_what_ran_whole_keeps_only_the_gradients_that_it_made() -> None:
+    model = Module().double()
+    x, grad = tensors()
+    with Storages() as storages:
+        y = Both.apply(x * 2, model.weight)
+        roots = [get_gradient_edge(y)]
+        del y
+        _, half = divide(roots, [grad], [get_gradient_edge(x)])
+        del roots, _
+        for each in (x, grad, model.weight):
+            storages.forget(each)
+        assert half.once == ["BothBackward"] and storages.alive() == model.weight.nbytes
+        half.run()
+    assert model.weight.grad is not None
 
 
 def test_several_roots_and_inputs() -> None:
@@ -411,6 +439,7 @@ def test_several_roots_and_inputs() -> None:
     assert grads == [] and torch.equal(model.first.bias.grad, torch.full((SIZE,), float(ROWS)).double())
 
 
+@pytest.mark.slow
 def test_compiled_layers_run_whole_in_the_first_half() -> None:
     torch.manual_seed(0)
     model = Module().double()

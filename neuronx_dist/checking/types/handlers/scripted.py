@@ -53,7 +53,7 @@ _OWN: dict[str, Callable[..., Any]] = {
     "append": _append,
 }
 _TENSORS = ("Tensor", "Optional[Tensor]", "List[Tensor]", "List[Optional[Tensor]]")
-_OPTIONS = ("layout", "pin_memory", "non_blocking", "memory_format")  # of memory, not of values
+_OPTIONS = ("layout", "memory_format")  # of memory, not of values; numbers, which torch does not take
 
 
 class _Graph:

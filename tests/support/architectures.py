@@ -1,0 +1,337 @@
+"""Tiny models of many architectures, Hugging Face's and others, and the table of them that is `docs/models.md`.
+
+`PYTHONPATH=. python -m tests.support.architectures` (`make models`) writes the table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from torch.nn import functional as F
+
+from neuronx_dist import comm
+from neuronx_dist.mesh import Mesh
+from neuronx_dist.pipeline.cut.partitioning import partition
+from neuronx_dist.pipeline.cut.placement import misplaced
+from neuronx_dist.pipeline.cut.splitting import StagePlan, split
+from neuronx_dist.pipeline.record.recorder import record
+from neuronx_dist.pipeline.record.recording import Recording
+from tests.support.paths import ROOT
+
+VOCAB, HIDDEN, HEADS, SEQ, ROWS = 32, 16, 4, 6, 4
+DOCUMENT = ROOT / "docs" / "models.md"
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": HIDDEN,
+    "intermediate_size": 24,
+    "num_attention_heads": HEADS,
+    "max_position_embeddings": 16,
+}
+_TOKENS: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+_GROUPED: dict[str, Any] = {**_COMMON, **_TOKENS, "num_key_value_heads": 2}
+_NO_DROPOUT: dict[str, Any] = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+_NO_DROPOUT_PROB: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+
+
+def tokens() -> dict[str, torch.Tensor]:
+    """Token ids, some of the labels ignored."""
+    ids = torch.randint(3, VOCAB, (ROWS, SEQ), generator=torch.Generator().manual_seed(0))
+    labels = ids.clone()
+    labels[:, 0] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def images() -> dict[str, torch.Tensor]:
+    """Images of 8 by 8 pixels, of two classes."""
+    generator = torch.Generator().manual_seed(0)
+    pixels = torch.randn(ROWS, 3, 8, 8, generator=generator, dtype=torch.float64)
+    return {"pixel_values": pixels, "labels": torch.arange(ROWS) % 2}
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A model to be cut into stages.
+
+    Attributes:
+        name: as the table has it.
+        model: name of its class in transformers; or what makes one, of a number of layers.
+        layer_classes: names of the classes of its layers.
+        config: arguments of its configuration.
+        layers: which of these is the number of layers.
+        inputs: what it is trained on.
+        spec: where the loss is in its output.
+        remarks: for the table.
+        error: what recording or cutting it raises, where it does.
+    """
+
+    name: str
+    model: str | Callable[[int], nn.Module]
+    layer_classes: tuple[str, ...]
+    config: dict[str, Any] = field(default_factory=dict)
+    layers: tuple[str, ...] = ("num_hidden_layers",)
+    inputs: Callable[[], dict[str, torch.Tensor]] = tokens
+    spec: Any = field(default_factory=lambda: {"loss": True, "logits": False})
+    remarks: str = ""
+    error: str = ""
+
+    def make(self, layers: int = 4) -> nn.Module:
+        """The model in float64 in training mode, equal at every call; norms and biases are not at trivial values."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            if callable(self.model):
+                model = self.model(layers)
+            else:
+                model_class = getattr(transformers, self.model)
+                counts = dict.fromkeys(self.layers, layers // len(self.layers))
+                config = model_class.config_class(**self.config, **counts)
+                if "experts_implementation" in self.config:
+                    config._experts_implementation = self.config["experts_implementation"]
+                model = model_class(config)
+            model = model.double().train()
+            with torch.no_grad():
+                for param in model.parameters():
+                    if param.ndim == 1:
+                        param.add_(torch.randn_like(param) * 0.1)
+        return model
+
+    def classes(self, model: nn.Module) -> list[type]:
+        return [c for c in {type(m): None for m in model.modules()} if c.__name__ in self.layer_classes]
+
+    def recording(self, model: nn.Module) -> Recording:
+        with comm.as_rank(Mesh(1), 0):
+            return record(model, self.inputs(), self.classes(model))
+
+    def plans(self, model: nn.Module, recording: Recording, pieces: int, traced: bool) -> list[StagePlan] | None:
+        """What four stages run; None: `traced` is needed, since parameters placed without it do not fit."""
+        classes = self.classes(model)
+        made = partition(
+            model,
+            pieces,
+            cuts="layers",
+            layer_classes=classes,
+            leaf_classes=classes,
+            recording=recording if traced else None,
+        )
+        plans = split(recording, made.cuts)
+        return plans if misplaced(model, made.placement, plans, range(pieces)) is None else None
+
+
+# --- models that are not Hugging Face's -------------------------------------------------------------------------------
+
+
+class ConvBlock(nn.Module):
+    """A convolution with batch norm, whose statistics change in training."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(inputs, outputs, 3, padding=1)
+        self.norm = nn.BatchNorm2d(outputs)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.relu(self.norm(self.conv(x)))
+
+
+class ConvNet(nn.Module):
+    """Convolutions and pooling, then a linear head."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(ConvBlock(8 if index else 3, 8) for index in range(layers))
+        self.pool = nn.MaxPool2d(2)
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, pixel_values: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = pixel_values
+        for index, block in enumerate(self.blocks):
+            x = block(x)
+            if index < 2:
+                x = self.pool(x)
+        return F.cross_entropy(self.head(x.mean((2, 3))), labels)
+
+
+class UNet(nn.Module):
+    """Each layer on the way down hands its result to the one of its size on the way up, over the stages between."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        half = layers // 2
+        self.down = nn.ModuleList(ConvBlock(8 if index else 3, 8) for index in range(half))
+        self.middle = nn.Conv2d(8, 8, 1)
+        self.up = nn.ModuleList(ConvBlock(16, 8) for _ in range(layers - half))
+        self.head = nn.Conv2d(8, 2, 1)
+
+    def forward(self, pixel_values: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x, skips = pixel_values, []
+        for block in self.down:
+            skips.append(block(x))
+            x = F.max_pool2d(skips[-1], 2) if len(skips) < 3 else skips[-1]
+        x = self.middle(x)
+        for block in self.up:
+            skip = skips.pop()
+            x = block(torch.cat([F.interpolate(x, skip.shape[2:]), skip], 1))
+        return F.cross_entropy(self.head(x).mean((2, 3)), labels)
+
+
+# --- all of them ------------------------------------------------------------------------------------------------------
+
+ARCHITECTURES = [
+    Architecture("Llama", "LlamaForCausalLM", ("LlamaDecoderLayer",), _GROUPED),
+    Architecture(
+        "Mistral", "MistralForCausalLM", ("MistralDecoderLayer",), {**_GROUPED, "head_dim": 4, "sliding_window": 4}
+    ),
+    Architecture(
+        "Qwen 2",
+        "Qwen2ForCausalLM",
+        ("Qwen2DecoderLayer",),
+        {**_GROUPED, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2},
+    ),
+    Architecture("Qwen 3", "Qwen3ForCausalLM", ("Qwen3DecoderLayer",), {**_GROUPED, "head_dim": 4}),
+    Architecture(
+        "Gemma 2", "Gemma2ForCausalLM", ("Gemma2DecoderLayer",), {**_GROUPED, "head_dim": 4, "sliding_window": 4}
+    ),
+    Architecture(
+        "Gemma 3", "Gemma3ForCausalLM", ("Gemma3DecoderLayer",), {**_GROUPED, "head_dim": 4, "sliding_window": 4}
+    ),
+    Architecture("Phi", "PhiForCausalLM", ("PhiDecoderLayer",), _GROUPED),
+    Architecture("Phi 3", "Phi3ForCausalLM", ("Phi3DecoderLayer",), _GROUPED),
+    Architecture(
+        "GPT-2",
+        "GPT2LMHeadModel",
+        ("GPT2Block",),
+        {"vocab_size": VOCAB, "n_embd": HIDDEN, "n_head": HEADS, "n_positions": 16, **_TOKENS}
+        | dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
+        ("n_layer",),
+    ),
+    Architecture("GPT-NeoX", "GPTNeoXForCausalLM", ("GPTNeoXLayer",), {**_COMMON, **_TOKENS}),
+    Architecture(
+        "OPT",
+        "OPTForCausalLM",
+        ("OPTDecoderLayer",),
+        {**_COMMON, **_TOKENS, "ffn_dim": 24, "word_embed_proj_dim": HIDDEN, "dropout": 0.0},
+        remarks="the last norm is registered before the layers",
+    ),
+    Architecture(
+        "BLOOM",
+        "BloomForCausalLM",
+        ("BloomBlock",),
+        {"vocab_size": VOCAB, "hidden_size": HIDDEN, "n_head": HEADS, **_TOKENS, **_NO_DROPOUT},
+        ("n_layer",),
+    ),
+    Architecture("BERT (masked language model)", "BertForMaskedLM", ("BertLayer",), {**_COMMON, **_NO_DROPOUT_PROB}),
+    Architecture(
+        "T5",
+        "T5ForConditionalGeneration",
+        ("T5Block",),
+        {"vocab_size": VOCAB, "d_model": HIDDEN, "d_kv": 4, "d_ff": 24, "num_heads": HEADS, "dropout_rate": 0.0}
+        | {"decoder_start_token_id": 0},
+        ("num_layers", "num_decoder_layers"),
+        remarks="encoder and decoder on one pipeline; the encoder's result goes along with the decoder's",
+    ),
+    Architecture(
+        "Mixtral",
+        "MixtralForCausalLM",
+        ("MixtralDecoderLayer",),
+        {**_GROUPED, "num_local_experts": 4, "sliding_window": None, "experts_implementation": "eager"},
+        remarks="its experts ask which of them have tokens: recorded with values, once for each shape",
+    ),
+    Architecture(
+        "ViT",
+        "ViTForImageClassification",
+        ("ViTLayer",),
+        {"hidden_size": HIDDEN, "intermediate_size": 24, "num_attention_heads": HEADS, "image_size": 8, "patch_size": 4}
+        | _NO_DROPOUT_PROB,
+        inputs=images,
+    ),
+    Architecture(
+        "Mamba",
+        "MambaForCausalLM",
+        ("MambaBlock",),
+        {"vocab_size": VOCAB, "hidden_size": HIDDEN, "state_size": 4, "time_step_rank": 2, **_TOKENS},
+    ),
+    Architecture(
+        "a U-net",
+        UNet,
+        ("ConvBlock",),
+        inputs=images,
+        spec=True,
+        remarks="skips go over the stages between, with their gradients",
+    ),
+    Architecture(
+        "a convolutional network",
+        ConvNet,
+        ("ConvBlock",),
+        inputs=images,
+        spec=True,
+        remarks="batch norm per microbatch",
+    ),
+]
+
+# --- the table --------------------------------------------------------------------------------------------------------
+
+_TEXT = """# Models on a pipeline
+
+Which models `NxDPPModel` cuts into stages. Each row is tested: a tiny one (4 layers of hidden size {hidden}) on 2 and 4
+stages, and with two chunks on each of 2, whose loss and gradients equal those of one process to 1e-10 in float64
+(`tests/pipeline/test_architectures.py`). `make models` writes this page, here with transformers {transformers}; a test
+compares.
+
+* *layers*: the class for `transformer_layer_cls`.
+* *sent*: how many tensors a stage sends to the next, on 4 stages.
+* *trace*: whether `model.trace(kwargs={{...example inputs...}})` is needed right after the constructor: where layers
+  run in another order than they are registered in.
+
+| model | class | layers | sent | trace | remarks |
+| --- | --- | --- | --- | --- | --- |
+{rows}
+
+## Models that cannot be recorded
+
+{refused}
+
+A pipeline needs shapes that depend on the inputs' shapes alone, and a forward whose Python code does not branch on
+values outside of its layers. Caches are switched off while it is recorded.
+"""
+
+
+def row(architecture: Architecture) -> str:
+    """A line of the table, of what its recording shows."""
+    model = architecture.make()
+    recording = architecture.recording(model)
+    untraced = architecture.plans(model, recording, 4, traced=False)
+    plans = untraced or architecture.plans(model, recording, 4, traced=True)
+    assert plans is not None
+    sent = ", ".join(str(len(plan.sent)) for plan in plans[:-1])
+    name = f"`{architecture.model}`" if isinstance(architecture.model, str) else ""
+    layers = ", ".join(f"`{layer}`" for layer in architecture.layer_classes) if name else ""
+    cells = [architecture.name, name, layers, sent, "no" if untraced else "yes", architecture.remarks]
+    return "| " + " | ".join(cells) + " |"
+
+
+def raised(architecture: Architecture) -> str:
+    """What recording a model raises, as it is in the document."""
+    try:
+        architecture.recording(architecture.make())
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def document() -> str:
+    recorded = [each for each in ARCHITECTURES if not each.error]
+    refused = [f"* {each.name}: {each.remarks}\n\n      {each.error}\n" for each in ARCHITECTURES if each.error]
+    return _TEXT.format(
+        hidden=HIDDEN,
+        transformers=transformers.__version__,
+        rows="\n".join(row(each) for each in recorded),
+        refused="\n".join(refused) or "None of those that were tried.",
+    )
+
+
+if __name__ == "__main__":
+    DOCUMENT.write_text(document())
