@@ -118,16 +118,7 @@ def test_it_sees_a_window_that_is_too_small_for_zb_v() -> None:
 
 
 def test_it_sees_a_swapped_peer() -> None:
-    def test_it_sees_a_chunk_before_the_one_on_the_same_stage_that_it_follows() -> None:
-    """No message connects them."""
-    turned = WrittenSchedule("F0 F0.1 B0.1 B0", "F0.1 F0 B0.1 B0", holders=[0, 1, 1, 0])
-    message = r"stage 1 at F0.1 \(before the computation of chunk 0 whose result it takes\)"
-    with pytest.raises(RuntimeError, match=message):
-        prove(turned)
-    prove(WrittenSchedule("F0 F0.1 B0.1 B0", "F0 F0.1 B0.1 B0", holders=[0, 1, 1, 0]))
-
-
-class Swapped(OneFOneB):
+    class Swapped(OneFOneB):
         def peer(self, stage: int, task: Task) -> tuple[int, Task] | None:
             other_end = super().peer(stage, task)
             if other_end is None or task.kind is not Kind.SEND_FORWARD:
