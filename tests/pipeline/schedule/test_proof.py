@@ -7,7 +7,16 @@ from itertools import pairwise
 
 import pytest
 
-from neuronx_dist.pipeline.schedule import Kind, OneFOneB, Schedule, Task, ZeroBubbleV, parse_schedule, prove
+from neuronx_dist.pipeline.schedule import (
+    Kind,
+    OneFOneB,
+    Schedule,
+    Task,
+    WrittenSchedule,
+    ZeroBubbleV,
+    parse_schedule,
+    prove,
+)
 from neuronx_dist.pipeline.schedule.tasks import COMPUTATIONS, RECEIVE_FOR, RECEIVES, SEND_AFTER, SENDS
 
 
@@ -118,6 +127,15 @@ def test_it_sees_a_swapped_peer() -> None:
 
     with pytest.raises(RuntimeError, match="stage 0 sends SF0 where stage 1 expects microbatch 0"):
         prove(Swapped(2, 4))
+
+
+def test_it_sees_a_chunk_before_the_one_on_the_same_stage_that_it_follows() -> None:
+    """No message connects them."""
+    turned = WrittenSchedule("F0 F0.1 B0.1 B0", "F0.1 F0 B0.1 B0", holders=[0, 1, 1, 0])
+    message = r"stage 1 at F0.1 \(before the computation of chunk 0 whose result it takes\)"
+    with pytest.raises(RuntimeError, match=message):
+        prove(turned)
+    prove(WrittenSchedule("F0 F0.1 B0.1 B0", "F0 F0.1 B0.1 B0", holders=[0, 1, 1, 0]))
 
 
 class Swapped(OneFOneB):
