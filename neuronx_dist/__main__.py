@@ -13,6 +13,7 @@ _NAME = "neuronx-dist"
 SUBCOMMANDS = {
     "check": ("checking.command", "play a training step of every rank in this process, and compare them"),
     "run": ("comm.run_command", "run a script on several processes, as torchrun does, and show only what it says"),
+    "timeline": ("pipeline.timeline.command", "draw a pipeline's schedules, or a recorded step, for web or terminal"),
 }
 
 

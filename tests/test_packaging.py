@@ -219,7 +219,11 @@ def test_one_version_everywhere():
 
 def test_the_pinned_environment_has_what_the_extras_ask_for():
     extras = pyproject()["project"]["optional-dependencies"]
-    names = {re.split(r"[<>=!~ ]", requirement)[0].lower() for extra in ("hf", "dev") for requirement in extras[extra]}
+    names = {
+        re.split(r"[<>=!~ ]", requirement)[0].lower()
+        for extra in ("hf", "dev", "plot")
+        for requirement in extras[extra]
+    }
     assert names <= pins().keys()
     assert extras["xla"] == ["torch==2.9.0", "torch_xla==2.9.0"]
     assert f"TORCH_XLA ?= {' '.join(extras['xla'])}\n" in (ROOT / "Makefile").read_text()

@@ -35,7 +35,7 @@ TOWER = [
     ["gradients"],
     ["parallel_layers"],
     ["hf", "optimizer", "pipeline/schedule"],
-    ["pipeline/record"],
+    ["pipeline/record", "pipeline/timeline"],
     ["pipeline/cut"],
     ["pipeline/run"],
     ["pipeline"],
@@ -58,7 +58,7 @@ DOORS_UP = {
     "spmd": {"SpmdTypeMode", "check", "register_rule", "typecheck"},
 }
 # Imported inside functions: the package works without them.
-OPTIONAL = {"jax", "jaxlib", "ml_dtypes", "numpy", "safetensors", "torch_xla", "transformers"}
+OPTIONAL = {"PIL", "jax", "jaxlib", "matplotlib", "ml_dtypes", "numpy", "safetensors", "torch_xla", "transformers"}
 
 
 class Import(NamedTuple):

@@ -32,6 +32,8 @@ def run(
         work = comm.waited(verb, x, start)  # a connection that is known to be broken raises at once
         return Handle(comm, verb, work, finish, operand_of(x))
     comm.waited(verb, x, lambda: start().wait())
+    if recording.recorders:
+        recording.note(comm, "end:" + verb, x)
     return finish()
 
 

@@ -6,6 +6,7 @@ cut/             a recording in stages; a stage as a function
 run/             a schedule executed on one rank
 stage_module.py  a module of which this rank has a part; model.py: `NxDPPModel`, which does all of it
 manual_pipe_stage.py  a model given as a list of layers
+timeline/        pictures of schedules and of recorded steps
 options.py       what is checked of its arguments
 """
 

@@ -25,6 +25,7 @@ from ..gradients.accumulation import no_sync
 from ..gradients.reduce import reduce_gradients, refuse_accumulation
 from ..parallel_layers import PARALLEL_MODULES
 from ..parallel_layers.signatures import accepts
+from ..spmd.watching import active
 from .cut.partitioning import partition
 from .manual_pipe_stage import LayerList, PartitionFunction
 from .options import (
@@ -33,7 +34,6 @@ from .options import (
     checked_input_names,
     module_classes,
     names,
-    refuse_unsupported,
     warn_of_tracing,
     warn_of_unused,
 )
@@ -43,6 +43,8 @@ from .run.microbatches import Batch, evaluating
 from .run.program import StageProgram, build_program, program_key, recorded
 from .run.report import report_loss
 from .run.running import check_pieces, check_runs, run_batch
+from .run.trace import Trace
+from .run.trace_file import checked_path
 from .run.transport import Channels
 from .schedule import Inference, Schedule, training_schedule
 from .stage_module import StageModule
@@ -72,7 +74,8 @@ class NxDPPModel(StageModule):
             without effect, with a warning: what the forward calls is recorded while it runs, not traced from symbols.
         param_init_fn: `param_init_fn(module)` initialises the direct parameters of a module that was on meta; called
             for each module of this stage that has any, on the CPU.
-        trace_file_path: only None.
+        trace_file_path: a file in which each pass is recorded, as a trace of Chrome and Perfetto (ui.perfetto.dev):
+            tasks, waits, messages and collectives of all ranks of a host; see `Trace`. None: nothing is.
         use_zero1_optimizer: the optimizer averages gradients over data-parallel ranks, so that `run_train` does not.
         auto_partition: True or "layers": cut evenly between transformer layers, as NxD; see `create_partitions`.
             "balanced": by FLOPs, which `trace(kwargs={...})` after this makes known, and parameters, the embedding's
@@ -151,7 +154,6 @@ class NxDPPModel(StageModule):
                 "manual_pp_loss_fn": manual_pp_loss_fn,
             },
         )
-        refuse_unsupported(trace_file_path=trace_file_path)
         warn_of_tracing(tracer_cls, autowrap_functions, autowrap_modules, autowrap_obj_methods)
         warn_of_unused(
             use_model_wrapper=(use_model_wrapper, "the model itself is what is trained"),
@@ -190,6 +192,7 @@ class NxDPPModel(StageModule):
         self.input_names = checked_input_names(module, input_names)
         self.auto_partition = checked_auto_partition(auto_partition)
         self.param_init_fn = param_init_fn
+        self.trace_file_path = checked_path(trace_file_path)
         self.use_zero1_optimizer = use_zero1_optimizer
         self.use_model_wrapper = use_model_wrapper
         self.use_optimizer_wrapper = use_optimizer_wrapper
@@ -202,6 +205,7 @@ class NxDPPModel(StageModule):
         self._channels = Channels(None, None)
         self._example: Recording | None = None
         self._programs: dict[Any, StageProgram] = {}
+        self._trace: Trace | None = None
         self._schedules: dict[Any, Schedule] = {self._key_of_training(): chosen}  # of training and evaluation
         self._checked = WeakSet([chosen])
         if self.pipeline_cuts or self.auto_partition or chosen.num_virtual_stages == 1:
@@ -490,8 +494,15 @@ class NxDPPModel(StageModule):
                 parameters=self.local_parameters(),
                 device=self.device,
                 check_finite=self.check_finite,
+                trace=self._opened_trace(),
             )
         return program, results
+
+    def _opened_trace(self) -> Trace | None:
+        """The trace, if there is to be one; the first pass opens it. A check, which plays ranks, leaves none."""
+        if self._trace is None and self.trace_file_path is not None and active() is None:
+            self._trace = Trace(self.trace_file_path, self.device).closed_with(self)
+        return self._trace
 
     def _program(self, batch: Batch, return_outputs: bool = False) -> StageProgram:
         key = program_key(batch, self.original_module, self.device, return_outputs)

@@ -19,7 +19,6 @@ __all__ = [
     "checked_input_names",
     "module_classes",
     "names",
-    "refuse_unsupported",
     "warn_of_tracing",
     "warn_of_unused",
 ]
@@ -106,13 +105,6 @@ def checked_auto_partition(value: Any) -> Literal["layers", "balanced"] | None:
         f'auto_partition={value!r}: True or "layers" cuts evenly between transformer layers, "balanced" by FLOPs and '
         "parameters, False leaves it to pipeline_cuts"
     )
-
-
-def refuse_unsupported(**options: Any) -> None:
-    """Raises ValueError for the first of these options that is set."""
-    for option, value in options.items():
-        if value:
-            raise ValueError(f"{option}={value!r} is not supported; leave it out")
 
 
 def check_manual(module: Any, manual_pp_partition: bool, cuts: Mapping[str, Any], functions: Mapping[str, Any]) -> None:

@@ -7,7 +7,7 @@ import threading
 import torch
 
 from neuronx_dist import comm
-from neuronx_dist.comm import Call
+from neuronx_dist.comm import Call, recording
 from neuronx_dist.comm.backends import threads
 from neuronx_dist.mesh import Mesh
 from tests.support.pool import processes
@@ -81,6 +81,31 @@ def test_waits_are_recorded_on_demand_once_each():
     ]
     assert threads.run(Mesh(2, tp=2), asynchronous) == [want] * 2
     assert processes(2).run(asynchronous, mesh=dict(tp=2)) == [want] * 2
+
+
+class Listener:
+    """A recorder of its own, which wants to know of ends too."""
+
+    def __init__(self) -> None:
+        self.rank = comm.rank("tp")
+        self.calls: list[tuple[str, int]] = []
+
+    def add(self, call: Call) -> None:
+        self.calls.append((call.verb, call.bytes))
+
+
+def test_who_is_attached_is_told_of_starts_and_of_ends():
+    def work():
+        recording.attach(listener := Listener())
+        handle = comm.all_reduce(torch.ones(3), "tp", async_op=True)
+        comm.broadcast(torch.ones(2), "tp")
+        handle.wait()
+        recording.detach(listener)
+        comm.broadcast(torch.ones(2), "tp")
+        return listener.calls
+
+    want = [("all_reduce", 12), ("broadcast", 8), ("end:broadcast", 0), ("wait:all_reduce", 0)]
+    assert threads.run(Mesh(2, tp=2), work) == [want] * 2
 
 
 def a_message() -> list[str]:

@@ -16,6 +16,7 @@ from .lockstep import Lockstep
 from .messages import Messages
 from .microbatches import Batch
 from .program import StageProgram
+from .trace import Trace
 from .transport import Channels, Transport
 
 __all__ = ["check_pieces", "check_runs", "run_batch"]
@@ -32,6 +33,7 @@ def run_batch(
     parameters: Iterable[nn.Parameter],
     device: torch.device,
     check_finite: bool = False,
+    trace: Trace | None = None,
 ) -> tuple[list[Any], int]:
     """Runs a schedule.
 
@@ -40,6 +42,7 @@ def run_batch(
         module: the whole model, of which this rank holds `parameters`, on `device`.
         channels: to the other stages.
         check_finite: refuse a loss that is NaN or infinite.
+        trace: what to record the pass in.
 
     Returns:
         By microbatch, on the stage that ends the model, its loss, the forward's result, or both as a pair, whichever
@@ -48,12 +51,15 @@ def run_batch(
     Raises:
         whatever a task raises, with the task and the stage before the message.
     """
+    transport = _transport(program, schedule, stage, channels, parameters, device)
+    if trace is not None:
+        transport = trace.watch(transport, schedule, stage)
     executor = Executor(
         module=module,
         chunks=program.chunks,
         schedule=schedule,
         stage=stage,
-        transport=_transport(program, schedule, stage, channels, parameters, device),
+        transport=transport,
         microbatches=batch.microbatches(program.input_leaves, device),
         pick_loss=None if program.structure is not None else (lambda outputs: outputs[0]),
         check_outputs=refuse_infinite_loss if check_finite and program.loss is not None else None,

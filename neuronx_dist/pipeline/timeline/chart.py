@@ -1,0 +1,92 @@
+"""What is drawn of a step: when each stage computes what. Bubble and memory follow from it, simulated or recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ..schedule import Costs, Schedule, TimedTask, simulate
+from ..schedule.timing import MemoryInUse, bubble_of, memory_of
+
+__all__ = ["Chart", "number", "simulated"]
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A step of all stages of a pipeline.
+
+    Attributes:
+        name: of the schedule, or of what was recorded.
+        stages: the bars of each stage, in the order of time. The first of all begins at 0.
+        unit: of time: "ms", or "" where a forward or half of a backward takes about 1.
+    """
+
+    name: str
+    stages: Sequence[Sequence[TimedTask]]
+    unit: str = ""
+
+    @property
+    def step_time(self) -> float:
+        """From the first task of any stage to the end of the last."""
+        return max((bar.end for bars in self.stages for bar in bars), default=0.0)
+
+    @property
+    def bubble(self) -> float:
+        """Share of the step in which a stage computes nothing, on average over stages."""
+        return bubble_of(self.stages)
+
+    @property
+    def num_microbatches(self) -> int:
+        return 1 + max((bar.task.microbatch for bars in self.stages for bar in bars), default=-1)
+
+    @property
+    def num_chunks(self) -> int:
+        return 1 + max((bar.task.chunk for bars in self.stages for bar in bars), default=0)
+
+    def memory(self, stage: int) -> list[MemoryInUse]:
+        """The microbatches of which a stage keeps activations, as changes in time.
+
+        A chunk counts as its share of the stage's layers, so that charts with different numbers of chunks compare.
+        """
+        return memory_of(stage, self.stages[stage], Costs(activation=1 / self.num_chunks))
+
+    @property
+    def keeps_activations(self) -> bool:
+        """Whether there are backwards."""
+        return any(self.peak(stage) for stage in range(len(self.stages)))
+
+    def peak(self, stage: int) -> float:
+        """The most microbatches whose activations a stage keeps at one time."""
+        return max(amount for _, amount in self.memory(stage))
+
+    def summary(self) -> str:
+        """Bubble, step time and memory, on one line."""
+        unit = f" {self.unit}" if self.unit else ""
+        peak = max(self.peak(stage) for stage in range(len(self.stages)))
+        memory = f", peak memory {number(peak)} microbatches" if peak else ""
+        return f"bubble {self.bubble:.1%}, step {number(self.step_time)}{unit}{memory}"
+
+    def shape(self) -> str:
+        """Stages, chunks and microbatches, in words."""
+        chunks = f" × {self.num_chunks} chunks" if self.num_chunks > 1 else ""
+        return f"{len(self.stages)} stages{chunks}, {self.num_microbatches} microbatches"
+
+
+def simulated(name: str, schedule: Schedule, costs: Costs, unit: str = "") -> Chart:
+    """A schedule as `simulate` runs it.
+
+    Args:
+        costs: numbers, of all chunks of a stage together: each takes its share, so that schedules with different
+            numbers of chunks compare.
+
+    Raises:
+        RuntimeError: the schedule cannot run; see `simulate`.
+    """
+    computing = ("forward", "backward_input", "backward_weight")
+    share = {name: getattr(costs, name) / schedule.num_chunks for name in computing}
+    return Chart(name, simulate(schedule, replace(costs, **share)).timeline, unit)
+
+
+def number(value: float) -> str:
+    """At most three digits after the point, and none that say nothing."""
+    return f"{value:.3g}" if abs(value) < 100 else f"{value:.0f}"

@@ -1,0 +1,106 @@
+"""A step of a trace, which `NxDPPModel(trace_file_path=...)` wrote, as a chart."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from ..schedule import Costs, Kind, Task, TimedTask
+from .chart import Chart
+
+__all__ = ["measured_costs", "recorded"]
+
+_KINDS = {
+    "forward": Kind.FORWARD,
+    "backward": Kind.BACKWARD,
+    "backward_input": Kind.BACKWARD_INPUT,
+    "backward_weight": Kind.BACKWARD_WEIGHT,
+}
+
+
+def recorded(paths: Sequence[str], step: int | None = None) -> Chart:
+    """A step of a trace; of several pipelines (data or tensor parallelism) that of the lowest ranks.
+
+    Args:
+        paths: its files, one for each host.
+        step: None: the last with a backward that all stages have ended, else the last of all.
+
+    Raises:
+        ValueError: not a trace, or one without this step; the message says which steps there are.
+    """
+    events = [event for path in paths for event in _events(path)]
+    tasks, stages_of, trained = defaultdict(list), {}, set()
+    for event in events:
+        args = event.get("args", {})
+        if event.get("cat") == "step":
+            stages_of[args["step"]] = args["stages"]
+        elif event.get("cat") in _KINDS:
+            tasks[args["step"]].append(event)
+            if event["cat"] != "forward":
+                trained.add(args["step"])
+    if not stages_of:
+        raise ValueError(
+            f"{', '.join(paths)}: no step of a pipeline is in this trace; was the job ended before one was?"
+        )
+    complete = [number for number, stages in stages_of.items() if len(_ranks(tasks[number])) == stages]
+    if step is None:
+        step = max([n for n in complete if n in trained] or complete or stages_of)
+    elif step not in stages_of:
+        raise ValueError(f"{', '.join(paths)}: there is no step {step}; the trace has {_ranges(sorted(stages_of))}")
+    ranks = _ranks(tasks[step])
+    begin = min(event["ts"] for event in tasks[step])
+    bars: list[list[TimedTask]] = [[] for _ in range(stages_of[step])]
+    for event in sorted(tasks[step], key=lambda event: event["ts"]):
+        args = event["args"]
+        if event["pid"] == ranks[args["stage"]]:
+            task = Task(_KINDS[event["cat"]], args["chunk"], args["microbatch"])
+            start = (event["ts"] - begin) / 1e3
+            bars[args["stage"]].append(TimedTask(task, start, start + event["dur"] / 1e3))
+    return Chart(f"{Path(paths[0]).name}, step {step}", bars, "ms")
+
+
+def measured_costs(chart: Chart) -> Costs:
+    """What tasks took in a chart, for a simulation that compares with it: medians, for all chunks of a stage together.
+
+    Of whole backwards each half is taken to be as long as the other.
+    """
+    durations: dict[Kind, list[float]] = defaultdict(list)
+    for bars in chart.stages:
+        for task, start, end in bars:
+            durations[task.kind].append((end - start) * chart.num_chunks)
+    medians = {kind: median(values) for kind, values in durations.items()}
+    half = medians.get(Kind.BACKWARD, 0.0) / 2
+    return Costs(
+        forward=medians.get(Kind.FORWARD, 0.0),
+        backward_input=medians.get(Kind.BACKWARD_INPUT, half),
+        backward_weight=medians.get(Kind.BACKWARD_WEIGHT, half),
+    )
+
+
+def _events(path: str) -> list[dict[str, Any]]:
+    try:
+        events = json.loads(Path(path).read_text())
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}") from error
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON: {error}") from error
+    if not isinstance(events, list) or not all(isinstance(event, dict) for event in events):
+        raise ValueError(f"{path} is no list of events, which `NxDPPModel(trace_file_path=...)` writes")
+    return events
+
+
+def _ranks(tasks: Sequence[dict[str, Any]]) -> dict[int, int]:
+    """The lowest rank of each stage."""
+    ranks: dict[int, int] = {}
+    for event in tasks:
+        stage = event["args"]["stage"]
+        ranks[stage] = min(event["pid"], ranks.get(stage, event["pid"]))
+    return ranks
+
+
+def _ranges(steps: Sequence[int]) -> str:
+    return f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
