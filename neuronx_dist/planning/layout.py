@@ -115,8 +115,8 @@ class Layout:
 
     def problems(self, config: Any = None) -> list[str]:
         """What is wrong with this layout for a model of this config; empty if it fits."""
-        sizes = ("world_size", "tp", "pp", "cp", "ep", "num_microbatches", "global_batch", "seq_len")
-        sizes += ("virtual_pipeline_size",)
+        sizes = ["world_size", "tp", "pp", "cp", "ep", "virtual_pipeline_size"]
+        sizes += ["num_microbatches", "global_batch", "seq_len"]
         problems = [
             f"{name} must be a positive integer, not {getattr(self, name)!r}"
             for name in sizes

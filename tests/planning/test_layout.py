@@ -106,7 +106,11 @@ REFUSED = {
         PLAIN,
         ["2 chunks on each stage, not 3 (virtual_pipeline_size)"],
     ),
-    "chunks": (dict(world_size=1, virtual_pipeline_size=0), PLAIN, ["virtual_pipeline_size must be a positive integer"]),
+    "chunks": (
+        dict(world_size=1, virtual_pipeline_size=0),
+        PLAIN,
+        ["virtual_pipeline_size must be a positive integer"],
+    ),
     "sequence": (
         dict(world_size=2, tp=2, sequence_parallel=True, seq_len=127),
         PLAIN,

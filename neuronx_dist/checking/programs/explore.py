@@ -44,11 +44,13 @@ class RankProgram:
         rank: the one that was played.
         phases: by name, as far as they were played.
         failure: what ended it early.
+        schedule: of all microbatches of its pipeline model; None: there is none.
     """
 
     rank: int
     phases: dict[str, Phase]
     failure: PhaseFailure | None = None
+    schedule: Schedule | None = None
 
     def __post_init__(self) -> None:
         self.events: list[Event] = [event for phase in self.phases.values() for event in phase.events]
@@ -142,7 +144,6 @@ class Explored:
 
     Attributes:
         programs: by rank.
-        schedule: of the pipeline model; of the longest, if ranks made different ones; None without a pipeline.
         plays: how many ranks were played, in whole or in part.
         finished: whether time sufficed.
         wire: types that stages sent one another.
@@ -150,7 +151,6 @@ class Explored:
     """
 
     mesh: Mesh
-    schedule: Schedule | None = None
     plays: int = 0
     finished: bool = True
     wire: Wire = field(default_factory=Wire)
@@ -244,14 +244,10 @@ def _play_ahead(
         explored.programs.add(program, played.answers())
 
 
-def _explore_stage(
-    subject: Subject, stage: int, deadline: Deadline, explored: Explored, models: list[Played]
-) -> None:
+def _explore_stage(subject: Subject, stage: int, deadline: Deadline, explored: Explored, models: list[Played]) -> None:
     while (rank := explored.programs.missing(stage)) is not None:
         played, program = _play(subject, rank, deadline, explored, models)
         explored.programs.add(program, played.answers())
-        schedules = [each for each in (explored.schedule, played.schedule) if each is not None]
-        explored.schedule = max(schedules, key=lambda each: each.num_microbatches, default=None)
 
 
 def _play(
@@ -301,7 +297,7 @@ def _run(played: Played, rank: int, phases: Iterable[str], halt_after: int | Non
         except Exception as error:  # noqa: B902 - a finding, whatever it is
             failure = PhaseFailure(name, rank, error)
             break
-    return RankProgram(rank, dict(played.phases), failure)
+    return RankProgram(rank, dict(played.phases), failure, played.schedule)
 
 
 def _confirm(subject: Subject, deadline: Deadline, explored: Explored) -> None:
