@@ -13,10 +13,11 @@ from ..spmd.axes import PartOfAxisError, mesh_of
 from ..spmd.errors import SpmdTypeError
 from .programs.branches import compare_branches, differences
 from .programs.calls import Deadline, OutOfTime
-from .programs.compare import compare_events, compare_schedule
+from .programs.compare import compare_events
 from .programs.explore import Explored, PhaseFailure, explore
 from .programs.numeric import compare_values
 from .programs.played import ReadsValues, Subject
+from .programs.schedules import compare_schedules
 from .report import Problem, Report
 
 __all__ = ["check"]
@@ -87,16 +88,17 @@ def check(
     _simplify(explored, caller)
     _fill(report, explored)
     own_step = step is not None
+    for problem in compare_schedules(explored):
+        report.add(problem)
     failures: dict[tuple[str, str], list[PhaseFailure]] = {}  # the same on several ranks is told once
-    for program in explored.distinct:
+    for program in explored.distinct if not report.problems else ():  # the rest follows from different schedules
         if program.failure is not None:
             error = program.failure.error
             failures.setdefault((type(error).__name__, str(error)), []).append(program.failure)
     for same in failures.values():
         report.add(_problem(same, grid, own_step))
     if not report.problems and explored.finished:
-        compared = [*compare_events(explored), *compare_schedule(grid, explored.schedule)]
-        for problem in compared or compare_branches(explored):
+        for problem in compare_events(explored) or compare_branches(explored):
             report.add(problem)
     if numeric and report.ok:
         try:

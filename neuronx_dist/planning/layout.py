@@ -8,7 +8,7 @@ print(layout.picture(config))   # ranks as pp (down) x dp (boxes) x tp (within a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from os import PathLike
@@ -17,7 +17,7 @@ from typing import Any
 
 from ..mesh import Mesh
 from ..model_shape import ModelShape, padded_heads, stage_layers
-from ..pipeline.schedule import Schedule, training_schedule
+from ..pipeline.schedule import Schedule, prove, training_schedule
 
 __all__ = ["Layout", "LayoutError", "format_bytes", "format_count"]
 
@@ -39,7 +39,7 @@ class Layout:
     """How a training job is spread over its ranks. Data parallelism takes what the other degrees leave.
 
     `global_batch` is in sequences, `seq_len` in tokens. Each data-parallel replica cuts its share of the batch into
-    `num_microbatches`.
+    `num_microbatches`. `schedule` and `virtual_pipeline_size` are those of `NxDPPModel`.
     """
 
     world_size: int
@@ -55,6 +55,8 @@ class Layout:
     global_batch: int = 1
     seq_len: int = 1
     dtype: str = "float32"
+    schedule: str | Schedule | Callable[[int, int], Schedule] | None = None
+    virtual_pipeline_size: int = 1
 
     @property
     def model_parallel(self) -> int:
@@ -71,14 +73,21 @@ class Layout:
         return self.global_batch // (self.dp * self.num_microbatches)
 
     @property
-    def schedule(self) -> Schedule:
-        """What the pipeline's stages do in a step."""
-        return training_schedule(self.pp, self.num_microbatches)
+    def training_schedule(self) -> Schedule:
+        """What the pipeline's stages do in a step: what `schedule` stands for.
+
+        Raises:
+            ValueError: no schedule has the name, or it is for other sizes; `problems` says so too.
+            TypeError: `schedule` is none.
+        """
+        return training_schedule(
+            self.pp, self.num_microbatches, schedule=self.schedule, num_chunks=self.virtual_pipeline_size
+        )
 
     @property
     def bubble(self) -> float:
         """Share of a step in which a stage waits, if all stages take equally long."""
-        return self.schedule.bubble
+        return self.training_schedule.bubble
 
     def mesh(self) -> Mesh:
         return Mesh(self.world_size, tp=self.tp, pp=self.pp, cp=self.cp, ep=self.ep)
@@ -106,7 +115,8 @@ class Layout:
 
     def problems(self, config: Any = None) -> list[str]:
         """What is wrong with this layout for a model of this config; empty if it fits."""
-        sizes = ("world_size", "tp", "pp", "cp", "ep", "num_microbatches", "global_batch", "seq_len")
+        sizes = ["world_size", "tp", "pp", "cp", "ep", "virtual_pipeline_size"]
+        sizes += ["num_microbatches", "global_batch", "seq_len"]
         problems = [
             f"{name} must be a positive integer, not {getattr(self, name)!r}"
             for name in sizes
@@ -117,7 +127,12 @@ class Layout:
         if problems:
             return problems  # the rest divides by these
         model = ModelShape() if config is None else ModelShape.of(config)
-        return [*self._rank_problems(model), *self._model_problems(model), *self._batch_problems(model)]
+        return [
+            *self._rank_problems(model),
+            *self._schedule_problems(model),
+            *self._model_problems(model),
+            *self._batch_problems(model),
+        ]
 
     def _rank_problems(self, model: ModelShape) -> list[str]:
         problems = []
@@ -137,6 +152,28 @@ class Layout:
             )
         return problems
 
+    def _schedule_problems(self, model: ModelShape) -> list[str]:
+        try:
+            schedule = self.training_schedule
+            if not (self.schedule is None or isinstance(self.schedule, str)):  # those with a name are known to run
+                prove(schedule)
+        except (ValueError, TypeError) as error:
+            return [f"schedule: {error}"]
+        except RuntimeError as error:
+            return [f"schedule: {schedule} cannot run: {error}"]
+        if model.layers is None or schedule.num_virtual_stages <= model.layers:
+            return []
+        chunks = schedule.num_chunks
+        of_chunks = f" with {chunks} chunks each ({schedule})" if chunks > 1 else ""
+        advice = _either(
+            ("use pp {}", _near(self.pp, lambda pp: self._pp_fits(model, pp))),
+            (
+                "use virtual_pipeline_size {}",
+                _near(chunks, lambda size: replace(self, virtual_pipeline_size=size)._pp_fits(model, self.pp)),
+            ),
+        )
+        return [f"{self.pp} pipeline stages{of_chunks} for {model.layers} layers: {advice}"]
+
     def _model_problems(self, model: ModelShape) -> list[str]:
         problems = []
         if model.layers is not None:  # attention over a split sequence and expert layers are not part of the model swap
@@ -144,9 +181,6 @@ class Layout:
                 degree = getattr(self, axis)
                 if degree > 1:
                     problems.append(f"{axis} {degree}: {what} is not available for this model; use {axis} 1")
-        if model.layers is not None and self.pp > model.layers:
-            pp = _near(self.pp, lambda pp: self._pp_fits(model, pp)) or [model.layers]
-            problems.append(f"{self.pp} pipeline stages for {model.layers} layers: " + _either(("use pp {}", pp)))
         use_tp = ("use tp {}", _near(self.tp, lambda tp: self._tp_fits(model, tp)))
         if model.heads and model.kv_heads:
             problems += self._head_problems(model.heads, model.kv_heads, use_tp)
@@ -220,7 +254,13 @@ class Layout:
         return not padded_heads(heads, model.kv_heads, tp).pads(heads, model.kv_heads)
 
     def _pp_fits(self, model: ModelShape, pp: int) -> bool:
-        return self._ranks_fit(self.tp, pp) and (model.layers is None or pp <= model.layers)
+        if not self._ranks_fit(self.tp, pp):
+            return False
+        try:
+            pieces = replace(self, pp=pp).training_schedule.num_virtual_stages
+        except (ValueError, TypeError):
+            return False
+        return model.layers is None or pieces <= model.layers
 
     def picture(self, config: Any = None, *, width: int = 100) -> str:
         """The ranks as text: a row for each pipeline stage, a box for each data-parallel rank, tp ranks joined by `═`.
@@ -264,12 +304,13 @@ class Layout:
         """What each stage holds."""
         if layers is None:
             return [""] * self.pp
-        notes = []
-        for stage, own in enumerate(stage_layers(layers, self.pp)):
-            parts = ["embedding"] if stage == 0 else []
-            parts.append(f"layer {own[0]}" if len(own) == 1 else f"layers {own.start}–{own.stop - 1}")
-            notes.append(", ".join(parts + (["norm, head"] if stage == self.pp - 1 else [])))
-        return notes
+        holders = self.training_schedule.holders
+        parts: list[list[str]] = [[] for _ in range(self.pp)]
+        parts[holders[0]].append("embedding")
+        for stage, own in zip(holders, stage_layers(layers, len(holders))):
+            parts[stage].append(f"layer {own[0]}" if len(own) == 1 else f"layers {own.start}–{own.stop - 1}")
+        parts[holders[-1]].append("norm, head")
+        return [", ".join(part) for part in parts]
 
     def _legend(self) -> list[str]:
         lines = []
@@ -280,7 +321,15 @@ class Layout:
             state = ", each keeps its part of the optimizer state (ZeRO-1)" if self.zero1 else ""
             lines.append(f"□  dp: each box sees other sequences, gradients are averaged{state}")
         if self.pp > 1:
-            lines.append(f"↓  pp: microbatches go down and their gradients up; {self.bubble:.0%} of a step is waiting")
+            holders = self.training_schedule.holders
+            down = holders == [*range(self.pp)]
+            line = _elide(holders, 16)
+            way = "down" if down else "to stages " + " ".join("…" if stage is None else str(stage) for stage in line)
+            named = "" if self.schedule is None else f" ({self.schedule})"
+            lines.append(
+                f"↓  pp: microbatches go {way} and their gradients {'up' if down else 'back'}; "
+                f"{self.bubble:.0%} of a step is waiting{named}"
+            )
         pieces = [(self.dp, "replica"), (self.num_microbatches, "microbatch"), (self.micro_batch, "sequence")]
         plural = {"microbatch": "microbatches"}
         batch = " × ".join(f"{count} {name if count == 1 else plural.get(name, name + 's')}" for count, name in pieces)

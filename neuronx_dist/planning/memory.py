@@ -42,7 +42,7 @@ class StageMemory:
 
     Attributes:
         num_parameters: that the rank holds.
-        in_flight: most microbatches between their forward and their backward.
+        in_flight: most forwards whose backward is not over: microbatches, times chunks (`Schedule.peak_in_flight`).
         compute, reduction, step: forward and backward, the gradient reduction, and the optimizer's step.
     """
 
@@ -91,7 +91,7 @@ class MemoryEstimate:
             most("parameters", PARAMETERS, lambda stage: stage.step),
             most("gradients", GRADIENTS, lambda stage: stage.step),
             most("optimizer state, master weights", OPTIMIZER, lambda stage: stage.step),
-            row("microbatches in flight", lambda stage: str(stage.in_flight)),
+            row("forwards in flight", lambda stage: str(stage.in_flight)),
             most("  their activations", ACTIVATIONS, lambda stage: stage.compute),
             most("  logits and loss", LOGITS, lambda stage: stage.compute),
             most("  messages between stages", MESSAGES, lambda stage: stage.compute),
@@ -168,11 +168,13 @@ def _play(
         num_parameters = sum(param.numel() for param in module.parameters())
         padding = dict(pad_heads=layout.pad_heads, pad_vocab=layout.pad_vocab)
         hf.swap(module, sequence_parallel=layout.sequence_parallel, inplace_logits=True, **padding)
-        num_microbatches = layout.schedule.microbatches_until_repeat(stage)
+        num_microbatches = layout.training_schedule.microbatches_until_repeat(stage)
         model = NxDPPModel(
             module,
             transformer_layer_cls=hf.transformer_layer_class(module),
             num_microbatches=num_microbatches,
+            virtual_pipeline_size=layout.virtual_pipeline_size,
+            schedule=layout.schedule,
             output_loss_value_spec={"loss": True, "logits": False},
             auto_partition=True,
             use_zero1_optimizer=layout.zero1,

@@ -8,9 +8,11 @@ from types import SimpleNamespace
 import pytest
 
 from neuronx_dist.model_shape import ModelShape, padded_heads, stage_layers
+from neuronx_dist.pipeline.schedule import OneFOneB, WrittenSchedule, ZeroBubbleV
 from neuronx_dist.planning.layout import Layout, LayoutError, format_bytes, format_count
 
 SMOLLM = ModelShape(layers=30, heads=9, kv_heads=3, intermediate=1536, vocab=49152, max_positions=8192)
+STUCK = WrittenSchedule("F0 B0 F1 B1", "F0 F1 B0 B1")  # stage 0 wants a gradient that stage 1 makes after F1
 PLAIN = ModelShape(layers=8, heads=8, kv_heads=8, intermediate=512, vocab=256, max_positions=2048)
 
 
@@ -78,6 +80,37 @@ REFUSED = {
         PLAIN,
         ["16 pipeline stages for 8 layers", "use pp 8"],
     ),
+    "pieces": (
+        dict(world_size=4, pp=4, num_microbatches=8, virtual_pipeline_size=4, global_batch=240),
+        PLAIN,
+        ["4 pipeline stages with 4 chunks each (Interleaved(", "for 8 layers", "use pp 2", "virtual_pipeline_size 2"],
+    ),
+    "pieces of a V": (
+        dict(world_size=8, pp=8, schedule="zb_v"),
+        PLAIN,
+        ["8 pipeline stages with 2 chunks each (ZeroBubbleV(", "for 8 layers: use pp 4"],
+    ),
+    "schedule": (dict(world_size=2, pp=2, schedule="zbv"), PLAIN, ["no schedule 'zbv'", "'zb_h1', 'zb_v'"]),
+    "schedule of another size": (
+        dict(world_size=2, pp=2, num_microbatches=2, global_batch=2, schedule=WrittenSchedule("F0 B0", "F0 B0")),
+        PLAIN,
+        ["schedule: WrittenSchedule(num_stages=2, num_microbatches=1) does not fit 2 stages and 2 microbatches"],
+    ),
+    "schedule that waits for itself": (
+        dict(world_size=2, pp=2, num_microbatches=2, global_batch=2, schedule=STUCK),
+        PLAIN,
+        ["WrittenSchedule(num_stages=2, num_microbatches=2) cannot run: deadlock: stage 0 at ", "stage 1 at "],
+    ),
+    "chunks of a schedule": (
+        dict(world_size=2, pp=2, schedule="zb_v", virtual_pipeline_size=3),
+        PLAIN,
+        ["2 chunks on each stage, not 3 (virtual_pipeline_size)"],
+    ),
+    "chunks": (
+        dict(world_size=1, virtual_pipeline_size=0),
+        PLAIN,
+        ["virtual_pipeline_size must be a positive integer"],
+    ),
     "sequence": (
         dict(world_size=2, tp=2, sequence_parallel=True, seq_len=127),
         PLAIN,
@@ -116,6 +149,7 @@ def test_the_suggested_values_work(case):
     if "global_batch" not in options:
         options = {**options, "global_batch": 240}  # divisible whatever the new degree is
     fields = {"tp": "tp", "pp": "pp", "seq_len": "seq_len", "a global batch of": "global_batch"}
+    fields["virtual_pipeline_size"] = "virtual_pipeline_size"
     for text, field in fields.items():
         for values in re.findall(rf"use {text} (\d+(?: or \d+)?)", message):
             for value in values.split(" or "):
@@ -276,6 +310,29 @@ def test_picture():
         world_size=8, tp=2, pp=2, sequence_parallel=True, zero1=True, num_microbatches=4, global_batch=32, seq_len=128
     )
     assert layout.picture(PLAIN) == PICTURE
+
+
+V_PICTURE = """\
+2 ranks = pp 2 × dp 1 × tp 1
+
+        ┌ dp 0 ┐
+stage 0 │  0   │  embedding, layers 0–1, layers 6–7, norm, head
+stage 1 │  1   │  layers 2–3, layers 4–5
+        └──────┘
+↓  pp: microbatches go to stages 0 1 1 0 and their gradients back; 4% of a step is waiting (zb_v)
+a step: 1 replica × 4 microbatches × 1 sequence of 1 tokens = 4 tokens"""
+
+
+def test_the_picture_of_another_placement():
+    assert Layout(2, pp=2, num_microbatches=4, global_batch=4, schedule="zb_v").picture(PLAIN) == V_PICTURE
+
+
+def test_the_schedule_is_the_one_that_is_asked_for():
+    sizes = dict(world_size=4, pp=4, num_microbatches=8, global_batch=8)
+    assert Layout(**sizes).bubble == OneFOneB(4, 8).bubble
+    assert Layout(**sizes, schedule="zb_v").bubble == ZeroBubbleV(4, 8).bubble < Layout(**sizes).bubble
+    assert Layout(**sizes, virtual_pipeline_size=2).training_schedule.holders == [0, 1, 2, 3] * 2
+    assert type(Layout(**sizes, schedule=ZeroBubbleV).training_schedule) is ZeroBubbleV
 
 
 @pytest.mark.parametrize("world", [1, 4, 8, 16, 32, 64])

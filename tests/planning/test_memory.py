@@ -15,6 +15,8 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 
 from neuronx_dist import comm
 from neuronx_dist.mesh import Mesh
+from neuronx_dist.pipeline.schedule import Schedule, WrittenSchedule
+from neuronx_dist.pipeline.schedule.selection import NAMES as SCHEDULES
 from neuronx_dist.planning.layout import Layout, LayoutError
 from neuronx_dist.planning.memory import estimate_memory
 from neuronx_dist.planning.meter import measure_peak
@@ -135,6 +137,9 @@ WIDE = dict(vocab_size=2048, hidden_size=320, num_hidden_layers=3, num_attention
 PADDED = dict(WIDE, vocab_size=2047, hidden_size=288, num_attention_heads=9, num_key_value_heads=3)
 DEEP = dict(hidden_size=64, num_hidden_layers=9, num_attention_heads=4, num_key_value_heads=4, tie_word_embeddings=True)
 HUGE = dict(vocab_size=32768, hidden_size=8192, intermediate_size=28672, num_attention_heads=64, num_key_value_heads=8)
+TIED = dict(tie_word_embeddings=True)
+CHUNKS = dict(virtual_pipeline_size=2)
+SPLIT, V = dict(schedule="zb_h1", sequence_parallel=True), dict(schedule="zb_v", zero1=True)
 CASES = [
     Case("tp2-pp2", layout(4, tp=2, pp=2)),
     Case("tp2-pp2-sp", layout(4, tp=2, pp=2, sequence_parallel=True, global_batch=8)),
@@ -147,12 +152,27 @@ CASES = [
     Case("wide-dp4-bf16", layout(4, seq_len=16, num_microbatches=1, dtype="bfloat16"), WIDE),
     Case("padded", layout(4, tp=2, pp=2, pad_heads=True, pad_vocab=True, seq_len=96, global_batch=12), PADDED),
     Case("deep-pp2-dp2-zero1", layout(4, pp=2, zero1=True, seq_len=192), DEEP),
+    Case("gpipe-pp4-5-microbatches", layout(4, pp=4, num_microbatches=5, global_batch=10, schedule="gpipe"), TIED),
+    Case("interleaved-pp2-dp2-7-microbatches", layout(4, pp=2, num_microbatches=7, global_batch=28, **CHUNKS), TIED),
+    Case("interleaved-pp4-8-microbatches", layout(4, pp=4, num_microbatches=8, **CHUNKS), DEEP),
+    Case("zb_h1-pp4-7-microbatches", layout(4, pp=4, num_microbatches=7, global_batch=14, schedule="zb_h1"), TIED),
+    Case("zb_h1-tp2-pp2-sp", layout(4, tp=2, pp=2, num_microbatches=5, global_batch=10, **SPLIT), WIDE),
+    Case("zb_v-pp4-9-microbatches", layout(4, pp=4, num_microbatches=9, global_batch=9, schedule="zb_v"), DEEP),
+    Case("zb_v-pp2-dp2-zero1-5-microbatches", layout(4, pp=2, num_microbatches=5, global_batch=20, **V), TIED),
     Case("one-process", layout(1)),
     Case("one-process-one-microbatch", layout(1, num_microbatches=1, global_batch=4)),
     Case("wide-one-process-bf16", layout(1, dtype="bfloat16", seq_len=40, global_batch=4), WIDE),
 ]
 # Of each option one; NXD_FULL=1 measures all, each in a second or two of CPU on each rank.
-SAMPLE = ("tp2-pp2-sp", "tp2-sp-dp2-zero1-bf16", "padded", "deep-pp2-dp2-zero1", "one-process")
+SAMPLE = (
+    "tp2-pp2-sp",
+    "tp2-sp-dp2-zero1-bf16",
+    "padded",
+    "deep-pp2-dp2-zero1",
+    "interleaved-pp2-dp2-7-microbatches",
+    "zb_v-pp2-dp2-zero1-5-microbatches",
+    "one-process",
+)
 MEASURED = [case for case in CASES if FULL or case.name in SAMPLE]
 
 
@@ -191,6 +211,8 @@ def train_and_measure(case: Case, ask_allocator: bool = False) -> Measured:
         module,
         transformer_layer_cls=hf.transformer_layer_class(module),
         num_microbatches=layout.num_microbatches,
+        virtual_pipeline_size=layout.virtual_pipeline_size,
+        schedule=layout.schedule,
         output_loss_value_spec={"loss": True, "logits": False},
         auto_partition=True,
         broadcast_and_average_loss=True,
@@ -264,7 +286,7 @@ def test_the_measured_peak_of_every_rank_is_the_predicted_one(case: Case) -> Non
         assert found.compute == pytest.approx(max(stage.compute.peak, stage.reduction.peak), rel=0.02), told
         assert found.step == pytest.approx(stage.step.peak, rel=0.02), told
         assert found.unknown < 1024, f"{found.unknown} bytes are held from step to step, and not needed"
-        assert stage.in_flight == min(shape.num_microbatches, shape.pp - found.stage)
+        assert stage.in_flight == shape.training_schedule.peak_in_flight(found.stage)
 
 
 @pytest.mark.parametrize("name", ["wide-one-process-bf16", *["one-process"] * FULL])
@@ -324,6 +346,35 @@ def test_the_whole_batch_counts() -> None:
     memory = estimate_memory(many, CASES[0].config()).stages[0]
     assert memory.in_flight == 1
     assert memory.compute.most["batch"] == 2 * 8 * 128 * 128 + 4  # ids and labels, and the number of labels
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES if FULL else ["zb_v"])
+def test_a_short_play_shows_what_a_long_step_holds(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is played is as many microbatches as repeat themselves; the peaks are those of all of them."""
+    sizes = dict(DEEP, num_hidden_layers=4, hidden_size=32, intermediate_size=64)
+    chunks = 2 if schedule == "interleaved" else 1
+    long = layout(
+        2, pp=2, num_microbatches=13, global_batch=13, seq_len=8, schedule=schedule, virtual_pipeline_size=chunks
+    )
+    config = Case("", long, sizes).config()
+    short = estimate_memory(long, config)
+    monkeypatch.setattr(Schedule, "microbatches_until_repeat", lambda self, stage: self.num_microbatches)
+    whole = estimate_memory(long, config)
+    for stage, (predicted, expected) in enumerate(zip(short.stages, whole.stages)):
+        assert predicted.peak == pytest.approx(expected.peak, rel=1e-4), stage  # but for the losses: a scalar each
+        assert predicted.compute.peak == pytest.approx(expected.compute.peak, rel=1e-4), stage
+        assert predicted.in_flight == expected.in_flight == long.training_schedule.peak_in_flight(stage)
+
+
+def test_a_schedule_that_is_written_down_is_played() -> None:
+    """All forwards first on one stage: more is held there than by 1F1B."""
+    config = CASES[0].config()
+    plain = layout(2, pp=2, num_microbatches=3, global_batch=6, seq_len=16)
+    late = WrittenSchedule("F0 F1 F2 B0 B1 B2", "F0 B0 F1 B1 F2 B2")
+    planned, written = (estimate_memory(each, config) for each in (plain, replace(plain, schedule=late)))
+    assert [stage.in_flight for stage in planned.stages] == [2, 1]
+    assert [stage.in_flight for stage in written.stages] == [3, 1]
+    assert written.stages[0].compute.peak > planned.stages[0].compute.peak
 
 
 def test_the_optimizer_and_its_options_count() -> None:

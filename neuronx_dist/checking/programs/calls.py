@@ -32,7 +32,17 @@ _GETTERS = {
 } | {torch.is_floating_point, torch.is_complex, torch.is_tensor, torch.numel, torch.autograd.backward}
 
 
-_QUIET = {"__get__", "__set__", "_set_grad_enabled", "promote_types", "get_default_dtype", "result_type"}
+# send, recv: events tell of them, and middle stages differ in nothing but the other end.
+_QUIET = {
+    "__get__",
+    "__set__",
+    "_set_grad_enabled",
+    "promote_types",
+    "get_default_dtype",
+    "result_type",
+    "send",
+    "recv",
+}
 # Functions in which a number is a value: the result's shape does not depend on it.
 _VALUES = {
     name.format(stem)

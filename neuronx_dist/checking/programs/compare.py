@@ -15,12 +15,11 @@ from typing import Any
 from ...comm.backends.observed import CheckCommunicator, Event
 from ...comm.rank_values import rank_values_in
 from ...mesh import Mesh
-from ...pipeline.schedule import Schedule, prove
 from ..report import Problem
 from .cells import Cells
 from .explore import Explored, RankProgram
 
-__all__ = ["compare_events", "compare_schedule"]
+__all__ = ["compare_events"]
 
 
 @dataclass(eq=False)
@@ -382,25 +381,3 @@ def _unequal(mesh: Mesh, sent: _Seen, received: _Seen) -> Problem:
     )
     kind = "pipeline" if between else "collectives"
     return Problem(kind, message, (sent.rank, received.rank), (*places(sent.event), *places(received.event)))
-
-
-# --- the schedule -----------------------------------------------------------------------------------------------------
-
-
-def compare_schedule(mesh: Mesh, schedule: Schedule | None) -> list[Problem]:
-    """Whether the messages of all microbatches, in the order in which each stage makes them, come to an end.
-
-    Args:
-        schedule: of the pipeline model; None: there is no pipeline.
-    """
-    if schedule is None:
-        return []
-    try:
-        prove(schedule)
-    except RuntimeError as error:
-        what = (
-            f"the schedule of {schedule.num_microbatches} microbatches over {schedule.num_stages} stages cannot run: "
-            f"{error}"
-        )
-        return [Problem("pipeline", what, tuple(mesh.groups("pp")[0]), error=error)]
-    return []

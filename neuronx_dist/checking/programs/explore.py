@@ -15,7 +15,7 @@ from typing import Any
 from ...comm.backends.observed import Event
 from ...comm.rank_tables import RankTable
 from ...mesh import Mesh
-from ...pipeline.schedule import Schedule
+from ...pipeline.schedule import Kind, Schedule, Task
 from .calls import Deadline, Op, OutOfTime
 from .cells import Cells
 from .played import PHASES, Phase, Played, Subject
@@ -44,11 +44,13 @@ class RankProgram:
         rank: the one that was played.
         phases: by name, as far as they were played.
         failure: what ended it early.
+        schedule: of all microbatches of its pipeline model; None: there is none.
     """
 
     rank: int
     phases: dict[str, Phase]
     failure: PhaseFailure | None = None
+    schedule: Schedule | None = None
 
     def __post_init__(self) -> None:
         self.events: list[Event] = [event for phase in self.phases.values() for event in phase.events]
@@ -142,7 +144,6 @@ class Explored:
 
     Attributes:
         programs: by rank.
-        schedule: of the pipeline model; of the longest, if ranks made different ones; None without a pipeline.
         plays: how many ranks were played, in whole or in part.
         finished: whether time sufficed.
         wire: types that stages sent one another.
@@ -150,7 +151,6 @@ class Explored:
     """
 
     mesh: Mesh
-    schedule: Schedule | None = None
     plays: int = 0
     finished: bool = True
     wire: Wire = field(default_factory=Wire)
@@ -186,9 +186,13 @@ def explore(subject: Subject, mesh: Mesh, deadline: Deadline, twice: bool = True
 
 def _explore(subject: Subject, mesh: Mesh, deadline: Deadline, twice: bool) -> Explored:
     explored = Explored(mesh)
+    models: list[list[Played]] = [[] for _ in range(mesh.pp)]  # that were built so far, by stage
     try:
-        for stage in range(mesh.pp):
-            _explore_stage(subject, stage, deadline, explored)
+        for stage, chunk in _order(subject, deadline, explored, models[0]):
+            if chunk is None:
+                _explore_stage(subject, stage, deadline, explored, models[stage])
+            else:
+                _play_ahead(subject, stage, chunk, deadline, explored, models[stage])
             if any(program.failure is not None for program in explored.distinct):
                 break  # the next stages are given what this one sends
         if twice:
@@ -198,13 +202,52 @@ def _explore(subject: Subject, mesh: Mesh, deadline: Deadline, twice: bool) -> E
     return explored
 
 
-def _explore_stage(subject: Subject, stage: int, deadline: Deadline, explored: Explored) -> None:
-    models: list[Played] = []  # that were built so far
+def _order(
+    subject: Subject, deadline: Deadline, explored: Explored, models: list[Played]
+) -> list[tuple[int, int | None]]:
+    """The stages in the order in which to play them: with the chunk that ends the play, or to the end of it (None).
+
+    Types travel with messages: before a stage is played to its end, all that it receives has to have been sent.
+    """
+    rank = explored.programs.missing(0)
+    assert rank is not None
+    first = Played(subject, explored.mesh, rank, deadline, explored.wire)
+    built = _run(first, rank, PHASES[:1])
+    if built.failure is not None:
+        explored.plays += 1
+        explored.programs.add(built, first.answers())
+        return []
+    models.append(first)
+    schedule = first.schedule
+    if schedule is None or schedule.num_stages == 1:
+        return [(stage, None) for stage in range(explored.mesh.pp)]
+    order: list[tuple[int, int | None]] = []
+    for stage, chunk in map(schedule.holder, range(schedule.num_virtual_stages)):
+        if chunk == schedule.num_chunks - 1:
+            order.append((stage, None))
+        elif subject.level is not None and schedule.is_message(stage, Task(Kind.SEND_FORWARD, chunk, 0)):
+            order.append((stage, chunk))
+    return order
+
+
+def _play_ahead(
+    subject: Subject, stage: int, chunk: int, deadline: Deadline, explored: Explored, models: list[Played]
+) -> None:
+    """Plays a rank of a stage until this chunk has sent what it makes; a failure is the program of that rank."""
+    rank = explored.programs.missing(stage)
+    assert rank is not None
+    played = models[0] if models else Played(subject, explored.mesh, rank, deadline, explored.wire)
+    program = _run(played, rank, PHASES[1:2] if models else PHASES[:2], halt_after=chunk)
+    models[:] = [played]
+    if program.failure is not None:
+        explored.plays += 1
+        explored.programs.add(program, played.answers())
+
+
+def _explore_stage(subject: Subject, stage: int, deadline: Deadline, explored: Explored, models: list[Played]) -> None:
     while (rank := explored.programs.missing(stage)) is not None:
         played, program = _play(subject, rank, deadline, explored, models)
         explored.programs.add(program, played.answers())
-        schedules = [each for each in (explored.schedule, played.schedule) if each is not None]
-        explored.schedule = max(schedules, key=lambda each: each.num_microbatches, default=None)
 
 
 def _play(
@@ -212,31 +255,38 @@ def _play(
 ) -> tuple[Played, RankProgram]:
     """Plays `rank`, from a model that it would have built too, if there is one."""
     explored.plays += 1
-    for played in models:
+    for played in [*models]:
         if not played.same_program(rank, ("build",)):
             continue
         phases: tuple[str, ...] = PHASES[1:]
         if "train" in played.phases and played.same_program(rank, ("train",)):
             phases = PHASES[2:]
         program = _run(played, rank, phases)
+        _note_declarations(played, explored)
+        if program.failure is not None:
+            models.remove(played)
         # While it ran, more may have been asked of what the model took up when another rank built it.
         if all(played.same_program(rank, (name,)) for name in PHASES if name not in phases):
             return played, program
     played = Played(subject, explored.mesh, rank, deadline, explored.wire)
     program = _run(played, rank, PHASES)
-    if played.types is not None:
-        explored.trusted.update(dict.fromkeys((where, text) for text, where in played.types.trusted))
-        explored.assumed.update(dict.fromkeys((where, text) for text, where in played.types.assumed))
+    _note_declarations(played, explored)
     if program.failure is None:
         models.append(played)
     return played, program
 
 
-def _run(played: Played, rank: int, phases: Iterable[str]) -> RankProgram:
+def _note_declarations(played: Played, explored: Explored) -> None:
+    if played.types is not None:
+        explored.trusted.update(dict.fromkeys((where, text) for text, where in played.types.trusted))
+        explored.assumed.update(dict.fromkeys((where, text) for text, where in played.types.assumed))
+
+
+def _run(played: Played, rank: int, phases: Iterable[str], halt_after: int | None = None) -> RankProgram:
     failure = None
     play: dict[str, Callable[[], Any]] = {
         "build": played.build,
-        "train": lambda: played.train(rank),
+        "train": lambda: played.train(rank) if halt_after is None else played.train_until_sent(rank, halt_after),
         "step": lambda: played.step(rank),
     }
     for name in phases:
@@ -247,7 +297,7 @@ def _run(played: Played, rank: int, phases: Iterable[str]) -> RankProgram:
         except Exception as error:  # noqa: B902 - a finding, whatever it is
             failure = PhaseFailure(name, rank, error)
             break
-    return RankProgram(rank, dict(played.phases), failure)
+    return RankProgram(rank, dict(played.phases), failure, played.schedule)
 
 
 def _confirm(subject: Subject, deadline: Deadline, explored: Explored) -> None:

@@ -39,6 +39,7 @@ from ...pipeline.record.recorder import record
 from ...pipeline.record.recording import Recording
 from ...pipeline.run.microbatches import Batch
 from ...pipeline.schedule import Schedule
+from ...pipeline.schedule.one_microbatch import OneMicrobatch
 from ..types.axis_sizes import tracked
 from ..types.handlers.seeds import OUTSIDE, kept_seeds
 from ..types.mode import SpmdTypeMode
@@ -47,7 +48,7 @@ from .fakes import fake_inputs, make_fake, no_messages, optimizers_of
 from .gate import check_buffers, gated
 from .inputs import declare_inputs
 from .kept_hooks import kept_hooks
-from .wire import Wire
+from .wire import Halted, Wire
 
 __all__ = ["PHASES", "Phase", "Played", "ReadsValues", "Subject", "call_model", "default_optimizer", "find_loss"]
 
@@ -191,6 +192,18 @@ class Played:
             self._restore(states)
         return phase
 
+    def train_until_sent(self, rank: int, chunk: int) -> None:
+        """Plays until this chunk of the stage has sent what it makes, so that the next one can be played."""
+        assert self._wire is not None
+        self._wire.halt_after = chunk
+        try:
+            self.train(rank)
+        except Halted:
+            pass
+        finally:
+            self._wire.halt_after = None
+        del self.phases["train"]
+
     def step(self, rank: int) -> Phase:
         """The optimizer's step; nothing, if the user's own step has done it."""
         states = self._states()
@@ -272,7 +285,7 @@ class Played:
                 inputs = dict(zip(model.input_names, values))
             assert self.schedule is not None
             inputs = Batch(inputs, model.input_names, self.schedule.num_microbatches).example()
-            model.num_microbatches = 1
+            model.num_microbatches, model.schedule = 1, OneMicrobatch(self.schedule)
         return fake_inputs(inputs, self._fake, _DEVICE)
 
     def _record(self, inputs: dict[str, Any]) -> None:

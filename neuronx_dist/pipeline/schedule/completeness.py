@@ -23,12 +23,16 @@ def fault_of(orders: Sequence[Sequence[Task]], num_chunks: int, num_microbatches
     trains = any(task.kind is not Kind.FORWARD for order in orders for task in order)
     for stage, order in enumerate(orders):
         fault = _fault_on_stage(order, num_chunks, num_microbatches, trains)
+        if isinstance(fault, Task):
+            others = [f", and stage {other} does {fault}" for other, tasks in enumerate(orders) if fault in tasks]
+            return f"stage {stage} never does {fault}" + "".join(others[:1])
         if fault is not None:
             return f"stage {stage} {fault}"
     return None
 
 
-def _fault_on_stage(order: Sequence[Task], num_chunks: int, num_microbatches: int, trains: bool) -> str | None:
+def _fault_on_stage(order: Sequence[Task], num_chunks: int, num_microbatches: int, trains: bool) -> str | Task | None:
+    """What is wrong; a task that is left out."""
     missing: dict[tuple[int, int], frozenset[Kind]] = {}  # (chunk, microbatch) -> halves of its backward to come
     for task in order:
         key = task.chunk, task.microbatch
@@ -51,9 +55,9 @@ def _fault_on_stage(order: Sequence[Task], num_chunks: int, num_microbatches: in
     for microbatch in range(num_microbatches):
         for chunk in range(num_chunks):
             if (chunk, microbatch) not in missing:
-                return f"never does {Task(Kind.FORWARD, chunk, microbatch)}"
+                return Task(Kind.FORWARD, chunk, microbatch)
             halves = missing[chunk, microbatch]
             if trains and halves:
                 kind = Kind.BACKWARD if len(halves) == 2 else next(iter(halves))
-                return f"never does {Task(kind, chunk, microbatch)}"
+                return Task(kind, chunk, microbatch)
     return None

@@ -99,11 +99,7 @@ class _Wire:
             while sends and receives:
                 send, receive = sends.popleft(), receives.popleft()
                 if self._schedule.peer(source, send) != (target, receive):
-                    chunk = f" of chunk {receive.chunk}" if receive.chunk else ""
-                    raise RuntimeError(
-                        f"stage {source} sends {send} where stage {target} expects microbatch "
-                        f"{receive.microbatch}{chunk}"
-                    )
+                    raise RuntimeError(f"stage {source} sends {send} where stage {target} expects {receive}")
                 self._moved.add((source, send))
                 self._moved.add((target, receive))
 

@@ -50,14 +50,14 @@ class Unchecked(Schedule):
         ),
         (("F0 SF0", "F0"), r"^deadlock: stage 0 at the end, stage 1 at F0 \(waits for SF0 of stage 0\)$"),
         (("F0", "RF0 F0"), r"^deadlock: .*stage 1 at F0 \(waits for SF0 of stage 0\)$"),
-        (("F1 SF1 F0 SF0", "RF0 F0 RF1 F1"), "stage 0 sends SF1 where stage 1 expects microbatch 0"),
+        (("F1 SF1 F0 SF0", "RF0 F0 RF1 F1"), "stage 0 sends SF1 where stage 1 expects RF0"),
         (("F0 SF0 SF0", "RF0 F0"), "stage 0 sends SF0, which stage 1 does not receive"),
         (("F0 SF0", "RF0 RF0 F0"), "stage 1 expects RF0, which stage 0 does not send"),
         (("F0 SF0", "RF0 F0 SF0"), "stage 1 does SF0, but no stage is there at the other end"),
         (("F0 I0 W0 F1 I1", "F0 B0 F1 B1"), "stage 0 never does W1"),
         (("F0 B0 F1", "F0 B0 F1 B1"), "stage 0 never does B1"),
         (("F0 B0", "F0"), "stage 1 never does B0"),
-        (("F0 SF0 F1 SF1", "RF0 F0"), "stage 1 never does F1"),
+        (("F0 SF0 F1 SF1", "RF0 F0"), "stage 1 never does F1, and stage 0 does F1$"),
         (("SF0 F0", "RF0 F0"), "stage 0 does SF0 before the computation whose result it sends"),
         (("F0 SF0 F0", "RF0 F0"), "stage 0 does F0 twice"),
         (("F0 W0 I0", "F0 B0"), "stage 0 does W0 before what it starts from"),
@@ -125,7 +125,7 @@ def test_it_sees_a_swapped_peer() -> None:
                 return other_end
             return other_end[0], other_end[1]._replace(microbatch=task.microbatch ^ 1)
 
-    with pytest.raises(RuntimeError, match="stage 0 sends SF0 where stage 1 expects microbatch 0"):
+    with pytest.raises(RuntimeError, match="stage 0 sends SF0 where stage 1 expects RF0"):
         prove(Swapped(2, 4))
 
 

@@ -70,10 +70,10 @@ def test_it_trains() -> None:
         (
             ("F0 B0 F1 B1", "F0 B0 F1"),
             None,
-            "^stage 1 never does B1; what is written has microbatches 0..1, chunks 0..0",
+            "^stage 1 never does B1, and stage 0 does B1; what is written has microbatches 0..1, chunks 0..0",
         ),
         (("F0 B0 F2 B2",), None, "^stage 0 never does F1"),
-        (("F0 F0.1 B0.1", "F0 F0.1 B0.1 B0"), None, r"^stage 0 never does B0; .*chunks 0..1"),
+        (("F0 F0.1 B0.1", "F0 F0.1 B0.1 B0"), None, r"^stage 0 never does B0, and stage 1 does B0; .*chunks 0..1"),
         (("F0 B0 B0",), None, "^stage 0 does B0 before what it starts from, or twice"),
         (("F0 B0", ""), None, "^stage 1 never does F0"),
         ((), None, "num_stages must be at least 1, got 0"),

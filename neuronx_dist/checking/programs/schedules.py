@@ -1,0 +1,63 @@
+"""The schedules of a pipeline's ranks: whether they are one, and whether it comes to an end."""
+
+from __future__ import annotations
+
+from itertools import zip_longest
+
+from ...mesh import Mesh
+from ...pipeline.schedule import Schedule, prove
+from ..report import Problem
+from .explore import Explored
+
+__all__ = ["compare_schedules"]
+
+
+def compare_schedules(explored: Explored) -> list[Problem]:
+    """Whether the ranks of a pipeline have one schedule, and all microbatches of it come to an end.
+
+    Messages of all of them are played in the order in which each stage makes them.
+    """
+    problems = []
+    for program in explored.distinct:
+        if program.schedule is None:
+            continue
+        first = explored.mesh.group_of("pp", program.rank)[0]
+        head = explored.programs.get(first, program)
+        if head.schedule is None:
+            continue
+        stage = explored.mesh.coordinate("pp", program.rank)
+        difference = _difference(head.schedule, program.schedule, stage)
+        if difference is not None:
+            what = (
+                f"ranks {first} and {program.rank} are stages 0 and {stage} of one pipeline, and have different "
+                f"schedules: {difference}\n    Give NxDPPModel the same schedule and sizes on all ranks."
+            )
+            problems.append(Problem("pipeline", what, (first, program.rank)))
+        elif stage == 0:
+            problems += _stuck_schedule(explored.mesh, program.rank, program.schedule)
+    return problems[:1]  # ranks that differ from one differ from others too
+
+
+def _difference(expected: Schedule, own: Schedule, stage: int) -> str | None:
+    """Where a stage that runs `own` does something else than stage 0 expects of it."""
+    both = f"{expected} and {own}"
+    if expected.num_stages != own.num_stages or expected.holders != own.holders:
+        return f"{both}, in which stages hold the pieces {expected.holders} and {own.holders}"
+    computations = expected.computations(stage), own.computations(stage)
+    for one, other in (computations, (expected.tasks(stage), own.tasks(stage))):
+        for first, second in zip_longest(one, other, fillvalue="nothing more"):
+            if first != second:
+                return f"{both}: stage {stage} does {first} in the first where it does {second} in the second"
+    return None
+
+
+def _stuck_schedule(mesh: Mesh, rank: int, schedule: Schedule) -> list[Problem]:
+    try:
+        prove(schedule)
+    except RuntimeError as error:
+        what = (
+            f"the schedule of {schedule.num_microbatches} microbatches over {schedule.num_stages} stages cannot run: "
+            f"{error}"
+        )
+        return [Problem("pipeline", what, mesh.group_of("pp", rank), error=error)]
+    return []
