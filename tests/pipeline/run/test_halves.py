@@ -69,6 +69,20 @@ class Pair(torch.autograd.Function):
         return x.t() @ first if need_a else None, grad_x, x.t() @ second if need_b else None
 
 
+class NoZeros(Pair):
+    """An output without a gradient has None, or zeros in the second half."""
+
+    @staticmethod
+    def forward(ctx: Any, a: torch.Tensor, x: torch.Tensor, b: torch.Tensor) -> Any:
+        ctx.set_materialize_grads(False)
+        return Pair.forward(ctx, a, x, b)
+
+    @staticmethod
+    def backward(ctx: Any, first: torch.Tensor | None, second: torch.Tensor) -> Any:
+        assert first is None or (not first.any() and not ctx.needs_input_grad[1])
+        return Pair.backward(ctx, torch.zeros_like(second) if first is None else first, second)
+
+
 class Module(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -77,6 +91,7 @@ class Module(nn.Module):
         self.norm = nn.LayerNorm(SIZE)
         self.weight = nn.Parameter(torch.randn(SIZE, SIZE))
         self.bias = nn.Parameter(torch.randn(SIZE))
+        self.frequencies = nn.Parameter(torch.linspace(0, 1, SIZE, dtype=torch.complex128))
 
     def plain(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.second(F.gelu(self.first(self.norm(x))))
@@ -142,6 +157,13 @@ class Module(nn.Module):
 
     def half_a_pair(self, x: torch.Tensor) -> torch.Tensor:
         return Pair.apply(self.weight, self.first(x), self.second.weight)[1]  # type: ignore[no-any-return]
+
+    def no_zeros(self, x: torch.Tensor) -> torch.Tensor:
+        return NoZeros.apply(self.weight, self.first(x), self.second.weight)[1]  # type: ignore[no-any-return]
+
+    def complex_root(self, x: torch.Tensor) -> torch.Tensor:
+        """A complex parameter is the nearest to the root."""
+        return (self.first(x) * self.frequencies).real
 
     def autocast(self, x: torch.Tensor) -> torch.Tensor:
         """The weight is cast once, for two uses."""
