@@ -185,14 +185,17 @@ def divide(
         else:
             _ask(branch, False)
             branch.node.register_prehook(partial(arrived.__setitem__, index))
-    grads = torch.autograd.grad(
-        [roots[index] for index in on_line],
-        inputs,
-        [root_grads[index] for index in on_line],
-        retain_graph=True,
-        allow_unused=True,
-    )
-    rerun.clear()  # hooks have the list: a node that its own hook holds would never be freed
+    try:
+        grads = torch.autograd.grad(
+            [roots[index] for index in on_line],
+            inputs,
+            [root_grads[index] for index in on_line],
+            retain_graph=True,
+            allow_unused=True,
+        )
+    finally:
+        rerun.clear()  # hooks have the list: a node that its own hook holds would never be freed
+        keep_no_more()
     for node in line.others:
         _free(node)
     for index, branch in enumerate(line.branches):
@@ -245,11 +248,13 @@ def _keep_results(made: dict[int, Grads], index: int, results: Grads, _: Grads) 
 def _keep_saved(rerun: Sequence[Sequence[Any]], index: int, _: Grads) -> None:
     """Keeps what activation checkpointing recomputes for a branch, and for what lies below it, until the other half."""
     keep_for_later()
-    for node in rerun[index]:
-        node_class: Any = type(node)
-        for name in _saved_names(node_class):
-            getattr(node, name)
-    keep_no_more()
+    try:
+        for node in rerun[index]:
+            node_class: Any = type(node)
+            for name in _saved_names(node_class):
+                getattr(node, name)
+    finally:
+        keep_no_more()
 
 
 # --- what nodes have saved

@@ -418,6 +418,62 @@ def test_nothing_is_left_behind(name: str, checkpointed: bool | None) -> None:
         gc.enable()
 
 
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, _: torch.Tensor) -> torch.Tensor:
+        raise ValueError("no")
+
+
+@pytest.mark.parametrize("checkpointed", [None, False], ids=["plain", "checkpoint"])
+def test_nothing_is_left_behind_by_a_first_half_that_fails(checkpointed: bool | None) -> None:
+    model = Twice("plain", checkpointed)
+    x, grad = tensors()
+    storages = Storages()
+    with storages:
+        with seen_checkpoints() as checkpoints:
+            y = model(Fails.apply(x))
+        roots, inputs = [get_gradient_edge(y)], [get_gradient_edge(x)]
+        del y
+        with pytest.raises(ValueError, match="no"):
+            divide(roots, [grad], inputs, recomputes=checkpoints.any)
+        del roots, inputs
+        for each in (x, grad, *model.parameters()):
+            storages.forget(each)
+        gc.collect()
+        assert storages.alive() == 0
+
+
+@pytest.mark.parametrize("name", ["plain", "in_place"])
+def test_nothing_is_kept_after_a_recomputation_that_fails(name: str) -> None:
+    """A whole backward afterwards recomputes each time, as torch does."""
+    model = Module().double()
+    x, grad = tensors()
+    fails, calls = False, 0
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        if fails:
+            raise ValueError("no")
+        result: torch.Tensor = getattr(model, name)(x)
+        return result
+
+    with seen_checkpoints() as checkpoints:
+        y, other = (checkpoint(layer, x, use_reentrant=False) for _ in range(2))
+    fails = True
+    with pytest.raises(ValueError, match="no"):
+        divide([get_gradient_edge(y)], [grad], [get_gradient_edge(x)], recomputes=checkpoints.any)
+    fails = False
+    other.backward(grad, retain_graph=True)
+    calls = 0
+    other.backward(grad)
+    assert calls == 1
+
+
 def test_what_ran_whole_keeps_only_the_gradients_that_it_made() -> None:
     model = Module().double()
     x, grad = tensors()
