@@ -172,8 +172,15 @@ def divide(
         return [None] * len(inputs), half
     arrived: dict[int, Grads] = {}
     made: dict[int, Grads] = {}
-    seen: set[Node] = set()
-    rerun = [below(branch, seen) + [branch.node] * (not branch.once) for branch in line.branches] if recomputes else []
+    rerun: list[list[Any]] = []
+    if recomputes:
+        seen: set[Node] = set()
+        leaving = [[edge.node for _, edge in branch.edges] for branch in line.branches]
+        rerun += [below(nodes, seen) + [b.node] * (not b.once) for nodes, b in zip(leaving, line.branches)]
+        rerun.append(below([roots[index].node for index in line.beside], seen))
+        # Late, since the layers above have been recomputed then, one after the other.
+        for node in [*line.others, *(branch.node for branch in line.branches)][-1:]:
+            node.register_prehook(partial(_keep_saved, rerun, -1))
     for index, branch in enumerate(line.branches):
         if recomputes:
             branch.node.register_prehook(partial(_keep_saved, rerun, index))

@@ -264,6 +264,37 @@ def test_a_product_of_each_half() -> None:
         assert 6 * first.total == share * flops and first.total + second.total == flops
 
 
+@pytest.mark.parametrize("branches", [True, False], ids=["branches", "none"])
+def test_a_result_of_parameters_alone_recomputes_nothing_again(branches: bool) -> None:
+    """A checkpointed layer gives it beside its output, as a root of its own."""
+    model = Module().double()
+    calls = 0
+
+    def layer(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        nonlocal calls
+        calls += 1
+        return model.first(x).tanh() if branches else x.tanh(), (model.bias * model.bias.exp()).sum()
+
+    grads = []
+    for in_halves in (False, True):
+        x, grad = tensors()
+        with seen_checkpoints() as checkpoints:
+            results = checkpoint(layer, x, use_reentrant=False)
+        calls = 0
+        if in_halves:
+            roots = [get_gradient_edge(each) for each in results]
+            (grad_x,), half = divide(roots, [grad, None], [get_gradient_edge(x)], recomputes=checkpoints.any)
+            assert calls == 1
+            half.run()
+        else:
+            torch.autograd.backward(results, [grad, None])
+            grad_x = x.grad
+        assert calls == 1
+        grads.append([grad_x, *(param.grad for param in model.parameters())])
+        model.zero_grad()
+    assert same(*grads)
+
+
 def test_hooks_run_once() -> None:
     """Of parameters in the second half; of activations and nodes in the first, with effect."""
     seen: list[str] = []
