@@ -20,13 +20,12 @@ import torch
 from torch import nn
 
 from .. import comm
-from ..comm.select import in_one_program
 from ..gradients.accumulation import no_sync
 from ..gradients.reduce import reduce_gradients, refuse_accumulation
 from ..parallel_layers import PARALLEL_MODULES
 from ..parallel_layers.signatures import accepts
 from ..spmd.watching import active
-from .cut.partitioning import partition
+from .cut_module import CutModule
 from .manual_pipe_stage import LayerList, PartitionFunction
 from .options import (
     check_manual,
@@ -40,19 +39,18 @@ from .options import (
 from .record.recorder import record
 from .record.recording import Recording
 from .run.microbatches import Batch, evaluating
-from .run.program import StageProgram, build_program, program_key, recorded
+from .run.program import StageProgram, build_program, program_key
 from .run.report import report_loss
 from .run.running import check_pieces, check_runs, run_batch
 from .run.trace import Trace
 from .run.trace_file import checked_path
 from .run.transport import Channels
 from .schedule import Inference, Schedule, training_schedule
-from .stage_module import StageModule
 
 __all__ = ["NxDPPModel"]
 
 
-class NxDPPModel(StageModule):
+class NxDPPModel(CutModule):
     """A module distributed over pipeline stages.
 
     Args:
@@ -211,114 +209,6 @@ class NxDPPModel(StageModule):
         if self.pipeline_cuts or self.auto_partition or chosen.num_virtual_stages == 1:
             self.partition()
 
-    # --- cutting
-
-    def trace(
-        self,
-        args: Sequence[Any] | None = None,
-        kwargs: Mapping[str, Any] | None = None,
-        input_names: Sequence[str] | None = None,
-        leaf_modules: Sequence[Any] | None = None,
-        autowrap_functions: Any = None,
-        autowrap_modules: Any = None,
-        autowrap_obj_methods: Any = None,
-        tracer_cls: Any = None,
-    ) -> None:
-        """Says what the model is called with: right after the constructor, before anything asks for parameters.
-
-        A model that is partitioned, by the order in which it registers its layers, is partitioned anew by the order in
-        which they run. One that is not awaits `cut_pipeline_stage` and `partition`. All ranks call it.
-
-        Args:
-            args, kwargs: example inputs, of any batch size. They are needed if layers do not run in the order in
-                which the model registers them, and for the FLOPs of `auto_partition="balanced"`.
-            input_names, leaf_modules: as the constructor's `input_names` and `leaf_module_cls`.
-            autowrap_functions, autowrap_modules, autowrap_obj_methods, tracer_cls: as the constructor's.
-
-        Raises:
-            ValueError: a name that is none of the model's, or `args` without names.
-            RuntimeError: parameters of the model's stage have been asked for, or it has run.
-        """
-        if not self.placement_is_open and self.training_schedule.num_virtual_stages > 1:
-            raise RuntimeError(
-                f"trace: which stage holds which parameters is settled, at cuts {self.pipeline_cuts}, since the model "
-                f"has run or moved, or was asked for parameters, as by an optimizer: call it right after NxDPPModel()"
-            )
-        warn_of_tracing(tracer_cls, autowrap_functions, autowrap_modules, autowrap_obj_methods)
-        if input_names is not None:
-            self.input_names = checked_input_names(self.original_module, input_names)
-        self._leaf_classes += module_classes(self.original_module, leaf_modules, "leaf_modules", parts_of_names=True)
-        if args or kwargs:
-            inputs = dict(zip(self.input_names or (), args or ()), **(kwargs or {}))
-            if args and len(args) > len(self.input_names or ()):
-                raise ValueError(f"trace: {len(args)} args for input_names {self.input_names}: pass kwargs instead")
-            self._example = self._record(inputs, None)
-        if self.partitioned and self.placement_is_open:
-            self._partition()
-
-    def cut_pipeline_stage(self, name: str) -> None:
-        """Ends a piece of the model after layer `name`. Called once less than there are pieces, in order."""
-        self._check_not_partitioned("cut_pipeline_stage")
-        self.pipeline_cuts.append(name)
-
-    def partition(self) -> None:
-        """Gives each stage its layers: parameters of other stages go to meta, and tied ones are made equal.
-
-        Raises:
-            ValueError: cuts that do not fit the model or the number of stages.
-        """
-        self._check_not_partitioned("partition")
-        if not self.auto_partition:
-            self._check_number_of_cuts()
-        if self.num_stages > 1:
-            pipelines = comm.current().mesh.groups("pp")
-            ways = ["pp_forward", "pp_backward"]
-            if self.virtual_pipeline_size > 1:
-                ways += ["pp_forward_up", "pp_backward_down"]
-            self._channels = Channels(*(comm.new_group(pipelines, way) for way in ways))
-        self._partition()
-
-    def _partition(self) -> None:
-        """By the calls of the example; for want of one by registration. An earlier partition is replaced."""
-        holders = self.training_schedule.holders
-        pieces = partition(
-            self.original_module,
-            len(holders),
-            cuts=self.auto_partition or self.pipeline_cuts,
-            layer_classes=self._layer_classes,
-            leaf_classes=self._leaf_classes,
-            recording=self._example,
-        )
-        self._example = None
-        placement = pieces.placement.on_stages(holders)
-        self.pipeline_cuts = pieces.cuts
-        if placement == self.placement:
-            return
-        self.place(placement)
-        if self.param_init_fn is not None:
-            self.initialize(self.param_init_fn)
-        # A model that goes to XLA is often still on the CPU here: then the first step makes tied weights equal.
-        messages = comm.current().backend.has_messages
-        own = (param for _, param in self._own_parameters())
-        if not any(param.is_meta or not (messages or in_one_program(param)) for param in own):
-            self.sync_tied_weights()
-
-    def _check_number_of_cuts(self) -> None:
-        stages, chunks, cuts = self.num_stages, self.virtual_pipeline_size, self.pipeline_cuts
-        if len(cuts) != stages * chunks - 1:
-            pieces = f"{stages} pipeline stages" + (f" with {chunks} chunks each" if chunks > 1 else "")
-            raise ValueError(
-                f"{pieces} need {stages * chunks - 1} cuts, got {len(cuts)}: {cuts}. A cut is the name of the last "
-                f"layer of a {'chunk' if chunks > 1 else 'stage'}; the last one needs none."
-            )
-
-    def _check_not_partitioned(self, what: str) -> None:
-        if self.partitioned and self.training_schedule.num_virtual_stages > 1:  # with one piece there is nothing to cut
-            raise RuntimeError(
-                f"{what}: this model is partitioned already, at {self.pipeline_cuts}: leave out pipeline_cuts and "
-                f"auto_partition of the constructor to cut it by hand"
-            )
-
     # --- running
 
     def run_train(self, **kwargs: Any) -> torch.Tensor | list[torch.Tensor] | None:
@@ -396,34 +286,12 @@ class NxDPPModel(StageModule):
             layer.compile(*args, **kwargs)
 
     @property
-    def training_schedule(self) -> Schedule:
-        """The schedule that `run_train` runs, for the present `num_microbatches`."""
-        key = self._key_of_training()
-        if key not in self._schedules:
-            self._schedules[key] = training_schedule(
-                self.num_stages,
-                self.num_microbatches,
-                schedule=self.schedule,
-                num_chunks=self.virtual_pipeline_size,
-                deallocate=self.deallocate_pipeline_outputs,
-            )
-        return self._schedules[key]
-
-    def _key_of_training(self) -> tuple[Any, ...]:
-        return self.schedule, self.num_microbatches, self.deallocate_pipeline_outputs
-
-    @property
     def evaluation_schedule(self) -> Schedule:
         """The schedule that `run_eval` runs: the forwards of training."""
         training = self.training_schedule
         if training not in self._schedules:
             self._schedules[training] = Inference(self.num_stages, self.num_microbatches, training)
         return self._schedules[training]
-
-    @property
-    def stage_channels(self) -> Channels:
-        """Communicators of the messages between stages; all None before `partition()`."""
-        return self._channels
 
     def run(self, schedule: Schedule, inputs: Mapping[str, Any]) -> list[Any]:
         """Runs a schedule over a batch; `run_train` and `run_eval` do it with theirs. All ranks call it with the same.
@@ -526,16 +394,6 @@ class NxDPPModel(StageModule):
                 constants=batch.constants(),
             )
         return self._programs[key]
-
-    def _record(self, inputs: dict[str, Any], device: torch.device | None) -> Recording:
-        return recorded(self.recorder, self.original_module, inputs, self._leaf_classes, device)
-
-    def _check_partitioned(self) -> None:
-        if not self.partitioned:
-            raise RuntimeError(
-                f"this model is not partitioned: pass pipeline_cuts or auto_partition=True, or call cut_pipeline_stage "
-                f"{self.num_stages * self.virtual_pipeline_size - 1} times and then partition()"
-            )
 
     def _check_loss_is_known(self, what: str) -> None:
         if self.output_loss_value_spec is None:

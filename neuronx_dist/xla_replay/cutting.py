@@ -258,14 +258,18 @@ class _Saved:
 
 
 def _alive() -> Iterator[torch.Tensor | _Saved]:
-    """What holds a tensor on the device, of all that has come about since the search began; gradients too."""
+    """What holds a tensor on the device, of all that has come about since the search began; gradients too.
+
+    So does the tensor of which one of these is a view, and which Python may not have met: a device stores it, too.
+    """
     objects = gc.get_objects()
     saved = [holder for holder in objects if type(holder) is _Saved]
     seen = {id(holder.tensor) for holder in saved}
     yield from saved
     for holder in objects:
         if on_device(holder):
-            for tensor in (holder, holder.grad if holder.is_leaf else None):
+            both = [holder, holder.grad] if holder.is_leaf else [holder]
+            for tensor in (*both, *(each._base for each in both if each is not None)):
                 if tensor is not None and id(tensor) not in seen:
                     seen.add(id(tensor))
                     yield tensor

@@ -185,7 +185,9 @@ def record(tree: Path, workers: int, tests: list[str], xla: Path | None) -> Reco
         command = [python, *_PYTEST, "-p", "tests.mutate.recording", "-n", str(workers), "--dist", "worksteal", *chosen]
         with (tree / "recording.log").open("w") as log:
             subprocess.run(command, cwd=tree, env=environment, stdout=log, stderr=log, check=False)
-        print((tree / "recording.log").read_text().rstrip().rpartition("\n")[2], flush=True)
+        lines = (tree / "recording.log").read_text().rstrip().splitlines()
+        failed = [line for line in lines if line.startswith(("FAILED ", "ERROR "))]
+        print("\n".join([*failed, lines[-1] if lines else "no output"]), flush=True)
     recorded = [test for part in sorted(probes.glob("tests-*.pickle")) for test in pickle.loads(part.read_bytes())]
     if not recorded:
         raise SystemExit(f"make mutate: no test passed\n{(tree / 'recording.log').read_text()[-4000:]}")

@@ -215,8 +215,9 @@ def param_init_fn() -> None:
 
 @argument
 def trace_file_path(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="trace_file_path"):
-        losses(trace_file_path=str(tmp_path / "trace.json"))
+    path = tmp_path / "trace.json"
+    losses(trace_file_path=str(path))
+    assert {"F0", "B0"} <= {event["name"] for event in json.loads(path.read_text())}
 
 
 @argument

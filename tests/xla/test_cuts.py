@@ -35,6 +35,11 @@ def test_what_was_computed_before_a_cut_is_not_computed_again():
     assert sum(map(products, cut.programs)) == products(whole.program) == 6
 
 
+def test_a_view_of_a_tensor_that_python_never_met_is_not_computed_again():
+    found = same_as_threads(programs.gradient_that_is_a_view, TP2, [(draw(4, 8).requires_grad_(),)] * 4)
+    assert [program.text.count(" exponential(") for program in found.programs] == [1, 0, 0]
+
+
 def test_a_layer_alone_keeps_its_weight_and_no_transposed_copy():
     found = replay(programs.forward_and_backward, Mesh(1), [(draw(4, 8).requires_grad_(), 1)])
     results = found.programs[0].text.splitlines()[-3:]

@@ -62,6 +62,31 @@ def test_a_task_is_a_program_and_a_transfer_another():
         assert sorted(count for count in ran.values() if count > 1) == [2, 2]  # forward and backward, twice each
 
 
+# Kinds of tasks (F and B, or F, I and W), and ways of transfers: in a ring of two stages there and back are the same.
+PROGRAMS = {"interleaved": (2, 1), "zb_h1": (3, 2), "zb_v": (3, 2)}
+
+
+@pytest.mark.parametrize("name", [name for name, (_, case) in CASES.items() if case.schedule])
+def test_in_every_schedule_a_chunk_has_a_program_for_each_kind_of_task(name):
+    """Chunks of the middle, which are alike, share theirs. After the second step nothing is compiled."""
+    sizes, case = CASES[name]
+    found = replayed(Mesh(4, **sizes), case)
+    assert found.compiled[2] == 0
+    kinds, ways = PROGRAMS[case.schedule]
+    step = [(found.programs[run.program], run) for run in found.runs[-1]]
+    between = {run.program: program.collectives for program, run in step if run.ranks == (0, 1, 2, 3)}
+    assert all(len(collectives) == 1 for collectives in between.values())  # alone in its program
+    assert sum(collectives[0].kind == "collective-permute" for collectives in between.values()) == ways
+    tasks = kinds * case.chunks * case.microbatches
+    ranks = 4 // sizes["pp"]
+    for first in range(0, 4, ranks):
+        stage = tuple(range(first, first + ranks))
+        ran = Counter(run.program for _, run in step if run.ranks == stage)
+        of_tasks = [count for count in ran.values() if count > 1]  # the others come before and after the schedule
+        assert sum(of_tasks) == tasks and len(of_tasks) <= kinds * case.chunks
+        assert all(count % case.microbatches == 0 for count in of_tasks)
+
+
 def test_a_pipeline_on_devices_without_a_collective_permute():
     """Pairs of ranks gather what neighbours send; of four stages first the even pairs, then the odd ones."""
     sizes, case = CASES["pp4, master sgd, 2 microbatches"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -18,9 +19,11 @@ STEPS = 3
 TOLERANCE = 1e-5  # ‖Δ‖ / ‖w‖, of every tensor
 
 
+@cache
 def replayed(
     mesh: Mesh, case: Training, steps: int = STEPS, setup: Callable[..., Any] = programs.setup
 ) -> ReplayedLoop:
+    """Kept for the next test that asks for the same."""
     arguments = [(case, torch.zeros(1), torch.tensor(1e-3))] * mesh.world_size
     batches = [
         [programs.rows_of(mesh.dp, mesh.coordinate("dp", rank), step) for step in range(steps)]

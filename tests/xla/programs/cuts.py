@@ -42,6 +42,15 @@ def forward_and_backward(x: torch.Tensor, cuts: int) -> dict[str, Any]:
     return {"loss": loss.detach(), "x": x.grad, "weights": [p.detach() for p in model.parameters()]}
 
 
+def gradient_that_is_a_view(x: torch.Tensor) -> torch.Tensor:
+    """Autograd makes the gradient as a view of a tensor that Python never meets."""
+    (gradient,) = torch.autograd.grad(x.t().exp().sum(), x)
+    sync()
+    y = gradient + 1
+    sync()
+    return y + gradient
+
+
 def two_stages(x: torch.Tensor) -> dict[str, Any]:
     """What stage 0 makes goes to stage 1, and its gradient back; the stages compute different things."""
     model = block(x)

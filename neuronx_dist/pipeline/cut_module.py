@@ -1,0 +1,185 @@
+"""A module that is cut into pieces for pipeline stages: by names of layers or by itself, and once more by its calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from .. import comm
+from ..comm.select import in_one_program
+from .cut.partitioning import partition
+from .options import checked_input_names, module_classes, warn_of_tracing
+from .record.recording import Recording
+from .run.program import recorded
+from .run.transport import Channels
+from .schedule import Schedule, training_schedule
+from .stage_module import StageModule
+
+__all__ = ["CutModule"]
+
+
+class CutModule(StageModule):
+    """A `StageModule` whose pieces `partition` places. The subclass, `NxDPPModel`, sets its attributes.
+
+    Attributes:
+        schedule, num_microbatches, virtual_pipeline_size, deallocate_pipeline_outputs: of training.
+        pipeline_cuts, auto_partition: where it is cut, or how.
+        input_names, param_init_fn: as given to the subclass.
+        recorder: records a forward, as `record` does; the checker puts one here that shares recordings between ranks.
+    """
+
+    schedule: Any
+    num_microbatches: int
+    virtual_pipeline_size: int
+    deallocate_pipeline_outputs: bool
+    pipeline_cuts: list[str]
+    auto_partition: Literal["layers", "balanced"] | None
+    input_names: list[str] | None
+    param_init_fn: Callable[[nn.Module], Any] | None
+    recorder: Callable[..., Recording]
+    _layer_classes: list[type]
+    _leaf_classes: list[type]
+    _channels: Channels
+    _example: Recording | None
+    _schedules: dict[Any, Schedule]
+
+    def trace(
+        self,
+        args: Sequence[Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+        input_names: Sequence[str] | None = None,
+        leaf_modules: Sequence[Any] | None = None,
+        autowrap_functions: Any = None,
+        autowrap_modules: Any = None,
+        autowrap_obj_methods: Any = None,
+        tracer_cls: Any = None,
+    ) -> None:
+        """Says what the model is called with: right after the constructor, before anything asks for parameters.
+
+        A model that is partitioned, by the order in which it registers its layers, is partitioned anew by the order in
+        which they run. One that is not awaits `cut_pipeline_stage` and `partition`. All ranks call it.
+
+        Args:
+            args, kwargs: example inputs, of any batch size. They are needed if layers do not run in the order in
+                which the model registers them, and for the FLOPs of `auto_partition="balanced"`.
+            input_names, leaf_modules: as the constructor's `input_names` and `leaf_module_cls`.
+            autowrap_functions, autowrap_modules, autowrap_obj_methods, tracer_cls: as the constructor's.
+
+        Raises:
+            ValueError: a name that is none of the model's, or `args` without names.
+            RuntimeError: parameters of the model's stage have been asked for, or it has run.
+        """
+        if not self.placement_is_open and self.training_schedule.num_virtual_stages > 1:
+            raise RuntimeError(
+                f"trace: which stage holds which parameters is settled, at cuts {self.pipeline_cuts}, since the model "
+                f"has run or moved, or was asked for parameters, as by an optimizer: call it right after NxDPPModel()"
+            )
+        warn_of_tracing(tracer_cls, autowrap_functions, autowrap_modules, autowrap_obj_methods)
+        if input_names is not None:
+            self.input_names = checked_input_names(self.original_module, input_names)
+        self._leaf_classes += module_classes(self.original_module, leaf_modules, "leaf_modules", parts_of_names=True)
+        if args or kwargs:
+            inputs = dict(zip(self.input_names or (), args or ()), **(kwargs or {}))
+            if args and len(args) > len(self.input_names or ()):
+                raise ValueError(f"trace: {len(args)} args for input_names {self.input_names}: pass kwargs instead")
+            self._example = self._record(inputs, None)
+        if self.partitioned and self.placement_is_open:
+            self._partition()
+
+    def cut_pipeline_stage(self, name: str) -> None:
+        """Ends a piece of the model after layer `name`. Called once less than there are pieces, in order."""
+        self._check_not_partitioned("cut_pipeline_stage")
+        self.pipeline_cuts.append(name)
+
+    def partition(self) -> None:
+        """Gives each stage its layers: parameters of other stages go to meta, and tied ones are made equal.
+
+        Raises:
+            ValueError: cuts that do not fit the model or the number of stages.
+        """
+        self._check_not_partitioned("partition")
+        if not self.auto_partition:
+            self._check_number_of_cuts()
+        if self.num_stages > 1:
+            pipelines = comm.current().mesh.groups("pp")
+            ways = ["pp_forward", "pp_backward"]
+            if self.virtual_pipeline_size > 1:
+                ways += ["pp_forward_up", "pp_backward_down"]
+            self._channels = Channels(*(comm.new_group(pipelines, way) for way in ways))
+        self._partition()
+
+    def _partition(self) -> None:
+        """By the calls of the example; for want of one by registration. An earlier partition is replaced."""
+        holders = self.training_schedule.holders
+        pieces = partition(
+            self.original_module,
+            len(holders),
+            cuts=self.auto_partition or self.pipeline_cuts,
+            layer_classes=self._layer_classes,
+            leaf_classes=self._leaf_classes,
+            recording=self._example,
+        )
+        self._example = None
+        placement = pieces.placement.on_stages(holders)
+        self.pipeline_cuts = pieces.cuts
+        if placement == self.placement:
+            return
+        self.place(placement)
+        if self.param_init_fn is not None:
+            self.initialize(self.param_init_fn)
+        # A model that goes to XLA is often still on the CPU here: then the first step makes tied weights equal.
+        messages = comm.current().backend.has_messages
+        own = (param for _, param in self._own_parameters())
+        if not any(param.is_meta or not (messages or in_one_program(param)) for param in own):
+            self.sync_tied_weights()
+
+    def _check_number_of_cuts(self) -> None:
+        stages, chunks, cuts = self.num_stages, self.virtual_pipeline_size, self.pipeline_cuts
+        if len(cuts) != stages * chunks - 1:
+            pieces = f"{stages} pipeline stages" + (f" with {chunks} chunks each" if chunks > 1 else "")
+            raise ValueError(
+                f"{pieces} need {stages * chunks - 1} cuts, got {len(cuts)}: {cuts}. A cut is the name of the last "
+                f"layer of a {'chunk' if chunks > 1 else 'stage'}; the last one needs none."
+            )
+
+    def _check_not_partitioned(self, what: str) -> None:
+        if self.partitioned and self.training_schedule.num_virtual_stages > 1:  # with one piece there is nothing to cut
+            raise RuntimeError(
+                f"{what}: this model is partitioned already, at {self.pipeline_cuts}: leave out pipeline_cuts and "
+                f"auto_partition of the constructor to cut it by hand"
+            )
+
+    @property
+    def training_schedule(self) -> Schedule:
+        """The schedule that `run_train` runs, for the present `num_microbatches`."""
+        key = self._key_of_training()
+        if key not in self._schedules:
+            self._schedules[key] = training_schedule(
+                self.num_stages,
+                self.num_microbatches,
+                schedule=self.schedule,
+                num_chunks=self.virtual_pipeline_size,
+                deallocate=self.deallocate_pipeline_outputs,
+            )
+        return self._schedules[key]
+
+    def _key_of_training(self) -> tuple[Any, ...]:
+        return self.schedule, self.num_microbatches, self.deallocate_pipeline_outputs
+
+    @property
+    def stage_channels(self) -> Channels:
+        """Communicators of the messages between stages; all None before `partition()`."""
+        return self._channels
+
+    def _record(self, inputs: dict[str, Any], device: torch.device | None) -> Recording:
+        return recorded(self.recorder, self.original_module, inputs, self._leaf_classes, device)
+
+    def _check_partitioned(self) -> None:
+        if not self.partitioned:
+            raise RuntimeError(
+                f"this model is not partitioned: pass pipeline_cuts or auto_partition=True, or call cut_pipeline_stage "
+                f"{self.num_stages * self.virtual_pipeline_size - 1} times and then partition()"
+            )
