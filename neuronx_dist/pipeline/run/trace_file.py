@@ -48,7 +48,7 @@ class TraceFile:
         os.close(_replace(path, b"[\n" + _encoded(event), _FIRST))
 
     def append(self, events: Iterable[Mapping[str, Any]]) -> None:
-        """Adds events, but none that takes more than a page. A file of 256 MiB, or that somebody has deleted, is left."""
+        """Adds events of up to a page each. Nothing is added to a file of 256 MiB, or that somebody has deleted."""
         lines = [line for event in events if len(line := b",\n" + _encoded(event)) <= _PAGE]
         if not lines or self.full or not self._lock():
             return
