@@ -199,7 +199,7 @@ def by(stages: Any) -> dict[str, Any]:
         ([nn.Linear(1, 1)] * 2, {}, "got 2, 1 different ones. To tie .*mark_weight_sharing"),
         (layers(), {"auto_partition": True}, "auto_partition does not go with manual_pp_partition: .*partition_fn"),
         (layers(), {"pipeline_cuts": ["layers.0"]}, "pipeline_cuts does not go with manual_pp_partition"),
-        (layers(), by(lambda layers: {layers[0]: 0}), r"returned no stage of layer 1 \(Block\); .* each of the 6 layers"),
+        (layers(), by(lambda layers: {layers[0]: 0}), r"returned no stage of layer 1 \(Block\); .* of the 6 layers"),
         (layers(), by(lambda layers: [0] * 6), r"returned no dict, but \[0, 0.*; it must return {layer: stage}"),
         (layers(), by(lambda layers: {i: i // 3 for i in range(6)}), r"keys are not the layers: 0 \(int\); .* itself"),
         (layers(), by(lambda layers: dict.fromkeys(layers, 0)), "returned no layer for stage 1"),
