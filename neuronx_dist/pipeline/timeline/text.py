@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from .chart import Chart, number
 
-__all__ = ["text"]
+__all__ = ["LEGEND", "text"]
+
+LEGEND = (
+    "F forward, B backward, I backward of inputs, W backward of weights, then the microbatch; lower case: a later "
+    "chunk; -: the task goes on; .: idle"
+)
 
 
 def text(chart: Chart, width: int = 120) -> str:
