@@ -85,8 +85,8 @@ class NxDPPModel(CutModule):
         return_loss_on_cpu: move the loss to the CPU.
         manual_pp_partition: `module` is a list of layers, each of which takes and returns a tensor or a list of them;
             `run_train(inputs=..., labels=...)` gives `inputs` to the first one. See `pipeline.manual_pipe_stage`.
-        manual_pp_stage_partition_fn: `fn(layers, num_stages)` returns a dict, from each layer to its stage (of all
-            `stages * chunks` pieces); None: an even division, as of `auto_partition`.
+        manual_pp_stage_partition_fn: `fn(layers, n)` returns `{layer: stage}`, with the layers themselves as keys, and
+            stages of all n = `stages * chunks` pieces; None: an even division, as of `auto_partition`.
         manual_pp_loss_fn: `fn(output, labels)` is the loss, of the last layer's output.
         schedule: what `run_train` runs: "1f1b", "interleaved" (at least two chunks), "gpipe", "zb_h1", "zb_v" (two
             chunks, placed as a V, so that stage 0 has the loss), a `Schedule`, or a function that makes one,
@@ -396,6 +396,8 @@ class NxDPPModel(CutModule):
         return self._programs[key]
 
     def _check_loss_is_known(self, what: str) -> None:
+        if self.output_loss_value_spec is None and isinstance(self.original_module, LayerList):
+            raise RuntimeError(f"{what} of a list of layers needs its loss: pass manual_pp_loss_fn=fn(output, labels)")
         if self.output_loss_value_spec is None:
             raise RuntimeError(
                 f"{what} needs to know which output is the loss: pass output_loss_value_spec, e.g. True, "

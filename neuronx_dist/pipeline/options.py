@@ -123,6 +123,9 @@ def check_manual(module: Any, manual_pp_partition: bool, cuts: Mapping[str, Any]
             what = given or f"module is a {type(module).__name__}, and"
             raise ValueError(f"{what} belongs to manual_pp_partition=True, with a list of layers as the module")
         return
+    for option, value in functions.items():
+        if value is not None and not callable(value):
+            raise ValueError(f"{option} must be a function, got {value!r}")
     given = next((option for option, value in cuts.items() if value), None)
     if given:
         raise ValueError(
