@@ -10,7 +10,8 @@ weight half the node is called with them directly, where no hook runs again and 
 
 A custom `torch.autograd.Function` computes what its author wrote. With the attribute `splits_backward = True` it
 promises to compute only what `ctx.needs_input_grad` asks for, which is set for each half; `ctx.in_halves` is True then,
-and the first half may leave on `ctx` what the second needs, too. Any other function is run once, in the input half, and
+and the first half may leave on `ctx` what the second needs, too. The second has zeros for an output without a gradient,
+even after `ctx.set_materialize_grads(False)`, which torch does not let others read. Any other function is run once, in the input half, and
 the gradients that it made for parameters are kept until the weight half. What `torch.compile` made lets nobody keep the
 graph: a graph that has some of it is not divided, and its whole backward is the input half.
 
@@ -132,7 +133,7 @@ class _Giving(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, grads: list[torch.Tensor], *params: torch.Tensor) -> torch.Tensor:
         ctx.grads = grads
-        return params[0].new_zeros(())
+        return torch.zeros((), device=params[0].device)  # real, whatever parameters are: backward starts there
 
     @staticmethod
     def backward(ctx: Any, _: torch.Tensor) -> Any:
@@ -171,8 +172,15 @@ def divide(
         return [None] * len(inputs), half
     arrived: dict[int, Grads] = {}
     made: dict[int, Grads] = {}
-    seen: set[Node] = set()
-    rerun = [below(branch, seen) + [branch.node] * (not branch.once) for branch in line.branches] if recomputes else []
+    rerun: list[list[Any]] = []
+    if recomputes:
+        seen: set[Node] = set()
+        leaving = [[edge.node for _, edge in branch.edges] for branch in line.branches]
+        rerun += [below(nodes, seen) + [b.node] * (not b.once) for nodes, b in zip(leaving, line.branches)]
+        rerun.append(below([roots[index].node for index in line.beside], seen))
+        # Late, since the layers above have been recomputed then, one after the other.
+        for node in [*line.others, *(branch.node for branch in line.branches)][-1:]:
+            node.register_prehook(partial(_keep_saved, rerun, -1))
     for index, branch in enumerate(line.branches):
         if recomputes:
             branch.node.register_prehook(partial(_keep_saved, rerun, index))
@@ -184,14 +192,17 @@ def divide(
         else:
             _ask(branch, False)
             branch.node.register_prehook(partial(arrived.__setitem__, index))
-    grads = torch.autograd.grad(
-        [roots[index] for index in on_line],
-        inputs,
-        [root_grads[index] for index in on_line],
-        retain_graph=True,
-        allow_unused=True,
-    )
-    rerun.clear()  # hooks have the list: a node that its own hook holds would never be freed
+    try:
+        grads = torch.autograd.grad(
+            [roots[index] for index in on_line],
+            inputs,
+            [root_grads[index] for index in on_line],
+            retain_graph=True,
+            allow_unused=True,
+        )
+    finally:
+        rerun.clear()  # hooks have the list: a node that its own hook holds would never be freed
+        keep_no_more()
     for node in line.others:
         _free(node)
     for index, branch in enumerate(line.branches):
@@ -244,11 +255,13 @@ def _keep_results(made: dict[int, Grads], index: int, results: Grads, _: Grads) 
 def _keep_saved(rerun: Sequence[Sequence[Any]], index: int, _: Grads) -> None:
     """Keeps what activation checkpointing recomputes for a branch, and for what lies below it, until the other half."""
     keep_for_later()
-    for node in rerun[index]:
-        node_class: Any = type(node)
-        for name in _saved_names(node_class):
-            getattr(node, name)
-    keep_no_more()
+    try:
+        for node in rerun[index]:
+            node_class: Any = type(node)
+            for name in _saved_names(node_class):
+                getattr(node, name)
+    finally:
+        keep_no_more()
 
 
 # --- what nodes have saved

@@ -82,10 +82,9 @@ def follow(roots: Sequence[Node], inputs: set[Node]) -> Line:
     return Line(branches, others, beside, len(set(reached)) < len(reached), compiled)
 
 
-def below(branch: Branch, seen: set[Node]) -> list[Node]:
-    """What a branch leads to beside the line, as far as it has not been seen."""
+def below(nodes: list[Node], seen: set[Node]) -> list[Node]:
+    """These nodes beside the line and what they lead to, as far as it has not been seen. Empties the list."""
     found: list[Node] = []
-    nodes = [edge.node for _, edge in branch.edges]
     while nodes:
         node = nodes.pop()
         if node not in seen:

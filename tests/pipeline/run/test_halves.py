@@ -69,6 +69,20 @@ class Pair(torch.autograd.Function):
         return x.t() @ first if need_a else None, grad_x, x.t() @ second if need_b else None
 
 
+class NoZeros(Pair):
+    """An output without a gradient has None, or zeros in the second half."""
+
+    @staticmethod
+    def forward(ctx: Any, a: torch.Tensor, x: torch.Tensor, b: torch.Tensor) -> Any:
+        ctx.set_materialize_grads(False)
+        return Pair.forward(ctx, a, x, b)
+
+    @staticmethod
+    def backward(ctx: Any, first: torch.Tensor | None, second: torch.Tensor) -> Any:
+        assert first is None or (not first.any() and not ctx.needs_input_grad[1])
+        return Pair.backward(ctx, torch.zeros_like(second) if first is None else first, second)
+
+
 class Module(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -77,6 +91,7 @@ class Module(nn.Module):
         self.norm = nn.LayerNorm(SIZE)
         self.weight = nn.Parameter(torch.randn(SIZE, SIZE))
         self.bias = nn.Parameter(torch.randn(SIZE))
+        self.frequencies = nn.Parameter(torch.linspace(0, 1, SIZE, dtype=torch.complex128))
 
     def plain(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.second(F.gelu(self.first(self.norm(x))))
@@ -142,6 +157,13 @@ class Module(nn.Module):
 
     def half_a_pair(self, x: torch.Tensor) -> torch.Tensor:
         return Pair.apply(self.weight, self.first(x), self.second.weight)[1]  # type: ignore[no-any-return]
+
+    def no_zeros(self, x: torch.Tensor) -> torch.Tensor:
+        return NoZeros.apply(self.weight, self.first(x), self.second.weight)[1]  # type: ignore[no-any-return]
+
+    def complex_root(self, x: torch.Tensor) -> torch.Tensor:
+        """A complex parameter is the nearest to the root."""
+        return (self.first(x) * self.frequencies).real
 
     def autocast(self, x: torch.Tensor) -> torch.Tensor:
         """The weight is cast once, for two uses."""
@@ -240,6 +262,37 @@ def test_a_product_of_each_half() -> None:
         with Flops() as second:
             half.run()
         assert 6 * first.total == share * flops and first.total + second.total == flops
+
+
+@pytest.mark.parametrize("branches", [True, False], ids=["branches", "none"])
+def test_a_result_of_parameters_alone_recomputes_nothing_again(branches: bool) -> None:
+    """A checkpointed layer gives it beside its output, as a root of its own."""
+    model = Module().double()
+    calls = 0
+
+    def layer(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        nonlocal calls
+        calls += 1
+        return model.first(x).tanh() if branches else x.tanh(), (model.bias * model.bias.exp()).sum()
+
+    grads = []
+    for in_halves in (False, True):
+        x, grad = tensors()
+        with seen_checkpoints() as checkpoints:
+            results = checkpoint(layer, x, use_reentrant=False)
+        calls = 0
+        if in_halves:
+            roots = [get_gradient_edge(each) for each in results]
+            (grad_x,), half = divide(roots, [grad, None], [get_gradient_edge(x)], recomputes=checkpoints.any)
+            assert calls == 1
+            half.run()
+        else:
+            torch.autograd.backward(results, [grad, None])
+            grad_x = x.grad
+        assert calls == 1
+        grads.append([grad_x, *(param.grad for param in model.parameters())])
+        model.zero_grad()
+    assert same(*grads)
 
 
 def test_hooks_run_once() -> None:
@@ -394,6 +447,62 @@ def test_nothing_is_left_behind(name: str, checkpointed: bool | None) -> None:
             assert storages.alive() == 0
     finally:
         gc.enable()
+
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, _: torch.Tensor) -> torch.Tensor:
+        raise ValueError("no")
+
+
+@pytest.mark.parametrize("checkpointed", [None, False], ids=["plain", "checkpoint"])
+def test_nothing_is_left_behind_by_a_first_half_that_fails(checkpointed: bool | None) -> None:
+    model = Twice("plain", checkpointed)
+    x, grad = tensors()
+    storages = Storages()
+    with storages:
+        with seen_checkpoints() as checkpoints:
+            y = model(Fails.apply(x))
+        roots, inputs = [get_gradient_edge(y)], [get_gradient_edge(x)]
+        del y
+        with pytest.raises(ValueError, match="no"):
+            divide(roots, [grad], inputs, recomputes=checkpoints.any)
+        del roots, inputs
+        for each in (x, grad, *model.parameters()):
+            storages.forget(each)
+        gc.collect()
+        assert storages.alive() == 0
+
+
+@pytest.mark.parametrize("name", ["plain", "in_place"])
+def test_nothing_is_kept_after_a_recomputation_that_fails(name: str) -> None:
+    """A whole backward afterwards recomputes each time, as torch does."""
+    model = Module().double()
+    x, grad = tensors()
+    fails, calls = False, 0
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        if fails:
+            raise ValueError("no")
+        result: torch.Tensor = getattr(model, name)(x)
+        return result
+
+    with seen_checkpoints() as checkpoints:
+        y, other = (checkpoint(layer, x, use_reentrant=False) for _ in range(2))
+    fails = True
+    with pytest.raises(ValueError, match="no"):
+        divide([get_gradient_edge(y)], [grad], [get_gradient_edge(x)], recomputes=checkpoints.any)
+    fails = False
+    other.backward(grad, retain_graph=True)
+    calls = 0
+    other.backward(grad)
+    assert calls == 1
 
 
 def test_what_ran_whole_keeps_only_the_gradients_that_it_made() -> None:
