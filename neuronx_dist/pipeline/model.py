@@ -28,9 +28,11 @@ from ..spmd.watching import active
 from .cut_module import CutModule
 from .manual_pipe_stage import LayerList, PartitionFunction
 from .options import (
+    check_counts,
     check_manual,
     checked_auto_partition,
     checked_input_names,
+    inputs_by_name,
     module_classes,
     names,
     warn_of_tracing,
@@ -139,10 +141,9 @@ class NxDPPModel(CutModule):
         schedule: str | Schedule | Callable[[int, int], Schedule] | None = None,
         check_finite: bool = False,
     ) -> None:
-        if not isinstance(num_microbatches, int) or num_microbatches < 1:
-            raise ValueError(f"num_microbatches must be an integer of at least 1, got {num_microbatches!r}")
-        if not isinstance(virtual_pipeline_size, int) or virtual_pipeline_size < 1:
-            raise ValueError(f"virtual_pipeline_size must be an integer of at least 1, got {virtual_pipeline_size!r}")
+        check_counts(num_microbatches=num_microbatches, virtual_pipeline_size=virtual_pipeline_size)
+        if not isinstance(check_finite, bool):
+            raise ValueError(f"check_finite is True or False, got {check_finite!r}")
         check_manual(
             module,
             manual_pp_partition,
@@ -212,6 +213,7 @@ class NxDPPModel(CutModule):
 
     # --- running
 
+    @inputs_by_name
     def run_train(self, **kwargs: Any) -> torch.Tensor | list[torch.Tensor] | None:
         """Forward and backward of a batch in all microbatches, and the reduction of gradients.
 
@@ -249,6 +251,7 @@ class NxDPPModel(CutModule):
         """
         return no_sync(self)
 
+    @inputs_by_name
     def run_eval(self, *, return_outputs: bool = False, **kwargs: Any) -> Any:
         """Forward only, in evaluation mode and without gradients; modes are set back afterwards.
 

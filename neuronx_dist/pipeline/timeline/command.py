@@ -141,10 +141,12 @@ def _charts(args: argparse.Namespace) -> list[Chart]:
     }
     given = {name: value for name, value in given.items() if value is not None}
     costs = replace(measured_costs(measured) if measured else Costs(), **given)
-    sizes = (len(measured.stages), measured.num_microbatches) if measured else (args.stages, args.microbatches)
+    stages, microbatches = args.stages, args.microbatches
+    if measured:
+        stages, microbatches = len(measured.stages), measured.num_microbatches
     for name in args.schedule:
         with _naming_lines_of(name):
-            schedule = _schedule(name, *sizes, args.chunks)
+            schedule = _schedule(name, stages, microbatches, args.chunks)
             charts.append(simulated(name, schedule, costs, measured.unit if measured else ""))
     return charts
 

@@ -30,8 +30,7 @@ def recorded(paths: Sequence[str], step: int | None = None) -> Chart:
         step: None: the last with a backward that all stages have ended, else the last of all.
 
     Raises:
-        ValueError: not a trace, one without this step (the message says which steps there are), or files of different
-            runs.
+        ValueError: not a trace, one without this step, or files of several runs.
     """
     events = [event for path in paths for event in _events(path)]
     tasks, stages_of, trained = defaultdict(list), {}, set()
