@@ -18,6 +18,7 @@ import torch
 
 import neuronx_dist as nxd
 from neuronx_dist import hf, spmd
+from neuronx_dist.pipeline.schedule.selection import NAMES as SCHEDULES
 
 SIZES: dict[str, dict[str, Any]] = {
     "1b": dict(hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32),
@@ -27,7 +28,9 @@ SIZES: dict[str, dict[str, Any]] = {
 MICROBATCHES = 16
 
 
-def build(size: str, sequence_parallel: bool) -> tuple[Any, Any]:
+def build(
+    size: str, sequence_parallel: bool, schedule: str | None = None, virtual_pipeline_size: int = 1
+) -> tuple[Any, Any]:
     """What a training script builds, up to the point where weights would be needed."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -45,6 +48,8 @@ def build(size: str, sequence_parallel: bool) -> tuple[Any, Any]:
         module,
         transformer_layer_cls=hf.transformer_layer_class(module),
         num_microbatches=MICROBATCHES,
+        virtual_pipeline_size=virtual_pipeline_size,
+        schedule=schedule,
         output_loss_value_spec={"loss": True, "logits": False},
         auto_partition=True,
         broadcast_and_average_loss=True,
@@ -60,6 +65,8 @@ def main() -> int:
     parser.add_argument("--tp", type=int, default=8, help="tensor-parallel size (8)")
     parser.add_argument("--pp", type=int, default=1, help="pipeline-parallel size (1)")
     parser.add_argument("--dp", type=int, default=1, help="data-parallel size (1)")
+    parser.add_argument("--schedule", choices=SCHEDULES, help="of the pipeline (1f1b; with several chunks interleaved)")
+    parser.add_argument("--virtual-pipeline-size", type=int, default=1, help="pieces of the model on each stage (1)")
     parser.add_argument("--sequence-parallel", action="store_true", help="split activations along the sequence")
     parser.add_argument("--seq-len", type=int, default=4096, help="tokens of a sequence (4096)")
     parser.add_argument("--rows", type=int, default=2, help="sequences of a microbatch (2)")
@@ -76,7 +83,12 @@ def main() -> int:
         build,
         inputs,
         {"pp": args.pp, "dp": args.dp, "tp": args.tp},
-        options=dict(size=args.size, sequence_parallel=args.sequence_parallel),
+        options=dict(
+            size=args.size,
+            sequence_parallel=args.sequence_parallel,
+            schedule=args.schedule,
+            virtual_pipeline_size=args.virtual_pipeline_size,
+        ),
     )
     seconds = time.perf_counter() - started
     if args.json:

@@ -13,6 +13,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from neuronx_dist.pipeline.schedule.selection import NAMES as SCHEDULES
 from neuronx_dist.planning.layout import Layout
 
 
@@ -34,6 +35,8 @@ def arguments(description: str | None, argv: list[str] | None = None) -> argpars
     )
     flag("--tp", 1, "tensor-parallel size")
     flag("--pp", 1, "pipeline-parallel size; data parallelism takes the rest of the processes")
+    flag("--schedule", None, "of the pipeline; default: 1F1B, with several chunks interleaved", choices=SCHEDULES)
+    flag("--virtual-pipeline-size", 1, "pieces of the model (chunks) on each pipeline stage")
     switch("--sequence-parallel", "between tp blocks, split activations along the sequence")
     switch("--zero1", "split the optimizer's state over data-parallel ranks")
     switch("--pad-heads", "add zero heads where tp does not divide the heads")
@@ -115,4 +118,6 @@ def layout_of(args: argparse.Namespace, world_size: int) -> Layout:
         global_batch=args.global_batch,
         seq_len=args.seq_len,
         dtype=args.dtype,
+        schedule=args.schedule,
+        virtual_pipeline_size=args.virtual_pipeline_size,
     )

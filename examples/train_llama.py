@@ -59,6 +59,8 @@ def assemble(args: Namespace, config: Any) -> Any:
         module,
         transformer_layer_cls=hf.transformer_layer_class(module),
         num_microbatches=args.microbatches,
+        virtual_pipeline_size=args.virtual_pipeline_size,
+        schedule=args.schedule,
         input_names=INPUTS,
         output_loss_value_spec={"loss": True, "logits": False},
         auto_partition=True,

@@ -43,7 +43,8 @@ def main(args: argparse.Namespace, config: Any, data: TextData, device: torch.de
     args.steps = min(args.steps, 20)
     world, rank = launch.world()
     say = print if rank == 0 else lambda *_, **__: None
-    single = dict(tp=1, pp=1, sequence_parallel=False, zero1=False, pad_heads=False, pad_vocab=False)
+    single = dict(tp=1, pp=1, schedule=None, virtual_pipeline_size=1)
+    single |= dict(sequence_parallel=False, zero1=False, pad_heads=False, pad_vocab=False)
     alone = argparse.Namespace(**{**vars(args), **single})
     # On XLA devices the one process computes on the CPU, which is a reference for them too.
     place = device if device.type in ("cpu", "cuda") else torch.device("cpu")

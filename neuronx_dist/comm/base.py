@@ -23,7 +23,9 @@ from . import recording
 from .errors import CommError
 from .waiting import Operand, in_words, numbers, waits
 
-__all__ = ["Backend", "Communicator", "DeviceGenerator", "Handle", "Works", "Done", "DONE"]
+__all__ = ["Backend", "Communicator", "DeviceGenerator", "Handle", "Works", "Done", "DONE", "TAGS"]
+
+TAGS = 1 << 20  # of messages: 0 to this, which is left out
 
 
 class WorkLike(Protocol):

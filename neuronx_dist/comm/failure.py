@@ -10,6 +10,7 @@ The same thread says where this rank waits long for others (`waiting.py`).
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import sys
@@ -68,16 +69,22 @@ class FailureMonitor:
         sys.excepthook = self._excepthook
         self._thread = threading.Thread(target=self._watch, name="neuronx_dist-failure-monitor", daemon=True)
         self._thread.start()
+        # A thread that comes back from C++ when Python is taken down aborts the process: "terminate called".
+        atexit.register(self._end_watch)
         aborts.install(self.rank, self.report)
 
     def stop(self) -> None:
         """Ends the watch (at destroy_model_parallel)."""
-        self._stop.set()
         if sys.excepthook == self._excepthook:
             sys.excepthook = self._previous_hook
+        self._end_watch()
+        atexit.unregister(self._end_watch)
+        aborts.uninstall()
+
+    def _end_watch(self) -> None:
+        self._stop.set()
         if self._thread is not None:
             self._thread.join(timeout=2 * _SHORTEST)
-        aborts.uninstall()
 
     def first_failure(self, wait: float = 2.0) -> Failure | None:
         """The first failure of the job, or None if no rank has told one within `wait` seconds."""

@@ -24,7 +24,7 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from ..call_site import reissues
 from . import recording
-from .base import Communicator
+from .base import TAGS, Communicator
 from .context import AxisLike, communicator
 from .operands import check_out, checked_dim, deliver, gathered_shape, scattered_first, wire_dtype
 from .rank_values import concrete
@@ -302,7 +302,7 @@ def send(x: torch.Tensor, axis: AxisLike, *, dst: int, tag: int = 0, async_op: b
     if has_torch_function_unary(x):
         return _hand_over(send, (x, axis), dst=dst, tag=tag, async_op=async_op)
     comm = communicator(axis)
-    _peer(comm, dst, "send", "dst")
+    _peer(comm, dst, tag, "send", "dst")
     if transforming():
         x = untransformed(x, "send")
     buffer = x.detach().contiguous()
@@ -316,7 +316,7 @@ def recv(out: torch.Tensor, axis: AxisLike, *, src: int, tag: int = 0, async_op:
     if has_torch_function_unary(out):
         return _hand_over(recv, (out, axis), src=src, tag=tag, async_op=async_op)
     comm = communicator(axis)
-    _peer(comm, src, "recv", "src")
+    _peer(comm, src, tag, "recv", "src")
     if transforming():
         out = untransformed(out, "recv")
     if not out.is_contiguous():
@@ -362,8 +362,10 @@ def _index(comm: Communicator, index: int, verb: str, name: str) -> None:
         raise ValueError(f"{verb} over {comm.axis}: {name}={index} is not a group index (0..{comm.size - 1})")
 
 
-def _peer(comm: Communicator, index: int, verb: str, name: str) -> None:
+def _peer(comm: Communicator, index: int, tag: int, verb: str, name: str) -> None:
     _index(comm, index, verb, name)
+    if not 0 <= tag < TAGS:
+        raise ValueError(f"{verb} over {comm.axis}: tag={tag} is out of range (0..{TAGS - 1})")
     if index == comm.rank:
         raise ValueError(f"{verb} over {comm.axis}: {name}={index} is this rank itself")
 

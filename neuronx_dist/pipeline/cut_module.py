@@ -11,7 +11,7 @@ from torch import nn
 from .. import comm
 from ..comm.select import in_one_program
 from .cut.partitioning import partition
-from .options import checked_input_names, module_classes, warn_of_tracing
+from .options import check_counts, checked_input_names, module_classes, warn_of_tracing
 from .record.recording import Recording
 from .run.program import recorded
 from .run.transport import Channels
@@ -121,6 +121,7 @@ class CutModule(StageModule):
             layer_classes=self._layer_classes,
             leaf_classes=self._leaf_classes,
             recording=self._example,
+            chunks=self.virtual_pipeline_size,
         )
         self._example = None
         placement = pieces.placement.on_stages(holders)
@@ -155,6 +156,7 @@ class CutModule(StageModule):
     @property
     def training_schedule(self) -> Schedule:
         """The schedule that `run_train` runs, for the present `num_microbatches`."""
+        check_counts(num_microbatches=self.num_microbatches, virtual_pipeline_size=self.virtual_pipeline_size)
         key = self._key_of_training()
         if key not in self._schedules:
             self._schedules[key] = training_schedule(

@@ -40,6 +40,8 @@ class LayerList(nn.Module):
         self.loss_fn = loss_fn
 
     def forward(self, inputs: Any, labels: Any = None) -> Any:
+        if labels is None and self.loss_fn is not None:
+            raise ValueError(f"manual_pp_loss_fn, {self.loss_fn!r}, needs labels: pass labels=...")
         output = inputs
         for layer in self.layers:
             output = layer(output)
@@ -75,7 +77,7 @@ class PipelineStageModule(nn.Module):
     Args:
         layers: those of the whole model.
         num_stages, stage_index: which of how many stages.
-        partition_fn: `partition_fn(layers, num_stages)` returns a dict, from each layer to its stage. None: as many
+        partition_fn: `partition_fn(layers, num_stages)` returns `{layer: stage}`, the layers being keys. None: as many
             layers for each stage, and one more for each of the last ones where that does not divide.
 
     Raises:
@@ -162,15 +164,31 @@ def _stages(layers: Sequence[nn.Module], num_stages: int, partition_fn: Partitio
         last = [int(name) for name in create_partitions(num_stages, [str(number) for number in range(len(layers))])]
         return [sum(number > end for end in last) for number in range(len(layers))]
     by_layer = partition_fn(layers, num_stages)
-    if not isinstance(by_layer, Mapping) or set(by_layer) != set(layers):
+    problem = _problem(by_layer, layers, num_stages)
+    if problem:
         raise ValueError(
-            f"manual_pp_stage_partition_fn(layers, {num_stages}) must return a dict with the stage of each of the "
-            f"{len(layers)} layers, got {by_layer!r:.200}"
+            f"manual_pp_stage_partition_fn(layers, {num_stages}) returned {problem}; it must return {{layer: stage}}, "
+            f"with each of the {len(layers)} layers itself as a key, and stages (stages * chunks of them) that ascend "
+            f"from 0 to {num_stages - 1}"
         )
+    return [by_layer[layer] for layer in layers]
+
+
+def _problem(by_layer: Any, layers: Sequence[nn.Module], num_stages: int) -> str:
+    """What is wrong with a dict of the layers' stages; empty if nothing is."""
+    if not isinstance(by_layer, Mapping):
+        return f"no dict, but {by_layer!r:.200}"
+    foreign = next((key for key in by_layer if key not in set(layers)), None)
+    if foreign is not None:
+        return f"a dict whose keys are not the layers: {foreign!r:.100} ({type(foreign).__name__})"
+    missing = next((number for number, layer in enumerate(layers) if layer not in by_layer), None)
+    if missing is not None:
+        return f"no stage of layer {missing} ({type(layers[missing]).__name__})"
     stages = [by_layer[layer] for layer in layers]
-    if sorted(set(stages)) != list(range(num_stages)) or stages != sorted(stages):
-        raise ValueError(
-            f"manual_pp_stage_partition_fn(layers, {num_stages}) gave the layers the stages {stages}: they must "
-            f"ascend, and each of 0 to {num_stages - 1} must have a layer"
-        )
-    return stages
+    for number, stage in enumerate(stages):
+        if stage not in range(num_stages):
+            return f"stage {stage!r:.100} for layer {number}, which is none of 0 to {num_stages - 1}"
+        if number and stage < stages[number - 1]:
+            return f"stages that descend, from {stages[number - 1]} to {stage} at layer {number}: {stages}"
+    empty = [stage for stage in range(num_stages) if stage not in stages]
+    return f"no layer for stage {empty[0]}: {stages}" if empty else ""

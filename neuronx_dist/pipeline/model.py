@@ -28,9 +28,11 @@ from ..spmd.watching import active
 from .cut_module import CutModule
 from .manual_pipe_stage import LayerList, PartitionFunction
 from .options import (
+    check_counts,
     check_manual,
     checked_auto_partition,
     checked_input_names,
+    inputs_by_name,
     module_classes,
     names,
     warn_of_tracing,
@@ -85,8 +87,8 @@ class NxDPPModel(CutModule):
         return_loss_on_cpu: move the loss to the CPU.
         manual_pp_partition: `module` is a list of layers, each of which takes and returns a tensor or a list of them;
             `run_train(inputs=..., labels=...)` gives `inputs` to the first one. See `pipeline.manual_pipe_stage`.
-        manual_pp_stage_partition_fn: `fn(layers, num_stages)` returns a dict, from each layer to its stage (of all
-            `stages * chunks` pieces); None: an even division, as of `auto_partition`.
+        manual_pp_stage_partition_fn: `fn(layers, n)` returns `{layer: stage}`, with the layers themselves as keys, and
+            stages of all n = `stages * chunks` pieces; None: an even division, as of `auto_partition`.
         manual_pp_loss_fn: `fn(output, labels)` is the loss, of the last layer's output.
         schedule: what `run_train` runs: "1f1b", "interleaved" (at least two chunks), "gpipe", "zb_h1", "zb_v" (two
             chunks, placed as a V, so that stage 0 has the loss), a `Schedule`, or a function that makes one,
@@ -139,10 +141,9 @@ class NxDPPModel(CutModule):
         schedule: str | Schedule | Callable[[int, int], Schedule] | None = None,
         check_finite: bool = False,
     ) -> None:
-        if not isinstance(num_microbatches, int) or num_microbatches < 1:
-            raise ValueError(f"num_microbatches must be an integer of at least 1, got {num_microbatches!r}")
-        if not isinstance(virtual_pipeline_size, int) or virtual_pipeline_size < 1:
-            raise ValueError(f"virtual_pipeline_size must be an integer of at least 1, got {virtual_pipeline_size!r}")
+        check_counts(num_microbatches=num_microbatches, virtual_pipeline_size=virtual_pipeline_size)
+        if not isinstance(check_finite, bool):
+            raise ValueError(f"check_finite is True or False, got {check_finite!r}")
         check_manual(
             module,
             manual_pp_partition,
@@ -205,12 +206,14 @@ class NxDPPModel(CutModule):
         self._programs: dict[Any, StageProgram] = {}
         self._trace: Trace | None = None
         self._schedules: dict[Any, Schedule] = {self._key_of_training(): chosen}  # of training and evaluation
+        self._cut_for = chosen
         self._checked = WeakSet([chosen])
         if self.pipeline_cuts or self.auto_partition or chosen.num_virtual_stages == 1:
             self.partition()
 
     # --- running
 
+    @inputs_by_name
     def run_train(self, **kwargs: Any) -> torch.Tensor | list[torch.Tensor] | None:
         """Forward and backward of a batch in all microbatches, and the reduction of gradients.
 
@@ -248,6 +251,7 @@ class NxDPPModel(CutModule):
         """
         return no_sync(self)
 
+    @inputs_by_name
     def run_eval(self, *, return_outputs: bool = False, **kwargs: Any) -> Any:
         """Forward only, in evaluation mode and without gradients; modes are set back afterwards.
 
@@ -342,7 +346,7 @@ class NxDPPModel(CutModule):
         """The program that ran, and the results of `run`."""
         self._check_partitioned()
         if schedule not in self._checked:
-            check_pieces(schedule, self.training_schedule)
+            check_pieces(schedule, self._cut_for)
             check_runs(schedule)
             self._checked.add(schedule)
         with torch.set_grad_enabled(schedule.trains):
@@ -396,6 +400,8 @@ class NxDPPModel(CutModule):
         return self._programs[key]
 
     def _check_loss_is_known(self, what: str) -> None:
+        if self.output_loss_value_spec is None and isinstance(self.original_module, LayerList):
+            raise RuntimeError(f"{what} of a list of layers needs its loss: pass manual_pp_loss_fn=fn(output, labels)")
         if self.output_loss_value_spec is None:
             raise RuntimeError(
                 f"{what} needs to know which output is the loss: pass output_loss_value_spec, e.g. True, "

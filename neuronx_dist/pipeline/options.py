@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, cast
 
 from torch import nn
 
@@ -14,14 +15,19 @@ from ..call_site import USER, frames
 from .cut.cuts import nearest
 
 __all__ = [
+    "check_counts",
     "check_manual",
     "checked_auto_partition",
     "checked_input_names",
+    "inputs_by_name",
     "module_classes",
     "names",
     "warn_of_tracing",
     "warn_of_unused",
 ]
+
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def module_classes(module: nn.Module, classes: Any, option: str, *, parts_of_names: bool = False) -> list[type]:
@@ -107,6 +113,29 @@ def checked_auto_partition(value: Any) -> Literal["layers", "balanced"] | None:
     )
 
 
+def check_counts(**counts: Any) -> None:
+    """Refuses arguments that are no integers of at least 1."""
+    for option, value in counts.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{option} must be an integer of at least 1, got {value!r}")
+
+
+def inputs_by_name(method: _Method) -> _Method:
+    """A method that says so where its inputs come without names."""
+
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if args:
+            example = ", ".join(f"{name}=..." for name in (self.input_names or ["input_ids", "labels"]))
+            raise TypeError(
+                f"{method.__name__} got {len(args)} positional: inputs go by name, as the model's forward calls them: "
+                f"{method.__name__}({example})"
+            )
+        return method(self, **kwargs)
+
+    return cast(_Method, call)
+
+
 def check_manual(module: Any, manual_pp_partition: bool, cuts: Mapping[str, Any], functions: Mapping[str, Any]) -> None:
     """Checks that `manual_pp_partition` goes with a list of layers, and what belongs to it with that.
 
@@ -115,14 +144,20 @@ def check_manual(module: Any, manual_pp_partition: bool, cuts: Mapping[str, Any]
         functions: options that belong to `manual_pp_partition`.
 
     Raises:
-        ValueError: an option does not go with the others.
+        ValueError: an option does not go with the others, or `module` is no module and no list.
     """
+    if module is None or isinstance(module, type):
+        example = "Model" if module is None else module.__name__
+        raise ValueError(f"module is {module!r}: give an instance: {example}()")
     if not manual_pp_partition:
         given = next((option for option, value in functions.items() if value is not None), None)
         if given or not isinstance(module, nn.Module):
             what = given or f"module is a {type(module).__name__}, and"
             raise ValueError(f"{what} belongs to manual_pp_partition=True, with a list of layers as the module")
         return
+    for option, value in functions.items():
+        if value is not None and not callable(value):
+            raise ValueError(f"{option} must be a function, got {value!r}")
     given = next((option for option, value in cuts.items() if value), None)
     if given:
         raise ValueError(

@@ -40,6 +40,8 @@ class StageModule(nn.Module):
 
     def __init__(self, module: nn.Module, *, stage: int, num_stages: int, last_stage: int) -> None:
         super().__init__()
+        if isinstance(module, StageModule):
+            raise ValueError(f"module is a {type(module).__name__} already: give the model that it was made of")
         _refuse_wrapped_layers(module)
         self.original_module = module
         self.stage = stage

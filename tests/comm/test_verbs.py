@@ -356,6 +356,19 @@ def test_inputs_that_require_gradients():
     processes(2).run(inputs_with_gradients)
 
 
+@pytest.mark.parametrize("tag", [-1, 1 << 20, (1 << 20) + 1])
+def test_a_tag_that_is_not_a_users_is_refused(tag: int) -> None:
+    """Those above are of collectives that are made of messages."""
+    x = torch.ones(2)
+    with comm.as_rank(Mesh(2, tp=2), 0):
+        with pytest.raises(ValueError, match=rf"send over tp: tag={tag} is out of range \(0..1048575\)"):
+            comm.send(x, "tp", dst=1, tag=tag)
+        with pytest.raises(ValueError, match=rf"recv over tp: tag={tag} is out of range \(0..1048575\)"):
+            comm.recv(x, "tp", src=1, tag=tag)
+        comm.send(x, "tp", dst=1, tag=(1 << 20) - 1)
+        comm.recv(x, "tp", src=1, tag=(1 << 20) - 1)
+
+
 @pytest.mark.parametrize(
     "call, parts",
     [

@@ -19,6 +19,19 @@ from neuronx_dist.comm.waiting import SlowWaits, in_words, noted, waits
 from neuronx_dist.mesh import Mesh
 
 
+def test_the_watch_ends_before_python_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even where nobody stops it: a thread in C++ that comes back later aborts the process."""
+    at_exit: list[Any] = []
+    monkeypatch.setattr(failure.atexit, "register", at_exit.append)
+    monitor = FailureMonitor(CountingStore(), 0, 1)
+    monitor.start()
+    watch = next(t for t in threading.enumerate() if t.name == "neuronx_dist-failure-monitor" and t.is_alive())
+    for function in at_exit:
+        function()
+    assert not watch.is_alive()
+    monitor.stop()
+
+
 class CountingStore(dist.Store):
     """Counts what a rank asks the job's store."""
 

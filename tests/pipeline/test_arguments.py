@@ -303,7 +303,7 @@ def manual_pp_stage_partition_fn() -> None:
 def manual_pp_loss_fn() -> None:
     (_, _), (_, loss) = of_layers(manual_pp_loss_fn=lambda output, labels: 0 * output.sum() + labels.sum() + 7)
     assert float(loss) == 7.0
-    with pytest.raises(RuntimeError, match="pass output_loss_value_spec"):
+    with pytest.raises(RuntimeError, match="run_train of a list of layers needs its loss: pass manual_pp_loss_fn"):
         of_layers()
 
 

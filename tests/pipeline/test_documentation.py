@@ -25,4 +25,4 @@ def test_the_blocks_of_the_page_run() -> None:
     with comm.as_rank(Mesh(1), 0):
         for number, block in enumerate(blocks):
             exec(compile(block, f"docs/pipelines.md, block {number}", "exec"), names)
-    assert len(blocks) == 7 and torch.isfinite(names["loss"]) and len(names["outputs"]) == 4
+    assert len(blocks) == 8 and torch.isfinite(names["loss"]) and len(names["outputs"]) == 4

@@ -185,6 +185,10 @@ def test_sharing_makes_one_parameter() -> None:
         PipelineStageModule.mark_weight_sharing([(first, "weight")])
 
 
+def by(stages: Any) -> dict[str, Any]:
+    return {"manual_pp_stage_partition_fn": lambda layers, num_stages: stages(layers)}
+
+
 @pytest.mark.parametrize(
     "module,options,message",
     [
@@ -195,10 +199,14 @@ def test_sharing_makes_one_parameter() -> None:
         ([nn.Linear(1, 1)] * 2, {}, "got 2, 1 different ones. To tie .*mark_weight_sharing"),
         (layers(), {"auto_partition": True}, "auto_partition does not go with manual_pp_partition: .*partition_fn"),
         (layers(), {"pipeline_cuts": ["layers.0"]}, "pipeline_cuts does not go with manual_pp_partition"),
-        (layers(), {"manual_pp_stage_partition_fn": lambda layers, n: {layers[0]: 0}}, "stage of each of the 6 layers"),
-        (layers(), {"manual_pp_stage_partition_fn": lambda layers, n: [0] * 6}, r"must return a dict .* got \[0, 0"),
-        (layers(), {"manual_pp_stage_partition_fn": lambda layers, n: dict.fromkeys(layers, 0)}, "0 to 1 must"),
-        (layers(), {"manual_pp_stage_partition_fn": lambda layers, n: {x: i % 2 for i, x in enumerate(layers)}}, "they must"),  # noqa: E501
+        (layers(), by(lambda layers: {layers[0]: 0}), r"returned no stage of layer 1 \(Block\); .* of the 6 layers"),
+        (layers(), by(lambda layers: [0] * 6), r"returned no dict, but \[0, 0.*; it must return {layer: stage}"),
+        (layers(), by(lambda layers: {i: i // 3 for i in range(6)}), r"keys are not the layers: 0 \(int\); .* itself"),
+        (layers(), by(lambda layers: dict.fromkeys(layers, 0)), "returned no layer for stage 1"),
+        (layers(), by(lambda layers: {x: i for i, x in enumerate(layers)}), "stage 2 for layer 2, .* none of 0 to 1"),
+        (layers(), by(lambda layers: {x: i % 2 for i, x in enumerate(layers)}), "descend, from 1 to 0 at layer 2"),
+        (layers(), {"manual_pp_stage_partition_fn": 3}, "manual_pp_stage_partition_fn must be a function, got 3"),
+        (layers(), {"manual_pp_loss_fn": 3}, "manual_pp_loss_fn must be a function, got 3"),
         (layers(), {"manual_pp_partition": False}, "module is a list, and belongs to manual_pp_partition=True"),
         (nn.Linear(1, 1), {"manual_pp_partition": False, "manual_pp_loss_fn": loss_fn}, "^manual_pp_loss_fn bel"),
         (nn.Linear(1, 1), {"manual_pp_partition": False, "manual_pp_stage_partition_fn": max}, "^manual_pp_stage_part"),
@@ -207,6 +215,11 @@ def test_sharing_makes_one_parameter() -> None:
 def test_what_does_not_go(module: Any, options: dict[str, Any], message: str) -> None:
     with comm.as_rank(PP2, 0), pytest.raises(ValueError, match=message):
         NxDPPModel(module, **{"manual_pp_partition": True, **options})
+
+
+def test_labels_are_asked_for() -> None:
+    with comm.as_rank(Mesh(1), 0), pytest.raises(ValueError, match="manual_pp_loss_fn, .*, needs labels: pass labels="):
+        NxDPPModel(layers(), manual_pp_partition=True, manual_pp_loss_fn=loss_fn).run_train(inputs=batch()["ids"])
 
 
 def test_the_stage_index_is_checked() -> None:

@@ -32,14 +32,18 @@ class Absent(nn.Module):
         ({"virtual_pipeline_size": 0}, "virtual_pipeline_size must be an integer of at least 1, got 0"),
         ({"virtual_pipeline_size": 1.5}, "virtual_pipeline_size must be an integer of at least 1, got 1.5"),
         ({"virtual_pipeline_size": 3, "schedule": "zb_v"}, r"2 chunks on each stage, not 3 \(virtual_pipeline_size"),
-        ({"virtual_pipeline_size": 2, "schedule": "1f1b"}, r"1 chunks on each stage, not 2 \(virtual_pipeline_size"),
-        ({"virtual_pipeline_size": 2, "schedule": "zb_h1"}, "has 1 chunks on each stage, not 2"),
+        ({"virtual_pipeline_size": 2, "schedule": "1f1b"}, r"1 chunk on each stage, not 2 \(virtual_pipeline_size"),
+        ({"virtual_pipeline_size": 2, "schedule": "zb_h1"}, "has 1 chunk on each stage, not 2"),
         ({"schedule": "interleaved"}, "at least 2"),
         ({"schedule": "zbv"}, "there is no schedule 'zbv'; there are '1f1b', 'interleaved', 'gpipe', 'zb_h1', 'zb_v'"),
-        ({"schedule": OneFOneB(2, 1)}, "does not fit 1 stages and 1 microbatches"),
-        ({"schedule": OneFOneB(1, 4), "num_microbatches": 2}, "does not fit 1 stages and 2 microbatches"),
+        ({"schedule": OneFOneB(2, 1)}, "does not fit 1 stage and 1 microbatch:"),
+        ({"schedule": OneFOneB(1, 4), "num_microbatches": 2}, "does not fit 1 stage and 2 microbatches"),
         ({"schedule": "zb_v", "pipeline_cuts": ["layers.0"] * 2}, "1 .* with 2 chunks each need 1 cuts, got 2"),
-        ({"virtual_pipeline_size": 5, "auto_partition": True, "transformer_layer_cls": Block}, "5 .* found 4"),
+        ({"virtual_pipeline_size": 5, "auto_partition": True, "transformer_layer_cls": Block}, "found 4: use .* fewer chunks"),
+        ({"auto_partition": True}, "auto_partition cuts between .*, and none are known: pass transformer_layer_cls"),
+        ({"check_finite": "yes"}, "check_finite is True or False, got 'yes'"),
+        ({"num_microbatches": True}, "num_microbatches must be an integer of at least 1, got True"),
+        ({"virtual_pipeline_size": True}, "virtual_pipeline_size must be an integer of at least 1, got True"),
         ({"num_microbatches": 0}, "integer of at least 1, got 0"),
         ({"num_microbatches": 2.0}, "integer of at least 1, got 2.0"),
         ({"num_microbatches": "2"}, "integer of at least 1, got '2'"),
@@ -72,6 +76,34 @@ class Absent(nn.Module):
 def test_impossible_arguments(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         alone(**options)
+
+
+@pytest.mark.parametrize(
+    "module,message",
+    [
+        (Model, r"Model'>: give an instance: Model\(\)"),
+        (None, r"module is None: give an instance: Model\(\)"),
+        (alone, "belongs to manual_pp_partition=True"),
+        ("a pipeline", "module is a NxDPPModel already: give the model that it was made of"),
+    ],
+)
+def test_impossible_modules(module: Any, message: str) -> None:
+    with comm.as_rank(Mesh(1), 0), pytest.raises(ValueError, match=message):
+        NxDPPModel(NxDPPModel(make()) if module == "a pipeline" else module)
+
+
+@pytest.mark.parametrize("number", [0, "4", True])
+def test_a_number_of_microbatches_that_is_set_later(number: Any) -> None:
+    model = alone(output_loss_value_spec=True)
+    model.num_microbatches = number
+    with comm.as_rank(Mesh(1), 0), pytest.raises(ValueError, match="num_microbatches must be an integer of at least 1"):
+        model.run_train(**batch())
+
+
+def test_inputs_go_by_name() -> None:
+    for method in (alone().run_train, alone(input_names=["ids", "labels"]).run_eval):
+        with pytest.raises(TypeError, match=r"got 2 positional: inputs go by name, .*\((input_)?ids=..., labels=...\)"):
+            method(*batch().values())
 
 
 def test_names_that_match_nothing_in_trace() -> None:

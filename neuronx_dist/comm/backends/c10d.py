@@ -20,7 +20,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from ...call_site import call_site
 from ...mesh import Groups
-from ..base import Backend, Communicator, WorkLike, Works
+from ..base import TAGS, Backend, Communicator, WorkLike, Works
 from ..errors import CommError, CommTimeout, RemoteRankError
 from ..failure import FailureMonitor
 from ..waiting import noted
@@ -37,7 +37,7 @@ _reduce_scatter_single = (
 )
 _GLOO_DTYPES = {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8}
 _SMALL = 1 << 20  # bytes of an all_gather's result up to which gloo's all_to_all is faster than messages
-_TAG = 1 << 20  # collectives made of messages use tags of their own, so that they never meet a user's send
+_TAG = TAGS  # collectives made of messages use tags of their own, so that they never meet a user's send
 _TAGS = 2 * _TAG  # of one communicator
 _SHARERS = 2**31 // _TAGS  # communicators of one group that gloo's 32 bits of a tag keep apart
 
@@ -195,7 +195,7 @@ class C10dBackend(Backend):
         if own and dist.get_backend() == "gloo":
             own = False
             self._sharers[ranks] += 1
-            first_tag = self._sharers[ranks] % _SHARERS * _TAGS
+            first_tag = (1 + (self._sharers[ranks] - 1) % (_SHARERS - 1)) * _TAGS  # 0 is that of the plain group
         else:
             first_tag = 0
         return self._join(self._group(ranks, own, label), label, ranks, global_rank, first_tag)

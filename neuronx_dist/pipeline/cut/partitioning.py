@@ -36,12 +36,14 @@ def partition(
     layer_classes: Sequence[type],
     leaf_classes: Sequence[type],
     recording: Recording | None = None,
+    chunks: int = 1,
 ) -> Partition:
     """Cuts a model into pieces.
 
     Args:
         cuts: names of layers; "layers": evenly between layers of `layer_classes`; "balanced": see `balance`.
         recording: of the model's forward; None: layers are taken to run in the order in which they are registered.
+        chunks: on each stage, of the pieces; for messages.
 
     Raises:
         ValueError: cuts that do not fit the model or the number of pieces.
@@ -54,8 +56,24 @@ def partition(
         cuts = balanced_cuts(pieces, layers)
     elif cuts == "layers":
         layer_names = [name for name in names if isinstance(module.get_submodule(name), tuple(layer_classes))]
+        _check_divides(len(layer_names), pieces, chunks, layer_classes)
         cuts = create_partitions(pieces, layer_names)
     if recording is None:
         check_cuts(cuts, names, pieces)
         return Partition([*cuts], place_by_registration(module, cuts, leaf_classes))
     return Partition([*cuts], place_by_recording(module, split(recording, cuts), cuts, leaf_classes))
+
+
+def _check_divides(layers: int, pieces: int, chunks: int, layer_classes: Sequence[type]) -> None:
+    """Refuses what the advice of `create_partitions`, fewer stages, is not meant for: no layers, or several chunks."""
+    if not layer_classes:
+        raise ValueError(
+            "auto_partition cuts between transformer layers, and none are known: pass transformer_layer_cls, their "
+            'class or its name (auto_partition="balanced" needs none)'
+        )
+    if layers < pieces and chunks > 1:
+        raise ValueError(
+            f"auto_partition: {pieces // chunks} pipeline stages with {chunks} chunks each (virtual_pipeline_size, or "
+            f"the schedule's own) need at least {pieces} transformer layers, found {layers}: use a schedule with fewer "
+            "chunks, such as '1f1b', or fewer stages, or check transformer_layer_cls"
+        )

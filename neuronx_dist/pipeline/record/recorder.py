@@ -35,6 +35,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from ... import comm
 from ...call_site import call_site
 from ...comm.backends.shapes import ShapesCommunicator
+from ...comm.rank_values import RankValue
 from ...spmd.intercept import intercept
 from ...spmd.watching import no_typecheck
 from .checkpoints import Checkpoints
@@ -42,7 +43,7 @@ from .effects import Effects, has_tensors, storage_of, tensors_in
 from .fake_mode import QuietFakeMode
 from .on_values import run_on_values
 from .recording import Info, Recording, TensorSpec, TracingError, is_leaf, pack, part
-from .surroundings import restored, without_cache
+from .surroundings import ShapesOfStage, restored, without_cache
 
 __all__ = ["record"]
 
@@ -62,6 +63,7 @@ def record(
 
     Raises:
         TracingError: the forward branches on values, or passes tensors in a way that cannot be followed.
+        CommError: it communicates between pipeline stages.
     """
     if device is None:
         tensors = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, torch.Tensor) and not leaf.is_meta]
@@ -73,7 +75,8 @@ def record(
         stack.enter_context(intercept(_see_function))
         stack.enter_context(restored(module))
         stack.enter_context(without_cache(module))
-        shapes_only = stack.enter_context(comm.as_rank(here.mesh, here.rank))
+        backend = None if isinstance(here.rank, RankValue) else ShapesOfStage(here.mesh)
+        shapes_only = stack.enter_context(comm.as_rank(here.mesh, here.rank, backend))
         shapes_only.extras.update(here.extras)  # random streams
         stack.enter_context(torch.enable_grad())
         return recorder.run(inputs)

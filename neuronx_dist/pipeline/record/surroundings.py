@@ -1,15 +1,55 @@
-"""What a recording changes around a module for a while: all that its forward keeps, and its cache."""
+"""What a recording changes around a module for a while: all that its forward keeps, its cache, and communication."""
 
 from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from torch import nn
 
-__all__ = ["restored", "without_cache"]
+from ...comm.backends.shapes import ShapesBackend
+from ...comm.base import Communicator
+from ...comm.errors import CommError
+from ...mesh import Mesh
+
+__all__ = ["ShapesOfStage", "restored", "without_cache"]
+
+
+class ShapesOfStage(ShapesBackend):
+    """Shapes alone, for what is within a pipeline stage: no collective of a forward may be between stages.
+
+    Each stage runs a part of the forward, so ranks of other stages would not take part.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+
+    def communicator(
+        self, label: str, groups: Sequence[Sequence[int]], global_rank: int, own: bool = False
+    ) -> Communicator:
+        return self._checked(super().communicator(label, groups, global_rank, own))
+
+    def wrap(self, group: Any, global_rank: int) -> Communicator:
+        return self._checked(super().wrap(group, global_rank))
+
+    def _checked(self, communicator: Communicator) -> Communicator:
+        if len({self._mesh.coordinate("pp", rank) for rank in communicator.ranks}) == 1:
+            return communicator
+        return _BetweenStages(communicator.axis, communicator.ranks, communicator.global_rank)
+
+
+class _BetweenStages(Communicator):
+    """Knows its ranks, and refuses to communicate."""
+
+    def _unsupported(self, verb: str) -> CommError:
+        return CommError(
+            f"{self.describe(verb)} is between pipeline stages, in the forward of a pipeline model: only the stage "
+            f"that has this call would take part, and wait for ever. Use an axis within a stage (tp, dp, cp), or call "
+            f"it outside of the model."
+        )
 
 
 @contextmanager

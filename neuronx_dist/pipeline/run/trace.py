@@ -11,6 +11,7 @@ Without a trace nothing here is called: a `Trace` puts itself between executor a
 from __future__ import annotations
 
 import itertools
+import json
 import time
 import weakref
 from collections import deque
@@ -220,8 +221,9 @@ class Trace:
 
 
 def _said(error: BaseException) -> str:
-    """An error in so few characters that it fits in an event."""
-    return f"{type(error).__name__}: {error}"[:500]
+    """An error in so few characters that it fits in an event: in JSON one of them takes up to 12 bytes."""
+    text = f"{type(error).__name__}: {error}"[:500]
+    return text if len(json.dumps(text)) <= 3000 else text[:250]
 
 
 class _WatchedTransport:

@@ -48,8 +48,8 @@ class TraceFile:
         os.close(_replace(path, b"[\n" + _encoded(event), _FIRST))
 
     def append(self, events: Iterable[Mapping[str, Any]]) -> None:
-        """Adds events of less than 4 kB each. Nothing is added to a file of 256 MiB, or that somebody has deleted."""
-        lines = [b",\n" + _encoded(event) for event in events]
+        """Adds events of up to a page each. Nothing is added to a file of 256 MiB, or that somebody has deleted."""
+        lines = [line for event in events if len(line := b",\n" + _encoded(event)) <= _PAGE]
         if not lines or self.full or not self._lock():
             return
         try:

@@ -16,7 +16,8 @@ completeness.py  is every task there once, and none too early?
 timing.py        when each task starts and ends, by the costs of tasks and messages
 proof.py         all stages against each other, with the strictest transport there is
 simulate.py      what a step takes: time, waiting, memory
-written.py       a schedule that a user writes down as text
+written.py       a schedule that a user writes down as text; one_microbatch.py: the part of one that a check plays
+words.py         numbers of things, in messages
 lockstep.py      rounds, where there are no messages
 
 Two rules make every schedule here free of deadlock, whatever the transport does:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from .one_f_one_b import OneFOneB
 from .schedule import Schedule
 from .tasks import Kind, Task
+from .words import counted
 
 __all__ = ["Inference"]
 
@@ -24,8 +25,8 @@ class Inference(Schedule):
         self._training = training or OneFOneB(num_stages, num_microbatches)
         if (self._training.num_stages, self._training.num_microbatches) != (num_stages, num_microbatches):
             raise ValueError(
-                f"{self._training} has no forwards for {num_stages} stages and {num_microbatches} microbatches: "
-                "make it for the same sizes"
+                f"{self._training} has no forwards for {counted(num_stages, 'stage')} and "
+                f"{counted(num_microbatches, 'microbatch')}: make it for the same sizes"
             )
         self.num_chunks = self._training.num_chunks
 

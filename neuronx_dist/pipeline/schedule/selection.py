@@ -8,10 +8,11 @@ from .gpipe import GPipe
 from .interleaved import Interleaved
 from .one_f_one_b import OneFOneB
 from .schedule import Schedule
+from .words import counted
 from .zb_h1 import ZeroBubbleH1
 from .zb_v import ZeroBubbleV
 
-__all__ = ["NAMES", "ScheduleChoice", "training_schedule"]
+__all__ = ["NAMES", "ScheduleChoice", "check_sizes", "training_schedule"]
 
 NAMES = ("1f1b", "interleaved", "gpipe", "zb_h1", "zb_v")
 
@@ -49,7 +50,9 @@ def training_schedule(
         chosen = _by_name(schedule, num_stages, num_microbatches, num_chunks, deallocate)
     else:
         chosen = schedule if isinstance(schedule, Schedule) else _made_by(schedule, num_stages, num_microbatches)
-    _check_sizes(chosen, num_stages, num_microbatches, num_chunks)
+    check_sizes(chosen, num_stages, num_microbatches, num_chunks)
+    if not chosen.trains:
+        raise ValueError(f"{chosen} has no backwards, so it cannot train")
     return chosen
 
 
@@ -79,17 +82,20 @@ def _made_by(make: Callable[[int, int], Schedule], num_stages: int, num_microbat
     return schedule
 
 
-def _check_sizes(schedule: Schedule, num_stages: int, num_microbatches: int, num_chunks: int) -> None:
+def check_sizes(schedule: Schedule, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> None:
+    """Refuses a schedule for other sizes; `num_chunks` of 1 goes with any.
+
+    Raises:
+        ValueError: it is for other sizes.
+    """
     if (schedule.num_stages, schedule.num_microbatches) != (num_stages, num_microbatches):
         raise ValueError(
-            f"{schedule} does not fit {num_stages} stages and {num_microbatches} microbatches: make it for these "
-            "sizes, or give a function of both that returns it"
+            f"{schedule} does not fit {counted(num_stages, 'stage')} and {counted(num_microbatches, 'microbatch')}: "
+            "make it for these sizes, or give a function of both that returns it"
         )
     if num_chunks not in (1, schedule.num_chunks):
         fits = "1" if schedule.num_chunks == 1 else f"{schedule.num_chunks} (or 1, its default)"
         raise ValueError(
-            f"{schedule} has {schedule.num_chunks} chunks on each stage, not {num_chunks} (virtual_pipeline_size): "
-            f"what fits is {fits}; schedule='interleaved' has as many as you like"
+            f"{schedule} has {counted(schedule.num_chunks, 'chunk')} on each stage, not {num_chunks} "
+            f"(virtual_pipeline_size): what fits is {fits}; schedule='interleaved' has as many as you like"
         )
-    if not schedule.trains:
-        raise ValueError(f"{schedule} has no backwards, so it cannot train")

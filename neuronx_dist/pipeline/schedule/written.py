@@ -25,11 +25,16 @@ class WrittenSchedule(Schedule):
             chunks 0, 1 and so on. None: pieces go around the line of stages.
 
     Raises:
-        ValueError: a word is no task; a stage leaves out a task that another one does, does one twice or too early;
-            `holders` does not give each stage its number of chunks.
+        ValueError: there is no stage, or one is no text; a word is no task; a stage leaves out a task that another one
+            does, does one twice or too early; `holders` does not give each stage its number of chunks.
     """
 
     def __init__(self, *stages: str, holders: Sequence[int] | None = None) -> None:
+        if not stages or not all(isinstance(text, str) for text in stages):
+            raise ValueError(
+                f'WrittenSchedule takes a text for each stage, as in WrittenSchedule("F0 F1 B0 B1", "F0 B0 F1 B1"), '
+                f"got {', '.join(map(repr, stages)) or 'none'}"
+            )
         self._stages = [_parsed(stage, text) for stage, text in enumerate(stages)]
         every = [task for tasks in self._stages for task in tasks]
         super().__init__(len(stages), 1 + max((task.microbatch for task in every), default=0))

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from ..schedule import Costs, Schedule, TimedTask, simulate
 from ..schedule.timing import MemoryInUse, bubble_of, memory_of
+from ..schedule.words import counted
 
 __all__ = ["Chart", "number", "simulated"]
 
@@ -63,13 +64,13 @@ class Chart:
         """Bubble, step time and memory, on one line."""
         unit = f" {self.unit}" if self.unit else ""
         peak = max(self.peak(stage) for stage in range(len(self.stages)))
-        memory = f", peak memory {number(peak)} microbatches" if peak else ""
+        memory = f", peak memory {counted(number(peak), 'microbatch')}" if peak else ""
         return f"bubble {self.bubble:.1%}, step {number(self.step_time)}{unit}{memory}"
 
     def shape(self) -> str:
         """Stages, chunks and microbatches, in words."""
         chunks = f" × {self.num_chunks} chunks" if self.num_chunks > 1 else ""
-        return f"{len(self.stages)} stages{chunks}, {self.num_microbatches} microbatches"
+        return f"{counted(len(self.stages), 'stage')}{chunks}, {counted(self.num_microbatches, 'microbatch')}"
 
 
 def simulated(name: str, schedule: Schedule, costs: Costs, unit: str = "") -> Chart:

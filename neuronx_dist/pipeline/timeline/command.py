@@ -7,29 +7,32 @@ import difflib
 import math
 import runpy
 import shutil
-from collections.abc import Iterable
+import traceback
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ..schedule import Costs, Inference, Schedule, training_schedule
-from ..schedule.selection import NAMES
+from ..schedule.selection import NAMES, check_sizes
 from .chart import Chart, simulated
 from .png import save_png
 from .recorded import measured_costs, recorded
 from .scene import draw
 from .svg import html, svg
-from .text import text
+from .text import LEGEND, text
 
 __all__ = ["arguments", "run"]
 
-_NARROWEST = 400  # pixels
+_NARROWEST, _WIDEST = 400, 20_000  # pixels
 _EXAMPLE = """\
 examples:
 
   $ neuronx-dist timeline --schedule zb_v --stages 4 --microbatches 8                      # in the terminal
   $ neuronx-dist timeline --schedule 1f1b --schedule zb_v --stages 4 --microbatches 8 --out t.html --out t.png
   $ neuronx-dist timeline --trace trace.json --schedule zb_v --out t.html   # a recorded step, and what could be
+  $ neuronx-dist timeline --trace a.json --trace b.json --out t.html        # two runs
 
 A schedule is a name (1f1b, interleaved, gpipe, zb_h1, zb_v, inference), or file.py:name: a schedule, or a function of
 the number of stages and of microbatches. All charts have one axis of time, so that their steps compare. Beside a trace
@@ -49,11 +52,18 @@ def arguments() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--schedule", action="append", default=[], metavar="NAME", help="a schedule; several are drawn together")
-    add("--trace", action="append", default=[], nargs="+", metavar="FILE", help="files of a trace, one for each host")
+    add(
+        "--trace",
+        action="append",
+        default=[],
+        nargs="+",
+        metavar="FILE",
+        help="a trace: its files, one for each host; again for another run",
+    )
     add("--step", type=int, help="of the trace; default: the last that is complete")
-    add("--stages", type=int, help="number of stages (4)")
-    add("--microbatches", type=int, help="number of microbatches (8)")
-    add("--chunks", type=int, help="pieces of the model on each stage; default: as many as the schedule needs")
+    add("--stages", type=_count, help="number of stages (4)")
+    add("--microbatches", type=_count, help="number of microbatches (8)")
+    add("--chunks", type=_count, help="pieces of the model on each stage; default: as many as the schedule needs")
     for option, what in (
         ("forward", "the forward of a microbatch on a stage"),
         ("backward-input", "the half of its backward that gives input gradients"),
@@ -75,9 +85,15 @@ def _time(text: str) -> float:
 
 def _pixels(text: str) -> int:
     width = int(text)
-    if width < _NARROWEST:
-        raise argparse.ArgumentTypeError(f"a picture has a width of {_NARROWEST} pixels or more, got {text}")
+    if not _NARROWEST <= width <= _WIDEST:
+        raise argparse.ArgumentTypeError(f"a picture has a width of {_NARROWEST} to {_WIDEST} pixels, got {text}")
     return width
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected an integer of at least 1, got {text}")
+    return int(text)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -89,6 +105,13 @@ def run(args: argparse.Namespace) -> int:
     for path in args.out:
         if Path(path).suffix not in (".html", ".svg", ".png"):
             raise argparse.ArgumentError(None, f"--out {path}: the name must end in .html, .svg or .png")
+        if not Path(path).parent.is_dir():
+            raise argparse.ArgumentError(None, f"--out {path}: there is no folder {str(Path(path).parent)!r}")
+    if args.step is not None and not args.trace:
+        raise argparse.ArgumentError(None, f"--step {args.step} is a step of a trace: give --trace too")
+    for option in ("stages", "microbatches"):
+        if args.trace and getattr(args, option) is not None:
+            raise argparse.ArgumentError(None, f"--{option} does not go with --trace, which has its own")
     if not args.schedule and not args.trace:
         raise argparse.ArgumentError(None, "nothing to draw: give --schedule or --trace")
     try:
@@ -96,12 +119,14 @@ def run(args: argparse.Namespace) -> int:
         for path in args.out:
             _write(charts, Path(path), args.width)
     except (ValueError, TypeError, RuntimeError, OSError) as error:
-        raise argparse.ArgumentError(None, str(error)) from error
+        message = str(error).replace("virtual_pipeline_size", "--chunks").replace("schedule='", "--schedule '")
+        raise argparse.ArgumentError(None, message) from error
     for chart in charts:
         if args.out:
             print(f"{chart.name}: {chart.shape()}: {chart.summary()}")
         else:
             print(text(chart, shutil.get_terminal_size((120, 24)).columns))
+    print(f"wrote {', '.join(args.out)}" if args.out else LEGEND)
     return 0
 
 
@@ -116,16 +141,35 @@ def _charts(args: argparse.Namespace) -> list[Chart]:
     }
     given = {name: value for name, value in given.items() if value is not None}
     costs = replace(measured_costs(measured) if measured else Costs(), **given)
-    stages, microbatches = (len(measured.stages), measured.num_microbatches) if measured else (4, 8)
-    stages = stages if args.stages is None else args.stages
-    microbatches = microbatches if args.microbatches is None else args.microbatches
+    stages, microbatches = args.stages, args.microbatches
+    if measured:
+        stages, microbatches = len(measured.stages), measured.num_microbatches
     for name in args.schedule:
-        schedule = _schedule(name, stages, microbatches, args.chunks)
-        charts.append(simulated(name, schedule, costs, measured.unit if measured else ""))
+        with _naming_lines_of(name):
+            schedule = _schedule(name, stages, microbatches, args.chunks)
+            charts.append(simulated(name, schedule, costs, measured.unit if measured else ""))
     return charts
 
 
-def _schedule(name: str, stages: int, microbatches: int, chunks: int | None) -> Schedule:
+@contextmanager
+def _naming_lines_of(name: str) -> Iterator[None]:
+    """Errors that a user's file of a schedule raises name the file and the line."""
+    file = name.rpartition(":")[0]
+    try:
+        yield
+    except Exception as error:
+        lines = [line for frame, line in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename == file]
+        if isinstance(error, SyntaxError) and error.filename == file:
+            lines = [error.lineno or 1]
+        if not lines:
+            raise
+        raise ValueError(f"--schedule {name}: {file}:{lines[-1]}: {type(error).__name__}: {error}") from error
+
+
+def _schedule(name: str, stages: int | None, microbatches: int | None, chunks: int | None) -> Schedule:
+    """The schedule of this name; None: one that is made has the default size, and one of a file its own."""
+    given = stages, microbatches
+    stages, microbatches = stages or 4, microbatches or 8
     if chunks is None:
         chunks = 2 if name == "interleaved" else 1
     if name == "inference":
@@ -133,12 +177,15 @@ def _schedule(name: str, stages: int, microbatches: int, chunks: int | None) -> 
     schedule: Any = name
     file, colon, function = name.rpartition(":")
     if colon:
+        if not Path(file).is_file():
+            raise ValueError(f"--schedule {name}: there is no file {file!r}")
         names = runpy.run_path(file)
         if function not in names:
             raise ValueError(f"--schedule {name}: {_nearest(function, names)}")
         schedule = names[function]
         if isinstance(schedule, Schedule):
-            return schedule  # which has sizes of its own
+            check_sizes(schedule, given[0] or schedule.num_stages, given[1] or schedule.num_microbatches, chunks)
+            return schedule
     elif name not in NAMES:
         raise ValueError(f"--schedule {name}: {_nearest(name, (*NAMES, 'inference'))}, or file.py:name")
     return training_schedule(stages, microbatches, schedule=schedule, num_chunks=chunks)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -30,7 +30,7 @@ def recorded(paths: Sequence[str], step: int | None = None) -> Chart:
         step: None: the last with a backward that all stages have ended, else the last of all.
 
     Raises:
-        ValueError: not a trace, or one without this step; the message says which steps there are.
+        ValueError: not a trace, one without this step, or files of several runs.
     """
     events = [event for path in paths for event in _events(path)]
     tasks, stages_of, trained = defaultdict(list), {}, set()
@@ -46,6 +46,7 @@ def recorded(paths: Sequence[str], step: int | None = None) -> Chart:
         raise ValueError(
             f"{', '.join(paths)}: no step of a pipeline is in this trace; was the job ended before one was?"
         )
+    _check_one_run(tasks, paths)
     complete = [number for number, stages in stages_of.items() if len(_ranks(tasks[number])) == stages]
     if step is None:
         step = max([n for n in complete if n in trained] or complete or stages_of)
@@ -91,6 +92,21 @@ def _events(path: str) -> list[dict[str, Any]]:
     if not isinstance(events, list) or not all(isinstance(event, dict) for event in events):
         raise ValueError(f"{path} is no list of events, which `NxDPPModel(trace_file_path=...)` writes")
     return events
+
+
+def _check_one_run(tasks: Mapping[int, Sequence[dict[str, Any]]], paths: Sequence[str]) -> None:
+    for step, events in tasks.items():
+        seen = set()
+        for event in events:
+            args = event["args"]
+            task = (event["pid"], event["cat"], args["chunk"], args["microbatch"])
+            if task in seen:
+                raise ValueError(
+                    f"--trace {' '.join(paths)}: rank {event['pid']} does the {event['cat']} of microbatch "
+                    f"{args['microbatch']} twice in step {step}: this is one file twice, or several runs. Files of one "
+                    "--trace are those of the hosts of one run; to compare runs write --trace a.json --trace b.json"
+                )
+            seen.add(task)
 
 
 def _ranks(tasks: Sequence[dict[str, Any]]) -> dict[int, int]:

@@ -126,17 +126,19 @@ def draw(charts: Sequence[Chart], width: float | None = None) -> Scene:
     scene = Scene(round(width), title=" and ".join(chart.name for chart in charts), unit=charts[0].unit)
     width = scene.width
     highest = max(chart.peak(stage) for chart in charts for stage in range(len(chart.stages))) or 1.0
-    scale = (width - _LEFT - _RIGHT) / longest
+    per_time = (width - _LEFT - _RIGHT) / longest
     y = float(_TOP)
     for index, chart in enumerate(charts):
-        y = _draw_chart(scene, chart, index, y, scale, highest, charts[0]) + _GAP
-    y = _draw_axis(scene, y - _GAP, longest, scale)
+        y = _draw_chart(scene, chart, index, y, per_time, highest, charts[0]) + _GAP
+    y = _draw_axis(scene, y - _GAP, longest, per_time)
     y = _draw_legend(scene, y + _LEGEND, charts)
     scene.height = y + _BOTTOM
     return scene
 
 
-def _draw_chart(scene: Scene, chart: Chart, index: int, y: float, scale: float, highest: float, first: Chart) -> float:
+def _draw_chart(
+    scene: Scene, chart: Chart, index: int, y: float, per_time: float, highest: float, first: Chart
+) -> float:
     """A chart whose top is at `y`; returns its bottom."""
     add = scene.shapes.append
     right = scene.width - _RIGHT + 80
@@ -144,15 +146,15 @@ def _draw_chart(scene: Scene, chart: Chart, index: int, y: float, scale: float, 
     add(Label(16 + _text_width(chart.name, 17) + 14, y + 14, chart.shape(), 13, "muted"))
     add(Label(right, y + 14, _headline(chart, first), 13, "ink", "end", bold=True))
     row = y + _HEAD
-    end = chart.step_time * scale
+    end = chart.step_time * per_time
     for stage, bars in enumerate(chart.stages):
         add(Label(_LEFT - 10, row + _BAR / 2 + 4, f"stage {stage}", 12, "ink", "end"))
         add(Rectangle(_LEFT, row, end, _BAR, "idle"))
         for bar in bars:
-            _draw_bar(scene, chart, index, stage, bar, row, scale)
+            _draw_bar(scene, chart, index, stage, bar, row, per_time)
         row += _BAR
         if chart.keeps_activations:
-            _draw_memory(scene, chart, stage, row + 2, scale, highest)
+            _draw_memory(scene, chart, stage, row + 2, per_time, highest)
             row += _MEMORY
         row += _SPACE
     return row - _SPACE
@@ -166,8 +168,8 @@ def _headline(chart: Chart, first: Chart) -> str:
     return text
 
 
-def _draw_bar(scene: Scene, chart: Chart, index: int, stage: int, bar: TimedTask, row: float, scale: float) -> None:
-    x, width = _LEFT + bar.start * scale, (bar.end - bar.start) * scale
+def _draw_bar(scene: Scene, chart: Chart, index: int, stage: int, bar: TimedTask, row: float, per_time: float) -> None:
+    x, width = _LEFT + bar.start * per_time, (bar.end - bar.start) * per_time
     gap = min(1.0, width / 8)  # between neighbours
     fill = colour(bar.task, chart.num_chunks)
     scene.shapes.append(Rectangle(x + gap / 2, row, width - gap, _BAR, fill, bar, stage, index))
@@ -177,27 +179,27 @@ def _draw_bar(scene: Scene, chart: Chart, index: int, stage: int, bar: TimedTask
         scene.shapes.append(Label(x + width / 2, row + _BAR / 2 + size * 0.36, text, size, text_colour(fill), "middle"))
 
 
-def _draw_memory(scene: Scene, chart: Chart, stage: int, top: float, scale: float, highest: float) -> None:
+def _draw_memory(scene: Scene, chart: Chart, stage: int, top: float, per_time: float, highest: float) -> None:
     base = top + _MEMORY
     points = []
     level = base
     levels = dict(chart.memory(stage))  # after all changes of a moment
     for time, microbatches in [*levels.items(), (chart.step_time, 0.0)]:
-        x = _LEFT + time * scale
+        x = _LEFT + time * per_time
         points.append((x, level))
         level = base - _MEMORY * microbatches / highest
         points.append((x, level))
     scene.shapes.append(Area(points, base, "memory", "memory-line"))
     peak = chart.peak(stage)
-    scene.shapes.append(Label(_LEFT + chart.step_time * scale + 8, base - 3, f"peak {number(peak)}", 11, "muted"))
+    scene.shapes.append(Label(_LEFT + chart.step_time * per_time + 8, base - 3, f"peak {number(peak)}", 11, "muted"))
 
 
-def _draw_axis(scene: Scene, y: float, longest: float, scale: float) -> float:
+def _draw_axis(scene: Scene, y: float, longest: float, per_time: float) -> float:
     line = y + 10
-    scene.shapes.append(Area([(_LEFT, line), (_LEFT + longest * scale, line)], None, "line", "line"))
+    scene.shapes.append(Area([(_LEFT, line), (_LEFT + longest * per_time, line)], None, "line", "line"))
     step = _tick(longest / 10)
     for tick in range(int(longest / step * 1.0001) + 1):
-        x = _LEFT + tick * step * scale
+        x = _LEFT + tick * step * per_time
         scene.shapes.append(Area([(x, line), (x, line + 4)], None, "line", "line"))
         unit = f" {scene.unit}" if scene.unit and not tick else ""
         scene.shapes.append(Label(x, line + 17, f"{number(tick * step)}{unit}", 11, "muted", "middle"))

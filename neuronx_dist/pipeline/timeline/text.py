@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from .chart import Chart, number
 
-__all__ = ["text"]
+__all__ = ["LEGEND", "text"]
+
+LEGEND = (
+    "F forward, B backward, I backward of inputs, W backward of weights, then the microbatch; lower case: a later "
+    "chunk; -: the task goes on; .: idle"
+)
 
 
 def text(chart: Chart, width: int = 120) -> str:
@@ -17,13 +22,13 @@ def text(chart: Chart, width: int = 120) -> str:
     digits = len(str(max(0, chart.num_microbatches - 1)))
     label = f"stage {len(chart.stages) - 1} "
     columns = max(1, min(width - len(label) - 1, round(chart.step_time / shortest * (digits + 1))))
-    scale = columns / (chart.step_time or 1.0)
+    per_time = columns / (chart.step_time or 1.0)
     lines = [f"{chart.name}: {chart.shape()}: {chart.summary()}"]
     for stage, row in enumerate(chart.stages):
         cells = ["."] * columns
         for task, start, end in row:
-            begin = round(start * scale)
-            wide = max(1, round(end * scale) - begin)
+            begin = round(start * per_time)
+            wide = max(1, round(end * per_time) - begin)
             letter = task.kind.value.lower() if task.chunk else task.kind.value
             word = f"{letter}{task.microbatch}"
             cells[begin : begin + wide] = (word if len(word) <= wide else letter).ljust(wide, "-")[:wide]

@@ -128,6 +128,7 @@ EXEMPT = {
     "gather_full": "gives tests and files the whole of a tensor",
     "_pad_layer": "marks the weights of other sizes, before training",
     "gather_python_object": "Python objects",
+    "open_together": "Python objects: clocks, when a trace is opened",
     "Lockstep": "in place of the messages of the runtime, where there are none (XLA)",
     "StageModule.sync_tied_weights": "before the first step; a check has no values",
     "ColumnLinear.composition": "what the layer is compared with, under a check only",

@@ -10,8 +10,10 @@ from torch import nn
 
 import neuronx_dist as nxd
 from neuronx_dist import comm, spmd
+from neuronx_dist.checking.programs.wire import Wire
 from neuronx_dist.mesh import Mesh
-from neuronx_dist.pipeline.schedule import OneFOneB, WrittenSchedule
+from neuronx_dist.pipeline.schedule import Kind, OneFOneB, WrittenSchedule
+from neuronx_dist.spmd.tensor_type import type_of
 from tests.support.toy_schedules import Halves, ThereAndBack
 
 SCHEDULES: dict[str, dict[str, Any]] = {
@@ -76,10 +78,32 @@ def check(mesh: dict[str, int], **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_a_schedule_that_runs_is_ok_and_its_messages_have_types(name):
+def test_a_schedule_that_runs_is_ok_and_its_messages_have_types(name, monkeypatch):
+    received: list[torch.Tensor] = []
+    typed_when_posted: list[bool] = []
+    connect = Wire.connect
+
+    def listen(self, mode, model, inputs):
+        connect(self, mode, model, inputs)
+        arrived = mode.received
+
+        def keep(buffer, axis):
+            type_ = arrived(buffer, axis)
+            if self.halt_after is None:
+                received.append(buffer)
+                if axis in model.stage_channels.of(Kind.RECV_BACKWARD):
+                    typed_when_posted.append(type_ is not None)
+            return type_
+
+        mode.received = keep
+
+    monkeypatch.setattr(Wire, "connect", listen)
     report = check({"pp": 2, "tp": 2}, **SCHEDULES[name])
     assert report.ok, str(report)
     assert not report.assumed
+    assert received and all(type_of(buffer) is not None for buffer in received)
+    # Of the first of several chunks, gradients are expected after activations were sent, whose types they follow.
+    assert any(typed_when_posted) is (name in ("interleaved", "zb_v", "V of a user"))
 
 
 @pytest.mark.slow

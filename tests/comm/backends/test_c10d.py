@@ -72,6 +72,17 @@ def test_a_rank_makes_its_own_groups_only_at_any_size(made, world_size, rank):
     assert neighbours == sorted((rank, ps.get_pipeline_model_parallel_prev_rank()))
 
 
+def test_communicators_that_share_a_group_never_have_its_tags(made, monkeypatch):
+    """1023 of them are kept apart from one another, and every one from the group's own."""
+    join(0, 2)
+    monkeypatch.setattr(dist, "get_backend", lambda *_: "gloo")
+    backend = c10d.C10dBackend()
+    plain = backend.communicator("pp", [[0, 1]], 0)
+    tags = [backend.communicator("pp", [[0, 1]], 0, own=True)._first_tag for _ in range(2100)]
+    assert plain._first_tag == 0 < min(tags) and max(tags) + 2 * (1 << 20) <= 1 << 31
+    assert len(set(tags[:1023])) == 1023 and all(tag % (2 << 20) == 0 for tag in tags)
+
+
 def test_merged_axes_that_no_step_uses_are_made_when_first_used(made):
     join(5, 64)
     ps.initialize_model_parallel(4, 2, 2)

@@ -262,6 +262,39 @@ def test_events_that_fill_pages_to_the_last_byte(tmp_path: Path) -> None:
         assert len(json.loads(path.read_text())) == count + 2
 
 
+@pytest.mark.parametrize("character", ["x", "字", "\U0001f600", "\x00", "\ud800"], ids=ascii)
+def test_a_long_message_of_any_characters_fits_in_a_page(character: str, tmp_path: Path) -> None:
+    """In JSON a character takes up to 12 bytes."""
+    path = tmp_path / "trace.json"
+
+    def fail(pipeline: NxDPPModel) -> None:
+        pipeline.run_train(**batch())
+        pipeline.original_module.layers[0].register_forward_hook(lambda *_: _raise(ValueError(character * 2000)))
+        pipeline.run_train(**batch())
+
+    with pytest.raises(ValueError):
+        on_ranks(Mesh(1), make(), fail, **OPTIONS, trace_file_path=str(path))
+    trace_file.TraceFile(path, 0).append([{"name": "of another rank"}])
+    errors = [e["args"]["error"] for e in events_of(path) if "error" in e.get("args", {})]
+    assert len(errors) == 2 and all(100 * character in text for text in errors)
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
+def test_an_event_of_more_than_a_page_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    trace_file.TraceFile.create(path, {})
+    file = trace_file.TraceFile(path, 0)
+    for size in (4096, 4097, 9000, 10):
+        file.append([{"text": "x" * (size - len(',\n{"text":""}'))} if size > 10 else {"last": True}])
+    file.append([{"text": "y" * 9000}, {"last": True}])
+    events = json.loads(path.read_text())
+    assert [len(event.get("text", "")) for event in events] == [0, 4096 - len(',\n{"text":""}'), 0, 0]
+    assert events[-1] == events[-2] == {"last": True}
+
+
 def test_a_deleted_file_stops_nothing(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     trace_file.TraceFile.create(path, {})

@@ -57,10 +57,10 @@ def test_the_schedule_of_training(options: dict[str, Any], expected: type[Schedu
         (
             {"schedule": "1f1b", "num_chunks": 2},
             ValueError,
-            "1 chunks on each stage, not 2 .*fits is 1; .*'interl",
+            "1 chunk on each stage, not 2 .*fits is 1; .*'interl",
         ),
-        ({"schedule": "zb_h1", "num_chunks": 2}, ValueError, "1 chunks on each stage, not 2"),
-        ({"schedule": "gpipe", "num_chunks": 2}, ValueError, "1 chunks on each stage, not 2"),
+        ({"schedule": "zb_h1", "num_chunks": 2}, ValueError, "1 chunk on each stage, not 2"),
+        ({"schedule": "gpipe", "num_chunks": 2}, ValueError, "1 chunk on each stage, not 2"),
         ({"schedule": Interleaved(4, 8, 3), "num_chunks": 2}, ValueError, "3 chunks on each stage, not 2"),
         ({"schedule": GPipe(4, 7)}, ValueError, "num_microbatches=7.* does not fit 4 stages and 8 microbatches"),
         ({"schedule": lambda stages, microbatches: GPipe(2, 8)}, ValueError, "num_stages=2.* does not fit 4 stages"),

@@ -252,6 +252,15 @@ def test_a_trace_of_several_hosts(tmp_path: Path) -> None:
     assert [len(bars) for bars in recorded([north, south]).stages] == [2, 2]
 
 
+def test_files_of_two_runs_are_no_trace(tmp_path: Path) -> None:
+    one, other = (trace(tmp_path / name, {0: BOTH, 1: BOTH}) for name in ("a.json", "b.json"))
+    for paths in ([one, other], [one, one]):
+        with pytest.raises(
+            ValueError, match="rank 0 does the forward of microbatch 0 twice in step 0: .* --trace a.json"
+        ):
+            recorded(paths)
+
+
 @pytest.mark.parametrize(
     "content,step,message",
     [
@@ -281,12 +290,16 @@ def test_command_writes_files(tmp_path: Path, capsys: Any) -> None:
     assert main([*words, "--out", str(page), "--out", str(picture)]) == 0
     assert page.read_text().count("data-tip=") == 4 * 6 * (3 * 2 + 2) == picture.read_text().count("<title>")
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split(":")[0] for line in lines] == ["zb_v", "1f1b"] and "bubble" in lines[0]
+    assert [line.split(":")[0] for line in lines] == ["zb_v", "1f1b", f"wrote {page}, {picture}"]
+    assert "bubble" in lines[0]
 
 
 def test_command_in_the_terminal(capsys: Any) -> None:
     assert main(["timeline", "--schedule", "inference", "--stages", "2", "--microbatches", "2", "--chunks", "2"]) == 0
-    assert "2 stages × 2 chunks, 2 microbatches" in capsys.readouterr().out
+    assert "2 stages × 2 chunks, 2 microbatches" in (out := capsys.readouterr().out)
+    assert out.splitlines()[-1].startswith("F forward, B backward") and "lower case: a later chunk" in out
+    assert main(["timeline", "--schedule", "1f1b", "--stages", "1", "--microbatches", "1"]) == 0
+    assert "1 stage, 1 microbatch: bubble 0.0%, step 3, peak memory 1 microbatch\n" in capsys.readouterr().out
     assert main(["timeline", "--schedule", "1f1b", "--forward", "2", "--backward-input", "4", "--message", "1"]) == 0
     expected = simulate(training_schedule(4, 8), Costs(2, 4, 1, 1))
     assert f"bubble {expected.bubble:.1%}, step {expected.step_time:.3g}" in capsys.readouterr().out
@@ -296,7 +309,7 @@ def test_command_compares_a_trace_with_what_could_be(tmp_path: Path, capsys: Any
     """The simulation has the trace's stages and microbatches, and what its tasks took."""
     path = trace(tmp_path / "t.json", {0: {0: "F0 F1 B0 B1", 2: "F0 F1 B0 B1"}})
     assert main(["timeline", "--trace", path, "--schedule", "gpipe", "--out", str(tmp_path / "t.html")]) == 0
-    recorded_line, simulated_line = capsys.readouterr().out.splitlines()
+    recorded_line, simulated_line, _ = capsys.readouterr().out.splitlines()
     assert "step 12 ms" in recorded_line and "gpipe: 2 stages, 2 microbatches" in simulated_line
     assert "step 12 ms" in simulated_line  # three rounds of 2 + 2
 
@@ -310,26 +323,44 @@ def test_command_takes_a_schedule_of_the_user(tmp_path: Path, capsys: Any) -> No
     file.write_text(file.read_text() + "own = make(3, 5)\ndef wrong(stages, microbatches): return 1\n")
     assert main(["timeline", "--schedule", f"{file}:own"]) == 0  # with its own sizes
     assert f"{file}:own: 3 stages, 5 microbatches" in capsys.readouterr().out
+    for sizes in (["--stages", "4"], ["--microbatches", "8"]):
+        assert main(["timeline", "--schedule", f"{file}:own", *sizes]) == 2
+        assert "num_microbatches=5) does not fit" in capsys.readouterr().err
+    path = trace(tmp_path / "t.json", {0: BOTH})
+    assert main(["timeline", "--trace", path, "--schedule", f"{file}:own"]) == 2
+    assert "does not fit 2 stages and 1 microbatch:" in capsys.readouterr().err
     assert main(["timeline", "--schedule", f"{file}:wrong"]) == 2
     assert "must return a Schedule, got 1" in capsys.readouterr().err
     assert main(["timeline", "--schedule", f"{file}:mke"]) == 2
     assert "there is no 'mke', but 'make'" in capsys.readouterr().err
+    for source, message in (
+        ("\ndef make(a, b):\n    return 1 / 0\n", "3: ZeroDivisionError"),
+        ("\n1 +", "2: SyntaxError"),
+        ("import nowhere", "1: ModuleNotFoundError: No module named 'nowhere'"),
+    ):
+        file.write_text(source)
+        assert main(["timeline", "--schedule", f"{file}:make"]) == 2
+        assert f"--schedule {file}:make: {file}:{message}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     "words,message",
     [
         (["--schedule", "zbv"], "--schedule zbv: there is no 'zbv', but 'zb_v' (there are 1f1b, "),
-        (["--schedule", "zb_v", "--chunks", "3"], "has 2 chunks on each stage, not 3"),
-        (["--schedule", "1f1b", "--stages", "0"], "num_stages must be at least 1, got 0"),
-        (["--schedule", "1f1b", "--chunks", "0"], "num_chunks must be at least 1, got 0"),
+        (["--schedule", "zb_v", "--chunks", "3"], "has 2 chunks on each stage, not 3 (--chunks): "),
+        (["--schedule", "1f1b", "--stages", "0"], "--stages: expected an integer of at least 1, got 0"),
+        (["--schedule", "1f1b", "--chunks", "0"], "--chunks: expected an integer of at least 1, got 0"),
         (["--schedule", "1f1b", "--forward", "-1"], "--forward: a time is a number from 0 on, got -1"),
         (["--schedule", "1f1b", "--message", "inf"], "--message: a time is a number from 0 on, got inf"),
-        (["--schedule", "1f1b", "--width", "399"], "400 pixels or more, got 399"),
+        (["--schedule", "1f1b", "--width", "399"], "width of 400 to 20000 pixels, got 399"),
+        (["--schedule", "1f1b", "--width", "20001"], "width of 400 to 20000 pixels, got 20001"),
+        (["--schedule", "1f1b", "--step", "1"], "--step 1 is a step of a trace: give --trace too"),
+        (["--trace", "t.json", "--stages", "2"], "--stages does not go with --trace, which has its own"),
+        (["--trace", "t.json", "--microbatches", "2"], "--microbatches does not go with --trace, which has its own"),
         (["--schedule", "1f1b", "--out", "t.gif"], "--out t.gif: the name must end in .html, .svg or .png"),
-        (["--schedule", "1f1b", "--out", "nowhere/t.svg"], "nowhere/t.svg"),
+        (["--schedule", "1f1b", "--out", "nowhere/t.svg"], "--out nowhere/t.svg: there is no folder 'nowhere'"),
         (["--trace", "nowhere.json"], "nowhere.json: No such file"),
-        (["--schedule", "nowhere.py:make"], "nowhere.py"),
+        (["--schedule", "nowhere.py:make"], "--schedule nowhere.py:make: there is no file 'nowhere.py'"),
         ([], "nothing to draw: give --schedule or --trace"),
     ],
 )

@@ -50,8 +50,10 @@ def _shown(value: Any) -> str:
     """An argument: a tensor by its dtype and shape."""
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}{[*value.shape]}"
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, list):
         return f"[{', '.join(map(_shown, value))}]"
+    if isinstance(value, tuple):  # as an index it means something else than a list
+        return f"({', '.join(map(_shown, value))})"
     return str(value)
 
 
