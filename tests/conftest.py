@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 
 # Before torch is imported: ranks are the parallelism, here and in every process that a test starts.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -26,7 +27,17 @@ def _nothing_is_left_behind():
     context.set_default(None)
     recording.recorders = ()
     torch.set_default_dtype(torch.float32)
+    _restore_torch_init()
     assert left == (None, (), torch.float32), f"left behind: {left}"
+
+
+def _restore_torch_init():
+    """transformers replaces `torch.nn.init` while it builds a model: two threads that do leave it replaced."""
+    transformers = sys.modules.get("transformers.initialization")
+    for module in map(sys.modules.get, transformers.TORCH_MODULES_TO_PATCH if transformers else ()):
+        for name, function in transformers.TORCH_INIT_FUNCTIONS.items():
+            if hasattr(module, name):
+                setattr(module, name, function)
 
 
 def pytest_configure(config):

@@ -206,6 +206,7 @@ class NxDPPModel(CutModule):
         self._programs: dict[Any, StageProgram] = {}
         self._trace: Trace | None = None
         self._schedules: dict[Any, Schedule] = {self._key_of_training(): chosen}  # of training and evaluation
+        self._cut_for = chosen
         self._checked = WeakSet([chosen])
         if self.pipeline_cuts or self.auto_partition or chosen.num_virtual_stages == 1:
             self.partition()
@@ -346,7 +347,7 @@ class NxDPPModel(CutModule):
         """The program that ran, and the results of `run`."""
         self._check_partitioned()
         if schedule not in self._checked:
-            check_pieces(schedule, self.training_schedule)
+            check_pieces(schedule, self._cut_for)
             check_runs(schedule)
             self._checked.add(schedule)
         with torch.set_grad_enabled(schedule.trains):

@@ -12,7 +12,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 __all__ = ["init_on_device"]
 
-_REGISTER = nn.Module.register_parameter
+_register_before = nn.Module.register_parameter  # what was there before ours
 _lock = threading.Lock()
 _local = threading.local()  # .contexts: (device, parameters that were moved there) of this thread, the innermost last
 _users = 0
@@ -29,13 +29,15 @@ def init_on_device(device: str | torch.device, include_buffers: bool = False) ->
         device: "meta", or any other.
         include_buffers: buffers too, and all else that is made inside, as in `with torch.device(device):`.
     """
-    global _users
+    global _users, _register_before
     if include_buffers:
         with torch.device(device):
             yield
         return
     with _lock:
         _users += 1
+        if _users == 1 and nn.Module.register_parameter is not _register:  # others may have restored it later than us
+            _register_before = nn.Module.register_parameter
         nn.Module.register_parameter = _register  # type: ignore[method-assign, assignment]
     contexts = _local.__dict__.setdefault("contexts", [])
     contexts.append((torch.device(device), WeakIdKeyDictionary()))
@@ -46,7 +48,7 @@ def init_on_device(device: str | torch.device, include_buffers: bool = False) ->
         with _lock:
             _users -= 1
             if not _users:
-                nn.Module.register_parameter = _REGISTER  # type: ignore[method-assign]
+                nn.Module.register_parameter = _register_before  # type: ignore[method-assign]
 
 
 def _register(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
@@ -57,4 +59,4 @@ def _register(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
             moved[param] = nn.Parameter(param.detach().to(device), requires_grad=param.requires_grad)
             moved[param].__dict__.update(param.__dict__)
         param = moved[param]
-    _REGISTER(module, name, param)
+    _register_before(module, name, param)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import neuronx_dist as nxd
 from neuronx_dist import comm
@@ -250,4 +251,37 @@ def test_a_container_that_is_checkpointed_later_is_recorded_anew() -> None:
         return {n: p.grad for n, p in pipeline.local_named_parameters()}
 
     for grads in on_ranks(PP2, model, use, pipeline_cuts=["layers.0.1"], auto_partition=False, **TRAIN):
+        assert all(error(grad, expected[name]) < 1e-10 for name, grad in grads.items())
+
+
+def test_gradient_checkpointing_that_is_switched_in_a_container_is_recorded_anew() -> None:
+    """Hugging Face's name of it; each layer then runs once more for every microbatch."""
+
+    class Switched(Model):
+        gradient_checkpointing = False
+
+        def body(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = checkpoint(layer, x, use_reentrant=False) if self.gradient_checkpointing else layer(x)
+            return x
+
+    model = make(Switched)
+    _, expected = reference(model, batch(), 2)
+
+    def use(pipeline: NxDPPModel) -> Any:
+        calls: list[int] = []
+        layers = [layer for layer in pipeline.local_modules() if isinstance(layer, Block)]
+        for layer in layers:
+            layer.up.register_forward_hook(lambda _, args, out: calls.append(type(out) is torch.Tensor))
+        counts = []
+        for switched in (False, True, False):
+            pipeline.original_module.gradient_checkpointing = switched
+            pipeline.zero_grad()
+            calls.clear()
+            pipeline.run_train(**batch())
+            counts.append(sum(calls) / 2 / len(layers))
+        return counts, {n: p.grad for n, p in pipeline.local_named_parameters()}
+
+    for counts, grads in on_ranks(PP2, model, use, **TRAIN):
+        assert counts == [1, 2, 1]
         assert all(error(grad, expected[name]) < 1e-10 for name, grad in grads.items())

@@ -343,3 +343,16 @@ def test_a_module_of_two_names_is_local_by_either() -> None:
     for name, (modules, everything, buffers) in zip(("first", "second"), comm.threads.run(PP2, main)):
         assert modules == everything == ["", name]
         assert buffers == [f"{name}.{key}" for key in ("running_mean", "running_var", "num_batches_tracked")]
+
+
+def test_a_schedule_with_other_pieces_is_refused_after_construction() -> None:
+    def use(pipeline: NxDPPModel) -> None:
+        pipeline.run_train(**batch())
+        pipeline.schedule = "zb_v"
+        with pytest.raises(ValueError, match="is not for this model, which has 2 stages with 2 pieces"):
+            pipeline.run_train(**batch())
+        with pytest.raises(ValueError, match="is not for this model"):
+            pipeline.run_eval(**batch())
+
+    options = {"num_microbatches": 2, "output_loss_value_spec": True, "schedule": "interleaved"}
+    on_ranks(Mesh(2, pp=2), make(), use, virtual_pipeline_size=2, **options)

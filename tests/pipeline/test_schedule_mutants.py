@@ -4,7 +4,8 @@ A swap is refused before it runs, or computes what one process does: no wrong gr
 no error in the middle of a step. It is of computations (messages follow them), or of all tasks as they are, messages
 included. `make test` makes every swap of neighbours on small pipelines, and some others; NXD_FULL=1 all others.
 
-Each single message that is dropped, stale or wrongly scaled changes the loss or a gradient.
+Each single message that is dropped, stale or wrongly scaled changes the loss or a gradient; so does one that is sent
+twice, in the same step or the next, if it is not refused.
 """
 
 from __future__ import annotations
@@ -98,7 +99,9 @@ def expected(layers: int, microbatches: int) -> tuple[torch.Tensor, dict[str, to
     return reference(model, batch(rows=2 * microbatches), microbatches)
 
 
-def on_pipeline(name: str, pp: int, microbatches: int, use: Callable[[NxDPPModel, Distance], Any]) -> list[Any]:
+def on_pipeline(
+    name: str, pp: int, microbatches: int, use: Callable[[NxDPPModel, Distance], Any], timeout: float = 60.0
+) -> list[Any]:
     """`use(pipeline, distance)` on each stage of a tied model that this schedule trains."""
     layers = pp * CHUNKS[name]
     loss, gradients = expected(layers, microbatches)
@@ -116,7 +119,7 @@ def on_pipeline(name: str, pp: int, microbatches: int, use: Callable[[NxDPPModel
         return use(pipeline, distance)
 
     model = make(functools.partial(Model, layers=layers, tied=True))
-    options: dict[str, Any] = {"num_microbatches": microbatches, "output_loss_value_spec": True}
+    options: dict[str, Any] = {"num_microbatches": microbatches, "output_loss_value_spec": True, "timeout": timeout}
     return on_ranks(Mesh(pp, pp=pp), model, main, schedule=name, virtual_pipeline_size=CHUNKS[name], **options)
 
 
@@ -184,3 +187,41 @@ def test_each_message_counts(name: str, pp: int, monkeypatch: pytest.MonkeyPatch
     first, *rest = (max(errors) for errors in zip(*on_pipeline(name, pp, 3, use)))
     assert first < 1e-10 and len(rest) >= 3 * 6
     assert min(rest) > 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CHUNKS)
+def test_a_message_that_is_sent_twice_is_refused_or_changes_something(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second one stands where the next is expected: after the last of a step, that is the first of the next."""
+    send, microbatches = comm.send, 3
+    numbers = Counter[int]()  # of messages, by sender
+    twice = (-1, -1)
+
+    def doubled(x: torch.Tensor, channel: Any, **options: Any) -> Any:
+        rank = comm.rank("pp")
+        number = numbers[rank]
+        numbers[rank] += 1
+        if (rank, number) == twice:
+            send(x, channel, **options)
+        return send(x, channel, **options)
+
+    def two_steps(pipeline: NxDPPModel, distance: Distance) -> float:
+        return max(distance(pipeline.training_schedule) for _ in range(2))
+
+    def errors() -> float:
+        numbers.clear()
+        return max(on_pipeline(name, 2, microbatches, two_steps, timeout=10))
+
+    monkeypatch.setattr(comm, "send", doubled)
+    assert errors() < 1e-10
+    counts = {rank: numbers[rank] // 2 for rank in range(2)}
+    assert sum(counts.values()) == 2 * microbatches * (2 * CHUNKS[name] - 1 - (name == "zb_v"))
+    for rank, count in counts.items():
+        for number in range(count):
+            twice = rank, number
+            try:
+                assert errors() > 1e-6, twice
+            except comm.CommError as error:  # that it is no silence
+                assert "timed out" not in str(error), error

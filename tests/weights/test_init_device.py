@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 
+import pytest
 import torch
 from torch import nn
 
@@ -51,3 +52,16 @@ def test_it_is_of_this_thread_and_the_innermost_counts() -> None:
         thread.join()
         assert nn.Linear(1, 1).weight.is_meta
     assert not elsewhere[0].weight.is_meta  # type: ignore[union-attr]
+
+
+def test_what_others_put_in_place_of_torchs_own_is_used_and_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    names: list[str] = []
+
+    def register(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        names.append(name)
+        REGISTER(module, name, param)
+
+    monkeypatch.setattr(nn.Module, "register_parameter", register)
+    with nxd.init_on_device("meta"), nxd.init_on_device("meta"):
+        nn.Linear(1, 1)
+    assert names == ["weight", "bias"] and nn.Module.register_parameter is register

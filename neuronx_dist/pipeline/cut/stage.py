@@ -108,8 +108,9 @@ class Stage:
             steps = [node for node in self.plan.nodes if node.op != "placeholder"]
             warnings.warn(
                 f"the stage of {steps[0]} .. {steps[-1]}: the backward of {', '.join(new)} cannot be divided and runs "
-                "whole in the first half (I), so that the second (W) has less to do. If this autograd.Function "
-                "computes only what ctx.needs_input_grad asks for, say so in it: splits_backward = True",
+                "whole in the first half (I), so that the second (W) has less to do. An autograd.Function of yours "
+                "that computes only what ctx.needs_input_grad asks for can say so: splits_backward = True. A stage of "
+                "which torch.compile made a part (CompiledFunctionBackward) can only be divided without compiling it",
                 stacklevel=2,
             )
 

@@ -11,9 +11,9 @@ weight half the node is called with them directly, where no hook runs again and 
 A custom `torch.autograd.Function` computes what its author wrote. With the attribute `splits_backward = True` it
 promises to compute only what `ctx.needs_input_grad` asks for, which is set for each half; `ctx.in_halves` is True then,
 and the first half may leave on `ctx` what the second needs, too. The second has zeros for an output without a gradient,
-even after `ctx.set_materialize_grads(False)`, which torch does not let others read. Any other function is run once, in the input half, and
-the gradients that it made for parameters are kept until the weight half. What `torch.compile` made lets nobody keep the
-graph: a graph that has some of it is not divided, and its whole backward is the input half.
+even after `ctx.set_materialize_grads(False)`, which torch lets nobody read. Any other function is run once, in the
+input half, and the gradients that it made for parameters are kept until the weight half. What `torch.compile` made lets
+nobody keep the graph: a graph that has some of it is not divided, and its whole backward is the input half.
 
 What only the input half needs is freed when it is over: saved tensors of the nodes on the line that do not branch.
 

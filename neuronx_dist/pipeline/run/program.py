@@ -52,14 +52,17 @@ class StageProgram(NamedTuple):
 def program_key(batch: Batch, module: nn.Module, device: torch.device, return_outputs: bool) -> tuple[Any, ...]:
     """Equal wherever one program serves: for batches of one shape, while modes, parameters and autocast stay so.
 
-    (`checkpoint_layers` wraps the `forward` of a module.)
+    (`checkpoint_layers` wraps the `forward` of a module; Hugging Face's modules have `gradient_checkpointing`.)
     """
     return (
         batch.key(),
         device,
         torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type),
         return_outputs,
-        tuple((m.training, "forward" in m.__dict__) for m in module.modules()),
+        tuple(
+            (m.training, "forward" in m.__dict__, m.__dict__.get("gradient_checkpointing", False))
+            for m in module.modules()
+        ),
         tuple((p.requires_grad, p.dtype) for p in module.parameters()),
     )
 

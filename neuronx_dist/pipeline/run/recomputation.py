@@ -20,8 +20,8 @@ import torch.utils.checkpoint
 __all__ = ["Checkpoints", "keep_for_later", "keep_no_more", "seen_checkpoints"]
 
 _torch: Any = torch.utils.checkpoint  # whose names are replaced while a forward is seen
-_HOOK: Any = _torch._checkpoint_hook
-_REENTRANT: Any = _torch.CheckpointFunction
+_hook_before: Any = _torch._checkpoint_hook  # these two: what was there before ours
+_function_before: Any = _torch.CheckpointFunction
 _lock = threading.Lock()
 _users = 0
 _local = threading.local()  # .checkpoints: of the forward of this thread; .keeps: whether what is asked for is kept
@@ -47,38 +47,35 @@ class _Saved:
         self.tensor: torch.Tensor | None = None
 
 
-class _KeepingHook(_HOOK):  # type: ignore[misc]
+def _keeping_hook(*args: Any) -> Any:
     """Torch's hook on what a checkpointed region saves, which recomputes it; what is kept is given again."""
+    hook = _hook_before(*args)
+    checkpoints = _here()
+    if checkpoints is None:
+        return hook
+    checkpoints.any = True
+    pack, recompute = hook.pack_hook, hook.unpack_hook
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.pack_hook: Any
-        self.unpack_hook: Any
-        checkpoints = _here()
-        if checkpoints is None:
-            return
-        checkpoints.any = True
-        pack, recompute = self.pack_hook, self.unpack_hook
+    def unpack(saved: _Saved) -> torch.Tensor:
+        if saved.tensor is not None:
+            return saved.tensor
+        tensor: torch.Tensor = recompute(saved.holder)
+        if getattr(_local, "keeps", False):
+            saved.tensor = tensor
+        return tensor
 
-        def unpack(saved: _Saved) -> torch.Tensor:
-            if saved.tensor is not None:
-                return saved.tensor
-            tensor: torch.Tensor = recompute(saved.holder)
-            if getattr(_local, "keeps", False):
-                saved.tensor = tensor
-            return tensor
-
-        self.pack_hook = lambda x: _Saved(pack(x))
-        self.unpack_hook = unpack
+    hook.pack_hook = lambda x: _Saved(pack(x))
+    hook.unpack_hook = unpack
+    return hook
 
 
-class _NotReentrant(_REENTRANT):  # type: ignore[misc]
+class _NotReentrant:
     """In the place of torch's function: runs a checkpoint that asks for the reentrant form in the other one."""
 
     @classmethod
     def apply(cls, function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
         if _here() is None:
-            return _REENTRANT.apply(function, preserve_rng_state, *args)
+            return _function_before.apply(function, preserve_rng_state, *args)
         return _torch.checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state)
 
 
@@ -90,11 +87,12 @@ def _here() -> Checkpoints | None:
 @contextmanager
 def seen_checkpoints() -> Iterator[Checkpoints]:
     """Around a forward, in this thread: its checkpoints serve two halves. It says afterwards whether there are any."""
-    global _users
+    global _users, _hook_before, _function_before
     with _lock:
         _users += 1
-        _torch._checkpoint_hook = _KeepingHook
-        _torch.CheckpointFunction = _NotReentrant
+        if _users == 1 and _torch._checkpoint_hook is not _keeping_hook:  # others may have restored it later than us
+            _hook_before, _function_before = _torch._checkpoint_hook, _torch.CheckpointFunction
+            _torch._checkpoint_hook, _torch.CheckpointFunction = _keeping_hook, _NotReentrant
     before = _here()
     _local.checkpoints = Checkpoints()
     try:
@@ -104,8 +102,7 @@ def seen_checkpoints() -> Iterator[Checkpoints]:
         with _lock:
             _users -= 1
             if not _users:
-                _torch._checkpoint_hook = _HOOK
-                _torch.CheckpointFunction = _REENTRANT
+                _torch._checkpoint_hook, _torch.CheckpointFunction = _hook_before, _function_before
 
 
 def keep_for_later(*_: Any) -> None:

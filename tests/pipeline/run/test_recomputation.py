@@ -33,6 +33,36 @@ def test_torch_is_as_it_was_afterwards() -> None:
     assert own() == before
 
 
+def test_what_others_put_in_place_of_torchs_own_is_used_and_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    hook: Any = torch_checkpoint._checkpoint_hook  # type: ignore[attr-defined]
+    function: Any = torch_checkpoint.CheckpointFunction
+    used: list[str] = []
+
+    class Hook(hook):  # type: ignore[misc]
+        def __init__(self, frame: Any) -> None:
+            used.append("hook")
+            super().__init__(frame)
+
+    class Function(function):  # type: ignore[misc]
+        @classmethod
+        def apply(cls, *args: Any) -> Any:
+            used.append("function")
+            return function.apply(*args)
+
+    monkeypatch.setattr(torch_checkpoint, "_checkpoint_hook", Hook)
+    monkeypatch.setattr(torch_checkpoint, "CheckpointFunction", Function)
+    x = torch.ones(2, requires_grad=True)
+    with seen_checkpoints(), seen_checkpoints() as seen:
+        torch_checkpoint.checkpoint(torch.exp, x, use_reentrant=False)
+        thread = threading.Thread(
+            target=torch_checkpoint.checkpoint, args=(torch.exp, x), kwargs={"use_reentrant": True}
+        )
+        thread.start()
+        thread.join()
+    assert used == ["hook", "function"] and seen.any
+    assert own() == [Hook, Function]
+
+
 def test_other_threads_are_left_alone() -> None:
     """Their checkpoints recompute for each backward, and reentrant ones stay reentrant, while this one is seen."""
     layer = nn.Linear(3, 3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -11,6 +12,7 @@ from neuronx_dist.pipeline.schedule import (
     GPipe,
     Inference,
     Interleaved,
+    Kind,
     OneFOneB,
     TimedTask,
     WrittenSchedule,
@@ -57,6 +59,54 @@ def test_messages_take_time_between_stages_and_none_within() -> None:
     assert simulate(OneFOneB(3, 1), Costs(message=10)).step_time == 9 + 4 * 10
     assert simulate(ZeroBubbleV(3, 1), Costs(message=10)).step_time == simulate(ZeroBubbleV(3, 1)).step_time + 8 * 10
     assert simulate(ZeroBubbleV(1, 4), Costs(message=10)).step_time == 24
+
+
+@pytest.mark.parametrize("message", [0.25, 2.0, 100.0])
+def test_messages_of_gpipe_take_time_on_the_way_there_and_back(message: float) -> None:
+    """(m + p - 1)(F + B) + 2 (p - 1) c: a stage waits once for a forward, and once for a backward."""
+    for stages, microbatches in SIZES:
+        expected = (microbatches + stages - 1) * WHOLE + 2 * (stages - 1) * message
+        assert simulate(GPipe(stages, microbatches), replace(COSTS, message=message)).step_time == expected
+
+
+@pytest.mark.parametrize("message", [0.0, 0.25, 2.0, 100.0])
+def test_messages_of_1f1b(message: float) -> None:
+    """Every end of a task, against max(end of the task before, end of what sends + c) + duration, written out here."""
+    for stages, microbatches in SIZES:
+        simulation = simulate(OneFOneB(stages, microbatches), replace(COSTS, message=message))
+        ends = ends_of_1f1b(stages, microbatches, message)
+        for stage, timed in enumerate(simulation.timeline):
+            found = {(stage, task.kind is Kind.FORWARD, task.microbatch): end for task, _, end in timed}
+            assert found == {key: end for key, end in ends.items() if key[0] == stage}
+        assert simulation.step_time == max(ends.values())
+
+
+def ends_of_1f1b(stages: int, microbatches: int, message: float) -> dict[tuple[int, bool, int], float]:
+    """By stage, whether it is a forward, and microbatch."""
+    orders = []
+    for stage in range(stages):
+        warmup = min(stages - 1 - stage, microbatches)
+        order = [(True, number) for number in range(warmup)]
+        for number in range(microbatches - warmup):
+            order += [(True, warmup + number), (False, number)]
+        orders.append(order + [(False, number) for number in range(microbatches - warmup, microbatches)])
+    ends: dict[tuple[int, bool, int], float] = {}
+    free, waiting = [0.0] * stages, [iter(order) for order in orders]
+    following = [next(order, None) for order in waiting]
+    while any(following):
+        for stage, task in enumerate(following):
+            if task is None:
+                continue
+            forward, number = task
+            source = stage - 1 if forward else stage + 1
+            at_end = not 0 <= source < stages
+            if not at_end and (source, forward, number) not in ends:
+                continue
+            arrival = 0.0 if at_end else ends[source, forward, number] + message
+            free[stage] = max(free[stage], arrival) + (2.0 if forward else 4.5)
+            ends[stage, forward, number] = free[stage]
+            following[stage] = next(waiting[stage], None)
+    return ends
 
 
 def test_a_message_is_hidden_by_other_work() -> None:
