@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+import neuronx_dist as nxd
 from neuronx_dist import comm
 from neuronx_dist.mesh import Mesh
 from tests.support.paths import ROOT
@@ -19,4 +20,5 @@ def test_the_blocks_of_the_page_run() -> None:
     with comm.as_rank(Mesh(1), 0):
         for number, block in enumerate(blocks):
             exec(compile(block, f"docs/pipelines.md, block {number}", "exec"), names)
+    assert "pipeline" in dir(nxd)
     assert len(blocks) == 9 and torch.isfinite(names["loss"]) and len(names["outputs"]) == 4
