@@ -34,6 +34,7 @@ _LAZY = {
     "move_model_to_device": "parallel_layers.utils",
     "no_sync": "gradients.accumulation",
     "pad_model": "parallel_layers.pad",
+    "pipeline": "",
     "reduce_gradients": "gradients.reduce",
 }
 

@@ -3,7 +3,7 @@
     model = NxDPPModel(module, transformer_layer_cls=Block, num_microbatches=8, output_loss_value_spec=(True, False),
                        input_names=["input_ids", "labels"], auto_partition=True)
     optimizer = AdamW(model.local_parameters())
-    loss = model.run_train(input_ids=..., labels=...)      # the mean loss on the last stage, None elsewhere
+    loss = model.run_train(input_ids=..., labels=...)      # the mean loss where the model ends, None elsewhere
 
 A rank holds the parameters of its own stage; those of other stages are turned to the meta device, where they take no
 memory, and keep their names. At one stage the same path runs, with no messages.
@@ -225,8 +225,9 @@ class NxDPPModel(CutModule):
                 all else go whole to every microbatch.
 
         Returns:
-            The mean loss on the last stage (a list of the microbatches' with `return_mb_loss`), None on others; with
-            `broadcast_and_average_loss` the mean over data-parallel ranks too, everywhere.
+            The mean loss on the stage where the model ends (the last; with ZB-V the first), None on others: a list of
+            the microbatches' with `return_mb_loss`; with `broadcast_and_average_loss` the mean over data-parallel ranks
+            too, everywhere.
 
         Raises:
             ValueError: inputs other than `input_names`, without rows, or not divisible into microbatches.
@@ -261,8 +262,8 @@ class NxDPPModel(CutModule):
 
         Returns:
             What `run_train` returns. With `return_outputs` a pair of that and of the outputs: a list of the forward's
-            results, one for each microbatch, on the last stage, None on others. Without an `output_loss_value_spec`
-            the outputs alone.
+            results, one for each microbatch, on the stage where the model ends, None on others. Without an
+            `output_loss_value_spec` the outputs alone.
         """
         with evaluating(self.original_module):
             program, results = self._execute(self.evaluation_schedule, kwargs, return_outputs)
