@@ -23,6 +23,8 @@ from neuronx_dist.pipeline import Kind, NxDPPModel
 from tests.pipeline.test_parity import DictOutput
 from tests.support.pipeline_models import Block, Model, batch, cut, error, make, on_ranks, reference
 
+pytestmark = pytest.mark.slow  # together more than the fast tier has room for
+
 PP2 = Mesh(2, pp=2)
 TRAIN: dict[str, Any] = {"output_loss_value_spec": True, "num_microbatches": 2}
 CHECKS: dict[str, Callable[..., None]] = {}

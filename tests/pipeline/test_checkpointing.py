@@ -27,6 +27,8 @@ from tests.hf.models import llama_config, reference_model
 from tests.support.pipeline_models import Block, Model, batch, error, make, on_ranks, reference
 from tests.support.pool import processes
 
+pytestmark = pytest.mark.slow  # together more than the fast tier has room for
+
 PP2 = Mesh(2, pp=2)
 TRAIN: dict[str, Any] = {"output_loss_value_spec": True, "num_microbatches": 2}
 

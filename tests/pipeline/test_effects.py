@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from typing import Any
 
 import pytest
@@ -177,3 +178,27 @@ def test_numbers_that_are_equal_and_of_another_type_are_recorded_anew() -> None:
     losses = on_ranks(Mesh(2, pp=2), make(Scaled), use, output_loss_value_spec=True)[1]
     expected = reference(make(), batch())[0]
     assert all(error(loss, expected * factor) < 1e-10 for loss, factor in zip(losses, (3, 2, 5, 3)))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb_h1", "zb_v"])
+def test_a_step_leaves_no_tensor_to_the_collection_of_cycles(schedule: str) -> None:
+    """On XLA what is alive is a result of the program, so that a step with another number of them compiles anew."""
+
+    def use(pipeline: NxDPPModel) -> int:
+        pipeline.run_train(**batch())  # recorded
+        pipeline.zero_grad()
+        gc.collect()
+        gc.disable()
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        try:
+            pipeline.run_train(**batch())
+            gc.collect()
+            return sum(isinstance(x, torch.Tensor) for x in gc.garbage)
+        finally:
+            gc.set_debug(0)
+            gc.garbage.clear()
+            gc.enable()
+
+    options = {"num_microbatches": 4, "output_loss_value_spec": True, "schedule": schedule}
+    chunks = 2 if schedule in ("interleaved", "zb_v") else 1
+    assert on_ranks(Mesh(1), make(), use, virtual_pipeline_size=chunks, **options) == [0]

@@ -17,6 +17,8 @@ from neuronx_dist.pipeline.cut.splitting import split
 from neuronx_dist.pipeline.record.recorder import record
 from tests.support.pipeline_models import HIDDEN, SEQ, Block, Model, batch, check_parity, cut, error, make, on_ranks
 
+pytestmark = pytest.mark.slow  # together more than the fast tier has room for
+
 
 class Rope(nn.Module):
     """A buffer and no parameter; what it gives depends on positions alone."""

@@ -17,6 +17,8 @@ from neuronx_dist.pipeline import NxDPPModel, PipelineStageModule
 from neuronx_dist.pipeline.manual_pipe_stage import LayerList
 from tests.support.pipeline_models import BATCH, HIDDEN, SEQ, VOCAB, Block, batch, error, on_ranks
 
+pytestmark = pytest.mark.slow  # together more than the fast tier has room for
+
 PP2 = Mesh(2, pp=2)
 
 

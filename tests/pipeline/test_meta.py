@@ -18,6 +18,8 @@ from tests.hf.models import batch as llama_batch
 from tests.hf.models import llama_config, reference_model
 from tests.support.pipeline_models import Block, Model, batch, error, make, reference
 
+pytestmark = pytest.mark.slow  # together more than the fast tier has room for
+
 PLACEMENTS: list[tuple[int, dict[str, Any]]] = [
     (1, {}),
     (2, {}),

@@ -14,6 +14,8 @@ from neuronx_dist.mesh import Mesh
 from neuronx_dist.weights.shard_spec import gather_full, spec_of
 from tests.support.nxd_order import MAX_NORM, batch, build_model, make_optimizer, own_rows, step
 
+pytestmark = pytest.mark.slow  # together more than the fast tier has room for
+
 STEPS = 3
 WRAPPERS = ["use_optimizer_wrapper", "use_zero1_optimizer", ""]
 MESHES = [Mesh(2), Mesh(2, cp=2), Mesh(2, tp=2), Mesh(8, pp=2, tp=2), Mesh(8, tp=2, cp=2), Mesh(8, pp=2, cp=2)]

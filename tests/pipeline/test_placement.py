@@ -27,6 +27,8 @@ from tests.support.pipeline_models import (
     reference,
 )
 
+pytestmark = pytest.mark.slow  # together more than the fast tier has room for
+
 OPTIONS: dict[str, Any] = {"num_microbatches": 2, "output_loss_value_spec": True}
 
 

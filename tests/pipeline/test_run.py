@@ -29,6 +29,8 @@ from neuronx_dist.pipeline.run.lockstep import Transfers
 from tests.support.pipeline_models import Block, batch, error, make, on_ranks, reference
 from tests.support.toy_schedules import Around, Halves, ThereAndBack
 
+pytestmark = pytest.mark.slow  # together more than the fast tier has room for
+
 OPTIONS: dict[str, Any] = {"num_microbatches": 4, "output_loss_value_spec": True}
 
 

@@ -93,12 +93,6 @@ class Executor:
         self._in_halves = halves and active() is None
         self._handed_over: dict[Task, list[torch.Tensor]] = {}  # from one chunk of this stage to another, by receive
         self._kept: dict[tuple[int, int], _Kept | WeightHalf] = {}  # by chunk and microbatch
-        self._compute_kind = {
-            Kind.FORWARD: self._forward,
-            Kind.BACKWARD: self._backward,
-            Kind.BACKWARD_INPUT: self._backward_input,
-            Kind.BACKWARD_WEIGHT: self._backward_weight,
-        }
 
     def execute(self) -> list[Any]:
         """Runs this stage's tasks; returns `results`.
@@ -110,7 +104,7 @@ class Executor:
         return self.results
 
     def _compute(self, task: Task) -> None:
-        self._compute_kind[task.kind](task)
+        _COMPUTE[task.kind](self, task)
 
     # --- forward
 
@@ -228,3 +222,12 @@ class Executor:
             self._handed_over[link.other_end] = tensors
         else:
             self._transport.give(link.message, tensors)
+
+
+# Outside of an executor, which its own methods would keep, with a step's losses, until Python collects cycles.
+_COMPUTE = {
+    Kind.FORWARD: Executor._forward,
+    Kind.BACKWARD: Executor._backward,
+    Kind.BACKWARD_INPUT: Executor._backward_input,
+    Kind.BACKWARD_WEIGHT: Executor._backward_weight,
+}

@@ -16,6 +16,8 @@ from neuronx_dist.mesh import Axis, Mesh
 from neuronx_dist.pipeline.record.surroundings import without_cache
 from tests.support.pipeline_models import Block, Model, batch, error, make, on_ranks, reference
 
+pytestmark = pytest.mark.slow  # together more than the fast tier has room for
+
 TRAIN: dict[str, Any] = {"output_loss_value_spec": True, "num_microbatches": 2}
 
 

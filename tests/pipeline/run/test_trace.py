@@ -28,6 +28,8 @@ from tests.support.pipeline_models import Block, Model, batch, make, on_ranks
 from tests.support.pool import WorkerFailure, processes
 from tests.support.toy_schedules import GPipe, Halves, ThereAndBack
 
+pytestmark = pytest.mark.slow  # together more than the fast tier has room for
+
 OPTIONS: dict[str, Any] = {"num_microbatches": 4, "output_loss_value_spec": True}
 KINDS = {name: kind for kind, name in trace.CATEGORIES.items()}
 

@@ -50,7 +50,7 @@ SCHEDULES: dict[str, Callable[[int, int], Schedule]] = {
 SIZES = list(product(STAGES, MICROBATCHES))
 
 every_schedule = pytest.mark.parametrize("make", SCHEDULES.values(), ids=SCHEDULES)
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)] if FULL else []
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)] if FULL else pytest.mark.slow
 
 
 def orders(schedule: Schedule) -> list[list[Task]]:
