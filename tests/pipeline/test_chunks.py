@@ -20,6 +20,8 @@ from neuronx_dist.pipeline.stage_module import StageModule
 from tests.pipeline.test_parity import DictOutput, SharedLayer
 from tests.support.pipeline_models import HIDDEN, Block, Model, batch, cut, error, make, on_ranks, reference
 
+pytestmark = pytest.mark.slow  # together more than the fast tier has room for
+
 PP2 = Mesh(2, pp=2)
 CUTS = ["layers.0", "layers.1", "layers.2"]
 INTERLEAVED: dict[str, Any] = {"virtual_pipeline_size": 2}

@@ -28,6 +28,8 @@ from tests.support.pipeline_models import (
     train,
 )  # fmt: skip
 
+pytestmark = pytest.mark.slow  # together more than the fast tier has room for
+
 
 def alive_at_each_forward(pipeline: NxDPPModel) -> list[int]:
     """Of what this stage sent before: how many tensors have memory when it has made the next one."""

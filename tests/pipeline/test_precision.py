@@ -15,6 +15,8 @@ from neuronx_dist.mesh import Mesh
 from neuronx_dist.pipeline import NxDPPModel
 from tests.support.pipeline_models import Block, batch, cut, make
 
+pytestmark = pytest.mark.slow  # together more than the fast tier has room for
+
 MICROBATCHES = 2
 
 

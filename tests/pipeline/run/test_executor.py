@@ -30,6 +30,8 @@ from tests.support.counting import Flops, Storages
 from tests.support.pipeline_models import HIDDEN, SEQ, Block, Model, batch, error, make, on_ranks, reference
 from tests.support.toy_schedules import Around, GPipe, Halves
 
+pytestmark = pytest.mark.slow  # together more than the fast tier has room for
+
 OPTIONS: dict[str, Any] = {"num_microbatches": 3, "output_loss_value_spec": True}
 
 

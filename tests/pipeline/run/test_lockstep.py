@@ -42,6 +42,8 @@ from tests.support.pipeline_models import (
     train,
 )
 
+pytestmark = pytest.mark.slow  # together more than the fast tier has room for
+
 PP2 = Mesh(2, pp=2)
 
 

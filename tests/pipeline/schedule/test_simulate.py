@@ -21,6 +21,8 @@ from neuronx_dist.pipeline.schedule import (
 )
 from neuronx_dist.pipeline.schedule.tasks import parse_schedule
 
+pytestmark = pytest.mark.slow  # together more than the fast tier has room for
+
 SIZES = list(product(range(1, 9), (1, 2, 5, 8, 16)))
 COSTS = Costs(2.0, 3.0, 1.5)
 WHOLE = 2.0 + 3.0 + 1.5  # of a microbatch in a chunk
