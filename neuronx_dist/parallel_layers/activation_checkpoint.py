@@ -9,7 +9,6 @@ stream, and communicates what the forward did.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from functools import partial, update_wrapper
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+from ..nearest import nearest
 from ..spmd.random import checkpoint
 from ..weights.partial_model import partial_model
 
@@ -51,10 +51,9 @@ def checkpoint_layers(model: nn.Module, layers: Any = None) -> list[str]:
         if not matching:
             text = item if isinstance(item, str) else getattr(item, "__name__", repr(item))
             known = sorted({type(each).__name__ for each in named.values()} | set(named) - {""})
-            near = difflib.get_close_matches(text, known, n=4, cutoff=0.3) or known[:4]
             raise ValueError(
                 f"checkpoint_layers: no layer of this {type(module).__name__} is a {text!r}; nearest classes and names "
-                f"are {', '.join(near)}"
+                f"are {nearest(text, known)}"
             )
         chosen.update(matching)
     for each in chosen.values():

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar, cast
 from torch import nn
 
 from ..call_site import USER, frames
-from .cut.cuts import nearest
+from ..nearest import nearest
 
 __all__ = [
     "check_counts",

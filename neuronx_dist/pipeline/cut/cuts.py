@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from ...model_shape import stage_layers
+from ...nearest import nearest
 
-__all__ = ["check_cuts", "create_partitions", "nearest"]
+__all__ = ["check_cuts", "create_partitions"]
 
 
 def create_partitions(pipeline_parallel_size: int, model_layer_names: Sequence[str]) -> list[str]:
@@ -28,14 +28,6 @@ def create_partitions(pipeline_parallel_size: int, model_layer_names: Sequence[s
             f"a pipeline_model_parallel_size of at most {max(1, layers)}, or check transformer_layer_cls"
         )
     return [model_layer_names[of_stage.stop - 1] for of_stage in stage_layers(layers, stages)[:-1]]
-
-
-def nearest(name: str, candidates: Iterable[str]) -> str:
-    """The most similar of these names, for a message; some of all if none is similar."""
-    known = list(dict.fromkeys(candidates))
-    by_lower = {candidate.lower(): candidate for candidate in known}
-    near = difflib.get_close_matches(name.lower(), by_lower, n=4, cutoff=0.3)
-    return ", ".join([by_lower[each] for each in near] or known[:4])
 
 
 def check_cuts(cuts: Sequence[str], names: Sequence[str], num_stages: int, which: str = "of this model") -> None:

@@ -1,0 +1,16 @@
+"""The names nearest to one that nothing has, for error messages."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+__all__ = ["nearest"]
+
+
+def nearest(name: str, candidates: Iterable[str]) -> str:
+    """The most similar of these names, for a message; some of all if none is similar."""
+    known = list(dict.fromkeys(candidates))
+    by_lower = {candidate.lower(): candidate for candidate in known}
+    near = difflib.get_close_matches(name.lower(), by_lower, n=4, cutoff=0.3)
+    return ", ".join([by_lower[each] for each in near] or known[:4])
