@@ -13,8 +13,15 @@ from tests.support import fast
 from tests.support.pool import processes
 
 
-def item(*marks: str) -> Any:
-    return SimpleNamespace(get_closest_marker=lambda name: name in marks, user_properties=[])
+def config(marks: str) -> Any:
+    """Of a session of pytest that was started with `-m marks`."""
+    return SimpleNamespace(option=SimpleNamespace(markexpr=marks))
+
+
+def item(*marks: str, of: Any = None) -> Any:
+    return SimpleNamespace(
+        get_closest_marker=lambda name: name in marks, user_properties=[], config=of or config("fast")
+    )
 
 
 def directly() -> None:
@@ -50,15 +57,17 @@ def test_a_fast_test_that_takes_long_fails(monkeypatch: pytest.MonkeyPatch) -> N
         patch.setattr(fast, "TEST_SECONDS", -1.0)
         with pytest.raises(pytest.fail.Exception, match="mark it `slow`"), fast.limit(item("fast")):
             pass
-        with fast.limit(item("slow")):
-            pass
+        for without_limit in (item("slow"), item("fast", of=config(""))):
+            with fast.limit(without_limit):
+                pass
 
 
-def test_the_session_fails_when_the_tier_takes_long() -> None:
+@pytest.mark.parametrize("marks", ["fast", ""])
+def test_the_session_fails_when_the_tier_runs_alone_and_takes_long(marks: str) -> None:
     total = fast.Total()
     for number, seconds in enumerate((fast.TIER_SECONDS, 1.0)):
-        session = SimpleNamespace(exitstatus=0)
+        session = SimpleNamespace(exitstatus=0, config=config(marks))
         report = SimpleNamespace(when="call", nodeid=str(number), user_properties=[(fast._PROPERTY, seconds)])
         total.pytest_runtest_logreport(report)  # type: ignore[arg-type]
         total.pytest_sessionfinish(session)  # type: ignore[arg-type]
-        assert session.exitstatus == number
+        assert session.exitstatus == (number if marks else 0)
