@@ -261,11 +261,13 @@ class Backend:
     Attributes:
         has_messages: whether two ranks can exchange a message in which no other rank takes part (`send` and `recv`).
         generator: of the ranks' devices, where torch does not know it (XLA); else None.
+        board: what ranks say of themselves (`board.Board`); None: they cannot, or are played one by one.
     """
 
     name = "none"
     has_messages = True
     generator: DeviceGenerator | None = None
+    board: Any = None
 
     def current_rank(self, mesh: Mesh, rank: int) -> int:
         """What `current().rank` is to be: the rank as it is, or as an int that notes who looks at it."""

@@ -40,6 +40,7 @@ from .options import (
 )
 from .record.recorder import record
 from .record.recording import Recording
+from .run.comparison import Comparison
 from .run.microbatches import Batch, evaluating
 from .run.program import StageProgram, build_program, program_key
 from .run.report import report_loss
@@ -202,6 +203,7 @@ class NxDPPModel(CutModule):
         self._leaf_classes = [*self._layer_classes, *PARALLEL_MODULES, *leaves, *layer_classes]
         self.recorder: Callable[..., Recording] = record
         self._channels = Channels(None, None)
+        self._comparison = Comparison()
         self._example: Recording | None = None
         self._programs: dict[Any, StageProgram] = {}
         self._trace: Trace | None = None
@@ -355,6 +357,11 @@ class NxDPPModel(CutModule):
             if self.device.type == "meta":
                 self.refuse_meta()
             program = self._program(batch, return_outputs)
+            if self._comparison.is_possible():
+                if not self._comparison.has_been_at("first batch"):
+                    assert self.placement is not None
+                    self._compare("first batch", self.placement)
+                self._comparison.begin_pass(program, schedule)
             if not self.tied_weights_synced:
                 self.sync_tied_weights()
             results, self.peak_in_flight = run_batch(
@@ -384,7 +391,7 @@ class NxDPPModel(CutModule):
             recording = self._record(batch.example(), self.device)
             if self.placement_is_open:
                 self._example = recording
-                self._partition()
+                self._partition("first batch")
                 self.close_placement()
             assert self.placement is not None
             self._programs[key] = build_program(

@@ -11,7 +11,7 @@ from torch import nn
 
 from ... import comm
 from ..cut.placement import Placement, misplaced, misplacement
-from ..cut.splitting import split
+from ..cut.splitting import StagePlan, split
 from ..cut.stage import Stage, add_place
 from ..record.recording import Recording, TensorSpec, TracingError, describe
 from ..schedule import Kind, Schedule
@@ -33,6 +33,7 @@ class StageProgram(NamedTuple):
         loss: the loss, if it is known which output that is. It is then the first output leaf.
         constants: inputs that are no tensors; compared by identity where they do not hash, so they must stay alive.
         wires: what messages carry, by chunk and by kind.
+        boundaries: what goes from each piece of the model to the next, in words.
         transfers: between stages, where ranks have no messages.
     """
 
@@ -41,6 +42,7 @@ class StageProgram(NamedTuple):
     loss: TensorSpec | None
     constants: list[Any]
     wires: tuple[dict[Kind, list[Wire]], ...]
+    boundaries: list[str]
     transfers: Transfers | None
 
     @property
@@ -127,5 +129,15 @@ def build_program(
         loss=loss,
         constants=constants,
         wires=tuple({kind: wires_of(plan, kind) for kind in OTHER_END} for plan in own),
+        boundaries=[_in_words(plan) for plan in plans[:-1]],
         transfers=Transfers(plans, schedule) if lockstep else None,
     )
+
+
+def _in_words(plan: StagePlan) -> str:
+    """What a piece of the model sends."""
+    words = [
+        f"{[*wire.shape]} {str(wire.dtype).removeprefix('torch.')}{', with a gradient' * spec.requires_grad}"
+        for wire, spec in zip(wires_of(plan, Kind.SEND_FORWARD), plan.sent_specs)
+    ]
+    return "; ".join(words) or "nothing"
