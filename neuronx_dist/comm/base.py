@@ -148,9 +148,6 @@ class Communicator:
     def gather_objects(self, obj: Any) -> list[Any]:
         raise self._unsupported("gather_objects")
 
-    def barrier(self) -> None:
-        self.gather_objects(None)
-
     def waited(self, verb: str, x: Any, wait: Callable[[], Any]) -> Any:
         """`wait()`, which waits for other ranks: another thread can see for what, and an error says it.
 

@@ -17,11 +17,14 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from ... import comm
+from ...mesh import Mesh
 from ..cut.placement import Placement
 from ..schedule import Schedule
 from .program import StageProgram
 
-__all__ = ["Comparison", "Pieces", "difference"]
+__all__ = ["SAME_ARGUMENTS", "Comparison", "Pieces", "difference"]
+
+SAME_ARGUMENTS = "Give NxDPPModel the same model and the same arguments on all ranks."
 
 _TENSORS, _PLACES = "parameters and buffers", "the stages that hold parameters and buffers"
 _SIZE, _HOLDERS, _CUTS = "virtual_pipeline_size", "the stages that hold the pieces of the model", "pipeline_cuts"
@@ -38,6 +41,10 @@ class Pieces(NamedTuple):
 
     statement: dict[str, Any]
     tables: dict[str, dict[str, Any]]
+
+    def in_full(self) -> dict[str, Any]:
+        """The statement, with tables in place of their digests."""
+        return {**self.statement, **self.tables}
 
     @classmethod
     def of(
@@ -109,9 +116,10 @@ class Comparison:
             texts = board.exchange(f"{topic}, {name}", count, json.dumps(pieces.tables[name]), pipeline, what)
             of_pipeline = {rank: {name: json.loads(text)} for rank, text in texts.items()}
         of_all = {rank: {key: each[key] for key in (_SIZE, _HOLDERS, _CUTS)} for rank, each in statements.items()}
-        wrong = difference(of_pipeline) or difference(of_all)
+        mesh = comm.current().mesh
+        wrong = difference(of_pipeline, mesh) or difference(of_all, mesh)
         if wrong is not None:
-            raise comm.CommError(f"{wrong}\nGive NxDPPModel the same model and the same arguments on all ranks.")
+            raise comm.CommError(f"{wrong}\n{SAME_ARGUMENTS}")
 
     def begin_pass(self, program: StageProgram, schedule: Schedule) -> None:
         """To be called before each pass: compares what it runs with the other ranks' passes of the same number.
@@ -131,7 +139,7 @@ class Comparison:
             topic = f"model {self._number()}, passes of the pipeline of rank {pipeline[0]}"
             board.answers[topic] = self._passes.text_of
             texts = board.exchange(topic, number, text, pipeline, "comparing what the ranks of a pipeline run")
-            wrong = difference({rank: json.loads(text) for rank, text in texts.items()})
+            wrong = difference({rank: json.loads(text) for rank, text in texts.items()}, comm.current().mesh)
             if wrong is not None:
                 raise comm.CommError(
                     f"{wrong}\nIt is pass {number} of this model: call run_train and run_eval in the same order on all "
@@ -179,7 +187,7 @@ class _Passes:
         return next((text for begin, text in reversed(self._changes) if begin <= number), None)
 
 
-def difference(statements: Mapping[int, Mapping[str, Any]]) -> str | None:
+def difference(statements: Mapping[int, Mapping[str, Any]], mesh: Mesh) -> str | None:
     """What ranks disagree about first, and who says what; None: they agree."""
     name = _first_difference(statements)
     if name is None:
@@ -192,7 +200,7 @@ def difference(statements: Mapping[int, Mapping[str, Any]]) -> str | None:
     ranks: dict[str, list[int]] = {}
     for rank, value in sorted(values.items()):
         ranks.setdefault(str(value), []).append(rank)
-    lines = [f"\n  {_who(those)}: {value}" for value, those in ranks.items()]
+    lines = [f"\n  {_who(those, mesh)}: {value}" for value, those in ranks.items()]
     return f"the ranks of a pipeline disagree about {what}{''.join(lines)}"
 
 
@@ -201,8 +209,7 @@ def _first_difference(statements: Mapping[int, Mapping[str, Any]]) -> str | None
     return next((name for name in names if len({json.dumps(each.get(name)) for each in statements.values()}) > 1), None)
 
 
-def _who(ranks: Sequence[int]) -> str:
-    mesh = comm.current().mesh
+def _who(ranks: Sequence[int], mesh: Mesh) -> str:
     stages = sorted({mesh.coordinate("pp", rank) for rank in ranks})
     return f"rank{'s' * (len(ranks) > 1)} {_listed(ranks)} (stage{'s' * (len(stages) > 1)} {_listed(stages)})"
 
