@@ -223,8 +223,8 @@ class NxDPPModel(CutModule):
         microbatches; `zero_grad` is the caller's.
 
         Args:
-            kwargs: the inputs, named as `input_names`. Tensors, on any device, are cut along dim 0; 0-dim tensors and
-                all else go whole to every microbatch.
+            kwargs: the inputs, named as `input_names`. Tensors, on any device, are cut along dim 0, in which all have
+                one size; those of one row, 0-dim tensors and all else go whole to every microbatch.
 
         Returns:
             The mean loss on the stage where the model ends (the last; with ZB-V the first), None on others: a list of
@@ -232,7 +232,9 @@ class NxDPPModel(CutModule):
             too, everywhere.
 
         Raises:
-            ValueError: inputs other than `input_names`, without rows, or not divisible into microbatches.
+            ValueError: inputs other than `input_names`, without rows, of different numbers of rows, or not divisible
+                into microbatches.
+            CommError: the ranks of the pipeline disagree about the model, or about what runs.
             RuntimeError: not partitioned, still on meta, no `output_loss_value_spec`, or reduced gradients of the step
                 before that cannot be added to (sequence-parallel parameters', tied weights', experts').
         """
@@ -308,8 +310,8 @@ class NxDPPModel(CutModule):
 
         Args:
             schedule: for this model's number of stages. If it has backwards, gradients are enabled, else disabled.
-            inputs: named as `input_names`. Tensors `[schedule.num_microbatches * rows, ...]` are cut along dim 0; 0-dim
-                tensors and all else go whole to every microbatch.
+            inputs: named as `input_names`. Tensors `[schedule.num_microbatches * rows, ...]` are cut along dim 0; those
+                of one row, 0-dim tensors and all else go whole to every microbatch.
 
         Returns:
             By microbatch, on the stage that holds the end of the model (`is_last_stage()`): its loss (0-dim, detached,

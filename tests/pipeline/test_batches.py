@@ -80,6 +80,58 @@ def test_a_last_batch_that_does_not_divide_is_refused_on_every_rank() -> None:
     on_ranks(PP2, make(), use, **TRAIN)
 
 
+class Masked(Model):
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor) -> Any:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x, mask)
+        return self.loss(x, labels)
+
+
+@pytest.mark.parametrize("rows", [1, 8, None], ids=["of all samples", "of each sample", "of one microbatch"])
+def test_a_tensor_of_one_row_goes_whole_to_every_microbatch(rows: int | None) -> None:
+    model = make(Masked)
+    mask = torch.randn(rows or 8, SEQ, SEQ, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    microbatches = 4 if rows else 1
+    inputs = {**batch(), "mask": mask}
+    expected, whole = reference(model, {**inputs, "mask": mask.expand(8, SEQ, SEQ)}, microbatches)
+
+    def use(pipeline: NxDPPModel) -> Any:
+        return pipeline.run_train(**inputs), {n: p.grad for n, p in pipeline.local_named_parameters()}
+
+    for rank, (loss, grads) in enumerate(on_ranks(PP2, model, use, **{**TRAIN, "num_microbatches": microbatches})):
+        assert rank == 0 or error(loss, expected) < 1e-10
+        assert all(error(grad, whole[name]) < 1e-10 for name, grad in grads.items())
+
+
+@pytest.mark.parametrize("run", ["run_train", "run_eval"])
+def test_inputs_with_different_numbers_of_rows_are_refused(run: str) -> None:
+    """With one microbatch nothing is cut, and what the model does with them is its own affair."""
+    message = (
+        r"inputs \['ids'\] and \['mask'\] have 8 and 6 rows, of which 2 microbatches would get 4 and 3 each\. "
+        r"Give all of them a row for each sample .*, or one row, \[1, \.\.\.\], of what goes whole to every microbatch"
+    )
+    inputs = {**batch(), "mask": torch.zeros(SEQ, SEQ, dtype=torch.float64)}
+
+    def use(pipeline: NxDPPModel) -> None:
+        with pytest.raises(ValueError, match=message):
+            getattr(pipeline, run)(**inputs)
+        pipeline.num_microbatches = 1
+        getattr(pipeline, run)(**inputs)
+
+    on_ranks(PP2, make(Masked), use, **TRAIN)
+
+
+def test_a_batch_of_one_row_is_cut_as_any_other() -> None:
+    def use(pipeline: NxDPPModel) -> None:
+        pipeline.run_train(**batch(rows=1))
+        pipeline.num_microbatches = 2
+        with pytest.raises(ValueError, match=r"\['ids'\] has 1 rows, which is not divisible into 2 microbatches"):
+            pipeline.run_train(**batch(rows=1))
+
+    on_ranks(PP2, make(), use, **{**TRAIN, "num_microbatches": 1})
+
+
 # --- what evaluation returns ------------------------------------------------------------------------------------------
 
 
