@@ -42,7 +42,7 @@ from .record.recorder import record
 from .record.recording import Recording
 from .run.comparison import Comparison
 from .run.microbatches import Batch, evaluating
-from .run.program import StageProgram, build_program, program_key
+from .run.program import Programs, StageProgram, build_program, program_key
 from .run.report import report_loss
 from .run.running import check_pieces, check_runs, run_batch
 from .run.trace import Trace
@@ -205,7 +205,7 @@ class NxDPPModel(CutModule):
         self._channels = Channels(None, None)
         self._comparison = Comparison()
         self._example: Recording | None = None
-        self._programs: dict[Any, StageProgram] = {}
+        self._programs = Programs(128)
         self._trace: Trace | None = None
         self._schedules: dict[Any, Schedule] = {self._key_of_training(): chosen}  # of training and evaluation
         self._cut_for = chosen
@@ -388,7 +388,8 @@ class NxDPPModel(CutModule):
 
     def _program(self, batch: Batch, return_outputs: bool = False) -> StageProgram:
         key = program_key(batch, self.original_module, self.device, return_outputs)
-        if key not in self._programs:
+        program = self._programs.get(key)
+        if program is None:
             self.refuse_meta()
             recording = self._record(batch.example(), self.device)
             if self.placement_is_open:
@@ -396,7 +397,7 @@ class NxDPPModel(CutModule):
                 self._partition("first batch")
                 self.close_placement()
             assert self.placement is not None
-            self._programs[key] = build_program(
+            program = build_program(
                 self.original_module,
                 recording,
                 loss_spec=self.output_loss_value_spec,
@@ -407,7 +408,18 @@ class NxDPPModel(CutModule):
                 stage=self.stage,
                 constants=batch.constants(),
             )
-        return self._programs[key]
+            self._programs.add(key, program)
+        return program
+
+    @property
+    def recordings_kept(self) -> int:
+        """How many recordings are kept, of the shapes that were used last: 128 unless it is set to another number."""
+        return self._programs.most
+
+    @recordings_kept.setter
+    def recordings_kept(self, most: int) -> None:
+        check_counts(recordings_kept=most)
+        self._programs.most = most
 
     def _check_loss_is_known(self, what: str) -> None:
         if self.output_loss_value_spec is None and isinstance(self.original_module, LayerList):

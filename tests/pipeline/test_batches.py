@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from typing import Any
 
 import pytest
@@ -78,6 +79,33 @@ def test_a_last_batch_that_does_not_divide_is_refused_on_every_rank() -> None:
         pipeline.run_train(**batch(rows=3))
 
     on_ranks(PP2, make(), use, **TRAIN)
+
+
+def test_recordings_that_were_not_used_for_longest_are_dropped_with_one_warning() -> None:
+    model = make()
+
+    def use(pipeline: NxDPPModel) -> Any:
+        shapes = recordings(pipeline)
+        assert pipeline.recordings_kept == 128
+        with pytest.raises(ValueError, match="recordings_kept must be an integer of at least 1, got 0"):
+            pipeline.recordings_kept = 0
+        pipeline.recordings_kept = 2
+        seen = []
+        for length in (2, 3, 2, 4, 2, 3, 4, 3):
+            before = len(shapes)
+            loss = pipeline.run_train(**of_length(length))
+            seen.append(len(shapes) - before)
+            assert loss is None or error(loss, reference(model, of_length(length), 2)[0]) < 1e-10
+        return seen
+
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        results = on_ranks(PP2, model, use, **TRAIN)
+    #                          2, 3, 2, 4 for 3, 2, 3 for 4, 4 for 2, 3
+    assert results == [[1, 1, 0, 1, 0, 1, 1, 0]] * 2
+    lines = [str(each.message) for each in said if "recordings" in str(each.message)]
+    assert len(lines) == 2 and lines[0].startswith("more than 2 recordings of this pipeline model"), lines
+    assert "Pad batches to fewer shapes" in lines[0]
 
 
 class Masked(Model):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ from .loss import find_loss
 from .microbatches import Batch
 from .wire import Wire, wires_of
 
-__all__ = ["StageProgram", "build_program", "program_key", "recorded"]
+__all__ = ["Programs", "StageProgram", "build_program", "program_key", "recorded"]
 
 
 class StageProgram(NamedTuple):
@@ -49,6 +50,40 @@ class StageProgram(NamedTuple):
     def input_leaves(self) -> list[int]:
         """Numbers of the input leaves (of `tree_flatten(inputs)`) that this stage reads."""
         return list(dict.fromkeys(leaf for chunk in self.chunks for leaf in chunk.input_leaves))
+
+
+class Programs:
+    """The programs of a model that were used last, by key.
+
+    Attributes:
+        most: how many are kept.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._by_key: dict[Any, StageProgram] = {}  # the one used last is the last
+        self._has_warned = False
+
+    def get(self, key: Any) -> StageProgram | None:
+        program = self._by_key.pop(key, None)
+        if program is not None:
+            self._by_key[key] = program
+        return program
+
+    def add(self, key: Any, program: StageProgram) -> None:
+        """Keeps one more; if that is one too many, drops the one that was not used for longest."""
+        self._by_key[key] = program
+        while len(self._by_key) > self.most:
+            del self._by_key[next(iter(self._by_key))]
+            if not self._has_warned:
+                self._has_warned = True
+                warnings.warn(
+                    f"more than {self.most} recordings of this pipeline model, of as many shapes of a microbatch or "
+                    "values of inputs that are no tensors: those not used for longest are dropped, and recorded again "
+                    "when they are needed. Pad batches to fewer shapes, give numbers that change as 0-dim tensors, or "
+                    "raise recordings_kept of the model",
+                    stacklevel=2,
+                )
 
 
 def program_key(batch: Batch, module: nn.Module, device: torch.device, return_outputs: bool) -> tuple[Any, ...]:
