@@ -22,11 +22,11 @@ class Batch:
         inputs: keyword arguments of the model; tensors may lie in containers.
         names: what they must be called; None: anything.
         num_microbatches: how many pieces to cut tensors into, all of which have the same number of rows. Tensors of one
-            row (where others have more) or none (0-dim), and all else, go whole to each.
+            row, where others have more, 0-dim tensors, and all else go whole to each.
 
     Raises:
-        ValueError: missing or unexpected inputs, no rows, a number of rows that is not divisible, or two numbers of
-            rows.
+        ValueError: missing or unexpected inputs, no rows, rows that do not divide into microbatches, or not as many in all
+            inputs.
     """
 
     def __init__(self, inputs: Mapping[str, Any], names: Sequence[str] | None, num_microbatches: int) -> None:
