@@ -25,8 +25,7 @@ class Batch:
             row, where others have more, 0-dim tensors, and all else go whole to each.
 
     Raises:
-        ValueError: missing or unexpected inputs, no rows, rows that do not divide into microbatches, or not as many in all
-            inputs.
+        ValueError: missing or unexpected inputs; no rows, a number of them that does not divide, or several numbers.
     """
 
     def __init__(self, inputs: Mapping[str, Any], names: Sequence[str] | None, num_microbatches: int) -> None:
