@@ -31,6 +31,7 @@ class CutModule(StageModule):
         pipeline_cuts, auto_partition: where it is cut, or how.
         input_names, param_init_fn: as given to the subclass.
         recorder: records a forward, as `record` does; the checker puts one here that shares recordings between ranks.
+        comparison: with the other ranks.
     """
 
     schedule: Any
@@ -45,7 +46,7 @@ class CutModule(StageModule):
     _layer_classes: list[type]
     _leaf_classes: list[type]
     _channels: Channels
-    _comparison: Comparison
+    comparison: Comparison
     _example: Recording | None
     _schedules: dict[Any, Schedule]
 
@@ -148,14 +149,17 @@ class CutModule(StageModule):
 
     def _compare(self, moment: str, placement: Placement) -> None:
         """Refuses ranks that cut other models, or this one otherwise."""
-        if not self._comparison.is_possible():
+        if self.num_stages == 1:
             return
         schedule = self.training_schedule
-        options = (
-            {"num_microbatches": self.num_microbatches, "schedule": str(schedule)} if moment == "partition" else {}
-        )
-        pieces = Pieces.of(self.original_module, self.pipeline_cuts, placement, schedule, options)
-        self._comparison.compare_pieces(moment, pieces)
+        pieces = Pieces.cut(self.pipeline_cuts, schedule)
+        if moment == "partition":
+            options = {"num_microbatches": self.num_microbatches, "schedule": str(schedule)}
+            pieces = Pieces.of(self.original_module, self.pipeline_cuts, placement, schedule, options)
+        if self.comparison.is_possible():
+            self.comparison.compare_pieces(moment, pieces)
+        elif moment == "partition":
+            self.comparison.pieces = pieces
 
     def _check_number_of_cuts(self) -> None:
         stages, chunks, cuts = self.num_stages, self.virtual_pipeline_size, self.pipeline_cuts

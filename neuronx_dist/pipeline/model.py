@@ -203,7 +203,7 @@ class NxDPPModel(CutModule):
         self._leaf_classes = [*self._layer_classes, *PARALLEL_MODULES, *leaves, *layer_classes]
         self.recorder: Callable[..., Recording] = record
         self._channels = Channels(None, None)
-        self._comparison = Comparison()
+        self.comparison = Comparison()
         self._example: Recording | None = None
         self._programs = Programs(128)
         self._trace: Trace | None = None
@@ -359,11 +359,11 @@ class NxDPPModel(CutModule):
             if self.device.type == "meta":
                 self.refuse_meta()
             program = self._program(batch, return_outputs)
-            if self._comparison.is_possible():
-                if not self._comparison.has_been_at("first batch"):
+            if self.comparison.is_possible():
+                if not self.comparison.has_been_at("first batch"):
                     assert self.placement is not None
                     self._compare("first batch", self.placement)
-                self._comparison.begin_pass(program, schedule)
+                self.comparison.begin_pass(program, schedule)
             if not self.tied_weights_synced:
                 self.sync_tied_weights()
             results, self.peak_in_flight = run_batch(

@@ -300,7 +300,8 @@ def _run(played: Played, rank: int, phases: Iterable[str], halt_after: int | Non
         except Exception as error:  # noqa: B902 - a finding, whatever it is
             failure = PhaseFailure(name, rank, error)
             break
-    return RankProgram(rank, dict(played.phases), failure, played.schedule, played.pieces())
+    pieces = played.model.comparison.pieces if played.schedule is not None else None
+    return RankProgram(rank, dict(played.phases), failure, played.schedule, pieces)
 
 
 def _confirm(subject: Subject, deadline: Deadline, explored: Explored) -> None:

@@ -37,7 +37,6 @@ from ...pipeline.model import NxDPPModel
 from ...pipeline.record.fake_mode import QuietFakeMode
 from ...pipeline.record.recorder import record
 from ...pipeline.record.recording import Recording
-from ...pipeline.run.comparison import Pieces
 from ...pipeline.run.microbatches import Batch
 from ...pipeline.schedule import Schedule
 from ...pipeline.schedule.one_microbatch import OneMicrobatch
@@ -140,13 +139,6 @@ class Played:
     def answers(self) -> list[RankTable]:
         """What the program was told wherever it asked where it is, on all ranks."""
         return [read.answers for phase in self.phases.values() for read in phase.backend.reads]
-
-    def pieces(self) -> Pieces | None:
-        """How the pipeline model is cut, which its ranks have to agree about; None: it is none, or not cut."""
-        model = self.model
-        if not isinstance(model, NxDPPModel) or model.placement is None or self.schedule is None:
-            return None
-        return Pieces.of(model.original_module, model.pipeline_cuts, model.placement, self.schedule)
 
     # --- the phases
 

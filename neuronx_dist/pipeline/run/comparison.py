@@ -47,6 +47,11 @@ class Pieces(NamedTuple):
         return {**self.statement, **self.tables}
 
     @classmethod
+    def cut(cls, cuts: Sequence[str], schedule: Schedule) -> Pieces:
+        """Where a model is cut; a stage may have changed its own layers since (adapters, dtypes)."""
+        return cls({_SIZE: schedule.num_chunks, _HOLDERS: schedule.holders, _CUTS: [*cuts]}, {})
+
+    @classmethod
     def of(
         cls,
         module: nn.Module,
@@ -55,15 +60,13 @@ class Pieces(NamedTuple):
         schedule: Schedule,
         options: Mapping[str, Any] | None = None,
     ) -> Pieces:
-        """Those of a model. `options`: arguments that have to be the same too."""
+        """All of it, of a model that nobody has changed yet. `options`: arguments that have to be the same too."""
         named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
         tensors = {name: f"{[*map(int, x.shape)]} {_name(x.dtype)}" for name, x in named}
         places = {name: sorted(placement.stages(name) or range(schedule.num_stages)) for name in tensors}
         statement = {
             _TENSORS: _digest(tensors),
-            _SIZE: schedule.num_chunks,
-            _HOLDERS: schedule.holders,
-            _CUTS: [*cuts],
+            **cls.cut(cuts, schedule).statement,
             _PLACES: _digest(places),
             **(options or {}),
         }
@@ -71,9 +74,14 @@ class Pieces(NamedTuple):
 
 
 class Comparison:
-    """What this rank says of a model to the other ranks of its pipeline, and what they have agreed on."""
+    """What this rank says of a model to the other ranks of its pipeline, and what they have agreed on.
+
+    Attributes:
+        pieces: how the model was cut, where no other rank can be asked: for a check, which plays them in turn.
+    """
 
     def __init__(self) -> None:
+        self.pieces: Pieces | None = None
         self._model: int | None = None
         self._moments: dict[str, int] = {}
         self._passes = _Passes()

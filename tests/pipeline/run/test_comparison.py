@@ -184,6 +184,29 @@ def test_a_placement_that_only_one_rank_has_settled() -> None:
     )
 
 
+class Adapted(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+        self.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) * self.scale
+
+
+def test_what_a_stage_changes_of_its_own_layers_is_its_own_affair() -> None:
+    """Adapters on the layers of this stage, which have other names on the other stages."""
+    expected, _ = reference(make(), batch(), 2)
+
+    def use(pipeline: NxDPPModel) -> Any:
+        for layer in pipeline.local_modules():
+            if isinstance(layer, Block):
+                layer.up = Adapted(layer.up)
+        return pipeline.run_train(**batch())
+
+    assert error(on_ranks(PP2, make(), use, **OPTIONS)[1], expected) < 1e-10
+
+
 # --- passes -----------------------------------------------------------------------------------------------------------
 
 
