@@ -64,6 +64,9 @@ class Programs:
         self._by_key: dict[Any, StageProgram] = {}  # the one used last is the last
         self._has_warned = False
 
+    def __len__(self) -> int:
+        return len(self._by_key)
+
     def get(self, key: Any) -> StageProgram | None:
         program = self._by_key.pop(key, None)
         if program is not None:
