@@ -80,7 +80,7 @@ def test_layers_by_class_and_name(layers: Any, expected: list[str]) -> None:
     [
         (
             "Laier",
-            "checkpoint_layers: no layer of this Model is a 'Laier'; nearest classes and names are Layer, layers",
+            "checkpoint_layers: no layer of this Model is a 'Laier'; nearest classes and names are Layer, Linear",
         ),
         ("", "no layer of this Model is a ''; nearest"),
         ("Model", "no layer of this Model is a 'Model'; nearest classes and names are Model"),  # it is no layer
