@@ -83,6 +83,7 @@ def test_ids_in_a_batch_of_a_transform() -> None:
         vmap(check)(torch.tensor([[0], [5]]))
 
 
+@pytest.mark.slow
 def test_ids_in_compiled_code() -> None:
     @torch.compile(backend="eager", fullgraph=True)
     def check(x: torch.Tensor) -> torch.Tensor:

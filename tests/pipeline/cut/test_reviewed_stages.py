@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import fx
 from torch.utils.checkpoint import checkpoint
@@ -187,6 +188,7 @@ def _all() -> Iterator[str]:
             yield "  weights " + ", ".join(f"{name} {flops} {count}" for name, flops, count in weights)
 
 
+@pytest.mark.slow
 def test_stages_are_as_reviewed() -> None:
     with comm.as_rank(Mesh(2, tp=2), 1), warnings.catch_warnings():
         warnings.simplefilter("ignore")

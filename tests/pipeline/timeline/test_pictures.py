@@ -95,7 +95,7 @@ def test_numbers_are_short() -> None:
 def test_the_width_follows_the_shortest_usual_task() -> None:
     """15 units for the median task, from 1200 to 3600 in all."""
     costs = Costs(1, 0.25, 0.25)
-    for microbatches, width in ((4, 1200), (60, 78 + 92 + 20 * 93), (300, 3600)):  # a step of 93; the median is 0.75
+    for microbatches, width in ((4, 1200), (60, 78 + 92 + 20 * 93), (120, 3600)):  # a step of 93; the median is 0.75
         assert draw([_chart("1f1b", 3, microbatches, costs), _chart("1f1b", 3, 2, costs)]).width == width
 
 
