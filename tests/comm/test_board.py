@@ -90,6 +90,9 @@ def test_a_rank_that_says_nothing_is_asked_and_another_thread_answers() -> None:
 
     assert on_threads(ask, answer)[0] == {0: "mine", 1: "busy"}
     assert "another topic/3/1" not in keys(store)
+    ranks[1]._forget("topic", 3)
+    ranks[1].answer()
+    assert "topic/3/1" not in keys(store), "a question is answered once"
 
 
 def test_one_that_failed_ends_the_wait() -> None:

@@ -16,6 +16,7 @@ from neuronx_dist.comm.board import Board
 from neuronx_dist.comm.errors import RemoteRankError
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.pipeline import NxDPPModel
+from neuronx_dist.pipeline.run.comparison import _Passes
 from tests.support.pipeline_models import HIDDEN, Block, Model, batch, error, make, on_ranks, reference
 from tests.support.pool import WorkerFailure, processes
 
@@ -295,6 +296,18 @@ def test_other_passes(difference: str) -> None:
             step(pipeline)
 
     refused(PP2, program, message)
+
+
+def test_a_rank_that_is_ahead_says_what_it_ran_then() -> None:
+    passes = _Passes()
+    assert passes.text_of(1) is None
+    assert passes.begin("first") == 1
+    passes.number += 1
+    assert passes.begin("third") == 3
+    assert [passes.text_of(number) for number in (1, 2, 3, 4)] == ["first", "first", "third", None]
+    for number in range(4, 100):
+        passes.begin(f"pass {number}")
+    assert passes.text_of(1) is None and passes.text_of(90) == "pass 90"
 
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
