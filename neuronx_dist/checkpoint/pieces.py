@@ -10,12 +10,13 @@ Padding is in no rectangle: it is not written, and is zero when it is read back.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 from ..weights.shard_spec import ShardSpec
 
-__all__ = ["Piece", "overlap", "pieces_of", "rows_of"]
+__all__ = ["Piece", "cut", "overlap", "pieces_of", "rows_of", "whole_piece"]
 
 
 class Piece(NamedTuple):
@@ -39,17 +40,19 @@ def pieces_of(spec: ShardSpec, index: int) -> list[Piece]:
     """
     whole = spec.unpadded_shape
     if spec.dim is None:
-        return [_piece([(0, size) for size in whole], whole, (0,) * len(whole))]
+        return [whole_piece(whole)]
     start, stop = spec.positions(index)
     block, local_block = whole[spec.dim] // spec.stride, spec.local_shape[spec.dim] // spec.stride
-    pieces = []
-    for number in range(spec.stride if stop > start else 0):
-        local = [(0, size) for size in whole]
-        local[spec.dim] = (number * local_block, number * local_block + stop - start)
-        offset = [0] * len(whole)
-        offset[spec.dim] = number * block + start
-        pieces.append(_piece(local, whole, offset))
-    return pieces
+    piece = whole_piece(whole)
+    return [
+        _along(piece, spec.dim, slice(number * local_block, number * local_block + stop - start), number * block + start)
+        for number in range(spec.stride if stop > start else 0)
+    ]
+
+
+def whole_piece(shape: Sequence[int]) -> Piece:
+    """The piece of a tensor that is whole on this rank."""
+    return Piece(tuple(slice(0, size) for size in shape), (0,) * len(shape), tuple(shape))
 
 
 def rows_of(pieces: Sequence[Piece], start: int, stop: int) -> list[Piece]:
@@ -59,12 +62,24 @@ def rows_of(pieces: Sequence[Piece], start: int, stop: int) -> list[Piece]:
     """
     rows = []
     for piece in pieces:
-        first, *rest = piece.local
-        low, high = max(first.start, start), min(first.stop, stop)
+        begin, end = piece.local[0].start, piece.local[0].stop
+        low, high = max(begin, start), min(end, stop)
         if low < high:
-            offset = (piece.offset[0] + low - first.start, *piece.offset[1:])
-            rows.append(Piece((slice(low - start, high - start), *rest), offset, (high - low, *piece.shape[1:])))
+            rows.append(_along(piece, 0, slice(low - start, high - start), piece.offset[0] + low - begin))
     return rows
+
+
+def cut(piece: Piece, elements: int) -> Iterator[Piece]:
+    """The piece in parts of at most so many elements, along its first dims."""
+    if math.prod(piece.shape) <= elements:
+        yield piece
+        return
+    dim = next(dim for dim, size in enumerate(piece.shape) if size > 1)
+    step = max(1, elements // math.prod(piece.shape[dim + 1 :]))
+    local = piece.local[dim]
+    for start in range(0, piece.shape[dim], step):
+        part = slice(local.start + start, min(local.start + start + step, local.stop))
+        yield from cut(_along(piece, dim, part, piece.offset[dim] + start), elements)
 
 
 def overlap(
@@ -85,6 +100,12 @@ def overlap(
     return tuple(theirs), tuple(ours)
 
 
-def _piece(local: Sequence[tuple[int, int]], whole: Sequence[int], offset: Sequence[int]) -> Piece:
-    shape = tuple(stop - start for start, stop in local)
-    return Piece(tuple(slice(start, stop) for start, stop in local), tuple(offset), shape)
+def _along(piece: Piece, dim: int, local: slice, offset: int) -> Piece:
+    """The piece with another extent in one dim."""
+
+    def replaced(values: tuple[Any, ...], value: Any) -> tuple[Any, ...]:
+        return (*values[:dim], value, *values[dim + 1 :])
+
+    return Piece(
+        replaced(piece.local, local), replaced(piece.offset, offset), replaced(piece.shape, local.stop - local.start)
+    )
