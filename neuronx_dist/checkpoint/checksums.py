@@ -70,7 +70,9 @@ class Blocks:
         count, crc, length, magic = _END.unpack(data[-_END.size :])
         table = data[max(0, len(data) - _END.size - count * _ENTRY.size) : -_END.size]
         if magic != _MAGIC or length != len(data) or zlib.crc32(table) != crc:
-            raise CheckpointCorrupted(f"{name} is truncated or damaged: its {len(data)} bytes do not end with checksums")
+            raise CheckpointCorrupted(
+                f"{name} is truncated or damaged: its {len(data)} bytes do not end with checksums"
+            )
         entries = list(_ENTRY.iter_unpack(table))
         self._checksums = [checksum for _, checksum in entries]
         self._starts = [0]

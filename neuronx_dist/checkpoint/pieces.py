@@ -45,7 +45,9 @@ def pieces_of(spec: ShardSpec, index: int) -> list[Piece]:
     block, local_block = whole[spec.dim] // spec.stride, spec.local_shape[spec.dim] // spec.stride
     piece = whole_piece(whole)
     return [
-        _along(piece, spec.dim, slice(number * local_block, number * local_block + stop - start), number * block + start)
+        _along(
+            piece, spec.dim, slice(number * local_block, number * local_block + stop - start), number * block + start
+        )
         for number in range(spec.stride if stop > start else 0)
     ]
 
