@@ -16,7 +16,8 @@ from torch.utils import _pytree as pytree
 
 from .. import comm
 from . import files, random_state
-from .background import CheckpointIOState, Save, state_of_rank, together
+from .agreement import together
+from .background import CheckpointIOState, Save, state_of_rank
 from .errors import CheckpointCorrupted, CheckpointError, CheckpointMismatch
 from .state import collect, restore
 from .storage import open_storage

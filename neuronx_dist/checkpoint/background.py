@@ -17,17 +17,18 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Any
 
 import torch
 
 from .. import comm
+from .agreement import by_rank, text_of
 from .errors import CheckpointError
 from .storage import Storage
 from .tags import CheckpointFolder, Entry
 
-__all__ = ["CheckpointIOState", "Save", "agree", "state_of_rank", "together"]
+__all__ = ["CheckpointIOState", "Save", "state_of_rank"]
 
 _NOTES = ".written"  # the folder, inside of a tag's, of the ranks' notes
 _PIECE = 16 << 20  # bytes between two looks at whether a save is still wanted
@@ -37,49 +38,6 @@ _TIMEOUT = 1800.0
 
 class _Superseded(Exception):
     """This save is not wanted any more."""
-
-
-def agree(error: BaseException | None, doing: str) -> None:
-    """Exchanges whether something failed; all ranks call it, and all go on, or all raise.
-
-    Raises:
-        CheckpointError: on every rank, with the message of each that failed. Where it was this one, and the error is a
-            checkpoint's, a ValueError or a TypeError, that is raised as it is.
-    """
-    failed = {rank: message for rank, message in enumerate(comm.gather_objects(_text(error))) if message}
-    if not failed:
-        return
-    if isinstance(error, (CheckpointError, ValueError, TypeError)):
-        raise error
-    raise CheckpointError(f"{doing}: {_by_rank(failed)}") from error
-
-
-@contextmanager
-def together(doing: str) -> Iterator[None]:
-    """Code that communicates nothing, on all ranks; at its end they `agree` on whether it succeeded everywhere."""
-    error: Exception | None = None
-    try:
-        yield
-    except comm.CommError:
-        raise
-    except Exception as failure:
-        error = failure
-    agree(error, doing)
-
-
-def _text(error: BaseException | None) -> str:
-    return "" if error is None else f"{type(error).__name__}: {error}"
-
-
-def _by_rank(messages: dict[int, str]) -> str:
-    """What went wrong, each message once, with the ranks that say so."""
-    ranks: dict[str, list[int]] = {}
-    for rank, message in messages.items():
-        ranks.setdefault(message, []).append(rank)
-    lines = [
-        f"rank {', '.join(map(str, who[:8]))}{', ...' if len(who) > 8 else ''}: {text}" for text, who in ranks.items()
-    ]
-    return "; ".join(lines[:4]) + (f"; and {len(lines) - 4} more" if len(lines) > 4 else "")
 
 
 class _Noting:
@@ -178,7 +136,7 @@ class Save:
         self._own_files_written.wait()
         superseded = isinstance(self.error, _Superseded)
         error = None if superseded else self.error
-        reports = comm.gather_objects((_text(error), superseded, self._files))
+        reports = comm.gather_objects((text_of(error), superseded, self._files))
         failed = {rank: message for rank, (message, _, _) in enumerate(reports) if message}
         wanted = not failed and not any(superseded for _, superseded, _ in reports)
         if wanted:
@@ -193,18 +151,18 @@ class Save:
                 self.folder.abandon(self.tag)
         if wanted:  # only rank 0 has done something since
             error = self.error
-        (message, *_) = comm.gather_objects(_text(error))  # all go on when rank 0 has
+        (message, *_) = comm.gather_objects(text_of(error))  # all go on when rank 0 has
         failed = failed or ({0: message} if message else {})
         if failed:
             where = self.folder.storage.describe(self.tag)
-            raise CheckpointError(f"checkpoint {where} could not be written: {_by_rank(failed)}") from error
+            raise CheckpointError(f"checkpoint {where} could not be written: {by_rank(failed)}") from error
 
     def _in_background(self) -> None:
         self.write_own_files()
         notes = f"{self.tag}/{_NOTES}"
         if self._rank:
             with suppress(Exception):  # then rank 0 learns of it by the exchange
-                note = json.dumps({"failure": _text(self.error), "files": self._files})
+                note = json.dumps({"failure": text_of(self.error), "files": self._files})
                 self.folder.storage.write(f"{notes}/{self._rank}", [note.encode()])
         elif self.error is None:
             self._complete(self._wait_for_notes)

@@ -14,7 +14,8 @@ import pytest
 
 from neuronx_dist import comm
 from neuronx_dist.checkpoint import background
-from neuronx_dist.checkpoint.background import CheckpointIOState, Save, agree, together
+from neuronx_dist.checkpoint.agreement import agree, together
+from neuronx_dist.checkpoint.background import CheckpointIOState, Save
 from neuronx_dist.checkpoint.errors import CheckpointError
 from neuronx_dist.checkpoint.storage import open_storage
 from neuronx_dist.checkpoint.tags import CheckpointFolder, Entry
