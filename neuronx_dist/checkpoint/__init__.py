@@ -1,8 +1,12 @@
 """Checkpoints that load into any layout: tensors as pieces of the whole, in torch.distributed.checkpoint's format.
 
-pieces.py     where a rank's elements lie in the whole tensor
-state.py      what a checkpoint holds of a model and an optimizer, by names that no layout changes
-files.py      its files: which rank writes what, reading slices of them
-checksums.py  checksums of blocks, verified as they are read
-errors.py     what is raised
+pieces.py           where a rank's elements lie in the whole tensor
+tensors.py          what one rank saves or loads, as data
+state.py            what that is of a model and an optimizer, by names that no layout changes
+parameters.py       names and pieces of a model's parameters; optimizer_state.py: what an optimizer keeps of them
+files.py            which rank writes what, and writing it
+reading.py          reading the slices that a rank needs
+archive.py          a tensor as `torch.save` writes it; catalog.py: `.metadata`; checksums.py: of blocks of files
+memory.py           bytes of tensors
+agreement.py        errors of one rank as errors of all; errors.py: what is raised
 """

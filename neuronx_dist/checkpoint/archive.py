@@ -1,6 +1,6 @@
 """A tensor as `torch.save` writes it, around bytes that are where they are: a head, the data, a tail.
 
-    head   the local headers of `archive/data.pkl`, `archive/version` and `archive/data/0`, with the first two's contents
+    head   the local headers of `archive/data.pkl`, `archive/version`, `archive/data/0`, contents of the first two
     data   the tensor, contiguous; it begins at a multiple of 64 bytes
     tail   the zip's directory, and zeros to a multiple of 64 bytes
 
@@ -106,7 +106,7 @@ class _Pickler(pickle.Pickler):
             strides.insert(0, strides[0] * max(1, size))
         storage = _Storage(math.prod(obj.shape) * obj.dtype.itemsize)
         strides = strides if obj.shape else []
-        args = (storage, 0, tuple(obj.shape), tuple(strides), False, OrderedDict(), obj.dtype)
+        args: Any = (storage, 0, tuple(obj.shape), tuple(strides), False, OrderedDict(), obj.dtype)
         return torch._utils._rebuild_tensor_v3, args
 
 

@@ -67,6 +67,9 @@ class Catalog:
     paths: dict[str, tuple[str, ...]] = field(default_factory=dict)
     checksums: bool = True
 
+    def has(self, key: str) -> bool:
+        return key in self.tensors or key in self.objects
+
 
 def pickled(catalog: Catalog) -> bytes:
     """The content of `.metadata`."""

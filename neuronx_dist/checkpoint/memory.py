@@ -23,7 +23,7 @@ def as_bytes(tensor: torch.Tensor) -> memoryview:
 def as_tensor(data: memoryview, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
     """A tensor over writable bytes; a copy of bytes that cannot be written."""
     if not len(data):
-        return torch.empty(*shape, dtype=dtype)
+        return torch.empty(tuple(shape), dtype=dtype)
     if data.readonly:  # torch warns of it
         data = memoryview(bytearray(data))
-    return torch.frombuffer(data, dtype=dtype).view(*shape)
+    return torch.frombuffer(data, dtype=dtype).view(tuple(shape))

@@ -32,10 +32,6 @@ class Parameter:
     shape: tuple[int, ...]
     pieces: list[Piece]
 
-    @property
-    def name(self) -> str:
-        return self.names[0]
-
 
 def parameters_of(model: nn.Module | PartialModel) -> dict[int, Parameter]:
     """The parameters of this rank, by `id`.
@@ -44,15 +40,15 @@ def parameters_of(model: nn.Module | PartialModel) -> dict[int, Parameter]:
         ValueError: a parameter of experts, which are different ones on the ranks of ep, under one name.
     """
     names = parameter_names(model)
-    parameters = {}
+    parameters: dict[int, Parameter] = {}
     for slot in parameter_slots(model):
         tensor = slot.tensor
         if id(tensor) in parameters:
             continue
         if comm.size("ep") > 1 and ParameterGradient(tensor).is_expert:
             raise ValueError(
-                f"{slot.name} is of experts, which differ over the {comm.size('ep')} ranks of ep: checkpoints of experts "
-                f"are not supported at expert_model_parallel_size > 1"
+                f"{slot.name} is of experts, which differ over the {comm.size('ep')} ranks of ep: checkpoints of "
+                f"experts are not supported at expert_model_parallel_size > 1"
             )
         spec = spec_of(tensor)
         index = 0 if spec.axis is None else comm.rank(spec.axis)

@@ -10,7 +10,9 @@ import torch
 
 from .pieces import Piece, whole_piece
 
-__all__ = ["ShardedTensor", "State", "key_of"]
+__all__ = ["Path", "ShardedTensor", "State", "key_of"]
+
+Path = tuple[str, ...]
 
 
 def key_of(path: Sequence[str]) -> str:
@@ -23,22 +25,27 @@ class ShardedTensor:
     """What this rank holds of a tensor.
 
     Attributes:
-        path: where it stands in nested dicts: `("optimizer", "state", name, "exp_avg")`; its key is `key_of(path)`.
+        paths: where it stands in nested dicts, such as `("optimizer", "state", name, "exp_avg")`; a tied weight has
+            several. The first gives its key.
         shape: of the whole tensor, without padding.
         tensor: this rank's part, `[local shape]`, padding included. What is read is written into it.
         pieces: where its elements lie in the whole.
     """
 
-    path: tuple[str, ...]
+    paths: Sequence[Path]
     shape: tuple[int, ...]
     tensor: torch.Tensor
     pieces: list[Piece]
 
     @classmethod
-    def whole(cls, path: tuple[str, ...], tensor: torch.Tensor) -> ShardedTensor:
+    def whole(cls, paths: Sequence[Path], tensor: torch.Tensor) -> ShardedTensor:
         """A tensor that this rank holds all of."""
         shape = tuple(tensor.shape)
-        return cls(path, shape, tensor, [whole_piece(shape)])
+        return cls(paths, shape, tensor, [whole_piece(shape)])
+
+    @property
+    def keys(self) -> list[str]:
+        return [key_of(path) for path in self.paths]
 
 
 @dataclass
@@ -46,14 +53,14 @@ class State:
     """What this rank saves or loads.
 
     Attributes:
-        tensors: by key. Several ranks may hold the same pieces: one of them writes.
+        tensors: by their first key. Several ranks may hold the same pieces: one of them writes.
         objects: plain data (what `torch.load(weights_only=True)` takes), by path; equal on all ranks that have it.
-        aliases: other keys of tensors, and their keys: the names of a tied weight.
+        groups: the options of the optimizer's parameter groups, and under `params` names of this rank's parameters.
     """
 
     tensors: dict[str, ShardedTensor] = field(default_factory=dict)
-    objects: dict[tuple[str, ...], Any] = field(default_factory=dict)
-    aliases: dict[str, str] = field(default_factory=dict)
+    objects: dict[Path, Any] = field(default_factory=dict)
+    groups: list[dict[str, Any]] | None = None
 
     def add(self, tensor: ShardedTensor) -> None:
-        self.tensors[key_of(tensor.path)] = tensor
+        self.tensors[tensor.keys[0]] = tensor
