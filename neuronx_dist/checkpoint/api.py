@@ -15,11 +15,11 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from .. import comm
-from . import files, random_state
+from . import files, random_state, reading
 from .agreement import together
 from .background import CheckpointIOState, Save, state_of_rank
 from .errors import CheckpointCorrupted, CheckpointError, CheckpointMismatch
-from .state import collect, restore
+from .state import collect
 from .storage import open_storage
 from .tags import CheckpointFolder, Entry, Tag, check_tag
 
@@ -71,12 +71,12 @@ def save_checkpoint(
         ValueError: on the ranks that it concerns (others get a CheckpointError): a tag that names no folder,
             user_content that is no plain data.
     """
-    state_of = state_of_rank()
+    io_state = state_of_rank()
     rank, ranks = comm.rank("world"), comm.size("world")
     with together("no checkpoint was saved"):
         name = check_tag(tag)
         _check_options(when_busy, num_kept_ckpts)
-    state_of.settle(supersede=when_busy == "supersede")
+    io_state.settle(supersede=when_busy == "supersede")
     with together("no checkpoint was saved"):
         folder = CheckpointFolder(open_storage(checkpoint_dir_str))
         where = folder.storage.describe(name)
@@ -86,7 +86,9 @@ def save_checkpoint(
         if rank == 0 and user_content is not None:
             small[_USER_CONTENT] = _packed("user_content", user_content)
     _same_everywhere(where)
-    plan = files.plan(collect(model, optimizer))
+    with together("no checkpoint was saved"):
+        state = collect(model, optimizer)
+    plan = files.plan(state)
     try:
         with together(f"checkpoint {where} could not be begun"):
             if rank == 0:
@@ -94,7 +96,7 @@ def save_checkpoint(
         with together(f"checkpoint {where} could not be begun"):
             _await_marker(folder, name)
             if async_save:
-                state_of.staged = plan.stage(state_of.staged)
+                io_state.staged = plan.stage(io_state.staged)
     except CheckpointError:
         if rank == 0:
             folder.abandon(name)
@@ -108,7 +110,7 @@ def save_checkpoint(
     entries = {file: Entry(len(content), zlib.crc32(content)) for file, content in small.items()}
     save = Save(folder, name, write, entries, num_kept_ckpts, rank, ranks)
     if async_save:
-        state_of.pending = save
+        io_state.pending = save
         save.start()
     else:
         save.write_own_files()
@@ -197,9 +199,7 @@ def _load(folder: CheckpointFolder, checkpoint: Tag, model: Any, optimizer: Any,
             if file in present
         }
     if model is not None or optimizer is not None:
-        state = collect(model, optimizer)
-        files.read(state, folder.storage, checkpoint.name, strict=strict)
-        restore(state, model, optimizer)
+        reading.load(folder.storage, checkpoint.name, model, optimizer, strict=strict)
     with together(f"checkpoint {where} was loaded in part"):
         if scheduler is not None:
             scheduler.load_state_dict(content[_SCHEDULER])

@@ -147,8 +147,7 @@ class Save:
         elif self._rank == 0 and wanted:
             self._complete()
         if self._rank == 0 and (not wanted or self.error is not None):
-            with suppress(OSError):
-                self.folder.abandon(self.tag)
+            self.folder.abandon(self.tag)
         if wanted:  # only rank 0 has done something since
             error = self.error
         (message, *_) = comm.gather_objects(text_of(error))  # all go on when rank 0 has

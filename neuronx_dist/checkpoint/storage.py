@@ -188,7 +188,9 @@ class RemoteStorage(Storage):
             raise
 
     def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
-        return bytes(self._filesystem.cat_file(self._path(path), start=start or None, end=stop))  # an empty file has no range
+        return bytes(
+            self._filesystem.cat_file(self._path(path), start=start or None, end=stop)
+        )  # an empty file has no range
 
     def size(self, path: str) -> int:
         return int(self._filesystem.size(self._path(path)))

@@ -16,6 +16,7 @@ import re
 import time
 import zlib
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import NamedTuple
 
 from .checksums import Blocks
@@ -120,10 +121,11 @@ class CheckpointFolder:
         self.remove(name + PREVIOUS)
 
     def abandon(self, name: str) -> None:
-        """Removes what was begun; the complete checkpoint that it was to replace has its name again."""
-        self.remove(name)
-        if self.is_complete(name + PREVIOUS):
-            self.storage.rename(name + PREVIOUS, name, last=DONE)
+        """Removes what was begun, if it can be; the complete checkpoint that it was to replace has its name again."""
+        with suppress(OSError):
+            self.remove(name)
+            if self.is_complete(name + PREVIOUS):
+                self.storage.rename(name + PREVIOUS, name, last=DONE)
 
     def rotate(self, keep: int) -> None:
         """Removes complete checkpoints older than the `keep` newest, and incomplete ones older than the newest."""
