@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 
 from neuronx_dist import comm, hf
 from neuronx_dist.checkpoint import files, reading
@@ -22,8 +24,8 @@ class Layout(Case):
     """A layout of one and the same model, of four layers."""
 
     optimizer: str = "zero1"
-    heads: str = "padded"  # 9 query and 3 key/value heads: padded at tp 2 and 4
-    vocabulary_padding: bool = False
+    heads: str = "replicated"  # 6 query and 2 key/value heads: at tp 4 these are on two ranks, and groups are padded
+    tied: bool = True
 
     @property
     def options(self) -> Options:
@@ -47,17 +49,19 @@ class Folder:
         return memoryview(bytearray((self.root / path).read_bytes()))
 
 
-def make(layout: Layout, seed_weights: bool = True) -> tuple[Any, torch.optim.Optimizer]:
+def make(layout: Layout, zeros: bool = False) -> tuple[Any, Any]:
     """A model and its AdamW."""
     options = layout.options
     model = llama_training.build(layout)
     state = llama_training.initial_state(options.heads, options.tied, options.layers, options.dtype)
-    if not seed_weights:
-        state = {name: torch.zeros_like(value) for name, value in state.items()}
-    hf.load_pretrained(model, state)
+    hf.load_pretrained(model, {name: torch.zeros_like(value) for name, value in state.items()} if zeros else state)
     model.train()
+    return model, optimizer_of(layout, model)
+
+
+def optimizer_of(layout: Layout, model: Any) -> Any:
     params = [param for param in model.local_parameters() if param.requires_grad]
-    return model, llama_training.make_optimizer(layout, "adamw", params)
+    return llama_training.make_optimizer(layout, "adamw", params)
 
 
 def steps(layout: Layout, model: Any, optimizer: Any, first: int, count: int = STEPS) -> list[float]:
@@ -79,7 +83,7 @@ def load(model: Any, optimizer: Any, root: Path, folder: str = "tag", **options:
     reading.load(Folder(root), folder, model, optimizer, **options)
 
 
-def save_run(layout: Layout, root: Path) -> list[float]:
+def train_and_save(layout: Layout, root: Path) -> list[float]:
     """Trains, saves, and goes on; the losses of what comes after the checkpoint."""
     model, optimizer = make(layout)
     steps(layout, model, optimizer, 0)
@@ -89,13 +93,39 @@ def save_run(layout: Layout, root: Path) -> list[float]:
 
 def resume(layout: Layout, root: Path) -> list[float]:
     """Loads into a new model and goes on."""
-    model, optimizer = make(layout, seed_weights=False)
+    model, optimizer = make(layout, zeros=True)
     load(model, optimizer, root)
     return steps(layout, model, optimizer, STEPS)
 
 
-def resave(layout: Layout, root: Path, target: Path) -> None:
-    """Loads, and saves again."""
-    model, optimizer = make(layout, seed_weights=False)
-    load(model, optimizer, root)
+def load_and_save(layout: Layout, source: Path, target: Path) -> None:
+    model, optimizer = make(layout, zeros=True)
+    load(model, optimizer, source)
     save(model, optimizer, target)
+
+
+def load_each(layout: Layout, sources: dict[str, Path]) -> dict[str, dict[str, torch.Tensor]]:
+    """What this rank holds after loading each of several checkpoints, by key."""
+    model, _ = make(layout, zeros=True)
+    results = {}
+    for name, root in sources.items():
+        with torch.no_grad():
+            for param in model.local_parameters():
+                param.zero_()
+        optimizer = optimizer_of(layout, model)
+        load(model, optimizer, root)
+        state = collect(model, optimizer)
+        results[name] = {key: tensor.tensor.clone() for key, tensor in state.tensors.items()}
+        for number, group in enumerate(state.groups or []):
+            results[name] |= {f"{number}.{option}": torch.tensor(group[option]) for option in ("lr", "weight_decay")}
+    return results
+
+
+def whole(root: Path, folder: str = "tag") -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint, as torch.distributed.checkpoint reads them."""
+    catalog = reading.read_catalog(Folder(root), folder)
+    tensors = {key: torch.full(tensor.shape, 7).to(tensor.dtype) for key, tensor in catalog.tensors.items()}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.load(tensors, checkpoint_id=str(root / folder), no_dist=True)
+    return tensors
