@@ -18,6 +18,7 @@ __version__ = "0.1.0"
 
 # Name -> its module. Loaded when first asked for, so that importing the package stays quick.
 _LAZY = {
+    "CheckpointError": "checkpoint.errors",
     "Layout": "planning.layout",
     "MasterWeightsOptimizer": "optimizer",
     "NeuronZero1Optimizer": "optimizer",
@@ -26,9 +27,12 @@ _LAZY = {
     "checkpoint_layers": "parallel_layers.activation_checkpoint",
     "checkpoint_wrapper": "parallel_layers.activation_checkpoint",
     "clip_grad_norm": "gradients.norm",
-    "hf": "",
+    "finalize_checkpoint": "checkpoint.api",
     "global_num_items": "gradients.reduce",
+    "has_checkpoint": "checkpoint.api",
+    "hf": "",
     "init_on_device": "weights.init_device",
+    "load_checkpoint": "checkpoint.api",
     "materialize": "weights.materialize",
     "model_parallel_manual_seed": "parallel_layers.random",
     "move_model_to_device": "parallel_layers.utils",
@@ -36,6 +40,7 @@ _LAZY = {
     "pad_model": "parallel_layers.pad",
     "pipeline": "",
     "reduce_gradients": "gradients.reduce",
+    "save_checkpoint": "checkpoint.api",
 }
 
 __all__ = [

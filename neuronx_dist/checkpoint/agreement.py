@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from .. import comm
 from .errors import CheckpointError
 
-__all__ = ["agree", "together"]
+__all__ = ["agree", "by_rank", "text_of", "together"]
 
 
 def agree(error: BaseException | None, doing: str) -> None:
@@ -18,12 +18,12 @@ def agree(error: BaseException | None, doing: str) -> None:
         CheckpointError: on every rank, with the message of each that failed. Where it was this one, and the error is a
             checkpoint's, a ValueError or a TypeError, that is raised as it is.
     """
-    failed = {rank: message for rank, message in enumerate(comm.gather_objects(_text(error))) if message}
+    failed = {rank: message for rank, message in enumerate(comm.gather_objects(text_of(error))) if message}
     if not failed:
         return
     if isinstance(error, (CheckpointError, ValueError, TypeError)):
         raise error
-    raise CheckpointError(f"{doing}: {_by_rank(failed)}") from error
+    raise CheckpointError(f"{doing}: {by_rank(failed)}") from error
 
 
 @contextmanager
@@ -39,11 +39,11 @@ def together(doing: str) -> Iterator[None]:
     agree(error, doing)
 
 
-def _text(error: BaseException | None) -> str:
+def text_of(error: BaseException | None) -> str:
     return "" if error is None else f"{type(error).__name__}: {error}"
 
 
-def _by_rank(messages: dict[int, str]) -> str:
+def by_rank(messages: dict[int, str]) -> str:
     """What went wrong, each message once, with the ranks that say so."""
     ranks: dict[str, list[int]] = {}
     for rank, message in messages.items():
