@@ -117,7 +117,9 @@ def expect_optimizer(
 
 
 def restore_optimizer(state: State, optimizer: torch.optim.Optimizer, parameters: Mapping[int, Parameter]) -> None:
-    """Gives an optimizer the state that was read. The model's parameters must have been restored before."""
+    """Gives an optimizer the state that was read, if there was any. The model's parameters must have been read before."""
+    if state.objects[GROUPS] is None:
+        return
     slots, base = _slots(optimizer, parameters)
     read: dict[Path, Any] = {tensor.paths[0]: tensor.tensor for tensor in state.tensors.values()}
     read.update(state.objects)

@@ -49,7 +49,7 @@ def load(
     Raises:
         CheckpointMismatch: it is of another model: with `strict` names that are missing or not expected; in any case
             other shapes. The first of each are listed.
-        CheckpointCorrupted: a file is missing, truncated or changed.
+        CheckpointCorrupted: a file is missing, truncated or changed. It may be found after a part was loaded.
     """
     with together(f"{folder} was not loaded"):
         catalog = read_catalog(storage, folder)
@@ -154,7 +154,7 @@ class _Source:
             self._data = as_tensor(file.content[self._start : self._start + around.nbytes], dtype, chunk.shape)
 
     def copy(self, slices: Sequence[slice], target: torch.Tensor) -> None:
-        """Copies a part, verified block by block while it is in the cache."""
+        """Copies a part, and verifies it block by block while that is in the cache."""
         if self._whole is not None:
             target.copy_(self._whole[tuple(slices)])
             return
@@ -166,8 +166,8 @@ class _Source:
         step = max(1, BLOCK // max(1, self._row))
         for first in range(rows.start, rows.stop, step):
             last = min(first + step, rows.stop)
-            self._file.bytes(self._start + first * self._row, self._start + last * self._row)
             target[first - rows.start : last - rows.start].copy_(self._data[(slice(first, last), *rest)])
+            self._file.bytes(self._start + first * self._row, self._start + last * self._row)
 
 
 def _mapped(storage: _Storage, path: str) -> memoryview:
