@@ -283,6 +283,8 @@ class SpmdTypeMode(Session):
             HANDLERS[func] = None
             return func(*args, **kwargs)
         tensors = operands(args, kwargs)
+        if rule.random is True and not tensors:  # `torch.normal(0, 1, size)`: a distribution of numbers
+            rule = rule._replace(kind="random")
         notes, changed = self._notes(tensors, rule.name)
         if notes is None:  # in a backward pass: nothing is known, and nothing is checked
             return func(*args, **kwargs)
