@@ -203,7 +203,8 @@ def judged(call: Callable[..., Any], given: Sequence[dict[str, Any]], receiving:
             said = [*said_of(error)]
         except (RuntimeError, ValueError) as error:  # torch's own words, or those of a collective
             said = [type(error).__name__]
-        return [*said, *(f"    assumed: {text}" for text, _ in mode.assumed)]
+        taken = [("assumed", text) for text, _ in mode.assumed] + [("trusted", text) for text, _ in mode.trusted]
+        return [*said, *(f"    {word}: {text}" for word, text in taken)]
 
 
 def judgement(call: Callable[..., Any], types: tuple[Any, ...], axis: str = "tp") -> str:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from neuronx_dist import comm, spmd
 from neuronx_dist.spmd import I, P, R, S, V, collectives
 from tests.checking.types import test_judgements as judgements
+from tests.checking.types.reviewed_programs import BACKWARDS, NUMBERS, WRITES
 from tests.checking.types.test_judgements import CALLS, UPDATE
 
 pytestmark = pytest.mark.slow
@@ -185,6 +186,8 @@ BUFFERED: list[Types] = [[{"tp": type_, "dp": R}] for type_ in (R, I, V, P, MEAN
     [{"tp": S(0), "dp": S(0)}],
 ]
 
+PROGRAMMED: list[Types] = [[{"tp": type_, "dp": R}] for type_ in (R, I, V, P, S(0))] + [[{"tp": S(0), "dp": S(0)}]]
+
 # --- repairs, by what the user's line looks like ---
 
 
@@ -304,6 +307,9 @@ FAMILIES: dict[str, tuple[dict[str, Callable[..., Any]], list[Types]]] = {
     "verbs": (VERBS, ONE + BOTH),
     "buffers": (BUFFERS, BUFFERED),
     "repairs": (REPAIRS, REPAIRED),
+    "numbers": (NUMBERS, PROGRAMMED),
+    "writes": (WRITES, PROGRAMMED),
+    "backwards": (BACKWARDS, PROGRAMMED),
 }
 
 
@@ -312,7 +318,10 @@ def block(family: str, name: str) -> str:
         said = [*with_gradients(name)]
     else:
         calls, types = FAMILIES[family]
-        said = [(given, judgements.judged(calls[name], given, receiving=family == "repairs")) for given in types]
+        said = [
+            (given, judgements.judged(calls[name], given, receiving=family in ("repairs", "backwards")))
+            for given in types
+        ]
     return "\n".join(
         [f"{family}: {name}", *("\n".join([f"  {in_short(given)}: {first}", *rest]) for given, (first, *rest) in said)]
     )
