@@ -7,6 +7,7 @@ A line is reviewed as one of judgements.txt is, and NXD_UPDATE_JUDGEMENTS=1 writ
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
@@ -322,9 +323,10 @@ def block(family: str, name: str) -> str:
             (given, judgements.judged(calls[name], given, receiving=family in ("repairs", "backwards")))
             for given in types
         ]
-    return "\n".join(
+    text = "\n".join(
         [f"{family}: {name}", *("\n".join([f"  {in_short(given)}: {first}", *rest]) for given, (first, *rest) in said)]
     )
+    return re.sub(r"/\S+\.py:\d+", "this line", text)
 
 
 NAMES = [("gradients", name) for name in CALLS]
