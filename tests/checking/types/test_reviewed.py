@@ -210,6 +210,13 @@ def _bias_before_the_reduction(x: Tensor) -> Tensor:
     return spmd.all_reduce(y, "tp", dst=R)
 
 
+def _bias_after_another_reduction(x: Tensor) -> Tensor:
+    weight, bias = _shard(2, 6, 1), torch.ones(2)
+    y = spmd.all_reduce(x * 1, "tp", dst=R)
+    y = F.linear(x, weight, bias)
+    return y * 2
+
+
 def _bias_inside_the_reduction(x: Tensor) -> Tensor:
     weight, bias = _shard(2, 6, 1), torch.ones(2)
     return comm.all_reduce(F.linear(x, weight, bias), "tp")
@@ -289,7 +296,14 @@ def _wrong_view(x: Tensor) -> Tensor:
 REPAIRS: dict[str, Callable[..., Any]] = {
     function.__name__.strip("_").replace("_", " "): function
     for function in (
-        *(_bias_before, _bias_before_the_reduction, _bias_inside_the_reduction, _addmm_before, _plus_before),
+        *(
+            _bias_before,
+            _bias_before_the_reduction,
+            _bias_after_another_reduction,
+            _bias_inside_the_reduction,
+            _addmm_before,
+            _plus_before,
+        ),
         *(_plus_inside, _square, _in_a_loop, _norms, _augmented, _by_keyword, _rms, _compared, _negated),
         *(_written_item, _attribute, _wrong_size, _wrong_view),
     )

@@ -61,13 +61,14 @@ rule(F.poisson_nll_loss)(_elementwise("input target log_input full size_average 
 rule(F.hinge_embedding_loss)(_elementwise("input target margin size_average reduce reduction"))
 rule(F.margin_ranking_loss)(_elementwise("input1 input2 target margin size_average reduce reduction"))
 # what these are made of in torch, where the reduction is a number; without one there is none
-for _function, _names in {
+_OF_TORCH: dict[Callable[..., Any], str] = {
     torch.kl_div: "input target reduction",
     torch.hinge_embedding_loss: "input target margin reduction",
     torch.margin_ranking_loss: "input1 input2 target margin reduction",
     torch.poisson_nll_loss: "input target log_input full eps reduction",
     torch.binary_cross_entropy_with_logits: "input target weight pos_weight reduction",
-}.items():
+}
+for _function, _names in _OF_TORCH.items():
     rule(_function)(_elementwise(_names, "none"))
 
 
