@@ -20,7 +20,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from ...call_site import call_site
 from ...mesh import Groups
-from ..base import TAGS, Backend, Communicator, WorkLike, Works
+from ..base import TAGS, Backend, Communicator, WorkLike, Works, ranks_of_group
 from ..errors import CommError, CommTimeout, RemoteRankError
 from ..failure import FailureMonitor
 from ..waiting import noted
@@ -201,12 +201,8 @@ class C10dBackend(Backend):
         return self._join(self._group(ranks, own, label), label, ranks, global_rank, first_tag)
 
     def wrap(self, group: Any, global_rank: int) -> Communicator:
-        if not isinstance(group, dist.ProcessGroup):
-            raise TypeError(
-                "axis must be a mesh axis name, a tuple of names, or a torch.distributed.ProcessGroup that holds this "
-                f"rank; got {group!r}"
-            )
-        return self._join(group, group.group_desc or "group", dist.get_process_group_ranks(group), global_rank)
+        ranks = ranks_of_group(group)
+        return self._join(group, group.group_desc or "group", ranks, global_rank)
 
     def process_group(self, communicator: Communicator) -> dist.ProcessGroup:
         if isinstance(communicator, C10dCommunicator):

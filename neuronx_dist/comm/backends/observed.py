@@ -20,11 +20,10 @@ from functools import cached_property
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ...call_site import call_site, call_sites
 from ...mesh import Groups, Mesh
-from ..base import Backend, Communicator, WorkLike
+from ..base import Backend, Communicator, WorkLike, ranks_of_group
 from ..observed_ranks import ObservedRank, Read
 from ..rank_values import RankValue, concrete, value_on
 from .shapes import ShapesCommunicator
@@ -295,7 +294,7 @@ class CheckBackend(Backend):
         """A process group of the user's. Which groups the other ranks have is not known: they are taken to differ."""
         observed = self.observed
         assert observed is not None
-        ranks = dist.get_process_group_ranks(group)
+        ranks = ranks_of_group(group)
         int(observed.rank)
         return CheckCommunicator(group.group_desc or "group", [ranks], observed, self, False)
 

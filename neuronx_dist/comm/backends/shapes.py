@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from ..base import DONE, Backend, Communicator, WorkLike
+from ..base import DONE, Backend, Communicator, WorkLike, ranks_of_group
 from ..rank_values import concrete
 
 __all__ = ["ShapesBackend", "ShapesCommunicator"]
@@ -66,4 +65,5 @@ class ShapesBackend(Backend):
         return ShapesCommunicator(label, next(group for group in groups if global_rank in group), global_rank)
 
     def wrap(self, group: Any, global_rank: int) -> Communicator:
-        return ShapesCommunicator(group.group_desc or "group", dist.get_process_group_ranks(group), global_rank)
+        ranks = ranks_of_group(group)
+        return ShapesCommunicator(group.group_desc or "group", ranks, global_rank)
