@@ -140,6 +140,27 @@ def test_a_model_and_its_optimizer_may_be_compared_with_values() -> None:
     assert report.ok and report.numeric and "4 gradients equal" in str(report)
 
 
+def test_what_hooks_call_is_of_the_program() -> None:
+    def model_fn() -> Any:
+        model = models.model_fn()
+        model.up.weight.register_hook(lambda grad: torch.neg(grad))
+        return model
+
+    for level in ("G", "L"):
+        explored = explore(Subject(model_fn, models.example_inputs(), level=level), Mesh(2, tp=2), Deadline(None))
+        (only,) = explored.distinct
+        assert only.failure is None and [each.name for each in only.ops].count("neg") == 1
+
+
+def test_a_rank_does_the_same_if_it_is_told_the_same_in_every_phase() -> None:
+    model = Played(Subject(models.model_fn, ()), Mesh(2, tp=2), 0, Deadline(None))
+    phases = {name: SimpleNamespace(backend=SimpleNamespace(same_program=same)) for name, same in (
+        ("build", lambda rank: True), ("train", lambda rank: rank == 0),
+    )}  # fmt: skip
+    model.phases = phases  # type: ignore[assignment]
+    assert model.same_program(0) and not model.same_program(1) and model.same_program(1, ("build", "step"))
+
+
 # --- fake tensors
 
 
