@@ -14,7 +14,6 @@ from typing import Any, NoReturn, Protocol
 from weakref import WeakValueDictionary
 
 import torch
-import torch.distributed as dist
 from torch.overrides import has_torch_function_unary
 
 from ..axis_sizes import size_along
@@ -24,7 +23,7 @@ from . import recording
 from .errors import CommError
 from .waiting import Operand, in_words, numbers, waits
 
-__all__ = ["Backend", "Communicator", "DeviceGenerator", "Handle", "Works", "Done", "DONE", "TAGS", "ranks_of_group"]
+__all__ = ["Backend", "Communicator", "DeviceGenerator", "Handle", "Works", "Done", "DONE", "TAGS"]
 
 TAGS = 1 << 20  # of messages: 0 to this, which is left out
 
@@ -299,17 +298,3 @@ class Backend:
 
     def close(self) -> None:
         """Destroys what `communicator` made."""
-
-
-def ranks_of_group(group: Any) -> list[int]:
-    """The ranks of a torch ProcessGroup.
-
-    Raises:
-        TypeError: it is none.
-    """
-    if not isinstance(group, dist.ProcessGroup):
-        raise TypeError(
-            "axis must be a mesh axis name, a tuple of names, or a torch.distributed.ProcessGroup that holds this "
-            f"rank; got {group!r}"
-        )
-    return dist.get_process_group_ranks(group)

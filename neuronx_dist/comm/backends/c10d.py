@@ -20,12 +20,12 @@ from torch.distributed.constants import default_pg_timeout
 
 from ...call_site import call_site
 from ...mesh import Groups
-from ..base import TAGS, Backend, Communicator, WorkLike, Works, ranks_of_group
+from ..base import TAGS, Backend, Communicator, WorkLike, Works
 from ..errors import CommError, CommTimeout, RemoteRankError
 from ..failure import FailureMonitor
 from ..waiting import noted
 
-__all__ = ["DEFAULT_TIMEOUT", "C10dBackend", "C10dCommunicator"]
+__all__ = ["DEFAULT_TIMEOUT", "C10dBackend", "C10dCommunicator", "ranks_of_group"]
 
 DEFAULT_TIMEOUT = datetime.timedelta(minutes=10)  # torch's own is half an hour on gloo, and this on NCCL
 
@@ -270,6 +270,20 @@ class C10dBackend(Backend):
             dist.distributed_c10d._world.pg_group_ranks[group] = indices
             self._groups.append(group)
         return group
+
+
+def ranks_of_group(group: Any) -> list[int]:
+    """The ranks of a torch ProcessGroup.
+
+    Raises:
+        TypeError: it is none.
+    """
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(
+            "axis must be a mesh axis name, a tuple of names, or a torch.distributed.ProcessGroup that holds this "
+            f"rank; got {group!r}"
+        )
+    return dist.get_process_group_ranks(group)
 
 
 def _exists(group: dist.ProcessGroup) -> bool:

@@ -23,7 +23,8 @@ import torch
 
 from ...call_site import call_site, call_sites
 from ...mesh import Groups, Mesh
-from ..base import Backend, Communicator, WorkLike, ranks_of_group
+from .. import backends
+from ..base import Backend, Communicator, WorkLike
 from ..observed_ranks import ObservedRank, Read
 from ..rank_values import RankValue, concrete, value_on
 from .shapes import ShapesCommunicator
@@ -294,7 +295,7 @@ class CheckBackend(Backend):
         """A process group of the user's. Which groups the other ranks have is not known: they are taken to differ."""
         observed = self.observed
         assert observed is not None
-        ranks = ranks_of_group(group)
+        ranks = backends.c10d.ranks_of_group(group)
         int(observed.rank)
         return CheckCommunicator(group.group_desc or "group", [ranks], observed, self, False)
 

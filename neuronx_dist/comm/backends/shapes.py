@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from ..base import DONE, Backend, Communicator, WorkLike, ranks_of_group
+from .. import backends
+from ..base import DONE, Backend, Communicator, WorkLike
 from ..rank_values import concrete
 
 __all__ = ["ShapesBackend", "ShapesCommunicator"]
@@ -65,5 +66,5 @@ class ShapesBackend(Backend):
         return ShapesCommunicator(label, next(group for group in groups if global_rank in group), global_rank)
 
     def wrap(self, group: Any, global_rank: int) -> Communicator:
-        ranks = ranks_of_group(group)
+        ranks = backends.c10d.ranks_of_group(group)
         return ShapesCommunicator(group.group_desc or "group", ranks, global_rank)
