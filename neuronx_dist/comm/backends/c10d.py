@@ -26,7 +26,7 @@ from ..errors import CommError, CommTimeout, RemoteRankError
 from ..failure import FailureMonitor
 from ..waiting import noted
 
-__all__ = ["DEFAULT_TIMEOUT", "C10dBackend", "C10dCommunicator"]
+__all__ = ["DEFAULT_TIMEOUT", "C10dBackend", "C10dCommunicator", "ranks_of_group"]
 
 DEFAULT_TIMEOUT = datetime.timedelta(minutes=10)  # torch's own is half an hour on gloo, and this on NCCL
 
@@ -206,12 +206,8 @@ class C10dBackend(Backend):
         return self._join(self._group(ranks, own, label), label, ranks, global_rank, first_tag)
 
     def wrap(self, group: Any, global_rank: int) -> Communicator:
-        if not isinstance(group, dist.ProcessGroup):
-            raise TypeError(
-                "axis must be a mesh axis name, a tuple of names, or a torch.distributed.ProcessGroup that holds this "
-                f"rank; got {group!r}"
-            )
-        return self._join(group, group.group_desc or "group", dist.get_process_group_ranks(group), global_rank)
+        ranks = ranks_of_group(group)
+        return self._join(group, group.group_desc or "group", ranks, global_rank)
 
     def process_group(self, communicator: Communicator) -> dist.ProcessGroup:
         if isinstance(communicator, C10dCommunicator):
@@ -279,6 +275,20 @@ class C10dBackend(Backend):
             dist.distributed_c10d._world.pg_group_ranks[group] = indices
             self._groups.append(group)
         return group
+
+
+def ranks_of_group(group: Any) -> list[int]:
+    """The ranks of a torch ProcessGroup.
+
+    Raises:
+        TypeError: it is none.
+    """
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(
+            "axis must be a mesh axis name, a tuple of names, or a torch.distributed.ProcessGroup that holds this "
+            f"rank; got {group!r}"
+        )
+    return dist.get_process_group_ranks(group)
 
 
 def _exists(group: dist.ProcessGroup) -> bool:
