@@ -121,11 +121,17 @@ class Communicator:
     def start_recv(self, out: torch.Tensor, src: int, tag: int) -> WorkLike:
         raise self._unsupported("recv")
 
-    def start_coalesced(self, verb: str, xs: Sequence[torch.Tensor], op: str) -> tuple[WorkLike, list[torch.Tensor]]:
+    def start_coalesced(
+        self, verb: str, xs: Sequence[torch.Tensor], op: str, outs: Sequence[torch.Tensor | None]
+    ) -> tuple[WorkLike, list[torch.Tensor]]:
         """all_reduce, all_gather or reduce_scatter of several tensors of one dtype, as one collective.
 
         Returns the work, and what is there once it is done: for each `x` of shape `s`, a tensor `s`, `[size, *s]` or
         `s[1:]`. Here these are views of one buffer, in which a copy of every tensor travels.
+
+        Args:
+            outs: contiguous tensors of the results' shapes and dtype, where there are any: a backend may return them as
+                results. That of an all_reduce may be `x`; the own part of that of an all_gather may be `x`.
         """
         rows = self.size if verb == "reduce_scatter" else 1
         flat = torch.cat([x.reshape(rows, -1) for x in xs], dim=1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -70,11 +70,18 @@ def alone(comm: Communicator, x: torch.Tensor, out: torch.Tensor | None, async_o
     return Handle(comm, "", None, lambda: x) if async_op else x
 
 
+def _in_place(out: torch.Tensor | None, wire: torch.Tensor, shape: Sequence[int], dim: int) -> torch.Tensor | None:
+    """`out` as a collective of `wire` may write it; None if the result has to be put there afterwards."""
+    if out is None or out.dtype != wire.dtype or not out.is_contiguous() or dim:
+        return None
+    return out.detach().view(tuple(shape))
+
+
 def coalesced(
     name: str,
     xs: Tensors,
     comm: Communicator,
-    out: Tensors | None,
+    out: Sequence[torch.Tensor | None] | None,
     async_op: bool,
     *,
     dim: int = 0,
@@ -91,6 +98,8 @@ def coalesced(
         return Handle(comm, "", None, lambda: own) if async_op else own
     alike: dict[tuple[torch.dtype, torch.device], list[tuple[int, torch.Tensor]]] = {}
     dims: list[int] = []
+    outs = [None] * len(xs) if out is None else out
+    direct: list[torch.Tensor | None] = []  # the outs, as a backend may fill them
     for index, x in enumerate(xs):
         wire, shape = x.detach(), tuple(x.shape)
         dims.append(checked_dim(x, dim, name) if name == "all_gather" else 0)
@@ -99,8 +108,9 @@ def coalesced(
         elif name == "reduce_scatter":
             wire = scattered_first(wire, dim, comm, name)
             shape = tuple(wire.shape[1:])
-        check_out(out[index] if out is not None else None, shape, comm, name)
+        check_out(outs[index], shape, comm, name)
         wire = wire.to(wire_dtype(x, op, reduce_dtype))
+        direct.append(_in_place(outs[index], wire, (comm.size, *wire.shape) if name == "all_gather" else shape, dims[-1]))
         alike.setdefault((wire.dtype, wire.device), []).append((index, wire))
     dtypes = [x.dtype for x in xs]
     results: list[Any] = [None] * len(xs)
@@ -112,7 +122,7 @@ def coalesced(
             if recording.recorders:
                 gather = name == "all_gather"
                 recording.note(comm, name, wires, op=None if gather else op, scale=comm.size if gather else 1)
-            work, parts = comm.start_coalesced(name, wires, op)
+            work, parts = comm.start_coalesced(name, wires, op, [direct[index] for index, _ in members])
             works.append(work)
             for (index, _), result in zip(members, parts):
                 results[index] = result
@@ -122,10 +132,10 @@ def coalesced(
         values = results
         if name == "all_gather":
             values = [x.movedim(0, dim).flatten(dim, dim + 1) for x, dim in zip(results, dims)]
-        if out is None:
-            return [deliver(value, None, dtype) for value, dtype in zip(values, dtypes)]
-        with torch.no_grad():
-            torch._foreach_copy_(list(out), values)
-        return list(out)
+        left = [i for i, each in enumerate(outs) if each is not None and results[i] is not direct[i]]
+        if left:
+            with torch.no_grad():
+                torch._foreach_copy_([outs[i] for i in left], [values[i] for i in left])
+        return [deliver(value, None, dtype) if out is None else out for value, out, dtype in zip(values, outs, dtypes)]
 
     return run(comm, name, xs, start, async_op, finish)

@@ -54,10 +54,14 @@ class ParameterShard:
         self.grad_dtype = grad_dtype
         self.nbytes = self.degree * self.columns * grad_dtype.itemsize
         self.is_param = self.degree == 1 and scale == 1.0 and param.dtype == dtype and not hasattr(param, "main_grad")
+        self._reduced: torch.Tensor | None = None
         if self.is_param:
             self.master = param
         else:
-            self.master = nn.Parameter(torch.empty(self.shape, dtype=dtype, device=param.device))
+            rows = self._own_rows(dtype)
+            if rows is None:
+                rows = torch.empty(self.shape, dtype=dtype, device=param.device)
+            self.master = nn.Parameter(rows)
             spmd.mark_shard(self.master, param, group)
             self.pull()
 
@@ -82,19 +86,47 @@ class ParameterShard:
         """Whether no other rank holds a shard of the parameter, so that nothing is communicated."""
         return self.degree == 1
 
+    @property
+    def is_view(self) -> bool:
+        """Whether the master is this rank's rows of the parameter itself."""
+        return not self.is_param and torch._C._is_alias_of(self.master, self.param)
+
+    @property
+    def rows(self) -> torch.Tensor | None:
+        """The parameter as `[degree, columns]`, in its own memory; None where its rows are padded or not contiguous."""
+        if not self.param.is_contiguous() or self.param.numel() != self.degree * self.columns:
+            return None
+        return self.param.detach().view(self.degree, self.columns)
+
+    def _own_rows(self, dtype: torch.dtype) -> torch.Tensor | None:
+        """This rank's rows of the parameter, as the master may use them: one value should not be held twice."""
+        rows, rank = self.rows, self.group.coordinate(self.param)
+        if rows is None or self.param.dtype != dtype or not isinstance(rank, int):
+            return None
+        return rows[rank].view(self.shape)
+
     @torch.no_grad()
     def pull(self) -> None:
         """Sets the master to the parameter's present value."""
-        if not self.is_param:
+        if not self.is_param and not self.is_view:
             self.master.copy_(own_slot(self.split(self.param), self.group, 0).view(self.shape))
 
     @torch.no_grad()
     def push(self, block: torch.Tensor) -> None:
         """Sets the parameter from the shards of all ranks, `[degree, columns]`."""
-        if self.param.is_contiguous() and self.param.numel() == block.numel():
-            self.param.view(-1, self.columns).copy_(block)
-        else:
+        rows = self.rows
+        if rows is None:
             self.param.copy_(block.reshape(-1)[: self.param.numel()].view(self.param.shape))
+        elif block is not rows:
+            rows.copy_(block)
+
+    def reduced(self) -> torch.Tensor | None:
+        """Where its reduced gradient goes, `[1, columns]`, the same memory in every step; None: it is cast after that."""
+        if self.grad_dtype != self.master.dtype:
+            return None
+        if self._reduced is None:
+            self._reduced = torch.empty(1, self.columns, dtype=self.grad_dtype, device=self.param.device)
+        return self._reduced
 
     def split(self, full: torch.Tensor) -> torch.Tensor:
         """Splits a whole tensor, `[rows, ...] -> [degree, columns]`, zero-padded; a view where nothing is added."""

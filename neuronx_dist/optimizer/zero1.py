@@ -187,12 +187,15 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
                 for shard, grad in zip(bucket, grads)
             ]
             flags = presence([grad is not None for grad in grads], parts[0], first.group)
-            # Before the sum: fp16 must not overflow in it.
-            parts = list(torch._foreach_mul([*parts, flags.expand(first.degree, -1)], first.scale))
-            return comm.reduce_scatter(parts, first.group, async_op=True)
+            parts.append(flags.expand(first.degree, -1))
+            if first.grad_dtype == torch.float16:  # which may overflow in the sum
+                parts = list(torch._foreach_mul(parts, first.scale))
+            return comm.reduce_scatter(parts, first.group, out=[*(s.reduced() for s in bucket), None], async_op=True)
 
         def finish(bucket: list[ParameterShard], handle: Any) -> None:
             *parts, flags = handle.wait()
+            if bucket[0].grad_dtype != torch.float16:
+                torch._foreach_mul_(parts, bucket[0].scale)
             for shard, part, flag in zip(bucket, parts, spmd.local(flags)[0]):
                 # Waits for the device where a gradient is missing, and only there.
                 is_somewhere = shard.gradient.tensor is not None or bool(flag > 0)
@@ -214,7 +217,7 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
 
         def start(bucket: list[ParameterShard]) -> Any:
             masters = [shard.master.detach().reshape(1, -1).to(shard.param.dtype) for shard in bucket]
-            return comm.all_gather(masters, bucket[0].group, async_op=True)
+            return comm.all_gather(masters, bucket[0].group, out=[shard.rows for shard in bucket], async_op=True)
 
         def finish(bucket: list[ParameterShard], handle: Any) -> None:
             for shard, block in zip(bucket, handle.wait()):
