@@ -36,6 +36,8 @@ class ParameterShard:
             all-gather are cut by it too.
         master: the shard that the base optimizer updates.
         is_param: the master is the parameter itself, because nothing distinguishes them: one rank, one dtype.
+        is_view: the master is this rank's rows in the memory of the parameter, so that what is written to one is in the
+            other: the dtypes are the same, and no row is padded.
     """
 
     def __init__(
@@ -54,16 +56,12 @@ class ParameterShard:
         self.grad_dtype = grad_dtype
         self.nbytes = self.degree * self.columns * grad_dtype.itemsize
         self.is_param = self.degree == 1 and scale == 1.0 and param.dtype == dtype and not hasattr(param, "main_grad")
-        self._reduced: torch.Tensor | None = None
+        self.is_view = False
         if self.is_param:
             self.master = param
         else:
-            rows = self._own_rows(dtype)
-            if rows is None:
-                rows = torch.empty(self.shape, dtype=dtype, device=param.device)
-            self.master = nn.Parameter(rows)
+            self.master = nn.Parameter(self._rows_or_copy(dtype))
             spmd.mark_shard(self.master, param, group)
-            self.pull()
 
     @property
     def param(self) -> torch.Tensor:
@@ -82,14 +80,16 @@ class ParameterShard:
         return math.prod(self.shape)
 
     @property
+    def own_rows(self) -> range:
+        """The rows of the parameter that are this rank's, padding left out: the last ranks may have fewer, or none."""
+        rows, each = (self.param.shape or (1,))[0], self.shape[0]
+        begin = min(self.group.rank * each, rows)
+        return range(begin, min(begin + each, rows))
+
+    @property
     def is_alone(self) -> bool:
         """Whether no other rank holds a shard of the parameter, so that nothing is communicated."""
         return self.degree == 1
-
-    @property
-    def is_view(self) -> bool:
-        """Whether the master is this rank's rows of the parameter itself."""
-        return not self.is_param and torch._C._is_alias_of(self.master, self.param)
 
     @property
     def rows(self) -> torch.Tensor | None:
@@ -98,18 +98,28 @@ class ParameterShard:
             return None
         return self.param.detach().view(self.degree, self.columns)
 
-    def _own_rows(self, dtype: torch.dtype) -> torch.Tensor | None:
-        """This rank's rows of the parameter, as the master may use them: one value should not be held twice."""
+    def _rows_or_copy(self, dtype: torch.dtype) -> torch.Tensor:
+        """This rank's rows in the parameter's memory if a master can be there, else a copy of them; sets `is_view`."""
         rows, rank = self.rows, self.group.coordinate(self.param)
-        if rows is None or self.param.dtype != dtype or not isinstance(rank, int):
-            return None
-        return rows[rank].view(self.shape)
+        self.is_view = rows is not None and self.param.dtype == dtype and isinstance(rank, int)
+        if self.is_view:
+            return rows[rank].view(self.shape)
+        own = own_slot(self.split(self.param), self.group, 0).view(self.shape)
+        return own.to(dtype, copy=True)
 
     @torch.no_grad()
     def pull(self) -> None:
         """Sets the master to the parameter's present value."""
         if not self.is_param and not self.is_view:
             self.master.copy_(own_slot(self.split(self.param), self.group, 0).view(self.shape))
+
+    def follow(self) -> None:
+        """Where the parameter was given other memory (`param.data = ...`), the master that was a part of it goes along.
+
+        It takes the present value, as if it had been written into the parameter.
+        """
+        if self.is_view and not torch._C._is_alias_of(self.master, self.param):
+            self.master.data = self._rows_or_copy(self.master.dtype)
 
     @torch.no_grad()
     def push(self, block: torch.Tensor) -> None:
@@ -119,14 +129,6 @@ class ParameterShard:
             self.param.copy_(block.reshape(-1)[: self.param.numel()].view(self.param.shape))
         elif block is not rows:
             rows.copy_(block)
-
-    def reduced(self) -> torch.Tensor | None:
-        """Where its reduced gradient goes, `[1, columns]`, the same memory in every step; None: it is cast after that."""
-        if self.grad_dtype != self.master.dtype:
-            return None
-        if self._reduced is None:
-            self._reduced = torch.empty(1, self.columns, dtype=self.grad_dtype, device=self.param.device)
-        return self._reduced
 
     def split(self, full: torch.Tensor) -> torch.Tensor:
         """Splits a whole tensor, `[rows, ...] -> [degree, columns]`, zero-padded; a view where nothing is added."""

@@ -153,6 +153,8 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         base = self._make_base()
+        for shard in self.shards:
+            shard.follow()
         self._reduce_scatter()
         if self.grad_clipping:
             self._clip_grad_norm(self.max_norm)
@@ -190,7 +192,7 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
             parts.append(flags.expand(first.degree, -1))
             if first.grad_dtype == torch.float16:  # which may overflow in the sum
                 parts = list(torch._foreach_mul(parts, first.scale))
-            return comm.reduce_scatter(parts, first.group, out=[*(s.reduced() for s in bucket), None], async_op=True)
+            return comm.reduce_scatter(parts, first.group, async_op=True)
 
         def finish(bucket: list[ParameterShard], handle: Any) -> None:
             *parts, flags = handle.wait()
@@ -281,7 +283,11 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
         state["base_state"] = self._make_base().state_dict()["state"]
         state["shape_info"] = {index: tuple(shard.param.shape) for index, shard in enumerate(self.shards)}
         if self.save_master_weights:
-            state["sharded_master_weights"] = {index: shard.master.detach() for index, shard in enumerate(self.shards)}
+            # In memory of their own: a file of views would hold all that they are views of.
+            state["sharded_master_weights"] = {
+                index: shard.master.detach().clone() if shard.is_view else shard.master.detach()
+                for index, shard in enumerate(self.shards)
+            }
         return state
 
     @torch.no_grad()
