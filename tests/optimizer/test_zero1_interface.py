@@ -419,12 +419,12 @@ def test_a_master_in_the_dtype_of_its_parameter_is_no_copy() -> None:
     """What is loaded into the parameter is in the master, and the other way round, and a state dict has its own."""
 
     def rank_main() -> None:
-        model = nn.ParameterDict({"even": torch.ones(4, 3), "odd": torch.ones(3), "half": torch.ones(4).bfloat16()})
+        model = nn.ParameterDict({"even": torch.ones(4, 3), "odd": torch.ones(3), "low": torch.ones(4).bfloat16()})
         optimizer = NeuronZero1Optimizer(
             model.parameters(), torch.optim.SGD, lr=1.0, grad_clipping=False, save_master_weights=True
         )
-        even, half, odd = optimizer.shards  # in the order of the names
-        assert (even.is_view, half.is_view, odd.is_view) == (True, False, False)
+        even, low, odd = optimizer.shards  # in the order of the names
+        assert (even.is_view, low.is_view, odd.is_view) == (True, False, False)
         with torch.no_grad():
             model["even"].fill_(3.0)
         assert even.master.eq(3.0).all() and torch.equal(even.master, model["even"][list(even.own_rows)])
