@@ -229,7 +229,9 @@ def main() -> None:
         found = report[f"{ranks} ranks"] = {}
         for name in names:
             middle, interval = ratio(cpu[name], cpu["ddp"])
-            line = f"{ranks:<7}{name:<13}{statistics.median(cpu[name]) * 1e3 / ranks:>9.1f}{middle:>11.3f}{interval:>8.3f}"
+            line = (
+                f"{ranks:<7}{name:<13}{statistics.median(cpu[name]) * 1e3 / ranks:>9.1f}{middle:>11.3f}{interval:>8.3f}"
+            )
             print(line, flush=True)
             if name != "ddp":
                 found[f"{name}_over_ddp"] = round(middle, 3)

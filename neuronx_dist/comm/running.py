@@ -70,13 +70,6 @@ def alone(comm: Communicator, x: torch.Tensor, out: torch.Tensor | None, async_o
     return Handle(comm, "", None, lambda: x) if async_op else x
 
 
-def _in_place(out: torch.Tensor | None, wire: torch.Tensor, shape: Sequence[int], dim: int) -> torch.Tensor | None:
-    """`out` as a collective of `wire` may write it; None if the result has to be put there afterwards."""
-    if out is None or out.dtype != wire.dtype or not out.is_contiguous() or dim:
-        return None
-    return out.detach().view(tuple(shape))
-
-
 def coalesced(
     name: str,
     xs: Tensors,
@@ -99,7 +92,7 @@ def coalesced(
     alike: dict[tuple[torch.dtype, torch.device], list[tuple[int, torch.Tensor]]] = {}
     dims: list[int] = []
     outs = [None] * len(xs) if out is None else out
-    direct: list[torch.Tensor | None] = []  # the outs, as a backend may fill them
+    direct: list[torch.Tensor | None] = []  # those that a backend may fill
     for index, x in enumerate(xs):
         wire, shape = x.detach(), tuple(x.shape)
         dims.append(checked_dim(x, dim, name) if name == "all_gather" else 0)
@@ -110,7 +103,8 @@ def coalesced(
             shape = tuple(wire.shape[1:])
         check_out(outs[index], shape, comm, name)
         wire = wire.to(wire_dtype(x, op, reduce_dtype))
-        direct.append(_in_place(outs[index], wire, (comm.size, *wire.shape) if name == "all_gather" else shape, dims[-1]))
+        fits = (y := outs[index]) is not None and y.dtype == wire.dtype and y.is_contiguous() and not dims[-1]
+        direct.append(y.detach() if y is not None and fits else None)
         alike.setdefault((wire.dtype, wire.device), []).append((index, wire))
     dtypes = [x.dtype for x in xs]
     results: list[Any] = [None] * len(xs)
@@ -129,13 +123,13 @@ def coalesced(
         return Works(works)
 
     def finish() -> list[torch.Tensor]:  # holds on to nothing that was sent
-        values = results
-        if name == "all_gather":
-            values = [x.movedim(0, dim).flatten(dim, dim + 1) for x, dim in zip(results, dims)]
-        left = [i for i, each in enumerate(outs) if each is not None and results[i] is not direct[i]]
-        if left:
-            with torch.no_grad():
-                torch._foreach_copy_([outs[i] for i in left], [values[i] for i in left])
-        return [deliver(value, None, dtype) if out is None else out for value, out, dtype in zip(values, outs, dtypes)]
+        values = list(results)
+        for i, (value, out, dim) in enumerate(zip(results, outs, dims)):
+            if out is not None and value is direct[i]:
+                values[i] = out
+            else:
+                whole = value.movedim(0, dim).flatten(dim, dim + 1) if name == "all_gather" else value
+                values[i] = deliver(whole, out, dtypes[i])
+        return values
 
     return run(comm, name, xs, start, async_op, finish)

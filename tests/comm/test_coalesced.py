@@ -228,7 +228,9 @@ def large_ones(axis: str) -> None:
     """Tensors that travel alone on gloo, among small ones; into tensors of the caller, and beside them."""
     size, rank = comm.size(axis), comm.rank(axis)
     shapes = [(size, 40_000), (size, 3), (2 * size, 20_000, 2)]
-    everybody = [[torch.arange(float(torch.Size(s).numel())).view(s) % 7 + r * 10.0 for s in shapes] for r in range(size)]
+    everybody = [
+        [torch.arange(float(torch.Size(s).numel())).view(s) % 7 + r * 10.0 for s in shapes] for r in range(size)
+    ]
     xs = [x.clone() for x in everybody[rank]]
     sums = [sum(parts) for parts in zip(*everybody)]
     for op, reduced in (("sum", sums), ("max", everybody[-1])):

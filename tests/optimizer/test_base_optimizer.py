@@ -108,7 +108,9 @@ def test_names_of_nxd() -> None:
 
     def rank_main() -> None:
         param = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
-        with pytest.raises(ValueError, match=r"parameter of torch.bfloat16.*MasterWeightsOptimizer\(params, AdamW_FP32"):
+        with pytest.raises(
+            ValueError, match=r"parameter of torch.bfloat16.*MasterWeightsOptimizer\(params, AdamW_FP32"
+        ):
             AdamW_FP32OptimParams([param], lr=0.1)
         for wrapper in (MasterWeightsOptimizer, NeuronZero1Optimizer):
             optimizer = wrapper([param], AdamW_FP32OptimParams, lr=0.1, grad_clipping=False)

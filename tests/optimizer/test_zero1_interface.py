@@ -399,7 +399,12 @@ def test_lazy_optimizer_shards_at_its_first_step() -> None:
 
 def test_own_rows_are_the_parameter_once_and_the_master_holds_them() -> None:
     def rank_main() -> dict[str, list[range]]:
-        shapes: dict[str, tuple[int, ...]] = {"divides": (8, 2), "padded": (5, 3), "smaller than dp": (2,), "scalar": ()}
+        shapes: dict[str, tuple[int, ...]] = {
+            "divides": (8, 2),
+            "padded": (5, 3),
+            "smaller than dp": (2,),
+            "scalar": (),
+        }
         params = {name: nn.Parameter(torch.randn(shape)) for name, shape in shapes.items()}
         optimizer = NeuronZero1Optimizer(params.values(), torch.optim.SGD, lr=0.1)
         for shard in optimizer.shards:

@@ -1,4 +1,4 @@
-"""Lists of tensors on gloo: each large one travels alone, straight between the callers' tensors; the rest in one buffer.
+"""Lists of tensors on gloo: each large one travels alone, straight between the callers' tensors; others in one buffer.
 
 What is gained are the copies into a buffer and out of it. An all_gather of a large tensor is a message to each other
 rank, from its own memory into theirs; so is a reduce_scatter, whose pieces are added in rank order.
@@ -29,10 +29,11 @@ def start_alone(
         return group.start_all_reduce(result, op), result
     if verb == "all_gather":
         result = x.new_empty(group.size, *x.shape) if out is None else out
-        own = result[group.rank]
+        pieces = result.view(group.size, *x.shape)
+        own = pieces[group.rank]
         if not _is_same_memory(own, x):
             own.copy_(x)
-        return Works(exchange(group, [x] * group.size, result.unbind(), tag)), result
+        return Works(exchange(group, [x] * group.size, pieces.unbind(), tag)), result
     result = x.new_empty(x.shape[1:]) if out is None else out
     return _reduce_scatter(group, x, op, result, tag), result
 
