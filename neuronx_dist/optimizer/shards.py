@@ -102,7 +102,7 @@ class ParameterShard:
         """This rank's rows in the parameter's memory if a master can be there, else a copy of them; sets `is_view`."""
         rows, rank = self.rows, self.group.coordinate(self.param)
         self.is_view = rows is not None and self.param.dtype == dtype and isinstance(rank, int)
-        if self.is_view:
+        if rows is not None and self.is_view:
             return rows[rank].view(self.shape)
         own = own_slot(self.split(self.param), self.group, 0).view(self.shape)
         return own.to(dtype, copy=True)
@@ -118,7 +118,7 @@ class ParameterShard:
 
         It takes the present value, as if it had been written into the parameter.
         """
-        if self.is_view and not torch._C._is_alias_of(self.master, self.param):
+        if self.is_view and not torch._C._is_alias_of(self.master, self.param):  # type: ignore[attr-defined]
             self.master.data = self._rows_or_copy(self.master.dtype)
 
     @torch.no_grad()

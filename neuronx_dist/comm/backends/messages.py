@@ -6,7 +6,7 @@ rank, from its own memory into theirs; so is a reduce_scatter, whose pieces are 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -15,7 +15,7 @@ from ..base import Communicator, WorkLike, Works
 __all__ = ["LARGE", "exchange", "start_alone"]
 
 LARGE = 1 << 16  # bytes from which on a message takes less time than the copies into and out of a buffer
-_REDUCE = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+_REDUCE: dict[str, Callable[..., torch.Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 
 
 def start_alone(
@@ -40,7 +40,8 @@ def start_alone(
 
 def _is_same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two contiguous tensors of one size are the same part of one storage."""
-    return torch._C._is_alias_of(a, b) and a.storage_offset() == b.storage_offset()
+    is_alias: bool = torch._C._is_alias_of(a, b)  # type: ignore[attr-defined]
+    return is_alias and a.storage_offset() == b.storage_offset()
 
 
 def exchange(
