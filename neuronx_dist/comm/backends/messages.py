@@ -19,23 +19,23 @@ _REDUCE: dict[str, Callable[..., torch.Tensor]] = {"sum": torch.add, "max": torc
 
 
 def start_alone(
-    group: Communicator, verb: str, x: torch.Tensor, op: str, out: torch.Tensor | None, tag: int
+    comm: Communicator, verb: str, x: torch.Tensor, op: str, out: torch.Tensor | None, tag: int
 ) -> tuple[WorkLike, torch.Tensor]:
     """Starts a collective of one tensor, with the result in `out` if there is one; returns the work and the result."""
     if verb == "all_reduce":
         result = x.clone() if out is None else out
         if not _is_same_memory(result, x):
             result.copy_(x)
-        return group.start_all_reduce(result, op), result
+        return comm.start_all_reduce(result, op), result
     if verb == "all_gather":
-        result = x.new_empty(group.size, *x.shape) if out is None else out
-        pieces = result.view(group.size, *x.shape)
-        own = pieces[group.rank]
+        result = x.new_empty(comm.size, *x.shape) if out is None else out
+        pieces = result.view(comm.size, *x.shape)
+        own = pieces[comm.rank]
         if not _is_same_memory(own, x):
             own.copy_(x)
-        return Works(exchange(group, [x] * group.size, pieces.unbind(), tag)), result
+        return Works(exchange(comm, [x] * comm.size, pieces.unbind(), tag)), result
     result = x.new_empty(x.shape[1:]) if out is None else out
-    return _reduce_scatter(group, x, op, result, tag), result
+    return _reduce_scatter(comm, x, op, result, tag), result
 
 
 def _is_same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -45,26 +45,26 @@ def _is_same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def exchange(
-    group: Communicator, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], tag: int
+    comm: Communicator, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], tag: int
 ) -> list[WorkLike]:
     """Sends `sent[i]` to each other rank i, and receives `received[i]` from it."""
     works: list[WorkLike] = []
-    for step in range(1, group.size):  # nearest neighbours first; receives before sends, so that nothing is buffered
-        src, dst = (group.rank - step) % group.size, (group.rank + step) % group.size
-        works.append(group.start_recv(received[src], src, tag))
-        works.append(group.start_send(sent[dst], dst, tag))
+    for step in range(1, comm.size):  # nearest neighbours first; receives before sends, so that nothing is buffered
+        src, dst = (comm.rank - step) % comm.size, (comm.rank + step) % comm.size
+        works.append(comm.start_recv(received[src], src, tag))
+        works.append(comm.start_send(sent[dst], dst, tag))
     return works
 
 
-def _reduce_scatter(group: Communicator, x: torch.Tensor, op: str, out: torch.Tensor, tag: int) -> WorkLike:
+def _reduce_scatter(comm: Communicator, x: torch.Tensor, op: str, out: torch.Tensor, tag: int) -> WorkLike:
     """`[size, ...] -> [...]`. The first piece of another rank is received in `out`, the others beside it."""
-    others = [index for index in range(group.size) if index != group.rank]
+    others = [index for index in range(comm.size) if index != comm.rank]
     pieces = list(x.unbind())  # those of the other ranks are replaced by what is received from them
     sent = list(pieces)
     scratch = out.new_empty(len(others) - 1, *out.shape)
     for index, buffer in zip(others, (out, *scratch.unbind())):
         pieces[index] = buffer
-    works = exchange(group, sent, pieces, tag)
+    works = exchange(comm, sent, pieces, tag)
 
     def reduce() -> None:
         # In rank order, whatever the rank: of the first two it does not matter which one is `out`.
