@@ -25,6 +25,7 @@ from ..board import StoreBoard
 from ..errors import CommError, CommTimeout, RemoteRankError
 from ..failure import FailureMonitor
 from ..waiting import noted
+from .messages import LARGE, start_alone
 
 __all__ = ["DEFAULT_TIMEOUT", "C10dBackend", "C10dCommunicator", "ranks_of_group"]
 
@@ -67,13 +68,7 @@ class C10dCommunicator(Communicator):
             return _all_gather_single(gathered, x, group=self.group, async_op=True)
         if gathered.nbytes <= _SMALL:
             return self.start_all_to_all(gathered, x.expand_as(gathered).contiguous())
-        gathered[self.rank].copy_(x)
-        works: list[WorkLike] = []
-        for step in range(1, self.size):  # nearest neighbours first; receives before sends, so that nothing is buffered
-            src, dst = (self.rank - step) % self.size, (self.rank + step) % self.size
-            works.append(self.start_recv(gathered[src], src, _TAG))
-            works.append(self.start_send(x, dst, _TAG))
-        return Works(works)
+        return start_alone(self, "all_gather", x, "", gathered, _TAG)[0]
 
     def start_reduce_scatter(self, out: torch.Tensor, scattered: torch.Tensor, op: str) -> WorkLike:
         if not self._gloo:
@@ -92,6 +87,28 @@ class C10dCommunicator(Communicator):
         if self._gloo and gathered.dtype not in _GLOO_DTYPES:  # int16, float8: bytes are bytes
             gathered, scattered = gathered.view(-1).view(torch.uint8), scattered.view(-1).view(torch.uint8)
         return dist.all_to_all_single(gathered, scattered, group=self.group, async_op=True)
+
+    def start_coalesced(
+        self, verb: str, xs: Sequence[torch.Tensor], op: str, outs: Sequence[torch.Tensor | None]
+    ) -> tuple[WorkLike, list[torch.Tensor]]:
+        """On gloo each large tensor travels alone, and only the others are packed."""
+        rows = self.size if verb == "reduce_scatter" else 1
+        alone = [self._gloo and x.nbytes >= LARGE * rows and x.dtype in _GLOO_DTYPES for x in xs]
+        if not any(alone):
+            return super().start_coalesced(verb, xs, op, outs)
+        works: list[WorkLike] = []
+        results: list[Any] = [None] * len(xs)
+        packed = [index for index, is_alone in enumerate(alone) if not is_alone]
+        if packed:
+            work, parts = super().start_coalesced(verb, [xs[i] for i in packed], op, [outs[i] for i in packed])
+            works.append(work)
+            for index, part in zip(packed, parts):
+                results[index] = part
+        for index, is_alone in enumerate(alone):
+            if is_alone:
+                work, results[index] = start_alone(self, verb, xs[index].contiguous(), op, outs[index], _TAG)
+                works.append(work)
+        return Works(works), results
 
     def start_permute(self, out: torch.Tensor, x: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> WorkLike:
         out.zero_()
