@@ -16,6 +16,7 @@ import os
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import Any
@@ -159,14 +160,15 @@ class Save:
     def _in_background(self) -> None:
         self.write_own_files()
         notes = f"{self.tag}/{_NOTES}"
+        if isinstance(self.error, _Superseded):
+            return  # all ranks are about to agree on it; a note would be read as a failure
         if self._rank:
             with suppress(Exception):  # then rank 0 learns of it by the exchange
                 note = json.dumps({"failure": text_of(self.error), "files": self._files})
                 self.folder.storage.write(f"{notes}/{self._rank}", [note.encode()])
         elif self.error is None:
             self._complete(self._wait_for_notes)
-        failed = self.error is not None and not isinstance(self.error, _Superseded)
-        if failed and not threading.main_thread().is_alive():  # nobody will ask
+        if self.error is not None and not threading.main_thread().is_alive():  # nobody will ask
             print(f"[rank {self._rank}] checkpoint {self.tag} failed: {self.error}", file=sys.stderr, flush=True)
 
     def _complete(self, wait: Callable[[], bool] = lambda: True) -> None:
@@ -176,10 +178,17 @@ class Save:
                 files = {path: entry for _, report in sorted(self._reports.items()) for path, entry in report.items()}
                 self.folder.storage.remove_tree(f"{self.tag}/{_NOTES}")
                 self.folder.commit(self.tag, files)
-                if self._keep is not None:
-                    self.folder.rotate(self._keep)
+                self._clean()
         except Exception as error:
             self.error = error
+
+    def _clean(self) -> None:
+        """Removes older checkpoints. That this fails takes nothing away from the one that is complete now."""
+        try:
+            self.folder.clean(self.tag, self._keep)
+        except Exception as error:
+            where = self.folder.storage.describe(self.tag)
+            warnings.warn(f"checkpoint {where} is complete; older ones were not removed: {error}", stacklevel=2)
 
     def _wait_for_notes(self) -> bool:
         """Waits for what all ranks have written; whether all have."""

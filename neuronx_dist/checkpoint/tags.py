@@ -118,14 +118,29 @@ class CheckpointFolder:
         saved = max([time.time(), *(tag.saved + 1e-3 for tag in self.complete())])
         self.storage.write(f"{name}/{DONE}", [_encode(saved, files)])
         self.storage.sync(name)
-        self.remove(name + PREVIOUS)
 
     def abandon(self, name: str) -> None:
-        """Removes what was begun, if it can be; the complete checkpoint that it was to replace has its name again."""
-        with suppress(OSError):
+        """Removes what was begun, if it can be; the complete checkpoint that it was to replace has its name again.
+
+        What is complete stays: the old checkpoint, if `begin` failed before it had another name; the new one, if all
+        that failed came after `done`.
+        """
+        with suppress(Exception):  # of whatever class a storage raises: other ranks wait for this one
+            if self.is_complete(name):
+                return
             self.remove(name)
             if self.is_complete(name + PREVIOUS):
                 self.storage.rename(name + PREVIOUS, name, last=DONE)
+
+    def clean(self, name: str, keep: int | None = None) -> None:
+        """Removes what complete checkpoint `name` makes superfluous: the one that it replaced, and older ones.
+
+        Args:
+            keep: how many complete checkpoints stay; None: all, and what killed jobs left stays too.
+        """
+        self.remove(name + PREVIOUS)
+        if keep is not None:
+            self.rotate(keep)
 
     def rotate(self, keep: int) -> None:
         """Removes complete checkpoints older than the `keep` newest, and incomplete ones older than the newest."""

@@ -228,6 +228,30 @@ def test_a_save_that_is_superseded_leaves_nothing(tmp_path: Path) -> None:
     assert complete(tmp_path) == ["b"] and [path.name for path in tmp_path.iterdir()] == ["b"]
 
 
+def test_a_rank_that_supersedes_before_the_others_is_no_failure(tmp_path: Path) -> None:
+    """Rank 0, which waits for notes, still trains when rank 1 has ended its own part."""
+    wait, ended = threading.Event(), threading.Event()
+
+    def rank() -> None:
+        state, number = CheckpointIOState(), comm.rank("world")
+        save = state.pending = begun(tmp_path, "a", writer(wait=wait if number == 1 else None))
+        save.start()
+        assert save._thread is not None
+        if number == 1:
+            save.superseded.set()
+            wait.set()
+            save._thread.join(30)
+            ended.set()
+        elif number == 0:
+            assert ended.wait(30)
+            save._thread.join(0.2)  # time to read what rank 1 may have left
+            assert save._thread.is_alive() and save.error is None
+        state.settle(supersede=True)
+
+    threads.run(Mesh(RANKS), rank)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_save_that_is_complete_cannot_be_superseded(tmp_path: Path) -> None:
     def rank() -> None:
         state = CheckpointIOState()

@@ -5,15 +5,19 @@ from __future__ import annotations
 import os
 import time
 import uuid
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from neuronx_dist import comm
+from neuronx_dist.checkpoint.background import Save
 from neuronx_dist.checkpoint.errors import CheckpointCorrupted, CheckpointError
 from neuronx_dist.checkpoint.storage import LocalStorage, Storage, open_storage
 from neuronx_dist.checkpoint.tags import DONE, MARKER, CheckpointFolder, Entry, check_tag
+from neuronx_dist.mesh import Mesh
 
 CRC32_OF_X = 0x8CDC1683
 
@@ -33,6 +37,7 @@ def save(folder: CheckpointFolder, name: str, content: bytes = b"x") -> None:
     folder.begin(name)
     folder.storage.write(f"{name}/file", [content])
     folder.commit(name, {"file": Entry(1, CRC32_OF_X)})
+    folder.clean(name)
 
 
 def names(folder: CheckpointFolder) -> list[str]:
@@ -124,6 +129,8 @@ def test_a_tag_that_is_saved_again_is_there_until_it_is_replaced(folder: Checkpo
     folder.storage.write("a/file", [b"z"])
     assert folder.find("a").name == "a.previous" and names(folder) == ["a.previous"]
     folder.commit("a", {"file": Entry(1, CRC32_OF_X)})
+    assert folder.find("a").name == "a"
+    folder.clean("a")
     assert names(folder) == ["a"] and folder.storage.list() == ["a"] and folder.storage.read("a/file") == b"z"
     folder.begin("a")
     folder.abandon("a")
@@ -191,6 +198,69 @@ def test_killed_before_any_change_a_whole_checkpoint_is_left(folder: CheckpointF
         left = {entry: folder.storage.list(entry) for entry in folder.storage.list() if entry != "next"}
         assert names(folder) == ["next"] and not any(left.values()), (steps, left)
     assert steps >= 8
+
+
+@pytest.mark.parametrize("for_good", [False, True])
+@pytest.mark.parametrize("name", ["new", "old", "older"])
+def test_whatever_change_fails_a_whole_checkpoint_is_left(folder: CheckpointFolder, name: str, for_good: bool) -> None:
+    """Once, or from then on: an error is no reason to remove what is complete."""
+    storage = folder.storage
+
+    def attempt(fails_at: int) -> tuple[int, list[str]]:
+        """A save in which change number `fails_at` fails: the number of changes, and warnings."""
+        count = 0
+        changes = ("write", "remove", "remove_tree", "rename", "sync")
+        originals = {change: getattr(storage, change) for change in changes}
+
+        def failing(change: str) -> Callable[..., Any]:
+            def run(*args: Any, **options: Any) -> Any:
+                nonlocal count
+                count += 1
+                if count == fails_at or for_good and count > fails_at:
+                    raise PermissionError(13, "Permission denied")
+                return originals[change](*args, **options)
+
+            return run
+
+        for change in changes:
+            setattr(storage, change, failing(change))
+        try:
+            with warnings.catch_warnings(record=True) as caught, comm.as_rank(Mesh(1), 0):
+                warnings.simplefilter("always")
+                try:
+                    folder.begin(name)
+                except OSError:
+                    folder.abandon(name)
+                    return count, []
+                entry = Entry(1, CRC32_OF_X)
+                write = lambda storage, tag: storage.write(f"{tag}/file", [b"x"])  # noqa: E731
+                save_ = Save(folder, name, write, {"file": entry}, 1, 0, 1)
+                save_.write_own_files()
+                try:
+                    save_.settle()
+                except CheckpointError:
+                    pass
+                else:
+                    assert names(folder)[0] == name
+        finally:
+            for change in changes:
+                delattr(storage, change)
+        return count, [str(each.message) for each in caught]
+
+    step, warned = 1, []
+    while True:
+        storage.remove_tree("")
+        save(folder, "older")
+        save(folder, "old")
+        count, texts = attempt(step)
+        if count < step:
+            break
+        warned += texts
+        assert any(folder.damage(tag) == [] for tag in folder.complete()), step
+        if name != "new":
+            assert folder.damage(folder.find(name)) == [], step
+        step += 1
+    assert step > 8 and all("is complete; older ones were not removed: [Errno 13]" in text for text in warned) and warned
 
 
 def test_damage_is_named(folder: CheckpointFolder) -> None:
