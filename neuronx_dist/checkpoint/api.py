@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import io
 import os
 import time
 import warnings
 import zlib
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from .. import comm
 from . import files, random_state, reading
 from .agreement import together
 from .background import CheckpointIOState, Save, state_of_rank
 from .errors import CheckpointCorrupted, CheckpointError, CheckpointMismatch
+from .plain_data import packed, unpacked
 from .state import collect
 from .storage import open_storage
 from .tags import CheckpointFolder, Entry, Tag, check_tag
@@ -80,11 +78,11 @@ def save_checkpoint(
     with together("no checkpoint was saved"):
         folder = CheckpointFolder(open_storage(checkpoint_dir_str))
         where = folder.storage.describe(name)
-        small = {random_state.file_of(): _packed("the state of random generators", random_state.capture())}
+        small = {random_state.file_of(): packed("the state of random generators", random_state.capture())}
         if rank == 0 and scheduler is not None:
-            small[_SCHEDULER] = _packed("scheduler.state_dict()", scheduler.state_dict())
+            small[_SCHEDULER] = packed("scheduler.state_dict()", scheduler.state_dict())
         if rank == 0 and user_content is not None:
-            small[_USER_CONTENT] = _packed("user_content", user_content)
+            small[_USER_CONTENT] = packed("user_content", user_content)
     _same_everywhere(where)
     with together("no checkpoint was saved"):
         state = collect(model, optimizer)
@@ -164,7 +162,8 @@ def load_checkpoint(
         damaged = damaged or f"checkpoint {folder.storage.describe(name)} is damaged: {'; '.join(wrong[:4])}{more}"
     else:
         raise CheckpointCorrupted(f"{damaged}; nothing was loaded, and there is no older checkpoint that is whole")
-    instead = damaged or ("" if tag in (None, name) else f"checkpoint {tag} was being replaced when its job ended")
+    asked = name if tag is None else str(tag)
+    instead = damaged or ("" if name == asked else f"checkpoint {tag} was being replaced when its job ended")
     if instead and comm.rank("world") == 0:
         warnings.warn(f"{instead}; {name} is loaded instead", stacklevel=2)
     return _load(folder, checkpoint, model, optimizer, scheduler, strict)
@@ -194,7 +193,7 @@ def _load(folder: CheckpointFolder, checkpoint: Tag, model: Any, optimizer: Any,
         if scheduler is not None and _SCHEDULER not in present:
             raise CheckpointMismatch(f"checkpoint {where} was saved without a scheduler")
         content = {
-            file: _unpacked(file, folder.read(checkpoint, file))
+            file: unpacked(file, folder.read(checkpoint, file))
             for file in (_SCHEDULER, _USER_CONTENT, random_state.file_of(present))
             if file in present
         }
@@ -246,38 +245,3 @@ def _await_marker(folder: CheckpointFolder, name: str) -> None:
                 "folder that all hosts share"
             )
         time.sleep(0.05)
-
-
-def _packed(what: str, value: Any) -> bytes:
-    """A file of plain data, on the CPU.
-
-    Raises:
-        ValueError: it could not be read back without running code.
-    """
-    buffer = io.BytesIO()
-    try:
-        value = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu(), value)
-        torch.save(value, buffer)
-        torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
-    except Exception as error:
-        parts = value.items() if isinstance(value, dict) and len(value) > 1 else ()
-        for key, part in parts:
-            _packed(f"{what}[{key!r}]", part)
-        raise ValueError(
-            f"{what} holds a {type(value).__name__} that cannot be read back as plain data (numbers, strings, lists, "
-            f"dicts, tensors): {_first_line(error)}"
-        ) from error
-    return buffer.getvalue()
-
-
-def _unpacked(file: str, content: bytes) -> Any:
-    """What `_packed` has packed; nothing that a file holds is run."""
-    try:
-        return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-    except Exception as error:
-        raise CheckpointCorrupted(f"{file} holds other things than plain data: {_first_line(error)}") from error
-
-
-def _first_line(error: Exception) -> str:
-    lines: Iterable[str] = str(error).splitlines()
-    return next((line for line in lines if line.strip()), type(error).__name__)

@@ -8,22 +8,22 @@
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch.utils._pytree import tree_map_only
 
 from .. import comm
 from ..comm.host import on_host
+from .agreement import together
 from .archive import ALIGNMENT, archive
 from .catalog import METADATA, Catalog, Chunk, Extent, SavedTensor, pickled
 from .checksums import with_checksums
 from .memory import as_bytes, as_tensor
 from .optimizer_state import GROUPS, merged_groups
 from .pieces import cut
+from .plain_data import packed
 from .tensors import Path, State, key_of
 
 __all__ = ["WritePlan", "plan", "write"]
@@ -124,11 +124,14 @@ class WritePlan:
 def plan(state: State) -> WritePlan:
     """Shares the writing among the ranks that hold the same pieces, and lays out the files. All ranks call it.
 
-    One `gather_objects` over the world, and nothing else is communicated until the files are written.
+    Two `gather_objects` over the world, and nothing else is communicated until the files are written.
 
     Raises:
-        ValueError: ranks describe a tensor differently; a piece of one is on no rank; an object is no plain data.
+        ValueError: ranks describe a tensor differently; a piece of one is on no rank; an object is no plain data (on
+            ranks that do not have it a CheckpointError).
     """
+    with together("no checkpoint was saved"):
+        objects = {path: packed(key_of(path), value) for path, value in state.objects.items()}
     views = {
         _Claim(key, part.offset, part.shape): tensor.tensor[part.local]
         for key, tensor in state.tensors.items()
@@ -138,19 +141,18 @@ def plan(state: State) -> WritePlan:
     tensors = {
         key: _Tensor(tensor.shape, tensor.tensor.dtype, tuple(tensor.paths)) for key, tensor in state.tensors.items()
     }
-    packed = {path: _packed(path, value) for path, value in state.objects.items()}
-    sizes = {path: len(content) for path, content in packed.items()}
+    sizes = {path: len(content) for path, content in objects.items()}
     everyone = comm.gather_objects(_Holdings(tensors, list(views), sizes, state.groups))
 
     rank = comm.rank("world")
     if state.groups is not None:
         groups = merged_groups([holdings.groups or [] for holdings in everyone])
-        packed[GROUPS] = _packed(GROUPS, groups)
+        objects[GROUPS] = packed(key_of(GROUPS), groups)
         for holdings in everyone[:1]:
-            holdings.objects[GROUPS] = len(packed[GROUPS])
+            holdings.objects[GROUPS] = len(objects[GROUPS])
     merged = _merged(everyone)
     shares = _shares(everyone, merged)
-    items, nbytes = _items(shares[rank], merged, packed, views)
+    items, nbytes = _items(shares[rank], merged, objects, views)
     metadata = pickled(_catalog(shares, merged)) if rank == 0 else None
     return WritePlan(_file_name(rank), items, nbytes, metadata)
 
@@ -234,7 +236,7 @@ def _positions(share: _Share, tensors: dict[str, _Tensor]) -> Iterator[tuple[Pat
 
 
 def _items(
-    share: _Share, tensors: dict[str, _Tensor], packed: dict[Path, bytes], views: dict[_Claim, torch.Tensor]
+    share: _Share, tensors: dict[str, _Tensor], objects: dict[Path, bytes], views: dict[_Claim, torch.Tensor]
 ) -> tuple[list[tuple[int, bytes | torch.Tensor]], int]:
     """The content of this rank's file, bytes and tensors by turns, each with its position; and its size."""
     items: list[tuple[int, bytes | torch.Tensor]] = []
@@ -246,7 +248,7 @@ def _items(
             items += [(begin, small + around.head), (start + len(around.head), views[what])]
             begin, small = start + len(around.head) + around.nbytes, around.tail
         else:
-            small += packed[what]
+            small += objects[what]
     if small:
         items.append((begin, small))
     return items, begin + len(small)
@@ -272,19 +274,3 @@ def _catalog(shares: Sequence[_Share], tensors: dict[str, _Tensor]) -> Catalog:
 
 def _file_name(rank: int) -> str:
     return f"__{rank}_0.distcp"
-
-
-def _packed(path: Path, value: Any) -> bytes:
-    """Plain data as `torch.save` writes it, tensors on the CPU.
-
-    Raises:
-        ValueError: it could not be read back without running code.
-    """
-    buffer = io.BytesIO()
-    try:
-        value = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu(), value)
-        torch.save(value, buffer)
-        torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
-    except Exception as error:
-        raise ValueError(f"{key_of(path)} cannot be saved, it is no plain data: {error}") from error
-    return buffer.getvalue()

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
-from ..optimizer import NeuronZero1Optimizer
+from ..optimizer import LossScaler, NeuronZero1Optimizer
 from ..parallel_layers.utils import load_optimizer_state_dict
 from .catalog import Catalog
 from .errors import CheckpointMismatch
@@ -16,14 +17,18 @@ from .parameters import Parameter
 from .pieces import Piece, rows_of, whole_piece
 from .tensors import Path, ShardedTensor, State, key_of
 
-__all__ = ["GROUPS", "collect_optimizer", "expect_optimizer", "merged_groups", "restore_optimizer"]
+__all__ = ["GROUPS", "check_groups", "collect_optimizer", "expect_optimizer", "merged_groups", "restore_optimizer"]
 
 _STATE = ("optimizer", "state")
 _MASTER = ("optimizer", "master")
 GROUPS = ("optimizer", "param_groups")
+_LOSS_SCALER = ("optimizer", "loss_scaler")
 
 # Not of one element for each of the parameter's, also where the parameter has one element only.
 _SCALARS = {"step"}
+
+# Options that learning-rate schedulers add to those of an optimizer.
+_OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
 
 
 @dataclass
@@ -44,6 +49,11 @@ class _Slot:
     @property
     def has_master(self) -> bool:
         return self.tensor.dtype != self.parameter.tensor.dtype
+
+    @property
+    def is_part(self) -> bool:
+        """Whether other ranks have other elements of the parameter."""
+        return self.pieces != [whole_piece(self.parameter.shape)]
 
     @property
     def masters(self) -> list[Path]:
@@ -77,6 +87,11 @@ def collect_optimizer(state: State, optimizer: torch.optim.Optimizer, parameters
         for entry, value in base.state.get(slot.tensor, {}).items():
             paths = slot.entries(entry)
             if not isinstance(value, torch.Tensor):
+                if slot.is_part and any(isinstance(each, torch.Tensor) for each in tree_leaves(value)):
+                    raise ValueError(
+                        f"{type(base).__name__} keeps tensors in a {type(value).__name__}, {entry!r}, for "
+                        f"{slot.parameter.names[0]}, of which this rank has a part: it is not known of what they are"
+                    )
                 state.objects[paths[0]] = value
             elif slot.is_sharded(entry, value.shape, slot.tensor.shape):
                 state.add(slot.sharded(paths, value))
@@ -89,6 +104,9 @@ def collect_optimizer(state: State, optimizer: torch.optim.Optimizer, parameters
                     f"it is of the whole is not known"
                 )
     state.groups = [_saved_group(group, parameters) for group in optimizer.param_groups]
+    scaler = _loss_scaler(optimizer)
+    if scaler is not None:
+        state.objects[_LOSS_SCALER] = scaler.state_dict()
 
 
 def expect_optimizer(
@@ -114,13 +132,25 @@ def expect_optimizer(
             else:
                 state.add(ShardedTensor.whole(paths, torch.zeros(tensor.shape, dtype=tensor.dtype)))
     state.objects[GROUPS] = None
+    if catalog.has(key_of(_LOSS_SCALER)):
+        state.objects[_LOSS_SCALER] = None
+
+
+def check_groups(state: State, optimizer: torch.optim.Optimizer, parameters: Mapping[int, Parameter]) -> None:
+    """Refuses parameter groups that cannot be restored, before anything is changed.
+
+    Raises:
+        CheckpointMismatch: they are of another class of optimizers, or divided in another way.
+    """
+    if state.objects[GROUPS] is not None:
+        _restored_groups(optimizer, parameters, state.objects[GROUPS])
 
 
 def restore_optimizer(state: State, optimizer: torch.optim.Optimizer, parameters: Mapping[int, Parameter]) -> None:
     """Gives an optimizer the state that was read, if there was any; after the model's parameters were read."""
     if state.objects[GROUPS] is None:
         return
-    slots, base = _slots(optimizer, parameters)
+    slots = _slots(optimizer, parameters)[0]
     read: dict[Path, Any] = {tensor.paths[0]: tensor.tensor for tensor in state.tensors.values()}
     read.update(state.objects)
     values: dict[str, dict[str, Any]] = {}
@@ -133,6 +163,9 @@ def restore_optimizer(state: State, optimizer: torch.optim.Optimizer, parameters
         if slot.parameter.names[0] in values
     }
     groups = _restored_groups(optimizer, parameters, state.objects[GROUPS])
+    scaler = _loss_scaler(optimizer)
+    if scaler is not None and state.objects.get(_LOSS_SCALER) is not None:
+        scaler.load_state_dict(state.objects[_LOSS_SCALER])
     if not isinstance(optimizer, NeuronZero1Optimizer):
         load_optimizer_state_dict(optimizer, {"state": entries, "param_groups": groups})
         return
@@ -178,9 +211,12 @@ def _restored_groups(
 ) -> list[dict[str, Any]]:
     """The groups of a state dict: each has the options of the saved group that its parameters are in.
 
+    Options that the checkpoint does not have stay: a later version of the optimizer has more of them.
+
     Raises:
-        CheckpointMismatch: a group has parameters of several saved ones.
+        CheckpointMismatch: a group has parameters of several saved ones, or options of another class of optimizers.
     """
+    base = _slots(optimizer, parameters)[1]
     group_of = {name: index for index, group in enumerate(saved) for name in group["params"]}
     groups, count = [], 0
     for index, group in enumerate(optimizer.param_groups):
@@ -192,11 +228,23 @@ def _restored_groups(
                 f"{', '.join(map(str, sources))}, whose options may differ: make the optimizer of the same groups"
             )
         source = sources[0] if sources else index
-        options = saved[source] if source < len(saved) else group
+        options = {**group, **(saved[source] if source < len(saved) else {})}
+        lacking = sorted(base.defaults.keys() - (saved[source] if source < len(saved) else group).keys())
+        unknown = sorted(options.keys() - group.keys() - _OF_SCHEDULERS)
+        if lacking and unknown:
+            raise CheckpointMismatch(
+                f"the checkpoint is of an optimizer of another class: its options are {', '.join(unknown)} where "
+                f"{type(base).__name__} has {', '.join(lacking)}. Load into one of the class that was saved, or "
+                f"leave the optimizer out, to go on with the weights alone"
+            )
         numbers = list(range(count, count + len(names)))
         count += len(names)
-        groups.append({**{name: value for name, value in options.items() if name != "params"}, "params": numbers})
+        groups.append({**{name: value for name, value in options.items() if name != "param_names"}, "params": numbers})
     return groups
+
+
+def _loss_scaler(optimizer: torch.optim.Optimizer) -> LossScaler | None:
+    return optimizer.loss_scaler if isinstance(optimizer, NeuronZero1Optimizer) else None
 
 
 def _as_kept(slot: _Slot, entry: str, value: Any) -> Any:

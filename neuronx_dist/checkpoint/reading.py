@@ -18,7 +18,8 @@ from .checksums import BLOCK, Blocks
 from .errors import CheckpointCorrupted, CheckpointMismatch
 from .memory import as_tensor
 from .pieces import overlap
-from .state import expect, restore
+from .plain_data import unpacked
+from .state import check, expect, restore
 from .tensors import ShardedTensor, State, key_of
 
 __all__ = ["load", "read_catalog"]
@@ -42,7 +43,8 @@ def load(
 ) -> None:
     """Reads a checkpoint of any layout into a model and an optimizer of this one. All ranks call it.
 
-    Names and shapes are compared before anything is changed, and either all ranks go on or all raise.
+    Names, shapes and the optimizer's options are compared before anything is changed, and either all ranks go on or
+    all raise.
 
     Args:
         strict: False: load what both have, whatever else there is.
@@ -50,15 +52,19 @@ def load(
 
     Raises:
         CheckpointMismatch: it is of another model: with `strict` names that are missing or not expected; in any case
-            other shapes. The first of each are listed.
+            other shapes, of which the first are listed, or options of another class of optimizers.
         CheckpointCorrupted: a file is missing, truncated or changed. It may be found after a part was loaded.
     """
     with together(f"{folder} was not loaded"):
         catalog = read_catalog(storage, folder)
         state = expect(model, optimizer, catalog)
     _compare(state, catalog, model is not None, optimizer is not None, strict, folder)
+    reader = _Reader(storage, folder, catalog, verify)
+    with together(f"{folder} was not loaded"):
+        reader.read_objects(state)
+        check(state, model, optimizer, catalog)
     with together(f"{folder} was loaded in part"):
-        _Reader(storage, folder, catalog, verify).read(state)
+        reader.read_tensors(state)
         restore(state, model, optimizer, catalog)
 
 
@@ -102,18 +108,20 @@ class _Reader:
         self._verify = verify and catalog.checksums
         self._files: dict[str, _File] = {}
 
-    def read(self, state: State) -> None:
-        """Fills the tensors and objects of a state, as far as the checkpoint has them."""
+    def read_objects(self, state: State) -> None:
+        """Fills the objects of a state, as far as the checkpoint has them."""
         for path in state.objects:
             if key_of(path) in self._catalog.objects:
                 state.objects[path] = self._object(self._catalog.objects[key_of(path)])
+
+    def read_tensors(self, state: State) -> None:
+        """Fills the tensors of a state, as far as the checkpoint has them."""
         for key, tensor in state.tensors.items():
             if key in self._catalog.tensors:
                 self._tensor(tensor, self._catalog.tensors[key].dtype, self._catalog.tensors[key].chunks)
 
     def _object(self, extent: Extent) -> Any:
-        content = self._file(extent).bytes(extent.start, extent.start + extent.length)
-        return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+        return unpacked(extent.file, self._file(extent).bytes(extent.start, extent.start + extent.length))
 
     @torch.no_grad()
     def _tensor(self, target: ShardedTensor, dtype: torch.dtype, chunks: Iterable[Chunk]) -> None:

@@ -4,6 +4,7 @@
     optimizer.state.<name>.<entry>      what the optimizer keeps of a parameter: `exp_avg`, `step`, ...
     optimizer.master.<name>             its master weights, where their dtype is not the parameter's
     optimizer.param_groups              options and names of parameters, by group
+    optimizer.loss_scaler               the scale of an fp16 loss, if it is scaled
 
 They are the names that torch.distributed.checkpoint gives to `{"model": model.state_dict(), "optimizer":
 get_optimizer_state_dict(...)}`. A tied weight has the first of its names. A shard is described by its pieces of the
@@ -18,11 +19,11 @@ from torch import nn
 from ..weights.partial_model import buffer_slots
 from .catalog import Catalog
 from .errors import CheckpointMismatch
-from .optimizer_state import collect_optimizer, expect_optimizer, restore_optimizer
+from .optimizer_state import check_groups, collect_optimizer, expect_optimizer, restore_optimizer
 from .parameters import Parameter, parameters_of
 from .tensors import ShardedTensor, State, key_of
 
-__all__ = ["ShardedTensor", "State", "collect", "expect", "restore"]
+__all__ = ["ShardedTensor", "State", "check", "collect", "expect", "restore"]
 
 _MODEL = "model"
 
@@ -54,22 +55,27 @@ def expect(model: nn.Module | None, optimizer: torch.optim.Optimizer | None, cat
         CheckpointMismatch: a weight that is tied here has two values in the checkpoint.
     """
     state = State()
-    parameters = _parameters(model, optimizer)
-    for parameter in parameters.values():
-        _name_as_saved(parameter, catalog)
+    parameters = _parameters_as_saved(model, optimizer, catalog)
     _add_model(state, model, parameters)
     if optimizer is not None:
         expect_optimizer(state, optimizer, parameters, catalog)
     return state
 
 
+def check(state: State, model: nn.Module | None, optimizer: torch.optim.Optimizer | None, catalog: Catalog) -> None:
+    """Refuses an optimizer that cannot take what was read of its options into a state of `expect`.
+
+    Raises:
+        CheckpointMismatch: it is of another class, or its parameters are divided into other groups.
+    """
+    if optimizer is not None:
+        check_groups(state, optimizer, _parameters_as_saved(model, optimizer, catalog))
+
+
 def restore(state: State, model: nn.Module | None, optimizer: torch.optim.Optimizer | None, catalog: Catalog) -> None:
     """Gives the optimizer what was read into a state of `expect`. The model's tensors were read in place."""
     if optimizer is not None:
-        parameters = _parameters(model, optimizer)
-        for parameter in parameters.values():
-            _name_as_saved(parameter, catalog)
-        restore_optimizer(state, optimizer, parameters)
+        restore_optimizer(state, optimizer, _parameters_as_saved(model, optimizer, catalog))
 
 
 def _parameters(model: nn.Module | None, optimizer: torch.optim.Optimizer | None) -> dict[int, Parameter]:
@@ -78,6 +84,15 @@ def _parameters(model: nn.Module | None, optimizer: torch.optim.Optimizer | None
             raise ValueError("a checkpoint names the optimizer's state by the model's parameters: give the model too")
         return {}
     return parameters_of(model)
+
+
+def _parameters_as_saved(
+    model: nn.Module | None, optimizer: torch.optim.Optimizer | None, catalog: Catalog
+) -> dict[int, Parameter]:
+    parameters = _parameters(model, optimizer)
+    for parameter in parameters.values():
+        _name_as_saved(parameter, catalog)
+    return parameters
 
 
 def _add_model(state: State, model: nn.Module | None, parameters: dict[int, Parameter]) -> None:

@@ -94,6 +94,19 @@ def test_what_is_loaded_is_what_was_saved(tmp_path: Path, url: str, zero1: bool,
     on_ranks(rank)
 
 
+def test_a_tag_may_be_a_number(tmp_path: Path) -> None:
+    """Of which it is not said that another one was loaded instead."""
+
+    def rank() -> None:
+        run = Run()
+        run.save(tmp_path, 100)  # type: ignore[arg-type]
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert run.load(tmp_path, 100) == {"step": 0}  # type: ignore[arg-type]
+
+    on_ranks(rank)
+
+
 def test_parts(tmp_path: Path) -> None:
     """Each part may be left out of a save, and of a load."""
 

@@ -134,10 +134,10 @@ def test_objects_are_read_without_running_code(tmp_path, monkeypatch):
     def malicious(path, value):
         return pickle.dumps(Evil(target))
 
-    monkeypatch.setattr(files, "_packed", malicious)
+    monkeypatch.setattr(files, "packed", malicious)
     comm.threads.run(ONE, saved, adamw, tmp_path)
     monkeypatch.undo()
-    with pytest.raises(CheckpointError, match="loaded in part.*UnpicklingError"):
+    with pytest.raises(CheckpointError, match="holds other things than plain data"):
         comm.threads.run(ONE, loaded, adamw, tmp_path)
     assert not target.exists()
 
@@ -152,7 +152,9 @@ def test_no_plain_data_is_refused():
         optimizer.param_groups[0]["hook"] = random.Random(0)
         save(model, optimizer, None)
 
-    with pytest.raises(ValueError, match=r"optimizer.param_groups cannot be saved, it is no plain data"):
+    with pytest.raises(
+        ValueError, match=r"^optimizer.param_groups\[0\]\['hook'\] holds a Random that cannot be read back"
+    ):
         comm.threads.run(ONE, run)
 
 

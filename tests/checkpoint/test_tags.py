@@ -260,7 +260,9 @@ def test_whatever_change_fails_a_whole_checkpoint_is_left(folder: CheckpointFold
         if name != "new":
             assert folder.damage(folder.find(name)) == [], step
         step += 1
-    assert step > 8 and all("is complete; older ones were not removed: [Errno 13]" in text for text in warned) and warned
+    assert (
+        step > 8 and all("is complete; older ones were not removed: [Errno 13]" in text for text in warned) and warned
+    )
 
 
 def test_damage_is_named(folder: CheckpointFolder) -> None:

@@ -1,0 +1,154 @@
+"""What a checkpoint takes of optimizers, and what it refuses before anything is changed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import neuronx_dist as nxd
+from neuronx_dist import comm
+from neuronx_dist.checkpoint.errors import CheckpointError, CheckpointMismatch
+from neuronx_dist.mesh import Mesh
+from neuronx_dist.optimizer import LossScaler
+
+AdamW, SGD = torch.optim.AdamW, torch.optim.SGD
+
+
+@pytest.fixture(autouse=True)
+def _no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+
+def on_ranks(function: Callable[[], Any], ranks: int = 2) -> list[Any]:
+    return comm.threads.run(Mesh(ranks), function, timeout=10)
+
+
+def trained(make: Callable[..., torch.optim.Optimizer], steps: int = 2) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    with torch.no_grad():
+        for index, param in enumerate(model.parameters()):
+            param.copy_(torch.linspace(-1, 1, param.numel()).view(param.shape) + index)
+    optimizer = make(model.parameters())
+    step(model, optimizer, steps)
+    return model, optimizer
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 1) -> None:
+    for _ in range(steps):
+        model(torch.ones(2, 4)).square().sum().backward()
+        nxd.reduce_gradients(model)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("zero1", [False, True])
+@pytest.mark.parametrize(
+    "saved, loaded, message",
+    [
+        (partial(AdamW, lr=0.1), partial(SGD, lr=0.1), "options are amsgrad, betas, .* where SGD has dampening, momen"),
+        (partial(SGD, lr=0.1, momentum=0.9), partial(AdamW, lr=0.1), "dampening, momentum, .* where AdamW has amsgrad"),
+        (partial(torch.optim.Adam), partial(torch.optim.NAdam), "where NAdam has momentum_decay"),
+    ],
+)
+def test_an_optimizer_of_another_class_is_refused_before_anything_changes(
+    tmp_path: Path, saved: Any, loaded: Any, message: str, zero1: bool
+) -> None:
+    def make(factory: Any) -> Any:
+        return partial(nxd.NeuronZero1Optimizer, optimizer_class=factory) if zero1 else factory
+
+    def rank() -> None:
+        nxd.save_checkpoint(tmp_path, "a", *trained(make(saved)))
+        model, optimizer = trained(make(loaded), steps=0)
+        before = [param.detach().clone() for param in model.parameters()]
+        with pytest.raises(CheckpointMismatch, match=f"was not loaded|{message}") as error:
+            nxd.load_checkpoint(tmp_path, "a", model, optimizer)
+        assert "of another class" in str(error.value)
+        assert all(map(torch.equal, before, model.parameters()))
+        step(model, optimizer)
+
+    on_ranks(rank)
+
+
+def test_options_that_a_checkpoint_lacks_stay(tmp_path: Path) -> None:
+    """A later version of a class has more of them."""
+
+    class Later(SGD):
+        def __init__(self, params: Any, **options: Any) -> None:
+            super().__init__(params, **options)
+            self.defaults["new"] = 7
+            for group in self.param_groups:
+                group.setdefault("new", 7)
+
+    def rank() -> None:
+        nxd.save_checkpoint(tmp_path, "a", *trained(partial(SGD, lr=0.1, momentum=0.5)))
+        model, optimizer = trained(partial(Later, lr=1.0), steps=0)
+        torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        nxd.load_checkpoint(tmp_path, "a", model, optimizer)
+        group = optimizer.param_groups[0]
+        assert (group["lr"], group["momentum"], group["new"]) == (0.1, 0.5, 7)
+
+    on_ranks(rank, 1)
+
+
+@pytest.mark.parametrize("with_scaler", [True, False])
+def test_the_loss_scaler_is_part_of_a_run(tmp_path: Path, with_scaler: bool) -> None:
+    """Also of one that goes on without it."""
+
+    def make(scaler: LossScaler | None) -> Any:
+        return partial(nxd.NeuronZero1Optimizer, optimizer_class=SGD, lr=0.1, loss_scaler=scaler)
+
+    def rank() -> None:
+        scaler = LossScaler(1024.0, interval=2)
+        nxd.save_checkpoint(tmp_path, "a", *trained(make(scaler), steps=3))
+        assert scaler.state_dict() == {"scale": 2048.0, "good_steps": 1}
+        other = LossScaler(64.0)
+        nxd.load_checkpoint(tmp_path, "a", *trained(make(other if with_scaler else None), steps=0))
+        assert other.state_dict() == (scaler if with_scaler else LossScaler(64.0)).state_dict()
+        nxd.save_checkpoint(tmp_path, "b", *trained(make(None)))
+        nxd.load_checkpoint(tmp_path, "b", *trained(make(other), steps=0))  # the scale stays
+
+    on_ranks(rank)
+
+
+def test_what_one_rank_cannot_save_is_an_error_on_all(tmp_path: Path) -> None:
+    def rank() -> None:
+        model, optimizer = trained(partial(SGD, lr=0.1))
+        if comm.rank("world") == 1:
+            optimizer.state[model[0].weight]["history"] = object()  # type: ignore[index]
+        message = r"optimizer.state.0.weight.history holds a object that cannot be read back as plain data"
+        with pytest.raises((CheckpointError, ValueError), match=message):
+            nxd.save_checkpoint(tmp_path, "a", model, optimizer)
+        comm.barrier()
+        assert not nxd.has_checkpoint(tmp_path)
+
+    on_ranks(rank)
+
+
+def test_tensors_in_containers_are_refused_where_ranks_have_parts(tmp_path: Path) -> None:
+    """They would all be rank 0's when they are loaded."""
+
+    class Remembers(SGD):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            for group in self.param_groups:
+                for param in group["params"]:
+                    self.state[param].setdefault("history", []).append(param.clone())
+
+    def rank() -> None:
+        with pytest.raises(ValueError, match="Remembers keeps tensors in a list, 'history', for 0.weight, of which"):
+            nxd.save_checkpoint(tmp_path, "a", *trained(partial(nxd.NeuronZero1Optimizer, optimizer_class=Remembers)))
+        saved = trained(partial(Remembers))
+        nxd.save_checkpoint(tmp_path, "b", *saved)
+        model, optimizer = trained(partial(Remembers), steps=0)
+        nxd.load_checkpoint(tmp_path, "b", model, optimizer)
+        expected = saved[1].state[saved[0][0].weight]["history"]  # type: ignore[index]
+        assert all(map(torch.equal, optimizer.state[model[0].weight]["history"], expected))  # type: ignore[index]
+
+    on_ranks(rank)
