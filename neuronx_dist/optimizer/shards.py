@@ -113,6 +113,20 @@ class ParameterShard:
         if not self.is_param and not self.is_view:
             self.master.copy_(own_slot(self.split(self.param), self.group, 0).view(self.shape))
 
+    @torch.no_grad()
+    def set_master(self, value: torch.Tensor) -> None:
+        """Sets the master to other values than the parameter's, perhaps: the next step makes the parameter of them.
+
+        A master in the parameter's memory then gets memory of its own: else the parameter would have new rows here,
+        and, until that step, those of other ranks as they were.
+        """
+        value = value.to(self.master)
+        if self.is_view and not torch.equal(value, self.master):
+            self.is_view = False
+            self.master.data = value.clone()
+        else:
+            self.master.copy_(value)
+
     def follow(self) -> None:
         """Where the parameter was given other memory (`param.data = ...`), the master that was a part of it goes along.
 

@@ -340,7 +340,7 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
             if masters is None:
                 shard.pull()
             else:
-                shard.master.copy_(masters[index])
+                shard.set_master(masters[index])
 
     def _check_loadable(self, state_dict: dict[str, Any]) -> None:
         missing = [name for name in ("state", "param_groups", "base_state", "shape_info") if name not in state_dict]

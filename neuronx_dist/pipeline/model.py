@@ -239,7 +239,6 @@ class NxDPPModel(CutModule):
                 before that cannot be added to (sequence-parallel parameters', tied weights', experts').
         """
         self._check_loss_is_known("run_train")
-        self._check_partitioned()
         if not self.placement_is_open:  # else it never ran
             refuse_accumulation(self)
         program, losses = self._execute(self.training_schedule, kwargs)

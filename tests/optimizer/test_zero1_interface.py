@@ -448,3 +448,44 @@ def test_a_master_in_the_dtype_of_its_parameter_is_no_copy() -> None:
         assert model["even"].eq(7.0).all() and not even.is_view and even.master.dtype == torch.float32
 
     comm.threads.run(Mesh(2), rank_main)
+
+
+@pytest.mark.parametrize("save_weights", [True, False])
+def test_masters_that_are_loaded_alone_wait_for_the_next_step(save_weights: bool) -> None:
+    """All ranks have the same parameters before it, and those of the saved run after it."""
+
+    def made(value: float) -> tuple[nn.Parameter, NeuronZero1Optimizer]:
+        param = nn.Parameter(torch.full((4, 2), value) + torch.arange(4.0)[:, None])
+        options = {"lr": 0.1, "save_master_weights": save_weights}
+        return param, NeuronZero1Optimizer([param], torch.optim.AdamW, **options)
+
+    def step(param: nn.Parameter, optimizer: NeuronZero1Optimizer) -> None:
+        param.grad = torch.ones_like(param)
+        optimizer.step()
+
+    def rank() -> None:
+        param, optimizer = made(0.0)
+        step(param, optimizer)
+        state = optimizer.state_dict()
+        other, resumed = made(5.0)
+        before = other.detach().clone()
+        resumed.load_state_dict(state)
+        assert torch.equal(other, before)
+        with torch.no_grad():
+            if not save_weights:
+                other.copy_(param)
+        for _ in range(2):
+            step(param, optimizer)
+            step(other, resumed)
+            assert torch.equal(other, param)
+
+        loaded, usual = made(5.0)  # the weights first, as documented: nothing takes more memory
+        with torch.no_grad():
+            loaded.copy_(param)
+        usual.load_state_dict(optimizer.state_dict())
+        assert usual.shards[0].is_view
+        step(param, optimizer)
+        step(loaded, usual)
+        assert torch.equal(loaded, param)
+
+    comm.threads.run(Mesh(2), rank)

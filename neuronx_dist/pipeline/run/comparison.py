@@ -113,15 +113,16 @@ class Comparison:
         """
         board, pipeline = comm.current().backend.board, _pipeline()
         count = self._moments[moment] = self._moments.get(moment, -1) + 1
-        topic = f"model {self._number()}, {moment}"
+        # A topic of its own each time: this rank does not wait for those that read it, and must not forget too early.
+        topic = f"model {self._number()}, {moment}, time {count}"
         copies = [comm.current().mesh.group_of(axis, comm.current().rank)[0] for axis in ("tp", ("dp", "cp"))]
         what = f"comparing how the ranks of a pipeline cut their models ({moment})"
-        texts = board.exchange(topic, count, json.dumps(pieces.statement), [*pipeline, *copies], what)
+        texts = board.exchange(topic, 0, json.dumps(pieces.statement), [*pipeline, *copies], what)
         statements = {rank: json.loads(text) for rank, text in texts.items()}
         of_pipeline = {rank: statements[rank] for rank in pipeline}
         name = _first_difference(of_pipeline)
         if name in pieces.tables:
-            texts = board.exchange(f"{topic}, {name}", count, json.dumps(pieces.tables[name]), pipeline, what)
+            texts = board.exchange(f"{topic}, {name}", 0, json.dumps(pieces.tables[name]), pipeline, what)
             of_pipeline = {rank: {name: json.loads(text)} for rank, text in texts.items()}
         of_all = {rank: {key: each[key] for key in (_SIZE, _HOLDERS, _CUTS)} for rank, each in statements.items()}
         mesh = comm.current().mesh

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -156,6 +157,18 @@ def test_copies_of_a_stage_are_cut_alike(axis: str) -> None:
 
     sizes = {axis: 2} if axis != "dp" else {}
     refused(Mesh(4, pp=2, **sizes), program, "disagree about pipeline_cuts\n  rank...: ['layers.")
+
+
+def test_a_copy_of_a_stage_that_is_late_reads_what_was_said() -> None:
+    """The first copy, which does not wait for it, has come to the same moment twice more."""
+
+    def program() -> None:
+        model = NxDPPModel(make(), Block, input_names=["ids", "labels"], **OPTIONS)
+        for _ in range(3):
+            time.sleep(0.05 * comm.rank("tp"))
+            model.trace()
+
+    comm.threads.run(Mesh(4, pp=2, tp=2), program, timeout=5)
 
 
 def test_copies_of_a_stage_may_have_other_parameters() -> None:
@@ -338,7 +351,7 @@ def test_only_what_is_new_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     counts, _ = on_ranks(PP2, make(), use, **OPTIONS)
     #        train, again, short, both known, eval, again, each change between schedules, microbatches, again
     assert counts == [2, 0, 1, 0, 0, 1, 0, 1, 1, 1, 0]
-    assert topics == ["partition", "first batch", *["passes"] * 6]
+    assert topics == ["partition, time 0", "first batch, time 0", *["passes"] * 6]
 
 
 def test_one_stage_compares_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
