@@ -61,7 +61,8 @@ def save_checkpoint(
             call of a function of this file.
         when_busy: what becomes of an asynchronous save that is not complete yet: "wait" for it, or "supersede" it.
         num_workers, use_xser, zero1_optimizer, use_zero1_dcp, avoid_saving_lower_precision_weights: without effect:
-            every rank writes its own share, in one format, weights and masters.
+            every rank writes its own share, in one format, weights and masters. Where that is another result than what
+            was asked for, `use_xser` and the last one, rank 0 warns.
 
     Raises:
         CheckpointError: on all ranks: this one, or the asynchronous save before it, could not be written. What was
@@ -74,6 +75,8 @@ def save_checkpoint(
     with together("no checkpoint was saved"):
         name = check_tag(tag)
         _check_options(when_busy, num_kept_ckpts)
+    if rank == 0:
+        _warn_of_unused(use_xser, avoid_saving_lower_precision_weights)
     io_state.settle(supersede=when_busy == "supersede")
     with together("no checkpoint was saved"):
         folder = CheckpointFolder(open_storage(checkpoint_dir_str))
@@ -133,7 +136,8 @@ def load_checkpoint(
     Args:
         path: the folder of `save_checkpoint`.
         tag: of the checkpoint; None: the newest that is whole, and if it is not the newest, rank 0 warns.
-        model, optimizer, scheduler: what to load into; None is left out.
+        model, optimizer, scheduler: what to load into; None is left out. After weights alone, an optimizer that has
+            master weights already takes them by its `init_zero()`.
         strict: False accepts a model with other parameters than the checkpoint's, and loads what both have.
         num_workers, use_zero1_dcp: without effect.
 
@@ -223,6 +227,14 @@ def _check_options(when_busy: str, num_kept_ckpts: int | None) -> None:
         raise ValueError(f'when_busy is to be "wait" or "supersede", got {when_busy!r}')
     if num_kept_ckpts is not None and num_kept_ckpts < 1:
         raise ValueError(f"num_kept_ckpts is to be at least 1, or None for all, got {num_kept_ckpts}")
+
+
+def _warn_of_unused(use_xser: bool, avoid_saving_lower_precision_weights: bool) -> None:
+    if use_xser:
+        warnings.warn("use_xser has no effect: files have the format of torch.distributed.checkpoint", stacklevel=3)
+    if avoid_saving_lower_precision_weights:
+        text = "avoid_saving_lower_precision_weights has no effect: weights are saved beside their masters"
+        warnings.warn(text, stacklevel=3)
 
 
 def _same_everywhere(where: str) -> None:

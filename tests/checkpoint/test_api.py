@@ -107,6 +107,23 @@ def test_a_tag_may_be_a_number(tmp_path: Path) -> None:
     on_ranks(rank)
 
 
+def test_arguments_without_effect_are_said_once(tmp_path: Path) -> None:
+    """Those of which a script would see no effect; the others change how fast it is."""
+
+    def rank() -> None:
+        run = Run()
+        run.save(tmp_path, "a", num_workers=1, use_xser=True, avoid_saving_lower_precision_weights=True)
+        run.save(tmp_path, "b", num_workers=1, zero1_optimizer=True, use_zero1_dcp=True)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        on_ranks(rank)
+    assert [str(each.message).partition(" has no effect")[0] for each in caught] == [
+        "use_xser",
+        "avoid_saving_lower_precision_weights",
+    ]
+
+
 def test_parts(tmp_path: Path) -> None:
     """Each part may be left out of a save, and of a load."""
 

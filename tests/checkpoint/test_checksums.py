@@ -41,18 +41,53 @@ def test_each_flipped_bit_is_noticed():
     Blocks(memoryview(file), "name").verify()
 
 
-def test_moved_lost_and_zeroed_pages_are_noticed():
-    file = content((65536,))
-    first, second, third = (slice(start, start + 4096) for start in (0, 4096, 40960))
-    for one, other in ((first, second), (first, third)):
-        wrong = bytearray(file)
-        wrong[one], wrong[other] = file[other], file[one]
-        with pytest.raises(CheckpointCorrupted):
-            Blocks(memoryview(wrong), "name").verify()
+def is_noticed(file):
+    try:
+        Blocks(memoryview(file), "name").verify()
+    except CheckpointCorrupted:
+        return True
+    return False
+
+
+def swapped(file, one, other, size):
     wrong = bytearray(file)
-    wrong[third] = bytes(4096)
+    wrong[one : one + size], wrong[other : other + size] = file[other : other + size], file[one : one + size]
+    return wrong
+
+
+@pytest.mark.parametrize("size", [512, 4096, 8192])  # sectors, pages, blocks
+def test_moved_lost_and_zeroed_parts_are_noticed(size):
+    file = content((65536,))
+    for other in (size, 5 * size):  # in the same block, if it is large enough, and in another
+        assert is_noticed(swapped(file, 0, other, size))
+        assert is_noticed(file[:other] + bytes(size) + file[other + size :])
+        assert is_noticed(file[:other] + file[:size] + file[other + size :])
+        assert is_noticed(file[:other] + file[other + size :])
+        assert is_noticed(file[:other] + bytes(size) + file[other:])
     with pytest.raises(CheckpointCorrupted, match="bytes 40960 to 49152 are not what was written"):
-        Blocks(memoryview(wrong), "name").verify()
+        Blocks(memoryview(file[:40960] + bytes(4096) + file[45056:]), "name").verify()
+
+
+def test_what_is_not_noticed():
+    """As the module says: words that change places in a sector, and bits that flip up and down in two of its words."""
+    file = content((65536,))
+    assert not is_noticed(swapped(file, 8, 16, 8)) and is_noticed(swapped(file, 8, 512, 8))
+    assert is_noticed(swapped(file, 8, 15, 8))
+    words = [int.from_bytes(file[start : start + 8], "little") for start in range(0, 512, 8)]
+    up, down = (8 * next(index for index, word in enumerate(words) if word & 1 == bit) for bit in (0, 1))
+    for second, noticed in ((down, False), (down + 1, True), (512 + down, True)):
+        wrong = bytearray(file)
+        wrong[up] ^= 1
+        wrong[second] ^= 1
+        assert is_noticed(wrong) is noticed
+
+
+@pytest.mark.parametrize("length", [8192, 16384, 65536, 65536 + 8])
+def test_a_file_that_ends_at_a_block_is_noticed(length):
+    """With the footer behind it too."""
+    file = content((65536,))
+    assert is_noticed(file[:length])
+    assert length > 65535 or is_noticed(file[:length] + file[65536:])
 
 
 @pytest.mark.parametrize("length", [0, 3, 30, 5000])
