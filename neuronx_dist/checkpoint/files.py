@@ -257,6 +257,10 @@ def _items(
 def _catalog(shares: Sequence[_Share], tensors: dict[str, _Tensor]) -> Catalog:
     """Where everything lies."""
     catalog = Catalog()
+    for tensor in tensors.values():  # those without elements too, of which nobody writes anything
+        for path in tensor.paths:
+            catalog.tensors[key_of(path)] = SavedTensor(tensor.shape, tensor.dtype)
+            catalog.paths[key_of(path)] = path
     for rank, share in enumerate(shares):
         for what, start, length in _positions(share, tensors):
             extent = Extent(_file_name(rank), start, length)
@@ -264,11 +268,8 @@ def _catalog(shares: Sequence[_Share], tensors: dict[str, _Tensor]) -> Catalog:
                 catalog.objects[key_of(what)] = extent
                 catalog.paths[key_of(what)] = what
                 continue
-            tensor = tensors[what.key]
-            for path in tensor.paths:
-                saved = catalog.tensors.setdefault(key_of(path), SavedTensor(tensor.shape, tensor.dtype))
-                saved.chunks.append(Chunk(what.offset, what.shape, extent))
-                catalog.paths[key_of(path)] = path
+            for path in tensors[what.key].paths:
+                catalog.tensors[key_of(path)].chunks.append(Chunk(what.offset, what.shape, extent))
     return catalog
 
 

@@ -272,7 +272,8 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
         if self.base_optimizer is None:
             groups = [self._shard_group(group) for group in self.param_groups]
             self.base_optimizer = make_base_optimizer(self.optimizer_class, groups, self.defaults)
-            # The class's own defaults: schedulers want to find them in our groups.
+            # The class's own defaults: schedulers want to find them in our groups, and some in `defaults`.
+            self.defaults = {**self.base_optimizer.defaults, **self.defaults}
             _copy_options(self.base_optimizer.param_groups, self.param_groups)
         return self.base_optimizer
 

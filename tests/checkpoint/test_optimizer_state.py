@@ -152,3 +152,31 @@ def test_tensors_in_containers_are_refused_where_ranks_have_parts(tmp_path: Path
         assert all(map(torch.equal, optimizer.state[model[0].weight]["history"], expected))  # type: ignore[index]
 
     on_ranks(rank)
+
+
+@pytest.mark.parametrize("saved_by, loaded_by", [("zero1", "plain"), ("plain", "zero1"), ("zero1", "zero1")])
+def test_parameters_without_elements_and_without_dims(tmp_path: Path, saved_by: str, loaded_by: str) -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.empty, self.scalar = nn.Parameter(torch.zeros(0, 3)), nn.Parameter(torch.ones(()))
+            self.small, self.frozen = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3), requires_grad=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x * self.scalar + self.empty.sum() + self.small.sum()) * self.frozen.sum()
+
+    def made(how: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = Odd()
+        zero1 = nxd.NeuronZero1Optimizer
+        return model, (zero1(model.parameters(), AdamW) if how == "zero1" else AdamW(model.parameters()))
+
+    def rank() -> None:
+        model, optimizer = made(saved_by)
+        step(model, optimizer, 2)
+        nxd.save_checkpoint(tmp_path, "a", model, optimizer)
+        other = made(loaded_by)
+        nxd.load_checkpoint(tmp_path, "a", *other)
+        assert all(map(torch.equal, other[0].parameters(), model.parameters()))
+        step(*other)
+
+    on_ranks(rank, 4)

@@ -90,6 +90,29 @@ def test_a_group_that_is_added_has_the_defaults_of_the_class() -> None:
     assert comm.threads.run(Mesh(2), rank_main) == [[5e-4, 5e-4]] * 2
 
 
+@pytest.mark.parametrize("name", ["OneCycleLR", "CyclicLR"])
+def test_schedulers_that_change_momentum(name: str) -> None:
+    """They ask for the optimizer's own defaults, of which the class has more than were passed."""
+
+    def trained(optimizer: torch.optim.Optimizer, param: nn.Parameter) -> torch.Tensor:
+        arguments = {"OneCycleLR": {"max_lr": 0.1, "total_steps": 9}, "CyclicLR": {"base_lr": 0.1, "max_lr": 0.2}}[name]
+        scheduler = getattr(torch.optim.lr_scheduler, name)(optimizer, **arguments)
+        for _ in range(4):
+            param.grad = torch.linspace(-1, 1, 4)
+            optimizer.step()
+            scheduler.step()
+        return param.detach()
+
+    def rank() -> torch.Tensor:
+        param = nn.Parameter(torch.ones(4))
+        return trained(NeuronZero1Optimizer([param], torch.optim.AdamW, lr=0.1, grad_clipping=False), param)
+
+    param = nn.Parameter(torch.ones(4))
+    expected = trained(torch.optim.AdamW([param], lr=0.1), param)
+    for result in comm.threads.run(Mesh(2), rank):
+        assert torch.equal(result, expected)
+
+
 def test_named_parameters_keep_their_names() -> None:
     """They are in the wrapper's groups and its state dict; the optimizer of the shards has no use for them."""
 
