@@ -69,12 +69,14 @@ def save_checkpoint(
             there before is there still, and training may go on.
         ValueError: on the ranks that it concerns (others get a CheckpointError): a tag that names no folder,
             user_content that is no plain data.
+        TypeError: `model`, `optimizer` or `scheduler` is something else, such as a state dict.
     """
     io_state = state_of_rank()
     rank, ranks = comm.rank("world"), comm.size("world")
     with together("no checkpoint was saved"):
         name = check_tag(tag)
         _check_options(when_busy, num_kept_ckpts)
+        _check_types(model, optimizer, scheduler)
     if rank == 0:
         _warn_of_unused(use_xser, avoid_saving_lower_precision_weights)
     io_state.settle(supersede=when_busy == "supersede")
@@ -148,9 +150,11 @@ def load_checkpoint(
         CheckpointError: on all ranks: there is no such checkpoint.
         CheckpointCorrupted: on all ranks: files are missing, truncated or changed, by name.
         CheckpointMismatch: on all ranks: it is of another model, or was saved without what is to be loaded.
+        TypeError: `model`, `optimizer` or `scheduler` is something else, such as a state dict.
     """
     state_of_rank().settle()
     with together(f"no checkpoint was loaded from {path}"):
+        _check_types(model, optimizer, scheduler)
         folder = CheckpointFolder(open_storage(path))
         candidates = _candidates(folder, tag) if comm.rank("world") == 0 else []
     candidates = comm.gather_objects(candidates)[0]
@@ -227,6 +231,20 @@ def _check_options(when_busy: str, num_kept_ckpts: int | None) -> None:
         raise ValueError(f'when_busy is to be "wait" or "supersede", got {when_busy!r}')
     if num_kept_ckpts is not None and num_kept_ckpts < 1:
         raise ValueError(f"num_kept_ckpts is to be at least 1, or None for all, got {num_kept_ckpts}")
+
+
+def _check_types(model: Any, optimizer: Any, scheduler: Any) -> None:
+    wrong = [
+        (name, value)
+        for name, value, fits in (
+            ("model", model, isinstance(model, nn.Module)),
+            ("optimizer", optimizer, isinstance(optimizer, torch.optim.Optimizer)),
+            ("scheduler", scheduler, hasattr(scheduler, "load_state_dict")),
+        )
+        if value is not None and not fits
+    ]
+    for name, value in wrong:
+        raise TypeError(f"{name} is a {type(value).__name__}: give the {name} itself, which is no state dict")
 
 
 def _warn_of_unused(use_xser: bool, avoid_saving_lower_precision_weights: bool) -> None:

@@ -59,11 +59,11 @@ def check_tag(tag: object) -> str:
     Raises:
         ValueError: it cannot be one, or would lie outside of the checkpoint folder.
     """
-    name = str(tag)
+    name = str(tag) if isinstance(tag, (str, int)) else ""
     bad = re.search(r'[/\\\0-\x1f:*?"<>|]', name)
     if not name or bad or name.startswith(".") or name.endswith(PREVIOUS) or len(name.encode()) > 200:
         raise ValueError(
-            f"tag {name!r} cannot name a checkpoint: it is to be the name of one folder, of at most 200 bytes, without "
+            f"tag {tag!r} cannot name a checkpoint: it is to be the name of one folder, of at most 200 bytes, without "
             f'/ \\ : * ? " < > | and control characters, not starting with "." or ending in "{PREVIOUS}"'
         )
     return name

@@ -124,6 +124,20 @@ def test_arguments_without_effect_are_said_once(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize("name", ["model", "optimizer", "scheduler"])
+def test_state_dicts_are_no_models(tmp_path: Path, name: str) -> None:
+    def rank() -> None:
+        run = Run()
+        run.save(tmp_path, "a")
+        parts = {each: getattr(run, each) for each in ("model", "optimizer", "scheduler")}
+        parts[name] = dict(parts[name].state_dict())
+        for call in (nxd.save_checkpoint, nxd.load_checkpoint):
+            with pytest.raises(TypeError, match=f"{name} is a dict: give the {name} itself, which is no state dict"):
+                call(tmp_path, "a", **parts)
+
+    on_ranks(rank)
+
+
 def test_parts(tmp_path: Path) -> None:
     """Each part may be left out of a save, and of a load."""
 

@@ -307,9 +307,10 @@ def test_done_cannot_name_files_outside(folder: CheckpointFolder) -> None:
 
 
 @pytest.mark.parametrize(
-    "tag", ["", ".", "..", "a/b", "../a", "/a", "a\\b", "a\0", "a\n", ".hidden", "a.previous", "x" * 201, "s3://a"]
+    "tag",
+    ["", ".", "..", "a/b", "../a", "/a", "a\\b", "a\0", "a\n", ".hidden", "a.previous", "x" * 201, "s3://a", None, 1.5],
 )
-def test_tags_that_are_refused(tag: str) -> None:
+def test_tags_that_are_refused(tag: Any) -> None:
     with pytest.raises(ValueError, match="cannot name a checkpoint"):
         check_tag(tag)
 
