@@ -378,7 +378,7 @@ class NxDPPModel(CutModule):
         return self._trace
 
     def _program(self, batch: Batch, return_outputs: bool = False) -> StageProgram:
-        key = program_key(batch, self.original_module, self.device, return_outputs)
+        key = program_key(batch, self.module_tree, self.device, return_outputs)
         if key not in self._programs:
             self.refuse_meta()
             recording = self._record(batch.example(), self.device)
