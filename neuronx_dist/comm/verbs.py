@@ -305,7 +305,7 @@ def send(x: torch.Tensor, axis: AxisLike, *, dst: int, tag: int = 0, async_op: b
     _peer(comm, dst, tag, "send", "dst")
     if transforming():
         x = untransformed(x, "send")
-    buffer = x.detach().contiguous()
+    buffer = (x.detach() if x.requires_grad else x).contiguous()
     if recording.recorders:
         recording.note(comm, "send", x)
     return message(comm, "send", x, lambda: comm.start_send(buffer, dst, tag), async_op)
@@ -325,7 +325,8 @@ def recv(out: torch.Tensor, axis: AxisLike, *, src: int, tag: int = 0, async_op:
         )
     if recording.recorders:
         recording.note(comm, "recv", out)
-    return message(comm, "recv", out, lambda: comm.start_recv(out.detach(), src, tag), async_op)
+    buffer = out.detach() if out.requires_grad else out
+    return message(comm, "recv", out, lambda: comm.start_recv(buffer, src, tag), async_op)
 
 
 def barrier(axis: AxisLike = "world") -> None:

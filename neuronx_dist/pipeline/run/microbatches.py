@@ -44,7 +44,7 @@ class Batch:
 
     def key(self) -> tuple[Any, ...]:
         """Equal for batches that one recording serves."""
-        return (self.structure, *(self._key_of(self._piece(leaf, 0)) for leaf in self.leaves))
+        return (self.structure, *(self._key_of(leaf) for leaf in self.leaves))
 
     def example(self) -> dict[str, Any]:
         """The first microbatch."""
@@ -85,10 +85,10 @@ class Batch:
         size = leaf.shape[0] // self.num_microbatches
         return leaf.narrow(0, microbatch * size, size)
 
-    @staticmethod
-    def _key_of(leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor):
-            return tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.requires_grad
+    def _key_of(self, leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):  # of its first piece, which need not be made
+            rows = leaf.shape[:1].numel() // self.num_microbatches if leaf.ndim else None
+            return rows, tuple(leaf.shape[1:]), leaf.stride(), leaf.dtype, leaf.requires_grad
         try:
             hash(leaf)
         except TypeError:
