@@ -220,7 +220,7 @@ def test_one_version_everywhere():
 def test_the_pinned_environment_has_what_the_extras_ask_for():
     extras = pyproject()["project"]["optional-dependencies"]
     names = {
-        re.split(r"[<>=!~ ]", requirement)[0].lower()
+        re.split(r"[<>=!~\[ ]", requirement)[0].lower()
         for extra in ("hf", "dev", "plot", "s3")
         for requirement in extras[extra]
     }
