@@ -35,7 +35,7 @@ _LAZY = {
     "no_sync": "gradients.accumulation",
     "pad_model": "parallel_layers.pad",
     "reduce_gradients": "gradients.reduce",
-    **{package: "" for package in ("hf", "pipeline")},
+    **dict.fromkeys(("hf", "pipeline"), ""),
     **{f"{verb}_checkpoint": "checkpoint.api" for verb in ("save", "load", "has", "finalize")},
 }
 
