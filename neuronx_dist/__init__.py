@@ -27,20 +27,16 @@ _LAZY = {
     "checkpoint_layers": "parallel_layers.activation_checkpoint",
     "checkpoint_wrapper": "parallel_layers.activation_checkpoint",
     "clip_grad_norm": "gradients.norm",
-    "finalize_checkpoint": "checkpoint.api",
     "global_num_items": "gradients.reduce",
-    "has_checkpoint": "checkpoint.api",
-    "hf": "",
     "init_on_device": "weights.init_device",
-    "load_checkpoint": "checkpoint.api",
     "materialize": "weights.materialize",
     "model_parallel_manual_seed": "parallel_layers.random",
     "move_model_to_device": "parallel_layers.utils",
     "no_sync": "gradients.accumulation",
     "pad_model": "parallel_layers.pad",
-    "pipeline": "",
     "reduce_gradients": "gradients.reduce",
-    "save_checkpoint": "checkpoint.api",
+    **dict.fromkeys(("hf", "pipeline"), ""),
+    **{f"{verb}_checkpoint": "checkpoint.api" for verb in ("save", "load", "has", "finalize")},
 }
 
 __all__ = [

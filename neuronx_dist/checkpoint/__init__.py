@@ -9,4 +9,7 @@ reading.py          reading the slices that a rank needs
 archive.py          a tensor as `torch.save` writes it; catalog.py: `.metadata`; checksums.py: of blocks of files
 memory.py           bytes of tensors
 agreement.py        errors of one rank as errors of all; errors.py: what is raised
+api.py              the public calls; random_state.py: generators as a part of a checkpoint
+tags.py             the protocol on disk: what counts as a checkpoint, rotation; storage.py: local files, fsspec
+background.py       writing beside the run, and how ranks learn of its end
 """

@@ -151,7 +151,7 @@ def load_checkpoint(
     with together(f"no checkpoint was loaded from {path}"):
         folder = CheckpointFolder(open_storage(path))
         candidates = _candidates(folder, tag) if comm.rank("world") == 0 else []
-    candidates = comm.broadcast_object(candidates)
+    candidates = comm.gather_objects(candidates)[0]
     damaged = ""
     for name in candidates:
         with together(f"checkpoint {folder.storage.describe(name)} could not be read"):

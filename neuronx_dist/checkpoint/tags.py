@@ -156,12 +156,13 @@ class CheckpointFolder:
         Args:
             share, shares: which part of its files to look at, of how many.
         """
-        if tag.damage or tag.files is None:
+        files = tag.files
+        if tag.damage or files is None:
             return [tag.damage] if tag.damage and share == 0 else []
         wrong = [f"{MARKER} is not what was written"] if share == 0 and self._marker(tag.name) != _FORMAT else []
-        by_size = sorted(tag.files, key=lambda path: (-tag.files[path].size, path))
+        by_size = sorted(files, key=lambda path: (-files[path].size, path))
         for path in by_size[share::shares]:
-            name, entry = f"{tag.name}/{path}", tag.files[path]
+            name, entry = f"{tag.name}/{path}", files[path]
             try:
                 size = self.storage.size(name)
                 if size != entry.size:

@@ -14,7 +14,10 @@ from neuronx_dist.checkpoint.errors import CheckpointCorrupted
 
 
 def catalog() -> Catalog:
-    chunks = [Chunk((0, 0), (2, 3), Extent("__0_0.distcp", 64, 900)), Chunk((2, 0), (2, 3), Extent("__1_0.distcp", 0, 9))]
+    chunks = [
+        Chunk((0, 0), (2, 3), Extent("__0_0.distcp", 64, 900)),
+        Chunk((2, 0), (2, 3), Extent("__1_0.distcp", 0, 9)),
+    ]
     return Catalog(
         {"model.w": SavedTensor((4, 3), torch.bfloat16, chunks)},
         {"optimizer.param_groups": Extent("__0_0.distcp", 0, 64)},
@@ -85,7 +88,9 @@ def test_a_pickle_changes_no_class():
     assert metadata.Metadata.version is None
 
 
-@pytest.mark.parametrize("name", ["builtins.eval", "torch.load", "torch.ops", "torch.nn.Module", "collections.OrderedDict"])
+@pytest.mark.parametrize(
+    "name", ["builtins.eval", "torch.load", "torch.ops", "torch.nn.Module", "collections.OrderedDict"]
+)
 def test_other_names_are_refused(name):
     module, _, attribute = name.rpartition(".")
     with pytest.raises(CheckpointCorrupted, match=f"it names {name}"):
