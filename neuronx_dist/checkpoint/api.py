@@ -199,7 +199,8 @@ def _load(folder: CheckpointFolder, checkpoint: Tag, model: Any, optimizer: Any,
             if file in present
         }
     if model is not None or optimizer is not None:
-        reading.load(folder.storage, checkpoint.name, model, optimizer, strict=strict)
+        # All files have been compared with their checksums by now, each by one rank.
+        reading.load(folder.storage, checkpoint.name, model, optimizer, strict=strict, verify=False)
     with together(f"checkpoint {where} was loaded in part"):
         if scheduler is not None:
             scheduler.load_state_dict(content[_SCHEDULER])

@@ -38,6 +38,7 @@ def load(
     optimizer: torch.optim.Optimizer | None = None,
     *,
     strict: bool = True,
+    verify: bool = True,
 ) -> None:
     """Reads a checkpoint of any layout into a model and an optimizer of this one. All ranks call it.
 
@@ -45,6 +46,7 @@ def load(
 
     Args:
         strict: False: load what both have, whatever else there is.
+        verify: compare what is read with its checksums; False: that has been done already.
 
     Raises:
         CheckpointMismatch: it is of another model: with `strict` names that are missing or not expected; in any case
@@ -56,7 +58,7 @@ def load(
         state = expect(model, optimizer, catalog)
     _compare(state, catalog, model is not None, optimizer is not None, strict, folder)
     with together(f"{folder} was loaded in part"):
-        _Reader(storage, folder, catalog).read(state)
+        _Reader(storage, folder, catalog, verify).read(state)
         restore(state, model, optimizer, catalog)
 
 
@@ -80,6 +82,7 @@ class _File:
     def __init__(self, content: memoryview, path: str, checksums: bool) -> None:
         self.content = content
         self.path = path
+        self.verifies = checksums
         self._blocks = Blocks(content, path) if checksums else None
 
     def bytes(self, start: int, stop: int) -> memoryview:
@@ -92,10 +95,11 @@ class _File:
 
 
 class _Reader:
-    def __init__(self, storage: _Storage, folder: str, catalog: Catalog) -> None:
+    def __init__(self, storage: _Storage, folder: str, catalog: Catalog, verify: bool) -> None:
         self._storage = storage
         self._folder = folder
         self._catalog = catalog
+        self._verify = verify and catalog.checksums
         self._files: dict[str, _File] = {}
 
     def read(self, state: State) -> None:
@@ -129,7 +133,7 @@ class _Reader:
     def _file(self, extent: Extent) -> _File:
         if extent.file not in self._files:
             path = f"{self._folder}/{extent.file}"
-            self._files[extent.file] = _File(_mapped(self._storage, path), path, self._catalog.checksums)
+            self._files[extent.file] = _File(_mapped(self._storage, path), path, self._verify)
         return self._files[extent.file]
 
 
@@ -163,7 +167,7 @@ class _Source:
             target.copy_(self._data)
             return
         rows, *rest = slices
-        step = max(1, BLOCK // max(1, self._row))
+        step = max(1, BLOCK // max(1, self._row) if self._file.verifies else rows.stop)
         for first in range(rows.start, rows.stop, step):
             last = min(first + step, rows.stop)
             target[first - rows.start : last - rows.start].copy_(self._data[(slice(first, last), *rest)])
