@@ -16,10 +16,13 @@ from tests.faults.killed_runs import KEPT, POINTS
 from tests.support.paths import ROOT
 
 
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+
+
 def results(folder: Path, ranks: int, scenarios: list[Any], timeout: float) -> list[dict[str, Any]]:
     command = [sys.executable, "-m", "tests.faults.killed_runs", str(folder), str(ranks), json.dumps(scenarios)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout)
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=timeout)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 
@@ -71,3 +74,16 @@ def test_killed_anywhere(tmp_path: Path) -> None:
         rank = 0 if point in ("remove", "replace") else chance.randrange(4)
         scenarios.append([rank, point, chance.randint(1, most[point])])
     check(tmp_path, 4, scenarios, timeout=280)
+
+
+@pytest.mark.full
+def test_it_is_started_again(tmp_path: Path) -> None:
+    """`neuronx-dist run --max-restarts`: nothing else is needed to resume."""
+    (undisturbed,) = results(tmp_path, 2, [[]], timeout=120)
+    command = [sys.executable, "-m", "neuronx_dist", "run", "--standalone", "--local-addr", "127.0.0.1"]
+    command += ["--nproc-per-node", "2", "--max-restarts", "1", "-m", "tests.faults.launched_run"]
+    command += [str(tmp_path), "1", "write", "30"]
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "killed").exists()
+    assert [(tmp_path / f"digest_{rank}").read_text() for rank in (0, 1)] == undisturbed["digests"]
