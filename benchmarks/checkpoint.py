@@ -3,7 +3,8 @@
     save     torch.save     each rank its shard, into a file of its own, synced
              DCP            torch.distributed.checkpoint.save of DTensors
              DCP async      async_save, awaited; and what of it keeps the training waiting
-             ours           save_checkpoint; ours async: with async_save=True, awaited; and what keeps the training waiting
+             ours           save_checkpoint
+             ours async     with async_save=True, awaited; and what of it keeps the training waiting
     load     mmap           a rank copies its slices of a memory-mapped file of whole tensors: the least there is to do
              DCP, ours      the same layout: shards of dim 0
              ours read      ours without the look at all files that load_checkpoint takes before it changes anything

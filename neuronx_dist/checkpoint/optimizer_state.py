@@ -117,7 +117,7 @@ def expect_optimizer(
 
 
 def restore_optimizer(state: State, optimizer: torch.optim.Optimizer, parameters: Mapping[int, Parameter]) -> None:
-    """Gives an optimizer the state that was read, if there was any. The model's parameters must have been read before."""
+    """Gives an optimizer the state that was read, if there was any; after the model's parameters were read."""
     if state.objects[GROUPS] is None:
         return
     slots, base = _slots(optimizer, parameters)

@@ -20,4 +20,4 @@ def test_the_blocks_of_the_page_run(tmp_path: Path) -> None:
         names["folder"] = tmp_path
         for number, block in enumerate(blocks):
             exec(compile(block, f"docs/checkpoints.md, block {number}", "exec"), names)
-    assert len(blocks) == 6 and names["step"] == 100
+    assert len(blocks) == 7 and names["step"] == 100

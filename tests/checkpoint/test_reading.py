@@ -10,11 +10,11 @@ from torch import nn
 
 from neuronx_dist import comm
 from neuronx_dist.checkpoint import files
-from neuronx_dist.checkpoint.errors import CheckpointCorrupted, CheckpointError, CheckpointMismatch
+from neuronx_dist.checkpoint.errors import CheckpointError, CheckpointMismatch
 from neuronx_dist.mesh import Mesh
 from tests.checkpoint.llama_layouts import load, save, whole
 from tests.checkpoint.test_catalog import Evil
-from tests.checkpoint.test_state import DP2, ONE, TP2, Model, adamw, loaded, saved, zeroed, zero1
+from tests.checkpoint.test_state import DP2, ONE, TP2, Model, adamw, loaded, saved, zero1, zeroed
 
 
 def on_all_ranks(mesh, error, function, *args):
