@@ -98,6 +98,15 @@ def test_rotation_keeps_the_newest(folder: CheckpointFolder, keep: int, left: li
         assert folder.storage.list() == sorted([*left, "not a checkpoint", "under way"])
 
 
+def test_rotation_leaves_folders_that_are_no_checkpoints(folder: CheckpointFolder) -> None:
+    """Even if they have a file `done`: ours and NxD's have a marker too."""
+    folder.storage.write(f"mine/{DONE}", [b"all of it"])
+    for name in ("a", "b"):
+        save(folder, name)
+    folder.rotate(1)
+    assert folder.storage.read(f"mine/{DONE}") == b"all of it" and "a" not in names(folder)
+
+
 def test_rotation_does_not_count_a_damaged_one(folder: CheckpointFolder) -> None:
     for name in ("a", "b", "c"):
         save(folder, name)
