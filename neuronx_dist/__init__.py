@@ -18,6 +18,7 @@ __version__ = "0.1.0"
 
 # Name -> its module. Loaded when first asked for, so that importing the package stays quick.
 _LAZY = {
+    "CheckpointError": "checkpoint.errors",
     "Layout": "planning.layout",
     "MasterWeightsOptimizer": "optimizer",
     "NeuronZero1Optimizer": "optimizer",
@@ -26,7 +27,6 @@ _LAZY = {
     "checkpoint_layers": "parallel_layers.activation_checkpoint",
     "checkpoint_wrapper": "parallel_layers.activation_checkpoint",
     "clip_grad_norm": "gradients.norm",
-    "hf": "",
     "global_num_items": "gradients.reduce",
     "init_on_device": "weights.init_device",
     "materialize": "weights.materialize",
@@ -34,8 +34,9 @@ _LAZY = {
     "move_model_to_device": "parallel_layers.utils",
     "no_sync": "gradients.accumulation",
     "pad_model": "parallel_layers.pad",
-    "pipeline": "",
     "reduce_gradients": "gradients.reduce",
+    **dict.fromkeys(("hf", "pipeline"), ""),
+    **{f"{verb}_checkpoint": "checkpoint.api" for verb in ("save", "load", "has", "finalize")},
 }
 
 __all__ = [

@@ -211,3 +211,43 @@ def test_groups_are_a_sequence_that_equals_a_list():
     assert groups[-1] == [6, 7] and groups[1:3] == [[2, 3], [4, 5]] and list(reversed(groups))[0] == [6, 7]
     with pytest.raises(IndexError):
         groups[4]
+
+
+# --- names of groups, and of meshes
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        Mesh(16, tp=2, pp=2, cp=2, ep=4),
+        Mesh(24, tp=2, pp=3, ep=2),
+        Mesh(16, tp=4, tp_replicas=2),
+        Mesh(8, tp=8),
+        Mesh(1),
+    ],
+    ids=str,
+)
+def test_a_group_of_ranks_is_that_of_the_first_axis_that_has_them(mesh):
+    """The dense axes and what they merge to, from few to many; then the expert ones; then the parts of tp."""
+    merged = [names for n in range(1, 5) for names in itertools.combinations(DENSE_AXES, n)]
+    parts = [(f"tp/{mesh.tp_replicas}",), (f"tp%{mesh.tp_replicas}",)] if mesh.tp_replicas > 1 else []
+    axes = [*merged, ("edp",), ("ep",), ("pp", "ep", "tp"), *parts]
+    for axis in axes:
+        for group in mesh.groups(axis):
+            first = next(other for other in axes if any({*group} == {*ranks} for ranks in mesh.groups(other)))
+            assert mesh.axis_of(group) == mesh.axis_of(group[::-1]) == first
+    if mesh.world_size > 8:
+        assert mesh.axis_of([0, 3]) is None and mesh.axis_of([0, 1, 2]) is None
+    assert mesh.axis_of(range(mesh.world_size)) is not None
+
+
+def test_a_mesh_says_its_sizes():
+    for mesh, text in (
+        (Mesh(1), "Mesh(pp=1 × dp=1 × tp=1)"),
+        (Mesh(16, tp=2, cp=4), "Mesh(pp=1 × dp=2 × cp=4 × tp=2)"),
+        (Mesh(16, tp=2, pp=2, ep=2), "Mesh(pp=2 × dp=4 × tp=2 × ep=2 × edp=2)"),
+        (Mesh(4, ep=4), "Mesh(pp=1 × dp=4 × tp=1 × ep=4)"),
+        (Mesh(32, tp=4, topology="trn1"), "Mesh(pp=1 × dp=8 × tp=4, trn1 order in nodes of 32)"),
+        (Mesh(32, tp=16, topology="trn2", ranks_per_node=16), "Mesh(pp=1 × dp=2 × tp=16, trn2 order in nodes of 16)"),
+    ):
+        assert str(mesh) == text

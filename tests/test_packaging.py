@@ -198,7 +198,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(tmp_path):
     ):
         assert line in metadata
     unconditional = [line for line in metadata.splitlines() if line.startswith("Requires-Dist") and "extra" not in line]
-    assert unconditional == ["Requires-Dist: torch>=2.9"]
+    assert unconditional == ["Requires-Dist: torch>=2.9", "Requires-Dist: fsspec"]
 
 
 def test_every_folder_of_the_package_is_a_package():
@@ -220,8 +220,8 @@ def test_one_version_everywhere():
 def test_the_pinned_environment_has_what_the_extras_ask_for():
     extras = pyproject()["project"]["optional-dependencies"]
     names = {
-        re.split(r"[<>=!~ ]", requirement)[0].lower()
-        for extra in ("hf", "dev", "plot")
+        re.split(r"[<>=!~\[ ]", requirement)[0].lower()
+        for extra in ("hf", "dev", "plot", "s3")
         for requirement in extras[extra]
     }
     assert names <= pins().keys()

@@ -148,9 +148,6 @@ class Communicator:
     def gather_objects(self, obj: Any) -> list[Any]:
         raise self._unsupported("gather_objects")
 
-    def barrier(self) -> None:
-        self.gather_objects(None)
-
     def waited(self, verb: str, x: Any, wait: Callable[[], Any]) -> Any:
         """`wait()`, which waits for other ranks: another thread can see for what, and an error says it.
 
@@ -261,11 +258,13 @@ class Backend:
     Attributes:
         has_messages: whether two ranks can exchange a message in which no other rank takes part (`send` and `recv`).
         generator: of the ranks' devices, where torch does not know it (XLA); else None.
+        board: what ranks say of themselves (`board.Board`); None: they cannot, or are played one by one.
     """
 
     name = "none"
     has_messages = True
     generator: DeviceGenerator | None = None
+    board: Any = None
 
     def current_rank(self, mesh: Mesh, rank: int) -> int:
         """What `current().rank` is to be: the rank as it is, or as an int that notes who looks at it."""

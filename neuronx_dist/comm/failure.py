@@ -16,6 +16,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -50,12 +51,16 @@ class FailureMonitor:
         store: the job's store (each call uses a prefix of its own).
         rank, world_size: this rank and the number of ranks.
         number: counts the initialisations in this process, so that an old failure is not read again.
+
+    Attributes:
+        duties: what else the watching thread does each time it looks at the store.
     """
 
     def __init__(self, store: Any, rank: int, world_size: int, number: int = 0) -> None:
         self.rank = rank
         self.world_size = world_size
         self._store = dist.PrefixStore(f"neuronx_dist/failure/{number}", store)  # type: ignore[attr-defined]
+        self.duties: list[Callable[[], None]] = []
         self._interval = interval(world_size)
         self._slow_waits = SlowWaits(rank)
         self._stop = threading.Event()
@@ -145,6 +150,9 @@ class FailureMonitor:
             next_look += self._interval
             failure = self._read()
             if failure is None:
+                with suppress(RuntimeError):  # the store's host has gone
+                    for duty in self.duties:
+                        duty()
                 continue
             if failure.rank == self.rank:
                 return

@@ -31,6 +31,8 @@ def run(args: argparse.Namespace) -> int:
 
     The environment variable LOGLEVEL shows torchrun's own lines (LOGLEVEL=WARNING).
     """
+    # Else ranks that are started again (`--max-restarts`) find, in the agent's store, the addresses of those that died.
+    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     if "LOGLEVEL" not in os.environ:
         for name in [name for name in logging.root.manager.loggerDict if name.startswith(_LOGGERS)]:
             logging.getLogger(name).setLevel(logging.CRITICAL)

@@ -115,9 +115,7 @@ class _ParallelLinear(LinearAttributes):
         """
         rank = comm.communicator(self.axis).rank // self.replicas
         dtype = torch.promote_types(self.weight.dtype, torch.float32)
-        for name, param in (("weight", self.weight), ("bias", self.bias)):
-            if param is None:
-                continue
+        for name, param in self.named_parameters(recurse=False):
             spec = spmd.spec_of(param)
             whole = torch.empty(spec.full_shape, dtype=dtype, device="cpu")
             if name == "bias":

@@ -11,8 +11,10 @@ from torch import nn
 from .. import comm
 from ..comm.select import in_one_program
 from .cut.partitioning import partition
+from .cut.placement import Placement
 from .options import check_counts, checked_input_names, module_classes, warn_of_tracing
 from .record.recording import Recording
+from .run.comparison import Comparison, Pieces
 from .run.program import recorded
 from .run.transport import Channels
 from .schedule import Schedule, training_schedule
@@ -29,6 +31,7 @@ class CutModule(StageModule):
         pipeline_cuts, auto_partition: where it is cut, or how.
         input_names, param_init_fn: as given to the subclass.
         recorder: records a forward, as `record` does; the checker puts one here that shares recordings between ranks.
+        comparison: with the other ranks.
     """
 
     schedule: Any
@@ -43,6 +46,7 @@ class CutModule(StageModule):
     _layer_classes: list[type]
     _leaf_classes: list[type]
     _channels: Channels
+    comparison: Comparison
     _example: Recording | None
     _schedules: dict[Any, Schedule]
 
@@ -87,7 +91,7 @@ class CutModule(StageModule):
                 raise ValueError(f"trace: {len(args)} args for input_names {self.input_names}: pass kwargs instead")
             self._example = self._record(inputs, None)
         if self.partitioned and self.placement_is_open:
-            self._partition()
+            self._partition("trace")
 
     def cut_pipeline_stage(self, name: str) -> None:
         """Ends a piece of the model after layer `name`. Called once less than there are pieces, in order."""
@@ -99,19 +103,22 @@ class CutModule(StageModule):
 
         Raises:
             ValueError: cuts that do not fit the model or the number of stages.
+            CommError: ranks have other cuts, layers, shapes or schedules.
         """
         self._check_not_partitioned("partition")
         if not self.auto_partition:
             self._check_number_of_cuts()
+        self._partition("partition")
+
+    def _open_channels(self) -> None:
         if self.num_stages > 1:
             pipelines = comm.current().mesh.groups("pp")
             ways = ["pp_forward", "pp_backward"]
             if self.virtual_pipeline_size > 1:
                 ways += ["pp_forward_up", "pp_backward_down"]
             self._channels = Channels(*(comm.new_group(pipelines, way) for way in ways))
-        self._partition()
 
-    def _partition(self) -> None:
+    def _partition(self, moment: str) -> None:
         """By the calls of the example; for want of one by registration. An earlier partition is replaced."""
         holders = self.training_schedule.holders
         pieces = partition(
@@ -126,6 +133,9 @@ class CutModule(StageModule):
         self._example = None
         placement = pieces.placement.on_stages(holders)
         self.pipeline_cuts = pieces.cuts
+        self._compare(moment, placement)
+        if not self.partitioned:
+            self._open_channels()
         if placement == self.placement:
             return
         self.place(placement)
@@ -136,6 +146,20 @@ class CutModule(StageModule):
         own = (param for _, param in self._own_parameters())
         if not any(param.is_meta or not (messages or in_one_program(param)) for param in own):
             self.sync_tied_weights()
+
+    def _compare(self, moment: str, placement: Placement) -> None:
+        """Refuses ranks that cut other models, or this one otherwise."""
+        if self.num_stages == 1:
+            return
+        schedule = self.training_schedule
+        pieces = Pieces.cut(self.pipeline_cuts, schedule)
+        if moment == "partition":
+            options = {"num_microbatches": self.num_microbatches, "schedule": str(schedule)}
+            pieces = Pieces.of(self.original_module, self.pipeline_cuts, placement, schedule, options)
+        if self.comparison.is_possible():
+            self.comparison.compare_pieces(moment, pieces)
+        elif moment == "partition":
+            self.comparison.pieces = pieces
 
     def _check_number_of_cuts(self) -> None:
         stages, chunks, cuts = self.num_stages, self.virtual_pipeline_size, self.pipeline_cuts

@@ -40,8 +40,9 @@ from .options import (
 )
 from .record.recorder import record
 from .record.recording import Recording
+from .run.comparison import Comparison
 from .run.microbatches import Batch, evaluating
-from .run.program import StageProgram, build_program, program_key
+from .run.program import Programs, StageProgram, build_program, program_key
 from .run.report import report_loss
 from .run.running import check_pieces, check_runs, run_batch
 from .run.trace import Trace
@@ -202,8 +203,9 @@ class NxDPPModel(CutModule):
         self._leaf_classes = [*self._layer_classes, *PARALLEL_MODULES, *leaves, *layer_classes]
         self.recorder: Callable[..., Recording] = record
         self._channels = Channels(None, None)
+        self.comparison = Comparison()
         self._example: Recording | None = None
-        self._programs: dict[Any, StageProgram] = {}
+        self._programs = Programs(128)
         self._trace: Trace | None = None
         self._schedules: dict[Any, Schedule] = {self._key_of_training(): chosen}  # of training and evaluation
         self._cut_for = chosen
@@ -221,8 +223,8 @@ class NxDPPModel(CutModule):
         microbatches; `zero_grad` is the caller's.
 
         Args:
-            kwargs: the inputs, named as `input_names`. Tensors, on any device, are cut along dim 0; 0-dim tensors and
-                all else go whole to every microbatch.
+            kwargs: the inputs, named as `input_names`. Tensors, on any device, are cut along dim 0, in which all have
+                one size; those of one row, 0-dim tensors and all else go whole to every microbatch.
 
         Returns:
             The mean loss on the stage where the model ends (the last; with ZB-V the first), None on others: a list of
@@ -230,7 +232,9 @@ class NxDPPModel(CutModule):
             too, everywhere.
 
         Raises:
-            ValueError: inputs other than `input_names`, without rows, or not divisible into microbatches.
+            ValueError: inputs other than `input_names`, without rows, of different numbers of rows, or not divisible
+                into microbatches.
+            CommError: the ranks of the pipeline disagree about the model, or about what runs.
             RuntimeError: not partitioned, still on meta, no `output_loss_value_spec`, or reduced gradients of the step
                 before that cannot be added to (sequence-parallel parameters', tied weights', experts').
         """
@@ -306,8 +310,8 @@ class NxDPPModel(CutModule):
 
         Args:
             schedule: for this model's number of stages. If it has backwards, gradients are enabled, else disabled.
-            inputs: named as `input_names`. Tensors `[schedule.num_microbatches * rows, ...]` are cut along dim 0; 0-dim
-                tensors and all else go whole to every microbatch.
+            inputs: named as `input_names`. Tensors `[schedule.num_microbatches * rows, ...]` are cut along dim 0; those
+                of one row, 0-dim tensors and all else go whole to every microbatch.
 
         Returns:
             By microbatch, on the stage that holds the end of the model (`is_last_stage()`): its loss (0-dim, detached,
@@ -355,6 +359,11 @@ class NxDPPModel(CutModule):
             if self.device.type == "meta":
                 self.refuse_meta()
             program = self._program(batch, return_outputs)
+            if self.comparison.is_possible():
+                if not self.comparison.has_been_at("first batch"):
+                    assert self.placement is not None
+                    self._compare("first batch", self.placement)
+                self.comparison.begin_pass(program, schedule)
             if not self.tied_weights_synced:
                 self.sync_tied_weights()
             results, self.peak_in_flight = run_batch(
@@ -379,15 +388,16 @@ class NxDPPModel(CutModule):
 
     def _program(self, batch: Batch, return_outputs: bool = False) -> StageProgram:
         key = program_key(batch, self.module_tree, self.device, return_outputs)
-        if key not in self._programs:
+        program = self._programs.get(key)
+        if program is None:
             self.refuse_meta()
             recording = self._record(batch.example(), self.device)
             if self.placement_is_open:
                 self._example = recording
-                self._partition()
+                self._partition("first batch")
                 self.close_placement()
             assert self.placement is not None
-            self._programs[key] = build_program(
+            program = build_program(
                 self.original_module,
                 recording,
                 loss_spec=self.output_loss_value_spec,
@@ -398,7 +408,18 @@ class NxDPPModel(CutModule):
                 stage=self.stage,
                 constants=batch.constants(),
             )
-        return self._programs[key]
+            self._programs.add(key, program)
+        return program
+
+    @property
+    def recordings_kept(self) -> int:
+        """How many recordings are kept, of the shapes that were used last: 128 unless it is set to another number."""
+        return self._programs.most
+
+    @recordings_kept.setter
+    def recordings_kept(self, most: int) -> None:
+        check_counts(recordings_kept=most)
+        self._programs.most = most
 
     def _check_loss_is_known(self, what: str) -> None:
         if self.output_loss_value_spec is None and isinstance(self.original_module, LayerList):

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import psutil
 
-from tests.mutate.choose import Recording
+from tests.mutate.choose import Recording, Recordings
 from tests.mutate.edits import Edit, edits_of
 from tests.mutate.equivalent import EQUIVALENT
 from tests.mutate.probes import PACKAGE, numbering
@@ -53,16 +53,22 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=45.0, help="of tests, as recorded, for each edit (45)")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="edits at a time (one for each core)")
     parser.add_argument("--xla", type=Path, default=None, metavar="PYTHON", help="the Python that runs tests/xla")
-    parser.add_argument("--record", nargs="*", metavar="TESTS", help="record anew what each test executes (all tests)")
+    parser.add_argument(
+        "--record", nargs="*", metavar="TESTS", help="record what each test executes (all tests; these are added)"
+    )
     options = parser.parse_args(argv)
     xla = options.xla.absolute() if options.xla is not None and options.xla.exists() else None  # run in copies
     seed = random.SystemRandom().randrange(10**6) if options.seed is None else options.seed
     with tempfile.TemporaryDirectory(prefix="neuronx-dist-mutate-") as folder:
         if options.record is not None or not RECORDING.exists():
-            record(Path(folder) / "recorded", options.workers, options.record or [], xla).save(RECORDING)
-        recording = Recording.load(RECORDING)
-        if changed := recording.changed(ROOT):
-            print(f"{len(changed)} files have changed since the tests were recorded; --record records them anew")
+            recorded = record(Path(folder) / "recorded", options.workers, options.record or [], xla)
+            (Recordings.load(RECORDING).with_newer(recorded) if options.record else Recordings([recorded])).save(
+                RECORDING
+            )
+        recordings = Recordings.load(RECORDING)
+        recording = recordings.existing(collected(xla))
+        if gone := len(recordings.tests) - len(recording.tests):
+            print(f"{gone} recorded tests are gone; --record records all anew, --record TESTS some")
         edits = draw(options.n, seed, options.files)
         if xla is None:
             print("without .venv-xla (make setup-xla) no test of XLA devices runs: edits of their code survive")
@@ -169,6 +175,19 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 # --- recording, running ---
 
 
+def collected(xla: Path | None) -> set[str]:
+    """The names of all tests that there are."""
+    names: set[str] = set()
+    for python, arguments in ((sys.executable, []), (xla, [_XLA])):
+        if python is not None:
+            command = [python, *_PYTEST, "--collect-only", *arguments]
+            output = subprocess.run(command, cwd=ROOT, env=_environment(ROOT), capture_output=True, text=True)
+            if output.returncode:
+                raise SystemExit(f"make mutate: the tests cannot be collected\n{output.stdout[-4000:]}{output.stderr}")
+            names.update(line for line in output.stdout.splitlines() if line.startswith("tests/"))
+    return names
+
+
 def record(tree: Path, workers: int, tests: list[str], xla: Path | None) -> Recording:
     """All tests once, or these, with probes in the package: what each executes."""
     print("recording what each test executes: as long as `make test` and `make test-xla`", flush=True)
@@ -195,7 +214,7 @@ def record(tree: Path, workers: int, tests: list[str], xla: Path | None) -> Reco
 
 
 def run_edits(
-    edits: list[Edit], recording: Recording, folder: Path, seconds: float, workers: int, xla: Path | None
+    edits: list[Edit], recording: Recordings, folder: Path, seconds: float, workers: int, xla: Path | None
 ) -> list[Outcome]:
     trees: SimpleQueue[Path] = SimpleQueue()
     for worker in range(workers):

@@ -7,7 +7,7 @@ import difflib
 import pickle
 import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache, cached_property
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
@@ -16,7 +16,7 @@ from tests.mutate.edits import Edit
 from tests.mutate.probes import PACKAGE, Block, blocks
 from tests.mutate.recording import Test
 
-__all__ = ["Choice", "Recording"]
+__all__ = ["Choice", "Recording", "Recordings"]
 
 
 class Choice(NamedTuple):
@@ -26,24 +26,53 @@ class Choice(NamedTuple):
     executing: int
 
 
+class Recordings:
+    """What all tests execute: one recording of all, and later ones of tests that are new or have changed."""
+
+    def __init__(self, parts: list[Recording]) -> None:
+        self.parts = parts
+
+    @classmethod
+    def load(cls, path: Path) -> Recordings:
+        return cls([Recording(*part) for part in pickle.loads(path.read_bytes())])
+
+    def save(self, path: Path) -> None:
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(pickle.dumps([(part.tests, part.bases, part.sources) for part in self.parts]))
+
+    def with_newer(self, newer: Recording) -> Recordings:
+        """With the tests of a newer recording, in place of what was known of them and of others in their files."""
+        files = {_file(test) for test in newer.tests}
+        return Recordings([*(part.only(lambda test: _file(test) not in files) for part in self.parts), newer])
+
+    def existing(self, names: set[str]) -> Recordings:
+        """Without the tests that are not among these names: removed or renamed since they were recorded."""
+        return Recordings([part.only(lambda test: test.name in names) for part in self.parts])
+
+    @property
+    def tests(self) -> list[Test]:
+        return [test for part in self.parts for test in part.tests]
+
+    def choose(self, edit: Edit, seconds: float) -> Choice:
+        """Tests of `seconds` together: first one case of every test function, those of the edited file's room first."""
+        executing = {test for part in self.parts for test in part.executing_block(edit)}
+        candidates = executing.union(*(part.others(edit, bool(executing)) for part in self.parts))
+        chosen, left = [], seconds
+        for test in _in_order(candidates, edit.path):
+            if test.seconds <= left or not chosen:
+                chosen.append(test)
+                left -= test.seconds
+        return Choice(chosen, len(executing))
+
+
 class Recording:
     """What each test executes. The package may have changed since: lines are found again by comparing the sources."""
 
     def __init__(self, tests: list[Test], bases: dict[str, int], sources: dict[str, str]) -> None:
         self.tests, self.bases, self.sources = tests, bases, sources
 
-    @classmethod
-    def load(cls, path: Path) -> Recording:
-        return cls(*pickle.loads(path.read_bytes()))
-
-    def save(self, path: Path) -> None:
-        path.parent.mkdir(exist_ok=True)
-        path.write_bytes(pickle.dumps((self.tests, self.bases, self.sources)))
-
-    def changed(self, root: Path) -> list[str]:
-        """Files of the package that are others than in the recording."""
-        now = {path.relative_to(root).as_posix(): path.read_text() for path in (root / PACKAGE).rglob("*.py")}
-        return sorted(path for path in {*now, *self.sources} if now.get(path) != self.sources.get(path))
+    def only(self, keep: Callable[[Test], bool]) -> Recording:
+        return Recording([test for test in self.tests if keep(test)], self.bases, self.sources)
 
     @cached_property
     def _hits(self) -> list[bytes]:
@@ -106,26 +135,28 @@ class Recording:
 
     # --- from blocks to tests ---
 
-    def choose(self, edit: Edit, seconds: float) -> Choice:
-        """Tests of `seconds` together: first one case of every test function, those of the edited file's room first."""
-        executing = self.executing(self._blocks_of(edit))
-        candidates = set(executing)
+    def executing_block(self, edit: Edit) -> list[Test]:
+        """The tests that execute the edited block."""
+        return self.executing(self._blocks_of(edit))
+
+    def others(self, edit: Edit, is_executed: bool) -> set[Test]:
+        """More tests, for an edit that is executed on import, or in processes (by no test, as far as is known)."""
+        candidates: set[Test] = set()
         base = self.bases.get(edit.path)
-        if not executing and base is not None:  # executed on import, or in processes
+        if not is_executed and base is not None:
             candidates.update(self.executing(range(base, base + len(self._blocks(edit.path)))))
-        if not executing or self._is_on_import(edit):
+        if not is_executed or self._is_on_import(edit):
             candidates.update(test for test in self.tests if _is_near(test, edit.path))
-        chosen, left = [], seconds
-        for test in _in_order(candidates, edit.path):
-            if test.seconds <= left or not chosen:
-                chosen.append(test)
-                left -= test.seconds
-        return Choice(chosen, len(executing))
+        return candidates
+
+
+def _file(test: Test) -> str:
+    return test.name.partition("::")[0]
 
 
 def _is_near(test: Test, path: str) -> bool:
     """Whether a test's folder mirrors that of `path`, or is the one of tests of all of the package."""
-    folder = PurePosixPath(test.name.partition("::")[0]).parent.relative_to("tests")
+    folder = PurePosixPath(_file(test)).parent.relative_to("tests")
     return folder in (PurePosixPath(path).parent.relative_to(PACKAGE), PurePosixPath())
 
 
@@ -173,7 +204,7 @@ def _distance(test: Test, path: str) -> int:
     Files of `tests/` itself are about all of the package.
     """
     module = PurePosixPath(path).relative_to(PACKAGE)
-    file = PurePosixPath(test.name.partition("::")[0]).relative_to("tests")
+    file = PurePosixPath(_file(test)).relative_to("tests")
     room = module.parent
     if file.is_relative_to(room) and file.stem.startswith(f"test_{module.stem}"):
         return 0

@@ -302,7 +302,8 @@ class _Walk:
         if isinstance(node.func, ast.Attribute) and node.func.attr in _NEUTRAL and not node.args:
             yield self.file.edit("dropped call", node, self.file.text(node.func.value))
         attribute = _name(node.func) in ("getattr", "setattr", "hasattr", "isinstance", "issubclass")
-        if len(arguments) >= 2 and len(arguments) == len(node.args) and not attribute:
+        symmetric = _name(node.func) in ("min", "max")
+        if len(arguments) >= 2 and len(arguments) == len(node.args) and not (attribute or symmetric):
             first, second = self.file.text(arguments[0]), self.file.text(arguments[1])
             between = self.file.source[self.file.end(arguments[0]) : self.file.start(arguments[1])]
             start, end = self.file.start(arguments[0]), self.file.end(arguments[1])

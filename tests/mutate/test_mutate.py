@@ -10,7 +10,7 @@ import pytest
 
 from tests.mutate import probes
 from tests.mutate.__main__ import copy_tree, draw, edited, run_tests
-from tests.mutate.choose import Recording
+from tests.mutate.choose import Recording, Recordings
 from tests.mutate.edits import Edit, edits_of
 from tests.mutate.equivalent import EQUIVALENT
 from tests.mutate.recording import Test
@@ -104,7 +104,12 @@ def _is_probe(node: ast.AST) -> bool:
     return isinstance(node, ast.Assign) and ast.unparse(node.targets[0]).startswith(probes.HITS)
 
 
-def recording(**hits: list[int]) -> Recording:
+def recording(**hits: list[int]) -> Recordings:
+    """Of all tests: one part."""
+    return Recordings([part(**hits)])
+
+
+def part(**hits: list[int]) -> Recording:
     """Of SOURCE as `neuronx_dist/mesh.py`, with 8 blocks; a test that executes some of them takes 1 s."""
     tests = [
         Test(
@@ -137,6 +142,17 @@ def test_lines_that_have_moved_are_found_again() -> None:
     known = recording(tests__test_mesh=[0, 3])
     moved = SOURCE.replace("LIMITS = ", "MORE = 1\nEVEN_MORE = 2\nLIMITS = ")
     assert [test.name for test in known.choose(edit_at(17, moved), 10.0).tests] == ["tests/test_mesh.py::test"]
+
+
+def test_newer_recordings_are_added_and_tests_that_are_gone_are_dropped(tmp_path: Path) -> None:
+    known = recording(tests__test_mesh=[0, 3], tests__comm__test_b=[0, 3])
+    newer = known.with_newer(part(tests__comm__test_b=[0], tests__comm__test_c=[0, 3]))
+    newer.save(tmp_path / "recording")
+    read = Recordings.load(tmp_path / "recording")
+    names = [test.name for test in read.choose(edit_at(15), 10.0).tests]
+    assert names == ["tests/test_mesh.py::test", "tests/comm/test_c.py::test"]  # `test_b` executes it no more
+    left = read.existing({"tests/comm/test_c.py::test", "tests/comm/test_b.py::test"})
+    assert [test.name for test in left.choose(edit_at(15), 10.0).tests] == ["tests/comm/test_c.py::test"]
 
 
 @pytest.mark.process

@@ -182,6 +182,21 @@ def test_initialising_without_torch_distributed_says_what_to_call():
         ps.initialize_model_parallel()
 
 
+def test_replica_groups_without_process_groups(monkeypatch):
+    monkeypatch.setattr(ps, "world", lambda: (16, RANK))
+    groups = ps.initialize_model_parallel(2, 2, 2, 4, mesh_only=True)
+    axes = dict(tp="tensor", dp="data", pp="pipeline", ep_model="expert", ep_data="expert_data", cp="context")
+    for field, name in axes.items():
+        name = next(each for each in GROUPS if each in (f"{name}_model_parallel", f"{name}_parallel"))
+        assert getattr(groups, f"{field}_groups") == GROUPS[name], field
+    assert not ps.model_parallel_is_initialized()
+    sized = ps.initialize_model_parallel(8, mesh_only=True)
+    assert sized.tp_groups == [[*range(8)], [*range(8, 16)]] and len(sized.pp_groups) == 16
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "16")
+    assert ps.initialize_model_parallel(4, mesh_only=True).tp_groups[0] == [0, 1, 2, 3]
+    assert ps.initialize_model_parallel(4, mesh_only=True, topology="trn1").tp_groups[0] == [0, 4, 8, 12]
+
+
 # --- on real processes ---
 
 

@@ -163,3 +163,32 @@ def test_a_module_with_two_names_is_planned_once():
             apply(model, [LayerPlan("up", "column"), LayerPlan("again", "column")])
 
     comm.threads.run(Mesh(2, tp=2), rank_main)
+
+
+def test_every_plan_that_does_not_fit_is_listed():
+    """Whatever is wrong with one of them, the next is looked at too."""
+
+    def rank_main():
+        model = whole_model()
+        model.norm = nn.LayerNorm(HIDDEN)
+        wrong = [
+            LayerPlan("gate", "columns"),
+            LayerPlan("nowhere", "column"),
+            LayerPlan("norm", "row"),
+            LayerPlan("up", "column", 8),
+            LayerPlan("down", "row", 13),
+            LayerPlan("embed", "embedding", 15),
+        ]
+        with pytest.raises(ValueError) as caught:
+            apply(model, wrong)
+        begin = "cannot replace the layers of this Gated: "
+        assert str(caught.value).removeprefix(begin).split("; ") == [
+            "gate has the style 'columns': use one of column, row, embedding, partial_gradient",
+            "nowhere is no module of this Gated",
+            "norm is a LayerNorm, and the style 'row' replaces torch.nn.Linear",
+            "up has out_features 12, more than its padded size 8",
+            "down has in_features 13, which tp=2 does not divide",
+            "embed has num_embeddings 16, more than its padded size 15",
+        ]
+
+    comm.threads.run(Mesh(2, tp=2), rank_main)

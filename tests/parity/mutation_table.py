@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+from tests.checkpoint import exchanges
 from tests.parity.mutation_cases import (
     _column,
     _joined_features,
@@ -144,4 +145,10 @@ CASES: dict[str, Callable[[], None]] = {
     **{f"Messages.{call}#1": partial(steps_of_a_pipeline, Case(pp=2)) for call in MESSAGES},
     "StageModule.sync_tied_weights:comm.broadcast#1": tied_copies,
     "_exchange:comm.gather_objects#1": unequal_values,
+    "agree:comm.gather_objects#1": exchanges.a_rank_that_fails,
+    "Save.settle:comm.gather_objects#1": exchanges.a_rank_that_cannot_write,
+    "Save.settle:comm.gather_objects#2": exchanges.a_checkpoint_that_cannot_be_completed,
+    "_same_everywhere:comm.gather_objects#1": exchanges.ranks_with_other_tags,
+    "load_checkpoint:comm.gather_objects#1": exchanges.the_newest,
+    "load_checkpoint:comm.gather_objects#2": exchanges.one_damaged_file,
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from typing import Any
 
 import pytest
@@ -78,6 +79,85 @@ def test_a_last_batch_that_does_not_divide_is_refused_on_every_rank() -> None:
         pipeline.run_train(**batch(rows=3))
 
     on_ranks(PP2, make(), use, **TRAIN)
+
+
+def test_recordings_that_were_not_used_for_longest_are_dropped_with_one_warning() -> None:
+    model = make()
+
+    def use(pipeline: NxDPPModel) -> Any:
+        shapes = recordings(pipeline)
+        assert pipeline.recordings_kept == 128
+        with pytest.raises(ValueError, match="recordings_kept must be an integer of at least 1, got 0"):
+            pipeline.recordings_kept = 0
+        pipeline.recordings_kept = 2
+        seen = []
+        for length in (2, 3, 2, 4, 2, 3, 4, 3):
+            before = len(shapes)
+            loss = pipeline.run_train(**of_length(length))
+            seen.append(len(shapes) - before)
+            assert loss is None or error(loss, reference(model, of_length(length), 2)[0]) < 1e-10
+        return seen
+
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        results = on_ranks(PP2, model, use, **TRAIN)
+    #                          2, 3, 2, 4 for 3, 2, 3 for 4, 4 for 2, 3
+    assert results == [[1, 1, 0, 1, 0, 1, 1, 0]] * 2
+    lines = [str(each.message) for each in said if "recordings" in str(each.message)]
+    assert len(lines) == 2 and lines[0].startswith("more than 2 recordings of this pipeline model"), lines
+    assert "Pad batches to fewer shapes" in lines[0]
+
+
+class Masked(Model):
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor) -> Any:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x, mask)
+        return self.loss(x, labels)
+
+
+@pytest.mark.parametrize("rows", [1, 8, None], ids=["of all samples", "of each sample", "of one microbatch"])
+def test_a_tensor_of_one_row_goes_whole_to_every_microbatch(rows: int | None) -> None:
+    model = make(Masked)
+    mask = torch.randn(rows or 8, SEQ, SEQ, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    microbatches = 4 if rows else 1
+    inputs = {**batch(), "mask": mask}
+    expected, whole = reference(model, {**inputs, "mask": mask.expand(8, SEQ, SEQ)}, microbatches)
+
+    def use(pipeline: NxDPPModel) -> Any:
+        return pipeline.run_train(**inputs), {n: p.grad for n, p in pipeline.local_named_parameters()}
+
+    for rank, (loss, grads) in enumerate(on_ranks(PP2, model, use, **{**TRAIN, "num_microbatches": microbatches})):
+        assert rank == 0 or error(loss, expected) < 1e-10
+        assert all(error(grad, whole[name]) < 1e-10 for name, grad in grads.items())
+
+
+@pytest.mark.parametrize("run", ["run_train", "run_eval"])
+def test_inputs_with_different_numbers_of_rows_are_refused(run: str) -> None:
+    """With one microbatch nothing is cut, and what the model does with them is its own affair."""
+    message = (
+        r"inputs \['ids'\] and \['mask'\] have 8 and 6 rows, of which 2 microbatches would get 4 and 3 each\. "
+        r"Give all of them a row for each sample .*, or one row, \[1, \.\.\.\], of what goes whole to every microbatch"
+    )
+    inputs = {**batch(), "mask": torch.zeros(SEQ, SEQ, dtype=torch.float64)}
+
+    def use(pipeline: NxDPPModel) -> None:
+        with pytest.raises(ValueError, match=message):
+            getattr(pipeline, run)(**inputs)
+        pipeline.num_microbatches = 1
+        getattr(pipeline, run)(**inputs)
+
+    on_ranks(PP2, make(Masked), use, **TRAIN)
+
+
+def test_a_batch_of_one_row_is_cut_as_any_other() -> None:
+    def use(pipeline: NxDPPModel) -> None:
+        pipeline.run_train(**batch(rows=1))
+        pipeline.num_microbatches = 2
+        with pytest.raises(ValueError, match=r"\['ids'\] has 1 rows, which is not divisible into 2 microbatches"):
+            pipeline.run_train(**batch(rows=1))
+
+    on_ranks(PP2, make(), use, **{**TRAIN, "num_microbatches": 1})
 
 
 # --- what evaluation returns ------------------------------------------------------------------------------------------
@@ -174,7 +254,8 @@ def test_it_ends_all_ranks_and_every_data_parallel_rank_looks_at_its_own() -> No
     ended = []
 
     def use(pipeline: NxDPPModel) -> None:
-        pieces = cut(inputs, 2)[comm.rank("dp")]
+        # A copy: of a view, a write by one rank changes the version of what autograd has saved on another.
+        pieces = copy.deepcopy(cut(inputs, 2)[comm.rank("dp")])
         if comm.rank("dp") == 1:
             pieces["ids"][0, 0] = 0
         try:

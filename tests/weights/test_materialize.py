@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import pytest
@@ -16,6 +17,10 @@ from neuronx_dist.parallel_layers.linear import ColumnParallelLinear, RowParalle
 from neuronx_dist.spmd import named_specs
 from neuronx_dist.weights.materialize import materialize
 from neuronx_dist.weights.shard_spec import gather_full
+from tests.support.locks import SeeingLock
+
+materialize_module = importlib.import_module("neuronx_dist.weights.materialize")
+SEEDS = [8342909361095637454, 9123201858914554096, 1257156980456206624]
 
 
 class Block(nn.Module):
@@ -235,3 +240,71 @@ def test_an_initialiser_is_given_the_whole_module_in_the_dtype_that_it_was_built
     assert model.up.weight.dtype == dtype and model.up.weight.shape == (12, 8) and bool((model.up.weight == 2).all())
     assert model.steps.dtype == torch.int64 and model.steps.tolist() == [2, 2, 2]
     assert seen == [("weight", (24, 8)), ("bias", (24,)), ("steps", (3,))]
+
+
+def test_values_are_drawn_by_one_thread_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The generator that initialisers draw from is one for all threads."""
+    lock = SeeingLock(lambda: None)
+    monkeypatch.setattr(materialize_module, "_GENERATOR", lock)
+    locked: list[bool] = []
+    state = torch.get_rng_state()
+
+    def init(module: nn.Module) -> None:
+        locked.append(lock.locked())
+        assert not torch.is_grad_enabled()
+        nn.init.ones_(module.weight)
+
+    with comm.as_rank(Mesh(1), 0), torch.device("meta"):
+        model = nn.Linear(2, 2, bias=False)
+    with comm.as_rank(Mesh(1), 0):
+        materialize(model, 0, init_fn=init)
+    assert locked == [True] and torch.equal(torch.get_rng_state(), state)
+
+
+def test_values_of_a_seed_and_a_name_stay_what_they_are() -> None:
+    """A job that goes on with another version has the same model."""
+    seed_of = vars(materialize_module)["_seed_of"]
+    assert [seed_of(0, "a"), seed_of(0, "b"), seed_of(1, "a")] == SEEDS
+    assert all(0 <= seed_of(0, str(number)) < 2**63 for number in range(64))
+
+
+def test_the_order_in_which_initialisers_are_asked() -> None:
+    """A function that is given, the layer's own method, the nearest convention around it, torch's reset."""
+    calls: list[str] = []
+
+    class Layer(nn.Module):
+        def __init__(self, init_method: Any = None, convention: bool = False) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.empty(2))
+            self.init_method = init_method
+            if convention:
+                self._init_weights = lambda module: calls.append("own convention")
+
+        def reset_parameters(self) -> None:
+            calls.append("reset")
+            nn.init.ones_(self.weight)
+
+    class Whole(nn.Module):
+        def __init__(self, layer: nn.Module) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(layer)
+
+        def _init_weights(self, module: nn.Module) -> None:
+            calls.append("convention")
+
+    def method(weight: torch.Tensor) -> None:
+        calls.append("method")
+        weight[0] = 1.0  # not all of it
+
+    for layer, expected in (
+        (Layer, "given convention reset"),
+        (lambda: Layer(method), "given method convention reset"),
+        (lambda: Layer(None, True), "given own convention reset"),
+        (lambda: Layer(method, True), "given method own convention reset"),
+    ):
+        calls.clear()
+        with torch.device("meta"):
+            model = Whole(layer())
+        with comm.as_rank(Mesh(1), 0):
+            materialize(model, 0, init_fn=lambda module: calls.append("given"))
+        assert " ".join(calls) == expected and model.inner[0].weight.tolist() == [1, 1]

@@ -17,6 +17,7 @@ import torch
 from neuronx_dist import comm
 from neuronx_dist.comm.backends import xla
 from neuronx_dist.comm.errors import CommError
+from neuronx_dist.mesh import Mesh
 from tests.support.paths import ROOT
 from tests.xla.one_device import on_device
 from tests.xla.programs import ranks as programs
@@ -162,6 +163,23 @@ def test_objects_are_gathered_by_a_rendezvous(monkeypatch):
     group = xla.XlaBackend().communicator("dp", [[0, 2], [1, 3]], 1)
     assert comm.gather_objects("mine", group) == ["of rank 1", "of rank 3"]
     assert asked == [("nxd.dp", "mine")]
+
+
+def test_ranks_that_torch_distributed_knows_have_a_board(monkeypatch):
+    import torch.distributed as dist
+
+    store = dist.HashStore()
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
+    monkeypatch.setattr(xla, "check_launched", lambda size: None)
+    monkeypatch.setattr(xla, "ranks_are_threads", lambda: False)
+    for dist_size, known in ((2, True), (None, False)):
+        runtime(monkeypatch, 2, 1, dist_size)
+        xla.connect(Mesh(2, pp=2))
+        try:
+            assert (comm.current().backend.board is not None) == known
+        finally:
+            comm.context.set_default(None)
+    assert xla.XlaBackend().board is None  # of a replay
 
 
 def test_messages_between_two_ranks_are_refused_with_what_to_use():

@@ -15,6 +15,7 @@ from typing import Any
 from ...comm.backends.observed import Event
 from ...comm.rank_tables import RankTable
 from ...mesh import Mesh
+from ...pipeline.run.comparison import Pieces
 from ...pipeline.schedule import Kind, Schedule, Task
 from .calls import Deadline, Op, OutOfTime
 from .cells import Cells
@@ -45,12 +46,14 @@ class RankProgram:
         phases: by name, as far as they were played.
         failure: what ended it early.
         schedule: of all microbatches of its pipeline model; None: there is none.
+        pieces: how that is cut; None: it is not.
     """
 
     rank: int
     phases: dict[str, Phase]
     failure: PhaseFailure | None = None
     schedule: Schedule | None = None
+    pieces: Pieces | None = None
 
     def __post_init__(self) -> None:
         self.events: list[Event] = [event for phase in self.phases.values() for event in phase.events]
@@ -297,7 +300,8 @@ def _run(played: Played, rank: int, phases: Iterable[str], halt_after: int | Non
         except Exception as error:  # noqa: B902 - a finding, whatever it is
             failure = PhaseFailure(name, rank, error)
             break
-    return RankProgram(rank, dict(played.phases), failure, played.schedule)
+    pieces = played.model.comparison.pieces if played.schedule is not None else None
+    return RankProgram(rank, dict(played.phases), failure, played.schedule, pieces)
 
 
 def _confirm(subject: Subject, deadline: Deadline, explored: Explored) -> None:

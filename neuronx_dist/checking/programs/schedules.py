@@ -1,10 +1,11 @@
-"""The schedules of a pipeline's ranks: whether they are one, and whether it comes to an end."""
+"""The ranks of a pipeline: whether they cut one model alike, have one schedule, and whether that comes to an end."""
 
 from __future__ import annotations
 
 from itertools import zip_longest
 
 from ...mesh import Mesh
+from ...pipeline.run.comparison import SAME_ARGUMENTS, difference
 from ...pipeline.schedule import Schedule, prove
 from ..report import Problem
 from .explore import Explored
@@ -13,7 +14,7 @@ __all__ = ["compare_schedules"]
 
 
 def compare_schedules(explored: Explored) -> list[Problem]:
-    """Whether the ranks of a pipeline have one schedule, and all microbatches of it come to an end.
+    """Whether the ranks of a pipeline have one model and schedule, and all microbatches of it come to an end.
 
     Messages of all of them are played in the order in which each stage makes them.
     """
@@ -26,12 +27,16 @@ def compare_schedules(explored: Explored) -> list[Problem]:
         if head.schedule is None:
             continue
         stage = explored.mesh.coordinate("pp", program.rank)
-        difference = _difference(head.schedule, program.schedule, stage)
-        if difference is not None:
+        other = _difference(head.schedule, program.schedule, stage)
+        if other is not None:
             what = (
                 f"ranks {first} and {program.rank} are stages 0 and {stage} of one pipeline, and have different "
-                f"schedules: {difference}\n    Give NxDPPModel the same schedule and sizes on all ranks."
+                f"schedules: {other}\n    Give NxDPPModel the same schedule and sizes on all ranks."
             )
+            problems.append(Problem("pipeline", what, (first, program.rank)))
+        elif program.pieces is not None and head.pieces is not None and program.pieces != head.pieces:
+            statements = {first: head.pieces.in_full(), program.rank: program.pieces.in_full()}
+            what = f"{difference(statements, explored.mesh)}\n    {SAME_ARGUMENTS}"
             problems.append(Problem("pipeline", what, (first, program.rank)))
         elif stage == 0:
             problems += _stuck_schedule(explored.mesh, program.rank, program.schedule)

@@ -21,6 +21,7 @@ from torch.distributed.constants import default_pg_timeout
 from ...call_site import call_site
 from ...mesh import Groups
 from ..base import TAGS, Backend, Communicator, WorkLike, Works
+from ..board import StoreBoard
 from ..errors import CommError, CommTimeout, RemoteRankError
 from ..failure import FailureMonitor
 from ..waiting import noted
@@ -178,6 +179,10 @@ class C10dBackend(Backend):
         self._sharers: Counter[tuple[int, ...]] = Counter()
         self._groups: list[dist.ProcessGroup] = []
         self._by_ranks: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        if dist.get_world_size() > 1:
+            store = dist.distributed_c10d._get_default_store()
+            seconds = self.timeout.total_seconds()
+            self.board = StoreBoard(store, dist.get_rank(), number, timeout=seconds, monitor=monitor)
 
     def communicator(
         self, label: str, groups: Sequence[Sequence[int]], global_rank: int, own: bool = False

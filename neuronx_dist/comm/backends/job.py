@@ -13,7 +13,7 @@ from .. import backends
 from ..failure import FailureMonitor
 from .c10d import C10dBackend
 
-__all__ = ["connect"]
+__all__ = ["connect", "connection_number"]
 
 _connections = itertools.count(1)
 
@@ -25,7 +25,7 @@ def connect(timeout: float | None = None) -> C10dBackend:
         timeout: seconds after which a collective gives up on a silent rank; see `C10dBackend`.
     """
     store, rank, world_size = dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
-    number = _count(store, rank)
+    number = connection_number(store, rank)
     monitor = None
     if world_size > 1:
         monitor = FailureMonitor(store, rank, world_size, number)
@@ -40,7 +40,7 @@ def connect(timeout: float | None = None) -> C10dBackend:
     return C10dBackend(limit, monitor, watch, number)
 
 
-def _count(store: Any, rank: int) -> int:
+def connection_number(store: Any, rank: int) -> int:
     """How many meshes this rank has connected in its job: what an earlier one left in the store is not read again."""
     here = next(_connections)
     try:

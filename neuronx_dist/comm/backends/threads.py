@@ -15,6 +15,7 @@ import torch
 
 from ...mesh import Mesh
 from ..base import DONE, Backend, Communicator, WorkLike
+from ..board import Board
 from ..context import Context, use
 from ..errors import CommError, CommTimeout, RemoteRankError
 
@@ -29,6 +30,7 @@ class _World:
         self.changed = threading.Condition()
         self.posted: dict[Hashable, dict[int, Any]] = {}
         self.reads: dict[Hashable, int] = {}
+        self.boards: dict[int, _ThreadsBoard] = {}
         self.failure: tuple[int, BaseException] | None = None
 
     def post(self, key: Hashable, index: int, value: Any) -> None:
@@ -45,10 +47,7 @@ class _World:
                 if all(index in slots for index in indices):
                     break
                 if self.failure is not None:
-                    rank, error = self.failure
-                    raise RemoteRankError(
-                        f"{what()}: rank {rank} failed first: {type(error).__name__}: {error}", rank=rank
-                    )
+                    self.check(what())
                 if (
                     not self.changed.wait(max(0.0, min(1.0, deadline - time.monotonic())))
                     and time.monotonic() >= deadline
@@ -62,6 +61,12 @@ class _World:
             if self.reads[key] == readers:
                 del self.posted[key], self.reads[key]
             return values
+
+    def check(self, what: str) -> None:
+        """Raises RemoteRankError if a rank has failed."""
+        if self.failure is not None:
+            rank, error = self.failure
+            raise RemoteRankError(f"{what}: rank {rank} failed first: {type(error).__name__}: {error}", rank=rank)
 
     def fail(self, rank: int, error: BaseException) -> None:
         with self.changed:
@@ -172,13 +177,45 @@ class ThreadsCommunicator(Communicator):
         return objects
 
 
+class _ThreadsBoard(Board):
+    def __init__(self, world: _World, rank: int) -> None:
+        super().__init__(rank, world.timeout)
+        self._world = world
+        self._texts: dict[tuple[str, int], str] = {}
+        world.boards[rank] = self
+
+    def _post(self, topic: str, number: int, text: str) -> None:
+        with self._world.changed:
+            self._texts[topic, number] = text
+            self._world.changed.notify_all()
+
+    def _read(self, topic: str, number: int, rank: int) -> str | None:
+        board = self._world.boards.get(rank)
+        if board is None:
+            return None
+        text = board._texts.get((topic, number))
+        return board.answers[topic](number) if text is None and topic in board.answers else text
+
+    def _forget(self, topic: str, number: int) -> None:
+        del self._texts[topic, number]
+
+    def _pause(self, what: str, seconds: float) -> None:
+        with self._world.changed:
+            self._world.check(what)
+            self._world.changed.wait(seconds)
+
+    def _ask(self, topic: str, number: int, what: str) -> None:
+        pass  # `_read` does
+
+
 class ThreadsBackend(Backend):
     """One rank's end of a shared world."""
 
     name = "threads"
 
-    def __init__(self, world: _World) -> None:
+    def __init__(self, world: _World, rank: int) -> None:
         self._world = world
+        self.board = _ThreadsBoard(world, rank)
         self._made: dict[Hashable, int] = {}
 
     def communicator(
@@ -203,7 +240,7 @@ def run(mesh: Mesh, fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -
 
     def rank_main(rank: int) -> None:
         try:
-            with use(Context(mesh, rank, ThreadsBackend(world))):
+            with use(Context(mesh, rank, ThreadsBackend(world, rank))):
                 results[rank] = fn(*args)
         except BaseException as error:  # noqa: B902 - whatever it was, the other ranks must not wait for this one
             world.fail(rank, error)

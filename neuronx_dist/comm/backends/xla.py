@@ -35,10 +35,12 @@ from ...call_site import LIBRARY, TRANSPORT, frames, line_of
 from ...mesh import Mesh
 from .. import context
 from ..base import DONE, Backend, Communicator, WorkLike
+from ..board import StoreBoard
 from ..errors import CommError
 from ..host import upload
 from ..recording import shape_of
 from ..select import XLA, in_one_program, only_on
+from .job import connection_number
 from .xla_groups import check_launched, process_group, replica_groups
 from .xla_transfer import how_to_transfer, rows_of
 
@@ -367,8 +369,16 @@ def ranks_are_threads() -> bool:
 
 
 def connect(mesh: Mesh) -> None:
-    """Makes this process, or thread, a rank of `mesh`. Nothing is to be set up: collectives are in the program."""
-    own_context = context.Context(mesh, world()[1], XlaBackend(mesh))
+    """Makes this process, or thread, a rank of `mesh`. Nothing is to be set up: collectives are in the program.
+
+    Ranks that torch.distributed does not know (those that torch_xla starts itself) have no store for a board.
+    """
+    size, rank = world()
+    backend = XlaBackend(mesh)
+    if size > 1 and dist.is_initialized():
+        store = dist.distributed_c10d._get_default_store()
+        backend.board = StoreBoard(store, rank, connection_number(store, rank))
+    own_context = context.Context(mesh, rank, backend)
     if ranks_are_threads():
         context.set_of_thread(own_context, _ordinal)
     else:

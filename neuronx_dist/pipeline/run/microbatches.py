@@ -21,10 +21,11 @@ class Batch:
     Args:
         inputs: keyword arguments of the model; tensors may lie in containers.
         names: what they must be called; None: anything.
-        num_microbatches: how many pieces to cut tensors into; 0-dim tensors and all else go whole to each.
+        num_microbatches: how many pieces to cut tensors into, all of which have the same number of rows. Tensors of one
+            row, where others have more, 0-dim tensors, and all else go whole to each.
 
     Raises:
-        ValueError: missing or unexpected inputs, no rows, or a number of rows that is not divisible.
+        ValueError: missing or unexpected inputs; no rows, a number of them that does not divide, or several numbers.
     """
 
     def __init__(self, inputs: Mapping[str, Any], names: Sequence[str] | None, num_microbatches: int) -> None:
@@ -38,17 +39,25 @@ class Batch:
         ordered = {name: inputs[name] for name in (names if names is not None else sorted(inputs))}
         self.leaves, self.structure = pytree.tree_flatten(ordered)
         self.num_microbatches = num_microbatches
-        for index, leaf in enumerate(self.leaves):
-            if isinstance(leaf, torch.Tensor) and leaf.ndim and (problem := _wrong_rows(leaf, num_microbatches)):
+        rows = {
+            index: leaf.shape[0]
+            for index, leaf in enumerate(self.leaves)
+            if isinstance(leaf, torch.Tensor) and leaf.ndim
+        }
+        self._cut = {index for index, count in rows.items() if count != 1} or {*rows}
+        for index in sorted(self._cut):
+            if problem := _wrong_rows(self.leaves[index], num_microbatches):
                 raise ValueError(f"input {self._name(index)} {problem}")
+        self._check_equal_rows({index: rows[index] for index in sorted(self._cut)})
 
     def key(self) -> tuple[Any, ...]:
         """Equal for batches that one recording serves."""
-        return (self.structure, *(self._key_of(leaf) for leaf in self.leaves))
+        return (self.structure, *(self._key_of(self._piece(index, leaf, 0)) for index, leaf in enumerate(self.leaves)))
 
     def example(self) -> dict[str, Any]:
         """The first microbatch."""
-        example: dict[str, Any] = pytree.tree_unflatten([self._piece(leaf, 0) for leaf in self.leaves], self.structure)
+        pieces = [self._piece(index, leaf, 0) for index, leaf in enumerate(self.leaves)]
+        example: dict[str, Any] = pytree.tree_unflatten(pieces, self.structure)
         return example
 
     def constants(self) -> list[Any]:
@@ -70,7 +79,7 @@ class Batch:
             for index, leaf in ((index, self.leaves[index]) for index in leaves)
         }
         return [
-            {index: self._piece(leaf, microbatch) for index, leaf in moved.items()}
+            {index: self._piece(index, leaf, microbatch) for index, leaf in moved.items()}
             for microbatch in range(self.num_microbatches)
         ]
 
@@ -79,16 +88,29 @@ class Batch:
         inputs = pytree.tree_unflatten(self.leaves, self.structure)
         return pytree.keystr(pytree.tree_flatten_with_path(inputs)[0][index][0])
 
-    def _piece(self, leaf: Any, microbatch: int) -> Any:
-        if not isinstance(leaf, torch.Tensor) or leaf.ndim == 0 or self.num_microbatches == 1:
+    def _check_equal_rows(self, rows: Mapping[int, int]) -> None:
+        """Refuses tensors of which a microbatch would get different numbers of rows; uncut, the model sees to it."""
+        if self.num_microbatches == 1 or len(set(rows.values())) < 2:
+            return
+        first = next(iter(rows))
+        other = next(index for index in rows if rows[index] != rows[first])
+        raise ValueError(
+            f"inputs {self._name(first)} and {self._name(other)} have {rows[first]} and {rows[other]} rows, of which "
+            f"{self.num_microbatches} microbatches would get {rows[first] // self.num_microbatches} and "
+            f"{rows[other] // self.num_microbatches} each. Give all of them a row for each sample (of several for each "
+            f"sample [samples, several, ...]), or one row, [1, ...], of what goes whole to every microbatch"
+        )
+
+    def _piece(self, index: int, leaf: Any, microbatch: int) -> Any:
+        if index not in self._cut or self.num_microbatches == 1:
             return leaf
         size = leaf.shape[0] // self.num_microbatches
         return leaf.narrow(0, microbatch * size, size)
 
-    def _key_of(self, leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor):  # of its first piece, which need not be made
-            rows = leaf.shape[:1].numel() // self.num_microbatches if leaf.ndim else None
-            return rows, tuple(leaf.shape[1:]), leaf.stride(), leaf.dtype, leaf.requires_grad
+    @staticmethod
+    def _key_of(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.requires_grad
         try:
             hash(leaf)
         except TypeError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ from torch import nn
 from ... import comm
 from ...weights.module_tree import ModuleTree
 from ..cut.placement import Placement, misplaced, misplacement
-from ..cut.splitting import split
+from ..cut.splitting import StagePlan, split
 from ..cut.stage import Stage, add_place
 from ..record.recording import Recording, TensorSpec, TracingError, describe
 from ..schedule import Kind, Schedule
@@ -22,7 +23,7 @@ from .loss import find_loss
 from .microbatches import Batch
 from .wire import Wire, wires_of
 
-__all__ = ["StageProgram", "build_program", "program_key", "recorded"]
+__all__ = ["Programs", "StageProgram", "build_program", "program_key", "recorded"]
 
 
 class StageProgram(NamedTuple):
@@ -34,6 +35,7 @@ class StageProgram(NamedTuple):
         loss: the loss, if it is known which output that is. It is then the first output leaf.
         constants: inputs that are no tensors; compared by identity where they do not hash, so they must stay alive.
         wires: what messages carry, by chunk and by kind.
+        boundaries: what goes from each piece of the model to the next, in words.
         transfers: between stages, where ranks have no messages.
     """
 
@@ -42,12 +44,50 @@ class StageProgram(NamedTuple):
     loss: TensorSpec | None
     constants: list[Any]
     wires: tuple[dict[Kind, list[Wire]], ...]
+    boundaries: list[str]
     transfers: Transfers | None
 
     @property
     def input_leaves(self) -> list[int]:
         """Numbers of the input leaves (of `tree_flatten(inputs)`) that this stage reads."""
         return list(dict.fromkeys(leaf for chunk in self.chunks for leaf in chunk.input_leaves))
+
+
+class Programs:
+    """The programs of a model that were used last, by key.
+
+    Attributes:
+        most: how many are kept.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._by_key: dict[Any, StageProgram] = {}  # the one used last is the last
+        self._has_warned = False
+
+    def __len__(self) -> int:
+        return len(self._by_key)
+
+    def get(self, key: Any) -> StageProgram | None:
+        program = self._by_key.pop(key, None)
+        if program is not None:
+            self._by_key[key] = program
+        return program
+
+    def add(self, key: Any, program: StageProgram) -> None:
+        """Keeps one more; if that is one too many, drops the one that was not used for longest."""
+        self._by_key[key] = program
+        while len(self._by_key) > self.most:
+            del self._by_key[next(iter(self._by_key))]
+            if not self._has_warned:
+                self._has_warned = True
+                warnings.warn(
+                    f"more than {self.most} recordings of this pipeline model, of as many shapes of a microbatch or "
+                    "values of inputs that are no tensors: those not used for longest are dropped, and recorded again "
+                    "when they are needed. Pad batches to fewer shapes, give numbers that change as 0-dim tensors, or "
+                    "raise recordings_kept of the model",
+                    stacklevel=2,
+                )
 
 
 def program_key(batch: Batch, tree: ModuleTree, device: torch.device, return_outputs: bool) -> tuple[Any, ...]:
@@ -127,5 +167,15 @@ def build_program(
         loss=loss,
         constants=constants,
         wires=tuple({kind: wires_of(plan, kind) for kind in OTHER_END} for plan in own),
+        boundaries=[_in_words(plan) for plan in plans[:-1]],
         transfers=Transfers(plans, schedule) if lockstep else None,
     )
+
+
+def _in_words(plan: StagePlan) -> str:
+    """What a piece of the model sends."""
+    words = [
+        f"{[*wire.shape]} {str(wire.dtype).removeprefix('torch.')}{', with a gradient' * spec.requires_grad}"
+        for wire, spec in zip(wires_of(plan, Kind.SEND_FORWARD), plan.sent_specs)
+    ]
+    return "; ".join(words) or "nothing"

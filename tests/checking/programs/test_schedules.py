@@ -143,6 +143,40 @@ def test_ranks_of_a_pipeline_have_one_schedule(one, other, said):
         assert text in problem.message, problem.message
 
 
+def other_cuts() -> Any:
+    return nxd.NxDPPModel(
+        Stack(), Block, 4, pipeline_cuts=[f"layers.{comm.rank('pp') + 2}"], output_loss_value_spec=True
+    )
+
+
+def other_layers() -> Any:
+    model = Stack()
+    if comm.rank("pp") == 0:
+        model.layers.append(Block(8, None))
+    return nxd.NxDPPModel(model, Block, 4, pipeline_cuts=["layers.3"], output_loss_value_spec=True)
+
+
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        (
+            other_cuts,
+            "pipeline_cuts\n  rank 0 (stage 0): ['layers.2']\n  rank 2 (stage 1): ['layers.3']\n    Give NxDPPModel",
+        ),
+        (
+            other_layers,
+            "parameters and buffers: layers.8.up.weight\n  rank 0 (stage 0): [16, 8] float32\n  rank 2 (stage 1): none",
+        ),
+    ],
+)
+def test_ranks_of_a_pipeline_have_one_model_and_cut_it_alike(program, said):
+    """In the words of the job itself, which would end with them."""
+    inputs = {"x": torch.zeros(8, 8), "target": torch.zeros(8, 8)}
+    (problem,) = spmd.check(program, inputs, {"pp": 2, "dp": 2}).problems
+    assert problem.kind == "pipeline" and problem.ranks == (0, 2)
+    assert f"the ranks of a pipeline disagree about {said}" in problem.message, problem.message
+
+
 class Losing(OneFOneB):
     """Stage 1 forgets the last microbatch."""
 

@@ -13,7 +13,9 @@ from torch import nn
 from neuronx_dist import comm
 from neuronx_dist.comm.errors import CommError
 from neuronx_dist.mesh import Axis, Mesh
+from neuronx_dist.pipeline.record import surroundings
 from neuronx_dist.pipeline.record.surroundings import without_cache
+from tests.support.locks import SeeingLock
 from tests.support.pipeline_models import Block, Model, batch, error, make, on_ranks, reference
 
 pytestmark = pytest.mark.slow  # together more than the fast tier has room for
@@ -93,6 +95,16 @@ def test_a_config_of_two_recordings_has_no_cache_until_both_have_ended():
     assert config.use_cache is False
     other.__exit__(None, None, None)
     assert config.use_cache is True
+
+
+def test_a_cache_is_switched_by_one_thread_at_a_time(monkeypatch: pytest.MonkeyPatch):
+    model = nn.Linear(1, 1)
+    model.config = SimpleNamespace(use_cache=True)
+    lock = SeeingLock(lambda: model.config.use_cache)
+    monkeypatch.setattr(surroundings, "_lock", lock)
+    with without_cache(model), without_cache(model):
+        pass
+    assert lock.seen == [True, False, False, False, False, False, False, True]
 
 
 def test_a_cache_that_is_off_stays_off():

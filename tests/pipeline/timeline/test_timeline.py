@@ -12,7 +12,16 @@ from typing import Any
 import pytest
 
 from neuronx_dist.__main__ import main
-from neuronx_dist.pipeline.schedule import Costs, Inference, Schedule, Task, simulate, training_schedule
+from neuronx_dist.pipeline.schedule import (
+    Costs,
+    Inference,
+    Kind,
+    Schedule,
+    Task,
+    TimedTask,
+    simulate,
+    training_schedule,
+)
 from neuronx_dist.pipeline.timeline.chart import Chart, simulated
 from neuronx_dist.pipeline.timeline.png import save_png
 from neuronx_dist.pipeline.timeline.recorded import measured_costs, recorded
@@ -244,6 +253,47 @@ def test_a_recorded_step(tmp_path: Path) -> None:
     assert recorded([path], 3).step_time == 3 and len(recorded([path], 2).stages[1]) == 0
     costs = measured_costs(chart)
     assert (costs.forward, costs.backward_input, costs.backward_weight) == (2, 1, 1)
+
+
+def test_a_recorded_step_with_chunks_and_halves(tmp_path: Path) -> None:
+    """Two pipelines, whose events stand in any order; tasks of two chunks, and halves of backwards."""
+
+    def event(rank: int, stage: int, cat: str, chunk: int, start: float, duration: float, step: int = 7) -> Any:
+        args = {"step": step, "stage": stage, "chunk": chunk, "microbatch": 0}
+        return {"ph": "X", "pid": rank, "cat": cat, "args": args, "ts": start, "dur": duration}
+
+    tasks = [("forward", 1, 6e3, 1e3), ("forward", 0, 5e3, 1e3), ("backward_weight", 0, 9e3, 4e3)]
+    tasks += [("backward_input", 0, 7e3, 2e3), ("backward_input", 1, 13e3, 500.0)]
+    lowest = [event(rank, stage, *task) for rank, stage in ((5, 1), (4, 0)) for task in tasks]
+    others = [event(rank, stage, *task) for rank, stage in ((7, 1), (6, 0)) for task in [("forward", 0, 4e3, 9e3)]]
+    ends = [
+        {"cat": "step", "pid": 4, "args": {"step": 7, "stages": 2}},
+        {"cat": "send", "args": {"step": 8}},
+        {"ph": "M"},
+    ]
+    for number, events in enumerate(([*others, *lowest, *ends], [*ends, *lowest, *others])):
+        path = tmp_path / f"{number}.json"
+        path.write_text(json.dumps(events))
+        chart = recorded([str(path)])
+        assert chart.name == f"{number}.json, step 7"
+        for bars in chart.stages:  # the other pipeline was earlier by 1 ms
+            expected = [("F0", 1, 2), ("F0.1", 2, 3), ("I0", 3, 5), ("W0", 5, 9), ("I0.1", 9, 9.5)]
+            assert [(str(bar.task), bar.start, bar.end) for bar in bars] == expected
+    assert measured_costs(chart) == Costs(forward=2, backward_input=2.5, backward_weight=8)
+    with pytest.raises(ValueError, match="there is no step 6; the trace has step 7$"):
+        recorded([str(path)], 6)
+
+
+def test_what_tasks_took_is_their_median() -> None:
+    def bars(kind: Kind, *durations: float) -> list[TimedTask]:
+        return [
+            TimedTask(Task(kind, 0, number), 10.0 * number, 10.0 * number + d) for number, d in enumerate(durations)
+        ]
+
+    stages = [bars(Kind.FORWARD, 1, 2, 9), bars(Kind.BACKWARD, 3, 4, 9), bars(Kind.FORWARD, 2)]
+    assert measured_costs(Chart("", stages)) == Costs(forward=2, backward_input=2, backward_weight=2)
+    assert measured_costs(Chart("", [bars(Kind.BACKWARD_INPUT, 3)])) == Costs(0, 3, 0)
+    assert measured_costs(Chart("", [bars(Kind.FORWARD, 3)])) == Costs(3, 0, 0)
 
 
 def test_a_trace_of_several_hosts(tmp_path: Path) -> None:

@@ -1,0 +1,15 @@
+"""Checkpoints that load into any layout: tensors as pieces of the whole, in torch.distributed.checkpoint's format.
+
+pieces.py           where a rank's elements lie in the whole tensor
+tensors.py          what one rank saves or loads, as data
+state.py            what that is of a model and an optimizer, by names that no layout changes
+parameters.py       names and pieces of a model's parameters; optimizer_state.py: what an optimizer keeps of them
+files.py            which rank writes what, and writing it
+reading.py          reading the slices that a rank needs
+archive.py          a tensor as `torch.save` writes it; catalog.py: `.metadata`; checksums.py: of blocks of files
+memory.py           bytes of tensors
+agreement.py        errors of one rank as errors of all; errors.py: what is raised
+api.py              the public calls; random_state.py: generators as a part of a checkpoint
+tags.py             the protocol on disk: what counts as a checkpoint, rotation; storage.py: local files, fsspec
+background.py       writing beside the run, and how ranks learn of its end
+"""

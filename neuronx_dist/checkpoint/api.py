@@ -1,0 +1,283 @@
+"""`save_checkpoint`, `load_checkpoint`, `has_checkpoint`, `finalize_checkpoint`: NeuronX Distributed's names."""
+
+from __future__ import annotations
+
+import io
+import os
+import time
+import warnings
+import zlib
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from .. import comm
+from . import files, random_state, reading
+from .agreement import together
+from .background import CheckpointIOState, Save, state_of_rank
+from .errors import CheckpointCorrupted, CheckpointError, CheckpointMismatch
+from .state import collect
+from .storage import open_storage
+from .tags import CheckpointFolder, Entry, Tag, check_tag
+
+__all__ = ["CheckpointIOState", "finalize_checkpoint", "has_checkpoint", "load_checkpoint", "save_checkpoint"]
+
+_SCHEDULER, _USER_CONTENT = "scheduler.pt", "user_content.pt"
+_PATIENCE = 10.0  # seconds until another host sees a new file; network file systems remember what was not there
+
+
+def save_checkpoint(
+    checkpoint_dir_str: str | os.PathLike[str],
+    tag: str,
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    scheduler: Any = None,
+    user_content: Any = None,
+    num_workers: int = 8,
+    use_xser: bool = False,
+    num_kept_ckpts: int | None = None,
+    async_save: bool = False,
+    zero1_optimizer: bool = False,
+    use_zero1_dcp: bool = False,
+    avoid_saving_lower_precision_weights: bool = False,
+    *,
+    when_busy: str = "wait",
+) -> None:
+    """Saves a run as checkpoint `tag`, in a form that any layout loads; all ranks call it.
+
+    The checkpoint is there when it is whole and synced, and not before; an older one of this tag is kept until then.
+    The state of random generators is part of it.
+
+    Args:
+        checkpoint_dir_str: a folder that all ranks see: a path, or a URL of fsspec (`s3://bucket/run`).
+        tag: the name of this checkpoint, that of a folder.
+        model, optimizer: any module and its optimizer, sharded or not; of a pipeline model the local stage.
+        scheduler: anything with a `state_dict`, equal on all ranks.
+        user_content: plain data of rank 0 (numbers, strings, lists, dicts, tensors), which `load_checkpoint` returns:
+            step, position in the data.
+        num_kept_ckpts: how many complete checkpoints stay, this one included; None: all.
+        async_save: return when all is copied to memory, and write in the background. An error is raised by the next
+            call of a function of this file.
+        when_busy: what becomes of an asynchronous save that is not complete yet: "wait" for it, or "supersede" it.
+        num_workers, use_xser, zero1_optimizer, use_zero1_dcp, avoid_saving_lower_precision_weights: without effect:
+            every rank writes its own share, in one format, weights and masters.
+
+    Raises:
+        CheckpointError: on all ranks: this one, or the asynchronous save before it, could not be written. What was
+            there before is there still, and training may go on.
+        ValueError: on the ranks that it concerns (others get a CheckpointError): a tag that names no folder,
+            user_content that is no plain data.
+    """
+    io_state = state_of_rank()
+    rank, ranks = comm.rank("world"), comm.size("world")
+    with together("no checkpoint was saved"):
+        name = check_tag(tag)
+        _check_options(when_busy, num_kept_ckpts)
+    io_state.settle(supersede=when_busy == "supersede")
+    with together("no checkpoint was saved"):
+        folder = CheckpointFolder(open_storage(checkpoint_dir_str))
+        where = folder.storage.describe(name)
+        small = {random_state.file_of(): _packed("the state of random generators", random_state.capture())}
+        if rank == 0 and scheduler is not None:
+            small[_SCHEDULER] = _packed("scheduler.state_dict()", scheduler.state_dict())
+        if rank == 0 and user_content is not None:
+            small[_USER_CONTENT] = _packed("user_content", user_content)
+    _same_everywhere(where)
+    with together("no checkpoint was saved"):
+        state = collect(model, optimizer)
+    plan = files.plan(state)
+    try:
+        with together(f"checkpoint {where} could not be begun"):
+            if rank == 0:
+                folder.begin(name)
+        with together(f"checkpoint {where} could not be begun"):
+            _await_marker(folder, name)
+            if async_save:
+                io_state.staged = plan.stage(io_state.staged)
+    except CheckpointError:
+        if rank == 0:
+            folder.abandon(name)
+        raise
+
+    def write(storage: Any, path: str) -> None:
+        for file, content in small.items():
+            storage.write(f"{path}/{file}", [content])
+        files.write(plan, storage, path)
+
+    entries = {file: Entry(len(content), zlib.crc32(content)) for file, content in small.items()}
+    save = Save(folder, name, write, entries, num_kept_ckpts, rank, ranks)
+    if async_save:
+        io_state.pending = save
+        save.start()
+    else:
+        save.write_own_files()
+        save.settle()
+
+
+def load_checkpoint(
+    path: str | os.PathLike[str],
+    tag: str | None = None,
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    scheduler: Any = None,
+    num_workers: int = 8,
+    strict: bool = True,
+    use_zero1_dcp: bool = False,
+) -> Any:
+    """Loads a checkpoint of any layout into this one; all ranks call it.
+
+    Files are compared with their checksums before anything is changed. Weights, optimizer state and masters are
+    bit-equal in any layout; random generators go on where they were in the same layout.
+
+    Args:
+        path: the folder of `save_checkpoint`.
+        tag: of the checkpoint; None: the newest that is whole, and if it is not the newest, rank 0 warns.
+        model, optimizer, scheduler: what to load into; None is left out.
+        strict: False accepts a model with other parameters than the checkpoint's, and loads what both have.
+        num_workers, use_zero1_dcp: without effect.
+
+    Returns:
+        The `user_content` that was saved, None if there was none.
+
+    Raises:
+        CheckpointError: on all ranks: there is no such checkpoint.
+        CheckpointCorrupted: on all ranks: files are missing, truncated or changed, by name.
+        CheckpointMismatch: on all ranks: it is of another model, or was saved without what is to be loaded.
+    """
+    state_of_rank().settle()
+    with together(f"no checkpoint was loaded from {path}"):
+        folder = CheckpointFolder(open_storage(path))
+        candidates = _candidates(folder, tag) if comm.rank("world") == 0 else []
+    candidates = comm.gather_objects(candidates)[0]
+    damaged = ""
+    for name in candidates:
+        with together(f"checkpoint {folder.storage.describe(name)} could not be read"):
+            checkpoint = folder.tag(name)
+            wrong = folder.damage(checkpoint, comm.rank("world"), comm.size("world"))
+        wrong = [each for share in comm.gather_objects(wrong) for each in share]
+        if not wrong:
+            break
+        more = f"; and {len(wrong) - 4} more" if len(wrong) > 4 else ""
+        damaged = damaged or f"checkpoint {folder.storage.describe(name)} is damaged: {'; '.join(wrong[:4])}{more}"
+    else:
+        raise CheckpointCorrupted(f"{damaged}; nothing was loaded, and there is no older checkpoint that is whole")
+    instead = damaged or ("" if tag in (None, name) else f"checkpoint {tag} was being replaced when its job ended")
+    if instead and comm.rank("world") == 0:
+        warnings.warn(f"{instead}; {name} is loaded instead", stacklevel=2)
+    return _load(folder, checkpoint, model, optimizer, scheduler, strict)
+
+
+def has_checkpoint(checkpoint_dir_str: str | os.PathLike[str]) -> bool:
+    """Whether the folder has a complete checkpoint; not a collective."""
+    folder = CheckpointFolder(open_storage(checkpoint_dir_str))
+    return any(folder.is_complete(name) for name in folder.storage.list())
+
+
+def finalize_checkpoint() -> None:
+    """Returns when the asynchronous save that is under way is complete; all ranks call it.
+
+    Raises:
+        CheckpointError: on all ranks: it failed.
+    """
+    state_of_rank().settle()
+
+
+def _load(folder: CheckpointFolder, checkpoint: Tag, model: Any, optimizer: Any, scheduler: Any, strict: bool) -> Any:
+    where = folder.storage.describe(checkpoint.name)
+    present = checkpoint.files or {}
+    with together(f"checkpoint {where} was not loaded"):
+        if checkpoint.files is None:
+            raise CheckpointMismatch(f"checkpoint {where} does not list its files: it was not saved by save_checkpoint")
+        if scheduler is not None and _SCHEDULER not in present:
+            raise CheckpointMismatch(f"checkpoint {where} was saved without a scheduler")
+        content = {
+            file: _unpacked(file, folder.read(checkpoint, file))
+            for file in (_SCHEDULER, _USER_CONTENT, random_state.file_of(present))
+            if file in present
+        }
+    if model is not None or optimizer is not None:
+        # All files have been compared with their checksums by now, each by one rank.
+        reading.load(folder.storage, checkpoint.name, model, optimizer, strict=strict, verify=False)
+    with together(f"checkpoint {where} was loaded in part"):
+        if scheduler is not None:
+            scheduler.load_state_dict(content[_SCHEDULER])
+        if random_state.file_of(present) in content:
+            random_state.restore(content[random_state.file_of(present)])
+    return content.get(_USER_CONTENT)
+
+
+def _candidates(folder: CheckpointFolder, tag: str | None) -> list[str]:
+    """The tags to try, in this order."""
+    if tag is not None:
+        return [folder.find(check_tag(tag)).name]
+    names = [each.name for each in folder.complete()]
+    if not names:
+        raise CheckpointError(f"there is no complete checkpoint in {folder.storage.describe()}")
+    return names
+
+
+def _check_options(when_busy: str, num_kept_ckpts: int | None) -> None:
+    if when_busy not in ("wait", "supersede"):
+        raise ValueError(f'when_busy is to be "wait" or "supersede", got {when_busy!r}')
+    if num_kept_ckpts is not None and num_kept_ckpts < 1:
+        raise ValueError(f"num_kept_ckpts is to be at least 1, or None for all, got {num_kept_ckpts}")
+
+
+def _same_everywhere(where: str) -> None:
+    """Refuses ranks that save to different folders."""
+    everywhere = comm.gather_objects(where)
+    other = next((rank for rank, name in enumerate(everywhere) if name != everywhere[0]), None)
+    if other is not None:
+        raise CheckpointError(
+            f"ranks are to save one checkpoint together: rank 0 saves {everywhere[0]}, rank {other} {everywhere[other]}"
+        )
+
+
+def _await_marker(folder: CheckpointFolder, name: str) -> None:
+    """Returns when this rank sees what rank 0 has made."""
+    deadline = time.monotonic() + _PATIENCE
+    while not folder.has_begun(name):
+        if time.monotonic() > deadline:
+            raise CheckpointError(
+                f"rank 0 has made {folder.storage.describe(name)}, and it is not there on this rank's host: save to a "
+                "folder that all hosts share"
+            )
+        time.sleep(0.05)
+
+
+def _packed(what: str, value: Any) -> bytes:
+    """A file of plain data, on the CPU.
+
+    Raises:
+        ValueError: it could not be read back without running code.
+    """
+    buffer = io.BytesIO()
+    try:
+        value = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu(), value)
+        torch.save(value, buffer)
+        torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
+    except Exception as error:
+        parts = value.items() if isinstance(value, dict) and len(value) > 1 else ()
+        for key, part in parts:
+            _packed(f"{what}[{key!r}]", part)
+        raise ValueError(
+            f"{what} holds a {type(value).__name__} that cannot be read back as plain data (numbers, strings, lists, "
+            f"dicts, tensors): {_first_line(error)}"
+        ) from error
+    return buffer.getvalue()
+
+
+def _unpacked(file: str, content: bytes) -> Any:
+    """What `_packed` has packed; nothing that a file holds is run."""
+    try:
+        return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise CheckpointCorrupted(f"{file} holds other things than plain data: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    lines: Iterable[str] = str(error).splitlines()
+    return next((line for line in lines if line.strip()), type(error).__name__)

@@ -1,0 +1,239 @@
+"""A save from its first byte to `done`, beside the run that goes on.
+
+Every rank writes its own files, in a thread of its own if the save is asynchronous. Then rank 0 completes the
+checkpoint. It learns that all files are there from a note that each rank leaves in the folder, or, if the run comes to
+its next call of a checkpoint function first, from the exchange that is made there.
+
+No thread communicates: a collective in the background would meet those of training in another order on every rank. A
+process group of its own would need a second network between all ranks for one message each, and neither ranks as
+threads nor XLA devices have one. The folder is there in any case.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from .. import comm
+from .agreement import by_rank, text_of
+from .errors import CheckpointError
+from .storage import Storage
+from .tags import CheckpointFolder, Entry
+
+__all__ = ["CheckpointIOState", "Save", "state_of_rank"]
+
+_NOTES = ".written"  # the folder, inside of a tag's, of the ranks' notes
+_PIECE = 16 << 20  # bytes between two looks at whether a save is still wanted
+_TIMEOUT_ENV = "NEURONX_DIST_CHECKPOINT_TIMEOUT"
+_TIMEOUT = 1800.0
+
+
+class _Superseded(Exception):
+    """This save is not wanted any more."""
+
+
+class _Noting:
+    """A storage for one rank's files, which notes what was written, and stops when the save is superseded."""
+
+    def __init__(self, storage: Storage, superseded: threading.Event) -> None:
+        self._storage = storage
+        self._superseded = superseded
+        self.sizes: dict[str, int] = {}
+
+    def write(self, path: str, chunks: Iterable[Any]) -> None:
+        size = 0
+
+        def pieces() -> Iterator[memoryview]:
+            nonlocal size
+            for chunk in chunks:
+                view = memoryview(chunk).cast("B")
+                for start in range(0, len(view), _PIECE):
+                    if self._superseded.is_set():
+                        raise _Superseded
+                    yield view[start : start + _PIECE]
+                size += len(view)
+
+        self._storage.write(path, pieces())
+        self.sizes[path] = size
+
+    def map(self, path: str) -> memoryview:
+        return self._storage.map(path)
+
+
+class Save:
+    """One checkpoint being written, as one rank sees it.
+
+    Args:
+        folder: where it is written.
+        tag: the name of the checkpoint.
+        write: writes this rank's files, to the storage and below the path that it is given.
+        entries: files that `write` writes and that have a checksum in `done`; the others have their own.
+        keep: how many complete checkpoints are kept; None: all.
+        rank, ranks: this rank, and how many there are.
+    """
+
+    def __init__(
+        self,
+        folder: CheckpointFolder,
+        tag: str,
+        write: Callable[[Any, str], None],
+        entries: dict[str, Entry],
+        keep: int | None,
+        rank: int,
+        ranks: int,
+    ) -> None:
+        self.folder = folder
+        self.tag = tag
+        self.superseded = threading.Event()
+        self.error: BaseException | None = None
+        self._write = write
+        self._entries = entries
+        self._keep = keep
+        self._rank = rank
+        self._ranks = ranks
+        self._files: dict[str, Entry] = {}
+        self._thread: threading.Thread | None = None
+        self._own_files_written = threading.Event()
+        self._exchanged = threading.Event()  # `_reports` came by a collective
+        self._reports: dict[int, dict[str, Entry]] = {}  # on rank 0: what each rank has written
+
+    def start(self) -> None:
+        """Writes in a thread. Python waits for it at its end."""
+        self._thread = threading.Thread(target=self._in_background, name=f"checkpoint-{self.tag}")
+        self._thread.start()
+
+    def write_own_files(self) -> None:
+        """Writes and syncs this rank's files; an error is kept for `settle`."""
+        try:
+            storage = _Noting(self.folder.storage, self.superseded)
+            self._write(storage, self.tag)
+            prefix = f"{self.tag}/"
+            sizes = {path.removeprefix(prefix): size for path, size in storage.sizes.items()}
+            self._files = {path: self._entries.get(path, Entry(size)) for path, size in sizes.items()}
+            for below in {path.rpartition("/")[0] for path in sizes}:
+                self.folder.storage.sync(prefix + below if below else self.tag)
+        except Exception as error:
+            self.error = error
+        finally:
+            self._own_files_written.set()
+
+    def settle(self) -> None:
+        """Waits until the checkpoint is complete. All ranks call it.
+
+        Raises:
+            CheckpointError: on all ranks, if any rank failed; what was written is removed.
+        """
+        if self._thread is not None and self._rank:
+            self._thread.join()  # its note too: rank 0 is about to remove them
+        self._own_files_written.wait()
+        superseded = isinstance(self.error, _Superseded)
+        error = None if superseded else self.error
+        reports = comm.gather_objects((text_of(error), superseded, self._files))
+        failed = {rank: message for rank, (message, _, _) in enumerate(reports) if message}
+        wanted = not failed and not any(superseded for _, superseded, _ in reports)
+        if wanted:
+            self._reports = {rank: files for rank, (_, _, files) in enumerate(reports)}
+        self._exchanged.set()
+        if self._thread is not None:
+            self._thread.join()
+        elif self._rank == 0 and wanted:
+            self._complete()
+        if self._rank == 0 and (not wanted or self.error is not None):
+            self.folder.abandon(self.tag)
+        if wanted:  # only rank 0 has done something since
+            error = self.error
+        (message, *_) = comm.gather_objects(text_of(error))  # all go on when rank 0 has
+        failed = failed or ({0: message} if message else {})
+        if failed:
+            where = self.folder.storage.describe(self.tag)
+            raise CheckpointError(f"checkpoint {where} could not be written: {by_rank(failed)}") from error
+
+    def _in_background(self) -> None:
+        self.write_own_files()
+        notes = f"{self.tag}/{_NOTES}"
+        if self._rank:
+            with suppress(Exception):  # then rank 0 learns of it by the exchange
+                note = json.dumps({"failure": text_of(self.error), "files": self._files})
+                self.folder.storage.write(f"{notes}/{self._rank}", [note.encode()])
+        elif self.error is None:
+            self._complete(self._wait_for_notes)
+        failed = self.error is not None and not isinstance(self.error, _Superseded)
+        if failed and not threading.main_thread().is_alive():  # nobody will ask
+            print(f"[rank {self._rank}] checkpoint {self.tag} failed: {self.error}", file=sys.stderr, flush=True)
+
+    def _complete(self, wait: Callable[[], bool] = lambda: True) -> None:
+        """Completes the checkpoint when `wait` says that all ranks have written (rank 0)."""
+        try:
+            if wait():
+                files = {path: entry for _, report in sorted(self._reports.items()) for path, entry in report.items()}
+                self.folder.storage.remove_tree(f"{self.tag}/{_NOTES}")
+                self.folder.commit(self.tag, files)
+                if self._keep is not None:
+                    self.folder.rotate(self._keep)
+        except Exception as error:
+            self.error = error
+
+    def _wait_for_notes(self) -> bool:
+        """Waits for what all ranks have written; whether all have."""
+        notes, storage = f"{self.tag}/{_NOTES}", self.folder.storage
+        seconds = float(os.environ.get(_TIMEOUT_ENV, _TIMEOUT))
+        reports = {0: self._files}
+        pause, last = 0.005, time.monotonic()
+        while len(reports) < self._ranks:
+            if self._exchanged.wait(pause):
+                return bool(self._reports)
+            pause = min(1.0, 1.5 * pause)
+            for name in storage.list(notes):
+                if name.isdecimal() and int(name) not in reports:
+                    note = json.loads(storage.read(f"{notes}/{name}"))
+                    if note["failure"]:
+                        raise CheckpointError(f"rank {name}: {note['failure']}")
+                    reports[int(name)] = {path: Entry(*entry) for path, entry in note["files"].items()}
+                    last = time.monotonic()
+            if time.monotonic() - last > seconds:
+                missing = [rank for rank in range(self._ranks) if rank not in reports]
+                raise CheckpointError(
+                    f"ranks {missing[:8]} have not said within {seconds:g} s that their files are written "
+                    f"({_TIMEOUT_ENV} sets how long is waited)"
+                )
+        self._reports = reports
+        return True
+
+
+class CheckpointIOState:
+    """What a rank keeps between saves: the save that is under way, and the memory that tensors are copied to.
+
+    Attributes:
+        pending: the asynchronous save that nobody has waited for.
+        staged: the memory of the last asynchronous save, for the next.
+    """
+
+    def __init__(self) -> None:
+        self.pending: Save | None = None
+        self.staged: torch.Tensor | None = None
+
+    def settle(self, supersede: bool = False) -> None:
+        """Waits for the save that is under way, if there is one, or ends it. All ranks call it.
+
+        Raises:
+            CheckpointError: it failed, on whatever rank.
+        """
+        save, self.pending = self.pending, None
+        if save is not None:
+            if supersede:
+                save.superseded.set()
+            save.settle()
+
+
+def state_of_rank() -> CheckpointIOState:
+    """The one of the current rank."""
+    state: CheckpointIOState = comm.current().extras.setdefault("checkpoint", CheckpointIOState())
+    return state

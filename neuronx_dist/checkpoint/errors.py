@@ -1,0 +1,17 @@
+"""What is wrong with a checkpoint."""
+
+from __future__ import annotations
+
+__all__ = ["CheckpointCorrupted", "CheckpointError", "CheckpointMismatch"]
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be written or read; the message says which and why."""
+
+
+class CheckpointCorrupted(CheckpointError):
+    """A file of a checkpoint is missing, truncated, or not what was written."""
+
+
+class CheckpointMismatch(CheckpointError):
+    """A checkpoint is of another model: other names or shapes."""

@@ -1,0 +1,290 @@
+"""The files of a checkpoint as torch.distributed.checkpoint has them, written from the memory where tensors are.
+
+    .metadata           where each piece of each tensor lies (`catalog`)
+    __<rank>_0.distcp   pieces that this rank wrote, each as `torch.save` writes a tensor (`archive`); objects too
+
+`torch.distributed.checkpoint.load` reads them. Each file ends with checksums of its blocks (`checksums`).
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from .. import comm
+from ..comm.host import on_host
+from .archive import ALIGNMENT, archive
+from .catalog import METADATA, Catalog, Chunk, Extent, SavedTensor, pickled
+from .checksums import with_checksums
+from .memory import as_bytes, as_tensor
+from .optimizer_state import GROUPS, merged_groups
+from .pieces import cut
+from .tensors import Path, State, key_of
+
+__all__ = ["WritePlan", "plan", "write"]
+
+_MAX_PIECE = 256 << 20  # bytes; larger ones are cut, and replicas share them
+
+
+class _Storage(Protocol):
+    def write(self, path: str, chunks: Iterator[memoryview | bytes]) -> Any: ...
+
+
+class _Claim(NamedTuple):
+    """A piece that a rank has, and could write."""
+
+    key: str
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+class _Tensor(NamedTuple):
+    """A whole tensor, as each rank that holds a part describes it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    paths: tuple[Path, ...]
+
+
+class _Holdings(NamedTuple):
+    """What a rank could write."""
+
+    tensors: dict[str, _Tensor]
+    claims: list[_Claim]
+    objects: dict[Path, int]  # and the bytes of each
+    groups: list[dict[str, Any]] | None
+
+
+class WritePlan:
+    """What this rank writes.
+
+    Attributes:
+        files: the names of this rank's files.
+        nbytes: size of the larger one, without its checksums.
+    """
+
+    def __init__(self, name: str, items: Sequence[tuple[int, Any]], nbytes: int, metadata: bytes | None) -> None:
+        self.nbytes = nbytes
+        self.files = ([name] if items else []) + ([METADATA] if metadata is not None else [])
+        self._items = items  # (start, bytes or a piece of a tensor), in order
+        self._metadata = metadata
+        self._staged: torch.Tensor | None = None
+
+    def stage(self, buffer: torch.Tensor | None = None) -> torch.Tensor:
+        """Copies all that this rank writes into host memory; from then on the run may change its tensors.
+
+        Args:
+            buffer: what an earlier `stage` returned; it is written anew if it is large enough.
+
+        Returns:
+            The buffer, `[bytes]`; pinned if there is CUDA.
+        """
+        if buffer is None or buffer.numel() < self.nbytes:
+            buffer = torch.empty(self.nbytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+        sources = self._tensors()
+        waits = False
+        for start, item in self._items:
+            if isinstance(item, bytes):
+                buffer[start : start + len(item)] = as_tensor(memoryview(bytearray(item)), torch.uint8, (len(item),))
+            else:
+                source = next(sources)
+                target = buffer[start : start + source.numel() * source.element_size()]
+                target.view(source.dtype).view(source.shape).copy_(source, non_blocking=True)
+                waits = waits or source.is_cuda
+        if waits:
+            torch.cuda.synchronize()
+        self._staged = buffer
+        return buffer
+
+    def chunks(self, name: str) -> Iterator[memoryview | bytes]:
+        """The content of a file, with its checksums: from staged memory if there is some, else from the tensors."""
+        return with_checksums([self._metadata or b""] if name == METADATA else self._content())
+
+    def _content(self) -> Iterator[memoryview | bytes]:
+        sources = iter(()) if self._staged is not None else self._tensors()
+        for start, item in self._items:
+            if isinstance(item, bytes):
+                yield item
+            elif self._staged is not None:
+                yield as_bytes(self._staged[start : start + item.numel() * item.element_size()])
+            else:
+                yield as_bytes(next(sources).contiguous().cpu())
+
+    def _tensors(self) -> Iterator[torch.Tensor]:
+        tensors = [item for _, item in self._items if not isinstance(item, bytes)]
+        on_host(tensors, copy=False)  # what XLA devices still have to compute, as one program
+        return iter(tensors)
+
+
+def plan(state: State) -> WritePlan:
+    """Shares the writing among the ranks that hold the same pieces, and lays out the files. All ranks call it.
+
+    One `gather_objects` over the world, and nothing else is communicated until the files are written.
+
+    Raises:
+        ValueError: ranks describe a tensor differently; a piece of one is on no rank; an object is no plain data.
+    """
+    views = {
+        _Claim(key, part.offset, part.shape): tensor.tensor[part.local]
+        for key, tensor in state.tensors.items()
+        for piece in tensor.pieces
+        for part in cut(piece, _MAX_PIECE // tensor.tensor.element_size())
+    }
+    tensors = {
+        key: _Tensor(tensor.shape, tensor.tensor.dtype, tuple(tensor.paths)) for key, tensor in state.tensors.items()
+    }
+    packed = {path: _packed(path, value) for path, value in state.objects.items()}
+    sizes = {path: len(content) for path, content in packed.items()}
+    everyone = comm.gather_objects(_Holdings(tensors, list(views), sizes, state.groups))
+
+    rank = comm.rank("world")
+    if state.groups is not None:
+        groups = merged_groups([holdings.groups or [] for holdings in everyone])
+        packed[GROUPS] = _packed(GROUPS, groups)
+        for holdings in everyone[:1]:
+            holdings.objects[GROUPS] = len(packed[GROUPS])
+    merged = _merged(everyone)
+    shares = _shares(everyone, merged)
+    items, nbytes = _items(shares[rank], merged, packed, views)
+    metadata = pickled(_catalog(shares, merged)) if rank == 0 else None
+    return WritePlan(_file_name(rank), items, nbytes, metadata)
+
+
+def write(plan: WritePlan, storage: _Storage, folder: str) -> None:
+    """Writes this rank's files; no communication. The `.metadata` of rank 0 names files of others: wait for all."""
+    for name in plan.files:
+        storage.write(f"{folder}/{name}", plan.chunks(name))
+
+
+class _Share(NamedTuple):
+    """What a rank writes, in order."""
+
+    objects: list[tuple[Path, int]]
+    claims: list[_Claim]
+
+
+def _merged(everyone: Sequence[_Holdings]) -> dict[str, _Tensor]:
+    """All tensors, by key.
+
+    Raises:
+        ValueError: ranks describe one differently.
+    """
+    merged: dict[str, _Tensor] = {}
+    for rank, holdings in enumerate(everyone):
+        for key, tensor in holdings.tensors.items():
+            if merged.setdefault(key, tensor) != tensor:
+                raise ValueError(
+                    f"{key} is {tensor.shape} of {tensor.dtype} on rank {rank}, and {merged[key].shape} of "
+                    f"{merged[key].dtype} on a rank before it: one name, two tensors"
+                )
+    return merged
+
+
+def _shares(everyone: Sequence[_Holdings], tensors: dict[str, _Tensor]) -> list[_Share]:
+    """Who writes what: each piece goes to the rank with the least to write of those that hold it, large ones first.
+
+    Raises:
+        ValueError: the pieces of a tensor are not all of it.
+    """
+    holders: dict[_Claim, list[int]] = {}
+    owners: dict[Path, tuple[int, int]] = {}
+    for rank, holdings in enumerate(everyone):
+        for claim in holdings.claims:
+            holders.setdefault(claim, []).append(rank)
+        for path, size in holdings.objects.items():
+            owners.setdefault(path, (rank, size))
+    missing = {key: math.prod(tensor.shape) for key, tensor in tensors.items()}
+    for claim in holders:
+        missing[claim.key] -= math.prod(claim.shape)
+    for key, elements in missing.items():
+        if elements:
+            raise ValueError(
+                f"{key}, of shape {tensors[key].shape}, cannot be saved: the pieces of it that ranks hold have "
+                f"{math.prod(tensors[key].shape) - elements} elements"
+            )
+    load = [0] * len(everyone)
+    chosen: dict[_Claim, int] = {}
+    for claim in sorted(holders, key=lambda claim: -math.prod(claim.shape) * tensors[claim.key].dtype.itemsize):
+        writer = min(holders[claim], key=load.__getitem__)
+        load[writer] += math.prod(claim.shape) * tensors[claim.key].dtype.itemsize
+        chosen[claim] = writer
+    shares = [_Share([], []) for _ in everyone]
+    for path, (rank, size) in owners.items():
+        shares[rank].objects.append((path, size))
+    for claim in holders:
+        shares[chosen[claim]].claims.append(claim)
+    return shares
+
+
+def _positions(share: _Share, tensors: dict[str, _Tensor]) -> Iterator[tuple[Path | _Claim, int, int]]:
+    """`(what, where it begins, its length)` of all in a rank's file."""
+    start = 0
+    for path, size in share.objects:
+        yield path, start, size
+        start += size + -size % ALIGNMENT
+    for claim in share.claims:
+        around = archive(tensors[claim.key].dtype, claim.shape)
+        yield claim, start, around.length
+        start += len(around.head) + around.nbytes + len(around.tail)
+
+
+def _items(
+    share: _Share, tensors: dict[str, _Tensor], packed: dict[Path, bytes], views: dict[_Claim, torch.Tensor]
+) -> tuple[list[tuple[int, bytes | torch.Tensor]], int]:
+    """The content of this rank's file, bytes and tensors by turns, each with its position; and its size."""
+    items: list[tuple[int, bytes | torch.Tensor]] = []
+    small, begin = b"", 0  # bytes that no tensor interrupts
+    for what, start, _ in _positions(share, tensors):
+        small += bytes(start - begin - len(small))
+        if isinstance(what, _Claim):
+            around = archive(tensors[what.key].dtype, what.shape)
+            items += [(begin, small + around.head), (start + len(around.head), views[what])]
+            begin, small = start + len(around.head) + around.nbytes, around.tail
+        else:
+            small += packed[what]
+    if small:
+        items.append((begin, small))
+    return items, begin + len(small)
+
+
+def _catalog(shares: Sequence[_Share], tensors: dict[str, _Tensor]) -> Catalog:
+    """Where everything lies."""
+    catalog = Catalog()
+    for rank, share in enumerate(shares):
+        for what, start, length in _positions(share, tensors):
+            extent = Extent(_file_name(rank), start, length)
+            if not isinstance(what, _Claim):
+                catalog.objects[key_of(what)] = extent
+                catalog.paths[key_of(what)] = what
+                continue
+            tensor = tensors[what.key]
+            for path in tensor.paths:
+                saved = catalog.tensors.setdefault(key_of(path), SavedTensor(tensor.shape, tensor.dtype))
+                saved.chunks.append(Chunk(what.offset, what.shape, extent))
+                catalog.paths[key_of(path)] = path
+    return catalog
+
+
+def _file_name(rank: int) -> str:
+    return f"__{rank}_0.distcp"
+
+
+def _packed(path: Path, value: Any) -> bytes:
+    """Plain data as `torch.save` writes it, tensors on the CPU.
+
+    Raises:
+        ValueError: it could not be read back without running code.
+    """
+    buffer = io.BytesIO()
+    try:
+        value = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu(), value)
+        torch.save(value, buffer)
+        torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
+    except Exception as error:
+        raise ValueError(f"{key_of(path)} cannot be saved, it is no plain data: {error}") from error
+    return buffer.getvalue()

@@ -1,0 +1,241 @@
+"""What an optimizer keeps of parameters, with ZeRO-1 or without, under the same names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..optimizer import NeuronZero1Optimizer
+from ..parallel_layers.utils import load_optimizer_state_dict
+from .catalog import Catalog
+from .errors import CheckpointMismatch
+from .parameters import Parameter
+from .pieces import Piece, rows_of, whole_piece
+from .tensors import Path, ShardedTensor, State, key_of
+
+__all__ = ["GROUPS", "collect_optimizer", "expect_optimizer", "merged_groups", "restore_optimizer"]
+
+_STATE = ("optimizer", "state")
+_MASTER = ("optimizer", "master")
+GROUPS = ("optimizer", "param_groups")
+
+# Not of one element for each of the parameter's, also where the parameter has one element only.
+_SCALARS = {"step"}
+
+
+@dataclass
+class _Slot:
+    """A parameter as the optimizer has it.
+
+    Attributes:
+        tensor: what the optimizer's state is of: the parameter, or under ZeRO-1 its rows that this rank has.
+        pieces: what `tensor` holds of the whole parameter.
+        degree: over how many ranks the parameter's rows are divided.
+    """
+
+    parameter: Parameter
+    tensor: torch.Tensor
+    pieces: list[Piece]
+    degree: int = 1
+
+    @property
+    def has_master(self) -> bool:
+        return self.tensor.dtype != self.parameter.tensor.dtype
+
+    @property
+    def masters(self) -> list[Path]:
+        """Where the master weights stand."""
+        return [(*_MASTER, name) for name in self.parameter.names]
+
+    def entries(self, entry: str) -> list[Path]:
+        """Where an entry of the state stands."""
+        return [(*_STATE, name, entry) for name in self.parameter.names]
+
+    def sharded(self, paths: Sequence[Path], tensor: torch.Tensor) -> ShardedTensor:
+        """A tensor that is laid out as `self.tensor` is."""
+        shape = self.parameter.shape  # a parameter without dims is a row under ZeRO-1
+        return ShardedTensor(paths, shape, tensor if shape else tensor.view(()), self.pieces)
+
+    def is_sharded(self, entry: str, shape: Sequence[int], like: Sequence[int]) -> bool:
+        """Whether an entry has one element for each of the parameter's."""
+        return entry not in _SCALARS and tuple(shape) == tuple(like)
+
+
+def collect_optimizer(state: State, optimizer: torch.optim.Optimizer, parameters: Mapping[int, Parameter]) -> None:
+    """Adds what an optimizer keeps.
+
+    Raises:
+        ValueError: it is of other parameters, or keeps a tensor of which it is not known what part of the whole it is.
+    """
+    slots, base = _slots(optimizer, parameters)
+    for slot in slots:
+        if slot.has_master:
+            state.add(slot.sharded(slot.masters, slot.tensor.detach()))
+        for entry, value in base.state.get(slot.tensor, {}).items():
+            paths = slot.entries(entry)
+            if not isinstance(value, torch.Tensor):
+                state.objects[paths[0]] = value
+            elif slot.is_sharded(entry, value.shape, slot.tensor.shape):
+                state.add(slot.sharded(paths, value))
+            elif not value.dim() or (slot.degree == 1 and slot.parameter.shape == tuple(slot.tensor.shape)):
+                state.add(ShardedTensor.whole(paths, value))
+            else:
+                raise ValueError(
+                    f"{type(base).__name__} keeps {entry!r} of shape {tuple(value.shape)} for "
+                    f"{slot.parameter.names[0]}, of which this rank has a shard {tuple(slot.tensor.shape)}: what part "
+                    f"it is of the whole is not known"
+                )
+    state.groups = [_saved_group(group, parameters) for group in optimizer.param_groups]
+
+
+def expect_optimizer(
+    state: State, optimizer: torch.optim.Optimizer, parameters: Mapping[int, Parameter], catalog: Catalog
+) -> None:
+    """Adds new tensors for what a checkpoint has of this rank's parameters, to be read and then restored."""
+    saved: dict[str, set[str]] = {}
+    prefix = key_of((*_STATE, ""))
+    for key in (*catalog.tensors, *catalog.objects):
+        if key.startswith(prefix):
+            name, _, entry = key[len(prefix) :].rpartition(".")
+            saved.setdefault(name, set()).add(entry)
+    for slot in _slots(optimizer, parameters)[0]:
+        if slot.has_master and key_of(slot.masters[0]) in catalog.tensors:
+            state.add(slot.sharded(slot.masters, torch.zeros(slot.tensor.shape, dtype=slot.tensor.dtype)))
+        for entry in sorted(saved.get(slot.parameter.names[0], ())):
+            paths = slot.entries(entry)
+            tensor = catalog.tensors.get(key_of(paths[0]))
+            if tensor is None:
+                state.objects[paths[0]] = None
+            elif slot.is_sharded(entry, tensor.shape, slot.parameter.shape):
+                state.add(slot.sharded(paths, torch.zeros(slot.tensor.shape, dtype=tensor.dtype)))
+            else:
+                state.add(ShardedTensor.whole(paths, torch.zeros(tensor.shape, dtype=tensor.dtype)))
+    state.objects[GROUPS] = None
+
+
+def restore_optimizer(state: State, optimizer: torch.optim.Optimizer, parameters: Mapping[int, Parameter]) -> None:
+    """Gives an optimizer the state that was read, if there was any; after the model's parameters were read."""
+    if state.objects[GROUPS] is None:
+        return
+    slots, base = _slots(optimizer, parameters)
+    read: dict[Path, Any] = {tensor.paths[0]: tensor.tensor for tensor in state.tensors.values()}
+    read.update(state.objects)
+    values: dict[str, dict[str, Any]] = {}
+    for path, value in read.items():
+        if path[:2] == _STATE:
+            values.setdefault(path[2], {})[path[3]] = value
+    entries = {
+        index: {entry: _as_kept(slot, entry, value) for entry, value in values[slot.parameter.names[0]].items()}
+        for index, slot in enumerate(slots)
+        if slot.parameter.names[0] in values
+    }
+    groups = _restored_groups(optimizer, parameters, state.objects[GROUPS])
+    if not isinstance(optimizer, NeuronZero1Optimizer):
+        load_optimizer_state_dict(optimizer, {"state": entries, "param_groups": groups})
+        return
+    shapes = {index: tuple(slot.parameter.tensor.shape) for index, slot in enumerate(slots)}
+    optimizer.load_state_dict({"state": {}, "param_groups": groups, "base_state": entries, "shape_info": shapes})
+    for slot in slots:  # those that were not saved have been made of the parameters
+        if slot.masters[0] in read:
+            with torch.no_grad():
+                slot.tensor.copy_(read[slot.masters[0]].view(slot.tensor.shape))
+
+
+def merged_groups(groups_of_ranks: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """The parameter groups of the whole model, from those of each rank.
+
+    Raises:
+        ValueError: a parameter is in different groups on different ranks.
+    """
+    merged: list[dict[str, Any]] = []
+    group_of: dict[str, int] = {}
+    for rank, groups in enumerate(groups_of_ranks):
+        for index, group in enumerate(groups):
+            if index == len(merged):
+                merged.append({**group, "params": []})
+            for name in group["params"]:
+                if group_of.setdefault(name, index) != index:
+                    raise ValueError(
+                        f"{name} is in parameter group {index} of rank {rank}'s optimizer, and in {group_of[name]} of "
+                        f"another rank's: give all ranks the same groups, with empty ones where a stage has none"
+                    )
+    for name, index in group_of.items():
+        merged[index]["params"].append(name)
+    return merged
+
+
+def _saved_group(group: Mapping[str, Any], parameters: Mapping[int, Parameter]) -> dict[str, Any]:
+    """A group's options, and its parameters by name."""
+    options = {name: value for name, value in group.items() if name not in ("params", "param_names")}
+    return {**options, "params": [_parameter(tensor, parameters).names[0] for tensor in group["params"]]}
+
+
+def _restored_groups(
+    optimizer: torch.optim.Optimizer, parameters: Mapping[int, Parameter], saved: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """The groups of a state dict: each has the options of the saved group that its parameters are in.
+
+    Raises:
+        CheckpointMismatch: a group has parameters of several saved ones.
+    """
+    group_of = {name: index for index, group in enumerate(saved) for name in group["params"]}
+    groups, count = [], 0
+    for index, group in enumerate(optimizer.param_groups):
+        names = [_parameter(tensor, parameters).names for tensor in group["params"]]
+        sources = sorted({group_of[name] for aliases in names for name in aliases[:1] if name in group_of})
+        if len(sources) > 1:
+            raise CheckpointMismatch(
+                f"parameter group {index} of the optimizer has parameters of the checkpoint's groups "
+                f"{', '.join(map(str, sources))}, whose options may differ: make the optimizer of the same groups"
+            )
+        source = sources[0] if sources else index
+        options = saved[source] if source < len(saved) else group
+        numbers = list(range(count, count + len(names)))
+        count += len(names)
+        groups.append({**{name: value for name, value in options.items() if name != "params"}, "params": numbers})
+    return groups
+
+
+def _as_kept(slot: _Slot, entry: str, value: Any) -> Any:
+    """An entry in the shape in which the optimizer keeps it: a parameter without dims is a row under ZeRO-1."""
+    is_row = isinstance(value, torch.Tensor) and slot.is_sharded(entry, value.shape, slot.parameter.shape)
+    return value.view(slot.tensor.shape) if is_row and not slot.parameter.shape else value
+
+
+def _slots(
+    optimizer: torch.optim.Optimizer, parameters: Mapping[int, Parameter]
+) -> tuple[list[_Slot], torch.optim.Optimizer]:
+    """What the optimizer's state is of, in order, and the optimizer that has it.
+
+    Raises:
+        ValueError: a parameter is not the model's.
+    """
+    if not isinstance(optimizer, NeuronZero1Optimizer):
+        tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+        own = [_parameter(tensor, parameters) for tensor in tensors]
+        return [_Slot(each, each.tensor, each.pieces) for each in own], optimizer
+    if optimizer.base_optimizer is None:
+        optimizer.init_zero()
+    assert optimizer.base_optimizer is not None
+    slots = []
+    for shard in optimizer.shards:
+        parameter = _parameter(shard.param, parameters)
+        first = shard.group.rank * shard.shape[0]
+        if parameter.shape:
+            pieces = rows_of(parameter.pieces, first, first + shard.shape[0])
+        else:
+            pieces = [whole_piece(())] if first == 0 else []
+        slots.append(_Slot(parameter, shard.master, pieces, shard.degree))
+    return slots, optimizer.base_optimizer
+
+
+def _parameter(tensor: torch.Tensor, parameters: Mapping[int, Parameter]) -> Parameter:
+    if id(tensor) not in parameters:
+        raise ValueError(
+            f"the optimizer holds a parameter of shape {tuple(tensor.shape)} that is none of this rank's parameters of "
+            f"the model: checkpoints name its state by the model. Give the model that it was made for"
+        )
+    return parameters[id(tensor)]

@@ -1,0 +1,110 @@
+"""What a checkpoint holds of a run, as one rank has it, by names that no layout changes.
+
+    model.<name>                        parameters, and buffers that a state dict has, by their names in the whole model
+    optimizer.state.<name>.<entry>      what the optimizer keeps of a parameter: `exp_avg`, `step`, ...
+    optimizer.master.<name>             its master weights, where their dtype is not the parameter's
+    optimizer.param_groups              options and names of parameters, by group
+
+They are the names that torch.distributed.checkpoint gives to `{"model": model.state_dict(), "optimizer":
+get_optimizer_state_dict(...)}`. A tied weight has the first of its names. A shard is described by its pieces of the
+whole tensor (`pieces`), so the same keys hold the same tensors at any degree of tp, pp and dp, with and without ZeRO-1.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from ..weights.partial_model import buffer_slots
+from .catalog import Catalog
+from .errors import CheckpointMismatch
+from .optimizer_state import collect_optimizer, expect_optimizer, restore_optimizer
+from .parameters import Parameter, parameters_of
+from .tensors import ShardedTensor, State, key_of
+
+__all__ = ["ShardedTensor", "State", "collect", "expect", "restore"]
+
+_MODEL = "model"
+
+
+def collect(model: nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None) -> State:
+    """What a checkpoint is to hold of a model and its optimizer; nothing is copied, nothing communicated.
+
+    Args:
+        model: any module; of a pipeline model this stage's part.
+        optimizer: `NeuronZero1Optimizer`, `MasterWeightsOptimizer` or any torch optimizer of `model`'s parameters.
+
+    Raises:
+        ValueError: an optimizer without its model, whose names its state has; or of other parameters; a parameter
+            without a value.
+    """
+    state = State()
+    parameters = _parameters(model, optimizer)
+    _add_model(state, model, parameters)
+    if optimizer is not None:
+        collect_optimizer(state, optimizer, parameters)
+    return state
+
+
+def expect(model: nn.Module | None, optimizer: torch.optim.Optimizer | None, catalog: Catalog) -> State:
+    """What is to be read of a checkpoint: the model's own tensors, and new ones for the optimizer's state.
+
+    Raises:
+        ValueError: as `collect`.
+        CheckpointMismatch: a weight that is tied here has two values in the checkpoint.
+    """
+    state = State()
+    parameters = _parameters(model, optimizer)
+    for parameter in parameters.values():
+        _name_as_saved(parameter, catalog)
+    _add_model(state, model, parameters)
+    if optimizer is not None:
+        expect_optimizer(state, optimizer, parameters, catalog)
+    return state
+
+
+def restore(state: State, model: nn.Module | None, optimizer: torch.optim.Optimizer | None, catalog: Catalog) -> None:
+    """Gives the optimizer what was read into a state of `expect`. The model's tensors were read in place."""
+    if optimizer is not None:
+        parameters = _parameters(model, optimizer)
+        for parameter in parameters.values():
+            _name_as_saved(parameter, catalog)
+        restore_optimizer(state, optimizer, parameters)
+
+
+def _parameters(model: nn.Module | None, optimizer: torch.optim.Optimizer | None) -> dict[int, Parameter]:
+    if model is None:
+        if optimizer is not None:
+            raise ValueError("a checkpoint names the optimizer's state by the model's parameters: give the model too")
+        return {}
+    return parameters_of(model)
+
+
+def _add_model(state: State, model: nn.Module | None, parameters: dict[int, Parameter]) -> None:
+    for parameter in parameters.values():
+        paths = [(_MODEL, name) for name in parameter.names]
+        state.add(ShardedTensor(paths, parameter.shape, parameter.tensor.detach(), parameter.pieces))
+    for slot in () if model is None else buffer_slots(model):
+        if slot.key not in slot.module._non_persistent_buffers_set:
+            state.add(ShardedTensor.whole([(_MODEL, slot.name)], slot.tensor.detach()))
+    for key, tensor in state.tensors.items():
+        if tensor.tensor.is_meta:
+            raise ValueError(
+                f"{key} is on the meta device: give the model values first, by neuronx_dist.materialize(model, seed)"
+            )
+
+
+def _name_as_saved(parameter: Parameter, catalog: Catalog) -> None:
+    """Puts the name first that a checkpoint has for a parameter.
+
+    Raises:
+        CheckpointMismatch: it has several, with a tensor for each.
+    """
+    saved = [name for name in parameter.names if key_of((_MODEL, name)) in catalog.tensors]
+    chunks = [catalog.tensors[key_of((_MODEL, name))].chunks for name in saved]
+    if any(each != chunks[0] for each in chunks):
+        raise CheckpointMismatch(
+            f"{' and '.join(saved)} are two tensors in the checkpoint, and one weight in this model: build it without "
+            f"tied weights, as the one that was saved"
+        )
+    parameter.names = list(dict.fromkeys([*saved, *parameter.names]))

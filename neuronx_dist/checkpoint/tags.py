@@ -1,0 +1,225 @@
+"""Checkpoints in a folder, as NeuronX Distributed lays them out: a folder for each tag, complete when `done` is there.
+
+    dir/step_100/checkpoint    written first: this folder is a checkpoint, whole or not
+    dir/step_100/...           its files
+    dir/step_100/done          written last, removed first: lists the files and their sizes
+    dir/step_100.previous/     the one that `step_100` replaces, until that is done
+
+A process that is killed anywhere in between leaves a folder without `done`, which counts as no checkpoint, and every
+other one as it was.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+import zlib
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import NamedTuple
+
+from .checksums import Blocks
+from .errors import CheckpointCorrupted, CheckpointError
+from .storage import Storage
+
+__all__ = ["DONE", "MARKER", "CheckpointFolder", "Entry", "Tag", "check_tag"]
+
+MARKER, DONE = "checkpoint", "done"
+PREVIOUS = ".previous"
+_FORMAT = "neuronx_dist checkpoint, format 1\n"
+
+
+class Entry(NamedTuple):
+    """A file of a checkpoint: its size in bytes, and its CRC-32, None where it carries checksums of its own."""
+
+    size: int
+    crc32: int | None = None
+
+
+class Tag(NamedTuple):
+    """A complete checkpoint.
+
+    Attributes:
+        name: of its folder.
+        saved: when, in seconds since 1970; later than all that were there before.
+        files: what it consists of, by path; None where `done` does not say so (NeuronX Distributed's own).
+        damage: what is wrong with `done`; "" if nothing.
+    """
+
+    name: str
+    saved: float
+    files: dict[str, Entry] | None
+    damage: str = ""
+
+
+def check_tag(tag: object) -> str:
+    """The name of a tag's folder.
+
+    Raises:
+        ValueError: it cannot be one, or would lie outside of the checkpoint folder.
+    """
+    name = str(tag)
+    bad = re.search(r'[/\\\0-\x1f:*?"<>|]', name)
+    if not name or bad or name.startswith(".") or name.endswith(PREVIOUS) or len(name.encode()) > 200:
+        raise ValueError(
+            f"tag {name!r} cannot name a checkpoint: it is to be the name of one folder, of at most 200 bytes, without "
+            f'/ \\ : * ? " < > | and control characters, not starting with "." or ending in "{PREVIOUS}"'
+        )
+    return name
+
+
+class CheckpointFolder:
+    """The checkpoints in a storage. One process changes them at a time: rank 0."""
+
+    def __init__(self, storage: Storage) -> None:
+        self.storage = storage
+
+    def complete(self) -> list[Tag]:
+        """The complete checkpoints, newest first."""
+        tags = [self.tag(name) for name in self.storage.list() if self.is_complete(name)]
+        return sorted(tags, key=lambda tag: (-tag.saved, tag.name))
+
+    def is_complete(self, name: str) -> bool:
+        return self.storage.exists(f"{name}/{DONE}")
+
+    def find(self, name: str) -> Tag:
+        """The complete checkpoint of this tag; while it is being replaced, the one before.
+
+        Raises:
+            CheckpointError: there is none.
+        """
+        for candidate in (name, name + PREVIOUS):
+            if self.is_complete(candidate):
+                return self.tag(candidate)
+        where, others = self.storage.describe(), ", ".join(tag.name for tag in self.complete()[:5])
+        there = f"complete are: {others}" if others else "there is no complete checkpoint"
+        if self.storage.exists(f"{name}/{MARKER}"):
+            raise CheckpointError(f"checkpoint {name!r} in {where} is incomplete: its save was interrupted; {there}")
+        raise CheckpointError(f"there is no checkpoint {name!r} in {where}; {there}")
+
+    def begin(self, name: str) -> None:
+        """Makes the folder of a new checkpoint. A complete one of this name is kept until the new one is complete."""
+        if self.is_complete(name):
+            self.remove(name + PREVIOUS)
+            self.storage.rename(name, name + PREVIOUS, last=DONE)
+        self.remove(name)
+        self.storage.make_folder(name)
+        self.storage.write(f"{name}/{MARKER}", [_FORMAT.encode()])
+        self.storage.sync(name)
+
+    def has_begun(self, name: str) -> bool:
+        """Whether this process sees what `begin` made."""
+        return self.storage.exists(f"{name}/{MARKER}")
+
+    def commit(self, name: str, files: Mapping[str, Entry]) -> None:
+        """Completes a checkpoint, all files of which are written and synced."""
+        self.storage.sync(name)
+        saved = max([time.time(), *(tag.saved + 1e-3 for tag in self.complete())])
+        self.storage.write(f"{name}/{DONE}", [_encode(saved, files)])
+        self.storage.sync(name)
+        self.remove(name + PREVIOUS)
+
+    def abandon(self, name: str) -> None:
+        """Removes what was begun, if it can be; the complete checkpoint that it was to replace has its name again."""
+        with suppress(OSError):
+            self.remove(name)
+            if self.is_complete(name + PREVIOUS):
+                self.storage.rename(name + PREVIOUS, name, last=DONE)
+
+    def rotate(self, keep: int) -> None:
+        """Removes complete checkpoints older than the `keep` newest, and incomplete ones older than the newest."""
+        tags = self.complete()
+        kept = [tag for tag in tags if not tag.damage][:keep]
+        complete = {tag.name for tag in tags}
+        for tag in tags:
+            if kept and tag.saved < kept[-1].saved and self.has_begun(tag.name):
+                self.remove(tag.name)
+        for name in self.storage.list():
+            is_incomplete = name not in complete and self.has_begun(name)
+            if kept and is_incomplete and self.storage.modified(f"{name}/{MARKER}") < kept[0].saved:
+                self.remove(name)
+
+    def remove(self, name: str) -> None:
+        """Removes a checkpoint: `done` first, the marker last, so that what is left of it is known as incomplete."""
+        if self.storage.exists(f"{name}/{DONE}"):
+            self.storage.remove(f"{name}/{DONE}")
+            self.storage.sync(name)
+        for entry in self.storage.list(name):
+            if entry != MARKER:
+                self.storage.remove_tree(f"{name}/{entry}")
+        self.storage.remove_tree(name)
+
+    def damage(self, tag: Tag, share: int = 0, shares: int = 1) -> list[str]:
+        """What is missing in a checkpoint, has another size, or is not what was written, by its checksums.
+
+        Args:
+            share, shares: which part of its files to look at, of how many.
+        """
+        files = tag.files
+        if tag.damage or files is None:
+            return [tag.damage] if tag.damage and share == 0 else []
+        wrong = [f"{MARKER} is not what was written"] if share == 0 and self._marker(tag.name) != _FORMAT else []
+        by_size = sorted(files, key=lambda path: (-files[path].size, path))
+        for path in by_size[share::shares]:
+            name, entry = f"{tag.name}/{path}", files[path]
+            try:
+                size = self.storage.size(name)
+                if size != entry.size:
+                    wrong.append(f"{path} has {size} bytes instead of {entry.size}")
+                elif entry.crc32 is not None:
+                    self.read(tag, path)
+                else:
+                    Blocks(self.storage.map(name), path).verify()
+            except CheckpointCorrupted as error:
+                wrong.append(str(error))
+            except FileNotFoundError:
+                wrong.append(f"{path} is missing")
+        return wrong
+
+    def read(self, tag: Tag, path: str) -> bytes:
+        """A whole (small) file of a checkpoint.
+
+        Raises:
+            CheckpointCorrupted: it is not what was written.
+        """
+        try:
+            content = self.storage.read(f"{tag.name}/{path}")
+        except FileNotFoundError:
+            raise CheckpointCorrupted(f"{path} is missing") from None
+        entry = (tag.files or {}).get(path)
+        if entry is not None and entry.crc32 is not None and zlib.crc32(content) != entry.crc32:
+            raise CheckpointCorrupted(f"{path} is not what was written: its checksum is another one")
+        return content
+
+    def _marker(self, name: str) -> str:
+        try:
+            return self.storage.read(f"{name}/{MARKER}").decode(errors="replace")
+        except FileNotFoundError:
+            return ""
+
+    def tag(self, name: str) -> Tag:
+        """What `done` of a complete checkpoint says."""
+        content = self.storage.read(f"{name}/{DONE}")
+        try:
+            return Tag(name, *_decode(content))
+        except CheckpointCorrupted as error:
+            ours = self._marker(name) == _FORMAT or content.lstrip().startswith(b"{")
+            modified = self.storage.modified(f"{name}/{DONE}")
+            return Tag(name, modified, None, f"{DONE} {error}" if ours else "")
+
+
+def _encode(saved: float, files: Mapping[str, Entry]) -> bytes:
+    text = json.dumps({"saved": saved, "files": dict(sorted(files.items()))}, indent=1)
+    return f"{text}\n{zlib.crc32(text.encode()):08x}\n".encode()
+
+
+def _decode(content: bytes) -> tuple[float, dict[str, Entry]]:
+    text, _, crc32 = content.decode(errors="replace").rstrip("\n").rpartition("\n")
+    if content[-1:] != b"\n" or crc32 != f"{zlib.crc32(text.encode()):08x}":
+        raise CheckpointCorrupted("is not what was written")
+    values = json.loads(text)
+    outside = [path for path in values["files"] if path.startswith("/") or ".." in path.split("/")]
+    if outside:
+        raise CheckpointCorrupted(f"names files outside of its folder: {outside[:3]}")
+    return float(values["saved"]), {path: Entry(*entry) for path, entry in values["files"].items()}

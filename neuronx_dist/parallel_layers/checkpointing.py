@@ -1,0 +1,137 @@
+"""NxD's first way of saving: a file for each tp and pp rank, of this layout only, by its names.
+
+    output_dir/tp_rank_00_pp_rank_00/checkpoint.pt
+
+`neuronx_dist.save_checkpoint` is what new scripts use: its checkpoints load into any layout. Files are read with
+`weights_only=True`, whatever a call says, so that nothing in them runs.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from .. import comm
+from ..weights.partial_model import parameter_names, parameter_slots
+from ..weights.shard_spec import spec_of
+from .utils import load_optimizer_state_dict, move_all_tensor_to_cpu
+
+__all__ = ["ensure_directory_exists", "get_sharded_model_dict", "load", "save"]
+
+
+def save(
+    checkpoint: dict[str, Any],
+    output_dir: str | os.PathLike[str],
+    save_serially: bool = True,
+    save_xser: bool = False,
+    down_cast_bf16: bool = False,
+    master_dp_only: bool = True,
+) -> None:
+    """Writes what each tp and pp rank has; all ranks call it.
+
+    Args:
+        checkpoint: plain data with this rank's tensors: `{"model": model.state_dict(), "step": 100}`.
+        output_dir: a folder that all ranks see.
+        down_cast_bf16: write floating-point tensors as bf16.
+        master_dp_only: only data-parallel rank 0 writes; False: every one, its number in the name of the folder.
+        save_serially, save_xser: without effect: ranks write at the same time, in one format.
+    """
+    on_cpu = move_all_tensor_to_cpu(checkpoint)
+    if comm.rank(("dp", "cp")) == 0 or not master_dp_only:
+        if down_cast_bf16:
+            on_cpu = pytree.tree_map_only(torch.Tensor, _as_bf16, on_cpu)
+        path = _path(output_dir, master_dp_only)
+        ensure_directory_exists(path)
+        partial = path.with_name(path.name + ".partial")
+        with partial.open("wb") as file:
+            torch.save(on_cpu, file)
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    comm.barrier()
+
+
+def load(
+    chkpt_path: str | os.PathLike[str],
+    model: Any = None,
+    model_or_optimizer: Any = None,
+    model_key: str | None = "model",
+    load_xser: bool = False,
+    sharded: bool = True,
+    strict: bool = True,
+    master_dp_only: bool = True,
+    weights_only: bool = True,
+) -> Any:
+    """Reads what `save` wrote in the same layout, or one file with a whole model.
+
+    Args:
+        chkpt_path: the `output_dir` of `save`; with `sharded=False` a file, or a folder with one `checkpoint.pt`.
+        model, model_or_optimizer: what to load into, if anything; one of them.
+        model_key: what it gets of the checkpoint; None: all of it.
+        sharded: False: the weights are whole, and each rank takes its shards.
+        strict: of `load_state_dict` of a model.
+        load_xser, weights_only: without effect: files are always read with `weights_only=True`.
+
+    Returns:
+        All that was read.
+
+    Raises:
+        FileNotFoundError: there is no file for this rank's coordinates: another layout, or another folder.
+    """
+    if model is not None and model_or_optimizer is not None:
+        raise ValueError("checkpointing.load: give model or model_or_optimizer, not both")
+    target = model if model_or_optimizer is None else model_or_optimizer
+    whole = Path(chkpt_path)
+    path = _path(chkpt_path, master_dp_only) if sharded else whole / "checkpoint.pt" if whole.is_dir() else whole
+    if not path.is_file():
+        folders = sorted(each.parent.name for each in whole.glob("*/checkpoint.pt"))
+        there = f"there are {', '.join(folders[:8])}" if folders else f"{whole} has no such folders"
+        raise FileNotFoundError(
+            f"checkpointing.load: there is no {path}; {there}: load it in the layout it was saved in"
+        )
+    checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+    if target is None:
+        return checkpoint
+    state = checkpoint if model_key is None else checkpoint[model_key]
+    if isinstance(target, torch.optim.Optimizer):
+        if not sharded:
+            raise ValueError(
+                "checkpointing.load: the state of an optimizer is loaded as this rank saved it: sharded=True"
+            )
+        load_optimizer_state_dict(target, state)
+    else:
+        target.load_state_dict(state if sharded else get_sharded_model_dict(target, state), strict=strict)
+    return checkpoint
+
+
+def get_sharded_model_dict(model: nn.Module, model_state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """This rank's shards of a whole model's weights, by the layout of its parameters."""
+    aliases = parameter_names(model)
+    shards = dict(model_state_dict)
+    for slot in parameter_slots(model):
+        spec = spec_of(slot.tensor)
+        for name in aliases[id(slot.tensor)]:
+            if spec.axis is not None and name in shards:
+                shards[name] = spec.local_slice(model_state_dict[name], comm.rank(spec.axis))
+    return shards
+
+
+def ensure_directory_exists(filename: str | os.PathLike[str]) -> None:
+    """Makes the folder of a file."""
+    Path(filename).parent.mkdir(parents=True, exist_ok=True)
+
+
+def _path(folder: str | os.PathLike[str], master_dp_only: bool) -> Path:
+    """This rank's file."""
+    name = f"tp_rank_{comm.rank('tp'):02d}_pp_rank_{comm.rank('pp'):02d}"
+    if not master_dp_only:
+        name += f"_dp_rank_{comm.rank(('dp', 'cp')):02d}"
+    return Path(folder) / name / "checkpoint.pt"
+
+
+def _as_bf16(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor

@@ -1,0 +1,239 @@
+"""Do the ranks of a pipeline cut the same model in the same way, and run the same? Compared where they could differ.
+
+A model is compared when it is cut, and once more when the first batch has shown the order of its calls. A pass is
+compared, before its first message, where this rank has not run its like before, or ran another schedule in the pass
+before; others cost nothing. No rank has to know whether another one compares: a rank to which its own pass is no news
+is asked what it runs (`comm.board`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+from torch import nn
+
+from ... import comm
+from ...mesh import Mesh
+from ..cut.placement import Placement
+from ..schedule import Schedule
+from .program import StageProgram
+
+__all__ = ["SAME_ARGUMENTS", "Comparison", "Pieces", "difference"]
+
+SAME_ARGUMENTS = "Give NxDPPModel the same model and the same arguments on all ranks."
+
+_TENSORS, _PLACES = "parameters and buffers", "the stages that hold parameters and buffers"
+_SIZE, _HOLDERS, _CUTS = "virtual_pipeline_size", "the stages that hold the pieces of the model", "pipeline_cuts"
+_REMEMBERED = 32  # changes of what this rank runs
+
+
+class Pieces(NamedTuple):
+    """What has to be the same on all ranks of a pipeline once a model is cut.
+
+    Attributes:
+        statement: values that JSON can hold, by what they are, the most telling first.
+        tables: by the same names, what is only a digest in the statement: a table by names of tensors.
+    """
+
+    statement: dict[str, Any]
+    tables: dict[str, dict[str, Any]]
+
+    def in_full(self) -> dict[str, Any]:
+        """The statement, with tables in place of their digests."""
+        return {**self.statement, **self.tables}
+
+    @classmethod
+    def cut(cls, cuts: Sequence[str], schedule: Schedule) -> Pieces:
+        """Where a model is cut; a stage may have changed its own layers since (adapters, dtypes)."""
+        return cls({_SIZE: schedule.num_chunks, _HOLDERS: schedule.holders, _CUTS: [*cuts]}, {})
+
+    @classmethod
+    def of(
+        cls,
+        module: nn.Module,
+        cuts: Sequence[str],
+        placement: Placement,
+        schedule: Schedule,
+        options: Mapping[str, Any] | None = None,
+    ) -> Pieces:
+        """All of it, of a model that nobody has changed yet. `options`: arguments that have to be the same too."""
+        named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+        tensors = {name: f"{[*map(int, x.shape)]} {_name(x.dtype)}" for name, x in named}
+        places = {name: sorted(placement.stages(name) or range(schedule.num_stages)) for name in tensors}
+        statement = {
+            _TENSORS: _digest(tensors),
+            **cls.cut(cuts, schedule).statement,
+            _PLACES: _digest(places),
+            **(options or {}),
+        }
+        return cls(statement, {_TENSORS: tensors, _PLACES: places})
+
+
+class Comparison:
+    """What this rank says of a model to the other ranks of its pipeline, and what they have agreed on.
+
+    Attributes:
+        pieces: how the model was cut, where no other rank can be asked: for a check, which plays them in turn.
+    """
+
+    def __init__(self) -> None:
+        self.pieces: Pieces | None = None
+        self._model: int | None = None
+        self._moments: dict[str, int] = {}
+        self._passes = _Passes()
+        self._latest: tuple[Schedule, StageProgram] | None = None
+        self._orders: WeakKeyDictionary[Schedule, str] = WeakKeyDictionary()
+        self._equal: set[str] = set()  # digests of passes that have been compared
+
+    def __deepcopy__(self, memo: Any) -> Comparison:
+        return Comparison()  # a copy of a model is another model
+
+    @staticmethod
+    def is_possible() -> bool:
+        """Whether there are other ranks that can be compared: not in a check or a replay, which play them in turn."""
+        context = comm.current()
+        return context.backend.board is not None and context.mesh.pp > 1
+
+    def has_been_at(self, moment: str) -> bool:
+        """Whether pieces have been compared at this moment."""
+        return moment in self._moments
+
+    def compare_pieces(self, moment: str, pieces: Pieces) -> None:
+        """Compares how the model is cut, with the pipeline and with copies of this rank's stage.
+
+        Args:
+            moment: when that is, in words: all ranks come to the same moments.
+
+        Raises:
+            CommError: they differ; the message has the ranks, and what each of them has.
+        """
+        board, pipeline = comm.current().backend.board, _pipeline()
+        count = self._moments[moment] = self._moments.get(moment, -1) + 1
+        topic = f"model {self._number()}, {moment}"
+        copies = [comm.current().mesh.group_of(axis, comm.current().rank)[0] for axis in ("tp", ("dp", "cp"))]
+        what = f"comparing how the ranks of a pipeline cut their models ({moment})"
+        texts = board.exchange(topic, count, json.dumps(pieces.statement), [*pipeline, *copies], what)
+        statements = {rank: json.loads(text) for rank, text in texts.items()}
+        of_pipeline = {rank: statements[rank] for rank in pipeline}
+        name = _first_difference(of_pipeline)
+        if name in pieces.tables:
+            texts = board.exchange(f"{topic}, {name}", count, json.dumps(pieces.tables[name]), pipeline, what)
+            of_pipeline = {rank: {name: json.loads(text)} for rank, text in texts.items()}
+        of_all = {rank: {key: each[key] for key in (_SIZE, _HOLDERS, _CUTS)} for rank, each in statements.items()}
+        mesh = comm.current().mesh
+        wrong = difference(of_pipeline, mesh) or difference(of_all, mesh)
+        if wrong is not None:
+            raise comm.CommError(f"{wrong}\n{SAME_ARGUMENTS}")
+
+    def begin_pass(self, program: StageProgram, schedule: Schedule) -> None:
+        """To be called before each pass: compares what it runs with the other ranks' passes of the same number.
+
+        Raises:
+            CommError: they differ; the message has the ranks, and what each of them runs.
+        """
+        latest = self._latest
+        if latest is not None and latest[0] is schedule and latest[1] is program:
+            self._passes.number += 1
+            return
+        board, pipeline = comm.current().backend.board, _pipeline()
+        text = json.dumps(self._statement(program, schedule))
+        number = self._passes.begin(text)
+        digest = _digest(text)
+        if latest is None or latest[0] is not schedule or digest not in self._equal:
+            topic = f"model {self._number()}, passes of the pipeline of rank {pipeline[0]}"
+            board.answers[topic] = self._passes.text_of
+            texts = board.exchange(topic, number, text, pipeline, "comparing what the ranks of a pipeline run")
+            wrong = difference({rank: json.loads(text) for rank, text in texts.items()}, comm.current().mesh)
+            if wrong is not None:
+                raise comm.CommError(
+                    f"{wrong}\nIt is pass {number} of this model: call run_train and run_eval in the same order on all "
+                    "ranks, with batches of one shape, num_microbatches and schedule."
+                )
+            self._equal.add(digest)
+        self._latest = schedule, program
+
+    def _statement(self, program: StageProgram, schedule: Schedule) -> dict[str, Any]:
+        if schedule not in self._orders:
+            tasks = [[*map(str, schedule.computations(stage))] for stage in range(schedule.num_stages)]
+            self._orders[schedule] = _digest(tasks)
+        return {
+            "what runs": "training" if schedule.trains else "evaluation",
+            "num_microbatches": schedule.num_microbatches,
+            "schedule": f"{schedule}, tasks {self._orders[schedule][:8]}",
+            "the tensors of a microbatch between the pieces of the model": program.boundaries,
+        }
+
+    def _number(self) -> int:
+        """Of the model, among those of this rank: all ranks cut them in the same order."""
+        if self._model is None:
+            extras = comm.current().extras
+            self._model = extras["compared_models"] = extras.get("compared_models", -1) + 1
+        return self._model
+
+
+class _Passes:
+    """What this rank has run: the latest changes, which other threads read."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self._changes: tuple[tuple[int, str], ...] = ()  # replaced, never changed
+
+    def begin(self, text: str) -> int:
+        """Begins a pass that differs from the one before."""
+        self._changes = *self._changes[-_REMEMBERED:], (self.number + 1, text)
+        self.number += 1
+        return self.number
+
+    def text_of(self, number: int) -> str | None:
+        """What pass `number` runs; None: it has not begun, or nobody knows any more."""
+        if self.number < number:
+            return None
+        return next((text for begin, text in reversed(self._changes) if begin <= number), None)
+
+
+def difference(statements: Mapping[int, Mapping[str, Any]], mesh: Mesh) -> str | None:
+    """What ranks disagree about first, and who says what; None: they agree."""
+    name = _first_difference(statements)
+    if name is None:
+        return None
+    values, what = {rank: statement[name] for rank, statement in statements.items()}, name
+    if all(isinstance(value, dict) for value in values.values()):
+        keys = dict.fromkeys(key for value in values.values() for key in value)
+        key = next(key for key in keys if len({json.dumps(value.get(key)) for value in values.values()}) > 1)
+        values, what = {rank: value.get(key, "none") for rank, value in values.items()}, f"{name}: {key}"
+    ranks: dict[str, list[int]] = {}
+    for rank, value in sorted(values.items()):
+        ranks.setdefault(str(value), []).append(rank)
+    lines = [f"\n  {_who(those, mesh)}: {value}" for value, those in ranks.items()]
+    return f"the ranks of a pipeline disagree about {what}{''.join(lines)}"
+
+
+def _first_difference(statements: Mapping[int, Mapping[str, Any]]) -> str | None:
+    names = dict.fromkeys(name for statement in statements.values() for name in statement)
+    return next((name for name in names if len({json.dumps(each.get(name)) for each in statements.values()}) > 1), None)
+
+
+def _who(ranks: Sequence[int], mesh: Mesh) -> str:
+    stages = sorted({mesh.coordinate("pp", rank) for rank in ranks})
+    return f"rank{'s' * (len(ranks) > 1)} {_listed(ranks)} (stage{'s' * (len(stages) > 1)} {_listed(stages)})"
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))
+
+
+def _pipeline() -> tuple[int, ...]:
+    context = comm.current()
+    return context.mesh.group_of("pp", context.rank)
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
+
+
+def _name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")

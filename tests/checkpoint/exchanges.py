@@ -1,0 +1,100 @@
+"""What ranks tell one another about a checkpoint, each in a small program that goes wrong without it."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import neuronx_dist as nxd
+from neuronx_dist import comm
+from neuronx_dist.checkpoint.agreement import together
+from neuronx_dist.checkpoint.background import Save
+from neuronx_dist.checkpoint.storage import open_storage
+from neuronx_dist.checkpoint.tags import CheckpointFolder
+
+RANKS = 2
+
+
+def _everywhere(words: str | None, function: Callable[[Path], Any]) -> None:
+    """Asserts that a function returns, or that it raises a CheckpointError of these words, on every rank."""
+    with tempfile.TemporaryDirectory() as folder:
+
+        def rank() -> None:
+            said = None
+            try:
+                function(Path(folder))
+            except nxd.CheckpointError as error:
+                said = str(error)
+            except comm.CommError as error:
+                raise AssertionError("another rank has gone") from error
+            assert said == words or (said and words and words in said), f"rank {comm.rank('world')}: {said}"
+
+        comm.threads.run(nxd.Mesh(RANKS), rank, timeout=2.0)
+
+
+def _save(folder: Path, tag: str, content: Any = None) -> None:
+    nxd.save_checkpoint(folder, tag, user_content=content)
+
+
+def a_rank_that_fails() -> None:
+    def fail(folder: Path) -> None:
+        with together("it failed"):
+            if comm.rank("world") == 1:
+                raise OSError
+
+    _everywhere("it failed: rank 1: OSError", fail)
+
+
+def _write(folder: Path, write: Callable[[Any, str], None], commit: Callable[..., None] | None = None) -> None:
+    checkpoints = CheckpointFolder(open_storage(folder))
+    if commit is not None:
+        checkpoints.commit = commit  # type: ignore[method-assign]
+    if comm.rank("world") == 0:
+        checkpoints.begin("a")
+    save = Save(checkpoints, "a", write, {}, None, comm.rank("world"), RANKS)
+    save.write_own_files()
+    save.settle()
+
+
+def _fail(*args: Any) -> None:
+    raise OSError
+
+
+def a_rank_that_cannot_write() -> None:
+    def save(folder: Path) -> None:
+        _write(folder, _fail if comm.rank("world") == 1 else lambda storage, tag: None)
+
+    _everywhere("rank 1: OSError", save)
+
+
+def a_checkpoint_that_cannot_be_completed() -> None:
+    _everywhere("rank 0: OSError", lambda folder: _write(folder, lambda storage, tag: None, commit=_fail))
+
+
+def ranks_with_other_tags() -> None:
+    _everywhere("rank 0 saves", lambda folder: _save(folder, f"rank_{comm.rank('world')}"))
+
+
+def the_newest() -> None:
+    """Rank 0 says which it is."""
+
+    def load(folder: Path) -> None:
+        _save(folder, "a")
+        assert nxd.load_checkpoint(folder) is None
+
+    _everywhere(None, load)
+
+
+def one_damaged_file() -> None:
+    """Files are shared out among the ranks: one finds it, all know it."""
+
+    def load(folder: Path) -> None:
+        _save(folder, "a", list(range(10000)))  # the largest: rank 0 looks at it
+        if comm.rank("world") == 0:
+            (folder / "a" / "user_content.pt").write_bytes(b"")
+        comm.barrier()
+        nxd.load_checkpoint(folder)
+
+    _everywhere("user_content.pt has 0 bytes", load)

@@ -1,0 +1,190 @@
+"""What becomes of each layer, in whole: plans of a model as a file, and every reason to refuse one.
+
+`plans.txt` has the plans as they were reviewed; NXD_UPDATE_PLANS=1 writes it anew. That they are right, parity shows
+(test_swap.py).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from neuronx_dist.hf.plan import UnsupportedModelError, read_plan, transformer_layer_class
+from tests.hf.toy import Attention, Layer, Toy
+
+FILE = Path(__file__).parent / "plans.txt"
+META = torch.device("meta")
+
+
+def _plans() -> Iterator[str]:
+    gated = Toy(4, 2, 1)
+    with META:
+        gated.model.layers[0].mlp.gate_proj = nn.Linear(8, 12)
+        gated.model.layers[0].self_attn.q_norm = nn.LayerNorm(2)
+    gated.tp_plan |= {"model.layers.*.mlp.gate_proj": "colwise", "lm_head": "colwise_rep"}
+    gated.tp_plan["model.layers.*.self_attn.q_norm"] = "replicated_with_grad_allreduce"
+    unlike_biases = Toy(4, 2, 1)
+    unlike_biases.model.layers[0].self_attn.k_proj = nn.Linear(8, 4, device=META)
+    without_a_plan = Toy(4, 2, 1, model_type="stablelm")
+    without_a_plan.tp_plan = None  # type: ignore[assignment]
+    with META:
+        without_a_plan.model.layers[0].mlp.gate_proj = nn.Linear(8, 12)
+    cases: list[tuple[str, Any, list[int], dict[str, Any]]] = [
+        ("two layers", Toy(4, 2, 2), [1, 2], {}),
+        ("sequence parallel", Toy(4, 2, 1), [2], dict(sequence_parallel=True)),
+        ("heads that need padding", Toy(9, 3, 1), [2, 6], {}),
+        ("replicated heads, groups that grow", Toy(6, 2, 1), [4], {}),
+        ("siblings of the MLP, a norm of local heads", gated, [2], {}),
+        ("unlike biases", unlike_biases, [2], {}),
+        ("a plan of ours", without_a_plan, [2], {}),
+    ]
+    for label, model, degrees, options in cases:
+        plan = read_plan(model)
+        yield f"# {label}: {plan.heads} over {plan.kv_heads}, regions {', '.join(plan.regions)}"
+        for tp in degrees:
+            yield from (f"tp={tp} {layer}" for layer in plan.layers(model, tp, **options))
+
+
+def test_plans_are_as_reviewed() -> None:
+    now = [*_plans()]
+    if os.environ.get("NXD_UPDATE_PLANS"):
+        FILE.write_text("\n".join(now) + "\n")
+    assert now == FILE.read_text().splitlines()
+
+
+# --- refusals
+
+
+class OtherLinear(nn.Linear):
+    pass
+
+
+class OtherEmbedding(nn.Embedding):
+    pass
+
+
+def _with(change: Callable[[Any], Any]) -> Toy:
+    model = Toy(4, 2, 2)
+    with META:
+        change(model)
+    return model
+
+
+def _set(path: str, module: Any) -> Callable[[Any], Any]:
+    parent, _, name = path.rpartition(".")
+    return lambda model: setattr(model.get_submodule(parent), name, module())
+
+
+COVERED = "Toy (model type 'toy') cannot be swapped, its plan does not cover: "
+REFUSALS: list[tuple[str, Callable[[Any], Any], str]] = [
+    ("no config", lambda m: setattr(m, "config", None), "Toy (model type 'unknown') is not a Hugging Face causal LM: "),
+    ("no head", lambda m: setattr(m, "get_output_embeddings", lambda: None), "Toy (model type 'toy') is not a Hugging"),
+    ("no ids", lambda m: setattr(m, "get_input_embeddings", lambda: None), "Toy (model type 'toy') is not a Hugging"),
+    ("neither", lambda m: setattr(m, "get_input_embeddings", None), "Toy (model type 'toy') is not a Hugging Face"),
+    (
+        "no plan",
+        lambda m: setattr(m, "tp_plan", {}),
+        "Toy (model type 'toy') has no tensor-parallel plan in transformers (its config's base_model_tp_plan); these "
+        "layers would stay whole: model.layers.*.self_attn.q_proj, model.layers.*.self_attn.k_proj, "
+        "model.layers.*.self_attn.v_proj, model.layers.*.self_attn.o_proj, model.layers.*.mlp.up_proj, "
+        "model.layers.*.mlp.down_proj",
+    ),
+    (
+        "a style",
+        lambda m: m.tp_plan.update({"model.layers.*.mlp.up_proj": "packed"}),
+        COVERED + "model.layers.*.mlp.up_proj (style 'packed')",
+    ),
+    (
+        "a layer of another class",
+        _set("model.layers.1.mlp.up_proj", lambda: OtherLinear(8, 12)),
+        COVERED + "model.layers.*.mlp.up_proj (a OtherLinear, not a torch.nn.Linear)",
+    ),
+    (
+        "an embedding of another class",
+        _set("model.embed_tokens", lambda: OtherEmbedding(20, 8)),
+        COVERED + "model.embed_tokens (a OtherEmbedding, not a torch.nn.Embedding)",
+    ),
+    (
+        "a head of another class",
+        _set("lm_head", lambda: OtherLinear(8, 20)),
+        COVERED + "lm_head (the head is to be a torch.nn.Linear with one of the styles colwise, colwise_rep, "
+        "colwise_gather_output)",
+    ),
+    (
+        "a head of another style",
+        lambda m: m.tp_plan.update({"lm_head": "rowwise"}),
+        COVERED + "lm_head (the head is to be a torch.nn.Linear with one of the styles colwise, colwise_rep, "
+        "colwise_gather_output)",
+    ),
+    (
+        "a matrix anywhere",
+        _set("model.projection", lambda: nn.Linear(8, 8)),
+        COVERED + "model.projection (not in the plan)",
+    ),
+    (
+        "a norm between sharded layers, and below",
+        lambda m: (
+            setattr(m.model.layers[1].self_attn, "norm", nn.Sequential(nn.LayerNorm(4))),
+            setattr(m.model.layers[0].mlp, "norm", nn.LayerNorm(12)),
+        ),
+        COVERED + "model.layers.*.mlp.norm (not in the plan), model.layers.*.self_attn.norm.* (not in the plan)",
+    ),
+    (
+        "a parameter of the model itself",
+        lambda m: setattr(m, "table", nn.Parameter(torch.ones(2, 2))),
+        COVERED + "Toy (not in the plan)",
+    ),
+    (
+        "no heads",
+        lambda m: setattr(m.config, "num_attention_heads", None) or setattr(m.config, "num_key_value_heads", None),
+        "Toy (model type 'toy'): its config has no num_attention_heads",
+    ),
+]
+
+
+@pytest.mark.parametrize("change, message", [case[1:] for case in REFUSALS], ids=[case[0] for case in REFUSALS])
+def test_models_that_are_refused(change: Callable[[Any], Any], message: str) -> None:
+    with pytest.raises(UnsupportedModelError) as error:
+        read_plan(_with(change))
+    assert str(error.value).startswith(message)
+    if message.startswith(COVERED) or "whole" in message:
+        assert str(error.value) == message
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        _set("model.other_norm", lambda: nn.LayerNorm(8)),  # outside of regions vectors are fine
+        _set("model.layers.0.self_attention_norm", lambda: nn.LayerNorm(8)),  # the name alone begins like a region's
+        _set("model.layers.0.mlp.act", lambda: nn.ReLU()),
+        _set("model.layers.0.mlp.norm", lambda: nn.LayerNorm(12, elementwise_affine=False)),
+        lambda m: m.tp_plan.update({"lm_head": "colwise_gather_output"}),
+        lambda m: m.tp_plan.update({"lm_head": "colwise"}),
+    ],
+)
+def test_models_that_are_not(change: Callable[[Any], Any]) -> None:
+    assert read_plan(_with(change)).styles == read_plan(Toy(4, 2, 2)).styles
+
+
+def test_the_plan_of_a_class_is_taken_where_the_model_has_none() -> None:
+    model, expected = Toy(4, 2, 1), read_plan(Toy(4, 2, 1))
+    model._tp_plan, model.tp_plan = model.tp_plan, None  # type: ignore[assignment]
+    assert read_plan(model) == expected
+
+
+def test_the_class_of_the_layers() -> None:
+    model = Toy(4, 2, 2)
+    model.before = nn.ModuleList([nn.Linear(2, 2, device=META)])  # another list, of another length
+    assert transformer_layer_class(model) is Layer
+    model.config.num_hidden_layers = 1
+    model.before = nn.ModuleList([Attention(2, 1, 1, 2)])
+    assert transformer_layer_class(model) is Attention
+    model.config.num_hidden_layers = 3
+    with pytest.raises(UnsupportedModelError, match="Toy has no list of 3 transformer layers"):
+        transformer_layer_class(model)

@@ -1,0 +1,163 @@
+"""Which layers are recomputed: by class, by name, by what a model says of itself; and what is refused."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from neuronx_dist.parallel_layers.activation_checkpoint import (
+    apply_activation_checkpointing,
+    checkpoint_layers,
+    checkpoint_wrapper,
+    keep_random_streams,
+)
+from neuronx_dist.spmd.random import checkpoint
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Doubles."""
+        self.calls += 1
+        return torch.tanh(self.linear(x))
+
+
+class Other(Layer):
+    pass
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Layer(), Other(), Layer()])
+        self.head = nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def wrapped(model: nn.Module) -> list[str]:
+    return [name for name, module in model.named_modules() if "forward" in vars(module)]
+
+
+@pytest.mark.parametrize(
+    "layers, expected",
+    [
+        (Layer, ["layers.0", "layers.1", "layers.2"]),
+        (Other, ["layers.1"]),
+        ("Layer", ["layers.0", "layers.2"]),  # a name is of one class
+        ("layers.2", ["layers.2"]),
+        (["head", Other, "layers.0"], ["layers.0", "layers.1", "head"]),  # in the model's order
+        ({"head"}, ["head"]),
+        (frozenset([Other]), ["layers.1"]),
+        (("Linear",), ["layers.0.linear", "layers.1.linear", "layers.2.linear", "head"]),
+        ([nn.ModuleList, nn.Linear], ["layers", "layers.0.linear", "layers.1.linear", "layers.2.linear", "head"]),
+    ],
+)  # fmt: skip
+def test_layers_by_class_and_name(layers: Any, expected: list[str]) -> None:
+    model = Model()
+    assert checkpoint_layers(model, layers) == expected == wrapped(model)
+    before = [module.forward for module in model.modules()]
+    assert checkpoint_layers(model, layers) == expected  # again changes nothing
+    assert [module.forward for module in model.modules() if "forward" in vars(module)] == [
+        forward for forward in before if isinstance(forward, partial)
+    ]
+
+
+@pytest.mark.parametrize(
+    "layers, message",
+    [
+        (
+            "Laier",
+            "checkpoint_layers: no layer of this Model is a 'Laier'; nearest classes and names are Layer, Linear",
+        ),
+        ("", "no layer of this Model is a ''; nearest"),
+        ("Model", "no layer of this Model is a 'Model'; nearest classes and names are Model"),  # it is no layer
+        (nn.Conv1d, "no layer of this Model is a 'Conv1d'; nearest"),
+        ([Layer, "nothing"], "no layer of this Model is a 'nothing'"),
+        (3, "expected a class, its name, or the name of a layer, got 3"),
+        (None, "checkpoint_layers: this Model does not say which its transformer layers are; pass their class"),
+    ],
+)
+def test_layers_that_there_are_not(layers: Any, message: str) -> None:
+    model = Model()
+    with pytest.raises(ValueError) as error:
+        checkpoint_layers(model, layers)
+    assert message in str(error.value) and wrapped(model) == []
+
+
+@pytest.mark.parametrize(
+    "said, expected",
+    [
+        (dict(_no_split_modules=["Layer", "NotThere"]), ["layers.0", "layers.2"]),
+        (dict(_no_split_modules={"Other"}), ["layers.1"]),
+        (dict(transformer_layer_cls=Other), ["layers.1"]),
+        (dict(transformer_layer_cls="Other", _no_split_modules=["Layer"]), ["layers.1"]),
+        (dict(transformer_layer_cls=None, _no_split_modules=["Layer"]), ["layers.0", "layers.2"]),
+        (dict(transformer_layer_cls=[Other, Layer]), ["layers.0", "layers.1", "layers.2"]),
+    ],
+)
+def test_layers_that_a_model_names(said: dict[str, Any], expected: list[str]) -> None:
+    model = Model()
+    vars(model).update(said)
+    assert checkpoint_layers(model) == expected
+
+
+def test_layers_that_a_model_names_and_has_not() -> None:
+    model = Model()
+    model._no_split_modules = ["NotThere"]
+    with pytest.raises(ValueError, match="is a 'NotThere'"):
+        checkpoint_layers(model)
+
+
+def test_a_wrapped_layer_is_recomputed_and_stays_what_it_is() -> None:
+    layer, x = Layer(), torch.ones(1, 2, requires_grad=True)
+    expected = torch.autograd.grad(layer(x).sum(), x)
+    assert checkpoint_wrapper(layer) is layer and layer.forward.__doc__ == "Doubles."
+    layer.calls = 0
+    assert torch.equal(torch.autograd.grad(layer(x).sum(), x)[0], expected[0]) and layer.calls == 2
+    with torch.no_grad():
+        layer(x)
+    assert layer.calls == 3
+    replaced = Layer()
+    replaced.forward = lambda x: x  # type: ignore[method-assign]  # by somebody else
+    checkpoint_wrapper(replaced)
+    assert isinstance(replaced.forward, partial) and replaced.forward.func is checkpoint
+
+
+def test_modules_that_a_function_chooses() -> None:
+    model = Model()
+    apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, Other))
+    assert wrapped(model) == ["layers.1"]
+    model = Model()
+    seen: list[nn.Module] = []
+    apply_activation_checkpointing(model, lambda module: seen.append(module) or module)  # type: ignore[func-returns-value]
+    assert seen == [module for name, module in model.named_modules() if name]
+    with pytest.raises(ValueError, match="checkpoint_wrapper_fn made a Sequential around layers, which changes"):
+        apply_activation_checkpointing(model, nn.Sequential)
+
+
+def test_hugging_faces_checkpointing_replays_every_stream() -> None:
+    model = Model()
+    for module in (model, model.layers[1], model.layers[2]):
+        module.gradient_checkpointing = False
+    keep_random_streams(model)
+    mine, torchs = partial(print, 1), partial(torch_checkpoint, use_reentrant=False)
+    model.layers[1]._gradient_checkpointing_func = torchs
+    model.layers[2]._gradient_checkpointing_func = mine
+    model.layers[0]._gradient_checkpointing_func = torchs  # which never asks for it
+    model(torch.ones(1, 2))
+    assert model.layers[1]._gradient_checkpointing_func is checkpoint
+    assert model.layers[2]._gradient_checkpointing_func is mine
+    assert model.layers[0]._gradient_checkpointing_func is torchs
