@@ -23,23 +23,13 @@ from . import recording
 from .errors import CommError
 from .waiting import Operand, in_words, numbers, waits
 
-__all__ = ["Backend", "Communicator", "DeviceGenerator", "Handle", "Works", "Done", "DONE", "TAGS"]
+__all__ = ["Backend", "Communicator", "DeviceGenerator", "Handle", "Works", "DONE", "TAGS"]
 
 TAGS = 1 << 20  # of messages: 0 to this, which is left out
 
 
 class WorkLike(Protocol):
     def wait(self) -> Any: ...
-
-
-class Done:
-    """Work that is complete when it is started."""
-
-    def wait(self) -> None:
-        return None
-
-
-DONE = Done()
 
 
 class Works:
@@ -55,6 +45,8 @@ class Works:
         if self._finish is not None:
             self._finish()
 
+
+DONE = Works(())  # work that is complete when it is started
 
 _numbers = itertools.count()
 communicators: WeakValueDictionary[str, Communicator] = WeakValueDictionary()  # by key
@@ -121,11 +113,15 @@ class Communicator:
     def start_recv(self, out: torch.Tensor, src: int, tag: int) -> WorkLike:
         raise self._unsupported("recv")
 
-    def start_coalesced(self, verb: str, xs: Sequence[torch.Tensor], op: str) -> tuple[WorkLike, list[torch.Tensor]]:
+    def start_coalesced(
+        self, verb: str, xs: Sequence[torch.Tensor], op: str, outs: Sequence[torch.Tensor | None]
+    ) -> tuple[WorkLike, list[torch.Tensor]]:
         """all_reduce, all_gather or reduce_scatter of several tensors of one dtype, as one collective.
 
         Returns the work, and what is there once it is done: for each `x` of shape `s`, a tensor `s`, `[size, *s]` or
         `s[1:]`. Here these are views of one buffer, in which a copy of every tensor travels.
+        `outs`: contiguous tensors of the verb's results, or None; a backend may fill some, and return these themselves.
+        That of an all_reduce may be `x`, and the own part of that of an all_gather.
         """
         rows = self.size if verb == "reduce_scatter" else 1
         flat = torch.cat([x.reshape(rows, -1) for x in xs], dim=1)

@@ -127,10 +127,8 @@ class RankValue(int):
     def __format__(self, spec: str) -> str:
         return format(self.read(), spec)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return int, (self.read(),)
-
-    __reduce_ex__ = __reduce__  # type: ignore[assignment]
 
     def __copy__(self) -> RankValue:
         return self

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -74,7 +74,7 @@ def coalesced(
     name: str,
     xs: Tensors,
     comm: Communicator,
-    out: Tensors | None,
+    out: Sequence[torch.Tensor | None] | None,
     async_op: bool,
     *,
     dim: int = 0,
@@ -91,6 +91,8 @@ def coalesced(
         return Handle(comm, "", None, lambda: own) if async_op else own
     alike: dict[tuple[torch.dtype, torch.device], list[tuple[int, torch.Tensor]]] = {}
     dims: list[int] = []
+    outs = [None] * len(xs) if out is None else out
+    direct: list[torch.Tensor | None] = []  # those that a backend may fill
     for index, x in enumerate(xs):
         wire, shape = x.detach(), tuple(x.shape)
         dims.append(checked_dim(x, dim, name) if name == "all_gather" else 0)
@@ -99,8 +101,10 @@ def coalesced(
         elif name == "reduce_scatter":
             wire = scattered_first(wire, dim, comm, name)
             shape = tuple(wire.shape[1:])
-        check_out(out[index] if out is not None else None, shape, comm, name)
+        check_out(outs[index], shape, comm, name)
         wire = wire.to(wire_dtype(x, op, reduce_dtype))
+        fits = (y := outs[index]) is not None and y.dtype == wire.dtype and y.is_contiguous() and not dims[-1]
+        direct.append(y.detach() if y is not None and fits else None)
         alike.setdefault((wire.dtype, wire.device), []).append((index, wire))
     dtypes = [x.dtype for x in xs]
     results: list[Any] = [None] * len(xs)
@@ -112,20 +116,20 @@ def coalesced(
             if recording.recorders:
                 gather = name == "all_gather"
                 recording.note(comm, name, wires, op=None if gather else op, scale=comm.size if gather else 1)
-            work, parts = comm.start_coalesced(name, wires, op)
+            work, parts = comm.start_coalesced(name, wires, op, [direct[index] for index, _ in members])
             works.append(work)
             for (index, _), result in zip(members, parts):
                 results[index] = result
         return Works(works)
 
     def finish() -> list[torch.Tensor]:  # holds on to nothing that was sent
-        values = results
-        if name == "all_gather":
-            values = [x.movedim(0, dim).flatten(dim, dim + 1) for x, dim in zip(results, dims)]
-        if out is None:
-            return [deliver(value, None, dtype) for value, dtype in zip(values, dtypes)]
-        with torch.no_grad():
-            torch._foreach_copy_(list(out), values)
-        return list(out)
+        values = list(results)
+        for i, (value, out, dim) in enumerate(zip(results, outs, dims)):
+            if out is not None and value is direct[i]:
+                values[i] = out
+            else:
+                whole = value.movedim(0, dim).flatten(dim, dim + 1) if name == "all_gather" else value
+                values[i] = deliver(whole, out, dtypes[i])
+        return values
 
     return run(comm, name, xs, start, async_op, finish)

@@ -6,7 +6,7 @@ and nothing is communicated or recorded. With `async_op=True` the result is a `H
 tensor. None of them is differentiable: what needs gradients calls `neuronx_dist.spmd`.
 
 all_reduce, all_gather and reduce_scatter also take a list of tensors of any shapes, which travel as one collective for
-each dtype, and give a list; `out` is a list then. Ranks agree on the list as they do on a tensor's shape.
+each dtype, and give a list; `out` is a list then, None for a new tensor. Ranks agree on the list as on a shape.
 
 Under a TorchFunctionMode, or given a tensor subclass (itself, not in a list), a verb that takes a tensor arrives there
 whole, as a call of itself: tensor and axis (and `pairs`) by position, keywords as they were given, those at their
@@ -325,8 +325,7 @@ def recv(out: torch.Tensor, axis: AxisLike, *, src: int, tag: int = 0, async_op:
         )
     if recording.recorders:
         recording.note(comm, "recv", out)
-    buffer = out.detach() if out.requires_grad else out
-    return message(comm, "recv", out, lambda: comm.start_recv(buffer, src, tag), async_op)
+    return message(comm, "recv", out, lambda: comm.start_recv(out.detach(), src, tag), async_op)
 
 
 def barrier(axis: AxisLike = "world") -> None:

@@ -23,6 +23,7 @@ __all__ = [
     "group_of_ranks",
     "norm_groups",
     "norm_of",
+    "scale_grads",
 ]
 
 
@@ -80,14 +81,18 @@ def clip_grads_with_norm(parameters: Parameters, total_norm: torch.Tensor, max_n
 
     The host does not wait for the device. A norm that is not finite makes the gradients so too, or zero, on all ranks.
     """
+    if not math.isinf(max_norm):
+        scale_grads(parameters, (max_norm / (total_norm + 1.0e-6)).clamp(max=1.0))
+    return total_norm
+
+
+@torch.no_grad()
+def scale_grads(parameters: Parameters, factor: torch.Tensor | float) -> None:
+    """Multiplies all gradients in place."""
     grads = [grad for grad in map(gradient_of, parameters_of(parameters)) if grad is not None]
-    if math.isinf(max_norm):
-        return total_norm
-    coefficient = (max_norm / (total_norm + 1.0e-6)).clamp(max=1.0)
     with keeping_reductions(grads):
         for same in _by_dtype_and_device(grads):
-            torch._foreach_mul_(same, coefficient.to(same[0].device))
-    return total_norm
+            torch._foreach_mul_(same, factor.to(same[0].device) if isinstance(factor, torch.Tensor) else factor)
 
 
 def norm_groups(zero1_optimizer: bool, zero1_optimizer_groups: Any) -> list[Any]:
@@ -157,13 +162,19 @@ def group_of_ranks(groups: Any) -> comm.Communicator:
 
 @torch.no_grad()
 def norm_of(
-    params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None], norm_type: float, groups: Sequence[Any]
+    params: Sequence[torch.Tensor],
+    grads: Sequence[torch.Tensor | None],
+    norm_type: float,
+    groups: Sequence[Any],
+    *,
+    watch_copies: bool = False,
 ) -> torch.Tensor:
     """The norm of `grads`, summed over `groups`.
 
     Args:
         params: say how each gradient is laid out.
         grads: of the parameters, or shards of them.
+        watch_copies: make the norm NaN where a copy of a gradient that does not count is not finite.
 
     Raises:
         ValueError: `norm_type` is not positive.
@@ -191,6 +202,10 @@ def norm_of(
     if norms:
         stacked = torch.stack(norms)
         total = stacked.amax() if is_inf else stacked.pow(norm_type).sum()
+    if watch_copies:
+        copies = [grad for param, grad in held if not _counts_here(param, over_ep)]
+        for norm in [norm for same in _by_dtype_and_device(copies) for norm in torch._foreach_norm(same, norm_type)]:
+            total = total + 0.0 * norm.to(device, wide)
     for group in groups:
         total = comm.all_reduce(spmd.trust(total, group, V if is_inf else P), group, op="max" if is_inf else "sum")
     dtype = torch.float32

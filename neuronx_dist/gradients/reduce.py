@@ -189,16 +189,14 @@ def _reduce_list(grads: Sequence[torch.Tensor], axis: Any, stage: str, scale: fl
     mark_reduced(grads, stage)
 
 
-def _reduce_params(group: GradientGroup, axis: Any, *, scale: float = 1.0, **options: Any) -> None:
+def _reduce_params(group: GradientGroup, axis: Any, **options: Any) -> None:
     """Reduces the gradients of a group; one that is missing here is made if another rank has it."""
     ranks, gradients = comm.communicator(axis), group.gradients
-    if ranks.size == 1 and scale == 1.0:
-        return
     if ranks.size == 1:  # nobody else can have what is missing here
         gradients = [gradient for gradient in gradients if gradient.tensor is not None]
     own = [gradient.tensor for gradient in gradients]
     grads = [gradient.zeros() if grad is None else grad for gradient, grad in zip(gradients, own)]
-    somewhere = _all_reduce(grads, [grad is not None for grad in own], ranks, group.buckets, scale=scale, **options)
+    somewhere = _all_reduce(grads, [grad is not None for grad in own], ranks, group.buckets, **options)
     for gradient, own_grad, grad, is_somewhere in zip(gradients, own, grads, somewhere):
         if own_grad is None and is_somewhere:
             gradient.tensor = grad

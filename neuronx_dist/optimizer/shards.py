@@ -36,6 +36,8 @@ class ParameterShard:
             all-gather are cut by it too.
         master: the shard that the base optimizer updates.
         is_param: the master is the parameter itself, because nothing distinguishes them: one rank, one dtype.
+        is_view: the master is this rank's rows in the memory of the parameter, so that what is written to one is in the
+            other: the dtypes are the same, and no row is padded.
     """
 
     def __init__(
@@ -54,12 +56,12 @@ class ParameterShard:
         self.grad_dtype = grad_dtype
         self.nbytes = self.degree * self.columns * grad_dtype.itemsize
         self.is_param = self.degree == 1 and scale == 1.0 and param.dtype == dtype and not hasattr(param, "main_grad")
+        self.is_view = False
         if self.is_param:
             self.master = param
         else:
-            self.master = nn.Parameter(torch.empty(self.shape, dtype=dtype, device=param.device))
+            self.master = nn.Parameter(self._rows_or_copy(dtype))
             spmd.mark_shard(self.master, param, group)
-            self.pull()
 
     @property
     def param(self) -> torch.Tensor:
@@ -78,23 +80,55 @@ class ParameterShard:
         return math.prod(self.shape)
 
     @property
+    def own_rows(self) -> range:
+        """The rows of the parameter that are this rank's, padding left out: the last ranks may have fewer, or none."""
+        rows, each = (self.param.shape or (1,))[0], self.shape[0]
+        begin = min(self.group.rank * each, rows)
+        return range(begin, min(begin + each, rows))
+
+    @property
     def is_alone(self) -> bool:
         """Whether no other rank holds a shard of the parameter, so that nothing is communicated."""
         return self.degree == 1
 
+    @property
+    def rows(self) -> torch.Tensor | None:
+        """The parameter as `[degree, columns]`, in its own memory; None where its rows are padded or not contiguous."""
+        if not self.param.is_contiguous() or self.param.numel() != self.degree * self.columns:
+            return None
+        return self.param.detach().view(self.degree, self.columns)
+
+    def _rows_or_copy(self, dtype: torch.dtype) -> torch.Tensor:
+        """This rank's rows in the parameter's memory if a master can be there, else a copy of them; sets `is_view`."""
+        rows, rank = self.rows, self.group.coordinate(self.param)
+        self.is_view = rows is not None and self.param.dtype == dtype and isinstance(rank, int)
+        if rows is not None and self.is_view:
+            return rows[rank].view(self.shape)
+        own = own_slot(self.split(self.param), self.group, 0).view(self.shape)
+        return own.to(dtype, copy=True)
+
     @torch.no_grad()
     def pull(self) -> None:
         """Sets the master to the parameter's present value."""
-        if not self.is_param:
+        if not self.is_param and not self.is_view:
             self.master.copy_(own_slot(self.split(self.param), self.group, 0).view(self.shape))
+
+    def follow(self) -> None:
+        """Where the parameter was given other memory (`param.data = ...`), the master that was a part of it goes along.
+
+        It takes the present value, as if it had been written into the parameter.
+        """
+        if self.is_view and not torch._C._is_alias_of(self.master, self.param):  # type: ignore[attr-defined]
+            self.master.data = self._rows_or_copy(self.master.dtype)
 
     @torch.no_grad()
     def push(self, block: torch.Tensor) -> None:
         """Sets the parameter from the shards of all ranks, `[degree, columns]`."""
-        if self.param.is_contiguous() and self.param.numel() == block.numel():
-            self.param.view(-1, self.columns).copy_(block)
-        else:
+        rows = self.rows
+        if rows is None:
             self.param.copy_(block.reshape(-1)[: self.param.numel()].view(self.param.shape))
+        elif block is not rows:
+            rows.copy_(block)
 
     def split(self, full: torch.Tensor) -> torch.Tensor:
         """Splits a whole tensor, `[rows, ...] -> [degree, columns]`, zero-padded; a view where nothing is added."""

@@ -21,9 +21,10 @@ from torch import nn
 from .. import comm, spmd
 from ..gradients.buckets import BucketPlan, cap_in_bytes, overlap, presence
 from ..gradients.gradient import DATA_AXES, ParameterGradient
-from ..gradients.norm import check_norm_groups, clip_grads_with_norm, group_of_ranks, norm_groups, norm_of
+from ..gradients.norm import check_norm_groups, clip_grads_with_norm, group_of_ranks, norm_groups, norm_of, scale_grads
 from ..parallel_layers.utils import load_optimizer_state_dict, move_all_tensor_to_cpu
 from .base_optimizer import OptimizerFactory, check_factory, make_base_optimizer
+from .loss_scaler import LossScaler
 from .shards import ParameterShard
 
 __all__ = ["MasterWeightsOptimizer", "NeuronZero1Optimizer"]
@@ -65,10 +66,15 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
         save_master_weights: put `sharded_master_weights` into the state dict. Without them a resumed run starts from
             masters made of the parameters, which is exact only if these have the dtype of the masters.
         higher_cc_precision: send gradients in `optimizer_dtype` instead of their own.
+        skip_nonfinite: leave out a step in which a gradient of any rank is NaN or infinite: parameters and state stay
+            as they are. The host waits for the norm, in which all ranks see it.
+        loss_scaler: scales an fp16 loss: gradients and the norm are divided by its scale, and steps are left out as
+            with `skip_nonfinite`. None: the loss is not scaled.
         defaults: arguments of `optimizer_class`.
 
     Attributes:
         base_optimizer: the optimizer of the shards; None as long as `lazy_init` puts it off.
+        skipped_steps: how many steps were left out because a gradient was not finite.
         shards: what this rank holds of each trainable parameter, in order; empty as long as `lazy_init` puts it off.
 
     Raises:
@@ -93,6 +99,9 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
         use_grad_acc_hook: bool = False,
         save_master_weights: bool = False,
         higher_cc_precision: bool = False,
+        *,
+        skip_nonfinite: bool = False,
+        loss_scaler: LossScaler | None = None,
         **defaults: Any,
     ) -> None:
         check_factory(type(self).__name__, params, optimizer_class)
@@ -102,6 +111,9 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
         self.grad_clipping = grad_clipping
         self.max_norm = 1.0 if max_norm is None else max_norm
         self.save_master_weights = save_master_weights
+        self.skip_nonfinite = skip_nonfinite or loss_scaler is not None
+        self.loss_scaler = loss_scaler
+        self.skipped_steps = 0
         self._higher_cc_precision = higher_cc_precision
         self._use_grad_acc_hook = use_grad_acc_hook
         self._group = None if sharding_groups is None else group_of_ranks(sharding_groups)
@@ -153,16 +165,19 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         base = self._make_base()
+        for shard in self.shards:
+            shard.follow()
         self._reduce_scatter()
-        if self.grad_clipping:
-            self._clip_grad_norm(self.max_norm)
-        _copy_options(self.param_groups, base.param_groups)
-        base.step()
-        _copy_options(base.param_groups, self.param_groups)  # some optimizers keep values there
+        finite = self._clip_grad_norm(self.max_norm) if self.grad_clipping or self.skip_nonfinite else True
+        if finite:
+            _copy_options(self.param_groups, base.param_groups)
+            base.step()
+            _copy_options(base.param_groups, self.param_groups)  # some optimizers keep values there
         for shard in self.shards:
             if not shard.is_param:
                 shard.master.grad = None
-        self._all_gather()
+        if finite:
+            self._all_gather()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -187,12 +202,15 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
                 for shard, grad in zip(bucket, grads)
             ]
             flags = presence([grad is not None for grad in grads], parts[0], first.group)
-            # Before the sum: fp16 must not overflow in it.
-            parts = list(torch._foreach_mul([*parts, flags.expand(first.degree, -1)], first.scale))
+            parts.append(flags.expand(first.degree, -1))
+            if first.grad_dtype == torch.float16:  # which may overflow in the sum
+                parts = list(torch._foreach_mul(parts, first.scale))
             return comm.reduce_scatter(parts, first.group, async_op=True)
 
         def finish(bucket: list[ParameterShard], handle: Any) -> None:
             *parts, flags = handle.wait()
+            if bucket[0].grad_dtype != torch.float16:
+                torch._foreach_mul_(parts, bucket[0].scale)
             for shard, part, flag in zip(bucket, parts, spmd.local(flags)[0]):
                 # Waits for the device where a gradient is missing, and only there.
                 is_somewhere = shard.gradient.tensor is not None or bool(flag > 0)
@@ -203,18 +221,31 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
                 shard.take_own_grad()
         overlap(self._buckets(self._scatter_plan, self._scatter_cap), start, finish)
 
-    def _clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> None:
+    def _clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> bool:
+        """Takes the norm, and clips by it; returns whether the step is to be made."""
         masters: list[torch.Tensor] = [shard.master for shard in self.shards]
         params: list[torch.Tensor] = [shard.param for shard in self.shards]
-        self._grad_norm = norm_of(params, [master.grad for master in masters], norm_type, self._norm_groups)
-        clip_grads_with_norm(masters, self._grad_norm, max_norm)
+        grads = [master.grad for master in masters]
+        self._grad_norm = norm_of(params, grads, norm_type, self._norm_groups, watch_copies=self.skip_nonfinite)
+        scaler, finite = self.loss_scaler, True
+        if scaler is not None:
+            self._grad_norm = self._grad_norm / scaler.scale
+            scale_grads(masters, 1 / scaler.scale)
+        if self.skip_nonfinite:
+            finite = bool(self._grad_norm.isfinite())  # waits for the device
+            self.skipped_steps += not finite
+        if scaler is not None:
+            scaler.update(finite)
+        if finite and self.grad_clipping:
+            clip_grads_with_norm(masters, self._grad_norm, max_norm)
+        return finite
 
     def _all_gather(self) -> None:
         """Sets the parameters, in their dtype, from everybody's masters."""
 
         def start(bucket: list[ParameterShard]) -> Any:
             masters = [shard.master.detach().reshape(1, -1).to(shard.param.dtype) for shard in bucket]
-            return comm.all_gather(masters, bucket[0].group, async_op=True)
+            return comm.all_gather(masters, bucket[0].group, out=[shard.rows for shard in bucket], async_op=True)
 
         def finish(bucket: list[ParameterShard], handle: Any) -> None:
             for shard, block in zip(bucket, handle.wait()):
@@ -273,12 +304,19 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
         base_state              state of the base optimizer on the shards
         shape_info              whole shapes of the parameters
         sharded_master_weights  the master shards; with `save_master_weights`
+        loss_scaler             its state; with `loss_scaler`
         """
         state = super().state_dict()
         state["base_state"] = self._make_base().state_dict()["state"]
         state["shape_info"] = {index: tuple(shard.param.shape) for index, shard in enumerate(self.shards)}
+        if self.loss_scaler is not None:
+            state["loss_scaler"] = self.loss_scaler.state_dict()
         if self.save_master_weights:
-            state["sharded_master_weights"] = {index: shard.master.detach() for index, shard in enumerate(self.shards)}
+            # In memory of their own: a file of views would hold all that they are views of.
+            state["sharded_master_weights"] = {
+                index: shard.master.detach().clone() if shard.is_view else shard.master.detach()
+                for index, shard in enumerate(self.shards)
+            }
         return state
 
     @torch.no_grad()
@@ -295,6 +333,8 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
         groups = {name: state_dict[name] for name in ("state", "param_groups")}
         load_optimizer_state_dict(self, groups, super().load_state_dict)
         load_optimizer_state_dict(base, {**base.state_dict(), "state": state_dict["base_state"]})
+        if self.loss_scaler is not None and "loss_scaler" in state_dict:
+            self.loss_scaler.load_state_dict(state_dict["loss_scaler"])
         masters = state_dict.get("sharded_master_weights")
         for index, shard in enumerate(self.shards):
             if masters is None:

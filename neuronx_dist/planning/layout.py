@@ -325,7 +325,8 @@ class Layout:
             down = holders == [*range(self.pp)]
             line = _elide(holders, 16)
             way = "down" if down else "to stages " + " ".join("…" if stage is None else str(stage) for stage in line)
-            named = "" if self.schedule is None else f" ({self.schedule})"
+            schedule = self.schedule if isinstance(self.schedule, str) else self.training_schedule
+            named = "" if self.schedule is None else f" ({schedule})"
             lines.append(
                 f"↓  pp: microbatches go {way} and their gradients {'up' if down else 'back'}; "
                 f"{self.bubble:.0%} of a step is waiting{named}"

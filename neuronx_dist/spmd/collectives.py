@@ -314,11 +314,15 @@ def _operate(
         if stack_dim is not None:
             keywords["gather_dim" if function is all_gather else "scatter_dim"] = stack_dim
         return handle_torch_function(function, (x,), x, axis, **keywords)
-    row = ROWS.get((function.__name__, _letter(src), _letter(dst)))
-    if row is None:
-        raise SpmdTypeError(_advice(function.__name__, src, dst))
+    key = (function.__name__, _letter(src), _letter(dst))
+    if "max" in (src.reduction, dst.reduction):
+        what = f"{function.__name__}({src}, {dst})"
+        raise SpmdTypeError(f'{what} does not exist: operators sum; a maximum is comm.all_reduce(x, axis, op="max")')
     if src.scale or dst.scale:
         return _averaged(function, x, axis, src, dst, reduce_dtype=reduce_dtype, stack_dim=stack_dim, inplace=inplace)
+    row = ROWS.get(key)
+    if row is None:
+        raise SpmdTypeError(_advice(function.__name__, src, dst))
     if row.expert and not expert_mode:
         raise SpmdTypeError(f"{function.__name__}({src}, {dst}) needs expert_mode=True: {row.instead}")
     if isinstance(src, Shard) or isinstance(dst, Shard) or stack_dim or inplace or reduce_dtype is not None:
@@ -457,9 +461,9 @@ def convert(
     identity whose backward sums. Pairs that are legal but rarely meant need `expert_mode=True`; the error says what to
     use instead.
     """
-    same_values = _letter(src) == _letter(dst) or {_letter(src), _letter(dst)} == {"V", "S"}
-    other_dim = isinstance(src, Shard) and isinstance(dst, Shard) and src.dim != dst.dim
-    if same_values and not other_dim:
+    letters = {_letter(src), _letter(dst)}
+    same_dim = not (isinstance(src, Shard) and isinstance(dst, Shard)) or src.dim == dst.dim
+    if src == dst or (letters <= {"V", "S"} and same_dim):
         return x
     return _operate(convert, x, axis, src, dst, expert_mode, reduce_dtype)
 

@@ -25,7 +25,7 @@ __all__ = [
 ]
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
-_BYTES = {"pred": 1, "s4": 1, "u4": 1, "bf16": 2, "c64": 8, "c128": 16}
+_BYTES = {"s4": 1, "u4": 1}  # those of others are in their names
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%(?P<name>\S+) = (?P<type>.+?) (?P<kind>[a-z][\w-]*)\((?P<rest>.*)$")
 _METADATA = re.compile(r", metadata=\{[^}]*\}")
 _SOURCE = re.compile(r'source_file="([^"]*)"(?: source_line=(\d+))?')
@@ -262,5 +262,10 @@ def _shape(text: str) -> tuple[int, ...]:
 
 
 def _nbytes(arrays: Sequence[tuple[str, str]]) -> int:
-    widths = [_BYTES.get(dtype) or int(re.sub(r"\D", "", dtype)[:2] or 8) // 8 for dtype, _ in arrays]
-    return sum(width * math.prod(_shape(shape)) for width, (_, shape) in zip(widths, arrays))
+    return sum(_width(dtype) * math.prod(_shape(shape)) for dtype, shape in arrays)
+
+
+def _width(dtype: str) -> int:
+    """Bytes of an element: of `f32` 4, of `f8e4m3` 1."""
+    bits = re.search(r"\d+", dtype)
+    return _BYTES.get(dtype) or (int(bits[0]) // 8 if bits else 1)

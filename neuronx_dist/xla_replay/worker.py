@@ -13,6 +13,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, BinaryIO
 
 __all__ = ["Worker", "WorkerError", "serve"]
@@ -84,7 +85,8 @@ class Worker:
     def close(self) -> None:
         """Ends the process, which this object started."""
         if self._process.stdin is not None:
-            self._process.stdin.close()
+            with suppress(BrokenPipeError):  # it has died, and has not read everything
+                self._process.stdin.close()
         try:
             self._process.wait(timeout=5)
         except subprocess.TimeoutExpired:

@@ -100,3 +100,89 @@ def test_the_command_line_names_its_own_option():
             assumed = report(problems=problems, assumed=["a.py:1: x is V"])
             assumed.show(file, details=details, hint="--details", numeric="--numeric")
             assert "--numeric" in file.getvalue() and "numeric=True" not in file.getvalue()
+
+
+def test_json_in_full():
+    error = ValueError("no")
+    problems = [Problem("types", "no", (0, 2), ("a.py:1",), error), Problem("program", "nor")]
+    found = report(
+        problems=problems, trusted=["t"], assumed=["a"], unchecked=["cp"], differences=["d"], notes=["n"], level="L",
+        numeric=True, finished=False, seconds=1.23456,
+    )  # fmt: skip
+    assert found.to_dict() == {
+        "ok": False, "finished": False, "level": "L", "mesh": {"pp": 1, "dp": 2, "cp": 1, "tp": 4},
+        "problems": [
+            {"kind": "types", "message": "no", "ranks": [0, 2], "lines": ["a.py:1"], "error": "ValueError"},
+            {"kind": "program", "message": "nor", "ranks": [], "lines": []},
+        ],
+        "operators": 27, "collectives": 2, "world_size": 8, "programs": 1, "runs": 2, "trusted": ["t"],
+        "assumed": ["a"],
+        "unchecked_axes": ["cp"], "differences": ["d"], "notes": ["n"], "numeric": True, "seconds": 1.235,
+    }  # fmt: skip
+    assert found.to_json(indent=1) == json.dumps(found.to_dict(), indent=1)
+    assert Report({}).to_dict()["level"] == "G" and Report({"tp": 2, "pp": 3}).world_size == 6
+
+
+def test_a_problem_is_told_once_and_is_the_same_whatever_its_exception():
+    found = report()
+    for problem in (
+        Problem("types", "no"),
+        Problem("types", "no", (3,)),
+        Problem("values", "no"),
+        Problem("types", "o"),
+    ):
+        found.add(problem)
+    assert found.problems == [Problem("types", "no"), Problem("values", "no"), Problem("types", "o")]
+    assert Problem("types", "no", error=ValueError()) == Problem("types", "no") and not report(finished=False).ok
+    assert "error" not in repr(Problem("types", "no", error=ValueError()))
+
+
+DETAILS = """\
+check ok: 1 rank, level L: gradients, collectives and pipeline messages agree; n1; n2; 1 assumption \
+(V tests with values), 2 trusted declarations
+  1 operator, 1 collective, 3 programs on 1 rank; played in 1 run, 2.0 s
+  n1
+  n2
+  axes of size 1, along which there is nothing to check: cp, tp
+  assumed, not proven; V runs it with values at toy size, and compares with one process:
+    a
+  trusted declarations:
+    t
+    u
+  what ranks do differently, and may:
+    d
+    e"""
+PROBLEMS = """\
+2 problems found:
+
+1. no
+
+2. nor
+
+stopped after 2 s, before everything was checked: no verdict on the rest
+checked: 0 operators, 2 collectives, 4 ranks with one program, types not checked
+1 assumption: V tests with values"""
+
+
+def test_texts_in_full():
+    lists = dict(assumed=["a"], trusted=["t", "u"], unchecked=["cp", "tp"], differences=["d", "e"], notes=["n1", "n2"])
+    ok = Report({}, "L", operators=1, collectives=1, programs=3, runs=1, seconds=1.96, **lists)
+    ok.mesh = {"pp": 2, "tp": 1}
+    text = ok.details("V")
+    assert text == DETAILS.replace("1 rank", "2 ranks", 1).replace("3 programs on 1 rank", "3 programs on 2 ranks")
+    assert ok.summary("D", "V") == DETAILS.splitlines()[0].replace("1 rank", "2 ranks", 1) + " (D lists them)"
+    wrong = Report(
+        {"tp": 4}, None, [Problem("types", "no"), Problem("types", "nor")], collectives=2, seconds=2.4, finished=False,
+        assumed=["a"],
+    )  # fmt: skip
+    assert wrong.summary(numeric="V") == PROBLEMS
+    file = io.StringIO()
+    wrong.show(file, numeric="V")
+    assert file.getvalue() == PROBLEMS + "\n"
+
+
+def test_paths_below_a_folder_alone_are_shortened(monkeypatch):
+    short = report(problems=[Problem("types", f"{HERE} a{HERE} -{HERE} {os.getcwd()}2/x {PACKAGE}/a.py")]).summary()
+    assert f"1. scripts/model.py a{HERE} -{HERE} {os.getcwd()}2/x neuronx_dist/a.py\n" in short
+    monkeypatch.chdir("/")
+    assert "/usr/a.py" in report(problems=[Problem("types", "/usr/a.py")]).summary()

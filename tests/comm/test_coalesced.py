@@ -222,3 +222,57 @@ def test_a_check_sees_one_event():
         ("all_reduce", (7,)),
         ("reduce_scatter", (2, 5)),
     ]
+
+
+def large_ones(axis: str) -> None:
+    """Tensors that travel alone on gloo, among small ones; into tensors of the caller, and beside them."""
+    size, rank = comm.size(axis), comm.rank(axis)
+    shapes = [(size, 40_000), (size, 3), (2 * size, 20_000, 2)]
+    everybody = [
+        [torch.arange(float(torch.Size(s).numel())).view(s) % 7 + r * 10.0 for s in shapes] for r in range(size)
+    ]
+    xs = [x.clone() for x in everybody[rank]]
+    sums = [sum(parts) for parts in zip(*everybody)]
+    for op, reduced in (("sum", sums), ("max", everybody[-1])):
+        outs = [torch.zeros(shapes[0][0] // size, 40_000), None, torch.zeros(2, 20_000, 2)]
+        expected = [each.chunk(size)[rank] for each in reduced]
+        found = comm.reduce_scatter(xs, axis, op=op, out=outs)
+        assert found[0] is outs[0] and found[2] is outs[2]
+        same(found, expected, (op, "reduce_scatter"))
+        same(comm.reduce_scatter(xs, axis, op=op, async_op=True).wait(), expected, (op, "reduce_scatter, new"))
+        same(comm.all_reduce(xs, axis, op=op), list(reduced), (op, "all_reduce"))
+    same(xs, everybody[rank], "what was sent")
+    whole = [torch.zeros(size * s[0], *s[1:]) for s in shapes]
+    gathered = [torch.cat(parts) for parts in zip(*everybody)]
+    same(comm.all_gather(xs, axis), gathered, "all_gather")
+    for x, buffer in zip(xs, whole):  # in place: this rank's own part is the input
+        buffer.chunk(size)[rank].copy_(x)
+    own = [buffer.chunk(size)[rank] for buffer in whole]
+    found = comm.all_gather(own, axis, out=whole, async_op=True).wait()
+    assert all(x is y for x, y in zip(found, whole))
+    same(found, gathered, "all_gather in place")
+    handle = comm.all_reduce(xs, axis, out=xs, async_op=True)
+    assert all(x is y for x, y in zip(handle.wait(), xs))
+    same(xs, sums, "all_reduce in place")
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_large_tensors_of_a_list_on_threads(size: int) -> None:
+    threads.run(Mesh(size, tp=size), large_ones, "tp")
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_large_tensors_of_a_list_on_gloo(size: int) -> None:
+    processes(size).run(large_ones, "tp", mesh=dict(tp=size))
+
+
+def sum_in_rank_order() -> torch.Tensor:
+    generator = torch.Generator().manual_seed(comm.rank("world"))
+    x = torch.randn(comm.size("world"), 40_000, generator=generator)
+    (own,) = comm.reduce_scatter([x], "world")
+    return comm.all_gather(own, "world")
+
+
+def test_sums_are_those_of_threads_to_the_bit() -> None:
+    expected = threads.run(Mesh(4, tp=4), sum_in_rank_order)[0]
+    assert all(torch.equal(found, expected) for found in processes(4).run(sum_in_rank_order, mesh=dict(tp=4)))

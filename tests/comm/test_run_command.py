@@ -1,15 +1,19 @@
 """`neuronx-dist run`: what is seen of a job that fails, and its exit code."""
 
+import logging
 import os
+import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from neuronx_dist import __main__ as command
+from neuronx_dist.comm import run_command
 from tests.support.paths import ROOT
-
-pytestmark = pytest.mark.process
 
 
 @pytest.fixture
@@ -29,16 +33,19 @@ def run(tmp_path):
     return start
 
 
+@pytest.mark.process
 def test_a_job_that_ends_well(run):
     code, out, err = run("import os, sys; os.write(1, f'{os.environ[\"RANK\"]} of 2 {sys.argv[1:]}\\n'.encode())")
     assert code == 0 and sorted(out.splitlines()) == ["0 of 2 ['--flag']", "1 of 2 ['--flag']"] and err == ""
 
 
+@pytest.mark.process
 def test_the_first_failure_is_all_that_is_seen(run):
     script = "import os, sys, time\nif os.environ['RANK'] == '1': sys.exit('no such layout')\ntime.sleep(60)"
     assert run(script) == (1, "", "no such layout\n")
 
 
+@pytest.mark.process
 def test_a_rank_that_a_signal_ended_is_named(run):
     script = (
         "import os, signal, time\nif os.environ['RANK'] == '1': os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(60)"
@@ -46,6 +53,7 @@ def test_a_rank_that_a_signal_ended_is_named(run):
     assert run(script) == (128 + 9, "", "neuronx-dist run: rank 1 was ended by SIGKILL\n")
 
 
+@pytest.mark.process
 def test_loglevel_shows_what_torchrun_says(run):
     code, _, err = run("import sys; sys.exit(3)", LOGLEVEL="WARNING")
     assert code == 3 and "failed (exitcode: 3)" in err
@@ -60,3 +68,62 @@ def test_help_lists_the_commands_and_the_options_of_torchrun(capsys):
     assert command.main(["run", "--nproc-per-node"]) == 2
     assert "neuronx-dist run: error: " in capsys.readouterr().err
     assert command.main(["walk"]) == 2 and command.main([]) == 2
+
+
+@pytest.fixture
+def torchrun(monkeypatch):
+    """What `torchrun.run` raises, instead of starting anything; and the levels of its loggers then."""
+    loggers = {
+        name: logging.getLogger(name) for name in (*run_command._LOGGERS, "torch.distributed.elastic.agent", "torch")
+    }
+    before = {name: logger.level for name, logger in loggers.items()}
+    monkeypatch.delenv("LOGLEVEL", raising=False)
+    levels = {}
+
+    def raising(error):
+        def run(args):
+            levels.update({name: logger.level for name, logger in loggers.items()})
+            if error is not None:
+                raise error
+
+        monkeypatch.setattr(run_command.torchrun, "run", run)
+        return levels
+
+    yield raising
+    for name, logger in loggers.items():
+        logger.setLevel(before[name])
+
+
+def failed(exitcode, rank=3):
+    error = ChildFailedError.__new__(ChildFailedError)
+    error.get_first_failure = lambda: (rank, SimpleNamespace(exitcode=exitcode))
+    return error
+
+
+@pytest.mark.parametrize(
+    "error, code, words",
+    [
+        (None, 0, ""),
+        (failed(1), 1, ""),
+        (failed(77), 77, ""),
+        (failed(-15), 128 + 15, "neuronx-dist run: rank 3 was ended by SIGTERM\n"),
+        (failed(-9, 0), 128 + 9, "neuronx-dist run: rank 0 was ended by SIGKILL\n"),
+        (SignalException("", signal.SIGINT), 130, ""),
+        (SignalException("", signal.SIGTERM), 128 + 15, ""),
+        (KeyboardInterrupt(), 130, ""),
+    ],
+)
+def test_exit_codes(torchrun, capsys, error, code, words):
+    torchrun(error)
+    assert run_command.run(None) == code
+    assert capsys.readouterr() == ("", words)
+
+
+@pytest.mark.parametrize("loglevel", [None, "INFO"])
+def test_torchruns_own_lines_are_left_out_unless_they_are_asked_for(torchrun, monkeypatch, loglevel):
+    levels = torchrun(None)
+    if loglevel is not None:
+        monkeypatch.setenv("LOGLEVEL", loglevel)
+    run_command.run(None)
+    silent = {name for name, level in levels.items() if level == logging.CRITICAL}
+    assert silent == (set() if loglevel else {*levels} - {"torch"})

@@ -7,10 +7,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from neuronx_dist import comm
 from neuronx_dist.comm.backends import threads
 from neuronx_dist.comm.backends.shapes import ShapesBackend, ShapesCommunicator
+from neuronx_dist.comm.base import DONE, Communicator, Works
 from neuronx_dist.mesh import Mesh
 from tests.support.pool import processes
 
@@ -446,6 +448,7 @@ class Contiguous(ShapesCommunicator):
 
         def start(*args):
             assert all(x.is_contiguous() for x in args if isinstance(x, torch.Tensor)), name
+            assert not any(x.requires_grad for x in args if isinstance(x, torch.Tensor)), name
             seen.add(name)
             return attribute(*args)
 
@@ -464,19 +467,137 @@ seen: set[str] = set()
 def test_buffers_of_backends_are_contiguous(rank):
     seen.clear()
     with comm.as_rank(Mesh(2, tp=2), rank, ContiguousBackend()):
-        for x in layouts(torch.arange(24.0).view(4, 6)):
+        param = torch.ones(4, 6, requires_grad=True)  # verbs take its values, and write them in place
+        for verb in (comm.all_reduce, comm.broadcast):
+            assert verb(param, "tp", out=param) is param and param.is_leaf
+        comm.recv(param, "tp", src=1 - rank)
+        for x in layouts(torch.arange(24.0).view(4, 6)) + [param]:
             for dim in (0, 1):
                 comm.all_gather(x, "tp", dim=dim)
-                comm.all_gather(x, "tp", dim=dim, out=strided(torch.cat([x, x], dim)))
+                comm.all_gather(x, "tp", dim=dim, out=strided(torch.cat([x, x], dim).detach()))
                 comm.reduce_scatter(x, "tp", dim=dim)
-                comm.reduce_scatter(x, "tp", dim=dim, out=strided(x.chunk(2, dim)[0]))
+                comm.reduce_scatter(x, "tp", dim=dim, out=strided(x.detach().chunk(2, dim)[0]))
                 comm.all_to_all(x, "tp", split_dim=dim, concat_dim=1 - dim)
-                comm.all_to_all(x, "tp", split_dim=dim, concat_dim=dim, out=strided(x))
-            for out in (None, strided(x)):
+                comm.all_to_all(x, "tp", split_dim=dim, concat_dim=dim, out=strided(x.detach()))
+            for out in (None, strided(x.detach())):
                 comm.all_reduce(x, "tp", out=out)
                 comm.permute(x, "tp", [(0, 1), (1, 0)], out=out)
                 comm.broadcast(x, "tp", src=0, out=out)
             comm.send(x, "tp", dst=1 - rank)
-            comm.recv(x.contiguous(), "tp", src=1 - rank)
+            comm.recv(x.detach().contiguous(), "tp", src=1 - rank)
     verbs = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute", "broadcast", "send", "recv")
     assert {f"start_{verb}" for verb in verbs} <= seen
+
+
+ON_ONE_RANK = {
+    "all_reduce": dict(op="max", reduce_dtype=torch.float64),
+    "all_gather": dict(dim=1),
+    "reduce_scatter": dict(dim=1),
+    "all_to_all": dict(split_dim=1),
+    "permute": dict(pairs=[(0, 0)]),
+    "broadcast": dict(src=0),
+}
+
+
+@pytest.mark.parametrize("as_list", [False, True])
+@pytest.mark.parametrize("verb", ON_ONE_RANK)
+def test_on_an_axis_of_one_rank_every_form_gives_the_input(verb, as_list):
+    x, out = torch.arange(6.0).view(2, 3), torch.zeros(2, 3)
+    if as_list and verb not in ("all_reduce", "all_gather", "reduce_scatter"):
+        return
+    with comm.as_rank(Mesh(2, tp=2), 0), comm.record() as calls:
+        for asynchronous in (False, True):
+
+            def call(asynchronous=asynchronous, **options):
+                if as_list:
+                    options = {key: [value] if key == "out" else value for key, value in options.items()}
+                given = [x] if as_list else x
+                result = getattr(comm, verb)(given, "pp", **ON_ONE_RANK[verb], async_op=asynchronous, **options)
+                assert isinstance(result, comm.Handle) == asynchronous
+                result = result.wait() if asynchronous else result
+                return result[0] if as_list else result
+
+            assert call() is x is call(out=x)
+            assert call(out=out.zero_()) is out and torch.equal(out, x)
+            leaf = torch.zeros(2, 3, requires_grad=True)
+            assert call(out=leaf) is leaf and torch.equal(leaf, x) and leaf.is_leaf
+    assert not calls
+
+
+def test_sizes_and_ranks_of_axes_make_no_group():
+    class Without(ShapesBackend):
+        def communicator(self, label, groups, global_rank, own=False):
+            raise AssertionError(label)
+
+    mesh = Mesh(16, tp=2, pp=2, cp=2)
+    with comm.as_rank(mesh, 13, Without()):
+        for axis in ("tp", "world", ("dp", "cp"), ()):
+            assert (comm.size(axis), comm.rank(axis)) == (mesh.size(axis), mesh.coordinate(axis, 13))
+
+
+def test_works_are_awaited_in_order_and_then_finished_once():
+    events = []
+
+    class Work:
+        def __init__(self, name):
+            self.name = name
+
+        def wait(self):
+            events.append(self.name)
+
+    Works([Work("a"), Work("b")], lambda: events.append("end")).wait()
+    Works([Work("c")]).wait()
+    assert events == ["a", "b", "end", "c"] and DONE.wait() is None
+
+
+def test_a_handle_that_a_mode_has_seen_is_finished_outside_of_it():
+    with comm.as_rank(Mesh(2, tp=2), 0):
+        handle = comm.all_gather(torch.ones(2, 2), "tp", dim=1, async_op=True)
+        with Functions() as mode:
+            result = handle.wait()
+    assert mode.names == [] and result.shape == (2, 4)
+
+
+class Functions(TorchFunctionMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.names.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("verb, shapes", [
+    ("all_reduce", [(2, 3), ()]), ("all_gather", [(2, 2, 3), (2,)]), ("reduce_scatter", [(3,)]),
+])  # fmt: skip
+def test_tensors_that_travel_together_are_views_of_one_buffer(verb, shapes):
+    """[2, 3] and [] (not scattered), of which a copy travels: what is given is left alone."""
+    xs = [torch.arange(6.0).view(2, 3), torch.tensor(9.0)][: len(shapes)]
+    started = []
+
+    class One(Communicator):
+        def start_all_reduce(self, buffer, op):
+            started.append((buffer.clone(), op))
+            return DONE
+
+        def start_all_gather(self, gathered, x):
+            started.append((x.clone(), None))
+            gathered.copy_(x.expand_as(gathered))
+            return DONE
+
+        def start_reduce_scatter(self, out, scattered, op):
+            started.append((scattered.clone(), op))
+            out.copy_(scattered[1])
+            return DONE
+
+    work, results = One("tp", (4, 5), 5).start_coalesced(verb, xs, "max")
+    ((sent, op),) = started
+    assert work is DONE and op == (None if verb == "all_gather" else "max")
+    assert [tuple(result.shape) for result in results] == shapes
+    assert torch.equal(sent.reshape(-1), torch.cat([x.reshape(-1) for x in xs]))
+    assert len({result.untyped_storage()._cdata for result in results}) == 1
+    own = [torch.stack([x, x]) if verb == "all_gather" else x[1] if verb == "reduce_scatter" else x for x in xs]
+    assert all(torch.equal(result, x) for result, x in zip(results, own))
+    results[0].zero_()
+    assert xs[0].sum() == 15

@@ -194,3 +194,104 @@ def test_operands_in_words():
     assert in_words("all_gather", [x, x]) == "all_gather of 2 tensors bfloat16"
     assert in_words("all_gather", []) == "all_gather of 0 tensors None"
     assert in_words("barrier", None) == "barrier"
+
+
+def test_a_failed_rank_is_counted_once_and_waits_for_all(monkeypatch):
+    """Until as many ranks as there are have read its message, and no longer."""
+    clock = [0.0]
+    monkeypatch.setattr(failure.time, "sleep", lambda seconds: clock.__setitem__(0, clock[0] + seconds))
+    monkeypatch.setattr(failure.time, "monotonic", lambda: clock[0])
+    store = dist.HashStore()
+    one, other = (FailureMonitor(store, rank, 2, 3) for rank in range(2))
+    one.report(ValueError("lost"))
+    assert clock[0] == pytest.approx(0.5 + 2.5, abs=0.1)
+    assert store.get("neuronx_dist/failure/3/first") == b'{"rank": 0, "message": "ValueError: lost"}'
+    one.report(ValueError("again"))
+    assert store.add("neuronx_dist/failure/3/acknowledged", 0) == 1
+    begin = clock[0]
+    other.report(KeyError("later"))
+    assert clock[0] == begin and store.add("neuronx_dist/failure/3/acknowledged", 0) == 2
+    assert other.first_failure(0.0) == (0, "ValueError: lost") == FailureMonitor(store, 0, 2, 3).first_failure(0.0)
+    begin = clock[0]
+    assert FailureMonitor(store, 0, 2, 4).first_failure(1.0) is None and clock[0] - begin == pytest.approx(1.0, abs=0.1)
+
+
+class GoneStore(CountingStore):
+    """The host of the store has ended."""
+
+    def check(self, keys):
+        raise RuntimeError("gone")
+
+    add = compare_set = get = check
+
+
+def test_a_store_that_is_gone_is_nobody_to_tell():
+    begin = time.monotonic()
+    monitor = FailureMonitor(GoneStore(), 0, 2)
+    monitor.report(ValueError("lost"))
+    monitor.report(comm.RemoteRankError("rank 1 failed first", rank=1))
+    assert monitor.first_failure(0.0) is None and time.monotonic() - begin < 2
+
+
+def test_an_uncaught_exception_is_shown_and_told(monkeypatch):
+    shown: list[Any] = []
+    before = lambda *args: shown.append(args)  # noqa: E731
+    monkeypatch.setattr(failure.sys, "excepthook", before)
+    store = dist.HashStore()
+    monitor = FailureMonitor(store, 0, 1)
+    monitor.start()
+    try:
+        assert failure.sys.excepthook == monitor._excepthook
+        error = ValueError("lost")
+        failure.sys.excepthook(ValueError, error, None)
+        assert shown == [(ValueError, error, None)]
+        assert FailureMonitor(store, 1, 1).first_failure(0.0) == (0, "ValueError: lost")
+    finally:
+        monitor.stop()
+    assert failure.sys.excepthook is before
+    monkeypatch.setattr(failure.sys, "excepthook", other := print)
+    monitor.stop()
+    assert failure.sys.excepthook is other  # of somebody who came later
+
+
+def test_a_rank_that_does_not_end_by_itself_is_ended(monkeypatch, capsys):
+    ended: list[int] = []
+    monkeypatch.setattr(failure, "_GRACE", 0.0)
+    monkeypatch.setattr(failure.os, "_exit", ended.append)
+    store = dist.HashStore()
+    monitor = FailureMonitor(store, 1, 2)
+    monitor._interval = 0.02
+    store.set("neuronx_dist/failure/0/first", '{"rank": 0, "message": "ValueError: lost"}')
+    monitor.start()
+    try:
+        deadline = time.monotonic() + 20
+        while not ended and time.monotonic() < deadline:
+            time.sleep(0.02)
+    finally:
+        monitor.stop()
+    assert ended[0] == 1 and store.add("neuronx_dist/failure/0/acknowledged", 0) == 1
+    first, second, *_ = capsys.readouterr().err.splitlines()
+    assert first == "[rank 1] rank 0 failed first: ValueError: lost"
+    assert second == "[rank 1] this rank did not end by itself within 0.02 s and is ended now"
+
+
+def test_what_is_said_of_a_long_wait(capsys, monkeypatch):
+    now = 100.0
+    monkeypatch.setattr(waiting, "time", SimpleNamespace(monotonic=lambda: now))
+    watch = SlowWaits(3, 5)
+    with noted("making the group tp"):
+        watch.look()
+        now += 4.999
+        watch.look()
+        assert capsys.readouterr().err == ""
+        now += 0.001
+        watch.look()
+        watch.look()
+    line = capsys.readouterr().err
+    assert line.startswith("[rank 3] has been waiting for 5 s in making the group tp at ")
+    assert line.endswith(
+        ". Some rank of the group has not come there: it is slow, or it has called another collective. With "
+        "NEURONX_DIST_DEBUG=collectives in the environment of all ranks an error names the other side\n"
+    )
+    assert waiting.operand_of(torch.ones(2)) == ((2,), torch.float32) and waiting.operand_of([]) == (0, None)
+    assert [waiting.seconds_of("NEURONX_DIST_NOTHING", 3.5), SlowWaits(0, 0).seconds] == [3.5, 0]

@@ -98,3 +98,25 @@ def test_what_makes_no_optimizer_of_shards_is_refused(factory: Any, error: type[
             NeuronZero1Optimizer([weight()], factory)
 
     comm.threads.run(Mesh(2), rank_main)
+
+
+def test_names_of_nxd() -> None:
+    from neuronx_dist.optimizer import AdamW_FP32OptimParams, MasterWeightsOptimizer, zero_redundancy_optimizer
+
+    assert zero_redundancy_optimizer.NeuronZero1Optimizer is NeuronZero1Optimizer
+    assert issubclass(zero_redundancy_optimizer.NeuronEPZero1Optimizer, NeuronZero1Optimizer)
+
+    def rank_main() -> None:
+        param = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+        with pytest.raises(
+            ValueError, match=r"parameter of torch.bfloat16.*MasterWeightsOptimizer\(params, AdamW_FP32"
+        ):
+            AdamW_FP32OptimParams([param], lr=0.1)
+        for wrapper in (MasterWeightsOptimizer, NeuronZero1Optimizer):
+            optimizer = wrapper([param], AdamW_FP32OptimParams, lr=0.1, grad_clipping=False)
+            param.grad = torch.ones_like(param)
+            optimizer.step()
+            state = next(iter(optimizer.base_optimizer.state.values()))
+            assert state["exp_avg"].dtype == optimizer.shards[0].master.dtype == torch.float32
+
+    comm.threads.run(Mesh(2), rank_main)

@@ -13,6 +13,7 @@ from neuronx_dist import comm
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.optimizer import MasterWeightsOptimizer, NeuronZero1Optimizer
 from neuronx_dist.parallel_layers import grads
+from neuronx_dist.planning.meter import measure_peak
 from tests.optimizer.zero1_training import STEPS, train, weights_of
 from tests.support.synthetic import LAYOUTS, MESHES, Model, assemble, draw, mean_gradient, relative_error, weight
 
@@ -403,3 +404,83 @@ def test_experts_are_sharded_over_edp(mesh: Mesh) -> None:
     norm = math.sqrt(4 * (dense**2 + sum(expert**2 for expert in experts)))
     for result in results:
         assert (result["dense"], result["norm"]) == pytest.approx((-dense, norm))
+
+
+# --- the same to the bit ---------------------------------------------------------------------------------------------
+
+
+BITS = {
+    "SGD": (torch.optim.SGD, dict(lr=0.1, momentum=0.9, weight_decay=0.01)),
+    "AdamW": (torch.optim.AdamW, dict(lr=0.1, weight_decay=0.1)),
+    "AdamW, foreach": (torch.optim.AdamW, dict(lr=0.1, foreach=True)),
+}
+
+
+@pytest.mark.parametrize("optimizer", BITS)
+@pytest.mark.parametrize("mesh", [Mesh(2), Mesh(4), Mesh(2, cp=2), Mesh(4, pp=2)], ids=str)
+def test_fp32_weights_are_those_of_plain_data_parallelism_to_the_bit(mesh: Mesh, optimizer: str) -> None:
+    """Scaling after the sum changes no bit of a mean over a power of two; views of parameters change none either."""
+    cls, options = BITS[optimizer]
+
+    def rank_main() -> None:
+        sharded, plain = Model(torch.float32), Model(torch.float32)
+        zero1 = NeuronZero1Optimizer(sharded.parameters(), cls, grad_clipping=False, **options)
+        whole = cls(plain.parameters(), **options)
+        train(sharded, zero1)
+        for step in range(STEPS):
+            plain.set_gradients(step)
+            grads.reduce_gradients(plain)
+            whole.step()
+        for (name, value), expected in zip(weights_of(sharded).items(), weights_of(plain).values()):
+            assert torch.equal(value, expected), name
+
+    comm.threads.run(mesh, rank_main)
+
+
+def test_fused_steps_too_where_shards_are_whole_vectors() -> None:
+    """torch's fused AdamW rounds what is left over of a tensor, beyond whole vectors of the CPU, in another way."""
+
+    def rank_main() -> None:
+        values = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
+        sharded, plain = nn.Parameter(values.clone()), nn.Parameter(values.clone())
+        zero1 = NeuronZero1Optimizer([sharded], torch.optim.AdamW, grad_clipping=False, lr=0.1, fused=True)
+        whole = torch.optim.AdamW([plain], lr=0.1, fused=True)
+        for step in range(STEPS):
+            sharded.grad, plain.grad = (draw(step, comm.rank("dp"), shape=(8, 64), dtype=torch.float32) for _ in "ab")
+            zero1.step()
+            grads.reduce_gradients([plain])
+            whole.step()
+        assert torch.equal(sharded, plain)
+
+    comm.threads.run(Mesh(4), rank_main)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dp", [2, 4])
+def test_memory_of_a_step(dp: int, dtype: torch.dtype) -> None:
+    """At most the reduced gradients, and one bucket, above what is held: no second copy of parameters or gradients."""
+    rows, each = 64, 4096
+
+    def rank_main() -> None:
+        params = [nn.Parameter(torch.ones(rows, each // rows, dtype=dtype)) for _ in range(32)]
+        cap = 4 * each * dtype.itemsize / 2**20  # four parameters
+        options = dict(bucket_cap_mb_all_gather=cap, bucket_cap_mb_reduce_scatter=cap)
+        optimizer = NeuronZero1Optimizer(params, torch.optim.AdamW, lr=0.1, foreach=False, **options)
+        for _ in range(2):
+            for param in params:
+                param.grad = torch.ones_like(param)
+            held = [*params, *(param.grad for param in params)]
+            for master, state in optimizer.base_optimizer.state.items():
+                held += [master, *state.values()]
+            with measure_peak(held=held) as memory:
+                before = memory.current
+                optimizer.step()
+        count = 32 * each
+        masters = 0 if dtype == torch.float32 else 4 * count / dp
+        assert before == pytest.approx(2 * count * dtype.itemsize + masters + 8 * count / dp, rel=0.01)
+        bucket = 4 * each * dtype.itemsize
+        shards = 4 * count / dp  # the reduced gradients, in the dtype of the masters
+        assert memory.peak - before <= shards + 4 * bucket + 4096
+
+    with comm.as_rank(Mesh(dp), 0):
+        rank_main()

@@ -392,3 +392,59 @@ def test_lazy_optimizer_shards_at_its_first_step() -> None:
         assert param.tolist() == [0.5] * 3
 
     comm.threads.run(Mesh(2), rank_main)
+
+
+# --- memory --------------------------------------------------------------------------------------------------------
+
+
+def test_own_rows_are_the_parameter_once_and_the_master_holds_them() -> None:
+    def rank_main() -> dict[str, list[range]]:
+        shapes: dict[str, tuple[int, ...]] = {
+            "divides": (8, 2),
+            "padded": (5, 3),
+            "smaller than dp": (2,),
+            "scalar": (),
+        }
+        params = {name: nn.Parameter(torch.randn(shape)) for name, shape in shapes.items()}
+        optimizer = NeuronZero1Optimizer(params.values(), torch.optim.SGD, lr=0.1)
+        for shard in optimizer.shards:
+            rows, own = shard.param.detach().reshape(shard.param.shape or (1,)), shard.own_rows
+            assert torch.equal(shard.master[: len(own)], rows[own.start : own.stop])
+        return {name: [shard.own_rows] for name, shard in zip(params, optimizer.shards)}
+
+    results = comm.threads.run(Mesh(4), rank_main)
+    found = {name: [result[name][0] for result in results] for name in results[0]}
+    assert [len(rows) for rows in found["padded"]] == [2, 2, 1, 0]
+    assert [len(rows) for rows in found["smaller than dp"]] == [1, 1, 0, 0]
+    for name, count in {"divides": 8, "padded": 5, "smaller than dp": 2, "scalar": 1}.items():
+        assert [row for rows in found[name] for row in rows] == list(range(count)), name
+
+
+def test_a_master_in_the_dtype_of_its_parameter_is_no_copy() -> None:
+    """What is loaded into the parameter is in the master, and the other way round, and a state dict has its own."""
+
+    def rank_main() -> None:
+        model = nn.ParameterDict({"even": torch.ones(4, 3), "odd": torch.ones(3), "low": torch.ones(4).bfloat16()})
+        optimizer = NeuronZero1Optimizer(
+            model.parameters(), torch.optim.SGD, lr=1.0, grad_clipping=False, save_master_weights=True
+        )
+        even, low, odd = optimizer.shards  # in the order of the names
+        assert (even.is_view, low.is_view, odd.is_view) == (True, False, False)
+        with torch.no_grad():
+            model["even"].fill_(3.0)
+        assert even.master.eq(3.0).all() and torch.equal(even.master, model["even"][list(even.own_rows)])
+        model["even"].grad = torch.ones(4, 3)
+        optimizer.step()
+        assert model["even"].eq(2.0).all()
+        saved = optimizer.state_dict()["sharded_master_weights"]
+        assert saved[0].untyped_storage().nbytes() == 2 * 3 * 4 and saved[0].eq(2.0).all()
+        model["even"].data = torch.full((4, 3), 7.0)  # as moving a model to a device does
+        model["even"].grad = torch.ones(4, 3)
+        optimizer.step()
+        assert model["even"].eq(6.0).all() and even.is_view
+        model["even"].data = torch.full((4, 3), 8.0).bfloat16()
+        model["even"].grad = torch.ones(4, 3).bfloat16()
+        optimizer.step()
+        assert model["even"].eq(7.0).all() and not even.is_view and even.master.dtype == torch.float32
+
+    comm.threads.run(Mesh(2), rank_main)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from neuronx_dist.comm.backends import c10d
+from neuronx_dist.comm.backends import c10d, messages
 from tests.parity.mutation_cases import values_of_every_verb
 from tests.parity.mutation_table import CASES, MESSAGES, VERBS
 from tests.support.call_sites import MUTATIONS, Mutant, find_sites, hidden_imports, mutate
@@ -59,7 +59,9 @@ EXEMPT = {
     "NeuronZero1Optimizer.save_sharded_state_dict:comm.barrier#1": _ORDER,
 }
 # Below this communicator is torch.distributed: its call sites are run on two processes.
-ON_PROCESSES = sorted(name for name, site in SITES.items() if site.is_in(c10d) and name not in EXEMPT)
+ON_PROCESSES = sorted(
+    name for name, site in SITES.items() if (site.is_in(c10d) or site.is_in(messages)) and name not in EXEMPT
+)
 
 
 def mutations_of(name: str) -> tuple[str, ...]:

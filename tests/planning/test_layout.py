@@ -3,13 +3,24 @@
 import re
 import time
 from itertools import product
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from neuronx_dist.model_shape import ModelShape, padded_heads, stage_layers
 from neuronx_dist.pipeline.schedule import OneFOneB, WrittenSchedule, ZeroBubbleV
-from neuronx_dist.planning.layout import Layout, LayoutError, format_bytes, format_count
+from neuronx_dist.planning.layout import (
+    Layout,
+    LayoutError,
+    _elide,
+    _free_name,
+    _multiples_near,
+    _near,
+    format_bytes,
+    format_count,
+)
+from tests.support.reviewed import assert_reviewed
 
 SMOLLM = ModelShape(layers=30, heads=9, kv_heads=3, intermediate=1536, vocab=49152, max_positions=8192)
 STUCK = WrittenSchedule("F0 B0 F1 B1", "F0 F1 B0 B1")  # stage 0 wants a gradient that stage 1 makes after F1
@@ -384,3 +395,80 @@ def test_a_layout_of_many_ranks_costs_what_a_small_one_does():
     assert layout.problems() == [] and layout.dp == 800
     assert "dp 799" in layout.picture(width=100) and "102399" in layout.picture(width=100)
     assert time.process_time() - begin < 0.05
+
+
+# --- whole texts
+
+TEXTS = {
+    **REFUSED,
+    "no value near": (dict(world_size=6, tp=4, pp=16), PLAIN, []),
+    "sequences and a size": (dict(world_size=7, tp=2, cp=7, global_batch=1), ModelShape(intermediate=7), []),
+    "several": (dict(world_size=6, tp=4, global_batch=7, seq_len=9, sequence_parallel=True), SMOLLM, []),
+    "experts that do not divide": (dict(world_size=6, tp=2, ep=4, global_batch=3), None, []),
+    "experts and sequences": (dict(world_size=20, tp=2, pp=2, cp=2, ep=5, global_batch=3), None, []),
+    "sequences that do not divide": (dict(world_size=6, tp=2, cp=2), None, []),
+    "all of the wrong kind": (dict(world_size=0, tp=1.5, pp=-1, cp=None, ep="2", seq_len=0, dtype="fp8"), None, []),
+    "a schedule that is none": (dict(world_size=2, pp=2, schedule=3), PLAIN, []),
+    "wide vocabulary": (dict(world_size=8, tp=8), ModelShape(heads=8, kv_heads=8, vocab=50257), []),
+    "heads that tp cannot have": (dict(world_size=7, tp=7, global_batch=1), ModelShape(heads=6, kv_heads=6), []),
+    "many sequences": (dict(world_size=8, tp=1, num_microbatches=3, global_batch=64), None, []),
+}
+PICTURES = {
+    "one rank": (dict(world_size=1), None),
+    "one layer a stage": (dict(world_size=3, pp=3, num_microbatches=3, global_batch=3), ModelShape(layers=3)),
+    "sequences": (dict(world_size=8, tp=2, cp=2, global_batch=2), PLAIN),
+    "wide": (dict(world_size=64, tp=16, zero1=True, global_batch=64, seq_len=8192), PLAIN),
+    "many replicas": (dict(world_size=256, tp=2, global_batch=256, num_microbatches=2), None),
+    "many stages": (dict(world_size=40, pp=20, num_microbatches=20, global_batch=40), ModelShape(layers=40)),
+    "chunks": (
+        dict(world_size=4, pp=4, num_microbatches=8, global_batch=8, virtual_pipeline_size=2),
+        ModelShape(layers=9),
+    ),
+    "a schedule": (dict(world_size=2, pp=2, num_microbatches=2, global_batch=4, schedule=OneFOneB), PLAIN),
+}
+
+
+def test_every_refusal_in_full():
+    def text(options, config):
+        problems = Layout(**options).problems(config)
+        return str(LayoutError(problems))
+
+    texts = {name: text(options, config) for name, (options, config, _) in TEXTS.items()}
+    assert all(" cannot work" in each and "\n  - " in each for each in texts.values())
+    assert_reviewed(Path(__file__).with_name("expected_refusals.txt"), texts)
+
+
+def test_every_picture_in_full():
+    texts = {name: Layout(**options).picture(config, width=90) for name, (options, config) in PICTURES.items()}
+    assert_reviewed(Path(__file__).with_name("expected_pictures.txt"), texts)
+
+
+@pytest.mark.parametrize("unit, start, step", [(format_bytes, 1, 1024), (format_count, 1, 1000)])
+def test_formats_change_their_unit_where_the_next_one_begins(unit, start, step):
+    texts = [unit(value) for power in range(5) for value in (step**power - 1, step**power, -(step**power))]
+    names = ["B", "KiB", "MiB", "GiB", "TiB"] if step == 1024 else ["", "K", "M", "B", "T"]
+    assert [text.partition(" ")[2] for text in texts[1::3]] == names == [t.partition(" ")[2] for t in texts[2::3]]
+    assert [text.partition(" ")[0] for text in texts[1::3]] == ["1", *["1.0"] * 4]
+    assert [text.partition(" ")[2] for text in texts[3::3]] == names[:-1]
+
+
+@pytest.mark.parametrize(
+    "items, most, shown",
+    [(3, 3, [0, 1, 2]), (4, 3, [0, None, 3]), (9, 9, [*range(9)]), (10, 9, [*range(7), None, 9])],
+)
+def test_the_middle_of_many_is_left_out(items, most, shown):
+    assert _elide(range(items), most) == shown
+
+
+def test_near_values_are_looked_for_below_and_above():
+    assert _near(5, lambda n: True) == [4, 6] and _near(1, lambda n: True) == [2] and _near(5, lambda n: False) == []
+    assert _near(8, lambda n: n in (1, 96)) == [1, 96] and _near(8, lambda n: n in (0, 97)) == []
+    assert [_multiples_near(value, 4) for value in (3, 4, 9)] == [[4], [4, 8], [8, 12]]
+
+
+def test_a_folder_without_a_name_is_free_as_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert _free_name(Path("/")) == Path("/run-2") and _free_name(Path("a")) == Path("a-2")
+    (tmp_path / "a-2").mkdir()
+    (tmp_path / "a-3").mkdir()
+    assert _free_name(tmp_path / "a") == tmp_path / "a-4"

@@ -404,3 +404,21 @@ def test_what_cannot_be_estimated_is_refused() -> None:
             estimate_memory(layout(1), CASES[0].config(), device="cuda")
     with pytest.raises(LayoutError, match="3 processes are not divisible"):
         estimate_memory(layout(3, tp=2), CASES[0].config())
+
+
+def test_what_memory_is_called() -> None:
+    """Logits until the head's backward is over; messages by their shapes; buffers of the reduction over the data."""
+    config, logits, hidden = CASES[0].config(), 4 * 128 * 256 * 4, 4 * 128 * 192 * 4  # bytes of a microbatch
+    alone = estimate_memory(layout(1), config).stages[0]
+    assert 2 * logits <= alone.compute.most["logits"] < 2.3 * logits  # and their gradient
+    assert alone.compute.most["activations"] > 20 * hidden and "messages" not in alone.compute.most
+    first, last = estimate_memory(layout(2, pp=2, num_microbatches=4), config).stages
+    assert "logits" not in first.compute.most
+    assert last.compute.most["logits"] == pytest.approx(alone.compute.most["logits"], abs=64)
+    for stage in (first, last):
+        messages = stage.compute.most["messages"]
+        assert messages and messages % hidden == 0, messages
+    split = estimate_memory(layout(2), config).stages[0]
+    gradients = split.step.most["gradients"]
+    assert gradients <= split.reduction.most["buffers"] < 1.1 * gradients and "messages" not in split.compute.most
+    assert alone.reduction.most.get("buffers", 0) == 0

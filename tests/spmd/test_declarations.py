@@ -168,3 +168,13 @@ def test_a_communicator_stands_for_its_axes():
         assert atoms_of(comm.communicator("tp"), mesh) == ("tp",)
         assert atoms_of(comm.communicator("world"), mesh) == ("dp", "tp")
         assert atoms_of(comm.communicator("cp"), mesh) == ()
+
+
+def test_a_tensor_without_a_type_is_told_how_to_get_one():
+    with pytest.raises(SpmdTypeError) as error:
+        spmd.get_local_type(torch.ones(2, 3))
+    assert str(error.value) == (
+        "a tensor of shape [2, 3] has no type: nobody declared one, and it was made outside of a type check\n"
+        '  repair: assert_type(x, {"tp": R}) declares it'
+    )
+    assert error.value.rule == "no_type" and not spmd.has_local_type(torch.ones(2))

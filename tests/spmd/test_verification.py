@@ -15,7 +15,8 @@ from neuronx_dist import Mesh, comm
 from neuronx_dist.comm.backends import threads
 from neuronx_dist.parallel_layers.layers import ColumnParallelLinear, RowParallelLinear
 from neuronx_dist.pipeline import NxDPPModel
-from neuronx_dist.spmd import SpmdTypeError, verify
+from neuronx_dist.spmd import SpmdTypeError, verification, verify
+from neuronx_dist.spmd.verification import Verified
 from tests.support.pool import processes
 
 _one_at_a_time = threading.Lock()  # torch's random generator is one for all threads
@@ -318,3 +319,77 @@ def test_elements_exchanged_between_two_chunks_are_noticed(monkeypatch):
     exchanged[1], exchanged[5] = x[5], x[1]
     one, other = verification._digests([x, exchanged])
     assert one != other
+
+
+# --- in words
+
+
+WORDS = [
+    (torch.ones(2, 2), "float32 [2, 2] (1, 1, 1, ...; sum 4, largest 1)"),
+    (torch.tensor([-3, 2]), "int64 [2] (-3, 2; sum -1, largest 3)"),
+    (
+        torch.tensor([0.5, -0.25, 1e9], dtype=torch.bfloat16),
+        "bfloat16 [3] (0.5, -0.25, 9.98244e+08; sum 998244352, largest 998244352)",
+    ),
+    (torch.tensor(True), "bool [] (True; sum 1, largest 1)"),
+    (torch.ones(0, 3), "float32 [0, 3] ()"),
+    (torch.tensor([1 + 2j, 0j, 0j, 0j]), "complex64 [4] ((1+2j), 0j, 0j, ...)"),
+    ({"a": 1}, "{'a': 1}"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("value, words", WORDS)
+def test_a_value_in_words(value, words):
+    assert verification._words(value) == words
+
+
+def test_what_was_verified_in_words():
+    assert str(Verified({})) == "verified: nothing to compare" == str(Verified({"tp": 0}))
+    assert str(Verified({"tp": 2, "dp": 0, "cp": 3}, ["a", "b"], ["x"])) == (
+        "verified: 2 over tp, 3 over cp; not looked at: 1 without values (x...)\nhint: a\nhint: b"
+    )
+    assert str(Verified({"tp": 1}, [], [*"abcd"])).endswith("not looked at: 4 without values (a, b, c...)")
+
+
+@pytest.mark.parametrize("count", [1, 10, 11])
+def test_values_that_differ_in_words(count):
+    findings = [verification._Finding("tp" if n else "dp", f"value {n}", True) for n in range(count)]
+    error = verification._error(findings)
+    axes = "dp, tp" if count > 1 else "dp"
+    assert error.what == f"verify: values differ between ranks which the layout says are equal over {axes}"
+    shown = [f"value {n}" for n in range(min(count, 10))]
+    assert error.where_from == shown + ["... and 1 more"] * (count > 10)
+    assert error.repairs == [
+        "load or draw them alike on all ranks: one checkpoint, materialize(model, seed), equal seeds and batches",
+        "if they are meant to differ, say how they are sharded: spmd.set_spec(module, name, ShardSpec(...))",
+    ]
+    assert (error.axis, error.rule) == ("dp", "unequal_values")
+
+
+def test_what_has_values():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        fake = torch.ones(2)
+    assert not any(map(verification._has_values, (fake, torch.ones(2, device="meta"), torch.eye(2).to_sparse())))
+    assert all(map(verification._has_values, (torch.ones(0), 3, None, "x")))
+
+
+def test_inputs_and_their_names():
+    x = torch.ones(2, requires_grad=True)
+    values = [*verification._inputs({"a": [x, None], "b": (3,)})]
+    assert [(value.name, value.equal, value.alike, value.apart) for value in values] == [
+        ("input['a'][0]", {"tp"}, {"pp"}, set()), ("input['b'][0]", {"tp"}, {"pp"}, set()),
+    ]  # fmt: skip
+    assert not values[0].value.requires_grad and values[1].value == 3
+
+
+def test_a_digest_tells_values_shapes_and_dtypes_apart():
+    x = torch.arange(6)
+    others = [x.view(2, 3), x.int(), x.float(), x + 1, x.flip(0), 3, "3", None, torch.tensor(3)]
+    digests = verification._digests([x, x.clone(), *others])
+    assert digests[0] == digests[1] and len(set(digests)) == 1 + len(others)
+    assert digests[0].shape == (6,) and digests[0].dtype == "int64" and digests[-2].dtype == "None"
+    bits = [torch.tensor([5]).to(dtype) for dtype in (torch.uint8, torch.int16, torch.int32, torch.int64)]
+    assert [digest.sums[0] for digest in verification._digests(bits)] == [5] * 4
+    assert verification._digests([torch.tensor([1.0, 2.0]).view(2)])[0].constant is False

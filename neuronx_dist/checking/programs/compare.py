@@ -264,11 +264,10 @@ class _Meeting:
         if theirs[1:2] == mine[:1] and len(theirs) > len(mine):
             return self._missing(other, one.rank, one)
         if mine[1:2] == theirs[:1] and theirs[1:2] == mine[:1]:
-            return _two(
-                one,
-                other,
+            return _unlike(
+                [one, other],
                 f"ranks {one.rank} and {other.rank} call two collectives over {one.event.axis} in different orders",
-                "call them in one order on all ranks",
+                "Call them in one order on all ranks.",
             )
         a, b = one.event, other.event
         if a.verb != b.verb:
@@ -281,9 +280,8 @@ class _Meeting:
             what = f"call {a.verb} over {a.axis} with different dtypes, {a.dtype} and {b.dtype}"
         else:
             what = f"call {a.verb} over {a.axis} with different sources or pairs"
-        return _two(
-            one, other, f"ranks {one.rank} and {other.rank} {what}", "all ranks of a group have to call the same"
-        )
+        repair = "All ranks of a group have to call the same."
+        return _unlike([one, other], f"ranks {one.rank} and {other.rank} {what}", repair)
 
     def _stuck(self, heads: Sequence[_Seen]) -> Problem:
         """Reports a deadlock: a rank never calls the collective, or ranks wait for one another in different groups."""
@@ -291,20 +289,23 @@ class _Meeting:
             for rank in head.group.kept:
                 if not any(seen.group is head.group for seen in self.queues[rank].rest()):
                     return self._missing(head, rank, self.queues[rank].head)
-        # Everyone would come, but in another order: follow who waits for whom.
-        one = heads[0]
-        for _ in range(len(heads)):
-            present = [self.queues[rank].head for rank in one.group.kept]
-            other = next(seen for seen in present if seen is not None and seen.group is not one.group)
-            if one.rank in other.group.kept:
-                break
-            one = other
-        return _two(
-            one,
-            other,
-            f"ranks {one.rank} and {other.rank} wait for each other: they call collectives over {one.event.axis} and "
-            f"{other.event.axis} in different orders",
-            "call them in one order on all ranks",
+        # Everyone would come, but in another order: follow who waits for whom, until it comes round.
+        chain = [heads[0]]
+        circle: list[_Seen] = []
+        while not circle:
+            last = chain[-1]
+            present = [self.queues[rank].head for rank in last.group.kept]
+            other = next(seen for seen in present if seen is not None and seen.group is not last.group)
+            if last.rank in other.group.kept:
+                circle = [last, other]
+            elif other in chain:
+                circle = chain[chain.index(other) :]
+            chain.append(other)
+        ranks, axes = ([*dict.fromkeys(each)] for each in zip(*((seen.rank, seen.event.axis) for seen in circle)))
+        return _unlike(
+            circle,
+            f"ranks {_and(ranks)} wait for each other: they call collectives over {_and(axes)} in different orders",
+            "Call them in one order on all ranks.",
         )
 
     def _missing(self, extra: _Seen, rank: int, instead: _Seen | None) -> Problem:
@@ -320,14 +321,14 @@ class _Meeting:
         return Problem("collectives", message, (extra.rank, rank), tuple(lines))
 
 
-def _two(one: _Seen, other: _Seen, what: str, repair: str) -> Problem:
-    message = (
-        f"{what}\n"
-        f"    rank {one.rank}: {one} at {_at(one.event)}\n"
-        f"    rank {other.rank}: {other} at {_at(other.event)}\n"
-        f"    {repair[0].upper()}{repair[1:]}."
-    )
-    return Problem("collectives", message, (one.rank, other.rank), (*places(one.event), *places(other.event)))
+def _unlike(seen: Sequence[_Seen], what: str, repair: str) -> Problem:
+    message = f"{what}\n" + "".join(f"    rank {one.rank}: {one} at {_at(one.event)}\n" for one in seen)
+    lines = [place for one in seen for place in places(one.event)]
+    return Problem("collectives", f"{message}    {repair}", tuple(one.rank for one in seen), tuple(lines))
+
+
+def _and(items: Sequence[Any]) -> str:
+    return " and ".join(filter(None, [", ".join(map(str, items[:-1])), str(items[-1])]))
 
 
 def _shown(ranks: Sequence[int], most: int = 64) -> str:

@@ -60,12 +60,12 @@ def make_fake(
     for wrapped in optimizers_of(optimizer, *(value for value in held if isinstance(value, torch.optim.Optimizer))):
         for group in wrapped.param_groups:
             group["params"] = [fakes.of(param) for param in group["params"]]
-        _replace(wrapped.__dict__, fakes, set())
+        _replace(wrapped.__dict__, fakes)
         wrapped.state = type(wrapped.state)(
             wrapped.state.default_factory, {fakes.known(key): value for key, value in wrapped.state.items()}
         )
         for state in wrapped.state.values():
-            _replace(state, fakes, set())
+            _replace(state, fakes)
     return fakes.made
 
 
@@ -126,18 +126,17 @@ class _Fakes:
         return self.made[id(x)][1]
 
 
-def _replace(table: Any, fakes: _Fakes, seen: set[int], depth: int = 4) -> None:
+def _replace(table: Any, fakes: _Fakes, depth: int = 4) -> None:
     """Puts fakes into an optimizer's own attributes: lists, dicts, and objects of our and of users' classes."""
-    if id(table) in seen or depth == 0:
+    if depth == 0:
         return
-    seen.add(id(table))
     items = table.items() if isinstance(table, dict) else enumerate(table)
     for key, value in list(items):
         if isinstance(value, torch.Tensor):
             table[key] = fakes.of(value)
         elif isinstance(value, (dict, list)):
-            _replace(value, fakes, seen, depth - 1)
+            _replace(value, fakes, depth - 1)
         elif isinstance(value, (torch.optim.Optimizer, type, str)) or callable(value):
             continue
         elif hasattr(value, "__dict__") and type(value).__module__.split(".")[0] not in ("torch", "builtins"):
-            _replace(value.__dict__, fakes, seen, depth - 1)
+            _replace(value.__dict__, fakes, depth - 1)

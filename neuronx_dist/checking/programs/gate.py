@@ -203,11 +203,17 @@ def check_buffers(mode: SpmdTypeMode, model: nn.Module) -> None:
                     f"buffer {name} {list(buffer.shape)} after the step",
                     f"on {axis} it is {spmd_type}: each rank goes on with its own part",
                     where_from=[f"{spmd_type} on {axis} since {origin}"] if origin is not None else [],
-                    repairs=[f'spmd.all_reduce(x, "{axis}", src=spmd.{spmd_type}, dst=spmd.R) of what is written to it']
-                    if spmd_type in (P, P("avg"))
-                    else [f'divide by comm.size("{axis}") what is written to it'],
+                    repairs=[_repair_of_buffer(spmd_type, axis)],
                     axis=axis,
                     rule="buffer",
                 )
             if spmd_type is V and axis != "pp":
                 mode.assume(f"buffer {name} is as good on one rank of {axis} as on another")
+
+
+def _repair_of_buffer(spmd_type: SpmdType, axis: str) -> str:
+    if spmd_type.reduction == "max":
+        return f'comm.all_reduce(x, "{axis}", op="max") of what is written to it'
+    if spmd_type in (P, P("avg")):
+        return f'spmd.all_reduce(x, "{axis}", src=spmd.{spmd_type}, dst=spmd.R) of what is written to it'
+    return f'{"divide" if spmd_type.scale > 0 else "multiply"} by comm.size("{axis}") what is written to it'

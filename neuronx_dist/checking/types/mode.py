@@ -279,10 +279,11 @@ class SpmdTypeMode(Session):
         if rule is None:
             raw.refuse_raw_collective(func, args, kwargs)
             rule, key = Rule(getattr(func, "__name__", str(func)), None), None
-        if rule.kind == "pass":
-            HANDLERS[func] = None
+        if rule.kind == "pass":  # one that was registered after this module was loaded
             return func(*args, **kwargs)
         tensors = operands(args, kwargs)
+        if rule.random is True and not tensors:  # `torch.normal(0, 1, size)`: a distribution of numbers
+            rule = rule._replace(kind="random")
         notes, changed = self._notes(tensors, rule.name)
         if notes is None:  # in a backward pass: nothing is known, and nothing is checked
             return func(*args, **kwargs)

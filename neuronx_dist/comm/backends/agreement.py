@@ -24,7 +24,8 @@ from ...call_site import call_site
 from ..base import WorkLike
 from ..errors import CommError, CommTimeout, RemoteRankError
 from ..failure import FailureMonitor
-from ..waiting import in_words, seconds_of
+from ..recording import shape_of
+from ..waiting import Operand, in_words, seconds_of
 from .c10d import C10dCommunicator
 
 __all__ = ["AgreementStore", "Watched", "agreement_store", "watcher"]
@@ -127,7 +128,7 @@ class Watched(C10dCommunicator):
         self.store = store
         self._name = str(real.group.group_name)  # two axes with the same ranks may share a connection, and its order
 
-    def _agree(self, verb: str, x: torch.Tensor | None, detail: str = "") -> None:
+    def _agree(self, verb: str, x: torch.Tensor | Operand | None, detail: str = "") -> None:
         """Returns when all ranks of the group are about to do this; then nothing of the step before is needed."""
         number = self.store.count(self._name)
         operation = in_words(verb, x, detail) + f" over {self.axis}"
@@ -190,6 +191,12 @@ class Watched(C10dCommunicator):
     def start_all_to_all(self, gathered: torch.Tensor, scattered: torch.Tensor) -> WorkLike:
         self._agree("all_to_all", scattered)
         return self.real.start_all_to_all(gathered, scattered)
+
+    def start_coalesced(
+        self, verb: str, xs: Sequence[torch.Tensor], op: str, outs: Sequence[torch.Tensor | None]
+    ) -> tuple[WorkLike, list[torch.Tensor]]:
+        self._agree(verb, Operand(shape_of(xs), xs[0].dtype), "" if verb == "all_gather" else op)
+        return self.real.start_coalesced(verb, xs, op, outs)
 
     def start_permute(self, out: torch.Tensor, x: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> WorkLike:
         self._agree("permute", x, str(list(pairs)))

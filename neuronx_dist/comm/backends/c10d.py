@@ -25,8 +25,9 @@ from ..board import StoreBoard
 from ..errors import CommError, CommTimeout, RemoteRankError
 from ..failure import FailureMonitor
 from ..waiting import noted
+from .messages import LARGE, start_alone
 
-__all__ = ["DEFAULT_TIMEOUT", "C10dBackend", "C10dCommunicator"]
+__all__ = ["DEFAULT_TIMEOUT", "C10dBackend", "C10dCommunicator", "ranks_of_group"]
 
 DEFAULT_TIMEOUT = datetime.timedelta(minutes=10)  # torch's own is half an hour on gloo, and this on NCCL
 
@@ -67,13 +68,7 @@ class C10dCommunicator(Communicator):
             return _all_gather_single(gathered, x, group=self.group, async_op=True)
         if gathered.nbytes <= _SMALL:
             return self.start_all_to_all(gathered, x.expand_as(gathered).contiguous())
-        gathered[self.rank].copy_(x)
-        works: list[WorkLike] = []
-        for step in range(1, self.size):  # nearest neighbours first; receives before sends, so that nothing is buffered
-            src, dst = (self.rank - step) % self.size, (self.rank + step) % self.size
-            works.append(self.start_recv(gathered[src], src, _TAG))
-            works.append(self.start_send(x, dst, _TAG))
-        return Works(works)
+        return start_alone(self, "all_gather", x, "", gathered, _TAG)[0]
 
     def start_reduce_scatter(self, out: torch.Tensor, scattered: torch.Tensor, op: str) -> WorkLike:
         if not self._gloo:
@@ -92,6 +87,28 @@ class C10dCommunicator(Communicator):
         if self._gloo and gathered.dtype not in _GLOO_DTYPES:  # int16, float8: bytes are bytes
             gathered, scattered = gathered.view(-1).view(torch.uint8), scattered.view(-1).view(torch.uint8)
         return dist.all_to_all_single(gathered, scattered, group=self.group, async_op=True)
+
+    def start_coalesced(
+        self, verb: str, xs: Sequence[torch.Tensor], op: str, outs: Sequence[torch.Tensor | None]
+    ) -> tuple[WorkLike, list[torch.Tensor]]:
+        """On gloo each large tensor travels alone, and only the others are packed."""
+        rows = self.size if verb == "reduce_scatter" else 1
+        alone = [self._gloo and x.nbytes >= LARGE * rows and x.dtype in _GLOO_DTYPES for x in xs]
+        if not any(alone):
+            return super().start_coalesced(verb, xs, op, outs)
+        works: list[WorkLike] = []
+        results: list[Any] = [None] * len(xs)
+        packed = [index for index, is_alone in enumerate(alone) if not is_alone]
+        if packed:
+            work, parts = super().start_coalesced(verb, [xs[i] for i in packed], op, [outs[i] for i in packed])
+            works.append(work)
+            for index, part in zip(packed, parts):
+                results[index] = part
+        for index, is_alone in enumerate(alone):
+            if is_alone:
+                work, results[index] = start_alone(self, verb, xs[index].contiguous(), op, outs[index], _TAG)
+                works.append(work)
+        return Works(works), results
 
     def start_permute(self, out: torch.Tensor, x: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> WorkLike:
         out.zero_()
@@ -206,12 +223,8 @@ class C10dBackend(Backend):
         return self._join(self._group(ranks, own, label), label, ranks, global_rank, first_tag)
 
     def wrap(self, group: Any, global_rank: int) -> Communicator:
-        if not isinstance(group, dist.ProcessGroup):
-            raise TypeError(
-                "axis must be a mesh axis name, a tuple of names, or a torch.distributed.ProcessGroup that holds this "
-                f"rank; got {group!r}"
-            )
-        return self._join(group, group.group_desc or "group", dist.get_process_group_ranks(group), global_rank)
+        ranks = ranks_of_group(group)
+        return self._join(group, group.group_desc or "group", ranks, global_rank)
 
     def process_group(self, communicator: Communicator) -> dist.ProcessGroup:
         if isinstance(communicator, C10dCommunicator):
@@ -279,6 +292,20 @@ class C10dBackend(Backend):
             dist.distributed_c10d._world.pg_group_ranks[group] = indices
             self._groups.append(group)
         return group
+
+
+def ranks_of_group(group: Any) -> list[int]:
+    """The ranks of a torch ProcessGroup.
+
+    Raises:
+        TypeError: it is none.
+    """
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(
+            "axis must be a mesh axis name, a tuple of names, or a torch.distributed.ProcessGroup that holds this "
+            f"rank; got {group!r}"
+        )
+    return dist.get_process_group_ranks(group)
 
 
 def _exists(group: dist.ProcessGroup) -> bool:

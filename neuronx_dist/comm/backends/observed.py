@@ -20,10 +20,10 @@ from functools import cached_property
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ...call_site import call_site, call_sites
 from ...mesh import Groups, Mesh
+from .. import backends
 from ..base import Backend, Communicator, WorkLike
 from ..observed_ranks import ObservedRank, Read
 from ..rank_values import RankValue, concrete, value_on
@@ -295,7 +295,7 @@ class CheckBackend(Backend):
         """A process group of the user's. Which groups the other ranks have is not known: they are taken to differ."""
         observed = self.observed
         assert observed is not None
-        ranks = dist.get_process_group_ranks(group)
+        ranks = backends.c10d.ranks_of_group(group)
         int(observed.rank)
         return CheckCommunicator(group.group_desc or "group", [ranks], observed, self, False)
 

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
+from .. import backends
 from ..base import DONE, Backend, Communicator, WorkLike
 from ..rank_values import concrete
 
@@ -66,4 +66,5 @@ class ShapesBackend(Backend):
         return ShapesCommunicator(label, next(group for group in groups if global_rank in group), global_rank)
 
     def wrap(self, group: Any, global_rank: int) -> Communicator:
-        return ShapesCommunicator(group.group_desc or "group", dist.get_process_group_ranks(group), global_rank)
+        ranks = backends.c10d.ranks_of_group(group)
+        return ShapesCommunicator(group.group_desc or "group", ranks, global_rank)

@@ -118,10 +118,12 @@ class XlaCommunicator(Communicator):
         result = xm.reduce_scatter(op, scattered, 1.0, 0, self.size, groups=self.groups, pin_layout=False)
         return self._end("reduce_scatter", scattered, result, out)
 
-    def start_coalesced(self, verb: str, xs: Sequence[torch.Tensor], op: str) -> tuple[WorkLike, list[torch.Tensor]]:
+    def start_coalesced(
+        self, verb: str, xs: Sequence[torch.Tensor], op: str, outs: Sequence[torch.Tensor | None]
+    ) -> tuple[WorkLike, list[torch.Tensor]]:
         """One instruction with an operand for each tensor, and no copies. StableHLO has none for a reduce-scatter."""
         if verb == "reduce_scatter":
-            work, views = super().start_coalesced(verb, xs, op)
+            work, views = super().start_coalesced(verb, xs, op, outs)
             return work, [view.clone() for view in views]  # writing to a view is lowered as writing the whole buffer
         xm = self._begin(xs[0])
         if verb == "all_reduce":

@@ -61,7 +61,7 @@ def test_nothing_of_the_process_changes():
         ("missing", "rank 1 calls all_reduce(sum) of [2] float32 over tp, and rank 0 of the same group", {0, 1}, 1),
         ("unseen", "rank 2 calls all_reduce(sum) of [2] float32 over tp, and rank 0", {0, 2}, 1),
         ("order", "ranks 0 and 1 call two collectives over tp in different orders", {0, 1}, 2),
-        ("deadlock", "wait for each other: they call collectives over", set(), 2),
+        ("deadlock", "ranks 0, 1, 5 and 4 wait for each other: they call collectives over", {0, 1, 4, 5}, 4),
         ("verb", "ranks 0 and 1 call different collectives over tp", {0, 1}, 2),
         ("op", "ranks 0 and 1 reduce by different operations over tp, sum and max", {0, 1}, 2),
         ("shape", "ranks 0 and 1 call all_reduce over tp with different shapes, [2] and [3]", {0, 1}, 2),

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +20,7 @@ from neuronx_dist.comm.backends.c10d import C10dCommunicator
 from neuronx_dist.parallel_layers.parallel_state import destroy_model_parallel, initialize_model_parallel
 from tests.comm.test_verbs import on_every_rank
 from tests.support.pool import WorkerFailure, processes
+from tests.support.reviewed import assert_reviewed, with_code_for_lines
 
 THIS = Path(__file__).name
 TIMEOUT = 0.5
@@ -206,3 +211,144 @@ def test_words_that_mean_nothing_are_refused(monkeypatch, value, seconds, match)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     with pytest.raises(ValueError, match=match):
         debug.agreement_store()
+
+
+# --- without processes: ranks are threads, which share a store
+
+
+class Real:
+    """The communicator that is watched: it notes what is started."""
+
+    def __init__(self, rank: int, log: list) -> None:
+        self.group, self.axis, self.ranks, self.rank = SimpleNamespace(group_name="g"), "tp", (4, 5), rank
+        self.global_rank, self._monitor, self.log = self.ranks[rank], None, log
+
+    def __getattr__(self, name: str) -> Any:
+        def start(*args: Any) -> Any:
+            self.log.append((name, args))
+            return SimpleNamespace(wait=lambda: self.log.append(("wait", ())))
+
+        return start
+
+
+Y, Z = torch.ones(2, 3), torch.ones(2, dtype=torch.bfloat16)
+STARTS = {
+    "all_reduce(max) of [2, 3] float32 over tp": ("start_all_reduce", Y, "max"),
+    "all_gather of [2] bfloat16 over tp": ("start_all_gather", Y, Z),
+    "reduce_scatter(sum) of [2] bfloat16 over tp": ("start_reduce_scatter", Y, Z, "sum"),
+    "all_to_all of [2] bfloat16 over tp": ("start_all_to_all", Y, Z),
+    "permute([(0, 1)]) of [2] bfloat16 over tp": ("start_permute", Y, Z, ((0, 1),)),
+    "broadcast(src=1) of [2, 3] float32 over tp": ("start_broadcast", Y, 1),
+    "gather_objects over tp": ("gather_objects", "x"),
+}
+
+
+@pytest.fixture
+def watched_pair(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "get_backend", lambda group: "gloo")
+    store = torch.distributed.HashStore()
+    log: list[tuple[str, Any]] = []
+    stores = [debug.AgreementStore(store, rank, 20.0) for rank in (4, 5)]
+    return [debug.Watched(Real(index, log), each) for index, each in enumerate(stores)], stores, log
+
+
+def together(*calls):
+    """Each call in a thread of its own; what it gives, or the error in words with code for lines."""
+    results: list[Any] = [None] * len(calls)
+
+    def work(index: int) -> None:
+        try:
+            results[index] = calls[index]()
+        except comm.CommError as error:
+            results[index] = f"{type(error).__name__}: {with_code_for_lines(str(error), __file__)}"
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+@pytest.mark.parametrize("words", STARTS)
+def test_what_is_announced_and_then_started(watched_pair, words):
+    pair, stores, log = watched_pair
+    name, *args = STARTS[words]
+    together(*(lambda each=each: getattr(each, name)(*args) for each in pair))
+    assert [started for started, _ in log] == [name] * 2 and all(given == tuple(args) for _, given in log)
+    operation, site = json.loads(stores[0].store.get("latest/4"))
+    assert operation == words and THIS in site and json.loads(stores[1].store.get("g/0/1"))[0] == words
+    for rank, step in enumerate(together(*(lambda each=each: getattr(each, name)(*args) for each in pair))):
+        assert not isinstance(step, str)
+        assert not stores[0].store.check([f"g/0/{rank}"]) and stores[0].store.check(
+            [f"g/1/{rank}"]
+        )  # of the last alone
+
+
+# What the two ranks start; what is not there does not come within 0.2 s.
+PARTINGS = {
+    "another verb": (
+        lambda c: c.start_all_reduce(Y, "sum"),  # first
+        lambda c: c.start_all_gather(Y, Z),  # second
+    ),
+    "nobody": (lambda c: c.start_all_reduce(Y, "sum"), lambda c: None),
+    "a message of another shape": (lambda c: [c.start_send(Y, 1, 3)], lambda c: [c.start_recv(Z, 0, 3)]),
+    "another tag": (lambda c: [c.start_send(Y, 1, 0)], lambda c: [c.start_recv(Y, 0, 3)]),
+    "no send": (lambda c: None, lambda c: [c.start_recv(Y, 0, 0)]),
+    "fitting messages": (
+        lambda c: [c.start_send(Y, 1, 0), c.start_send(Z, 1, 0), c.start_recv(Z, 1, 0)],
+        lambda c: [c.start_recv(Y, 0, 0), c.start_recv(Z, 0, 0), c.start_send(Z, 0, 0)],
+    ),
+}
+LACKING = ("nobody", "another tag", "no send")
+
+
+def test_partings_in_words(watched_pair):
+    texts = {}
+    pair, stores, log = watched_pair
+    for name, calls in PARTINGS.items():
+        stores[0].store = stores[1].store = torch.distributed.HashStore()
+        for store in stores:
+            store._counts.clear()
+            store.timeout = 0.2 if name in LACKING else 20.0
+        log.clear()
+        started = together(*(lambda call=call, each=each: call(each) for call, each in zip(calls, pair)))
+        waits = [[*works] if isinstance(works, list) else [] for works in started]
+        results = together(*(lambda works=works: [work.wait() for work in works] for works in waits))
+        told = [one if isinstance(one, str) else other for one, other in zip(started, results)]
+        kept = [key for key in ("g/0-1/0/0/send", "g/0-1/0/0/recv", "g/1-0/0/0/send") if stores[0].store.check([key])]
+        texts[name] = "\n".join([*map(str, told), f"{sorted(each for each, _ in log)} {kept}"])
+    assert_reviewed(Path(__file__).with_name("expected_agreement.txt"), texts)
+
+
+def test_a_failure_of_another_rank_ends_the_wait(monkeypatch):
+    failure = SimpleNamespace(rank=7, message="ValueError: lost")
+    monitor: Any = SimpleNamespace(first_failure=lambda wait: failure if wait == 0.0 else 1 / 0)
+    store = debug.AgreementStore(torch.distributed.HashStore(), 4, 60.0, monitor)
+    with pytest.raises(comm.RemoteRankError) as error:
+        store.wait_for("key", 5, lambda text: 1 / 0)
+    assert str(error.value) == "rank 7 failed first: ValueError: lost" and error.value.rank == 7
+    failure.rank, store.timeout = 4, 0.05  # its own
+    with pytest.raises(ZeroDivisionError):
+        store.wait_for("key", 5, lambda text: 1 / 0)
+
+
+@pytest.mark.parametrize("words, size, gives", [
+    ("", 2, False), (" , ", 2, False), ("collectives", 1, False), (" collectives ,", 2, True),
+])  # fmt: skip
+def test_when_there_is_a_store(monkeypatch, words, size, gives):
+    monkeypatch.setenv(debug.VARIABLE, words)
+    monkeypatch.delenv(debug.TIMEOUT_VARIABLE, raising=False)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: size)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
+    job = torch.distributed.HashStore()
+    monkeypatch.setattr(torch.distributed.distributed_c10d, "_get_default_store", lambda: job)
+    monitor: Any = object()
+    store = debug.agreement_store(monitor)
+    assert (store is not None) == gives == (debug.watcher() is not None)
+    if store is not None:
+        assert (store.rank, store.timeout, store.monitor) == (1, 300.0, monitor)
+        assert [store.count("a"), store.count("a"), store.count("b")] == [0, 1, 0]
+        store.store.set("key", "x")
+        assert job.get("neuronx_dist/debug/1/key") == b"x"  # and a mesh after this one has another prefix
+        assert job.add("neuronx_dist/debug/connections/1", 0) == 2

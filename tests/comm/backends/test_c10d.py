@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from neuronx_dist import comm
 from neuronx_dist.comm.backends import c10d
+from neuronx_dist.comm.base import DONE
 from neuronx_dist.parallel_layers import parallel_state as ps
 from tests.support.pool import processes
 
@@ -191,3 +193,26 @@ def test_minutes_where_nothing_was_given(monkeypatch):
         assert c10d.C10dBackend(datetime.timedelta(hours=2)).timeout == datetime.timedelta(hours=2)
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("backend, megabytes, started", [
+    ("gloo", 0, ["all_to_all_single"]), ("gloo", 1, ["recv 2", "send 1"]), ("nccl", 0, ["single"]),
+    ("nccl", 1, ["single"]),
+])  # fmt: skip
+def test_which_collective_gathers(monkeypatch, backend, megabytes, started):
+    """gloo's own is slow: small ones are an exchange, those above a mebibyte are messages."""
+    seen: list[str] = []
+    group = SimpleNamespace(
+        send=lambda xs, dst, tag: seen.append(f"send {dst}") or DONE,
+        recv=lambda xs, src, tag: seen.append(f"recv {src}") or DONE,
+    )
+    monkeypatch.setattr(dist, "get_backend", lambda group: backend)
+    monkeypatch.setattr(dist, "all_to_all_single", lambda *args, **options: seen.append("all_to_all_single") or DONE)
+    monkeypatch.setattr(c10d, "_all_gather_single", lambda *args, **options: seen.append("single") or DONE)
+    here = c10d.C10dCommunicator(group, "tp", (4, 5, 6), 4, None)
+    x = torch.ones((megabytes << 18) // 3 + 1)
+    gathered = torch.zeros(3, *x.shape)
+    here.start_all_gather(gathered, x).wait()
+    assert seen[: len(started)] == started and len(seen) == (4 if "send 1" in started else 1)
+    if megabytes and backend == "gloo":
+        assert seen == ["recv 2", "send 1", "recv 1", "send 2"] and torch.equal(gathered[0], x)

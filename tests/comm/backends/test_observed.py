@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import operator
+import pickle
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch.overrides import BaseTorchFunctionMode, TorchFunctionMode
 
 from neuronx_dist import Mesh, comm, spmd
 from neuronx_dist.comm.backends.observed import CheckBackend
-from neuronx_dist.comm.rank_values import RankValue, concrete, rank_values_in, value_on
+from neuronx_dist.comm.rank_values import RankValue, concrete, is_member, rank_values_in, value_on
 from neuronx_dist.gradients import norm as grad_norm
 from neuronx_dist.parallel_layers import autograd_linear, loss_functions, parallel_state
 from neuronx_dist.parallel_layers.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
@@ -397,3 +398,104 @@ def test_a_silent_twin_inside_reads_for_the_one_outside():
             assert not seen.calls and isinstance(inner.rank, RankValue)
             assert comm.communicator("tp").rank == 1
         assert seen.axes == {"tp"} and not seen.backend.events
+
+
+def test_values_are_those_of_the_shapes_backend():
+    """As if every rank held what this one holds; and each verb leaves one event, awaited once."""
+    x = torch.arange(8.0).view(4, 2)
+    calls = {
+        "all_reduce": lambda: comm.all_reduce(x, "tp"),
+        "all_reduce max": lambda: comm.all_reduce(x, "tp", op="max"),
+        "all_gather": lambda: comm.all_gather(x, "tp", dim=1),
+        "reduce_scatter": lambda: comm.reduce_scatter(x, "tp"),
+        "reduce_scatter max": lambda: comm.reduce_scatter(x, "tp", op="max"),
+        "all_to_all": lambda: comm.all_to_all(x, "tp", concat_dim=1),
+        "permute": lambda: comm.permute(x, "tp", [(0, 1)]),
+        "permute away": lambda: comm.permute(x, "tp", [(1, 0)]),
+        "broadcast": lambda: comm.broadcast(x, "tp", src=1),
+        "send": lambda: comm.send(x, "tp", dst=0),
+        "recv": lambda: comm.recv(x.clone(), "tp", src=0),
+    }
+    for name, call in calls.items():
+        with comm.as_rank(MESH, 5):
+            expected = call()
+        with _Observed(MESH, 5) as seen:
+            found = call()
+        assert torch.equal(found, expected), name
+        (event,) = seen.backend.events
+        assert event.verb == name.split()[0] and event.awaited == event.number + 1 == 2, name
+        assert event.rank == 5 and event.phase == "" and event.communicator is not None
+        handle = None
+        with _Observed(MESH, 5) as seen:
+            handle = comm.all_reduce(x, "tp", async_op=True)
+            assert seen.backend.events[0].awaited is None
+            handle.wait()
+            handle.wait()
+        assert seen.backend.events[0].awaited == 2
+    with _Observed(MESH, 5) as seen:
+        assert comm.gather_objects("x", "tp") == ["x", "x"]
+        assert seen.backend.events[0].awaited == 2
+
+
+def test_groups_of_several_sizes_are_read_and_their_sizes_known():
+    mesh = Mesh(8, tp=2, pp=2)
+    with _Observed(mesh, 4) as seen:
+        group = comm.new_group([[0, 1, 2], [4, 5], [6, 7]], "uneven")
+        assert axes_of(group.size) == {"pp", "dp", "tp"} and concrete(group.size) == 2
+        assert [value_on(group.size, rank) for rank in range(8)] == [3, 3, 3, 1, 2, 2, 2, 2]
+        assert [value_on(group.rank, rank) for rank in range(8)] == [0, 1, 2, 0, 0, 1, 0, 1]
+        assert not seen.axes - {"pp", "dp", "tp"}
+        before = len(seen.calls)
+        assert group.ranks == (4, 5) and len(seen.calls) > before
+        assert group.all_groups() == [(0, 1, 2), (4, 5), (6, 7), (3,)] and group.mesh_groups is None
+        assert group.ranks_of(1) == (0, 1, 2) and group.ranks_of(1) is group.ranks_of(1)
+    with _Observed(mesh, 4):
+        along = comm.communicator("tp")
+        assert along.mesh_groups == mesh.groups("tp") and along.all_groups() == [tuple(g) for g in mesh.groups("tp")]
+
+
+def test_a_rank_value_is_one_number_whatever_is_done_to_it():
+    with _Observed(Mesh(4, tp=4), 3) as seen:
+        rank = comm.rank("tp")
+        for same in (rank.real, rank.numerator, rank.conjugate(), round(rank), math.trunc(rank), math.ceil(rank)):
+            assert same is rank
+        assert copy.copy(rank) is rank and copy.deepcopy([rank])[0] is rank and not seen.calls
+        assert rank.to_bytes(2, "big") == b"\x00\x03" and rank.bit_length() == 2 and len(seen.calls) == 2
+        assert pow(rank, 2, 5) == 4 and divmod(7, rank) == (2, 1) and rank / 2 == 1.5 and 6 / rank == 2
+        assert (f"{rank:03d}", str(rank), repr(rank)) == ("003", "3", "3") and pickle.loads(pickle.dumps(rank)) == 3
+        assert rank.value_on(1) == 1 and rank.names == ("tp",) and rank.axes == {"tp"}
+        assert rank.mesh_coordinates(Mesh(4, tp=4)) is None is rank.mesh_group(Mesh(4, tp=4), "tp")
+        world = comm.current().rank
+        assert world.mesh_coordinates(Mesh(4, tp=4))["tp"] == rank and world.mesh_coordinates(Mesh(4)) is None
+        assert world.mesh_group(Mesh(4, tp=4), "tp") == (0, 1, 2, 3) and world.mesh_group(Mesh(4), "tp") is None
+
+
+def test_membership_is_one_read():
+    with _Observed(Mesh(8, tp=8), 3) as seen:
+        rank = comm.rank("tp")
+        assert is_member(rank, [1, 3]) and is_member(3, (3,)) and not is_member(2, (3,)) and len(seen.calls) == 1
+        assert [r for r in range(8) if seen.backend.same_program(r)] == [1, 3]
+
+
+def test_values_of_two_meshes_are_read_where_they_meet():
+    with _Observed(Mesh(2, tp=2), 1) as one:
+        first = comm.rank("tp")
+    with _Observed(Mesh(4, tp=4), 3) as other:
+        total = first + comm.rank("tp")
+        assert type(total) is int and total == 4 and one.calls and other.calls
+        assert first < comm.rank("tp")
+
+
+def test_an_event_on_other_ranks_has_their_peers_tags_and_pairs():
+    with _Observed(Mesh(8, tp=4), 1) as seen:
+        rank, x = comm.rank("tp"), torch.ones(2)
+        comm.send(x, "tp", dst=(rank + 1) % 4, tag=rank * 2)
+        comm.permute(x, "tp", [(0, 1), (2, 3)])
+        comm.broadcast(x, "tp", src=3)
+    sent, permuted, broadcast = seen.backend.events
+    there = sent.on(7)
+    assert (there.rank, there.ranks, there.peer, concrete(there.tag)) == (7, (4, 5, 6, 7), 4, 6)
+    assert (sent.rank, sent.peer, concrete(sent.tag)) == (1, 2, 2)
+    assert permuted.on(7).pairs == ((0, 1), (2, 3)) and permuted.on(7).peer is None and broadcast.on(6).peer == 7
+    assert str(there).startswith("send to rank 4 tag 6 of [2] float32 over tp [4, 5, 6, 7] at ")
+    assert str(broadcast).startswith("broadcast of [2] float32 over tp [0, 1, 2, 3] at ")

@@ -330,7 +330,7 @@ def check_loss(mode: Session, loss: Tensor, gradient: Tensor | None = None) -> d
     if gradient is not None:
         seed = mode.note(gradient, "backward")
         gradient_type = loss_type.of_gradient()
-        for axis in {*gradient_type.types, *(seed.type.types if seed is not None else ())}:
+        for axis in sorted({*gradient_type.types, *(seed.type.types if seed is not None else ())}):
             actual, expected = seed.type.get(axis) if seed is not None else None, gradient_type.get(axis)
             if actual is None or expected is None:
                 continue

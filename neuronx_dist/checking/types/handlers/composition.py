@@ -66,7 +66,7 @@ class Comparison:
             note = note_of(x)
             if note is None or type_ is None:
                 continue
-            for axis in {*type_.types, *note.type.types}:
+            for axis in sorted({*type_.types, *note.type.types}):
                 pair = type_.get(axis), note.type.get(axis)
                 if not torch.is_grad_enabled() and all(
                     spmd_type is not None and spmd_type.letter in SAME for spmd_type in pair

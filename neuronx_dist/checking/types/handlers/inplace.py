@@ -176,7 +176,7 @@ def stale(mode: Session, x: Tensor, note: Note) -> Note:
     type_ = note.type
     for old, new, full, differentiable in kinds:
         types: dict[str, SpmdType] = {}
-        for axis in {*type_.types, *old.types, *new.types}:
+        for axis in sorted({*type_.types, *old.types, *new.types}):
             before, after = type_.get(axis), new.get(axis)
             if before is None or after is None:
                 kind = before

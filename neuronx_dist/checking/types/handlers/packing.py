@@ -16,8 +16,7 @@ from torch import Tensor
 
 from ....call_site import call_site
 from ....spmd.errors import SpmdTypeError
-from ....spmd.tensor_type import Note, Segments, TensorType
-from ....spmd.types import R
+from ....spmd.tensor_type import Note, Segments, TensorType, note_of
 from ....spmd.watching import see_through
 from ..messages.explain import shown
 from ..rules import RULES, Rule
@@ -173,7 +172,7 @@ FOREACH = _bases()
 
 
 def for_each(mode: Session, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A function of lists, judged element by element as the function of tensors that it is."""
+    """A function of lists, judged element by element as the function of tensors that it is; each tensor has a note."""
     base, inplace = FOREACH[func]
     rule = RULES.get(base) or Rule(base.__name__, None)
     lists = [x for x in args if isinstance(x, (list, tuple)) and x and isinstance(x[0], Tensor)]
@@ -184,17 +183,7 @@ def for_each(mode: Session, func: Callable[..., Any], args: tuple[Any, ...], kwa
         if base is torch.clone:
             row = row[1:2]
         tensors = [x for x in row if isinstance(x, Tensor)]
-        notes = []
-        for x in tensors:
-            note = mode.note(x, rule.name)
-            if note is None:
-                break
-            if isinstance(note.extra, Segments):
-                raise _refuse(rule.name, x, note)
-            notes.append(note)
-        if len(notes) < len(tensors):
-            results.append((TensorType.of({}, R), None))
-            continue
+        notes = [note for x in tensors if (note := note_of(x)) is not None]
         judgement = mode.judge(rule, base, row, options, tensors, notes)
         if inplace:
             check_write(mode, rule, lists[0][index], judgement.types[0], tensors, notes)

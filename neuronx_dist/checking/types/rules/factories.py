@@ -88,9 +88,8 @@ def _drawn_like(*args: Any, **kwargs: Any) -> Spec:
 
 
 def _drawn_from(*args: Any, **kwargs: Any) -> Spec:
-    """Parameters of the distribution, element by element; they may be numbers."""
-    tensors = operands(args, kwargs)
-    return elementwise(*(x.shape for x in tensors)) if tensors else Spec((), ((),), {})
+    """Parameters of the distribution, element by element."""
+    return elementwise(*(x.shape for x in operands(args, kwargs)))
 
 
 rule(*_forms("rand randn randint randperm"), kind="random", random=True)(None)

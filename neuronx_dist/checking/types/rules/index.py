@@ -11,7 +11,7 @@ from torch import Tensor
 from .pieces import cut
 from .views import Labels, as_int
 
-__all__ = ["Indexed", "index_operands", "indexed"]
+__all__ = ["Indexed", "indexed"]
 
 Dim = tuple[int, ...]
 
@@ -45,11 +45,6 @@ def _items(index: Any) -> list[Any]:
     if isinstance(index, list) and any(isinstance(item, (slice, Tensor, type(None), type(...))) for item in index):
         return list(index)  # what torch still takes for a tuple
     return [index]
-
-
-def index_operands(index: Any) -> list[Tensor]:
-    """The tensors in an index, in the order of `operands`."""
-    return [item for item in _items(index) if isinstance(item, Tensor)]
 
 
 def _consumed(item: Any) -> int:

@@ -41,12 +41,12 @@ def _named(args: tuple[Any, ...], kwargs: dict[str, Any], names: str) -> dict[st
     return {**dict(zip(names.split(), args)), **kwargs}
 
 
-def _elementwise(names: str) -> Callable[..., Spec]:
-    """A loss of each element; `names` are those of the arguments."""
+def _elementwise(names: str, default: str = "mean") -> Callable[..., Spec]:
+    """A loss of each element; `names` are those of the arguments, `default` the reduction of a call that names none."""
 
     def spec(*args: Any, **kwargs: Any) -> Spec:
         shapes = [x.shape for x in operands(args, kwargs)]
-        return _ended(elementwise(*shapes), _reduction(_named(args, kwargs, names)))
+        return _ended(elementwise(*shapes), _reduction({"reduction": default, **_named(args, kwargs, names)}))
 
     return spec
 
@@ -60,25 +60,20 @@ rule(F.kl_div)(_elementwise(_OLD + " log_target"))
 rule(F.poisson_nll_loss)(_elementwise("input target log_input full size_average eps reduce reduction"))
 rule(F.hinge_embedding_loss)(_elementwise("input target margin size_average reduce reduction"))
 rule(F.margin_ranking_loss)(_elementwise("input1 input2 target margin size_average reduce reduction"))
-rule(torch.kl_div, torch.hinge_embedding_loss, torch.margin_ranking_loss, torch.poisson_nll_loss)(
-    lambda *args, **kwargs: _ended(
-        elementwise(*(x.shape for x in operands(args, kwargs))),
-        _reduction({"reduction": next((a for a in args[::-1] if type(a) is int), 1), **kwargs}),
-    )
-)
+# what these are made of in torch, where the reduction is a number; without one there is none
+_OF_TORCH: dict[Callable[..., Any], str] = {
+    torch.kl_div: "input target reduction",
+    torch.hinge_embedding_loss: "input target margin reduction",
+    torch.margin_ranking_loss: "input1 input2 target margin reduction",
+    torch.poisson_nll_loss: "input target log_input full eps reduction",
+    torch.binary_cross_entropy_with_logits: "input target weight pos_weight reduction",
+}
+for _function, _names in _OF_TORCH.items():
+    rule(_function)(_elementwise(_names, "none"))
 
 
-@rule(F.binary_cross_entropy, F.binary_cross_entropy_with_logits)
-def binary_cross_entropy(*args: Any, **kwargs: Any) -> Spec:
-    named = _named(args, kwargs, "input target weight size_average reduce reduction pos_weight")
-    return _ended(elementwise(*(x.shape for x in operands(args, kwargs))), _reduction(named))
-
-
-rule(torch.binary_cross_entropy_with_logits)(
-    lambda *args, **kwargs: _ended(
-        elementwise(*(x.shape for x in operands(args, kwargs))),
-        _reduction(_named(args, kwargs, "input target weight pos_weight reduction")),
-    )
+rule(F.binary_cross_entropy, F.binary_cross_entropy_with_logits)(
+    _elementwise("input target weight size_average reduce reduction pos_weight")
 )
 
 _CLASSES = "input target weight size_average ignore_index reduce reduction label_smoothing"
@@ -141,13 +136,10 @@ rule(F.multilabel_margin_loss)(_over_last(_OLD, 2, "the classes are compared wit
 
 @rule(F.multi_margin_loss)
 def multi_margin_loss(*args: Any, **kwargs: Any) -> Spec:
+    """No target is ignored, and the mean is one over all samples, whatever their weights."""
     named = _named(args, kwargs, "input target p margin weight size_average reduce reduction")
-    return _by_class(
-        (named["input"], named["target"]),
-        {name: value for name, value in named.items() if name not in ("input", "target")},
-        "the classes are compared with each other",
-        True,
-    )
+    each = {name: named[name] for name in ("input", "target", "weight") if name in named} | {"reduction": "none"}
+    return _ended(_by_class((), each, "the classes are compared with each other", True), _reduction(named))
 
 
 def _ctc(*args: Any, **kwargs: Any) -> Spec:

@@ -196,12 +196,14 @@ def cdist(x1: Tensor, x2: Tensor, *_: Any, **__: Any) -> Spec:
 
 register(
     "inv inverse matrix_exp matrix_power cholesky",
-    lambda x, *args, **kwargs: along(x.shape, (-2, -1), "it is a dim of the matrix"),
+    lambda *args, **kwargs: along(operands(args, kwargs)[0].shape, (-2, -1), "it is a dim of the matrix"),
 )
 for _name, _outs in {"det": 1, "logdet": 1, "slogdet": 2}.items():
     register(
         _name,
-        lambda x, _outs=_outs, **kwargs: ends(x.shape, (-2, -1), False, "it is a dim of the matrix", _outs),
+        lambda *args, _outs=_outs, **kwargs: ends(
+            operands(args, kwargs)[0].shape, (-2, -1), False, "it is a dim of the matrix", _outs
+        ),
     )
 
 

@@ -177,9 +177,14 @@ derive(torch.tril, Tensor.tril_, Tensor.triu_, inplace=0)
 # --- diagonals, windows, strides ---
 
 
-@rule(torch.diagonal, Tensor.diagonal, torch.linalg.diagonal, linear=FIRST, aliases=True)
+@rule(torch.diagonal, Tensor.diagonal, linear=FIRST, aliases=True)
 def diagonal(input: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Spec:
     return _diagonal(input.shape, as_int(offset), dim1, dim2)
+
+
+@rule(torch.linalg.diagonal, linear=FIRST, aliases=True)
+def diagonal_of_matrices(A: Tensor, *, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Spec:
+    return _diagonal(A.shape, as_int(offset), dim1, dim2)
 
 
 def _diagonal(shape: Sequence[int], offset: int, dim1: int, dim2: int) -> Spec:

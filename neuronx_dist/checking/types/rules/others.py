@@ -61,7 +61,7 @@ def slice_scatter(input: Tensor, src: Tensor, dim: int = 0, start: Any = None, e
     size = input.shape[dim]
     first, last, _ = slice(*(None if at is None else as_int(at) for at in (start, end))).indices(size)
     if as_int(step) == 1:
-        whole, (part,) = cut(builder, size, [(first, max(0, last - first))], why, dim)
+        whole, (part,) = cut(builder, size, [(first, max(0, last - first))], why, dim, False)
     else:
         whole, part = (builder.new(size, why, selected=True),), (builder.new(src.shape[dim]),)
     for label in set(part) - set(whole):

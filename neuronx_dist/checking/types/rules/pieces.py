@@ -24,7 +24,7 @@ Dim = tuple[int, ...]
 
 
 def cut(
-    builder: Labels, length: int, pieces: Sequence[tuple[int, int]], why: str, at: int, whole: bool = False
+    builder: Labels, length: int, pieces: Sequence[tuple[int, int]], why: str, at: int, whole: bool
 ) -> tuple[Dim, list[Dim]]:
     """One dim of `length` cut into `pieces`, each (start, length), which are dim `at` of the results.
 

@@ -155,7 +155,7 @@ rule(Tensor.fill_, torch.fill_, linear=((0, 1), (1,)), affine=_adds_value, inpla
 rule(torch.equal, Tensor.equal, torch.allclose, Tensor.allclose, kind="scalar")(None)
 
 rule(Tensor.where, linear=((0, 2),), affine=_adds_branch)(filled)
-rule(torch.frexp, Tensor.frexp)(lambda x: same(x.shape, outs=2))
+rule(torch.frexp, Tensor.frexp)(lambda input: same(input.shape, outs=2))
 
 
 @rule(torch.where, linear=((1, 2),), affine=_adds_branch)
@@ -165,7 +165,8 @@ def where(*args: Any, **kwargs: Any) -> Spec:
         return filled(*args, **kwargs)
     (condition,) = operands(args, kwargs)
     spec = along(condition.shape, None, "where(condition) gives positions in the shard")
-    return spec._replace(outs=(((),),) * condition.dim())
+    new = condition.dim()
+    return spec._replace(outs=(((new,),),) * max(1, new), sizes={**spec.sizes, new: 0})
 
 
 # --- casts that name their dtype ---
@@ -203,10 +204,10 @@ def cast(x: Tensor, *args: Any, **kwargs: Any) -> Spec:
 
 
 @rule(F.prelu, torch.prelu, Tensor.prelu)
-def prelu(x: Tensor, weight: Tensor) -> Spec:
+def prelu(input: Tensor, weight: Tensor) -> Spec:
     """One slope for all, or one for each channel (dim 1)."""
-    spec = same(x.shape)
-    slopes = () if weight.numel() == 1 or x.dim() < 2 else (1,)
+    spec = same(input.shape)
+    slopes = () if weight.numel() == 1 or input.dim() < 2 else (1,)
     return spec._replace(ins=(*spec.ins, (slopes,) * weight.dim()))
 
 
@@ -228,6 +229,7 @@ def _foreach(function: Callable[..., Any]) -> Callable[..., list[Tensor]]:
     """The list form of `function`: argument lists are taken item by item, everything else goes to each call."""
 
     def each(*args: Any, **kwargs: Any) -> list[Tensor]:
+        args += tuple(kwargs.pop(name) for name in ("scalar", "scalars") if name in kwargs)
         count = next(len(value) for value in args if isinstance(value, (list, tuple)))
 
         def pick(value: Any, number: int) -> Any:
@@ -241,16 +243,12 @@ def _foreach(function: Callable[..., Any]) -> Callable[..., list[Tensor]]:
     return each
 
 
-def _addcmul(x: Tensor, one: Tensor, two: Tensor, value: Any = 1, scalars: Any = None) -> Tensor:
-    return torch.add(x, torch.mul(torch.mul(one, two), value if scalars is None else scalars))
+def _addcmul(x: Tensor, one: Tensor, two: Tensor, value: Any = 1) -> Tensor:
+    return torch.add(x, torch.mul(torch.mul(one, two), value))
 
 
-def _addcdiv(x: Tensor, one: Tensor, two: Tensor, value: Any = 1, scalars: Any = None) -> Tensor:
-    return torch.add(x, torch.mul(torch.div(one, two), value if scalars is None else scalars))
-
-
-def _sub(x: Any, other: Any = None, scalar: Any = None, alpha: Any = 1) -> Tensor:
-    return torch.sub(x, other if scalar is None else scalar, alpha=alpha)
+def _addcdiv(x: Tensor, one: Tensor, two: Tensor, value: Any = 1) -> Tensor:
+    return torch.add(x, torch.mul(torch.div(one, two), value))
 
 
 # For the ones that are not the function of the same name.

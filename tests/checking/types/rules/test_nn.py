@@ -195,6 +195,7 @@ def test_losses(reduction):
     verify(F.cosine_embedding_loss, a, b, signs[:, 0], **options)
     verify(F.multilabel_margin_loss, a, whole(6, 4, 6), _refusals=False, **options)
     verify(F.multi_margin_loss, a, whole(6, 4), **options)
+    verify(F.multi_margin_loss, a, whole(6, 4), weight=probabilities(6), **options)
     if reduction != "mean":
         verify(F.cross_entropy, x(4, 6), whole(6, 4), probabilities(6), **options)
         lengths = torch.tensor([8, 8]), torch.tensor([3, 3])

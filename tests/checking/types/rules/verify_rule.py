@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from neuronx_dist.checking.types.rules import RULES, Rule, Spec, operands
 
-__all__ = ["received", "verify"]
+__all__ = ["Recorder", "received", "results_of", "shown", "verify"]
 
 PIECES = 2
 
@@ -46,14 +46,14 @@ def reviewed_details() -> dict[str, str]:
     return {call: told for call, _, told in (line.rpartition(": ") for line in lines)}
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
     """An argument: a tensor by its dtype and shape."""
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}{[*value.shape]}"
     if isinstance(value, list):
-        return f"[{', '.join(map(_shown, value))}]"
+        return f"[{', '.join(map(shown, value))}]"
     if isinstance(value, tuple):  # as an index it means something else than a list
-        return f"({', '.join(map(_shown, value))})"
+        return f"({', '.join(map(shown, value))})"
     return str(value)
 
 
@@ -66,7 +66,7 @@ def _in_order(value: Any) -> Any:
 Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 
-class _Recorder(TorchFunctionMode):
+class Recorder(TorchFunctionMode):
     """Notes what it receives, with copies of the tensors as they were before the call."""
 
     def __init__(self) -> None:
@@ -80,7 +80,7 @@ class _Recorder(TorchFunctionMode):
 
 def received(call: Callable[[], Any]) -> list[Callable[..., Any]]:
     """The functions that a mode receives during `call()`."""
-    with _Recorder() as recorder:
+    with Recorder() as recorder:
         call()
     return [function for function, _, _ in recorder.calls]
 
@@ -111,7 +111,7 @@ def verify(
         KeyError: a function without a rule.
     """
     args, kwargs = fresh(args), fresh(kwargs)
-    with _Recorder() as recorder:
+    with Recorder() as recorder:
         function(*args, **kwargs)
     assert len(recorder.calls) == 1, f"{function} is not one torch function: {[call[0] for call in recorder.calls]}"
     target, args, kwargs = recorder.calls[0]
@@ -188,8 +188,8 @@ class _Check:
         """What a spec says that values do not show is as `spec_details.txt` has it (NXD_UPDATE_RULES=1 writes it)."""
         details = {field: getattr(self.spec, field) for field in DETAILS}
         told = ", ".join(f"{name}={_in_order(value)}" for name, value in details.items() if value)
-        given = [*self.args, *(f"{name}={_shown(value)}" for name, value in self.kwargs.items())]
-        call = f"{self.rule.name}({', '.join(map(_shown, given))})"
+        given = [*self.args, *(f"{name}={shown(value)}" for name, value in self.kwargs.items())]
+        call = f"{self.rule.name}({', '.join(map(shown, given))})"
         if UPDATE and told:
             reviewed_details()[call] = told
             FILE.write_text("".join(f"{call}: {told}\n" for call, told in sorted(reviewed_details().items())))

@@ -1,0 +1,61 @@
+"""Dynamic scaling of an fp16 loss, so that small gradients are not lost and large ones are noticed.
+
+    optimizer = NeuronZero1Optimizer(params, torch.optim.AdamW, lr=lr, loss_scaler=scaler)
+    scaler.scaled(loss).backward()
+    optimizer.step()                # divides by the scale, or leaves the step out and makes the scale smaller
+
+The scheme is that of "Mixed Precision Training" (Micikevicius et al., 2018) and of `torch.amp.GradScaler`. That a
+gradient is not finite on any rank is seen in the norm, which all ranks have: they agree without asking one another.
+"""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["LossScaler"]
+
+
+class LossScaler:
+    """The factor of the loss, the same on all ranks.
+
+    Args:
+        scale: to begin with.
+        growth: factor of the scale after `interval` steps without an overflow.
+        backoff: factor of the scale after a step with one.
+
+    Raises:
+        ValueError: `scale` is not positive, `growth` is below 1, `backoff` is not between 0 and 1, `interval` below 1.
+    """
+
+    def __init__(
+        self, scale: float = 2.0**16, *, growth: float = 2.0, backoff: float = 0.5, interval: int = 2000
+    ) -> None:
+        if not (scale > 0 and growth >= 1 and 0 < backoff < 1 and interval >= 1):
+            raise ValueError(
+                "LossScaler needs scale > 0, growth >= 1, 0 < backoff < 1 and interval >= 1; got "
+                f"scale={scale}, growth={growth}, backoff={backoff}, interval={interval}"
+            )
+        self.scale = scale
+        self.growth, self.backoff, self.interval = growth, backoff, interval
+        self._good_steps = 0
+
+    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss to call `backward` of."""
+        return loss * self.scale
+
+    def update(self, finite: bool) -> None:
+        """Adapts the scale after a step; the optimizer calls it."""
+        self._good_steps = self._good_steps + 1 if finite else 0
+        if not finite:
+            self.scale *= self.backoff
+        elif self._good_steps == self.interval:
+            self.scale *= self.growth
+            self._good_steps = 0
+
+    def state_dict(self) -> dict[str, float]:
+        """What a resumed run goes on with."""
+        return {"scale": self.scale, "good_steps": self._good_steps}
+
+    def load_state_dict(self, state_dict: dict[str, float]) -> None:
+        """Goes on with what `state_dict` gave."""
+        self.scale, self._good_steps = state_dict["scale"], int(state_dict["good_steps"])

@@ -1,0 +1,110 @@
+"""Steps with gradients that are not finite, and the scale of an fp16 loss."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from neuronx_dist import comm
+from neuronx_dist.mesh import Mesh
+from neuronx_dist.optimizer import LossScaler, MasterWeightsOptimizer, NeuronZero1Optimizer
+
+MESHES = [Mesh(1), Mesh(4), Mesh(4, tp=2), Mesh(4, pp=2), Mesh(2, cp=2)]
+
+
+def make(wrapper: Any, dtype: torch.dtype, **options: Any) -> tuple[nn.ParameterDict, NeuronZero1Optimizer]:
+    model = nn.ParameterDict({"a": torch.ones(8, dtype=dtype), "b": torch.ones(3, dtype=dtype)})
+    return model, wrapper(model.parameters(), torch.optim.AdamW, lr=0.1, **options)
+
+
+@pytest.mark.parametrize("wrapper", [NeuronZero1Optimizer, MasterWeightsOptimizer])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_a_step_is_left_out_on_all_ranks_if_one_gradient_is_not_finite(mesh: Mesh, bad: float, wrapper: Any) -> None:
+    if wrapper is MasterWeightsOptimizer and mesh.dp * mesh.cp > 1:
+        mesh = Mesh(mesh.world_size, tp=mesh.world_size)  # whose gradients nobody has averaged
+
+    def rank_main() -> list[str]:
+        """Parameters are whole on all tp ranks, of which the last one's gradient alone is bad, and does not count."""
+        model, optimizer = make(wrapper, torch.float32, skip_nonfinite=True)
+        for param in model.values():
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+        before = {name: param.detach().clone() for name, param in model.items()}
+        moments = [state["exp_avg"].clone() for state in optimizer.base_optimizer.state.values()]
+        for param in model.values():
+            param.grad = torch.ones_like(param)
+        if comm.rank("world") == mesh.world_size - 1:
+            model["b"].grad[2] = bad
+        with comm.record() as calls:
+            optimizer.step()
+        assert optimizer.skipped_steps == 1 and not optimizer.grad_norm.isfinite()
+        assert all(torch.equal(param, before[name]) for name, param in model.items())
+        states = optimizer.base_optimizer.state.values()
+        assert all(torch.equal(state["exp_avg"], moment) for state, moment in zip(states, moments))
+        assert all(state["step"] == 1 for state in states)
+        for param in model.values():
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+        assert optimizer.skipped_steps == 1 and not any(torch.equal(p, before[name]) for name, p in model.items())
+        return [call.verb for call in calls]
+
+    sharded = wrapper is NeuronZero1Optimizer and mesh.dp * mesh.cp > 1
+    norm = ["all_reduce"] if mesh.world_size > 1 else []
+    assert comm.threads.run(mesh, rank_main) == [[*["reduce_scatter"] * sharded, *norm]] * mesh.world_size
+
+
+def test_the_scale_is_no_part_of_what_is_learned() -> None:
+    """Gradients that are no fp16 numbers without a scale; the norm, clipping and weights are those of fp32."""
+
+    def train(dtype: torch.dtype, **options: Any) -> tuple[list[float], torch.Tensor]:
+        model, optimizer = make(NeuronZero1Optimizer, dtype, max_norm=1e-9, **options)
+        norms, scaler = [], options.get("loss_scaler")
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = (model["a"].float() * 2.0**-27 * (1 + comm.rank("dp"))).sum()
+            (loss if scaler is None else scaler.scaled(loss)).backward()
+            optimizer.step()
+            norms.append(optimizer.grad_norm.item())
+        return norms, optimizer.shards[0].master.detach()
+
+    def rank_main() -> None:
+        norms, weights = train(torch.float16, loss_scaler=LossScaler(2.0**16))
+        expected_norms, expected = train(torch.float32)
+        assert norms == pytest.approx(expected_norms, rel=1e-6) and norms[0] > 0
+        assert torch.allclose(weights, expected, rtol=1e-6)
+        assert train(torch.float16)[0] == [0.0] * 3
+
+    comm.threads.run(Mesh(2), rank_main)
+
+
+def test_the_scale_falls_after_an_overflow_and_grows_again() -> None:
+    def rank_main() -> list[float]:
+        scaler = LossScaler(2.0**16, interval=2)
+        model, optimizer = make(NeuronZero1Optimizer, torch.float16, loss_scaler=scaler, grad_clipping=False)
+        scales = []
+        for _ in range(6):
+            optimizer.zero_grad()
+            factor = 1.5 if comm.rank("dp") == 0 else 0.25  # 1.5 * 2**16 is no fp16 number
+            scaler.scaled((model["a"].float() * factor).sum()).backward()
+            optimizer.step()
+            scales.append(scaler.scale)
+        assert optimizer.skipped_steps == 2
+        other_scaler = LossScaler()
+        other = make(NeuronZero1Optimizer, torch.float16, loss_scaler=other_scaler)[1]
+        other.load_state_dict(optimizer.state_dict())
+        assert other_scaler.state_dict() == scaler.state_dict()
+        return scales
+
+    half = 2.0**15
+    assert comm.threads.run(Mesh(2), rank_main) == [[half, half, 2 * half, half, half, 2 * half]] * 2
+
+
+@pytest.mark.parametrize("wrong", [dict(scale=0.0), dict(growth=0.5), dict(backoff=1.0), dict(interval=0)], ids=str)
+def test_a_scaler_that_cannot_work_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=rf"got .*{next(iter(wrong))}={next(iter(wrong.values()))}"):
+        LossScaler(**wrong)
