@@ -213,6 +213,23 @@ def test_tensors_of_models_and_optimizers_become_fake() -> None:
     assert calls == ["hook", "after"]
 
 
+def test_what_is_a_part_of_a_parameter_is_that_part_of_its_fake() -> None:
+    """Masters of ZeRO-1 are rows of their parameter; another dtype, or other memory, is a tensor of its own."""
+    model = nn.Linear(2, 6, bias=False)
+    weight = model.weight.detach()
+    parts = [weight[2:4], weight[4:], weight.view(torch.int32)[2:4], weight[:, :1], weight[2:4].clone()]
+    optimizer = torch.optim.SGD(parts, lr=0.1)
+    mode = FakeTensorMode()
+    fakes.make_fake(model, optimizer, mode, torch.device("cpu"))
+    made = optimizer.param_groups[0]["params"]
+    assert [torch._C._is_alias_of(part, model.weight) for part in made] == [True, True, False, False, False]
+    assert [(tuple(part.shape), part.storage_offset(), part.dtype) for part in made] == [
+        ((2, 2), 4, torch.float32), ((2, 2), 8, torch.float32), ((2, 2), 0, torch.int32),
+        ((6, 1), 0, torch.float32), ((2, 2), 0, torch.float32),
+    ]  # fmt: skip
+    assert all(isinstance(part, FakeTensor) and part.fake_mode is mode for part in made)
+
+
 def test_inputs_become_fake_once() -> None:
     mode, device, x = FakeTensorMode(), torch.device("cpu"), torch.ones(2, requires_grad=True)
     first = fakes.fake_inputs({"x": x, "y": [x, 3, "a"]}, mode, device)
