@@ -131,6 +131,20 @@ def test_no_time_is_no_program() -> None:
     assert not explored.finished and explored.distinct == [] and explored.plays == 0
 
 
+def test_time_runs_out_while_a_model_is_built() -> None:
+    """It is looked at every 64 operators."""
+    built: list[int] = []
+
+    def model_fn() -> Any:
+        for number in range(200):
+            torch.ones(1) + 1
+            built.append(number)
+        return models.model_fn()
+
+    explored = explore(Subject(model_fn, models.example_inputs()), Mesh(2, tp=2), Deadline(0.0))
+    assert not explored.finished and len(built) < 100
+
+
 def test_a_model_and_its_optimizer_may_be_compared_with_values() -> None:
     def both() -> Any:
         model = models.model_fn()
