@@ -14,6 +14,8 @@ import torch
 
 __all__ = ["LossScaler"]
 
+_SMALLEST = 2.0**-24  # of fp16: a scale below it cannot be what makes gradients overflow
+
 
 class LossScaler:
     """The factor of the loss, the same on all ranks.
@@ -44,10 +46,19 @@ class LossScaler:
         return loss * self.scale
 
     def update(self, finite: bool) -> None:
-        """Adapts the scale after a step; the optimizer calls it."""
+        """Adapts the scale after a step; the optimizer calls it.
+
+        Raises:
+            RuntimeError: gradients are not finite at any scale.
+        """
         self._good_steps = self._good_steps + 1 if finite else 0
         if not finite:
             self.scale *= self.backoff
+            if self.scale < _SMALLEST:
+                raise RuntimeError(
+                    f"gradients are NaN or infinite in each step, until the scale of the loss is {self.scale:g}: it is "
+                    f"not the scale that makes them so. Look at the loss, the learning rate and the data"
+                )
         elif self._good_steps == self.interval:
             self.scale *= self.growth
             self._good_steps = 0

@@ -259,10 +259,10 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
     def _buckets(self, plan: BucketPlan, cap: int) -> list[list[ParameterShard]]:
         """The shards that are communicated, in the buckets of a plan."""
         shards = [shard for shard in self.shards if not shard.is_alone]
-        kinds: list[Hashable] = [
+        keys: list[Hashable] = [
             (shard.group, shard.param.dtype, shard.grad_dtype, shard.param.device) for shard in shards
         ]
-        buckets = plan.buckets(kinds, [shard.nbytes for shard in shards], cap)
+        buckets = plan.buckets(keys, [shard.nbytes for shard in shards], cap)
         return [[shards[index] for index in bucket] for bucket in buckets]
 
     # --- making the shards -------------------------------------------------------------------------------------------

@@ -108,3 +108,20 @@ def test_the_scale_falls_after_an_overflow_and_grows_again() -> None:
 def test_a_scaler_that_cannot_work_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=rf"got .*{next(iter(wrong))}={next(iter(wrong.values()))}"):
         LossScaler(**wrong)
+
+
+def test_gradients_that_are_finite_at_no_scale_end_the_run_on_all_ranks() -> None:
+    """Else each step would be left out, until the scale is 0 and a division fails."""
+
+    def rank_main() -> str:
+        model, optimizer = make(NeuronZero1Optimizer, torch.float16, loss_scaler=LossScaler(8.0))
+        for param in model.values():
+            param.grad = torch.full_like(param, math.nan)
+        with pytest.raises(
+            RuntimeError, match=r"in each step, until the scale of the loss is 2\.98023e-08: it is not the"
+        ):
+            for _ in range(100):
+                optimizer.step()
+        return f"{optimizer.skipped_steps} {optimizer.loss_scaler.scale}"
+
+    assert comm.threads.run(Mesh(2), rank_main) == [f"28 {2.0**-25}"] * 2

@@ -216,14 +216,14 @@ class ThreadsBackend(Backend):
     def __init__(self, world: _World, rank: int) -> None:
         self._world = world
         self.board = _ThreadsBoard(world, rank)
-        self._made: dict[Hashable, int] = {}
+        self._counts: dict[Hashable, int] = {}
 
     def communicator(
         self, label: str, groups: Sequence[Sequence[int]], global_rank: int, own: bool = False
     ) -> Communicator:
         ranks = tuple(next(group for group in groups if global_rank in group))
-        number = self._made.get((label, ranks), 0)
-        self._made[label, ranks] = number + 1
+        number = self._counts.get((label, ranks), 0)
+        self._counts[label, ranks] = number + 1
         return ThreadsCommunicator(self._world, (label, ranks, number), label, ranks, global_rank)
 
 
