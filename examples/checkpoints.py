@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import job
+
 import neuronx_dist as nxd
 from neuronx_dist import comm
 
@@ -153,6 +155,8 @@ def check_resume(args: Namespace) -> None:
     if args.resume == "auto":
         if out.exists() and not (out / "run.json").is_file() and any(out.iterdir()):
             raise ValueError(f"--resume auto: {out} is not the folder of a run, it has no run.json; give another --out")
+        if (out / "model").exists() and not nxd.has_checkpoint(folder_of(args)) and not job.is_restart():
+            raise ValueError(f"--resume auto: {out} has a run that has ended, and no checkpoint; give another --out")
     elif not nxd.has_checkpoint(folder_of(args)):
         raise ValueError(f"--resume: there is no complete checkpoint in {folder_of(args)}; --resume auto starts anew")
 

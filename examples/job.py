@@ -91,9 +91,10 @@ def _end_after_step(number: int, _: Any) -> None:
     now = time.monotonic()
     if _asked_to_end is None:
         _asked_to_end = number, now
-        hint = threading.Timer(AGAIN, say, ["ends after this step, with a checkpoint; a second Ctrl-C ends it at once"])
-        hint.daemon = True
-        hint.start()
+        if number == signal.SIGINT:
+            hint = threading.Timer(AGAIN, say, ["ending after this step with a checkpoint; Ctrl-C again ends at once"])
+            hint.daemon = True
+            hint.start()
     elif now > _asked_to_end[1] + AGAIN:
         _interrupted(number, None)
 

@@ -97,12 +97,10 @@ def arguments(description: str | None, argv: list[str] | None = None) -> argpars
         args.min_lr = args.lr / 10
     if args.eval_every is None:
         args.eval_every = max(1, args.steps // 5)
-    if args.resume is not None and args.out is None:
-        parser.error("--resume takes the --out of the run that goes on")
+    if args.out is None and args.resume is None:
+        args.out = _default_out()
     if job.is_restart():
         args.resume = "auto"
-    if args.out is None:
-        args.out = _default_out()
     return args
 
 
@@ -136,6 +134,8 @@ def check_numbers(args: argparse.Namespace) -> None:
         if getattr(args, name) < value:
             why = ": each token is predicted from those before it" if name == "seq_len" else ""
             raise ValueError(f"--{name.replace('_', '-')} must be at least {value}, not {getattr(args, name)}{why}")
+    if args.out is None:
+        raise ValueError("--resume needs --out, the folder of the run that goes on")
     if args.lr <= 0:
         raise ValueError(f"--lr must be above 0, not {args.lr:g}")
     if args.min_lr > args.lr:

@@ -80,7 +80,7 @@ class Report:
         if self.rows:
             self.rows[-1]["held_out_loss"] = loss
         self.say(f"held-out loss {loss:.4f} after step {self.done}")
-        self._mark = time.perf_counter()
+        self.mark()
 
     def say(self, text: str) -> None:
         """A line of its own, above the bar."""
@@ -95,8 +95,11 @@ class Report:
         return f"after step {self.done} of {self.steps}"
 
     def flush(self) -> None:
-        """Writes what there is of the last step, too: nothing that belongs to it will follow."""
+        """Writes the last step, too: nothing that belongs to it will follow."""
         self._write(upto=len(self.rows))
+
+    def mark(self) -> None:
+        """The time since the last step counts for none."""
         self._mark = time.perf_counter()
 
     def mean_loss(self, last: int = 20) -> float:

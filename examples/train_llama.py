@@ -173,6 +173,7 @@ def train(
             report.flush()
             end_if_asked(step, args, run, device, report, checkpoints)
             checkpoints.after_step(step, run)
+            report.mark()
 
 
 def end_if_asked(
@@ -185,8 +186,8 @@ def end_if_asked(
         done = report.interrupted()
         comm.barrier()  # the first rank that ends ends the others
         nxd.destroy_model_parallel()
-        saved = f"without a checkpoint: {error}" if error else f"go on with --resume --out {args.out}"
-        job.leave_interrupted(signal, f"{done}; {saved}")
+        saved = f", not saved: {error}" if error else f" and saved; go on with --resume --out {args.out}"
+        job.leave_interrupted(signal, done + saved)
 
 
 def main() -> None:
@@ -240,7 +241,7 @@ def main() -> None:
     shown = dict(out=args.out, log_every=args.log_every, active=rank == 0, title=title, done=done)
     with Report(args.steps, args.global_batch * args.seq_len, record=record_of(args, layout), **shown) as report:
         checkpoints.say = report.say
-        job.end_after_step(lambda: f"{report.interrupted()} and not saved; the last checkpoint stays")
+        job.end_after_step(lambda: f"{report.interrupted()}, not saved; earlier checkpoints stay")
         train(args, run, data, device, report, checkpoints)
     checkpoints.finish()
     folder = Path(args.out) / "model"

@@ -2,9 +2,9 @@
 
     python -m tests.examples.forked_runs '[{"flags": ["--steps", "4"]}, ...]'
 
-A run may have `ranks` (1), `environment`, `signals`, pairs of a part of a line and a signal that all its ranks get
-when that line is seen, and `copies`, folders that its `--out` is copied to at its end. Printed is a JSON list of (exit
-code of the first rank, output of all).
+A run may have `ranks` (1), `environment`, a `signal`, which its first rank gets as soon as it has printed `at`, and
+`copies`, folders that its `--out` is copied to at its end. Printed is a JSON list of (exit code of the first rank,
+output of all).
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ def run(
     flags: list[str],
     ranks: int = 1,
     environment: dict[str, str] | None = None,
-    signals: list[Any] | None = None,
+    signal: int = 0,
+    at: str = "",
     copies: list[str] | None = None,
 ) -> tuple[int, str]:
     shared = dict(environment or {})
@@ -40,26 +41,36 @@ def run(
     for rank in range(ranks):
         if not (child := os.fork()):
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {}
-            _become_rank(write, flags, {**shared, **own})
+            os.dup2(write, 1)
+            os.dup2(write, 2)
+            if signal and rank == 0:
+                _signal_at(at, signal)
+            _become_rank(flags, {**shared, **own})
         children.append(child)
     os.close(write)
-    waiting, text = list(signals or ()), ""
     with os.fdopen(read, errors="replace") as output:
-        for line in output:
-            text += line
-            if waiting and waiting[0][0] in line:
-                for child in children:
-                    os.kill(child, waiting[0][1])
-                waiting.pop(0)
+        text = output.read()
     codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
     for copy in copies or ():
         shutil.copytree(flags[flags.index("--out") + 1], copy)
     return codes[0], text
 
 
-def _become_rank(output: int, flags: list[str], environment: dict[str, str]) -> NoReturn:
-    os.dup2(output, 1)
-    os.dup2(output, 2)
+def _signal_at(part: str, number: int) -> None:
+    """This process signals itself when it prints a line with `part`."""
+    write: Any = sys.stdout.write
+
+    def write_and_signal(text: str) -> int:
+        count: int = write(text)
+        if part in text:
+            sys.stdout.flush()
+            os.kill(os.getpid(), number)
+        return count
+
+    sys.stdout.write = write_and_signal  # type: ignore[method-assign]
+
+
+def _become_rank(flags: list[str], environment: dict[str, str]) -> NoReturn:
     os.environ.update(environment)
     for name in [path.stem for path in EXAMPLES.glob("*.py")]:  # which look at the environment as they are imported
         sys.modules.pop(name, None)
@@ -71,7 +82,12 @@ def _become_rank(output: int, flags: list[str], environment: dict[str, str]) -> 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(SCRIPT).parent))
     import matplotlib.figure  # noqa: F401
+    import torch._dynamo
+    import torch.distributed.tensor  # noqa: F401
     import train_llama  # noqa: F401
-    import transformers  # noqa: F401
+    from transformers import AutoModelForCausalLM, LlamaForCausalLM  # noqa: F401
+
+    import neuronx_dist.checkpoint.api
+    import neuronx_dist.pipeline.run.executor  # noqa: F401
 
     print(json.dumps([run(**each) for each in json.loads(sys.argv[1])]))
