@@ -305,7 +305,7 @@ def send(x: torch.Tensor, axis: AxisLike, *, dst: int, tag: int = 0, async_op: b
     _peer(comm, dst, tag, "send", "dst")
     if transforming():
         x = untransformed(x, "send")
-    buffer = x.detach().contiguous()
+    buffer = (x.detach() if x.requires_grad else x).contiguous()
     if recording.recorders:
         recording.note(comm, "send", x)
     return message(comm, "send", x, lambda: comm.start_send(buffer, dst, tag), async_op)

@@ -20,7 +20,7 @@ from torch import nn
 from .. import comm
 from ..comm import Communicator
 from ..mesh import Mesh
-from ..weights.partial_model import partial_model
+from ..weights.partial_model import PartialModel, partial_model
 from .buckets import BucketPlan
 from .gradient import ParameterGradient, Parameters, parameters_of
 
@@ -43,7 +43,8 @@ class ModelGradients:
     """
 
     def __init__(self, model: nn.Module | Parameters) -> None:
-        params = _trainable(_local_parameters(model))
+        self._part = partial_model(model)  # type: ignore[arg-type]  # of a list of parameters nothing is tied
+        params = _trainable(_local_parameters(model, self._part))
         if isinstance(model, nn.Module):
             known = _PLANS.get(model)
             if known is None or not known.fits(params):
@@ -54,7 +55,6 @@ class ModelGradients:
             plan = GradientPlan(params)
         self.gradients = [ParameterGradient(param) for param in params]
         self.plan = plan
-        self._model = model
 
     @property
     def held(self) -> list[torch.Tensor]:
@@ -74,7 +74,7 @@ class ModelGradients:
     def tied(self) -> Iterator[tuple[Communicator, GradientGroup]]:
         """`(the ranks that hold a copy, group)`: of weights that several parts of the model hold, frozen ones too."""
         copies: dict[Communicator, list[ParameterGradient]] = {}
-        for copy, holders in partial_model(self._model).tied_groups():  # type: ignore[arg-type]
+        for copy, holders in self._part.tied_groups():
             copies.setdefault(holders, []).append(ParameterGradient(copy))
         for holders, gradients in copies.items():
             yield holders, GradientGroup(gradients, self.plan.tied_buckets(holders))
@@ -150,10 +150,10 @@ def _traits(params: Sequence[torch.Tensor]) -> list[Any]:
     ]
 
 
-def _local_parameters(model: nn.Module | Parameters) -> list[torch.Tensor]:
+def _local_parameters(model: nn.Module | Parameters, part: PartialModel) -> list[torch.Tensor]:
     """This rank's parameters, as `parameters_of` gives them; but they are not stamped again."""
     if isinstance(model, nn.Module):
-        return [param for _, param in partial_model(model).local_named_parameters()]
+        return [param for _, param in part.local_named_parameters()]
     return parameters_of(model)
 
 

@@ -387,7 +387,7 @@ class NxDPPModel(CutModule):
         return self._trace
 
     def _program(self, batch: Batch, return_outputs: bool = False) -> StageProgram:
-        key = program_key(batch, self.original_module, self.device, return_outputs)
+        key = program_key(batch, self.module_tree, self.device, return_outputs)
         program = self._programs.get(key)
         if program is None:
             self.refuse_meta()

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from .. import comm
+from ..weights.module_tree import ModuleTree, ParameterSlot
 from ..weights.partial_model import install_parameter, join
 from .cut.placement import Placement
 
@@ -54,6 +55,8 @@ class StageModule(nn.Module):
         self.tied_weights_synced = False
         self.placement_is_open = True
         self._put_away: list[tuple[dict[str, Any], str, torch.Tensor]] = []  # while it is open: table, name, tensor
+        self._tree = ModuleTree(module)
+        self._own_slots: list[ParameterSlot] | None = None
 
     @property
     def partitioned(self) -> bool:
@@ -76,9 +79,21 @@ class StageModule(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where this stage's parameters are."""
-        first = next((param for _, param in self._own_parameters()), None)
+        """Where this stage's parameters are: all of them, so that the first one of the last walk can tell."""
+        first: torch.Tensor | None = None
+        if self._own_slots:
+            _, module, key = self._own_slots[0]
+            first = module._parameters.get(key)
+        if first is None:
+            first = next((param for _, param in self._own_parameters()), None)
         return torch.device("cpu") if first is None else first.device
+
+    @property
+    def module_tree(self) -> ModuleTree:
+        """The whole model's modules and parameters, as they are now."""
+        if self._tree.modules[0] is not self.original_module or not self._tree.is_current():
+            self._tree, self._own_slots = ModuleTree(self.original_module), None
+        return self._tree
 
     def is_last_stage(self) -> bool:
         """Whether this rank's stage is the one that computes the loss."""
@@ -103,9 +118,14 @@ class StageModule(nn.Module):
     def _own_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
+        tree = self.module_tree
+        if self._own_slots is None:
+            self._own_slots = [slot for slot in tree.slots if self.is_local(slot.name)]
         seen: set[int] = set()
-        for name, param in self.original_module.named_parameters(recurse=recurse, remove_duplicate=False):
-            if self.is_local(name) and not (remove_duplicate and id(param) in seen):
+        for name, module, key in self._own_slots:
+            param = module._parameters[key]
+            if (recurse or module is self.original_module) and not (remove_duplicate and id(param) in seen):
+                assert param is not None
                 seen.add(id(param))
                 yield join(prefix, name), param
 
@@ -227,7 +247,7 @@ class StageModule(nn.Module):
             self.original_module.get_parameter(tied.name).__dict__.pop("shared", None)
         self._tied.clear()
         self.tied_weights_synced = False
-        self.placement = placement
+        self.placement, self._own_slots = placement, None
         holders: dict[int, set[int]] = {}
         names: dict[int, list[str]] = {}
         for name, param in self.original_module.named_parameters(remove_duplicate=False):

@@ -591,7 +591,7 @@ def test_tensors_that_travel_together_are_views_of_one_buffer(verb, shapes):
             out.copy_(scattered[1])
             return DONE
 
-    work, results = One("tp", (4, 5), 5).start_coalesced(verb, xs, "max")
+    work, results = One("tp", (4, 5), 5).start_coalesced(verb, xs, "max", [None] * len(xs))
     ((sent, op),) = started
     assert work is DONE and op == (None if verb == "all_gather" else "max")
     assert [tuple(result.shape) for result in results] == shapes

@@ -399,6 +399,33 @@ def test_activations_are_dropped_when_they_have_been_used() -> None:
     assert found == [4, 3, 2, 1]
 
 
+def test_a_layer_that_is_replaced_between_steps_is_run_and_reduced() -> None:
+    torch.manual_seed(5)
+    new = Block().double()
+    model = make()
+
+    def main(pipeline: NxDPPModel) -> dict[str, torch.Tensor]:
+        pipeline.run_train(**batch())
+        pipeline.zero_grad()
+        layers: Any = pipeline.original_module.layers
+        layers[3 * pipeline.stage] = copy.deepcopy(new)
+        pipeline.run_train(**batch())
+        own = dict(pipeline.local_named_parameters())
+        assert all(
+            own[f"layers.{3 * pipeline.stage}.{key}"].shape == param.shape for key, param in new.named_parameters()
+        )
+        return {key: param.grad for key, param in own.items() if param.grad is not None}
+
+    results = on_ranks(PP2, model, main, output_loss_value_spec=True, num_microbatches=2)
+    layers: Any = model.layers
+    layers[0], layers[3] = new, copy.deepcopy(new)
+    _, expected = reference(model, batch(), 2)
+    assert {name for grads in results for name in grads} == set(expected)
+    for grads in results:
+        for name, grad in grads.items():
+            torch.testing.assert_close(grad, expected[name], rtol=1e-10, atol=1e-12)
+
+
 def test_cut_by_hand() -> None:
     model = make()
 

@@ -128,10 +128,10 @@ class C10dCommunicator(Communicator):
 
     def start_send(self, x: torch.Tensor, dst: int, tag: int) -> WorkLike:
         # What `dist.isend` comes to, after a dozen calls of Python.
-        return self.group.send([torch.view_as_real(x) if x.is_complex() else x], dst, self._first_tag + tag)
+        return self.group.send([torch.view_as_real(x) if x.dtype.is_complex else x], dst, self._first_tag + tag)
 
     def start_recv(self, out: torch.Tensor, src: int, tag: int) -> WorkLike:
-        return self.group.recv([torch.view_as_real(out) if out.is_complex() else out], src, self._first_tag + tag)
+        return self.group.recv([torch.view_as_real(out) if out.dtype.is_complex else out], src, self._first_tag + tag)
 
     def gather_objects(self, obj: Any) -> list[Any]:
         gathered: list[Any] = [None] * self.size

@@ -6,12 +6,12 @@ no longer than in the model itself. Modules and parameters are looked up in the 
 
 from __future__ import annotations
 
-import operator
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import groupby
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -211,7 +211,7 @@ class Stage:
                 assert callable(node.target)
                 call = node.target
             else:
-                lookup = operator.attrgetter(str(node.target))
+                lookup = _submodule(str(node.target)) if node.op == "call_module" else attrgetter(str(node.target))
         nested = any(_is_nested(x) for x in (*args, *kwargs.values()))
         free = tuple(self._slot(other) for other in ended)
         return _Step(call, lookup, tuple(args), dict(kwargs), nested, self._slot(node), free, _surround(info), node)
@@ -265,6 +265,20 @@ def _first_activations(plan: StagePlan) -> list[fx.Node]:
 def _history(x: torch.Tensor) -> list[GradientEdge]:
     """None for a leaf; nor for what has hooks, which would run in each half of a backward."""
     return [] if x.grad_fn is None or x._backward_hooks else [get_gradient_edge(x)]
+
+
+def _submodule(name: str) -> Callable[[nn.Module], nn.Module]:
+    """Looks a module up, without `nn.Module.__getattr__`, which takes longer than a small layer's call."""
+    path = name.split(".")
+
+    def lookup(module: nn.Module) -> nn.Module:
+        for key in path:
+            child = module._modules[key]
+            assert child is not None
+            module = child
+        return module
+
+    return lookup
 
 
 def _constant(x: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from ... import comm
+from ...weights.module_tree import ModuleTree
 from ..cut.placement import Placement, misplaced, misplacement
 from ..cut.splitting import StagePlan, split
 from ..cut.stage import Stage, add_place
@@ -89,7 +90,7 @@ class Programs:
                 )
 
 
-def program_key(batch: Batch, module: nn.Module, device: torch.device, return_outputs: bool) -> tuple[Any, ...]:
+def program_key(batch: Batch, tree: ModuleTree, device: torch.device, return_outputs: bool) -> tuple[Any, ...]:
     """Equal wherever one program serves: for batches of one shape, while modes, parameters and autocast stay so.
 
     (`checkpoint_layers` wraps the `forward` of a module; Hugging Face's modules have `gradient_checkpointing`.)
@@ -100,10 +101,9 @@ def program_key(batch: Batch, module: nn.Module, device: torch.device, return_ou
         torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type),
         return_outputs,
         tuple(
-            (m.training, "forward" in m.__dict__, m.__dict__.get("gradient_checkpointing", False))
-            for m in module.modules()
+            (m.training, "forward" in m.__dict__, m.__dict__.get("gradient_checkpointing", False)) for m in tree.modules
         ),
-        tuple((p.requires_grad, p.dtype) for p in module.parameters()),
+        tuple((p.requires_grad, p.dtype) for p in tree.parameters()),
     )
 
 
