@@ -214,7 +214,7 @@ def main() -> None:
         if data.vocab_size > config.vocab_size:
             raise ValueError(f"the text has tokens up to {data.vocab_size}, the model knows {config.vocab_size}")
         device = nxd.init_distributed(args.device)  # before any backward: torch counts devices at the first
-        memory = estimate_memory(layout, config)
+        memory = estimate_memory(layout, config, checkpoint_activations=args.checkpoint_activations)
     except (ValueError, comm.CommError) as error:
         job.leave(str(error))
     if args.verify:

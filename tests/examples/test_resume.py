@@ -91,6 +91,8 @@ def results(root: Path) -> dict[str, tuple[int, str]]:
         "killed": {"flags": flags(None, every_2), "signal": signal.SIGKILL, "at": "step 3/6", "environment": launch},
         "stranger": {"flags": flags(None, "--steps 1"), "environment": {**launch, "TORCHELASTIC_RUN_ID": "another"}},
         "restarted": {"flags": flags(None, every_2), "environment": restart},
+        "check": {"flags": flags("check", "--tp 2 --check")},
+        "check_recomputing": {"flags": flags("check", "--tp 2 --check --checkpoint-activations")},
         "wider": {"flags": flags("ended", "--resume", model="wider")},
         "other_norm": {"flags": flags("ended", "--resume", model="other_norm")},
         "no_tag": {"flags": flags("ended", "--resume step_5")},
@@ -191,6 +193,12 @@ def test_what_cannot_be_resumed(results: dict[str, tuple[int, str]], root: Path)
     for name, words in refusals.items():
         code, text = results[name]
         assert code == 1 and words in last_line(results[name]) and "Traceback" not in text, (name, text)
+
+
+def test_checkpoint_activations_recomputes_the_layers(results: dict[str, tuple[int, str]]) -> None:
+    """With tensor parallelism it repeats collectives of the forward."""
+    counts = [int(results[name][1].split(" collectives, ")[0].split()[-1]) for name in ("check", "check_recomputing")]
+    assert counts[1] > counts[0], results["check_recomputing"][1]
 
 
 def test_training_goes_on_when_a_checkpoint_cannot_be_written(results: dict[str, tuple[int, str]], root: Path) -> None:
