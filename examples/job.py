@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,8 +18,10 @@ from typing import Any, NoReturn
 NAME = "train_llama"
 RANK = int(os.environ.get("RANK", "0"))
 WAIT = 10.0  # seconds in which the launcher ends the other ranks, once rank 0 has failed
+AGAIN = 2.0  # seconds after which a signal is a second one: ranks may get the first from a launcher, too
 
 _on_interrupt: Callable[[], str] = lambda: "before the first step; nothing was written"  # noqa: E731
+_asked_to_end: tuple[int, float] | None = None  # the signal that asked this rank to end after its step, and when
 
 
 def say(text: str) -> None:
@@ -27,16 +30,20 @@ def say(text: str) -> None:
         print(text, flush=True)
 
 
-def leave(message: str = "", code: int = 1) -> NoReturn:
+def leave(message: str = "", code: int = 1, *, together: bool = False) -> NoReturn:
     """Ends this process, and with it the job, after a line on stderr of rank 0; of another rank, if that alone fails.
 
     A code of 0 is a process that ends as others do.
+
+    Args:
+        together: all ranks leave, so that none but rank 0 has something to say.
     """
     if code == 0:
         sys.exit()
-    if RANK != 0:  # the launcher ends all at the first that fails: that is rank 0, unless it has no reason to
+    if RANK != 0 and not together:  # the launcher ends all at the first that fails: that is rank 0, if it has a reason
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(WAIT)
-    if message:
+    if message and not (RANK != 0 and together):
         print(f"{NAME}: {message}" if RANK == 0 else f"{NAME}, rank {RANK}: {message}", file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -47,17 +54,65 @@ def on_interrupt(describe: Callable[[], str]) -> None:
     """From now on Ctrl-C says `interrupted` and this: how far the run is, what it has written, how to go on."""
     global _on_interrupt
     _on_interrupt = describe
+    signal.signal(signal.SIGINT, _interrupted if RANK == 0 else signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if _asked_to_end:
+        leave_interrupted(_asked_to_end[0], describe())
 
 
-def _interrupted(*_: Any) -> NoReturn:
-    """Leaves from the handler itself: an exception raised here may come up inside of C++, which ends by a core dump."""
+def end_after_step(describe: Callable[[], str]) -> None:
+    """From now on Ctrl-C and SIGTERM only make `asked_to_end` true; a second one ends the run, and says this."""
+    global _on_interrupt
+    _on_interrupt = describe
+    signal.signal(signal.SIGINT, _end_after_step)
+    signal.signal(signal.SIGTERM, _end_after_step)
+
+
+def asked_to_end() -> int:
+    """The signal that has asked this rank to end after its step; 0 if none has."""
+    return _asked_to_end[0] if _asked_to_end else 0
+
+
+def leave_interrupted(number: int, message: str) -> NoReturn:
+    """Ends all ranks, each of which calls this, in answer to a signal."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    leave(f"interrupted {_on_interrupt()}", 130)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    verb = "interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}"
+    leave(f"{verb} {message}", 128 + number, together=True)
+
+
+def _interrupted(number: int, _: Any) -> NoReturn:
+    """Leaves from the handler itself: an exception raised here may come up inside of C++, which ends by a core dump."""
+    leave_interrupted(number, _on_interrupt())
+
+
+def _end_after_step(number: int, _: Any) -> None:
+    global _asked_to_end
+    now = time.monotonic()
+    if _asked_to_end is None:
+        _asked_to_end = number, now
+        if number == signal.SIGINT:
+            hint = threading.Timer(AGAIN, say, ["ending after this step with a checkpoint; Ctrl-C again ends at once"])
+            hint.daemon = True
+            hint.start()
+    elif now > _asked_to_end[1] + AGAIN:
+        _interrupted(number, None)
+
+
+def is_restart() -> bool:
+    """Whether the launcher has started this process in the place of one that ended early (`--max-restarts`)."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+
+
+def launch() -> list[str] | None:
+    """What the ranks of a host have in common over all restarts of their launcher, and with no other launch."""
+    run_id = os.environ.get("TORCHELASTIC_RUN_ID")
+    return None if run_id is None else [run_id, str(os.getppid())]
 
 
 def start() -> None:
     """Says what takes the first seconds, and takes over Ctrl-C: the other ranks end at once, wherever they wait."""
-    signal.signal(signal.SIGINT, _interrupted if RANK == 0 else signal.SIG_DFL)
+    on_interrupt(_on_interrupt)
     if "--check" not in sys.argv:  # its report is all that is printed
         world = os.environ.get("WORLD_SIZE", "1")
         say(f"{NAME}: {world} process{'es' * (world != '1')} import{'s' * (world == '1')} torch and transformers ...")

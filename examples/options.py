@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import platform
 import shlex
 import sys
@@ -12,6 +13,8 @@ from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
 from typing import Any
+
+import job
 
 from neuronx_dist.pipeline.schedule.selection import NAMES as SCHEDULES
 from neuronx_dist.planning.layout import Layout
@@ -41,11 +44,13 @@ def arguments(description: str | None, argv: list[str] | None = None) -> argpars
     switch("--zero1", "split the optimizer's state over data-parallel ranks")
     switch("--pad-heads", "add zero heads where tp does not divide the heads")
     switch("--pad-vocab", "add zero rows where tp does not divide the vocabulary")
+    switch("--checkpoint-activations", "recompute layers in backward: less memory, a third more computation")
     flag("--microbatches", 4, "microbatches of a step, on each data-parallel rank")
     flag("--global-batch", 16, "sequences of a step, over all ranks")
     flag("--seq-len", 128, "tokens of a sequence")
     flag("--steps", 200, "optimizer steps")
-    flag("--lr", 2e-3, "peak learning rate; along a cosine it decays to a tenth")
+    flag("--lr", 2e-3, "peak learning rate; along a cosine it decays to --min-lr")
+    parser.add_argument("--min-lr", type=float, help="learning rate after the last step; default: a tenth of --lr")
     flag("--warmup", 20, "steps of linear warm-up")
     flag("--weight-decay", 0.1, "AdamW's, on matrices")
     flag("--grad-clip", 1.0, "clip the gradient norm at this; 0 does not clip")
@@ -57,7 +62,22 @@ def arguments(description: str | None, argv: list[str] | None = None) -> argpars
     flag(
         "--out",
         None,
-        "folder to write, which must not exist; default: the first free one of runs/llama, runs/llama-2, ...",
+        "folder to write, which must not exist without --resume; default: the first free one of runs/llama, "
+        "runs/llama-2, ...",
+    )
+    flag("--save-every", 0, "steps between checkpoints; 0: only when the run is interrupted")
+    flag("--keep", 3, "checkpoints that are kept; 0 keeps all")
+    switch("--async-save", "write checkpoints in the background")
+    parser.add_argument(
+        "--resume",
+        nargs="?",
+        const="",
+        metavar="TAG",
+        help="go on from a checkpoint of --out, in any layout: the newest, or a TAG such as step_100; auto: newest, "
+        "or a new run where there is none, which is what a restart by --max-restarts does",
+    )
+    parser.add_argument(
+        "--eval-every", type=int, help="steps between held-out losses; default: a fifth of all; 0: none"
     )
     flag("--log-every", 10, "steps between lines where there is no terminal")
     switch("--verify", "train several layouts, at most 20 steps, and print their losses beside those of one process")
@@ -73,10 +93,33 @@ def arguments(description: str | None, argv: list[str] | None = None) -> argpars
     flag("--check-limit", 30.0, "seconds that the same check may take before every launch; then it is left")
     switch("--no-check", "do not check before the launch")
     args = parser.parse_args(argv)
-    if args.out is None:
-        names = (f"runs/llama-{number}" if number > 1 else "runs/llama" for number in count(1))
-        args.out = next(name for name in names if not Path(name).exists())
+    if args.min_lr is None:
+        args.min_lr = args.lr / 10
+    if args.eval_every is None:
+        args.eval_every = max(1, args.steps // 5)
+    if args.out is None and args.resume is None:
+        args.out = _default_out()
+    if job.is_restart():
+        args.resume = "auto"
     return args
+
+
+def _default_out() -> str:
+    """The first free name; after a restart the one that was it at the start."""
+    names = []
+    for number in count(1):
+        names.append(f"runs/llama-{number}" if number > 1 else "runs/llama")
+        if not Path(names[-1]).exists():
+            break
+    own = [name for name in names if job.is_restart() and _launch_of(Path(name)) == job.launch()]
+    return own[-1] if own else names[-1]
+
+
+def _launch_of(out: Path) -> Any:
+    try:
+        return json.loads((out / "run.json").read_text())["launch"]
+    except (OSError, ValueError, KeyError):
+        return None
 
 
 def check_numbers(args: argparse.Namespace) -> None:
@@ -86,10 +129,17 @@ def check_numbers(args: argparse.Namespace) -> None:
         ValueError: one is too small; the message names the flag.
     """
     least = {"steps": 1, "seq_len": 2, "warmup": 0, "grad_clip": 0, "log_every": 1, "data_limit": 0, "check_limit": 0}
+    least |= {"save_every": 0, "keep": 0, "eval_every": 0, "min_lr": 0}
     for name, value in least.items():
         if getattr(args, name) < value:
             why = ": each token is predicted from those before it" if name == "seq_len" else ""
             raise ValueError(f"--{name.replace('_', '-')} must be at least {value}, not {getattr(args, name)}{why}")
+    if args.out is None:
+        raise ValueError("--resume needs --out, the folder of the run that goes on")
+    if args.lr <= 0:
+        raise ValueError(f"--lr must be above 0, not {args.lr:g}")
+    if args.min_lr > args.lr:
+        raise ValueError(f"--min-lr must be at most --lr, {args.lr:g}, not {args.min_lr:g}")
 
 
 def record_of(args: argparse.Namespace, layout: Layout) -> dict[str, Any]:
@@ -98,6 +148,7 @@ def record_of(args: argparse.Namespace, layout: Layout) -> dict[str, Any]:
     versions = {name: version(name) for name in packages if find_spec(name) is not None}
     return {
         "command": shlex.join(sys.argv),
+        "launch": job.launch(),
         "flags": vars(args),
         "layout": {**dataclasses.asdict(layout), "dp": layout.dp},
         "versions": {"python": platform.python_version(), **versions},

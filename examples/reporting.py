@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import IO, Any
 
 
 class Report:
@@ -16,7 +16,8 @@ class Report:
 
     Into the folder `out` (made if missing; None: nothing is written) go `metrics.jsonl`, one object a step with step,
     loss, grad_norm, lr, tokens_per_s and, where there was an evaluation, held_out_loss; at the end, `loss.png`; and
-    before the first step `run.json`, which is `record`.
+    before the first step `run.json`, which is `record`. A run that goes on after step `done` keeps the objects up to
+    that step, and its record is added to those under `resumed`.
     On a terminal there is a progress bar, elsewhere a line every `log_every` steps.
     """
 
@@ -31,17 +32,22 @@ class Report:
         active: bool = True,
         title: str = "",
         terminal: bool | None = None,
+        done: int = 0,
     ) -> None:
         self.steps, self.tokens_per_step, self.log_every = steps, tokens_per_step, max(1, log_every)
         self.title, self.active = title, active
         self.rows: list[dict[str, Any]] = []
+        self.done = self._first = done
         self.out = Path(out) if out is not None and active else None
+        self._metrics: IO[str] | None = None
         if self.out:
             self.out.mkdir(parents=True, exist_ok=True)
             if record is not None:
-                (self.out / "run.json").write_text(json.dumps(record, indent=2) + "\n")
-        self._metrics = open(self.out / "metrics.jsonl", "w") if self.out else None
-        self._written = 0
+                _record(self.out / "run.json", record, done)
+            self.rows = _rows(self.out / "metrics.jsonl", upto=done)
+            _replace(self.out / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in self.rows))
+            self._metrics = open(self.out / "metrics.jsonl", "a")
+        self._written = len(self.rows)
         show_bar = active and (sys.stdout.isatty() if terminal is None else terminal)
         self._bar = _bar(steps) if show_bar else None
         self._start = self._mark = time.perf_counter()
@@ -49,6 +55,7 @@ class Report:
     def __enter__(self) -> Report:
         if self._bar:
             self._bar.start()
+            self._bar.update(self._bar.task_ids[0], completed=self.done)
         self._start = self._mark = time.perf_counter()
         return self
 
@@ -58,11 +65,12 @@ class Report:
         speed = self.tokens_per_step / max(now - self._mark, 1e-9)
         row = {"step": step, "loss": loss, "grad_norm": grad_norm, "lr": lr, "tokens_per_s": round(speed, 1)}
         self.rows.append(row)
+        self.done = step
         self._write(upto=len(self.rows) - 1)  # this step's object waits: an evaluation may follow
         if self._bar:
             self._bar.update(self._bar.task_ids[0], completed=step, text=self._text(row))
-        elif self.active and (step % self.log_every == 0 or step in (1, self.steps)):
-            left = (now - self._start) / step * (self.steps - step)
+        elif self.active and (step % self.log_every == 0 or step in (self._first + 1, self.steps)):
+            left = (now - self._start) / (step - self._first) * (self.steps - step)
             count = f"{step:>{len(str(self.steps))}}/{self.steps}"
             print(f"step {count}  {self._text(row)}  {_clock(left)} left", flush=True)
         self._mark = time.perf_counter()
@@ -71,8 +79,8 @@ class Report:
         """The held-out loss after the last step; the time that the evaluation took counts for no step."""
         if self.rows:
             self.rows[-1]["held_out_loss"] = loss
-        self.say(f"held-out loss {loss:.4f} after step {self.rows[-1]['step'] if self.rows else 0}")
-        self._mark = time.perf_counter()
+        self.say(f"held-out loss {loss:.4f} after step {self.done}")
+        self.mark()
 
     def say(self, text: str) -> None:
         """A line of its own, above the bar."""
@@ -82,10 +90,17 @@ class Report:
             print(text, flush=True)
 
     def interrupted(self) -> str:
-        """Ends the report where it is; returns how far the run is, and what it has left, for whoever stopped it."""
+        """Ends the report where it is; returns how far the run is, for whoever stopped it."""
         self.__exit__(None, None, None)
-        written = f"metrics.jsonl, loss.png and run.json are in {self.out}; " if self.out and self.rows else ""
-        return f"after step {len(self.rows)} of {self.steps}; {written}weights are written after the last step only"
+        return f"after step {self.done} of {self.steps}"
+
+    def flush(self) -> None:
+        """Writes the last step, too: nothing that belongs to it will follow."""
+        self._write(upto=len(self.rows))
+
+    def mark(self) -> None:
+        """The time since the last step counts for none."""
+        self._mark = time.perf_counter()
 
     def mean_loss(self, last: int = 20) -> float:
         """Mean loss of the last steps."""
@@ -97,7 +112,7 @@ class Report:
     ) -> None:
         if self._bar:
             self._bar.stop()
-        self._write(upto=len(self.rows))
+        self.flush()
         if self._metrics:
             self._metrics.close()
             self._metrics = None
@@ -136,6 +151,34 @@ def loss_curve(rows: Sequence[dict[str, Any]], path: Path, title: str = "") -> N
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=120)
+
+
+def _rows(path: Path, upto: int) -> list[dict[str, Any]]:
+    """The objects of a metrics.jsonl up to a step. What a killed run has left of a line is none."""
+    rows = []
+    for line in path.read_text().splitlines() if upto and path.exists() else ():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            break
+        if row["step"] <= upto:
+            rows.append(row)
+    return rows
+
+
+def _record(path: Path, record: dict[str, Any], done: int) -> None:
+    """Writes `record` of a new run, or adds it to that of the run that goes on."""
+    if done and path.exists():
+        first = json.loads(path.read_text())
+        record = {**first, "resumed": [*first.get("resumed", []), {"after_step": done, **record}]}
+    _replace(path, json.dumps(record, indent=2) + "\n")
+
+
+def _replace(path: Path, text: str) -> None:
+    """Writes a file that holds the old text or the new one, whenever the process is killed."""
+    part = path.with_name(f".{path.name}.part")
+    part.write_text(text)
+    part.replace(path)
 
 
 def _bar(steps: int) -> Any:

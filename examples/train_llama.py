@@ -2,6 +2,7 @@
 
     neuronx-dist run --nproc-per-node 4 examples/train_llama.py --tp 2 --pp 2      # or: make train, or torchrun
     python examples/train_llama.py                                                 # one process
+    python examples/train_llama.py --save-every 50 --out runs/mine --resume auto   # goes on where it was interrupted
 
 Without --model it is a small byte-level Llama. The data-parallel size is what tp and pp leave of the processes.
 """
@@ -17,6 +18,7 @@ from typing import Any
 
 import job
 import torch
+from checkpoints import Checkpoints, Run, check_resume
 from options import arguments, check_numbers, layout_of, record_of
 from reporting import Report
 from text_data import TextData, data_parallel_rows
@@ -55,7 +57,7 @@ def assemble(args: Namespace, config: Any) -> Any:
         module = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, args.dtype))
     padding = dict(pad_heads=args.pad_heads, pad_vocab=args.pad_vocab)
     hf.swap(module, sequence_parallel=args.sequence_parallel, inplace_logits=True, **padding)
-    return nxd.NxDPPModel(
+    model = nxd.NxDPPModel(
         module,
         transformer_layer_cls=hf.transformer_layer_class(module),
         num_microbatches=args.microbatches,
@@ -67,9 +69,12 @@ def assemble(args: Namespace, config: Any) -> Any:
         broadcast_and_average_loss=True,
         use_zero1_optimizer=args.zero1,
     )
+    if args.checkpoint_activations:
+        nxd.checkpoint_layers(model)
+    return model
 
 
-def build(args: Namespace, config: Any, device: torch.device) -> tuple[Any, Any, Any]:
+def build(args: Namespace, config: Any, device: torch.device) -> Run:
     """Model, optimizer and learning-rate schedule of this rank: nothing but its own shards is ever allocated."""
     model = assemble(args, config)
     if args.model is not None and hf.has_weights(args.model):
@@ -81,9 +86,10 @@ def build(args: Namespace, config: Any, device: torch.device) -> tuple[Any, Any,
     def factor(step: int) -> float:
         if step < args.warmup:
             return (step + 1) / args.warmup
-        return 0.55 + 0.45 * math.cos(math.pi * (step - args.warmup) / max(1, args.steps - args.warmup))
+        cosine = math.cos(math.pi * (step - args.warmup) / max(1, args.steps - args.warmup))
+        return (args.lr + args.min_lr + (args.lr - args.min_lr) * cosine) / (2 * args.lr)
 
-    return model, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+    return Run(model, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, factor))
 
 
 def make_optimizer(args: Namespace, model: Any, device: torch.device | None = None) -> Any:
@@ -140,23 +146,48 @@ def train_step(model: Any, optimizer: Any, batch: dict[str, torch.Tensor]) -> to
     return loss
 
 
-def train(args: Namespace, config: Any, data: TextData, device: torch.device, report: Report) -> Any:
-    """The training loop, of this rank."""
-    model, optimizer, schedule = build(args, config, device)
+def train(
+    args: Namespace,
+    run: Run,
+    data: TextData,
+    device: torch.device,
+    report: Report,
+    checkpoints: Checkpoints | None = None,
+) -> None:
+    """The training loop, of this rank, from where the report is."""
+    model, optimizer, schedule = run
 
     def rows(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         mine = data_parallel_rows(batch, comm.rank("dp"), comm.size("dp"))
         return {name: value.to(device) for name, value in mine.items()}
 
-    for step in range(1, args.steps + 1):
+    for step in range(report.done + 1, args.steps + 1):
+        lr = optimizer.param_groups[0]["lr"]
         loss = train_step(model, optimizer, rows(data.batch(step)))
-        lr = schedule.get_last_lr()[0]
         schedule.step()
         report.step(step, loss=float(loss), grad_norm=float(optimizer.grad_norm), lr=lr)
-        if step % max(1, args.steps // 5) == 0:
+        if args.eval_every and step % args.eval_every == 0:
             held_out = (with_num_items(model, rows(data.held_out_batch(i))) for i in range(4))
             report.held_out(sum(float(model.run_eval(**batch)) for batch in held_out) / 4)
-    return model
+        if checkpoints is not None:
+            report.flush()
+            end_if_asked(step, args, run, device, report, checkpoints)
+            checkpoints.after_step(step, run)
+            report.mark()
+
+
+def end_if_asked(
+    step: int, args: Namespace, run: Run, device: torch.device, report: Report, checkpoints: Checkpoints
+) -> None:
+    """Ends all ranks after this step, with a checkpoint, if a signal has asked any of them to end."""
+    signal = int(comm.all_reduce(torch.tensor(job.asked_to_end(), device=device), "world", op="max"))
+    if signal:
+        error = checkpoints.save(step, run, finish=True)
+        done = report.interrupted()
+        comm.barrier()  # the first rank that ends ends the others
+        nxd.destroy_model_parallel()
+        saved = f", not saved: {error}" if error else f" and saved; go on with --resume --out {args.out}"
+        job.leave_interrupted(signal, done + saved)
 
 
 def main() -> None:
@@ -168,7 +199,10 @@ def main() -> None:
         check_numbers(args)
         config, tokenizer = load_config(args)
         layout = layout_of(args, world)
-        layout.check(config, data=args.data or (), out=None if args.verify or args.check is not None else args.out)
+        writes = not args.verify and args.check is None
+        layout.check(config, data=args.data or (), out=args.out if writes and args.resume is None else None)
+        if writes:
+            check_resume(args)
         if args.check is not None:
             report = check(args, config, layout)
             if rank == 0:
@@ -180,7 +214,7 @@ def main() -> None:
         if data.vocab_size > config.vocab_size:
             raise ValueError(f"the text has tokens up to {data.vocab_size}, the model knows {config.vocab_size}")
         device = nxd.init_distributed(args.device)  # before any backward: torch counts devices at the first
-        memory = estimate_memory(layout, config)
+        memory = estimate_memory(layout, config, checkpoint_activations=args.checkpoint_activations)
     except (ValueError, comm.CommError) as error:
         job.leave(str(error))
     if args.verify:
@@ -195,14 +229,23 @@ def main() -> None:
             nxd.destroy_model_parallel()
             job.leave(refusal)
     job.say(f"{layout.picture(config)}\n\n{memory}\n\nbuilding the model; the first step records it ...")
-    comm.barrier()  # every rank has checked --out before rank 0 makes it
+    args.out = comm.broadcast_object(args.out)  # every rank has checked --out before rank 0 makes it
+    checkpoints = Checkpoints(args, config, data.checksum, job.say)
+    run = build(args, config, device)
+    try:
+        done = checkpoints.resume(run)
+    except nxd.CheckpointError as error:
+        nxd.destroy_model_parallel()
+        job.leave(str(error))
     title = f"tp {layout.tp} × pp {layout.pp} × dp {layout.dp}"
-    shown = dict(out=args.out, log_every=args.log_every, active=rank == 0, title=title)
+    shown = dict(out=args.out, log_every=args.log_every, active=rank == 0, title=title, done=done)
     with Report(args.steps, args.global_batch * args.seq_len, record=record_of(args, layout), **shown) as report:
-        job.on_interrupt(report.interrupted)
-        model = train(args, config, data, device, report)
+        checkpoints.say = report.say
+        job.end_after_step(lambda: f"{report.interrupted()}, not saved; earlier checkpoints stay")
+        train(args, run, data, device, report, checkpoints)
+    checkpoints.finish()
     folder = Path(args.out) / "model"
-    hf.save_pretrained(model, folder, tokenizer=tokenizer)
+    hf.save_pretrained(run.model, folder, tokenizer=tokenizer)
     comm.barrier()
     job.on_interrupt(lambda: f"after the last step; the weights are in {folder}: --model {folder} trains them further")
     job.say(f"mean loss of the last {min(20, args.steps)} steps {report.mean_loss(20):.4f}")

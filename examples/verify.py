@@ -21,7 +21,7 @@ TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
 
 def losses(args: argparse.Namespace, config: Any, data: TextData, device: torch.device) -> list[float]:
     report = Report(args.steps, 1, active=False)
-    train_llama.train(args, copy.deepcopy(config), data, device, report)
+    train_llama.train(args, train_llama.build(args, copy.deepcopy(config), device), data, device, report)
     return [row["loss"] for row in report.rows]
 
 

@@ -26,6 +26,7 @@ from ..comm.backends.c10d import C10dCommunicator
 from ..comm.base import Backend, Communicator, WorkLike
 from ..gradients.reduce import reduce_gradients
 from ..optimizer import MasterWeightsOptimizer, NeuronZero1Optimizer
+from ..parallel_layers.activation_checkpoint import checkpoint_layers
 from ..pipeline.model import NxDPPModel
 from .layout import Layout, format_bytes, format_count
 from .meter import MemoryMeter, MemoryPhase, measure_peak
@@ -117,6 +118,7 @@ def estimate_memory(
     optimizer_class: type[torch.optim.Optimizer] = torch.optim.AdamW,
     optimizer_options: dict[str, Any] | None = None,
     device: str | torch.device = "cpu",
+    checkpoint_activations: bool = False,
 ) -> MemoryEstimate:
     """Predicts each rank's memory in a training step after the first, by playing it on fake tensors.
 
@@ -125,6 +127,7 @@ def estimate_memory(
         config: of a Hugging Face causal LM.
         optimizer_class, optimizer_options: what `NeuronZero1Optimizer` or `MasterWeightsOptimizer` will wrap.
         device: where the job will run. Kernels, and so what they keep for backward, differ between devices.
+        checkpoint_activations: layers are recomputed in backward (`checkpoint_layers`).
 
     Raises:
         LayoutError: the layout does not fit the model.
@@ -142,7 +145,7 @@ def estimate_memory(
     for stage in range(layout.pp):
         rank = layout.mesh().groups("pp")[0][stage]
         stage_memory, num_parameters = _play(
-            layout, copy.deepcopy(config), stage, rank, device, optimizer_class, options
+            layout, copy.deepcopy(config), stage, rank, device, optimizer_class, options, checkpoint_activations
         )
         stages.append(stage_memory)
     return MemoryEstimate(num_parameters, tuple(stages))
@@ -156,6 +159,7 @@ def _play(
     device: torch.device,
     optimizer_class: type[torch.optim.Optimizer],
     options: dict[str, Any],
+    checkpoint_activations: bool,
 ) -> tuple[StageMemory, int]:
     """A step of one rank; also the number of parameters of the whole model."""
     from transformers import AutoModelForCausalLM
@@ -179,6 +183,8 @@ def _play(
             auto_partition=True,
             use_zero1_optimizer=layout.zero1,
         )
+        if checkpoint_activations:
+            checkpoint_layers(model)
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         with fake, meter:
             meter.kind = PARAMETERS

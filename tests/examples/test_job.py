@@ -53,11 +53,33 @@ def test_ctrl_c_ends_with_one_line(started, tmp_path):
     process.send_signal(signal.SIGINT)  # to the launcher alone, as its processes have sessions of their own
     *steps, last = process.stdout.read().splitlines()
     assert all(line.startswith(("step ", "held-out loss")) for line in steps), steps
-    assert last.startswith("train_llama: interrupted after step ") and str(out) in last
+    assert last.startswith("train_llama: interrupted after step ")
+    assert last.endswith(f" and saved; go on with --resume --out {out}")
     assert process.wait(timeout=60) == 130
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert len(rows) >= 3 and f"after step {len(rows)} of 5000" in last
+    assert [path.name for path in (out / "checkpoints").iterdir()] == [f"step_{len(rows)}"]
     assert (out / "loss.png").exists() and (out / "run.json").exists() and not (out / "model").exists()
+
+
+@pytest.mark.parametrize("number, verb", [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "ended by SIGTERM")])
+def test_a_second_signal_ends_at_once_but_not_what_repeats_the_first(number, verb):
+    script = f"""
+import os, time, job
+job.AGAIN = 0.2
+job.end_after_step(lambda: "in the middle")
+print(job.asked_to_end())
+os.kill(os.getpid(), {number}), os.kill(os.getpid(), {number})
+print(job.asked_to_end(), flush=True)
+time.sleep(0.5)
+os.kill(os.getpid(), {number})
+print("still there")
+"""
+    env = {**os.environ, "PYTHONPATH": str(SCRIPT.parent)}
+    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=60)
+    hint = ["ending after this step with a checkpoint; Ctrl-C again ends at once"] * (number == signal.SIGINT)
+    assert done.stdout.splitlines() == ["0", str(int(number)), *hint]
+    assert (done.stderr, done.returncode) == (f"train_llama: {verb} in the middle\n", 128 + number)
 
 
 @pytest.mark.parametrize("rank,seen", [("0", "train_llama: why\n"), ("3", "train_llama, rank 3: why\n")])

@@ -162,13 +162,44 @@ def test_an_interrupted_run_leaves_what_it_has(tmp_path):
         report.step(1, loss=5.0, grad_norm=1.0, lr=1e-3)
         report.step(2, loss=4.0, grad_norm=1.0, lr=1e-3)
         text = report.interrupted()
-    assert text.startswith(f"after step 2 of 4; metrics.jsonl, loss.png and run.json are in {tmp_path}; weights are")
+    assert text == "after step 2 of 4"
     assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1, 2]
     assert (tmp_path / "loss.png").exists()
     assert json.loads((tmp_path / "run.json").read_text()) == {"flags": {"tp": 2}}
-    assert (
-        Report(4, 1000, active=False).interrupted() == "after step 0 of 4; weights are written after the last step only"
-    )
+    assert Report(4, 1000, active=False).interrupted() == "after step 0 of 4"
+
+
+def test_a_resumed_run_goes_on_in_its_files(tmp_path, capsys):
+    """Steps after the checkpoint are made again; what a killed run has left of a line is dropped."""
+    record = {"flags": {"tp": 2}}
+    with Report(4, 1000, out=tmp_path, record=record, terminal=False) as report:
+        for step in (1, 2, 3):
+            report.step(step, loss=float(step), grad_norm=1.0, lr=1e-3)
+    with open(tmp_path / "metrics.jsonl", "a") as metrics:
+        metrics.write('{"step": 4, "lo')
+    for again in ({"flags": {"tp": 1}}, {"flags": {"tp": 4}}):
+        report = Report(4, 1000, out=tmp_path, record=again, terminal=False, done=2)
+        assert [row["step"] for row in report.rows] == [1, 2] and report.done == 2
+        with report:
+            report.step(3, loss=30.0, grad_norm=1.0, lr=1e-3)
+            assert report.interrupted() == "after step 3 of 4"
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(row["step"], row["loss"]) for row in rows] == [(1, 1.0), (2, 2.0), (3, 30.0)]
+    resumed = [{"after_step": 2, "flags": {"tp": 1}}, {"after_step": 2, "flags": {"tp": 4}}]
+    assert json.loads((tmp_path / "run.json").read_text()) == {"flags": {"tp": 2}, "resumed": resumed}
+    Report(4, 1000, out=tmp_path, record=record, terminal=False)  # a new run in the same folder
+    assert (tmp_path / "metrics.jsonl").read_text() == ""
+    assert json.loads((tmp_path / "run.json").read_text()) == record
+
+
+def test_flush_writes_a_step_at_once(tmp_path):
+    report = Report(4, 1000, out=tmp_path, terminal=False)
+    report.step(1, loss=5.0, grad_norm=1.0, lr=1e-3)
+    assert (tmp_path / "metrics.jsonl").read_text() == ""
+    report.flush()
+    report.flush()
+    assert json.loads((tmp_path / "metrics.jsonl").read_text())["step"] == 1
+    report.interrupted()
 
 
 def test_metrics_survive_a_failure(tmp_path):

@@ -33,10 +33,12 @@ def command(words, processes=1, launcher=("torch.distributed.run",), **environme
     return [*python, *words], env
 
 
-def run(words, processes=1, timeout=240, **environment):
+def run(words, processes=1, timeout=240, cwd=None, **environment):
     """Runs such a command; (exit code, output)."""
     words, env = command(words, processes, **environment)
-    done = subprocess.run(words, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=timeout)
+    done = subprocess.run(
+        words, env=env, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=timeout
+    )
     return done.returncode, done.stdout
 
 

@@ -113,6 +113,7 @@ class Case:
     name: str
     layout: Layout
     sizes: dict[str, Any] = field(default_factory=dict)
+    checkpoint_activations: bool = False
 
     def config(self) -> Any:
         from transformers import LlamaConfig
@@ -160,6 +161,7 @@ CASES = [
     Case("zb_v-pp4-9-microbatches", layout(4, pp=4, num_microbatches=9, global_batch=9, schedule="zb_v"), DEEP),
     Case("zb_v-pp2-dp2-zero1-5-microbatches", layout(4, pp=2, num_microbatches=5, global_batch=20, **V), TIED),
     Case("one-process", layout(1)),
+    Case("one-process-recomputing", layout(1), checkpoint_activations=True),
     Case("one-process-one-microbatch", layout(1, num_microbatches=1, global_batch=4)),
     Case("wide-one-process-bf16", layout(1, dtype="bfloat16", seq_len=40, global_batch=4), WIDE),
 ]
@@ -172,6 +174,7 @@ SAMPLE = (
     "interleaved-pp2-dp2-7-microbatches",
     "zb_v-pp2-dp2-zero1-5-microbatches",
     "one-process",
+    "one-process-recomputing",
 )
 MEASURED = [case for case in CASES if FULL or case.name in SAMPLE]
 
@@ -218,6 +221,8 @@ def train_and_measure(case: Case, ask_allocator: bool = False) -> Measured:
         broadcast_and_average_loss=True,
         use_zero1_optimizer=layout.zero1,
     )
+    if case.checkpoint_activations:
+        nxd.checkpoint_layers(model)
     hf.materialize(model, seed=0)
     wrapper = nxd.NeuronZero1Optimizer if layout.zero1 else nxd.MasterWeightsOptimizer
     optimizer = wrapper(model.local_parameters(), torch.optim.AdamW, lr=1e-3)
@@ -276,7 +281,7 @@ def _allocated(step: Any) -> int:
 @pytest.mark.parametrize("case", MEASURED, ids=[case.name for case in MEASURED])
 def test_the_measured_peak_of_every_rank_is_the_predicted_one(case: Case) -> None:
     shape = case.layout
-    estimate = estimate_memory(shape, case.config())
+    estimate = estimate_memory(shape, case.config(), checkpoint_activations=case.checkpoint_activations)
     measured = processes(shape.world_size).run(train_and_measure, case, mesh=dict(tp=shape.tp, pp=shape.pp))
     for rank, found in enumerate(measured):
         stage = estimate.stages[found.stage]

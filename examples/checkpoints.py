@@ -1,0 +1,167 @@
+"""The checkpoints of train_llama.py: `--save-every`, `--keep`, `--async-save`, `--resume`."""
+
+from __future__ import annotations
+
+import json
+import time
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import job
+
+import neuronx_dist as nxd
+from neuronx_dist import comm
+
+# What a resumed run computes depends on these. Another layout, or another way to save, changes nothing.
+_FLAGS = "steps lr min_lr warmup weight_decay grad_clip dtype seed global_batch seq_len".split()
+_NO_PART_OF_THE_MODEL = ("_name_or_path", "dtype", "torch_dtype", "transformers_version", "use_cache")
+
+
+class Run(NamedTuple):
+    """What is saved of a run, and changed when it is resumed."""
+
+    model: Any
+    optimizer: Any
+    schedule: Any
+
+
+class Checkpoints:
+    """The checkpoints of one run, in the folder `checkpoints` of its `--out`. All ranks call its methods.
+
+    Args:
+        args: the flags of the run.
+        config: of the model; a checkpoint of another one is refused.
+        text: what identifies the text, in a few characters.
+        say: prints a line on rank 0.
+    """
+
+    def __init__(self, args: Namespace, config: Any, text: str, say: Callable[[str], None]) -> None:
+        self.folder = folder_of(args)
+        self._args, self.say = args, say
+        whole = json.loads(config.to_json_string(use_diff=False))
+        self._record: dict[str, Any] = {
+            "config": {name: value for name, value in whole.items() if name not in _NO_PART_OF_THE_MODEL},
+            "flags": {name: getattr(args, name) for name in _FLAGS},
+            "text": text,
+        }
+        self._saved = -1  # the last step of which there is a checkpoint
+
+    def after_step(self, step: int, run: Run) -> None:
+        """Saves when `--save-every` says so, and after the last step. When that fails, the training goes on."""
+        every = self._args.save_every
+        if every and (step % every == 0 or step == self._args.steps):
+            start = time.perf_counter()
+            if not (error := self.save(step, run)):
+                seconds = f"{time.perf_counter() - start:.2f} s"
+                written = f"copied in {seconds}, written in the background" if self._args.async_save else seconds
+                self.say(f"checkpoint step_{step}: {written}")
+            else:
+                self.say(f"warning: training goes on without a checkpoint of step {step}: {error}")
+
+    def save(self, step: int, run: Run, finish: bool = False) -> str:
+        """Saves a step, once; says why it could not.
+
+        Args:
+            finish: return when the checkpoint is complete, also with `--async-save`.
+        """
+        error = self._settle()
+        if error:
+            self.say(f"warning: {error}")
+        if self._saved == step and not error:
+            return ""
+        try:
+            nxd.save_checkpoint(
+                self.folder,
+                f"step_{step}",
+                model=run.model,
+                optimizer=run.optimizer,
+                scheduler=run.schedule,
+                user_content={"step": step, **self._record},
+                num_kept_ckpts=self._args.keep or None,
+                async_save=self._args.async_save and not finish,
+            )
+        except nxd.CheckpointError as failure:
+            return str(failure)
+        self._saved = step
+        return ""
+
+    def finish(self) -> None:
+        """Returns when nothing is being written any more."""
+        if error := self._settle():
+            self.say(f"warning: {error}")
+
+    def resume(self, run: Run) -> int:
+        """Loads what `--resume` names; returns the step that it was saved after, 0 for a new run.
+
+        Raises:
+            CheckpointError: there is none, or it is damaged, or of another model.
+        """
+        wanted = self._args.resume
+        if wanted is None or (wanted == "auto" and not comm.broadcast_object(nxd.has_checkpoint(self.folder))):
+            return 0
+        options = [
+            {name: group[name] for name in ("initial_lr", "weight_decay")} for group in run.optimizer.param_groups
+        ]
+        tag = None if wanted in ("", "auto") else wanted
+        content = nxd.load_checkpoint(self.folder, tag, run.model, run.optimizer, run.schedule)
+        step: int = content["step"]
+        differences = _differences(content["config"], self._record["config"])
+        if differences:
+            raise nxd.CheckpointError(
+                f"checkpoint step_{step} in {self.folder} is of another model: {'; '.join(differences[:4])}"
+            )
+        self._apply(options, run)
+        changed = [f"--{each}".replace("_", "-") for each in _differences(content["flags"], self._record["flags"])]
+        changed += ["the text"] * (content["text"] != self._record["text"])
+        self.say(f"resumed after step {step}" + (f"; changed since then: {', '.join(changed)}" if changed else ""))
+        self._saved = step
+        if tag is not None:  # the newest from now on, which a restart takes, and not one of the steps that are undone
+            self._saved = -1
+            self.save(step, run, finish=True)
+        return step
+
+    def _apply(self, options: list[dict[str, Any]], run: Run) -> None:
+        """Learning rate and weight decay of the flags, in the place of those that were saved."""
+        run.schedule.base_lrs = [each["initial_lr"] for each in options]
+        factors = [function(run.schedule.last_epoch) for function in run.schedule.lr_lambdas]
+        for group, own, factor in zip(run.optimizer.param_groups, options, factors, strict=True):
+            group.update(own, lr=own["initial_lr"] * factor)
+
+    def _settle(self) -> str:
+        """Waits for the save in the background; says what went wrong."""
+        try:
+            nxd.finalize_checkpoint()
+        except nxd.CheckpointError as error:
+            self._saved = -1
+            return str(error)
+        return ""
+
+
+def folder_of(args: Namespace) -> Path:
+    return Path(args.out) / "checkpoints"
+
+
+def check_resume(args: Namespace) -> None:
+    """Refuses a `--resume` that cannot work, before anything is allocated.
+
+    Raises:
+        ValueError: what is missing.
+    """
+    out = Path(args.out)
+    if args.resume is None:
+        return
+    if args.resume == "auto":
+        if out.exists() and not (out / "run.json").is_file() and any(out.iterdir()):
+            raise ValueError(f"--resume auto: {out} is not the folder of a run, it has no run.json; give another --out")
+        if (out / "model").exists() and not nxd.has_checkpoint(folder_of(args)) and not job.is_restart():
+            raise ValueError(f"--resume auto: {out} has a run that has ended, and no checkpoint; give another --out")
+    elif not nxd.has_checkpoint(folder_of(args)):
+        raise ValueError(f"--resume: there is no complete checkpoint in {folder_of(args)}; --resume auto starts anew")
+
+
+def _differences(saved: dict[str, Any], own: dict[str, Any]) -> list[str]:
+    """`name 4 -> 8` for each value that differs."""
+    names = sorted({*saved, *own})
+    return [f"{name} {saved.get(name)} -> {own.get(name)}" for name in names if saved.get(name) != own.get(name)]
