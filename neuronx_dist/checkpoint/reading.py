@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -13,7 +13,7 @@ from torch import nn
 from .. import comm
 from .agreement import together
 from .archive import archive
-from .catalog import METADATA, Catalog, Chunk, Extent, unpickled
+from .catalog import METADATA, Catalog, Chunk, Extent, SavedTensor, unpickled
 from .checksums import BLOCK, Blocks
 from .errors import CheckpointCorrupted, CheckpointMismatch
 from .memory import as_tensor
@@ -21,7 +21,7 @@ from .pieces import overlap
 from .state import expect, restore
 from .tensors import ShardedTensor, State, key_of
 
-__all__ = ["load", "read_catalog"]
+__all__ = ["Rectangle", "Source", "load", "load_from", "read_catalog"]
 
 _LISTED = 8  # names of each kind in a message
 
@@ -29,6 +29,23 @@ _LISTED = 8  # names of each kind in a message
 class _Storage(Protocol):
     def map(self, path: str) -> memoryview:
         """The whole file as a memory map, or read into memory where there is none."""
+
+
+class Rectangle(Protocol):
+    """A part of a whole tensor, as it is stored."""
+
+    def copy(self, slices: Sequence[slice], target: torch.Tensor) -> None:
+        """Writes these slices of it into `target`."""
+
+
+class Source(Protocol):
+    """What a checkpoint is read from."""
+
+    catalog: Catalog
+
+    def object(self, extent: Extent) -> Any: ...
+
+    def open(self, chunk: Chunk, dtype: torch.dtype) -> Rectangle: ...
 
 
 def load(
@@ -53,13 +70,30 @@ def load(
             other shapes. The first of each are listed.
         CheckpointCorrupted: a file is missing, truncated or changed. It may be found after a part was loaded.
     """
-    with together(f"{folder} was not loaded"):
-        catalog = read_catalog(storage, folder)
-        state = expect(model, optimizer, catalog)
-    _compare(state, catalog, model is not None, optimizer is not None, strict, folder)
-    with together(f"{folder} was loaded in part"):
-        _Reader(storage, folder, catalog, verify).read(state)
-        restore(state, model, optimizer, catalog)
+    load_from(lambda: _Files(storage, folder, verify), folder, model, optimizer, strict=strict)
+
+
+def load_from(
+    open_source: Callable[[], Source],
+    name: str,
+    model: nn.Module | None,
+    optimizer: torch.optim.Optimizer | None,
+    *,
+    strict: bool = True,
+) -> None:
+    """As `load`, from whatever is described as pieces of whole tensors. All ranks call it.
+
+    Args:
+        open_source: called on each rank; what it raises is raised on all.
+        name: of the checkpoint, for messages.
+    """
+    with together(f"{name} was not loaded"):
+        source = open_source()
+        state = expect(model, optimizer, source.catalog)
+    _compare(state, source.catalog, model is not None, optimizer is not None, strict, name)
+    with together(f"{name} was loaded in part"):
+        _fill(state, source)
+        restore(state, model, optimizer, source.catalog)
 
 
 def read_catalog(storage: _Storage, folder: str) -> Catalog:
@@ -94,47 +128,55 @@ class _File:
         return self.content[start:stop]
 
 
-class _Reader:
-    def __init__(self, storage: _Storage, folder: str, catalog: Catalog, verify: bool) -> None:
+class _Files:
+    """The files of `save_checkpoint`, or of torch.distributed.checkpoint."""
+
+    def __init__(self, storage: _Storage, folder: str, verify: bool) -> None:
+        self.catalog = read_catalog(storage, folder)
         self._storage = storage
         self._folder = folder
-        self._catalog = catalog
-        self._verify = verify and catalog.checksums
+        self._verify = verify and self.catalog.checksums
         self._files: dict[str, _File] = {}
 
-    def read(self, state: State) -> None:
-        """Fills the tensors and objects of a state, as far as the checkpoint has them."""
-        for path in state.objects:
-            if key_of(path) in self._catalog.objects:
-                state.objects[path] = self._object(self._catalog.objects[key_of(path)])
-        for key, tensor in state.tensors.items():
-            if key in self._catalog.tensors:
-                self._tensor(tensor, self._catalog.tensors[key].dtype, self._catalog.tensors[key].chunks)
-
-    def _object(self, extent: Extent) -> Any:
+    def object(self, extent: Extent) -> Any:
         content = self._file(extent).bytes(extent.start, extent.start + extent.length)
         return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
 
-    @torch.no_grad()
-    def _tensor(self, target: ShardedTensor, dtype: torch.dtype, chunks: Iterable[Chunk]) -> None:
-        local = target.tensor if target.tensor.device.type == "cpu" else torch.zeros_like(target.tensor, device="cpu")
-        if sum(math.prod(piece.shape) for piece in target.pieces) < local.numel():
-            local.zero_()  # the padding
-        for chunk in chunks:
-            source: _Source | None = None
-            for piece in target.pieces:
-                meeting = overlap(chunk.offset, chunk.shape, piece)
-                if meeting is not None:
-                    source = source or _Source(self._file(chunk.extent), chunk, dtype)
-                    source.copy(meeting[0], local[meeting[1]])
-        if local is not target.tensor:
-            target.tensor.copy_(local)
+    def open(self, chunk: Chunk, dtype: torch.dtype) -> _Source:
+        return _Source(self._file(chunk.extent), chunk, dtype)
 
     def _file(self, extent: Extent) -> _File:
         if extent.file not in self._files:
             path = f"{self._folder}/{extent.file}"
             self._files[extent.file] = _File(_mapped(self._storage, path), path, self._verify)
         return self._files[extent.file]
+
+
+def _fill(state: State, source: Source) -> None:
+    """Reads the tensors and objects of a state, as far as the checkpoint has them."""
+    catalog = source.catalog
+    for path in state.objects:
+        if key_of(path) in catalog.objects:
+            state.objects[path] = source.object(catalog.objects[key_of(path)])
+    for key, tensor in state.tensors.items():
+        if key in catalog.tensors:
+            _fill_tensor(tensor, catalog.tensors[key], source)
+
+
+@torch.no_grad()
+def _fill_tensor(target: ShardedTensor, saved: SavedTensor, source: Source) -> None:
+    local = target.tensor if target.tensor.device.type == "cpu" else torch.zeros_like(target.tensor, device="cpu")
+    if sum(math.prod(piece.shape) for piece in target.pieces) < local.numel():
+        local.zero_()  # the padding
+    for chunk in saved.chunks:
+        rectangle: Rectangle | None = None
+        for piece in target.pieces:
+            meeting = overlap(chunk.offset, chunk.shape, piece)
+            if meeting is not None:
+                rectangle = rectangle or source.open(chunk, saved.dtype)
+                rectangle.copy(meeting[0], local[meeting[1]])
+    if local is not target.tensor:
+        target.tensor.copy_(local)
 
 
 class _Source:
