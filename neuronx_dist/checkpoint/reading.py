@@ -21,7 +21,7 @@ from .pieces import overlap
 from .state import expect, restore
 from .tensors import ShardedTensor, State, key_of
 
-__all__ = ["Rectangle", "Source", "load", "load_from", "read_catalog"]
+__all__ = ["CheckpointFiles", "Rectangle", "Source", "fill", "load", "load_from", "read_catalog"]
 
 _LISTED = 8  # names of each kind in a message
 
@@ -41,7 +41,8 @@ class Rectangle(Protocol):
 class Source(Protocol):
     """What a checkpoint is read from."""
 
-    catalog: Catalog
+    @property
+    def catalog(self) -> Catalog: ...
 
     def object(self, extent: Extent) -> Any: ...
 
@@ -70,7 +71,7 @@ def load(
             other shapes. The first of each are listed.
         CheckpointCorrupted: a file is missing, truncated or changed. It may be found after a part was loaded.
     """
-    load_from(lambda: _Files(storage, folder, verify), folder, model, optimizer, strict=strict)
+    load_from(lambda: CheckpointFiles(storage, folder, verify), folder, model, optimizer, strict=strict)
 
 
 def load_from(
@@ -128,7 +129,7 @@ class _File:
         return self.content[start:stop]
 
 
-class _Files:
+class CheckpointFiles:
     """The files of `save_checkpoint`, or of torch.distributed.checkpoint."""
 
     def __init__(self, storage: _Storage, folder: str, verify: bool) -> None:
@@ -160,11 +161,12 @@ def _fill(state: State, source: Source) -> None:
             state.objects[path] = source.object(catalog.objects[key_of(path)])
     for key, tensor in state.tensors.items():
         if key in catalog.tensors:
-            _fill_tensor(tensor, catalog.tensors[key], source)
+            fill(tensor, catalog.tensors[key], source)
 
 
 @torch.no_grad()
-def _fill_tensor(target: ShardedTensor, saved: SavedTensor, source: Source) -> None:
+def fill(target: ShardedTensor, saved: SavedTensor, source: Source) -> None:
+    """Reads this rank's pieces of a tensor."""
     local = target.tensor if target.tensor.device.type == "cpu" else torch.zeros_like(target.tensor, device="cpu")
     if sum(math.prod(piece.shape) for piece in target.pieces) < local.numel():
         local.zero_()  # the padding
