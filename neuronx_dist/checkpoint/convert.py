@@ -13,6 +13,7 @@ from torch import nn
 
 from .. import comm
 from ..hf.conversion import named_as_in
+from ..hf.gguf_file import gguf_file, open_gguf
 from ..hf.sources import WeightSource, has_weights, open_source
 from ..hf.swap import swap
 from ..hf.writing import copy_configs, write_weights
@@ -51,7 +52,8 @@ def convert(
     """Writes the weights of one folder as another format.
 
     Args:
-        source: a folder of Hugging Face's (or a weight file), of `save_checkpoint`, or of NeuronX Distributed's.
+        source: a folder of Hugging Face's, or a weight file (GGUF too); of `save_checkpoint`; or of NeuronX
+            Distributed's.
         target: a folder, or a URL of fsspec if it is to be "ours".
         to: "hf" (safetensors), "nxd" (a file for each tp and pp rank), "ours" (any layout loads it); None: "ours" of a
             folder of Hugging Face's, else "hf".
@@ -71,7 +73,8 @@ def convert(
     """
     here = os.fspath(source)
     folder = Path(here)
-    of_hf = folder.is_file() or (folder.is_dir() and has_weights(folder))
+    gguf = None if has_weights(folder) else gguf_file(folder)
+    of_hf = has_weights(folder) or folder.is_file() or gguf is not None
     to = to or ("ours" if of_hf else "hf")
     if to not in FORMATS:
         raise ValueError(f"to is one of {', '.join(FORMATS)}, not {to!r}")
@@ -79,7 +82,10 @@ def convert(
         raise ValueError(f"tp and pp are of the layout of nxd; {to!r} is loaded into any")
     if config is None and (folder / "config.json").is_file():
         config = folder
-    if of_hf:
+    if gguf is not None:
+        config = config or gguf
+        weights = open_gguf(gguf, _model(config, 1))
+    elif of_hf:
         weights = open_source(here)
         if config is not None:
             whole = _model(config, 1)
@@ -97,7 +103,10 @@ def convert(
         path = _empty(_local(target, to))
         write_weights(weights, path, done=done)
         if config is not None:
-            copy_configs(Path(config), path)
+            if Path(config).is_file():
+                _config(config).save_pretrained(path)
+            else:
+                copy_configs(Path(config), path)
     elif to == "nxd":
         tensors = _ranked(weights, config, tp, pp)
         write_nxd(tensors, _empty(_local(target, to) / tag), tp, pp, partial(_told, progress, len(tensors)))
@@ -153,11 +162,21 @@ def _saved(storage: Storage, name: str, config: str | os.PathLike[str] | None) -
 
 def _model(config: str | os.PathLike[str], tp: int) -> Any:
     """The model of a `config.json`, without memory, its layers parallel: they say how each parameter is divided."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     with comm.as_rank(Mesh(tp, tp=tp), 0), torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config))
+        model = AutoModelForCausalLM.from_config(_config(config))
         return swap(model, pad_vocab=True)
+
+
+def _config(path: str | os.PathLike[str]) -> Any:
+    """The config in a folder, or in a GGUF file."""
+    from transformers import AutoConfig
+
+    source = Path(path)
+    if source.is_file():
+        return AutoConfig.from_pretrained(source.parent, gguf_file=source.name)
+    return AutoConfig.from_pretrained(source)
 
 
 def _ranked(weights: WeightSource, config: str | os.PathLike[str] | None, tp: int, pp: int) -> Sequence[RankedTensor]:
