@@ -96,14 +96,15 @@ class ParameterShard:
         """The parameter as `[degree, columns]`, in its own memory; None where its rows are padded or not contiguous."""
         if not self.param.is_contiguous() or self.param.numel() != self.degree * self.columns:
             return None
-        return self.param.detach().view(self.degree, self.columns)
+        return spmd.local(self.param.detach()).view(self.degree, self.columns)
 
     def _rows_or_copy(self, dtype: torch.dtype) -> torch.Tensor:
         """This rank's rows in the parameter's memory if a master can be there, else a copy of them; sets `is_view`."""
         rows, rank = self.rows, self.group.coordinate(self.param)
-        self.is_view = rows is not None and self.param.dtype == dtype and isinstance(rank, int)
-        if rows is not None and self.is_view:
-            return rows[rank].view(self.shape)
+        if rows is not None and self.param.dtype == dtype and isinstance(rank, int):
+            self.is_view = True
+            return rows.select(0, rank).view(self.shape)
+        self.is_view = False
         own = own_slot(self.split(self.param), self.group, 0).view(self.shape)
         return own.to(dtype, copy=True)
 

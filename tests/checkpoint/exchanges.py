@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import neuronx_dist as nxd
 from neuronx_dist import comm
 from neuronx_dist.checkpoint.agreement import together
@@ -98,3 +100,30 @@ def one_damaged_file() -> None:
         nxd.load_checkpoint(folder)
 
     _everywhere("user_content.pt has 0 bytes", load)
+
+
+def what_each_rank_holds() -> None:
+    """A layer on each rank, as on stages of a pipeline: the checkpoint lists both."""
+
+    def save_and_load(folder: Path) -> None:
+        model = torch.nn.ModuleDict({f"layer_{comm.rank('world')}": torch.nn.Linear(2, 2)})
+        nxd.save_checkpoint(folder, "a", model)
+        nxd.load_checkpoint(folder, "a", model)
+
+    _everywhere(None, save_and_load)
+
+
+def a_model_that_fits_on_one_rank_only() -> None:
+    """A rank whose own tensors fit must not go on."""
+
+    def load(folder: Path) -> None:
+        _save_model(folder)
+        features = 3 if comm.rank("world") == 1 else 2
+        nxd.load_checkpoint(folder, "a", torch.nn.Linear(2, features))
+
+    _everywhere("(2, 2) there and (3, 2) here", load)
+
+
+def _save_model(folder: Path) -> None:
+    torch.manual_seed(0)
+    nxd.save_checkpoint(folder, "a", torch.nn.Linear(2, 2))

@@ -100,7 +100,7 @@ REFUSED: dict[str, Callable[[], Any]] = {
         for verb, args in {
             "start_all_reduce": (X, "sum"), "start_all_gather": (X, X), "start_reduce_scatter": (X, X, "sum"),
             "start_all_to_all": (X, X), "start_permute": (X, X, []), "start_broadcast": (X, 0),
-            "start_send": (X, 0, 0), "start_recv": (X, 0, 0), "gather_objects": (X,), "barrier": (),
+            "start_send": (X, 0, 0), "start_recv": (X, 0, 0), "gather_objects": (X,),
         }.items()
     },
     "a device that there is not": lambda: launch.init_distributed("tpu"),

@@ -331,6 +331,19 @@ def test_the_generation_config_goes_through(tmp_path: Path) -> None:
     assert LlamaForCausalLM.from_pretrained(tmp_path / "out").generation_config.max_new_tokens == 17
 
 
+class Tokenizer:
+    def save_pretrained(self, folder: Path) -> None:
+        (folder / "tokenizer.txt").write_text("saved")
+
+
+def test_the_tokenizer_is_saved_with_the_model(tmp_path: Path) -> None:
+    def rank() -> None:
+        save_pretrained(swap(reference_model(llama_config(), LlamaForCausalLM, FP32)), tmp_path, Tokenizer())
+
+    threads.run(Mesh(1), rank)
+    assert (tmp_path / "tokenizer.txt").read_text() == "saved"
+
+
 # --- what does not fit -----------------------------------------------------------------------------------------------
 
 

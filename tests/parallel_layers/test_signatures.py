@@ -100,6 +100,7 @@ def state(built):
     """What was made of the arguments."""
     values = {name: value for name, value in vars(built).items() if not name.startswith("_") and name != "recorder"}
     values.pop("placement_is_open", None)  # asking for parameters closes it
+    values.pop("comparison", None)  # with the other ranks: of the model itself, not of its arguments
     tensors = {name: (tuple(p.shape), p.dtype, p.device.type) for name, p in built.named_parameters()}
     return {**values, **tensors}
 

@@ -328,7 +328,8 @@ def test_parameters_gradients_and_state_have_the_bytes_that_arithmetic_gives() -
     count = 4 * (4 * 9 + 3) + 4  # AdamW's step counter of each parameter, and the last gradient norm
     assert state["float32", False] == 2 * 4 * whole + count  # masters are the parameters themselves
     assert state["bfloat16", False] == 3 * 4 * whole + count
-    assert state["float32", True] == state["bfloat16", True] == 3 * 4 * whole // 4 + count
+    assert state["float32", True] == 2 * 4 * whole // 4 + count  # masters are rows of the parameters
+    assert state["bfloat16", True] == 3 * 4 * whole // 4 + count
 
 
 def test_a_tied_weight_counts_once() -> None:
@@ -419,6 +420,6 @@ def test_what_memory_is_called() -> None:
         messages = stage.compute.most["messages"]
         assert messages and messages % hidden == 0, messages
     split = estimate_memory(layout(2), config).stages[0]
-    gradients = split.step.most["gradients"]
-    assert gradients <= split.reduction.most["buffers"] < 1.1 * gradients and "messages" not in split.compute.most
+    norms = (2 * 4 + 1) * 192 * 4  # smaller than 64 KiB: they travel in a buffer, all others alone
+    assert norms <= split.reduction.most["buffers"] < 1.1 * norms and "messages" not in split.compute.most
     assert alone.reduction.most.get("buffers", 0) == 0

@@ -94,13 +94,14 @@ def fake_inputs(inputs: Any, mode: FakeTensorMode, device: torch.device) -> Any:
 
 
 class _Fakes:
-    """Makes each tensor's fake once."""
+    """Makes each tensor's fake once. A part of a contiguous tensor that has one becomes that part of its fake."""
 
     def __init__(self, mode: FakeTensorMode, device: torch.device) -> None:
         self.mode = mode
         self.device = device
         self.made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._new: set[int] = set()
+        self._by_storage: dict[int, torch.Tensor] = {}  # the first tensor of each
 
     def known(self, x: Any) -> Any:
         """The fake of a tensor that has one, else what was given."""
@@ -111,7 +112,9 @@ class _Fakes:
             return x
         if id(x) not in self.made:
             with self.mode, torch.no_grad():
-                fake = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=self.device)
+                fake = self._part(x)
+                if fake is None:
+                    fake = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=self.device)
             if isinstance(x, nn.Parameter):
                 fake = nn.Parameter(fake, requires_grad=x.requires_grad)
             else:
@@ -124,6 +127,18 @@ class _Fakes:
             self.made[id(x)] = (x, fake)
             self._new.add(id(fake))
         return self.made[id(x)][1]
+
+    def _part(self, x: torch.Tensor) -> torch.Tensor | None:
+        """Of the fake of the tensor in whose memory `x` lies: a master that is rows of its parameter."""
+        if not torch._C._has_storage(x) or not x.numel():
+            return None
+        whole = self._by_storage.setdefault(x.untyped_storage()._cdata, x)
+        begin = x.storage_offset() - whole.storage_offset()
+        fits = whole.is_contiguous() and x.is_contiguous() and 0 <= begin <= whole.numel() - x.numel()
+        if whole is x or x.dtype != whole.dtype or not fits:
+            return None
+        fake: torch.Tensor = self.made[id(whole)][1]
+        return fake.detach().view(-1)[begin : begin + x.numel()].view(x.shape)
 
 
 def _replace(table: Any, fakes: _Fakes, depth: int = 4) -> None:

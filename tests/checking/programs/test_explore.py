@@ -131,6 +131,20 @@ def test_no_time_is_no_program() -> None:
     assert not explored.finished and explored.distinct == [] and explored.plays == 0
 
 
+def test_time_runs_out_while_a_model_is_built() -> None:
+    """It is looked at every 64 operators."""
+    built: list[int] = []
+
+    def model_fn() -> Any:
+        for number in range(200):
+            torch.ones(1) + 1
+            built.append(number)
+        return models.model_fn()
+
+    explored = explore(Subject(model_fn, models.example_inputs()), Mesh(2, tp=2), Deadline(0.0))
+    assert not explored.finished and len(built) < 100
+
+
 def test_a_model_and_its_optimizer_may_be_compared_with_values() -> None:
     def both() -> Any:
         model = models.model_fn()
@@ -211,6 +225,23 @@ def test_tensors_of_models_and_optimizers_become_fake() -> None:
     with mode:
         model[0](torch.ones(1, 2)).sum().backward()
     assert calls == ["hook", "after"]
+
+
+def test_what_is_a_part_of_a_parameter_is_that_part_of_its_fake() -> None:
+    """Masters of ZeRO-1 are rows of their parameter; another dtype, or other memory, is a tensor of its own."""
+    model = nn.Linear(2, 6, bias=False)
+    weight = model.weight.detach()
+    parts = [weight[2:4], weight[4:], weight.view(torch.int32)[2:4], weight[:, :1], weight[2:4].clone()]
+    optimizer = torch.optim.SGD(parts, lr=0.1)
+    mode = FakeTensorMode()
+    fakes.make_fake(model, optimizer, mode, torch.device("cpu"))
+    made = optimizer.param_groups[0]["params"]
+    assert [torch._C._is_alias_of(part, model.weight) for part in made] == [True, True, False, False, False]
+    assert [(tuple(part.shape), part.storage_offset(), part.dtype) for part in made] == [
+        ((2, 2), 4, torch.float32), ((2, 2), 8, torch.float32), ((2, 2), 0, torch.int32),
+        ((6, 1), 0, torch.float32), ((2, 2), 0, torch.float32),
+    ]  # fmt: skip
+    assert all(isinstance(part, FakeTensor) and part.fake_mode is mode for part in made)
 
 
 def test_inputs_become_fake_once() -> None:

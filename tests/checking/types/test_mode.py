@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from neuronx_dist import comm, spmd
-from neuronx_dist.checking.types.handlers.operators import cut
+from neuronx_dist.checking.types.handlers.operators import _renumbered, cut
 from neuronx_dist.checking.types.messages.losses import scale_error
 from neuronx_dist.comm.backends.observed import CheckBackend
 from neuronx_dist.gradients.reduce import reduce_gradients
@@ -14,7 +14,7 @@ from neuronx_dist.mesh import Mesh
 from neuronx_dist.parallel_layers.linear import ColumnParallelLinear, RowParallelLinear
 from neuronx_dist.spmd import I, P, R, S, SpmdTypeError, V, convert, get_local_type, trust, typecheck
 from neuronx_dist.spmd.axes import atoms_of, order_of
-from neuronx_dist.spmd.types import Shard
+from neuronx_dist.spmd.types import Shard, repeated
 from neuronx_dist.spmd.watching import active, see_through
 
 MESH = Mesh(4, tp=2)
@@ -506,3 +506,15 @@ def test_one_loss_or_several_of_another_scale_are_named_as_such(mode):
     alone, both = str(scale_error(mode, [one], "dp")), str(scale_error(mode, [one, other], "dp"))
     assert "on dp it is P, and its gradients are averaged over dp" in alone and "a loss that is a mean" in alone
     assert 'on dp they are P and P("avg"): gradients of one are to be averaged' in both and "multiply the sum" in both
+
+
+@pytest.mark.parametrize("name, src, dst, stack, before, after", [
+    ("all_gather", V, R, 1, {0, 1, 2}, {0, 2, 3}),  # a new dim 1
+    ("all_gather", S(1), R, 0, {0, 1, 2}, {0, 2}),  # the pieces of dim 1 need not be equal
+    ("reduce_scatter", P, V, 1, {0, 1, 2}, {0, 1}),  # dim 1 is gone
+    ("reduce_scatter", P, S(1), 0, {0, 1, 2}, {0, 2}),  # what other ranks have of dim 1 is no more the same
+    ("all_reduce", P, R, 0, {0, 1}, {0, 1}),
+])  # fmt: skip
+def test_dims_along_which_values_repeat_are_counted_anew(name, src, dst, stack, before, after):
+    types = _renumbered({"dp": repeated(frozenset(before))}, src, dst, name, stack, 3)
+    assert types == {"dp": repeated(frozenset(after))}

@@ -58,3 +58,11 @@ def test_the_verb_of_a_function_is_found_by_its_name(verb, form):
     assert (", out=" in caught.value.repairs[0]) == (verb in ("all_reduce", "broadcast"))
     advised = any(repair.startswith(f"spmd.{verb}(") for repair in caught.value.repairs)
     assert advised == (verb in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"))
+
+
+def test_a_group_is_no_axis_where_there_is_no_mesh_of_this_process() -> None:
+    """A mode with a mesh of its own: the error does without the axis."""
+    with spmd.SpmdTypeMode(Mesh(2, tp=2)):
+        x = spmd.assert_type(torch.ones(2), {"tp": spmd.R})
+        with pytest.raises(spmd.SpmdTypeError, match="types do not follow"):
+            refuse("all_reduce", (x,))

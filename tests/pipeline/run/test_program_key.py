@@ -14,6 +14,7 @@ from neuronx_dist.pipeline.run.microbatches import Batch
 from neuronx_dist.pipeline.run.program import program_key, recorded
 from neuronx_dist.pipeline.run.transport import Channels, located
 from neuronx_dist.pipeline.schedule import Kind, Task
+from neuronx_dist.weights.module_tree import ModuleTree
 
 CPU = torch.device("cpu")
 
@@ -22,7 +23,7 @@ def _key(change: Callable[[nn.Sequential], Any] = lambda model: None, rows: int 
     model = nn.Sequential(nn.Linear(2, 2), nn.Dropout())
     change(model)
     batch = Batch({"x": torch.zeros(rows, 2)}, None, 2)
-    return program_key(batch, model, options.get("device", CPU), options.get("return_outputs", False))
+    return program_key(batch, ModuleTree(model), options.get("device", CPU), options.get("return_outputs", False))
 
 
 def _under_autocast(dtype: torch.dtype) -> Any:

@@ -121,7 +121,7 @@ def _operated(
     if isinstance(dst, Shard):
         new = cut(types, axes, dst_dim, count) if mode.level == "G" else V
     rest = type_.rest
-    if getattr(rest, "along", None) and rest is not None:
+    if rest is not None:
         rest = _renumbered({"": rest}, src, dst, name, stack, x.dim())[""]
     if name not in ("all_reduce", "reinterpret") and src.letter + dst.letter not in ("IR", "RI"):
         # Pieces of constants, and zeros between them, are no constant.
