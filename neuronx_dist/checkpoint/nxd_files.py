@@ -67,6 +67,10 @@ class StoredTensor:
     def of(cls, tensor: torch.Tensor) -> StoredTensor:
         return cls(tuple(tensor.shape), tensor.dtype, lambda: tensor)
 
+    def rows(self, start: int, stop: int) -> StoredTensor:
+        """Some rows of it (dim 0)."""
+        return StoredTensor((stop - start, *self.shape[1:]), self.dtype, lambda: self.tensor()[start:stop])
+
     def tensor(self) -> torch.Tensor:
         """Its values; of a local file the pages are read as they are used.
 
@@ -110,7 +114,7 @@ class NxdFiles:
         models = dict(_of_trainer(storage, f"{folder}/model"))
         optimizers = dict(_of_trainer(storage, f"{folder}/optim"))
         if models or optimizers:
-            self.model = {writer: self._load(path) for writer, path in models.items() if writer.dp == 0}
+            self.model = {writer: self._load(path) for writer, path in models.items()}
             self.optimizer = {writer: self._load(path) for writer, path in optimizers.items()}
         else:
             whole = {writer: self._load(path) for writer, path in _of_checkpointing(storage, folder)}

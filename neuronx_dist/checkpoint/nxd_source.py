@@ -23,6 +23,7 @@ from .agreement import together
 from .catalog import Catalog, Chunk, Extent, SavedTensor
 from .errors import CheckpointMismatch
 from .nxd_files import NxdFiles, StoredTensor, Writer
+from .nxd_names import separated
 from .optimizer_state import GROUPS, merged_groups, named_groups
 from .parameters import parameters_of
 from .pieces import Piece, pieces_of, rows_of, whole_piece
@@ -117,11 +118,13 @@ class NxdSource:
         self.catalog = Catalog(checksums=False)
         self._files = files
         self._parameters = parameters
+        specs = {name: parameter.spec for name, parameter in parameters.items()}
+        self._model = {writer: separated(state, specs, files.tp) for writer, state in files.model.items()}
         self._divisions: dict[str, _Division] = {}
         self._stored: list[_Stored] = []
         self._objects: list[Any] = []
         for stage in range(files.pp):
-            for name in files.model[Writer(0, stage, 0)]:
+            for name in self._model[Writer(0, stage, 0)]:
                 if key_of(("model", name)) not in self.catalog.tensors:
                     self._add_weight(stage, name)
 
@@ -166,7 +169,7 @@ class NxdSource:
     def _add_weight(self, stage: int, name: str) -> None:
         shards = []
         for tp in range(self._files.tp):
-            state = self._files.model[Writer(tp, stage, 0)]
+            state = self._model[Writer(tp, stage, 0)]
             if name not in state:
                 raise CheckpointMismatch(f"{self._files.name}: {name} is missing in the file of tp rank {tp}")
             shards.append(state[name])
@@ -193,7 +196,7 @@ class NxdSource:
         other = next(
             states
             for stage in range(self._files.pp)
-            if alias in (states := [self._files.model[Writer(tp, stage, 0)] for tp in range(self._files.tp)])[0]
+            if alias in (states := [self._model[Writer(tp, stage, 0)] for tp in range(self._files.tp)])[0]
         )
         return self._divisions[alias] == division and all(
             torch.equal(other[tp][alias].tensor(), shards[tp].tensor()) for tp in division.shards
@@ -204,7 +207,7 @@ class NxdSource:
         of_group = set(members)
         names: list[str] = []
         known: set[str] = set()
-        for name in self._files.model[Writer(0, stage, 0)]:
+        for name in self._model[Writer(0, stage, 0)]:
             parameter = self._parameters.get(name)
             if parameter is None or name in known or not of_group.intersection(parameter.names):
                 continue
@@ -215,7 +218,7 @@ class NxdSource:
 
     def _check_order(self, stage: int, state: Mapping[str, Any], names: Sequence[str]) -> None:
         """Compares a stage's parameters, as they are numbered here, with what was saved beside its optimizer."""
-        shapes = [self._files.model[Writer(0, stage, 0)][name].shape for name in names]
+        shapes = [self._model[Writer(0, stage, 0)][name].shape for name in names]
         if "shape_info" in state:
             saved = [tuple(shape) for _, shape in sorted(state["shape_info"].items())]
             differs = next((n for n, (there, here) in enumerate(zip(saved, shapes)) if there != here), None)
@@ -236,7 +239,7 @@ class NxdSource:
     def _add_state(self, stage: int, number: int, name: str, is_zero1: bool) -> None:
         """Adds the state and the master weights of a parameter."""
         division, degree = self._divisions[name], self._files.dp if is_zero1 else 1
-        local = self._files.model[Writer(0, stage, 0)][name].shape
+        local = self._model[Writer(0, stage, 0)][name].shape
         rows = -(-(local or (1,))[0] // degree)
         entries: dict[str, list[tuple[Piece, StoredTensor]]] = {}
         for tp, index in division.shards.items():

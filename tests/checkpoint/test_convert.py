@@ -15,8 +15,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 import neuronx_dist as nxd
 from neuronx_dist import comm, hf
 from neuronx_dist.__main__ import main
+from neuronx_dist.checkpoint import files
 from neuronx_dist.checkpoint.convert import convert
 from neuronx_dist.checkpoint.errors import CheckpointError, CheckpointMismatch
+from neuronx_dist.checkpoint.reading import CheckpointFiles
+from neuronx_dist.checkpoint.storage import LocalStorage
+from neuronx_dist.checkpoint.whole_weights import SavedWeights
 from neuronx_dist.hf.sources import StateDict, open_source
 from neuronx_dist.hf.writing import write_weights
 from neuronx_dist.mesh import Mesh
@@ -89,6 +93,7 @@ def test_what_save_checkpoint_wrote(model: tuple[Any, Path], tmp_path: Path) -> 
     comm.threads.run(Mesh(2, tp=2), rank)
     convert(tmp_path / "run", tmp_path / "a", tag="a", config=folder)
     assert_is(tmp_path / "a", whole)
+    assert ("lm_head.weight" in open_source(tmp_path / "a").names()) is not whole.config.tie_word_embeddings
     convert(tmp_path / "run", tmp_path / "b", config=folder)
     assert not any(value.any() for value in AutoModelForCausalLM.from_pretrained(tmp_path / "b").parameters())
 
@@ -132,6 +137,29 @@ def test_from_nxd(model: tuple[Any, Path], first_way: bool, tmp_path: Path) -> N
     convert(tmp_path / "nxd", tmp_path / "ours", to="ours", config=folder)
     convert(tmp_path / "ours", tmp_path / "again", config=folder)
     assert_is(tmp_path / "again", whole)
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["weight_q", "weight_qkv"])
+def test_from_nxd_with_fused_projections(model: tuple[Any, Path], fused: bool, tmp_path: Path) -> None:
+    """At tp 4 each of two key/value heads is on two ranks (`kv_size_multiplier=2`), in trn1's order: 0 1 0 1."""
+    whole, folder = model
+    parameters = divided(whole)
+    for layer in range(3):
+        attention, mlp = (f"model.layers.{layer}.{part}" for part in ("self_attn", "mlp"))
+        stage = parameters[f"{attention}.o_proj.weight"].stage
+        query, key, value = (parameters.pop(f"{attention}.{name}_proj.weight").value for name in "qkv")
+        key, value = key.repeat(2, 1), value.repeat(2, 1)
+        if fused:
+            shards = [torch.cat([each.chunk(4)[rank] for each in (query, key, value)]) for rank in range(4)]
+            parameters[f"{attention}.qkv_proj.weight_qkv"] = nxd_folder.Parameter(torch.cat(shards), 0, 1, stage)
+        else:
+            for name, each in zip("qkv", (query, key, value)):
+                parameters[f"{attention}.qkv_proj.weight_{name}"] = nxd_folder.Parameter(each, 0, 1, stage)
+        gate_up = torch.cat([parameters.pop(f"{mlp}.{name}_proj.weight").value for name in ("gate", "up")])
+        parameters[f"{mlp}.gate_up_proj.weight"] = nxd_folder.Parameter(gate_up, 0, 2, stage)
+    nxd_folder.write(tmp_path / "nxd" / "step_1", parameters, 4, 2, xser=True)
+    convert(tmp_path / "nxd", tmp_path / "hf", config=folder)
+    assert_is(tmp_path / "hf", whole)
 
 
 def test_several_files_and_every_dtype(tmp_path: Path) -> None:
@@ -182,6 +210,33 @@ def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path, monkeypatch: pytest.M
     for to in ("ours", "hf"):
         convert(tmp_path / "src", tmp_path / to, to=to)
     assert len(alive) == 18 and most <= 1
+
+
+def test_large_tensors_are_written_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here of 40 bytes: a row of 12 numbers is more."""
+    monkeypatch.setattr(files, "_MAX_PIECE", 40)
+    tensors = {"a": torch.randn(3, 12), "b": torch.randn(21), "c": torch.tensor(3.0)}
+    (tmp_path / "src").mkdir()
+    write_weights(StateDict(tensors), tmp_path / "src")
+    convert(tmp_path / "src", tmp_path / "ours")
+    source = CheckpointFiles(LocalStorage(tmp_path / "ours"), "converted", True)
+    assert len(source.catalog.tensors["model.a"].chunks) == 6
+    weights = SavedWeights(source, "ours")
+    assert all(torch.equal(weights.read(name), value) for name, value in tensors.items())
+    assert torch.equal(weights.read("a", 1, 5, 11), tensors["a"][:, 5:11])
+
+
+def test_what_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "src").mkdir()
+    write_weights(StateDict({"a": torch.zeros(2)}), tmp_path / "src")
+
+    def failing(*args: Any) -> torch.Tensor:
+        raise OSError("the disk is gone")
+
+    monkeypatch.setattr(hf.sources.SafetensorsFiles, "read", failing)
+    with pytest.raises(OSError, match="the disk is gone"):
+        convert(tmp_path / "src", tmp_path / "ours")
+    assert not list((tmp_path / "ours").iterdir())
 
 
 def test_the_command(model: tuple[Any, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

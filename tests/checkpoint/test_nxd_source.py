@@ -233,6 +233,41 @@ def test_tied_weights(tmp_path: Path) -> None:
     comm.threads.run(Mesh(1), lambda: pytest.raises(CheckpointMismatch, rank).match("two tensors in the checkpoint"))
 
 
+def test_a_tied_weight_has_one_number(tmp_path: Path) -> None:
+    """A stage with both of its names has one state for it."""
+    whole = {name: each for name, each in parameters().items() if name != "head.weight"}
+    for each in whole.values():
+        each.stage = 0
+    twice = {**whole, "head.weight": Parameter(whole["embed.weight"].value, 0)}
+    nxd_folder.write(tmp_path / "a", whole, 2, 1)
+    for rank in range(2):  # the head is in the middle
+        state = {name: each.shard(each.value, rank, 2) for name, each in twice.items() if "layers" not in name}
+        state |= {name: each.shard(each.value, rank, 2) for name, each in twice.items() if "layers" in name}
+        torch.save(state, tmp_path / "a" / "model" / f"dp_rank_00_tp_rank_{rank:02d}_pp_rank_00.pt")
+
+    def rank_of_two() -> None:
+        model = Net()
+        model.head.weight = model.embed.weight
+        optimizer = adamw(model)
+        nxd.load_checkpoint(tmp_path, model=model, optimizer=optimizer, strict=False)
+        tensors = collect(model, optimizer).tensors
+        for name, each in whole.items():
+            tensor = tensors[f"optimizer.state.{name}.exp_avg"]
+            for piece in tensor.pieces:
+                where = tuple(slice(at, at + size) for at, size in zip(piece.offset, piece.shape))
+                assert torch.equal(tensor.tensor[piece.local], each.state["exp_avg"][where]), name
+
+    comm.threads.run(Mesh(2, tp=2), rank_of_two)
+
+
+def test_another_number_of_groups(tmp_path: Path) -> None:
+    write(tmp_path / "a", optimizer="plain")
+    for file in (tmp_path / "a" / "optim").iterdir():
+        state = torch.load(file, weights_only=True)
+        torch.save({**state, "param_groups": state["param_groups"] * 2}, file)
+    refused(tmp_path, "has 2 parameter groups, and this one 1: make it of the same groups, or load the model alone")
+
+
 def test_several_groups_and_frozen_parameters(tmp_path: Path) -> None:
     """Numbers go by group: weights first, then biases and norms; a frozen one has none."""
     whole = parameters()
