@@ -12,6 +12,7 @@ _NAME = "neuronx-dist"
 # Subcommand -> the module with its `arguments()`, a parser, and `run(args) -> exit code`, and what `--help` says of it.
 SUBCOMMANDS = {
     "check": ("checking.command", "play a training step of every rank in this process, and compare them"),
+    "convert": ("checkpoint.convert_command", "weights between Hugging Face, NeuronX Distributed and save_checkpoint"),
     "run": ("comm.run_command", "run a script on several processes, as torchrun does, and show only what it says"),
     "timeline": ("pipeline.timeline.command", "draw a pipeline's schedules, or a recorded step, for web or terminal"),
 }

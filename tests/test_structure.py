@@ -59,7 +59,18 @@ DOORS_UP = {
     "spmd": {"SpmdTypeMode", "check", "register_rule", "typecheck"},
 }
 # Imported inside functions: the package works without them.
-OPTIONAL = {"PIL", "jax", "jaxlib", "matplotlib", "ml_dtypes", "numpy", "safetensors", "torch_xla", "transformers"}
+OPTIONAL = {
+    "PIL",
+    "gguf",
+    "jax",
+    "jaxlib",
+    "matplotlib",
+    "ml_dtypes",
+    "numpy",
+    "safetensors",
+    "torch_xla",
+    "transformers",
+}
 
 
 class Import(NamedTuple):

@@ -7,6 +7,11 @@ parameters.py       names and pieces of a model's parameters; optimizer_state.py
 files.py            which rank writes what, and writing it
 reading.py          reading the slices that a rank needs
 archive.py          a tensor as `torch.save` writes it; catalog.py: `.metadata`; checksums.py: of blocks of files
+nxd_files.py        folders that NeuronX Distributed wrote; nxd_source.py: as pieces of whole tensors
+nxd_names.py        fused projections of its models as separate ones
+nxd_writing.py      weights as NeuronX Distributed writes them
+convert.py          weights from one format to another; convert_command.py: `neuronx-dist convert`
+whole_weights.py    those of a checkpoint as whole tensors
 memory.py           bytes of tensors
 agreement.py        errors of one rank as errors of all; errors.py: what is raised
 api.py              the public calls; random_state.py: generators as a part of a checkpoint

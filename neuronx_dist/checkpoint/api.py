@@ -16,6 +16,8 @@ from . import files, random_state, reading
 from .agreement import together
 from .background import CheckpointIOState, Save, state_of_rank
 from .errors import CheckpointCorrupted, CheckpointError, CheckpointMismatch
+from .nxd_files import is_nxd_folder, is_of_checkpointing
+from .nxd_source import load_nxd
 from .plain_data import packed, unpacked
 from .state import collect
 from .storage import open_storage
@@ -132,11 +134,13 @@ def load_checkpoint(
 ) -> Any:
     """Loads a checkpoint of any layout into this one; all ranks call it.
 
+    It reads what NeuronX Distributed wrote, too: by `nxd.save_checkpoint` and by `parallel_layers.checkpointing.save`.
+
     Files are compared with their checksums before anything is changed. Weights, optimizer state and masters are
     bit-equal in any layout; random generators go on where they were in the same layout.
 
     Args:
-        path: the folder of `save_checkpoint`.
+        path: the folder of `save_checkpoint`, or NeuronX Distributed's.
         tag: of the checkpoint; None: the newest that is whole, and if it is not the newest, rank 0 warns.
         model, optimizer, scheduler: what to load into; None is left out. After weights alone, an optimizer that has
             master weights already takes them by its `init_zero()`.
@@ -161,7 +165,7 @@ def load_checkpoint(
     damaged = ""
     for name in candidates:
         with together(f"checkpoint {folder.storage.describe(name)} could not be read"):
-            checkpoint = folder.tag(name)
+            checkpoint = folder.tag(name) if folder.is_complete(name) else Tag(name, 0.0, None)
             wrong = folder.damage(checkpoint, comm.rank("world"), comm.size("world"))
         wrong = [each for share in comm.gather_objects(wrong) for each in share]
         if not wrong:
@@ -196,8 +200,14 @@ def _load(folder: CheckpointFolder, checkpoint: Tag, model: Any, optimizer: Any,
     where = folder.storage.describe(checkpoint.name)
     present = checkpoint.files or {}
     with together(f"checkpoint {where} was not loaded"):
+        is_nxd = checkpoint.files is None and is_nxd_folder(folder.storage, checkpoint.name)
         if checkpoint.files is None:
-            raise CheckpointMismatch(f"checkpoint {where} does not list its files: it was not saved by save_checkpoint")
+            if not is_nxd:
+                raise CheckpointMismatch(
+                    f"checkpoint {where} does not list its files, and has none of NeuronX Distributed's: it was not "
+                    f"saved by save_checkpoint"
+                )
+            present = dict.fromkeys(folder.storage.list(checkpoint.name), Entry(0))
         if scheduler is not None and _SCHEDULER not in present:
             raise CheckpointMismatch(f"checkpoint {where} was saved without a scheduler")
         content = {
@@ -205,7 +215,10 @@ def _load(folder: CheckpointFolder, checkpoint: Tag, model: Any, optimizer: Any,
             for file in (_SCHEDULER, _USER_CONTENT, random_state.file_of(present))
             if file in present
         }
-    if model is not None or optimizer is not None:
+    if is_nxd:
+        if model is not None or optimizer is not None:
+            load_nxd(folder.storage, checkpoint.name, model, optimizer, strict=strict)
+    elif model is not None or optimizer is not None:
         # All files have been compared with their checksums by now, each by one rank.
         reading.load(folder.storage, checkpoint.name, model, optimizer, strict=strict, verify=False)
     with together(f"checkpoint {where} was loaded in part"):
@@ -219,8 +232,12 @@ def _load(folder: CheckpointFolder, checkpoint: Tag, model: Any, optimizer: Any,
 def _candidates(folder: CheckpointFolder, tag: str | None) -> list[str]:
     """The tags to try, in this order."""
     if tag is not None:
-        return [folder.find(check_tag(tag)).name]
+        name = check_tag(tag)
+        is_first_way = not folder.is_complete(name) and is_of_checkpointing(folder.storage, name)
+        return [name if is_first_way else folder.find(name).name]
     names = [each.name for each in folder.complete()]
+    if not names and is_of_checkpointing(folder.storage, "."):
+        return ["."]
     if not names:
         raise CheckpointError(f"there is no complete checkpoint in {folder.storage.describe()}")
     return names

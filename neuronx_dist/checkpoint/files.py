@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -22,11 +22,11 @@ from .catalog import METADATA, Catalog, Chunk, Extent, SavedTensor, pickled
 from .checksums import with_checksums
 from .memory import as_bytes, as_tensor
 from .optimizer_state import GROUPS, merged_groups
-from .pieces import cut
+from .pieces import Piece, cut, whole_piece
 from .plain_data import packed
 from .tensors import Path, State, key_of
 
-__all__ = ["WritePlan", "plan", "write"]
+__all__ = ["WholeTensor", "WritePlan", "plan", "write", "write_whole"]
 
 _MAX_PIECE = 256 << 20  # bytes; larger ones are cut, and replicas share them
 
@@ -161,6 +161,42 @@ def write(plan: WritePlan, storage: _Storage, folder: str) -> None:
     """Writes this rank's files; no communication. The `.metadata` of rank 0 names files of others: wait for all."""
     for name in plan.files:
         storage.write(f"{folder}/{name}", plan.chunks(name))
+
+
+class WholeTensor(NamedTuple):
+    """A tensor that is read when it is written: one process converts a model that is larger than its memory."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    read: Callable[[Piece], torch.Tensor]
+
+
+def write_whole(tensors: Mapping[Path, WholeTensor], storage: _Storage, folder: str) -> list[str]:
+    """Writes whole tensors, by path, as one rank's files; a piece of one is in memory at a time.
+
+    Returns:
+        The names of the files.
+    """
+    described = {key_of(path): _Tensor(each.shape, each.dtype, (path,)) for path, each in tensors.items()}
+    claims = {
+        _Claim(key_of(path), piece.offset, piece.shape): (each, piece)
+        for path, each in tensors.items()
+        for piece in cut(whole_piece(each.shape), _MAX_PIECE // each.dtype.itemsize)
+    }
+    share = _Share([], list(claims))
+
+    def content() -> Iterator[memoryview | bytes]:
+        for claim in share.claims:
+            tensor, piece = claims[claim]
+            around = archive(tensor.dtype, claim.shape)
+            yield around.head
+            yield as_bytes(tensor.read(piece).contiguous())
+            yield around.tail
+
+    metadata = pickled(_catalog([share], described))
+    storage.write(f"{folder}/{_file_name(0)}", with_checksums(content()))
+    storage.write(f"{folder}/{METADATA}", with_checksums([metadata]))
+    return [_file_name(0), METADATA]
 
 
 class _Share(NamedTuple):

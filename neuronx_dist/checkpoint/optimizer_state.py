@@ -17,7 +17,15 @@ from .parameters import Parameter
 from .pieces import Piece, rows_of, whole_piece
 from .tensors import Path, ShardedTensor, State, key_of
 
-__all__ = ["GROUPS", "check_groups", "collect_optimizer", "expect_optimizer", "merged_groups", "restore_optimizer"]
+__all__ = [
+    "GROUPS",
+    "check_groups",
+    "collect_optimizer",
+    "expect_optimizer",
+    "merged_groups",
+    "named_groups",
+    "restore_optimizer",
+]
 
 _STATE = ("optimizer", "state")
 _MASTER = ("optimizer", "master")
@@ -103,7 +111,7 @@ def collect_optimizer(state: State, optimizer: torch.optim.Optimizer, parameters
                     f"{slot.parameter.names[0]}, of which this rank has a shard {tuple(slot.tensor.shape)}: what part "
                     f"it is of the whole is not known"
                 )
-    state.groups = [_saved_group(group, parameters) for group in optimizer.param_groups]
+    state.groups = named_groups(optimizer, parameters)
     scaler = _loss_scaler(optimizer)
     if scaler is not None:
         state.objects[_LOSS_SCALER] = scaler.state_dict()
@@ -175,6 +183,11 @@ def restore_optimizer(state: State, optimizer: torch.optim.Optimizer, parameters
         if slot.masters[0] in read:
             with torch.no_grad():
                 slot.tensor.copy_(read[slot.masters[0]].view(slot.tensor.shape))
+
+
+def named_groups(optimizer: torch.optim.Optimizer, parameters: Mapping[int, Parameter]) -> list[dict[str, Any]]:
+    """The options of this rank's parameter groups, and under `params` the names of their parameters."""
+    return [_saved_group(group, parameters) for group in optimizer.param_groups]
 
 
 def merged_groups(groups_of_ranks: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -13,7 +13,7 @@ from torch import nn
 from .. import comm
 from .agreement import together
 from .archive import archive
-from .catalog import METADATA, Catalog, Chunk, Extent, unpickled
+from .catalog import METADATA, Catalog, Chunk, Extent, SavedTensor, unpickled
 from .checksums import BLOCK, Blocks
 from .errors import CheckpointCorrupted, CheckpointMismatch
 from .memory import as_tensor
@@ -22,7 +22,7 @@ from .plain_data import unpacked
 from .state import check, expect, restore
 from .tensors import ShardedTensor, State, key_of
 
-__all__ = ["load", "read_catalog"]
+__all__ = ["CheckpointFiles", "Rectangle", "Source", "fill", "load", "load_from", "read_catalog"]
 
 _LISTED = 8  # names of each kind in a message
 
@@ -30,6 +30,24 @@ _LISTED = 8  # names of each kind in a message
 class _Storage(Protocol):
     def map(self, path: str) -> memoryview:
         """The whole file as a memory map, or read into memory where there is none."""
+
+
+class Rectangle(Protocol):
+    """A part of a whole tensor, as it is stored."""
+
+    def copy(self, slices: Sequence[slice], target: torch.Tensor) -> None:
+        """Writes these slices of it into `target`."""
+
+
+class Source(Protocol):
+    """What a checkpoint is read from."""
+
+    @property
+    def catalog(self) -> Catalog: ...
+
+    def object(self, extent: Extent) -> Any: ...
+
+    def open(self, chunk: Chunk, dtype: torch.dtype) -> Rectangle: ...
 
 
 def load(
@@ -55,17 +73,33 @@ def load(
             other shapes, of which the first are listed, or options of another class of optimizers.
         CheckpointCorrupted: a file is missing, truncated or changed. It may be found after a part was loaded.
     """
-    with together(f"{folder} was not loaded"):
-        catalog = read_catalog(storage, folder)
-        state = expect(model, optimizer, catalog)
-    _compare(state, catalog, model is not None, optimizer is not None, strict, folder)
-    reader = _Reader(storage, folder, catalog, verify)
-    with together(f"{folder} was not loaded"):
-        reader.read_objects(state)
-        check(state, model, optimizer, catalog)
-    with together(f"{folder} was loaded in part"):
-        reader.read_tensors(state)
-        restore(state, model, optimizer, catalog)
+    load_from(lambda: CheckpointFiles(storage, folder, verify), folder, model, optimizer, strict=strict)
+
+
+def load_from(
+    open_source: Callable[[], Source],
+    name: str,
+    model: nn.Module | None,
+    optimizer: torch.optim.Optimizer | None,
+    *,
+    strict: bool = True,
+) -> None:
+    """As `load`, from whatever is described as pieces of whole tensors. All ranks call it.
+
+    Args:
+        open_source: called on each rank; what it raises is raised on all.
+        name: of the checkpoint, for messages.
+    """
+    with together(f"{name} was not loaded"):
+        source = open_source()
+        state = expect(model, optimizer, source.catalog)
+    _compare(state, source.catalog, model is not None, optimizer is not None, strict, name)
+    with together(f"{name} was not loaded"):
+        _fill_objects(state, source)
+        check(state, model, optimizer, source.catalog)
+    with together(f"{name} was loaded in part"):
+        _fill_tensors(state, source)
+        restore(state, model, optimizer, source.catalog)
 
 
 def read_catalog(storage: _Storage, folder: str) -> Catalog:
@@ -100,49 +134,59 @@ class _File:
         return self.content[start:stop]
 
 
-class _Reader:
-    def __init__(self, storage: _Storage, folder: str, catalog: Catalog, verify: bool) -> None:
+class CheckpointFiles:
+    """The files of `save_checkpoint`, or of torch.distributed.checkpoint."""
+
+    def __init__(self, storage: _Storage, folder: str, verify: bool) -> None:
+        self.catalog = read_catalog(storage, folder)
         self._storage = storage
         self._folder = folder
-        self._catalog = catalog
-        self._verify = verify and catalog.checksums
+        self._verify = verify and self.catalog.checksums
         self._files: dict[str, _File] = {}
 
-    def read_objects(self, state: State) -> None:
-        """Fills the objects of a state, as far as the checkpoint has them."""
-        for path in state.objects:
-            if key_of(path) in self._catalog.objects:
-                state.objects[path] = self._object(self._catalog.objects[key_of(path)])
-
-    def read_tensors(self, state: State) -> None:
-        """Fills the tensors of a state, as far as the checkpoint has them."""
-        for key, tensor in state.tensors.items():
-            if key in self._catalog.tensors:
-                self._tensor(tensor, self._catalog.tensors[key].dtype, self._catalog.tensors[key].chunks)
-
-    def _object(self, extent: Extent) -> Any:
+    def object(self, extent: Extent) -> Any:
         return unpacked(extent.file, self._file(extent).bytes(extent.start, extent.start + extent.length))
 
-    @torch.no_grad()
-    def _tensor(self, target: ShardedTensor, dtype: torch.dtype, chunks: Iterable[Chunk]) -> None:
-        local = target.tensor if target.tensor.device.type == "cpu" else torch.zeros_like(target.tensor, device="cpu")
-        if sum(math.prod(piece.shape) for piece in target.pieces) < local.numel():
-            local.zero_()  # the padding
-        for chunk in chunks:
-            source: _Source | None = None
-            for piece in target.pieces:
-                meeting = overlap(chunk.offset, chunk.shape, piece)
-                if meeting is not None:
-                    source = source or _Source(self._file(chunk.extent), chunk, dtype)
-                    source.copy(meeting[0], local[meeting[1]])
-        if local is not target.tensor:
-            target.tensor.copy_(local)
+    def open(self, chunk: Chunk, dtype: torch.dtype) -> _Source:
+        return _Source(self._file(chunk.extent), chunk, dtype)
 
     def _file(self, extent: Extent) -> _File:
         if extent.file not in self._files:
             path = f"{self._folder}/{extent.file}"
             self._files[extent.file] = _File(_mapped(self._storage, path), path, self._verify)
         return self._files[extent.file]
+
+
+def _fill_objects(state: State, source: Source) -> None:
+    """Reads the objects of a state, as far as the checkpoint has them."""
+    for path in state.objects:
+        if key_of(path) in source.catalog.objects:
+            state.objects[path] = source.object(source.catalog.objects[key_of(path)])
+
+
+def _fill_tensors(state: State, source: Source) -> None:
+    """Reads the tensors of a state, as far as the checkpoint has them."""
+    catalog = source.catalog
+    for key, tensor in state.tensors.items():
+        if key in catalog.tensors:
+            fill(tensor, catalog.tensors[key], source)
+
+
+@torch.no_grad()
+def fill(target: ShardedTensor, saved: SavedTensor, source: Source) -> None:
+    """Reads this rank's pieces of a tensor."""
+    local = target.tensor if target.tensor.device.type == "cpu" else torch.zeros_like(target.tensor, device="cpu")
+    if sum(math.prod(piece.shape) for piece in target.pieces) < local.numel():
+        local.zero_()  # the padding
+    for chunk in saved.chunks:
+        rectangle: Rectangle | None = None
+        for piece in target.pieces:
+            meeting = overlap(chunk.offset, chunk.shape, piece)
+            if meeting is not None:
+                rectangle = rectangle or source.open(chunk, saved.dtype)
+                rectangle.copy(meeting[0], local[meeting[1]])
+    if local is not target.tensor:
+        target.tensor.copy_(local)
 
 
 class _Source:

@@ -45,6 +45,10 @@ class Storage(ABC):
         """A whole file as a buffer: on a local disk its pages are read as they are used."""
         return memoryview(bytearray(self.read(path)))
 
+    def local_path(self, path: str) -> Path | None:
+        """The file in the operating system, if it is one."""
+        return None
+
     @abstractmethod
     def size(self, path: str) -> int: ...
 
@@ -114,6 +118,9 @@ class LocalStorage(Storage):
             # Writable, so that torch makes tensors of it without a warning; what is written stays in this process.
             flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
             return memoryview(mmap.mmap(file.fileno(), 0, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE))
+
+    def local_path(self, path: str) -> Path | None:
+        return self._root / path
 
     def size(self, path: str) -> int:
         return (self._root / path).stat().st_size

@@ -87,17 +87,25 @@ class _Renamed:
         self._weights, self._original_names = weights, original_names
         self._conversion_of: dict[str, _Conversion] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
+        self._dtypes: dict[str, torch.dtype] = {}
         self._last: tuple[_Conversion, dict[str, torch.Tensor]] | None = None
         for conversion in conversions:
-            for name, result in conversion(lambda name: torch.empty(weights.shape(name), device="meta")).items():
+            for name, result in conversion(self._meta).items():
                 self._conversion_of[name] = conversion
                 self._shapes[name] = tuple(result.shape)
+                self._dtypes[name] = result.dtype
+
+    def _meta(self, name: str) -> torch.Tensor:
+        return torch.empty(self._weights.shape(name), dtype=self._weights.dtype(name), device="meta")
 
     def names(self) -> Iterable[str]:
         return self._original_names.keys() | self._conversion_of.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._shapes[name] if name in self._shapes else self._weights.shape(self._original_names[name])
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._dtypes[name] if name in self._dtypes else self._weights.dtype(self._original_names[name])
 
     def read(self, name: str, dim: int | None = None, start: int = 0, stop: int = 0) -> torch.Tensor:
         if name not in self._conversion_of:

@@ -19,7 +19,13 @@ __all__ = ["check_fit"]
 _SHOWN = 20
 
 
-def check_fit(model: Any, expected: Sequence[tuple[Sequence[str], tuple[int, ...]]], weights: WeightSource) -> None:
+def check_fit(
+    model: Any,
+    expected: Sequence[tuple[Sequence[str], tuple[int, ...]]],
+    weights: WeightSource,
+    *,
+    strict: bool = False,
+) -> None:
     """Compares a model's tensors with a checkpoint's.
 
     A head that the checkpoint has not, and a pooler, are initialised; of these, and of tensors that the model has no
@@ -29,6 +35,7 @@ def check_fit(model: Any, expected: Sequence[tuple[Sequence[str], tuple[int, ...
         model: whole.
         expected: `(names, whole shape)` of each parameter and persistent buffer; several names where weights are tied.
         weights: of the checkpoint, by the model's names.
+        strict: what would be warned of is an error.
 
     Raises:
         ValueError: anything else is missing, or has another shape; with the names that are most like those.
@@ -52,10 +59,12 @@ def check_fit(model: Any, expected: Sequence[tuple[Sequence[str], tuple[int, ...
     new = _not_matching(
         [names[0] for names, _ in missing], getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
     )
-    if (new or unused) and (not comm.is_initialized() or comm.rank("world") == 0):
+    if (new or unused) and (strict or not comm.is_initialized() or comm.rank("world") == 0):
         parts = [f"newly initialised, since missing there: {_listed(new)}"] if new else []
         parts += [f"not used: {_listed(unused)}"] if unused else []
         what = f"load_pretrained: {weights.description} into {type(model).__name__}"
+        if strict:
+            raise ValueError(f"{what}, strict=True: {'; '.join(parts)}")
         warnings.warn(f"{what}: {'; '.join(parts)}", stacklevel=3)
 
 

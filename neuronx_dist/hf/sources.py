@@ -16,7 +16,15 @@ from typing import Any, Protocol
 
 import torch
 
-__all__ = ["SafetensorsFiles", "StateDict", "WeightSource", "checkpoint_files", "has_weights", "open_source"]
+__all__ = [
+    "SAFETENSORS_DTYPES",
+    "SafetensorsFiles",
+    "StateDict",
+    "WeightSource",
+    "checkpoint_files",
+    "has_weights",
+    "open_source",
+]
 
 # In the order in which transformers looks for them.
 _NAMES = (
@@ -27,6 +35,18 @@ _NAMES = (
 )
 
 
+# The names that safetensors has for dtypes.
+SAFETENSORS_DTYPES = {
+    **{f"F{bits}": getattr(torch, f"float{bits}") for bits in (16, 32, 64)},
+    **{f"I{bits}": getattr(torch, f"int{bits}") for bits in (8, 16, 32, 64)},
+    **{f"U{bits}": getattr(torch, f"uint{bits}") for bits in (8, 16, 32, 64)},
+    "BF16": torch.bfloat16,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+
+
 class WeightSource(Protocol):
     """Whole tensors by name."""
 
@@ -35,6 +55,8 @@ class WeightSource(Protocol):
     def names(self) -> Iterable[str]: ...
 
     def shape(self, name: str) -> tuple[int, ...]: ...
+
+    def dtype(self, name: str) -> torch.dtype: ...
 
     def read(self, name: str, dim: int | None = None, start: int = 0, stop: int = 0) -> torch.Tensor:
         """Tensor `name`, or its `[start, stop)` along `dim`."""
@@ -114,6 +136,9 @@ class StateDict:
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self.tensors[name].shape)
 
+    def dtype(self, name: str) -> torch.dtype:
+        return self.tensors[name].dtype
+
     def read(self, name: str, dim: int | None = None, start: int = 0, stop: int = 0) -> torch.Tensor:
         tensor = self.tensors[name].detach()
         return tensor if dim is None else tensor.narrow(dim, start, stop - start)
@@ -139,6 +164,9 @@ class SafetensorsFiles:
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._where[name].get_slice(name).get_shape())
+
+    def dtype(self, name: str) -> torch.dtype:
+        return SAFETENSORS_DTYPES[self._where[name].get_slice(name).get_dtype()]
 
     def read(self, name: str, dim: int | None = None, start: int = 0, stop: int = 0) -> torch.Tensor:
         if dim is None:

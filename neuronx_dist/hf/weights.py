@@ -32,8 +32,9 @@ from ..weights.partial_model import (
 )
 from ..weights.shard_spec import ShardSpec, gather_full, spec_of
 from .conversion import named_as_in
+from .gguf_file import gguf_file, open_gguf
 from .mismatch import check_fit
-from .sources import WeightSource, open_source
+from .sources import WeightSource, has_weights, open_source
 
 __all__ = ["full_state_dict", "load_pretrained", "save_pretrained"]
 
@@ -48,22 +49,26 @@ def load_pretrained(
     variant: str | None = None,
     key_mapping: Mapping[str, str] | None = None,
     seed: int = 0,
+    strict: bool = False,
 ) -> Any:
     """Fills a model, swapped or not, in any layout, from a whole checkpoint, in place. Returns the model.
 
     It takes what `from_pretrained` of transformers takes from a local folder: safetensors and `.bin`, one file or
-    several with an index, checkpoints of the base model alone, or of another head; old names. Of what is left over, and
-    of a head that is newly initialised, world rank 0 warns. A `generation_config.json` is read too.
+    several with an index, a GGUF file (dequantized a tensor at a time), checkpoints of the base model alone, or of
+    another head; old names. Of what is left over, and of a head that is newly initialised, world rank 0 warns. A
+    `generation_config.json` is read too.
 
     Args:
         model: on meta (then its buffers get their values too) or real; of a pipeline model the local stage is filled.
-        source: a folder in Hugging Face's layout, a weight file, or a state dict with whole tensors.
+        source: a folder in Hugging Face's layout, or with a GGUF file; a weight file; or a state dict with whole
+            tensors.
         device, dtype: of parameters that are on meta; None keeps the dtype that they were built with. Real parameters
             keep theirs.
         subfolder, variant: of the weight files: `variant="fp16"` reads `model.fp16.safetensors`.
         key_mapping: regular expressions of names in the checkpoint, and what replaces them.
         seed: of parameters on meta that the checkpoint has not: a head (outside of the model's base model) or a
             pooler. `materialize` gives them the same values in any layout. Real ones keep their values.
+        strict: refuse what world rank 0 would warn of: tensors that are left over, or newly initialised.
 
     Raises:
         ValueError: other names are missing from the source, or a shape is another one: all are listed, nothing is
@@ -71,11 +76,11 @@ def load_pretrained(
         FileNotFoundError: the folder has no weights, or lacks a file that its index lists.
     """
     whole = partial_model(model).original_module
-    weights = open_source(source, subfolder=subfolder, variant=variant)
+    weights = _opened(source, whole, subfolder, variant)
     aliases = parameter_names(model)
     expected = _expected(whole, aliases)
     weights = named_as_in(whole, weights, [name for names, _ in expected for name in names], key_mapping)
-    check_fit(whole, expected, weights)
+    check_fit(whole, expected, weights, strict=strict)
     present = set(weights.names())
     _check_tied(model, aliases, weights)
     filled: set[int] = set()
@@ -170,6 +175,14 @@ def full_state_dict(model: nn.Module, *, gradients: bool = False) -> dict[str, t
     return whole
 
 
+def _opened(source: Any, whole: Any, subfolder: str, variant: str | None) -> WeightSource:
+    if not isinstance(source, Mapping) and not has_weights(source, subfolder=subfolder, variant=variant):
+        file = gguf_file(Path(source) / subfolder)
+        if file is not None:
+            return open_gguf(file, whole)
+    return open_source(source, subfolder=subfolder, variant=variant)
+
+
 def _full_tensors(model: nn.Module, gradients: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
     """`(name, whole tensor)` of this stage, gathered over tp, one at a time; a tied weight where its first name is."""
     aliases = parameter_names(model)
@@ -194,15 +207,17 @@ def _read_slice(weights: WeightSource, name: str, spec: ShardSpec) -> torch.Tens
     if spec.axis is None or spec.dim is None:
         return weights.read(name)
     index = comm.rank(spec.axis)
-    if spec.stride > 1:  # fused blocks: a rank has a piece of each
-        return spec.local_slice(weights.read(name), index)
     start, stop = spec.positions(index)
-    piece = weights.read(name, spec.dim, start, stop)
-    if stop - start < spec.local_shape[spec.dim]:
-        padded = piece.new_zeros(spec.local_shape)
-        padded.narrow(spec.dim, 0, stop - start).copy_(piece)
-        return padded
-    return piece
+    size, local_size = (shape[spec.dim] // spec.stride for shape in (spec.unpadded_shape, spec.local_shape))
+    local = None
+    for block in range(spec.stride):  # of fused ones a rank has a piece of each
+        piece = weights.read(name, spec.dim, block * size + start, block * size + stop)
+        if spec.stride == 1 and stop - start == local_size:
+            return piece
+        local = piece.new_zeros(spec.local_shape) if local is None else local
+        local.narrow(spec.dim, block * local_size, stop - start).copy_(piece)
+    assert local is not None
+    return local
 
 
 def _expected(whole: nn.Module, aliases: dict[int, list[str]]) -> list[tuple[list[str], tuple[int, ...]]]:

@@ -23,6 +23,7 @@ from ..gradients.buckets import BucketPlan, cap_in_bytes, overlap, presence
 from ..gradients.gradient import DATA_AXES, ParameterGradient
 from ..gradients.norm import check_norm_groups, clip_grads_with_norm, group_of_ranks, norm_groups, norm_of, scale_grads
 from ..parallel_layers.utils import load_optimizer_state_dict, move_all_tensor_to_cpu
+from ..spmd.watching import active
 from .base_optimizer import OptimizerFactory, check_factory, make_base_optimizer
 from .loss_scaler import LossScaler
 from .shards import ParameterShard
@@ -203,14 +204,14 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
             ]
             flags = presence([grad is not None for grad in grads], parts[0], first.group)
             parts.append(flags.expand(first.degree, -1))
-            if first.grad_dtype == torch.float16:  # which may overflow in the sum
+            if _scales_first(first):
                 parts = list(torch._foreach_mul(parts, first.scale))
             return comm.reduce_scatter(parts, first.group, async_op=True)
 
         def finish(bucket: list[ParameterShard], handle: Any) -> None:
-            *parts, flags = handle.wait()
-            if bucket[0].grad_dtype != torch.float16:
-                torch._foreach_mul_(parts, bucket[0].scale)
+            first, (*parts, flags) = bucket[0], handle.wait()
+            if not _scales_first(first):
+                torch._foreach_mul_(parts, first.scale)
             for shard, part, flag in zip(bucket, parts, spmd.local(flags)[0]):
                 # Waits for the device where a gradient is missing, and only there.
                 is_somewhere = shard.gradient.tensor is not None or bool(flag > 0)
@@ -402,6 +403,14 @@ class MasterWeightsOptimizer(NeuronZero1Optimizer):
 
     def __init__(self, params: Any, optimizer_class: OptimizerFactory, **options: Any) -> None:
         super().__init__(params, optimizer_class, sharding_groups=comm.communicator(()), **options)
+
+
+def _scales_first(shard: ParameterShard) -> bool:
+    """Whether a gradient is divided before the sum: of fp16, which may overflow in it, and under a type check.
+
+    A type check refuses the sum of what is equal on all ranks already. Afterwards there is less to divide.
+    """
+    return shard.grad_dtype == torch.float16 or active() is not None
 
 
 def _copy_options(src_groups: Sequence[dict[str, Any]], dst_groups: Sequence[dict[str, Any]]) -> None:

@@ -136,3 +136,16 @@ def test_one_rank_warns_and_every_rank_refuses() -> None:
         with comm.as_rank(Mesh(2, tp=2), rank):
             assert verdict(Model(), [], ["x:1"]) == ("warning: not used: x" if rank == 0 else "")
             assert verdict(Model(), ["bert.a:1"], []) == "error: missing (1): bert.a [1]"
+
+
+@pytest.mark.parametrize(
+    "expected, present, text",
+    [
+        (["bert.a:2"], ["bert.a:2", "c:1"], "not used: c"),
+        (["bert.a:2", "classifier.w:1"], ["bert.a:2"], "newly initialised, since missing there: classifier.w"),
+    ],
+)
+def test_strict_refuses_what_is_warned_of(expected: list[str], present: list[str], text: str) -> None:
+    with pytest.raises(ValueError, match=f"tensors into Model, strict=True: {text}$"):
+        check_fit(Model(), names(*expected), source(*present), strict=True)
+    check_fit(Model(), names("bert.a:2"), source("bert.a:2"), strict=True)

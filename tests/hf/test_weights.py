@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from neuronx_dist import comm
@@ -25,7 +26,7 @@ from neuronx_dist.hf import (
 )
 from neuronx_dist.hf.sources import SafetensorsFiles
 from neuronx_dist.mesh import Mesh
-from neuronx_dist.spmd import spec_of
+from neuronx_dist.spmd import ShardSpec, set_spec, spec_of
 from tests.hf.models import VOCAB, Stage, batch, error, llama_config, meta_model, reference_model, swapped
 
 
@@ -299,3 +300,28 @@ def test_logits_after_the_round_trip(tmp_path: Any) -> None:
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     with torch.no_grad():
         assert error(again(ids).logits, reference(ids).logits) == 0
+
+
+@pytest.mark.parametrize("rows", [12, 10], ids=["even", "padded"])
+def test_a_rank_reads_its_slices_of_fused_blocks(rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two blocks of rows, one behind the other, a rank has a piece of each, and reads no more."""
+    whole = torch.randn(2 * rows, 3)
+    save_file({"weight": whole}, tmp_path / "model.safetensors")
+    sizes: list[int] = []
+    read = SafetensorsFiles.read
+
+    def counted(self: Any, *args: Any) -> torch.Tensor:
+        sizes.append(len(value := read(self, *args)))
+        return value
+
+    monkeypatch.setattr(SafetensorsFiles, "read", counted)
+    for rank in range(4):
+        with comm.as_rank(Mesh(4, tp=4), rank):
+            spec = ShardSpec("tp", 0, 2, 4, (24, 3), 2 * rows)
+            model = torch.nn.Linear(3, 6, bias=False, device="meta")
+            set_spec(model, "weight", spec)
+            load_pretrained(model, tmp_path)
+        assert torch.equal(model.weight, spec.local_slice(whole, rank))
+        start, stop = spec.positions(rank)
+        assert sizes == [stop - start] * 2
+        sizes.clear()

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-from neuronx_dist import checking, comm, spmd, xla_replay
+from neuronx_dist import checking, checkpoint, comm, spmd, xla_replay
 from neuronx_dist.checking.types.handlers import autograd
 from neuronx_dist.comm.backends import threads
 from neuronx_dist.planning import memory
@@ -122,6 +122,7 @@ PROGRAM_OF: dict[str, str] = {
 # Sites that are no part of a training step, or not of the program.
 EXEMPT = {
     "save_pretrained": "writes weights",
+    "save:comm.barrier": "waits for files",
     "full_state_dict": "gives tests and files the whole of the weights",
     "NeuronZero1Optimizer.save_sharded_state_dict": "writes files",
     "NeuronZero1Optimizer.load_sharded_state_dict": "reads files",
@@ -137,7 +138,7 @@ EXEMPT = {
     "_Highest": "under torch.func only",
 }
 # Everything else is part of a training step, in whatever folder it is.
-OUTSIDE = (checking, comm, memory, spmd, xla_replay)
+OUTSIDE = (checking, checkpoint, comm, memory, spmd, xla_replay)
 
 # Mutants that numbers show and types do not.
 _WHICH = "which rank has the value: types say that the ranks differ, and not in what"

@@ -1,0 +1,201 @@
+"""Folders that NeuronX Distributed wrote: which rank wrote which file, and the tensors in it.
+
+    model/dp_rank_00_tp_rank_01_pp_rank_00.pt       of `nxd.save_checkpoint`: the state dict of a tp and pp rank
+    optim/dp_rank_03_tp_rank_01_pp_rank_00.pt       of its optimizer; ZeRO-1's by dp rank too
+    tp_rank_01_pp_rank_00/checkpoint.pt             of `parallel_layers.checkpointing.save`
+
+With `use_xser` a file has references, and `<file>.tensors/tensor_<n>.pt` the tensors; `<file>.info.pt` their shapes.
+Everything is read with `weights_only=True`: nothing in a file runs.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import re
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils import _pytree as pytree
+
+from .errors import CheckpointCorrupted, CheckpointMismatch
+from .storage import Storage
+
+__all__ = ["NxdFiles", "StoredTensor", "Writer", "is_nxd_folder", "is_of_checkpointing"]
+
+_OF_TRAINER = re.compile(r"dp_rank_(?P<dp>\d+)(_ep_rank_(?P<ep>\d+))?_tp_rank_(?P<tp>\d+)_pp_rank_(?P<pp>\d+)\.pt")
+_OF_CHECKPOINTING = re.compile(r"tp_rank_(?P<tp>\d+)_pp_rank_(?P<pp>\d+)(_dp_rank_(?P<dp>\d+))?")
+
+
+class TensorReference:
+    """What stands for a tensor in a file that torch_xla's serialization wrote; `tid` is its number."""
+
+    tid: int
+
+    def __setstate__(self, state: Any) -> None:
+        self.tid = int(state["tid"])
+
+
+# The file names torch_xla's class; this one, which holds a number, is made in its place.
+torch.serialization.add_safe_globals([(TensorReference, "torch_xla.utils.serialization.TensorReference")])
+
+
+class Writer(NamedTuple):
+    """The coordinates of the rank that wrote a file."""
+
+    tp: int
+    pp: int
+    dp: int
+
+
+class StoredTensor:
+    """A tensor in a file, read when it is asked for.
+
+    Attributes:
+        shape, dtype: of it.
+    """
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, read: Callable[[], torch.Tensor]) -> None:
+        self.shape = shape
+        self.dtype = dtype
+        self._read = read
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> StoredTensor:
+        return cls(tuple(tensor.shape), tensor.dtype, lambda: tensor)
+
+    def rows(self, start: int, stop: int) -> StoredTensor:
+        """Some rows of it (dim 0)."""
+        return StoredTensor((stop - start, *self.shape[1:]), self.dtype, lambda: self.tensor()[start:stop])
+
+    def tensor(self) -> torch.Tensor:
+        """Its values; of a local file the pages are read as they are used.
+
+        Raises:
+            CheckpointCorrupted: its file has something else.
+        """
+        value = self._read()
+        if not isinstance(value, torch.Tensor) or (tuple(value.shape), value.dtype) != (self.shape, self.dtype):
+            has = f"{tuple(value.shape)} of {value.dtype}" if isinstance(value, torch.Tensor) else type(value).__name__
+            raise CheckpointCorrupted(f"a file of a tensor {self.shape} of {self.dtype} holds {has}")
+        return value
+
+
+def is_nxd_folder(storage: Storage, folder: str) -> bool:
+    """Whether a folder holds files of NeuronX Distributed's."""
+    of_trainer = any(_OF_TRAINER.fullmatch(name) for name in storage.list(f"{folder}/model"))
+    return of_trainer or is_of_checkpointing(storage, folder)
+
+
+def is_of_checkpointing(storage: Storage, folder: str) -> bool:
+    """Whether `parallel_layers.checkpointing.save` wrote it, which marks nothing as complete."""
+    return next(_of_checkpointing(storage, folder), None) is not None
+
+
+class NxdFiles:
+    """The files of a folder.
+
+    Attributes:
+        model: state dicts by writer; tensors are `StoredTensor`s. Those of dp rank 0, which all dp ranks have.
+        optimizer: state dicts of the optimizer by writer, as torch and ZeRO-1 make them; none if it was not saved.
+        tp, pp, dp: degrees of the layout that wrote them; `dp` is ZeRO-1's.
+
+    Raises:
+        CheckpointCorrupted: a file is missing, cut off, or holds something that could run.
+        CheckpointMismatch: there are none, or it holds experts over several ranks of ep.
+    """
+
+    def __init__(self, storage: Storage, folder: str) -> None:
+        self._storage = storage
+        self.name = storage.describe(folder)
+        models = dict(_of_trainer(storage, f"{folder}/model"))
+        optimizers = dict(_of_trainer(storage, f"{folder}/optim"))
+        if models or optimizers:
+            self.model = {writer: self._load(path) for writer, path in models.items()}
+            self.optimizer = {writer: self._load(path) for writer, path in optimizers.items()}
+        else:
+            whole = {writer: self._load(path) for writer, path in _of_checkpointing(storage, folder)}
+            self.model = {writer: _part(state, "model") for writer, state in whole.items() if writer.dp == 0}
+            self.optimizer = {writer: state["optimizer"] for writer, state in whole.items() if "optimizer" in state}
+        if not self.model:
+            raise CheckpointMismatch(f"{self.name} holds no weights that NeuronX Distributed has saved")
+        self.tp, self.pp = (1 + max(writer[axis] for writer in self.model) for axis in (0, 1))
+        self.dp = 1 + max((writer.dp for writer in self.optimizer), default=0)
+        self._check_complete("model", self.model, 1)
+        if self.optimizer:
+            self._check_complete("optim", self.optimizer, self.dp)
+
+    def _check_complete(self, part: str, states: Mapping[Writer, Any], dp: int) -> None:
+        every = {Writer(tp, pp, rank) for tp in range(self.tp) for pp in range(self.pp) for rank in range(dp)}
+        missing = sorted(every - states.keys())
+        if missing:
+            one = missing[0]
+            raise CheckpointCorrupted(
+                f"{self.name} lacks {len(missing)} of {len(every)} files of {part}, of a layout tp={self.tp}, "
+                f"pp={self.pp}, dp={dp}: the first is that of tp rank {one.tp}, pp rank {one.pp}, dp rank {one.dp}"
+            )
+
+    def _load(self, path: str) -> Any:
+        """A state dict, with a `StoredTensor` for each tensor."""
+        state = _loaded(self._storage, path)
+        info: Mapping[int, Any] = {}
+        if self._storage.exists(f"{path}.info.pt"):
+            info = _loaded(self._storage, f"{path}.info.pt")
+
+        def stored(leaf: Any) -> Any:
+            if isinstance(leaf, torch.Tensor):
+                return StoredTensor.of(leaf.detach())
+            if not isinstance(leaf, TensorReference):
+                return leaf
+            read = partial(_loaded, self._storage, f"{path}.tensors/tensor_{leaf.tid}.pt")
+            if leaf.tid in info:
+                return StoredTensor(tuple(info[leaf.tid]["shape"]), info[leaf.tid]["dtype"], read)
+            return StoredTensor.of(read())
+
+        return pytree.tree_map(stored, state, is_leaf=lambda leaf: isinstance(leaf, (TensorReference, torch.Size)))
+
+
+def _of_trainer(storage: Storage, folder: str) -> Iterator[tuple[Writer, str]]:
+    for name in storage.list(folder):
+        match = _OF_TRAINER.fullmatch(name)
+        if match is None:
+            continue
+        if int(match["ep"] or 0):
+            raise CheckpointMismatch(
+                f"{storage.describe(folder)}/{name} is of experts that are divided over ranks of ep, which is not "
+                f"supported: save it with expert_model_parallel_size=1"
+            )
+        yield Writer(int(match["tp"]), int(match["pp"]), int(match["dp"])), f"{folder}/{name}"
+
+
+def _of_checkpointing(storage: Storage, folder: str) -> Iterator[tuple[Writer, str]]:
+    names = storage.list(folder)
+    for name in names:
+        match = _OF_CHECKPOINTING.fullmatch(name)
+        if match is not None:
+            path = f"{folder}/{name}" if f"{name}.tensors" in names else f"{folder}/{name}/checkpoint.pt"
+            yield Writer(int(match["tp"]), int(match["pp"]), int(match["dp"] or 0)), path
+
+
+def _part(state: Any, key: str) -> Any:
+    """The weights in what a script saved: under "model", or all of it."""
+    return state[key] if isinstance(state.get(key), Mapping) else state
+
+
+def _loaded(storage: Storage, path: str) -> Any:
+    """What is in a file: tensors and plain data; a local file is mapped into memory."""
+    local = storage.local_path(path)
+    try:
+        if local is not None and zipfile.is_zipfile(local):
+            return torch.load(local, map_location="cpu", weights_only=True, mmap=True)
+        return torch.load(io.BytesIO(storage.read(path)), map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise CheckpointCorrupted(f"{storage.describe(path)} is missing") from None
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
+        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise CheckpointCorrupted(
+            f"{storage.describe(path)} is cut off, or holds more than tensors and plain data; nothing is run: {reason}"
+        ) from error

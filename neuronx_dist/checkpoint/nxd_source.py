@@ -1,0 +1,349 @@
+"""What NeuronX Distributed saved, as pieces of whole tensors: any layout reads it.
+
+A file says which rank wrote it and not how a tensor was divided. That follows from the `ShardSpec` of the model that
+loads: its sharded dim, its fused blocks and the whole shape; how many shards there are from the file names.
+
+The optimizer's state goes by number. Parameter number n of a rank is the n-th of its model file, in the order of the
+groups of the optimizer that loads; shapes that were saved beside it are compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from .. import comm
+from ..weights.partial_model import parameter_names, partial_model
+from ..weights.shard_spec import ShardSpec, spec_of
+from .agreement import together
+from .catalog import Catalog, Chunk, Extent, SavedTensor
+from .errors import CheckpointMismatch
+from .nxd_files import NxdFiles, StoredTensor, Writer
+from .nxd_names import separated
+from .optimizer_state import GROUPS, merged_groups, named_groups
+from .parameters import parameters_of
+from .pieces import Piece, pieces_of, rows_of, whole_piece
+from .reading import load_from
+from .storage import Storage
+from .tensors import key_of
+
+__all__ = ["NxdSource", "load_nxd"]
+
+
+def load_nxd(
+    storage: Storage,
+    folder: str,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    strict: bool = True,
+) -> None:
+    """Loads a folder that NeuronX Distributed wrote into this layout; all ranks call it.
+
+    Raises:
+        CheckpointMismatch: it is of another model, or how a tensor was divided is not known; nothing was changed.
+        CheckpointCorrupted: a file is missing, or cannot be read.
+    """
+    where = storage.describe(folder)
+    groups: list[dict[str, Any]] = []
+    if optimizer is not None:
+        with together(f"{where} was not loaded"):
+            own = named_groups(optimizer, parameters_of(model))
+        everywhere = comm.gather_objects(own)
+        with together(f"{where} was not loaded"):
+            groups = merged_groups(everywhere)
+
+    def opened() -> NxdSource:
+        source = NxdSource(NxdFiles(storage, folder), specs_of(model))
+        if optimizer is not None:
+            source.add_optimizer(groups)
+        return source
+
+    load_from(opened, where, model, optimizer, strict=strict)
+
+
+class WholeParameter(NamedTuple):
+    """A parameter of the model that loads: all its names, its layout here, whether it is trained."""
+
+    names: list[str]
+    spec: ShardSpec
+    trained: bool
+
+
+def specs_of(model: Any) -> dict[str, WholeParameter]:
+    """The parameters of the whole model, by each of their names."""
+    aliases = parameter_names(model)
+    parameters = {id(param): param for param in partial_model(model).original_module.parameters()}
+    described = {
+        identity: WholeParameter(names, spec_of(parameters[identity]), parameters[identity].requires_grad)
+        for identity, names in aliases.items()
+    }
+    return {name: parameter for parameter in described.values() for name in parameter.names}
+
+
+class _Division(NamedTuple):
+    """How a parameter was divided over tp when it was saved.
+
+    Attributes:
+        spec: its layout there.
+        shards: tp rank -> number of the shard that is read of it; replicas are left out.
+    """
+
+    spec: ShardSpec
+    shards: dict[int, int]
+
+
+class _Stored(NamedTuple):
+    """A rectangle of a stored tensor."""
+
+    tensor: StoredTensor
+    local: tuple[slice, ...]
+
+    def copy(self, slices: Sequence[slice], target: torch.Tensor) -> None:
+        target.copy_(self.tensor.tensor()[self.local][tuple(slices)])
+
+
+class NxdSource:
+    """A folder that NeuronX Distributed wrote.
+
+    Attributes:
+        catalog: what is in it, by the names of the model that loads.
+    """
+
+    def __init__(self, files: NxdFiles, parameters: Mapping[str, WholeParameter]) -> None:
+        self.catalog = Catalog(checksums=False)
+        self._files = files
+        self._parameters = parameters
+        specs = {name: parameter.spec for name, parameter in parameters.items()}
+        self._model = {writer: separated(state, specs, files.tp) for writer, state in files.model.items()}
+        self._divisions: dict[str, _Division] = {}
+        self._stored: list[_Stored] = []
+        self._objects: list[Any] = []
+        for stage in range(files.pp):
+            for name in self._model[Writer(0, stage, 0)]:
+                if key_of(("model", name)) not in self.catalog.tensors:
+                    self._add_weight(stage, name)
+
+    def object(self, extent: Extent) -> Any:
+        return self._objects[extent.start]
+
+    def open(self, chunk: Chunk, dtype: torch.dtype) -> _Stored:
+        return self._stored[chunk.extent.start]
+
+    def add_optimizer(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Adds the optimizer's state.
+
+        Args:
+            groups: of the whole model; under `params` the names of their parameters.
+
+        Raises:
+            CheckpointMismatch: it was not saved, or which state is of which parameter is not known.
+        """
+        files = self._files
+        if not files.optimizer:
+            raise CheckpointMismatch(f"{files.name} was saved without an optimizer: load the model alone")
+        saved: list[dict[str, Any]] = []
+        for stage in range(files.pp):
+            state = files.optimizer[Writer(0, stage, 0)]
+            if len(state["param_groups"]) != len(groups):
+                raise CheckpointMismatch(
+                    f"the optimizer in {files.name} has {len(state['param_groups'])} parameter groups, and this one "
+                    f"{len(groups)}: make it of the same groups, or load the model alone"
+                )
+            is_zero1 = "base_state" in state
+            by_group = [self._names_of_stage(stage, group["params"], is_zero1) for group in groups]
+            names = [name for group in by_group for name in group]
+            self._check_order(stage, state, names)
+            for index, (group, members) in enumerate(zip(state["param_groups"], by_group)):
+                if index == len(saved):
+                    saved.append({key: value for key, value in group.items() if key != "param_names"} | {"params": []})
+                saved[index]["params"] += members
+            for number, name in enumerate(names):
+                self._add_state(stage, number, name, is_zero1)
+        self._add_object(key_of(GROUPS), saved)
+
+    def _add_weight(self, stage: int, name: str) -> None:
+        shards = []
+        for tp in range(self._files.tp):
+            state = self._model[Writer(tp, stage, 0)]
+            if name not in state:
+                raise CheckpointMismatch(f"{self._files.name}: {name} is missing in the file of tp rank {tp}")
+            shards.append(state[name])
+        if not isinstance(shards[0], StoredTensor):
+            return
+        key, parameter = key_of(("model", name)), self._parameters.get(name)
+        if parameter is None:  # a buffer, or nothing that the model has
+            whole = whole_piece(shards[0].shape)
+            self._add(key, shards[0].shape, [(whole, shards[0])])
+            return
+        division = self._divisions[name] = _division(f"{self._files.name}: {name}", parameter.spec, shards)
+        for alias in parameter.names:
+            tied = self.catalog.tensors.get(key_of(("model", alias)))
+            if tied is not None and self._same(alias, division, shards):
+                self.catalog.tensors[key] = tied
+                return
+        parts = [
+            (piece, shards[tp]) for tp, index in division.shards.items() for piece in pieces_of(division.spec, index)
+        ]
+        self._add(key, division.spec.unpadded_shape, parts)
+
+    def _same(self, alias: str, division: _Division, shards: Sequence[StoredTensor]) -> bool:
+        """Whether a tied weight was saved equal under its other name."""
+        other = next(
+            states
+            for stage in range(self._files.pp)
+            if alias in (states := [self._model[Writer(tp, stage, 0)] for tp in range(self._files.tp)])[0]
+        )
+        return self._divisions[alias] == division and all(
+            torch.equal(other[tp][alias].tensor(), shards[tp].tensor()) for tp in division.shards
+        )
+
+    def _names_of_stage(self, stage: int, members: Iterable[str], is_zero1: bool) -> list[str]:
+        """The parameters of a group that a stage had, in its order; a tied weight once."""
+        of_group = set(members)
+        names: list[str] = []
+        known: set[str] = set()
+        for name in self._model[Writer(0, stage, 0)]:
+            parameter = self._parameters.get(name)
+            if parameter is None or name in known or not of_group.intersection(parameter.names):
+                continue
+            known.update(parameter.names)
+            if parameter.trained or not is_zero1:
+                names.append(name)
+        return names
+
+    def _check_order(self, stage: int, state: Mapping[str, Any], names: Sequence[str]) -> None:
+        """Compares a stage's parameters, as they are numbered here, with what was saved beside its optimizer."""
+        shapes = [self._model[Writer(0, stage, 0)][name].shape for name in names]
+        if "shape_info" in state:
+            saved = [tuple(shape) for _, shape in sorted(state["shape_info"].items())]
+            differs = next((n for n, (there, here) in enumerate(zip(saved, shapes)) if there != here), None)
+        else:
+            saved = [() for group in state["param_groups"] for _ in group["params"]]
+            differs = None
+        if len(saved) != len(shapes) or differs is not None:
+            what = (
+                f"{len(saved)} parameters and {len(shapes)} are to be trained here"
+                if differs is None
+                else f"parameter {differs} of shape {saved[differs]}, and {names[differs]} has shape {shapes[differs]}"
+            )
+            raise CheckpointMismatch(
+                f"the optimizer in {self._files.name} goes by number, and that of pp rank {stage} has {what}: make the "
+                f"optimizer of the same parameters, in the model's order and the same groups, or load the model alone"
+            )
+
+    def _add_state(self, stage: int, number: int, name: str, is_zero1: bool) -> None:
+        """Adds the state and the master weights of a parameter."""
+        division, degree = self._divisions[name], self._files.dp if is_zero1 else 1
+        local = self._model[Writer(0, stage, 0)][name].shape
+        rows = -(-(local or (1,))[0] // degree)
+        entries: dict[str, list[tuple[Piece, StoredTensor]]] = {}
+        for tp, index in division.shards.items():
+            for dp in range(degree if local else 1):  # a parameter without dims is a row, the first rank's
+                state = self._files.optimizer[Writer(tp, stage, dp)]
+                kept = dict(state["base_state" if is_zero1 else "state"].get(number, {}))
+                if number in state.get("sharded_master_weights", {}):
+                    kept[""] = state["sharded_master_weights"][number]
+                pieces = pieces_of(division.spec, index)
+                if is_zero1 and local:
+                    pieces = rows_of(pieces, dp * rows, (dp + 1) * rows)
+                shape = (rows, *local[1:]) if is_zero1 else local
+                for entry, value in kept.items():
+                    self._add_entry(entries, name, entry, value, shape, pieces, tp == dp == 0)
+        whole = division.spec.unpadded_shape
+        for entry, parts in entries.items():
+            is_whole = entry == "step" or not parts[0][1].shape
+            key = key_of(("optimizer", "state", name, entry) if entry else ("optimizer", "master", name))
+            self._add(key, parts[0][1].shape if is_whole else whole, parts)
+
+    def _add_entry(
+        self,
+        entries: dict[str, list[tuple[Piece, StoredTensor]]],
+        name: str,
+        entry: str,
+        value: Any,
+        shape: tuple[int, ...],
+        pieces: Sequence[Piece],
+        is_first: bool,
+    ) -> None:
+        if not isinstance(value, StoredTensor):
+            if is_first:
+                self._add_object(key_of(("optimizer", "state", name, entry)), value)
+        elif not value.shape or entry == "step":
+            if is_first:
+                entries[entry] = [(whole_piece(value.shape), value)]
+        elif value.shape == shape:
+            if pieces and not pieces[0].shape:
+                value = StoredTensor.of(value.tensor().view(()))
+            entries.setdefault(entry, []).extend((piece, value) for piece in pieces)
+        else:
+            raise CheckpointMismatch(
+                f"{self._files.name}: the optimizer keeps {entry or 'a master weight'} of shape {value.shape} for "
+                f"{name}, and {shape} was expected of {self._files.dp} dp ranks: load the model alone"
+            )
+
+    def _add(self, key: str, shape: tuple[int, ...], parts: Sequence[tuple[Piece, StoredTensor]]) -> None:
+        saved = self.catalog.tensors[key] = SavedTensor(shape, parts[0][1].dtype)
+        for piece, tensor in parts:
+            extent = Extent(self._files.name, len(self._stored), 0)
+            self._stored.append(_Stored(tensor, piece.local))
+            saved.chunks.append(Chunk(piece.offset, piece.shape, extent))
+
+    def _add_object(self, key: str, value: Any) -> None:
+        self.catalog.objects[key] = Extent(self._files.name, len(self._objects), 0)
+        self._objects.append(value)
+
+
+def _division(name: str, spec: ShardSpec, shards: Sequence[StoredTensor]) -> _Division:
+    """How a parameter was divided, of which `spec` is the layout in the model that loads.
+
+    Raises:
+        CheckpointMismatch: the shards are no division of the model's parameter.
+    """
+    whole, local = spec.unpadded_shape, shards[0].shape
+    if local == whole or len(shards) == 1:
+        return _Division(ShardSpec(full_shape=local), {0: 0})
+    described = f"{name} is {local} on each of {len(shards)} tp ranks there, and the whole {whole} here"
+    if spec.dim is None:
+        raise CheckpointMismatch(
+            f"{described}, where it is not sharded, so that its sharded dim is not known: build the model with its "
+            f"parallel layers, which tp=1 has too (a Hugging Face model by neuronx_dist.hf.swap)"
+        )
+    total = tuple(size * len(shards) if dim == spec.dim else size for dim, size in enumerate(local))
+    if any(shard.shape != local for shard in shards) or len(total) != len(whole) or total[spec.dim] < whole[spec.dim]:
+        return _Division(ShardSpec(full_shape=total), {0: 0})  # a difference of shapes, which is told with all others
+    saved = ShardSpec("tp", spec.dim, spec.stride, len(shards), total, whole[spec.dim])
+    if total == whole:
+        return _Division(saved, {tp: tp for tp in range(len(shards))})
+    replicated = _replicated(saved, shards)
+    if replicated is not None:
+        return replicated
+    for tp, shard in enumerate(shards):
+        begin, end = saved.positions(tp)
+        for block in shard.tensor().chunk(spec.stride, spec.dim):
+            padding = block.narrow(spec.dim, end - begin, block.shape[spec.dim] - (end - begin))
+            if padding.numel() and not bool((padding == padding.flatten()[0]).all()):
+                raise CheckpointMismatch(f"{described}: what is more is neither padding nor a repetition")
+    return _Division(saved, {tp: tp for tp in range(len(shards))})
+
+
+def _replicated(padded: ShardSpec, shards: Sequence[StoredTensor]) -> _Division | None:
+    """The division where several ranks hold each shard, as of key/value heads that are fewer than ranks.
+
+    In the order 0 1 0 1 (trn1) or 0 0 1 1 (trn2); which one it is, the values say.
+    """
+    assert padded.dim is not None
+    times, rest = divmod(padded.full_shape[padded.dim], padded.unpadded_shape[padded.dim])
+    if rest or len(shards) % times or padded.stride > 1:
+        return None
+    count = len(shards) // times
+    spec = replace(padded, num_partitions=count, full_shape=padded.unpadded_shape, unpadded=None)
+    for number_of in (lambda tp: tp % count, lambda tp: tp // times):
+        first = {number_of(tp): tp for tp in reversed(range(len(shards)))}
+        if all(torch.equal(shard.tensor(), shards[first[number_of(tp)]].tensor()) for tp, shard in enumerate(shards)):
+            return _Division(spec, {tp: index for index, tp in sorted(first.items())})
+    return None

@@ -1,0 +1,412 @@
+"""Folders that NeuronX Distributed wrote, at tp 2 and pp 2, load into other layouts, bit for bit."""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import neuronx_dist as nxd
+from neuronx_dist import comm
+from neuronx_dist.checkpoint.errors import CheckpointCorrupted, CheckpointError, CheckpointMismatch
+from neuronx_dist.checkpoint.state import collect
+from neuronx_dist.mesh import Mesh
+from tests.checkpoint import nxd_folder
+from tests.checkpoint.nxd_folder import Parameter
+
+LAYOUTS = [Mesh(1), Mesh(2, tp=2), Mesh(4, tp=2), Mesh(4, tp=4)]
+
+
+class Block(nn.Module):
+    """Every way in which a parameter is divided: by rows, by columns, in fused blocks, not at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up = nxd.ColumnParallelLinear(8, 16, bias=True, gather_output=False, stride=2)
+        self.down = nxd.RowParallelLinear(8, 8, input_is_parallel=True)
+        self.norm = nn.LayerNorm(8)
+        self.register_buffer("scale", torch.zeros(3))
+
+
+class Net(nn.Module):
+    def __init__(self, vocabulary: int = 12) -> None:
+        super().__init__()
+        self.embed = nxd.ParallelEmbedding(vocabulary, 8)
+        self.layers = nn.ModuleList([Block(), Block()])
+        self.head = nxd.ColumnParallelLinear(8, vocabulary, bias=False)
+
+
+def parameters(dtype: torch.dtype = torch.float32) -> dict[str, Parameter]:
+    """What the run had that saved, of two stages; all of it whole."""
+    generator = torch.Generator().manual_seed(5)
+
+    def parameter(shape: tuple[int, ...], dim: int | None = None, stride: int = 1, stage: int = 0) -> Parameter:
+        value, first, second = (torch.randn(shape, generator=generator) for _ in range(3))
+        state = {"step": torch.tensor(7.0), "exp_avg": first, "exp_avg_sq": second.square()}
+        return Parameter(value.to(dtype), dim, stride, stage, state)
+
+    whole = {"embed.weight": parameter((12, 8), 0)}
+    for layer in range(2):
+        prefix = f"layers.{layer}"
+        whole[f"{prefix}.gate_up.weight"] = parameter((16, 8), 0, 2, layer)
+        whole[f"{prefix}.gate_up.bias"] = parameter((16,), 0, 2, layer)
+        whole[f"{prefix}.down.weight"] = parameter((8, 8), 1, 1, layer)
+        whole[f"{prefix}.down.bias"] = parameter((8,), None, 1, layer)
+        whole[f"{prefix}.norm.weight"] = parameter((8,), None, 1, layer)
+        whole[f"{prefix}.norm.bias"] = parameter((8,), None, 1, layer)
+    whole["head.weight"] = parameter((12, 8), 0, 1, 1)
+    return whole
+
+
+def buffers() -> dict[str, Parameter]:
+    return {f"layers.{layer}.scale": Parameter(torch.arange(3.0) + layer, None, 1, layer) for layer in range(2)}
+
+
+def adamw(model: nn.Module, kind: str = "zero1") -> torch.optim.Optimizer:
+    trained = [param for param in model.parameters() if param.requires_grad]
+    if kind == "plain":
+        return torch.optim.AdamW(trained, lr=0.01)
+    return nxd.NeuronZero1Optimizer(trained, torch.optim.AdamW, lr=0.01)
+
+
+def assert_holds(model: nn.Module, optimizer: Any, expected: dict[str, Parameter]) -> None:
+    """Each tensor that this rank would save is this part of the whole one."""
+    state = collect(model, optimizer)
+    whole = {f"model.{name}": each.value for name, each in (expected | buffers()).items()}
+    for name, each in expected.items():
+        whole |= {f"optimizer.state.{name}.{entry}": value for entry, value in each.state.items()}
+    assert state.tensors.keys() <= whole.keys()
+    assert len(state.tensors) == len(whole) - (0 if optimizer else 3 * len(expected))
+    for key, tensor in state.tensors.items():
+        for piece in tensor.pieces:
+            where = tuple(slice(at, at + size) for at, size in zip(piece.offset, piece.shape))
+            assert torch.equal(tensor.tensor[piece.local], whole[key][where]), key
+    if optimizer is not None:
+        assert [group["lr"] for group in optimizer.param_groups] == [0.125]
+        assert optimizer.param_groups[0]["betas"] == (0.9, 0.95)
+
+
+def load(folder: Path, tag: str | None = None, kind: str | None = "zero1", **options: Any) -> tuple[Any, Any, Any]:
+    model = Net()
+    optimizer = None if kind is None else adamw(model, kind)
+    content = nxd.load_checkpoint(folder, tag, model, optimizer, **options)
+    return model, optimizer, content
+
+
+def write(folder: Path, whole: dict[str, Parameter] | None = None, tp: int = 2, pp: int = 2, **options: Any) -> None:
+    nxd_folder.write(folder, parameters() if whole is None else whole, tp, pp, buffers=buffers(), **options)
+
+
+def refused(folder: Path, message: str, error: type[Exception] = CheckpointMismatch, *, changed: bool = False) -> None:
+    """Nothing is loaded, on no rank, and the message says why."""
+
+    def rank() -> None:
+        model = Net()
+        before = [param.detach().clone() for param in model.parameters()]
+        with pytest.raises(error, match=message):
+            nxd.load_checkpoint(folder, None, model, adamw(model))
+        assert changed or all(torch.equal(old, new) for old, new in zip(before, model.parameters()))
+
+    comm.threads.run(Mesh(2, tp=2), rank)
+
+
+@pytest.mark.parametrize("xser", [False, True], ids=["pt", "xser"])
+@pytest.mark.parametrize("mesh", LAYOUTS, ids=str)
+def test_weights_and_the_state_of_zero1(mesh: Mesh, xser: bool, tmp_path: Path) -> None:
+    whole = parameters()
+    write(tmp_path / "step_7", whole, dp=3, xser=xser, user_content={"step": 7})
+
+    def rank() -> None:
+        model, optimizer, content = load(tmp_path)
+        assert content == {"step": 7}
+        assert_holds(model, optimizer, whole)
+
+    comm.threads.run(mesh, rank)
+
+
+@pytest.mark.parametrize("tp, pp, dp", [(1, 1, 1), (4, 1, 2), (1, 2, 4)])
+def test_from_other_layouts(tp: int, pp: int, dp: int, tmp_path: Path) -> None:
+    whole = parameters()
+    for each in (*whole.values(), *(extra := buffers()).values()):
+        each.stage = min(each.stage, pp - 1)
+    nxd_folder.write(tmp_path / "a", whole, tp, pp, dp, buffers=extra, ep=True)
+    comm.threads.run(Mesh(4, tp=2), lambda: assert_holds(*load(tmp_path)[:2], whole))
+
+
+@pytest.mark.parametrize("kind", ["plain", "zero1"])
+@pytest.mark.parametrize("saved", ["plain", "zero1"])
+def test_with_and_without_zero1(kind: str, saved: str, tmp_path: Path) -> None:
+    write(tmp_path / "a", optimizer=saved, xser=True, info=False)
+    comm.threads.run(Mesh(4, tp=2), lambda: assert_holds(*load(tmp_path, kind=kind)[:2], parameters()))
+
+
+def test_master_weights(tmp_path: Path) -> None:
+    whole = parameters(torch.bfloat16)
+    write(tmp_path / "a", whole, masters=True)
+
+    def rank() -> None:
+        model = Net().to(torch.bfloat16)
+        optimizer = adamw(model)
+        nxd.load_checkpoint(tmp_path, model=model, optimizer=optimizer)
+        masters = {key: each for key, each in collect(model, optimizer).tensors.items() if ".master." in key}
+        assert len(masters) == len(whole)
+        for key, tensor in masters.items():
+            expected = whole[key.removeprefix("optimizer.master.")].state["exp_avg"] * 3
+            for piece in tensor.pieces:
+                where = tuple(slice(at, at + size) for at, size in zip(piece.offset, piece.shape))
+                assert torch.equal(tensor.tensor[piece.local], expected[where]), key
+
+    comm.threads.run(Mesh(4, tp=4), rank)
+
+
+@pytest.mark.parametrize("tag", [None, "run"])
+@pytest.mark.parametrize("xser", [False, True], ids=["pt", "xser"])
+def test_what_parallel_layers_checkpointing_wrote(tag: str | None, xser: bool, tmp_path: Path) -> None:
+    whole = parameters()
+    nxd_folder.write_first_way(tmp_path / (tag or ""), whole | buffers(), 2, 2, xser)
+    comm.threads.run(Mesh(4, tp=4), lambda: assert_holds(load(tmp_path, tag, kind=None)[0], None, whole))
+
+
+def test_padding_and_replicas(tmp_path: Path) -> None:
+    """A vocabulary of 11 is padded to 12 there; key/value heads are on two ranks each, in the order of trn1 or trn2."""
+    generator = torch.Generator().manual_seed(1)
+    embed, key, value = (torch.randn(shape, generator=generator) for shape in ((11, 8), (4, 8), (4, 8)))
+    padded = torch.cat([embed, torch.zeros(1, 8)])
+    folder = tmp_path / "a"
+    nxd_folder.write(
+        folder,
+        {
+            "embed.weight": Parameter(padded, 0),
+            "key.weight": Parameter(key.repeat(2, 1), 0),
+            "value.weight": Parameter(value.view(2, 2, 8).repeat_interleave(2, 0).reshape(8, 8), 0),
+        },
+        4,
+        1,
+        optimizer="none",
+    )
+
+    def rank() -> None:
+        model = nn.Module()
+        model.embed = nxd.ParallelEmbedding(11, 8)
+        model.key = nxd.ColumnParallelLinear(8, 4, bias=False)
+        model.value = nxd.ColumnParallelLinear(8, 4, bias=False)
+        nxd.load_checkpoint(tmp_path, model=model)
+        assert torch.equal(model.embed.weight, embed)
+        assert torch.equal(model.key.weight, key)
+        assert torch.equal(model.value.weight, value)
+
+    comm.threads.run(Mesh(1), rank)
+
+
+def test_more_rows_than_the_model_has_are_no_padding(tmp_path: Path) -> None:
+    whole = parameters()
+    whole["head.weight"].value = torch.randn(16, 8)
+    write(tmp_path / "a", whole, optimizer="none")
+
+    def rank() -> None:
+        with pytest.raises(CheckpointMismatch, match=r"head.weight is \(8, 8\) on each of 2 .* neither padding nor"):
+            load(tmp_path, kind=None)
+
+    comm.threads.run(Mesh(1), rank)
+
+
+def test_tied_weights(tmp_path: Path) -> None:
+    """Each stage has its copy; where the copies differ they are no tied weight."""
+    whole = parameters()
+    whole["head.weight"] = Parameter(whole["embed.weight"].value, 0, 1, 1)
+    write(tmp_path / "a", whole, optimizer="none")
+
+    def rank() -> None:
+        model = Net()
+        model.head.weight = model.embed.weight
+        nxd.load_checkpoint(tmp_path, model=model)
+        assert_holds(model, None, {name: each for name, each in whole.items() if name != "head.weight"})
+
+    comm.threads.run(Mesh(1), rank)
+    shutil.rmtree(tmp_path / "a")
+    write(tmp_path / "a", optimizer="none")
+    comm.threads.run(Mesh(1), lambda: pytest.raises(CheckpointMismatch, rank).match("two tensors in the checkpoint"))
+
+
+def test_a_tied_weight_has_one_number(tmp_path: Path) -> None:
+    """A stage with both of its names has one state for it."""
+    whole = {name: each for name, each in parameters().items() if name != "head.weight"}
+    for each in whole.values():
+        each.stage = 0
+    twice = {**whole, "head.weight": Parameter(whole["embed.weight"].value, 0)}
+    nxd_folder.write(tmp_path / "a", whole, 2, 1)
+    for rank in range(2):  # the head is in the middle
+        state = {name: each.shard(each.value, rank, 2) for name, each in twice.items() if "layers" not in name}
+        state |= {name: each.shard(each.value, rank, 2) for name, each in twice.items() if "layers" in name}
+        torch.save(state, tmp_path / "a" / "model" / f"dp_rank_00_tp_rank_{rank:02d}_pp_rank_00.pt")
+
+    def rank_of_two() -> None:
+        model = Net()
+        model.head.weight = model.embed.weight
+        optimizer = adamw(model)
+        nxd.load_checkpoint(tmp_path, model=model, optimizer=optimizer, strict=False)
+        tensors = collect(model, optimizer).tensors
+        for name, each in whole.items():
+            tensor = tensors[f"optimizer.state.{name}.exp_avg"]
+            for piece in tensor.pieces:
+                where = tuple(slice(at, at + size) for at, size in zip(piece.offset, piece.shape))
+                assert torch.equal(tensor.tensor[piece.local], each.state["exp_avg"][where]), name
+
+    comm.threads.run(Mesh(2, tp=2), rank_of_two)
+
+
+def test_another_number_of_groups(tmp_path: Path) -> None:
+    write(tmp_path / "a", optimizer="plain")
+    for file in (tmp_path / "a" / "optim").iterdir():
+        state = torch.load(file, weights_only=True)
+        torch.save({**state, "param_groups": state["param_groups"] * 2}, file)
+    refused(tmp_path, "has 2 parameter groups, and this one 1: make it of the same groups, or load the model alone")
+
+
+def test_several_groups_and_frozen_parameters(tmp_path: Path) -> None:
+    """Numbers go by group: weights first, then biases and norms; a frozen one has none."""
+    whole = parameters()
+    del whole["embed.weight"].state["exp_avg"]
+    order = sorted(whole, key=lambda name: name.endswith("bias"))
+    trained = {name: whole[name] for name in order if name != "embed.weight"}
+    write(tmp_path / "a", dp=2)
+    _write_groups(tmp_path / "a" / "optim", trained)
+
+    def rank() -> None:
+        model = Net()
+        model.embed.weight.requires_grad_(False)
+        biases = [param for name, param in model.named_parameters() if name.endswith("bias")]
+        weights = [param for name, param in model.named_parameters() if not name.endswith("bias")]
+        groups = [dict(params=weights, weight_decay=0.5), dict(params=biases, weight_decay=0.0)]
+        optimizer = nxd.NeuronZero1Optimizer(groups, torch.optim.AdamW, lr=0.5)
+        nxd.load_checkpoint(tmp_path, model=model, optimizer=optimizer)
+        assert [group["weight_decay"] for group in optimizer.param_groups] == [0.25, 0.75]
+        state = collect(model, optimizer)
+        for name, each in trained.items():
+            tensor = state.tensors[f"optimizer.state.{name}.exp_avg"]
+            for piece in tensor.pieces:
+                where = tuple(slice(at, at + size) for at, size in zip(piece.offset, piece.shape))
+                assert torch.equal(tensor.tensor[piece.local], each.state["exp_avg"][where]), name
+
+    comm.threads.run(Mesh(2, tp=2), rank)
+
+
+def _write_groups(folder: Path, trained: dict[str, Parameter]) -> None:
+    shutil.rmtree(folder)
+    folder.mkdir()
+    for stage in range(2):
+        own = {name: each for name, each in trained.items() if each.stage == stage}
+        groups = [[n for n, name in enumerate(own) if name.endswith("bias") is bias] for bias in (False, True)]
+        for rank in range(2):
+            for data in range(2):
+                state = nxd_folder.zero1_state(own, rank, 2, data, 2)
+                options = state["param_groups"][0]
+                state["param_groups"] = [
+                    {**options, "params": params, "weight_decay": decay} for params, decay in zip(groups, (0.25, 0.75))
+                ]
+                torch.save(state, folder / f"dp_rank_{data:02d}_tp_rank_{rank:02d}_pp_rank_{stage:02d}.pt")
+
+
+class Malicious:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+@pytest.mark.parametrize("where", ["model", "optim", "user_content.pt", "tensors"])
+def test_nothing_in_a_folder_is_run(where: str, tmp_path: Path) -> None:
+    folder, witness = tmp_path / "run" / "a", tmp_path / "was run"
+    write(folder, user_content={"step": 1}, xser=where == "tensors")
+    name = "dp_rank_00_tp_rank_00_pp_rank_00.pt"
+    file = {
+        "user_content.pt": folder / where,
+        "tensors": folder / "model" / f"{name}.tensors" / "tensor_0.pt",
+    }.get(where, folder / where / name)
+    torch.save({"embed.weight": Malicious(witness)}, file)
+    changed = where == "tensors"  # which are read when they are needed
+    refused(tmp_path / "run", "holds (more|other things) than", CheckpointError, changed=changed)
+    file.write_bytes(pickle.dumps(Malicious(witness), protocol=2))
+    refused(tmp_path / "run", "holds (more|other things) than", CheckpointError, changed=changed)
+    assert not witness.exists()
+
+
+def test_files_that_are_missing_or_cut_off(tmp_path: Path) -> None:
+    write(tmp_path / "a")
+    file = tmp_path / "a" / "optim" / "dp_rank_01_tp_rank_01_pp_rank_00.pt"
+    file.write_bytes(file.read_bytes()[:-100])
+    refused(tmp_path, "optim/dp_rank_01_tp_rank_01_pp_rank_00.pt is cut off", CheckpointCorrupted)
+    file.unlink()
+    refused(
+        tmp_path,
+        r"lacks 1 of 8 files of optim, of a layout tp=2, pp=2, dp=2: the first is that of tp rank 1, pp rank 0, dp",
+        CheckpointCorrupted,
+    )
+
+
+def test_an_optimizer_that_is_not_known(tmp_path: Path) -> None:
+    write(tmp_path / "a", optimizer="none")
+    refused(tmp_path, "was saved without an optimizer: load the model alone")
+    shutil.rmtree(tmp_path / "a")
+    whole = parameters()
+    write(tmp_path / "a", whole)
+    for file in (tmp_path / "a" / "optim").iterdir():
+        state = torch.load(file, weights_only=True)
+        state["shape_info"][0], state["shape_info"][1] = state["shape_info"][1], state["shape_info"][0]
+        torch.save(state, file)
+    refused(tmp_path, r"that of pp rank 0 has parameter 0 of shape .* and embed.weight has shape \(6, 8\)")
+
+
+def test_another_model(tmp_path: Path) -> None:
+    whole = parameters()
+    whole["more.weight"] = whole.pop("layers.1.down.bias")
+    write(tmp_path / "a", whole, optimizer="none")
+
+    def rank() -> None:
+        with pytest.raises(CheckpointMismatch, match="1 missing in it: model.layers.1.down.bias. 1 not in .*more.weig"):
+            load(tmp_path, kind=None)
+        load(tmp_path, kind=None, strict=False)
+
+    comm.threads.run(Mesh(2, tp=2), rank)
+
+
+def test_a_model_that_is_not_sharded(tmp_path: Path) -> None:
+    write(tmp_path / "a", optimizer="none")
+
+    def rank() -> None:
+        model = Net()
+        model.embed = nn.Embedding(12, 8)
+        with pytest.raises(CheckpointMismatch, match=r"embed.weight is \(6, 8\) on each of 2 .* build the model with"):
+            nxd.load_checkpoint(tmp_path, model=model)
+
+    comm.threads.run(Mesh(1), rank)
+
+
+def test_experts_over_several_ranks(tmp_path: Path) -> None:
+    write(tmp_path / "a", ep=True)
+    file = tmp_path / "a" / "model" / "dp_rank_00_ep_rank_00_tp_rank_00_pp_rank_00.pt"
+    file.rename(file.with_name(file.name.replace("ep_rank_00", "ep_rank_01")))
+    refused(tmp_path, "ep_rank_01_.* is of experts")
+
+
+def test_a_tensor_of_another_shape_than_its_reference(tmp_path: Path) -> None:
+    write(tmp_path / "a", xser=True)
+    tensors = tmp_path / "a" / "model" / "dp_rank_00_tp_rank_00_pp_rank_00.pt.tensors"
+    torch.save(torch.zeros(12, 8), tensors / "tensor_0.pt")
+    refused(tmp_path, r"a tensor \(6, 8\) of torch.float32 holds \(12, 8\) of", CheckpointError, changed=True)
+
+
+def test_the_scheduler(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    scheduler = torch.optim.lr_scheduler.StepLR(adamw(model, "plain"), 2, 0.5)
+    scheduler.last_epoch, scheduler.base_lrs = 3, [0.75]
+    write(tmp_path / "a", scheduler=scheduler.state_dict())
+    other = torch.optim.lr_scheduler.StepLR(adamw(model, "plain"), 2, 0.5)
+    comm.threads.run(Mesh(1), lambda: nxd.load_checkpoint(tmp_path, "a", scheduler=other))
+    assert other.state_dict() == scheduler.state_dict()
