@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from ...gradients.reduce import reduce_gradients
 from ...mesh import Mesh
 from ...optimizer import NeuronZero1Optimizer
 from ...pipeline.model import NxDPPModel
+from ...pipeline.run.comparison import compared_later
 from ...weights.materialize import materialize
 from ...weights.partial_model import parameter_names, partial_model
 from ...weights.shard_spec import gather_full, spec_of
@@ -60,7 +62,7 @@ def compare_values(subject: Subject, mesh: Mesh, deadline: Deadline, notes: list
 
 def _step(subject: Subject, parts: int) -> Values | None:
     """Forward, backward and reduction on this rank; `parts` data-parallel ranks' inputs in one batch."""
-    with _BUILDING, torch.device("meta"):
+    with _building():
         built = subject.model_fn(**subject.options)
     model = built[0] if isinstance(built, tuple) else built
     _fill(model)
@@ -82,6 +84,13 @@ def _step(subject: Subject, parts: int) -> Values | None:
         mean = comm.all_reduce(result.detach(), DATA_AXES) / comm.size(DATA_AXES)
         value = float(mean)
     return value, _gradients(names)
+
+
+@contextmanager
+def _building() -> Iterator[None]:
+    """A rank builds its model on meta, while the others wait for the lock, and not for one another."""
+    with _BUILDING, compared_later(), torch.device("meta"):
+        yield
 
 
 def _own_step(

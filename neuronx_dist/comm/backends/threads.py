@@ -231,6 +231,7 @@ def run(mesh: Mesh, fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -
     """Runs `fn(*args)` on every rank of `mesh`, each in a thread with its own context; returns the results by rank.
 
     The default random generator of torch is one for all threads: build models from given state dicts, or under a lock.
+    Under a lock no rank may wait for another one, as an `NxDPPModel` does that is cut: make that outside.
 
     Raises:
         the first exception of any rank (the others are told, and end), as it was raised.

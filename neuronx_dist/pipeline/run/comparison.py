@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -22,7 +23,7 @@ from ..cut.placement import Placement
 from ..schedule import Schedule
 from .program import StageProgram
 
-__all__ = ["SAME_ARGUMENTS", "Comparison", "Pieces", "difference"]
+__all__ = ["SAME_ARGUMENTS", "Comparison", "Pieces", "compared_later", "difference"]
 
 SAME_ARGUMENTS = "Give NxDPPModel the same model and the same arguments on all ranks."
 
@@ -174,6 +175,21 @@ class Comparison:
             extras = comm.current().extras
             self._model = extras["compared_models"] = extras.get("compared_models", -1) + 1
         return self._model
+
+
+@contextmanager
+def compared_later() -> Iterator[None]:
+    """Inside, a model is cut without waiting for the other ranks; its first batch compares where it was cut.
+
+    For ranks that build their models one after another, as under a lock: the first would wait for one that has to wait
+    until the first has built its own.
+    """
+    backend = comm.current().backend
+    board, backend.board = backend.board, None
+    try:
+        yield
+    finally:
+        backend.board = board
 
 
 class _Passes:

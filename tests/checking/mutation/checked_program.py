@@ -59,7 +59,7 @@ class Program:
 
     def _parameters(self, parts: int) -> dict[str, torch.Tensor]:
         """All parameters after a step."""
-        with numeric._BUILDING, torch.device("meta"):
+        with numeric._building():
             model = self.model_fn(**self.options)
         numeric._fill(model)
         assert self.step is not None
