@@ -15,11 +15,12 @@ from neuronx_dist.checkpoint.agreement import together
 from neuronx_dist.checkpoint.background import Save
 from neuronx_dist.checkpoint.storage import open_storage
 from neuronx_dist.checkpoint.tags import CheckpointFolder
+from tests.checkpoint import nxd_folder
 
 RANKS = 2
 
 
-def _everywhere(words: str | None, function: Callable[[Path], Any]) -> None:
+def _everywhere(words: str | None, function: Callable[[Path], Any], **axes: int) -> None:
     """Asserts that a function returns, or that it raises a CheckpointError of these words, on every rank."""
     with tempfile.TemporaryDirectory() as folder:
 
@@ -33,7 +34,7 @@ def _everywhere(words: str | None, function: Callable[[Path], Any]) -> None:
                 raise AssertionError("another rank has gone") from error
             assert said == words or (said and words and words in said), f"rank {comm.rank('world')}: {said}"
 
-        comm.threads.run(nxd.Mesh(RANKS), rank, timeout=2.0)
+        comm.threads.run(nxd.Mesh(RANKS, **axes), rank, timeout=2.0)
 
 
 def _save(folder: Path, tag: str, content: Any = None) -> None:
@@ -127,3 +128,33 @@ def a_model_that_fits_on_one_rank_only() -> None:
 def _save_model(folder: Path) -> None:
     torch.manual_seed(0)
     nxd.save_checkpoint(folder, "a", torch.nn.Linear(2, 2))
+
+
+class TwoLayers(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList([torch.nn.Linear(2, 2, bias=False) for _ in range(2)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers[1](self.layers[0](x)).sum()
+
+
+def parameters_of_other_stages() -> None:
+    """A folder of one NxD stage numbers all parameters; here each of two stages trains one of them."""
+    state = {"step": torch.tensor(7.0), "exp_avg": torch.ones(2, 2), "exp_avg_sq": torch.ones(2, 2)}
+    layers = {f"layers.{layer}.weight": nxd_folder.Parameter(torch.ones(2, 2), state=state) for layer in range(2)}
+
+    def load(folder: Path) -> None:
+        model = nxd.NxDPPModel(
+            TwoLayers(), transformer_layer_cls=torch.nn.Linear, input_names=["x"], output_loss_value_spec=True,
+            num_microbatches=1, auto_partition=True,
+        )  # fmt: skip
+        optimizer = torch.optim.AdamW(model.local_parameters(), lr=0.1)
+        if comm.rank("world") == 0:
+            nxd_folder.write(folder / "a", layers, tp=1, pp=1)
+        comm.barrier()
+        nxd.load_checkpoint(folder, "a", model, optimizer)
+        (loaded,) = optimizer.state.values()
+        assert torch.equal(loaded["exp_avg"], torch.ones(2, 2)) and loaded["step"] == 7
+
+    _everywhere(None, load, pp=RANKS)

@@ -44,7 +44,8 @@ def test_what_was_there_is_intact_and_the_run_goes_on(small_disk: Path, async_sa
         for tag in ("a", "b"):
             run.train()
             run.save(small_disk, tag, user_content={**large, "step": run.step}, async_save=async_save)
-        with pytest.raises(nxd.CheckpointError, match="c could not be written: rank 0: OSError: .*No space left"):
+        # Which of the two meets the end of the disk depends on who writes first.
+        with pytest.raises(nxd.CheckpointError, match="c could not be written: rank 0(, 1)?: OSError: .*No space left"):
             run.save(small_disk, "c", user_content=large, async_save=async_save)
             run.train()
             nxd.finalize_checkpoint()

@@ -149,6 +149,7 @@ CASES: dict[str, Callable[[], None]] = {
     "Save.settle:comm.gather_objects#1": exchanges.a_rank_that_cannot_write,
     "Save.settle:comm.gather_objects#2": exchanges.a_checkpoint_that_cannot_be_completed,
     "_same_everywhere:comm.gather_objects#1": exchanges.ranks_with_other_tags,
+    "load_nxd:comm.gather_objects#1": exchanges.parameters_of_other_stages,
     "plan:comm.gather_objects#1": exchanges.what_each_rank_holds,
     "_compare:comm.gather_objects#1": exchanges.a_model_that_fits_on_one_rank_only,
     "load_checkpoint:comm.gather_objects#1": exchanges.the_newest,

@@ -24,6 +24,7 @@ from neuronx_dist.pipeline.run import trace, trace_file
 from neuronx_dist.pipeline.schedule import Inference
 from tests.support.pipeline_models import batch, make, on_ranks
 
+pytestmark = pytest.mark.slow
 FILE = Path(__file__).parent / "trace.txt"
 
 
