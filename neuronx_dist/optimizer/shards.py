@@ -121,10 +121,9 @@ class ParameterShard:
         A master in the parameter's memory then gets memory of its own: else the parameter would have new rows here,
         and, until that step, those of other ranks as they were.
         """
-        value = value.to(self.master)
-        if self.is_view and not torch.equal(value, self.master):
+        if self.is_view and not torch.equal(value.to(self.master), self.master):
             self.is_view = False
-            self.master.data = value.clone()
+            self.master.data = value.to(self.master, copy=True)
         else:
             self.master.copy_(value)
 
