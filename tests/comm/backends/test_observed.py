@@ -15,7 +15,8 @@ from torch.overrides import BaseTorchFunctionMode, TorchFunctionMode
 
 from neuronx_dist import Mesh, comm, spmd
 from neuronx_dist.comm.backends.observed import CheckBackend
-from neuronx_dist.comm.rank_values import RankValue, concrete, is_member, rank_values_in, value_on
+from neuronx_dist.comm.rank_numbers import concrete, is_member
+from neuronx_dist.comm.rank_values import RankValue, rank_values_in, value_on
 from neuronx_dist.gradients import norm as grad_norm
 from neuronx_dist.parallel_layers import autograd_linear, loss_functions, parallel_state
 from neuronx_dist.parallel_layers.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear

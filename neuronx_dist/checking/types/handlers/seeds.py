@@ -16,7 +16,8 @@ import torch
 
 from ....call_site import call_site
 from ....comm import context
-from ....comm.rank_values import RankValue, concrete
+from ....comm.rank_numbers import concrete
+from ....comm.rank_values import RankValue
 from ....spmd.random import TENSOR_PARALLEL, streams
 from ..session import Session
 
