@@ -131,6 +131,8 @@ def load_checkpoint(
     num_workers: int = 8,
     strict: bool = True,
     use_zero1_dcp: bool = False,
+    *,
+    device: str | torch.device = "cpu",
 ) -> Any:
     """Loads a checkpoint of any layout into this one; all ranks call it.
 
@@ -146,6 +148,9 @@ def load_checkpoint(
             master weights already takes them by its `init_zero()`.
         strict: False accepts a model with other parameters than the checkpoint's, and loads what both have.
         num_workers, use_zero1_dcp: without effect.
+        device: where parameters and buffers on meta get memory, which is then read into; parameters stay the objects
+            that they are. What the checkpoint lacks with `strict=False` stays on meta; buffers that no checkpoint
+            has get the values of `materialize`.
 
     Returns:
         The `user_content` that was saved, None if there was none.
@@ -178,7 +183,7 @@ def load_checkpoint(
     instead = damaged or ("" if name == asked else f"checkpoint {tag} was being replaced when its job ended")
     if instead and comm.rank("world") == 0:
         warnings.warn(f"{instead}; {name} is loaded instead", stacklevel=2)
-    return _load(folder, checkpoint, model, optimizer, scheduler, strict)
+    return _load(folder, checkpoint, model, optimizer, scheduler, strict, device)
 
 
 def has_checkpoint(checkpoint_dir_str: str | os.PathLike[str]) -> bool:
@@ -196,7 +201,15 @@ def finalize_checkpoint() -> None:
     state_of_rank().settle()
 
 
-def _load(folder: CheckpointFolder, checkpoint: Tag, model: Any, optimizer: Any, scheduler: Any, strict: bool) -> Any:
+def _load(
+    folder: CheckpointFolder,
+    checkpoint: Tag,
+    model: Any,
+    optimizer: Any,
+    scheduler: Any,
+    strict: bool,
+    device: str | torch.device,
+) -> Any:
     where = folder.storage.describe(checkpoint.name)
     present = checkpoint.files or {}
     with together(f"checkpoint {where} was not loaded"):
@@ -217,10 +230,10 @@ def _load(folder: CheckpointFolder, checkpoint: Tag, model: Any, optimizer: Any,
         }
     if is_nxd:
         if model is not None or optimizer is not None:
-            load_nxd(folder.storage, checkpoint.name, model, optimizer, strict=strict)
+            load_nxd(folder.storage, checkpoint.name, model, optimizer, strict=strict, device=device)
     elif model is not None or optimizer is not None:
         # All files have been compared with their checksums by now, each by one rank.
-        reading.load(folder.storage, checkpoint.name, model, optimizer, strict=strict, verify=False)
+        reading.load(folder.storage, checkpoint.name, model, optimizer, strict=strict, verify=False, device=device)
     with together(f"checkpoint {where} was loaded in part"):
         if scheduler is not None:
             scheduler.load_state_dict(content[_SCHEDULER])

@@ -41,6 +41,7 @@ def load_nxd(
     optimizer: torch.optim.Optimizer | None = None,
     *,
     strict: bool = True,
+    device: str | torch.device = "cpu",
 ) -> None:
     """Loads a folder that NeuronX Distributed wrote into this layout; all ranks call it.
 
@@ -63,7 +64,7 @@ def load_nxd(
             source.add_optimizer(groups)
         return source
 
-    load_from(opened, where, model, optimizer, strict=strict)
+    load_from(opened, where, model, optimizer, strict=strict, device=device)
 
 
 class WholeParameter(NamedTuple):

@@ -177,6 +177,8 @@ def restore_optimizer(state: State, optimizer: torch.optim.Optimizer, parameters
     if not isinstance(optimizer, NeuronZero1Optimizer):
         load_optimizer_state_dict(optimizer, {"state": entries, "param_groups": groups})
         return
+    if any(slot.tensor.is_meta for slot in slots):
+        optimizer.init_zero()  # they were made before the parameters had memory
     shapes = {index: tuple(slot.parameter.tensor.shape) for index, slot in enumerate(slots)}
     optimizer.load_state_dict({"state": {}, "param_groups": groups, "base_state": entries, "shape_info": shapes})
     for slot in slots:  # those that were not saved have been made of the parameters

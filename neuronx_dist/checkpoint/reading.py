@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from .. import comm
+from ..weights.materialize import materialize_buffers
 from .agreement import together
 from .archive import archive
 from .catalog import METADATA, Catalog, Chunk, Extent, SavedTensor, unpickled
@@ -58,6 +59,7 @@ def load(
     *,
     strict: bool = True,
     verify: bool = True,
+    device: str | torch.device = "cpu",
 ) -> None:
     """Reads a checkpoint of any layout into a model and an optimizer of this one. All ranks call it.
 
@@ -67,13 +69,14 @@ def load(
     Args:
         strict: False: load what both have, whatever else there is.
         verify: compare what is read with its checksums; False: that has been done already.
+        device: where parameters and buffers on meta get memory. Buffers that no checkpoint has get initial values.
 
     Raises:
         CheckpointMismatch: it is of another model: with `strict` names that are missing or not expected; in any case
             other shapes, of which the first are listed, or options of another class of optimizers.
         CheckpointCorrupted: a file is missing, truncated or changed. It may be found after a part was loaded.
     """
-    load_from(lambda: CheckpointFiles(storage, folder, verify), folder, model, optimizer, strict=strict)
+    load_from(lambda: CheckpointFiles(storage, folder, verify), folder, model, optimizer, strict=strict, device=device)
 
 
 def load_from(
@@ -83,6 +86,7 @@ def load_from(
     optimizer: torch.optim.Optimizer | None,
     *,
     strict: bool = True,
+    device: str | torch.device = "cpu",
 ) -> None:
     """As `load`, from whatever is described as pieces of whole tensors. All ranks call it.
 
@@ -92,7 +96,7 @@ def load_from(
     """
     with together(f"{name} was not loaded"):
         source = open_source()
-        state = expect(model, optimizer, source.catalog)
+        state = expect(model, optimizer, source.catalog, device)
     _compare(state, source.catalog, model is not None, optimizer is not None, strict, name)
     with together(f"{name} was not loaded"):
         _fill_objects(state, source)
@@ -100,6 +104,8 @@ def load_from(
     with together(f"{name} was loaded in part"):
         _fill_tensors(state, source)
         restore(state, model, optimizer, source.catalog)
+        if model is not None:
+            materialize_buffers(model, device=device)
 
 
 def read_catalog(storage: _Storage, folder: str) -> Catalog:
