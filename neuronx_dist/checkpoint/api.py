@@ -20,7 +20,7 @@ from .nxd_files import is_nxd_folder, is_of_checkpointing
 from .nxd_source import load_nxd
 from .plain_data import packed, unpacked
 from .state import collect
-from .storage import open_storage
+from .storage import Storage, open_storage
 from .tags import CheckpointFolder, Entry, Tag, check_tag
 
 __all__ = ["CheckpointIOState", "finalize_checkpoint", "has_checkpoint", "load_checkpoint", "save_checkpoint"]
@@ -136,7 +136,8 @@ def load_checkpoint(
 ) -> Any:
     """Loads a checkpoint of any layout into this one; all ranks call it.
 
-    It reads what NeuronX Distributed wrote, too: by `nxd.save_checkpoint` and by `parallel_layers.checkpointing.save`.
+    It reads what NeuronX Distributed wrote, too: by `nxd.save_checkpoint` and by `parallel_layers.checkpointing.save`;
+    and a folder of torch.distributed.checkpoint with `{"model": ..., "optimizer": get_optimizer_state_dict(...)}`.
 
     Files are compared with their checksums before anything is changed. Weights, optimizer state and masters are
     bit-equal in any layout; random generators go on where they were in the same layout.
@@ -215,7 +216,7 @@ def _load(
     with together(f"checkpoint {where} was not loaded"):
         is_nxd = checkpoint.files is None and is_nxd_folder(folder.storage, checkpoint.name)
         if checkpoint.files is None:
-            if not is_nxd:
+            if not is_nxd and not reading.is_of_dcp(folder.storage, checkpoint.name):
                 raise CheckpointMismatch(
                     f"checkpoint {where} does not list its files, and has none of NeuronX Distributed's: it was not "
                     f"saved by save_checkpoint"
@@ -246,14 +247,19 @@ def _candidates(folder: CheckpointFolder, tag: str | None) -> list[str]:
     """The tags to try, in this order."""
     if tag is not None:
         name = check_tag(tag)
-        is_first_way = not folder.is_complete(name) and is_of_checkpointing(folder.storage, name)
-        return [name if is_first_way else folder.find(name).name]
+        is_unmarked = not folder.is_complete(name) and _is_unmarked(folder.storage, name)
+        return [name if is_unmarked else folder.find(name).name]
     names = [each.name for each in folder.complete()]
-    if not names and is_of_checkpointing(folder.storage, "."):
+    if not names and _is_unmarked(folder.storage, "."):
         return ["."]
     if not names:
         raise CheckpointError(f"there is no complete checkpoint in {folder.storage.describe()}")
     return names
+
+
+def _is_unmarked(storage: Storage, folder: str) -> bool:
+    """Whether a folder holds what others wrote who mark nothing as complete."""
+    return is_of_checkpointing(storage, folder) or reading.is_of_dcp(storage, folder)
 
 
 def _check_options(when_busy: str, num_kept_ckpts: int | None) -> None:

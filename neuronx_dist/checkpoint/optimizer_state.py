@@ -164,7 +164,7 @@ def restore_optimizer(state: State, optimizer: torch.optim.Optimizer, parameters
     values: dict[str, dict[str, Any]] = {}
     for path, value in read.items():
         if path[:2] == _STATE:
-            values.setdefault(path[2], {})[path[3]] = value
+            values.setdefault(str(path[2]), {})[str(path[3])] = value
     entries = {
         index: {entry: _as_kept(slot, entry, value) for entry, value in values[slot.parameter.names[0]].items()}
         for index, slot in enumerate(slots)

@@ -17,13 +17,17 @@ from .archive import archive
 from .catalog import METADATA, Catalog, Chunk, Extent, SavedTensor, unpickled
 from .checksums import BLOCK, Blocks
 from .errors import CheckpointCorrupted, CheckpointMismatch
+from .flattened_groups import JoinedGroups
 from .memory import as_tensor
 from .pieces import overlap
 from .plain_data import unpacked
+from .source import Rectangle, Source
 from .state import check, expect, restore
+from .storage import Storage
+from .tags import MARKER
 from .tensors import ShardedTensor, State, key_of
 
-__all__ = ["CheckpointFiles", "Rectangle", "Source", "fill", "load", "load_from", "read_catalog"]
+__all__ = ["CheckpointFiles", "fill", "is_of_dcp", "load", "load_from", "read_catalog"]
 
 _LISTED = 8  # names of each kind in a message
 
@@ -31,24 +35,6 @@ _LISTED = 8  # names of each kind in a message
 class _Storage(Protocol):
     def map(self, path: str) -> memoryview:
         """The whole file as a memory map, or read into memory where there is none."""
-
-
-class Rectangle(Protocol):
-    """A part of a whole tensor, as it is stored."""
-
-    def copy(self, slices: Sequence[slice], target: torch.Tensor) -> None:
-        """Writes these slices of it into `target`."""
-
-
-class Source(Protocol):
-    """What a checkpoint is read from."""
-
-    @property
-    def catalog(self) -> Catalog: ...
-
-    def object(self, extent: Extent) -> Any: ...
-
-    def open(self, chunk: Chunk, dtype: torch.dtype) -> Rectangle: ...
 
 
 def load(
@@ -76,7 +62,11 @@ def load(
             other shapes, of which the first are listed, or options of another class of optimizers.
         CheckpointCorrupted: a file is missing, truncated or changed. It may be found after a part was loaded.
     """
-    load_from(lambda: CheckpointFiles(storage, folder, verify), folder, model, optimizer, strict=strict, device=device)
+
+    def opened() -> Source:
+        return JoinedGroups(CheckpointFiles(storage, folder, verify))
+
+    load_from(opened, folder, model, optimizer, strict=strict, device=device)
 
 
 def load_from(
@@ -106,6 +96,11 @@ def load_from(
         restore(state, model, optimizer, source.catalog)
         if model is not None:
             materialize_buffers(model, device=device)
+
+
+def is_of_dcp(storage: Storage, folder: str) -> bool:
+    """Whether torch.distributed.checkpoint wrote a folder, and not `save_checkpoint`, which leaves its marker first."""
+    return storage.exists(f"{folder}/{METADATA}") and not storage.exists(f"{folder}/{MARKER}")
 
 
 def read_catalog(storage: _Storage, folder: str) -> Catalog:

@@ -3,7 +3,7 @@
     model.<name>                        parameters, and buffers that a state dict has, by their names in the whole model
     optimizer.state.<name>.<entry>      what the optimizer keeps of a parameter: `exp_avg`, `step`, ...
     optimizer.master.<name>             its master weights, where their dtype is not the parameter's
-    optimizer.param_groups              options and names of parameters, by group
+    optimizer.param_groups.<n>.<option> options of a group, and under `params` the names of its parameters
     optimizer.loss_scaler               the scale of an fp16 loss, if it is scaled
 
 They are the names that torch.distributed.checkpoint gives to `{"model": model.state_dict(), "optimizer":

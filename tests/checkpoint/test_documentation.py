@@ -16,6 +16,7 @@ def test_the_blocks_of_the_page_run(tmp_path: Path) -> None:
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "checkpoints.md").read_text(), re.DOTALL)
     with comm.as_rank(Mesh(1), 0):
         run = Run()
+        run.train()
         names: dict[str, Any] = {name: getattr(run, name) for name in ("model", "optimizer", "scheduler")}
         names |= {"folder": tmp_path, "build_model": Net}
         for number, block in enumerate(blocks):
