@@ -59,7 +59,9 @@ def load_nxd(
             groups = merged_groups(everywhere)
 
     def opened() -> NxdSource:
-        source = NxdSource(NxdFiles(storage, folder), specs_of(model))
+        files = NxdFiles(storage, folder)
+        files.check(comm.rank("world"), comm.size("world"))
+        source = NxdSource(files, specs_of(model))
         if optimizer is not None:
             source.add_optimizer(groups)
         return source
