@@ -12,7 +12,6 @@ from neuronx_dist import comm
 __all__ = ["CASES", "SHAPES", "layouts", "on_every_rank", "strided"]
 
 
-
 SIZE = -1  # stands for the number of ranks
 SHAPES = {
     torch.float32: [(SIZE,), (2, 6, SIZE), (1, SIZE, 2), ()],
