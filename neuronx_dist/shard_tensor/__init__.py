@@ -1,0 +1,1 @@
+"""Tensors that live on many ranks, in shards of any sizes."""
