@@ -21,6 +21,7 @@ from .intervals import Bounds, Plan, Run, virtual_runs
 __all__ = [
     "Adaptive",
     "Chain",
+    "Edges",
     "IndexMap",
     "Interpolated",
     "Range",
@@ -29,6 +30,7 @@ __all__ = [
     "Transposed",
     "WindowPlan",
     "plan_chain",
+    "plan_edges",
     "plan_windows",
     "same_padding",
 ]
@@ -299,6 +301,36 @@ def _out_bounds(windows: IndexMap, bounds: Bounds) -> Bounds:
     return (*map(owned, bounds[:-1]), outputs)
 
 
+class Edges(NamedTuple):
+    """A plan of the windows that reach out of a rank's own inputs; what lies between them needs no exchange.
+
+    Attributes:
+        plan: brings each rank its left window and, after it, its right one; or all in the left one.
+        inner: for each rank the outputs that its own inputs suffice for.
+        left: for each rank the length of its left window.
+    """
+
+    plan: Plan
+    inner: tuple[Range, ...]
+    left: tuple[int, ...]
+
+
+@lru_cache(maxsize=4096)
+def plan_edges(windows: Sliding, bounds: Bounds) -> Edges:
+    """The plan of `plan_windows` without the rows that no window at an edge needs."""
+    whole = plan_windows(windows, bounds)
+    needs, inner, left = [], [], []
+    for (begin, end), owned in zip(pairwise(whole.out_bounds), pairwise(bounds)):
+        low, high = windows.inside((begin, end), owned)
+        if low == high:
+            low = high = end
+        sides = [windows.window(*side) for side in ((begin, low), (high, end)) if side[0] < side[1]]
+        needs.append([run for side in sides for run in virtual_runs(*side, windows.size, windows.padding_mode)])
+        inner.append((low, high))
+        left.append(sides[0][1] - sides[0][0] if begin < low else 0)
+    return Edges(Plan(bounds, needs), tuple(inner), tuple(left))
+
+
 class Stage(NamedTuple):
     """One of several windows that are computed after one exchange.
 
@@ -347,7 +379,7 @@ def plan_chain(maps: tuple[IndexMap, ...], bounds: Bounds) -> Chain:
     redundant = 0
     runs: list[tuple[Run, ...]] = []
     for windows in reversed(maps):
-        redundant += sum(high - low for low, high in outputs) - windows.outputs
+        redundant += sum(high - low for low, high in outputs) - _union(outputs)
         ranges = tuple(windows.window(low, high) if low < high else (0, 0) for low, high in outputs)
         runs = [virtual_runs(low, high, windows.size, windows.padding_mode) for low, high in ranges]
         stages.append(Stage(outputs, ranges, None))
@@ -359,6 +391,15 @@ def plan_chain(maps: tuple[IndexMap, ...], bounds: Bounds) -> Chain:
         stages[-1] = stages[-1]._replace(local=local)
     stages[-1] = stages[-1]._replace(local=None)
     return Chain(Plan(bounds, runs), out_bounds, tuple(reversed(stages)), redundant)
+
+
+def _union(ranges: Sequence[Range]) -> int:
+    """How many positions are in any of the ranges."""
+    count, reached = 0, 0
+    for low, high in sorted(ranges):
+        count += max(0, high - max(low, reached))
+        reached = max(reached, high)
+    return count
 
 
 def _covered(runs: Sequence[Run]) -> Range:

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
+from neuronx_dist import comm
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.shard_tensor.intervals import PADDING_MODES
 from neuronx_dist.shard_tensor.ops import pooling, resample, window
-from neuronx_dist.shard_tensor.ops.local_windows import ShardedDim
+from neuronx_dist.shard_tensor.ops.local_windows import ShardedDim, chained, set_interior_threshold
+from neuronx_dist.shard_tensor.windows import Sliding, plan_chain
 from tests.shard_tensor.sharding import assert_like_one_process, split_of
 
 FULL = os.environ.get("NXD_FULL") == "1"
-EXAMPLES = 350 if FULL else 50  # of each of six properties: 2,100, or 300
+EXAMPLES = 350 if FULL else 50  # of each of eight properties: 2,800, or 400
 given_cases = settings(
     max_examples=EXAMPLES, deadline=None, derandomize=not FULL, suppress_health_check=[HealthCheck.filter_too_much]
 )
@@ -45,6 +49,14 @@ def refused_by_torch(call: Any) -> bool:
     return False
 
 
+@pytest.fixture(params=["whole", "interiors first"], scope="module")
+def interiors(request: pytest.FixtureRequest) -> Iterator[None]:
+    previous = set_interior_threshold(None if request.param == "whole" else 24)  # some ranks, others not
+    yield
+    set_interior_threshold(previous)
+
+
+@pytest.mark.usefixtures("interiors")
 @given_cases
 @given(
     shards(), st.integers(1, 5), st.integers(1, 4), st.integers(0, 4), st.integers(1, 3), st.sampled_from(PADDING_MODES)
@@ -170,3 +182,42 @@ def test_interpolation(case: Any, options: dict[str, Any]) -> None:
         lambda x, sharded: resample.interpolate(x, sharded, **options),
         x, [], sharded, mesh,
     )  # fmt: skip
+
+
+LAYERS = st.tuples(*[st.integers(1, most) for most in (4, 3, 3, 2)], st.sampled_from(PADDING_MODES))
+
+
+@given_cases
+@given(shards(), st.lists(LAYERS, min_size=1, max_size=3))
+def test_consecutive_convolutions_after_one_exchange(case: Any, layers: Any) -> None:
+    """Kernel, stride, padding + 1, dilation and padding mode of each."""
+    x, sharded, mesh = case
+    weights = [weight(2, 2, kernel) for kernel, *_ in layers]
+    maps: list[Sliding] = []
+
+    def whole(x: torch.Tensor, *ws: torch.Tensor) -> torch.Tensor:
+        maps.clear()
+        for w, (kernel, stride, pad, dilation, mode) in zip(ws, layers):
+            pad -= 1
+            maps.append(Sliding(x.shape[-1], kernel, stride, pad, pad, dilation, padding_mode=mode))
+            x = F.pad(x, (pad, pad), mode="constant" if mode == "zeros" else mode)
+            x = F.conv1d(x, w, stride=stride, dilation=dilation).tanh()
+        return x
+
+    assume(not refused_by_torch(lambda: whole(x, *weights)))
+
+    def local(x: torch.Tensor, *args: Any) -> Any:
+        *ws, sharded = args
+
+        def op(w: torch.Tensor, stride: int, dilation: int) -> Any:
+            return lambda x: F.conv1d(x, w, stride=stride, dilation=dilation).tanh()
+
+        ops = [op(w, stride, dilation) for w, (_, stride, _, dilation, _) in zip(ws, layers)]
+        with comm.record() as calls:
+            result, shards = chained(ops, x, sharded[0], maps, [0.0] * len(ops))
+        assert [call.verb for call in calls] in ([], ["exchange"])
+        return result, (shards,)
+
+    assert_like_one_process(whole, local, x, weights, sharded, mesh)
+    chain = plan_chain(tuple(maps), sharded[0].bounds)
+    assert chain.redundant >= 0 and (len(maps) > 1 or chain.redundant == 0)

@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional as F
 
 from ..windows import Sliding, Transposed, same_padding
-from .local_windows import ShardedDim, as_tuple, bring_windows, owned_outputs, sharded_result, sizes_of
+from .local_windows import ShardedDim, as_tuple, bring_windows, over_halo, owned_outputs, sharded_result, sizes_of
 
 __all__ = ["conv", "conv_transpose"]
 
@@ -65,8 +65,9 @@ def conv(
         for i in range(count)
         if any(each.dim == first + i for each in sharded)
     }
-    x, windows = bring_windows(x, sharded, maps)
-    local = [(0, 0) if first + i in windows else paddings[i] for i in range(count)]
+    own = [each for each in sharded if each.dim in maps]
+    x, windows = bring_windows(x, own[:-1], maps)
+    local = [(0, 0) if first + i in maps else paddings[i] for i in range(count)]
     if padding_mode != "zeros" or any(left != right for left, right in local):
         sides = [side for pair in reversed(local) for side in pair]
         x = F.pad(x, sides, mode="constant" if padding_mode == "zeros" else padding_mode) if any(sides) else x
@@ -77,8 +78,16 @@ def conv(
         result: torch.Tensor = _CONVS[count - 1](x, weight, bias, strides, both, dilations, groups)
         return result
 
-    result = owned_outputs(op, x, windows, {dim: each.extent for dim, each in maps.items()})
-    return result, sharded_result(sharded, windows)
+    if not own:
+        return op(x), tuple(sharded)
+
+    def op_along_last(x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = owned_outputs(op, x, windows, {dim: maps[dim].extent for dim in windows})
+        return result
+
+    last = own[-1].dim
+    result, window = over_halo(op_along_last, x, own[-1], maps[last])
+    return result, sharded_result(sharded, {**windows, last: window})
 
 
 def conv_transpose(
