@@ -12,7 +12,7 @@ from ..call_site import reissues
 from . import recording
 from .base import Communicator, Handle
 from .context import AxisLike, communicator
-from .rank_values import concrete
+from .rank_numbers import concrete
 from .running import Result, run
 from .transforms import transforming, untransformed
 

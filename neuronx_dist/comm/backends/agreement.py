@@ -25,7 +25,8 @@ from ..base import DONE, WorkLike, Works
 from ..errors import CommError, CommTimeout, RemoteRankError
 from ..failure import FailureMonitor
 from ..recording import shape_of
-from ..waiting import Operand, in_words, seconds_of
+from ..slow_waits import seconds_of
+from ..waiting import Operand, in_words
 from .c10d import C10dCommunicator
 
 __all__ = ["AgreementStore", "Watched", "agreement_store", "watcher"]

@@ -26,7 +26,8 @@ from ...mesh import Groups, Mesh
 from .. import backends
 from ..base import Backend, Communicator, WorkLike
 from ..observed_ranks import ObservedRank, Read
-from ..rank_values import RankValue, concrete, value_on
+from ..rank_numbers import concrete
+from ..rank_values import RankValue, value_on
 from .shapes import ShapesCommunicator
 
 __all__ = ["CheckBackend", "CheckCommunicator", "Event"]

@@ -12,7 +12,7 @@ import torch
 
 from .. import backends
 from ..base import DONE, Backend, Communicator, WorkLike
-from ..rank_values import concrete
+from ..rank_numbers import concrete
 
 __all__ = ["ShapesBackend", "ShapesCommunicator"]
 
