@@ -1,1 +1,10 @@
-"""Operators on shards, one family a file: plain local tensors, the sizes of all shards, and an axis."""
+"""The handlers of torch's functions, one family a file. Importing this package registers them.
+
+pointwise.py  one element by itself, with broadcasting    queries.py  shapes, numbers, hooks, backward
+matmul.py     linear, matmul, bmm, einsum                 reduce.py   sums, means, norms over any dims
+views.py      reshape, transpose, expand, select
+"""
+
+from . import matmul, pointwise, queries, reduce, views
+
+__all__ = ["matmul", "pointwise", "queries", "reduce", "views"]
