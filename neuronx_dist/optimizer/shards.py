@@ -34,7 +34,7 @@ class ParameterShard:
         scale: what the sum of their gradients is multiplied by.
         grad_dtype: dtype in which its gradient travels.
         nbytes: memory that the parameter's gradient takes while it is communicated: `[degree, columns]`, and as much
-            for a copy where it is padded, cast or (fp16) divided before that. Buckets of the all-gather are cut by it too.
+            for a copy where it is padded, cast or (fp16) divided before. Buckets of the all-gather are cut by it too.
         master: the shard that the base optimizer updates.
         is_param: the master is the parameter itself, because nothing distinguishes them: one rank, one dtype.
         is_view: the master is this rank's rows in the memory of the parameter, so that what is written to one is in the

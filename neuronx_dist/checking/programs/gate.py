@@ -172,8 +172,8 @@ def _refused(
             repairs = ["reduce_gradients(model) after the last backward: this optimizer has no sharding group over it"]
             if any(shard.param is param and not shard.is_alone for shard in optimizer.shards):
                 repairs = [
-                    f"leave sharding_groups out for the check: types are written on all of {axis}, not on groups inside "
-                    "it, and the mean is that over all of it in any case"
+                    f"leave sharding_groups out for the check: types are written on all of {axis}, not on groups "
+                    "inside it, and the mean is that over all of it in any case"
                 ]
     elif axis == "pp":
         repairs = ["reduce_gradients(model): it sums the gradients of tied weights over their stages"]
