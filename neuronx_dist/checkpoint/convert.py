@@ -247,7 +247,7 @@ def _write_ours(weights: WeightSource, storage: Storage, tag: str, done: Callabl
         done(numbers[name])
         return value
 
-    tensors: dict[tuple[str, ...], WholeTensor] = {
+    tensors: dict[tuple[str | int, ...], WholeTensor] = {
         ("model", name): WholeTensor(weights.shape(name), weights.dtype(name), partial(read, name)) for name in names
     }
     try:

@@ -110,6 +110,7 @@ class NxdFiles:
 
     def __init__(self, storage: Storage, folder: str) -> None:
         self._storage = storage
+        self._apart: list[StoredTensor] = []  # in files of their own
         self.name = storage.describe(folder)
         models = dict(_of_trainer(storage, f"{folder}/model"))
         optimizers = dict(_of_trainer(storage, f"{folder}/optim"))
@@ -127,6 +128,18 @@ class NxdFiles:
         self._check_complete("model", self.model, 1)
         if self.optimizer:
             self._check_complete("optim", self.optimizer, self.dp)
+
+    def check(self, share: int, shares: int) -> None:
+        """Opens files of single tensors (`use_xser`), which are else opened when a tensor is asked for.
+
+        Args:
+            share, shares: which part of them to open, of how many.
+
+        Raises:
+            CheckpointCorrupted: one is missing, cut off, or holds something else than its tensor.
+        """
+        for tensor in self._apart[share::shares]:
+            tensor.tensor()
 
     def _check_complete(self, part: str, states: Mapping[Writer, Any], dp: int) -> None:
         every = {Writer(tp, pp, rank) for tp in range(self.tp) for pp in range(self.pp) for rank in range(dp)}
@@ -151,9 +164,10 @@ class NxdFiles:
             if not isinstance(leaf, TensorReference):
                 return leaf
             read = partial(_loaded, self._storage, f"{path}.tensors/tensor_{leaf.tid}.pt")
-            if leaf.tid in info:
-                return StoredTensor(tuple(info[leaf.tid]["shape"]), info[leaf.tid]["dtype"], read)
-            return StoredTensor.of(read())
+            if leaf.tid not in info:
+                return StoredTensor.of(read())
+            self._apart.append(StoredTensor(tuple(info[leaf.tid]["shape"]), info[leaf.tid]["dtype"], read))
+            return self._apart[-1]
 
         return pytree.tree_map(stored, state, is_leaf=lambda leaf: isinstance(leaf, (TensorReference, torch.Size)))
 

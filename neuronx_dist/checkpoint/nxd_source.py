@@ -41,6 +41,7 @@ def load_nxd(
     optimizer: torch.optim.Optimizer | None = None,
     *,
     strict: bool = True,
+    device: str | torch.device = "cpu",
 ) -> None:
     """Loads a folder that NeuronX Distributed wrote into this layout; all ranks call it.
 
@@ -58,12 +59,14 @@ def load_nxd(
             groups = merged_groups(everywhere)
 
     def opened() -> NxdSource:
-        source = NxdSource(NxdFiles(storage, folder), specs_of(model))
+        files = NxdFiles(storage, folder)
+        files.check(comm.rank("world"), comm.size("world"))
+        source = NxdSource(files, specs_of(model))
         if optimizer is not None:
             source.add_optimizer(groups)
         return source
 
-    load_from(opened, where, model, optimizer, strict=strict)
+    load_from(opened, where, model, optimizer, strict=strict, device=device)
 
 
 class WholeParameter(NamedTuple):

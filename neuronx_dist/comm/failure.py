@@ -5,7 +5,7 @@ a watching thread on every rank reads the store twice a second, and in jobs of m
 (`interval`). A rank that is in a collective at that time gets the message as a `RemoteRankError`; every rank prints it,
 and one that is stuck, or computes for long, is ended after a grace period.
 
-The same thread says where this rank waits long for others (`waiting.py`).
+The same thread says where this rank waits long for others (`slow_waits.py`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from . import aborts
 from .errors import RemoteRankError
-from .waiting import SlowWaits
+from .slow_waits import SlowWaits
 
 __all__ = ["Failure", "FailureMonitor", "interval"]
 

@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 
 from neuronx_dist import comm
-from neuronx_dist.comm import failure, waiting
+from neuronx_dist.comm import failure, slow_waits, waiting
 from neuronx_dist.comm.failure import FailureMonitor
-from neuronx_dist.comm.waiting import SlowWaits, in_words, noted, waits
+from neuronx_dist.comm.slow_waits import SlowWaits
+from neuronx_dist.comm.waiting import in_words, noted, waits
 from neuronx_dist.mesh import Mesh
 
 
@@ -204,7 +205,7 @@ def test_a_long_wait_is_told_once_with_what_it_waits_for(capsys):
 
 def test_a_wait_that_follows_another_begins_anew(capsys, monkeypatch):
     now = 0.0
-    monkeypatch.setattr(waiting, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(slow_waits, "time", SimpleNamespace(monotonic=lambda: now))
     watch = SlowWaits(0, 5)
     for _ in range(4):
         with noted("something else"):
@@ -323,7 +324,7 @@ def test_a_rank_that_does_not_end_by_itself_is_ended(monkeypatch, capsys):
 
 def test_what_is_said_of_a_long_wait(capsys, monkeypatch):
     now = 100.0
-    monkeypatch.setattr(waiting, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(slow_waits, "time", SimpleNamespace(monotonic=lambda: now))
     watch = SlowWaits(3, 5)
     with noted("making the group tp"):
         watch.look()
@@ -340,4 +341,4 @@ def test_what_is_said_of_a_long_wait(capsys, monkeypatch):
         "NEURONX_DIST_DEBUG=collectives in the environment of all ranks an error names the other side\n"
     )
     assert waiting.operand_of(torch.ones(2)) == ((2,), torch.float32) and waiting.operand_of([]) == (0, None)
-    assert [waiting.seconds_of("NEURONX_DIST_NOTHING", 3.5), SlowWaits(0, 0).seconds] == [3.5, 0]
+    assert [slow_waits.seconds_of("NEURONX_DIST_NOTHING", 3.5), SlowWaits(0, 0).seconds] == [3.5, 0]

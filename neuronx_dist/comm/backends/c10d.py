@@ -25,7 +25,7 @@ from ..board import StoreBoard
 from ..errors import CommError, CommTimeout, RemoteRankError
 from ..failure import FailureMonitor
 from ..waiting import noted
-from .messages import LARGE, start_alone
+from .messages import LARGE, exchange, start_alone
 
 __all__ = ["DEFAULT_TIMEOUT", "C10dBackend", "C10dCommunicator", "ranks_of_group"]
 
@@ -121,6 +121,18 @@ class C10dCommunicator(Communicator):
                 ops.append(dist.P2POp(dist.isend, x, group=self.group, tag=tag, group_peer=dst))
             elif dst == self.rank:
                 ops.append(dist.P2POp(dist.irecv, out, group=self.group, tag=tag, group_peer=src))
+        return Works(dist.batch_isend_irecv(ops) if ops else [])
+
+    def start_exchange(self, received: Sequence[torch.Tensor], sent: Sequence[torch.Tensor]) -> WorkLike:
+        """A message for each pair of ranks that has something to send; on NCCL all of them as one operation."""
+        if self._gloo:
+            return Works(exchange(self, sent, received, _TAG + 2))
+        ops = [
+            dist.P2POp(op, x, group=self.group, group_peer=peer)
+            for op, xs in ((dist.isend, sent), (dist.irecv, received))
+            for peer, x in enumerate(xs)
+            if x.numel()
+        ]
         return Works(dist.batch_isend_irecv(ops) if ops else [])
 
     def start_broadcast(self, buffer: torch.Tensor, src: int) -> WorkLike:
