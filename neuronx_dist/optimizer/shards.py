@@ -34,8 +34,8 @@ class ParameterShard:
         replicas: the ranks that have the same rows of it: one, but with hybrid sharding.
         scale: what the sum of their gradients is multiplied by.
         grad_dtype: dtype in which its gradient travels.
-        nbytes: size of the parameter's gradient while it is communicated, `[degree, columns]`. Buckets of the
-            all-gather are cut by it too.
+        nbytes: memory that the parameter's gradient takes while it is communicated: `[degree, columns]`, and as much
+            for a copy where it is padded, cast or (fp16) divided before. Buckets of the all-gather are cut by it too.
         master: the shard that the base optimizer updates.
         is_param: the master is the parameter itself, because nothing distinguishes them: one rank, one dtype.
         is_view: the master is this rank's rows in the memory of the parameter, so that what is written to one is in the
@@ -50,7 +50,8 @@ class ParameterShard:
         self.group, self.replicas, self.scale = sharding
         self.degree = self.group.size
         self.grad_dtype = grad_dtype
-        self.nbytes = self.degree * self.columns * grad_dtype.itemsize
+        is_sent_as_it_is = self.rows is not None and grad_dtype == gradient.dtype != torch.float16
+        self.nbytes = self.degree * self.columns * grad_dtype.itemsize * (1 if is_sent_as_it_is else 2)
         self.is_param = self.is_alone and self.scale == 1.0 and param.dtype == dtype and not hasattr(param, "main_grad")
         self.is_view = False
         if self.is_param:
