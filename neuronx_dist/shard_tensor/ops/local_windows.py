@@ -14,9 +14,10 @@ import torch
 
 from ... import comm
 from ...comm.context import AxisLike
+from ..chains import plan_chain
 from ..exchange import exchange, start, take
 from ..intervals import Bounds
-from ..windows import IndexMap, Range, Sliding, plan_chain, plan_edges, plan_windows
+from ..windows import IndexMap, Range, Sliding, plan_edges, plan_windows
 
 __all__ = [
     "LocalWindow",
