@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from .. import spmd
 from ..comm.select import own_slot
 from ..gradients.gradient import ParameterGradient
+from ..weights.partial_model import install_parameter
 from .sharding import Sharding
 
 __all__ = ["ParameterShard"]
@@ -106,8 +107,10 @@ class ParameterShard:
 
     @torch.no_grad()
     def pull(self) -> None:
-        """Sets the master to the parameter's present value."""
-        if not self.is_param and not self.is_view:
+        """Sets the master to the parameter's present value; one that was made on meta gets memory."""
+        if self.master.is_meta and not self.param.is_meta:
+            install_parameter(self.master, self._rows_or_copy(self.master.dtype))
+        elif not self.is_param and not self.is_view:
             self.master.copy_(own_slot(self.split(self.param), self.group, 0).view(self.shape))
 
     @torch.no_grad()
