@@ -23,7 +23,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-__all__ = ["Seconds", "heading", "notch", "on_ranks", "parser", "quiet", "ratio", "take_turns"]
+__all__ = ["Seconds", "compared", "heading", "notch", "num_bytes", "on_ranks", "parser", "quiet", "ratio", "take_turns"]
+
+_UNITS = {"K": 1 << 10, "M": 1 << 20}
 
 
 class Seconds(NamedTuple):
@@ -125,6 +127,29 @@ def ratio(over: Sequence[float], under: Sequence[float]) -> tuple[float, float]:
     """Median of the ratios of paired measurements, and the half-width of its 95 % interval."""
     ratios = [a / b for a, b in zip(over, under)]
     return statistics.median(ratios), notch(ratios)
+
+
+class Compared(NamedTuple):
+    """One variant against another, by one kind of seconds: medians in seconds, and the ratio of paired rounds."""
+
+    seconds: float
+    base: float
+    ratio: float
+    interval: float  # half-width, of the ratio
+
+
+def compared(over: Sequence[Seconds], under: Sequence[Seconds]) -> dict[str, Compared]:
+    """A variant's rounds against another's, in wall and in CPU time; the keys are what names in reports end in."""
+    results = {}
+    for key, part in (("", "wall"), ("_cpu", "cpu")):
+        mine, base = ([getattr(one, part) for one in rounds] for rounds in (over, under))
+        results[key] = Compared(statistics.median(mine), statistics.median(base), *ratio(mine, base))
+    return results
+
+
+def num_bytes(text: str) -> int:
+    """`64K`, `1M` as a number."""
+    return int(text[:-1]) * _UNITS[text[-1]]
 
 
 def notch(values: Sequence[float]) -> float:

@@ -15,12 +15,11 @@ The last line is JSON: `{"256": {"ours_over_hand": wall, "ours_over_hand_cpu": C
 from __future__ import annotations
 
 import json
-import statistics
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from common import Seconds, heading, on_ranks, parser, ratio, take_turns  # first: sets the threads
+from common import Seconds, compared, heading, on_ranks, parser, take_turns  # first: sets the threads
 
 # isort: split
 import torch
@@ -242,13 +241,10 @@ def main() -> None:
         report[str(hidden)] = {}
         for name in VARIANTS:
             cells = [f"{hidden:>6}  {name:<8}"]
-            for kind, pad in (("wall", 9), ("cpu", 11)):
-                mine, base = ([getattr(one, kind) for one in taken[who]] for who in (name, "hand"))
-                middle, interval = ratio(mine, base)
-                cells.append(f"{statistics.median(mine) * 1e3:>{pad}.2f}{middle:>8.3f}{interval:>7.3f}")
+            for (key, each), pad in zip(compared(taken[name], taken["hand"]).items(), (9, 11)):
+                cells.append(f"{each.seconds * 1e3:>{pad}.2f}{each.ratio:>8.3f}{each.interval:>7.3f}")
                 if name != "hand":
-                    key = f"{'hand' if name == 'again' else name}_over_hand" + ("_cpu" if kind == "cpu" else "")
-                    report[str(hidden)][key] = round(middle, 4)
+                    report[str(hidden)][f"{'hand' if name == 'again' else name}_over_hand{key}"] = round(each.ratio, 4)
             print("".join(cells) + f"{repeats:>9}", flush=True)
         found = report[str(hidden)]["ours_over_hand"]
         goal = GOAL.get(hidden, 1.03)

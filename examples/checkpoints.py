@@ -9,8 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import job
-
 import neuronx_dist as nxd
 from neuronx_dist import comm
 
@@ -141,24 +139,6 @@ class Checkpoints:
 
 def folder_of(args: Namespace) -> Path:
     return Path(args.out) / "checkpoints"
-
-
-def check_resume(args: Namespace) -> None:
-    """Refuses a `--resume` that cannot work, before anything is allocated.
-
-    Raises:
-        ValueError: what is missing.
-    """
-    out = Path(args.out)
-    if args.resume is None:
-        return
-    if args.resume == "auto":
-        if out.exists() and not (out / "run.json").is_file() and any(out.iterdir()):
-            raise ValueError(f"--resume auto: {out} is not the folder of a run, it has no run.json; give another --out")
-        if (out / "model").exists() and not nxd.has_checkpoint(folder_of(args)) and not job.is_restart():
-            raise ValueError(f"--resume auto: {out} has a run that has ended, and no checkpoint; give another --out")
-    elif not nxd.has_checkpoint(folder_of(args)):
-        raise ValueError(f"--resume: there is no complete checkpoint in {folder_of(args)}; --resume auto starts anew")
 
 
 def _differences(saved: dict[str, Any], own: dict[str, Any]) -> list[str]:

@@ -25,15 +25,15 @@ PACKAGE = ROOT / "neuronx_dist"
 # From the ground up. Rooms on one line do not import one another. A room is a file, or a folder but for the parts of it
 # that have a line of their own.
 TOWER = [
-    ["axis_sizes", "call_site", "lazy_names", "model_shape", "nearest", "topology"],
+    ["axis_sizes", "call_site", "command_line", "lazy_names", "model_shape", "nearest", "shared_context", "topology"],
     ["mesh"],
     ["comm"],
     ["comm/backends"],
     ["comm/scopes", "comm/launch"],
     ["weights"],
     ["spmd"],
-    ["gradients"],
-    ["parallel_layers"],
+    ["gradients", "shard_tensor"],
+    ["distributed", "parallel_layers"],
     ["hf", "optimizer", "pipeline/schedule"],
     ["pipeline/record", "pipeline/timeline"],
     ["pipeline/cut"],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
+from ..command_line import command_parser, count
 from .convert import FORMATS, convert
 from .errors import CheckpointError
 from .progress import progress_bar
@@ -26,18 +27,16 @@ the folders of save_checkpoint and NeuronX Distributed into any layout.
 
 def arguments() -> argparse.ArgumentParser:
     """What `convert` takes."""
-    parser = argparse.ArgumentParser(
-        description="Converts weights: folders of Hugging Face's, of save_checkpoint and of NeuronX Distributed's.",
-        epilog=_EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = command_parser(
+        "Converts weights: folders of Hugging Face's, of save_checkpoint and of NeuronX Distributed.", _EXAMPLE
     )
     add = parser.add_argument
     add("source", metavar="SRC", help="a folder of any of these formats, of one tag of it, or a weight file")
     add("target", metavar="DST", help="a folder that is new or empty")
     add("--to", choices=FORMATS, help="the format to write; default: ours of a folder of Hugging Face's, else hf")
     add("--tag", help="the checkpoint to read (default: the newest), or to write (default: as read, or converted)")
-    add("--tp", type=_degree, default=1, metavar="N", help="tensor-parallel ranks, of nxd (1)")
-    add("--pp", type=_degree, default=1, metavar="N", help="pipeline stages, of nxd (1)")
+    add("--tp", type=count, default=1, metavar="N", help="tensor-parallel ranks, of nxd (1)")
+    add("--pp", type=count, default=1, metavar="N", help="pipeline stages, of nxd (1)")
     add("--config", metavar="FOLDER", help="with the model's config.json; default: SRC, if it has one")
     return parser
 
@@ -61,10 +60,3 @@ def run(args: argparse.Namespace) -> int:
         return 1
     print(f"{args.target}: written as {to}")
     return 0
-
-
-def _degree(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"is to be at least 1, got {value}")
-    return value

@@ -229,7 +229,7 @@ class Played:
             context = stack.enter_context(comm.as_rank(self.mesh, rank, backend))
             context.extras.update(self._extras)
             stack.enter_context(torch.random.fork_rng(devices=[]))
-            stack.enter_context(kept_seeds())
+            stack.enter_context(kept_seeds)
             torch.set_rng_state(self._built_random)
             if self.types is not None:
                 self.types.outside_seed = torch.initial_seed()

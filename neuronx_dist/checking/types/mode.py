@@ -124,7 +124,7 @@ class SpmdTypeMode(Session):
         self._before.append(entered(self))
         self._hooks.append(ExitStack())
         self._hooks[-1].enter_context(intercept(self._function))
-        self._hooks[-1].enter_context(surroundings())
+        self._hooks[-1].enter_context(surroundings)
         self._hooks[-1].enter_context(tracked())
         super().__enter__()
         self.entered += 1

@@ -35,7 +35,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from ... import comm
 from ...call_site import call_site
 from ...comm.backends.shapes import ShapesCommunicator
-from ...comm.rank_values import RankValue
+from ...comm.rank_numbers import RankNumber
 from ...spmd.intercept import intercept
 from ...spmd.watching import no_typecheck
 from .checkpoints import Checkpoints
@@ -75,7 +75,7 @@ def record(
         stack.enter_context(intercept(_see_function))
         stack.enter_context(restored(module))
         stack.enter_context(without_cache(module))
-        backend = None if isinstance(here.rank, RankValue) else ShapesOfStage(here.mesh)
+        backend = None if isinstance(here.rank, RankNumber) else ShapesOfStage(here.mesh)
         shapes_only = stack.enter_context(comm.as_rank(here.mesh, here.rank, backend))
         shapes_only.extras.update(here.extras)  # random streams
         stack.enter_context(torch.enable_grad())

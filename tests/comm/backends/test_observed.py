@@ -15,14 +15,15 @@ from torch.overrides import BaseTorchFunctionMode, TorchFunctionMode
 
 from neuronx_dist import Mesh, comm, spmd
 from neuronx_dist.comm.backends.observed import CheckBackend
-from neuronx_dist.comm.rank_values import RankValue, concrete, is_member, rank_values_in, value_on
+from neuronx_dist.comm.rank_numbers import concrete, is_member
+from neuronx_dist.comm.rank_values import RankValue, rank_values_in, value_on
 from neuronx_dist.gradients import norm as grad_norm
 from neuronx_dist.parallel_layers import autograd_linear, loss_functions, parallel_state
 from neuronx_dist.parallel_layers.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
 from neuronx_dist.parallel_layers.loss_functions import parallel_cross_entropy
 from neuronx_dist.parallel_layers.random import model_parallel_manual_seed
 from neuronx_dist.pipeline import NxDPPModel
-from neuronx_dist.spmd import collectives
+from neuronx_dist.spmd import rows
 from tests.support.paths import file_name
 
 MESH = Mesh(16, tp=2, pp=2, cp=2)  # dp=2
@@ -249,9 +250,7 @@ def test_layers_loss_and_seeds_look_at_nothing():
             assert event.where.startswith(__file__) and event.axis == "tp" and event.ranks == (0, 1, 2, 3)
             assert event.awaited is not None and event.awaited > event.number
         inside = [event.inside.rsplit("/", 1)[1].split(":")[0] for event in seen.backend.events]
-        assert inside[:4] == [
-            file_name(module) for module in (collectives, autograd_linear, loss_functions, loss_functions)
-        ]
+        assert inside[:4] == [file_name(module) for module in (rows, autograd_linear, loss_functions, loss_functions)]
 
 
 def test_the_norm_of_the_gradients_reads_tp_once():
@@ -353,7 +352,7 @@ def test_call_sites_under_a_mode_are_those_of_the_caller():
             spmd.all_reduce(x, "tp", dst=spmd.R)
         first, second = seen.backend.events
         assert first.where == first.inside == f"{__file__}:{line}"
-        assert second.where == f"{__file__}:{line + 1}" and f"{collectives.__file__}:" in second.inside
+        assert second.where == f"{__file__}:{line + 1}" and f"{rows.__file__}:" in second.inside
 
 
 def _line() -> int:
