@@ -58,7 +58,7 @@ __all__ = [
 Handler = Callable[..., Any]  # (func, types, args, kwargs)
 
 
-def UNHANDLED() -> None:
+def UNHANDLED() -> None:  # noqa: N802 - a constant
     """The key of the handler that computes functions without one."""
 
 

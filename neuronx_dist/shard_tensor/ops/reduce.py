@@ -97,7 +97,7 @@ def sums(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
     sum_ = torch.nansum if func in (torch.nansum, _T.nansum) else torch.sum
 
     def call(
-        input: ShardTensor,
+        input: ShardTensor,  # noqa: A002 - torch's names
         dim: Any = None,
         keepdim: bool = False,
         *,
@@ -122,7 +122,7 @@ def sums(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
 
 @sharded(torch.prod, _T.prod)
 def product(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
-    def call(input: ShardTensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
+    def call(input: ShardTensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:  # noqa: A002
         local, spec = operand(input)
         plan = reduced(spec, dim, keepdim)
         y = torch.prod(local, dtype=dtype) if dim is None else torch.prod(local, dim, keepdim, dtype=dtype)
@@ -163,7 +163,7 @@ _WITH_MEAN = frozenset((torch.var_mean, torch.std_mean))
 @sharded(torch.var, _T.var, torch.std, _T.std, torch.var_mean, torch.std_mean)
 def variance(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
     def call(
-        input: ShardTensor,
+        input: ShardTensor,  # noqa: A002 - torch's names
         dim: Any = None,
         unbiased: bool | None = None,
         keepdim: bool = False,
@@ -245,7 +245,7 @@ _MAXIMA = frozenset((torch.amax, _T.amax, torch.max, _T.max))
 
 @sharded(torch.amax, _T.amax, torch.amin, _T.amin)
 def amax(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
-    def call(input: ShardTensor, dim: Any = (), keepdim: bool = False) -> Any:
+    def call(input: ShardTensor, dim: Any = (), keepdim: bool = False) -> Any:  # noqa: A002 - torch's names
         dim = tuple(dim) if isinstance(dim, list) else dim
         local, spec = operand(input)
         plan = reduced(spec, dim, keepdim)
@@ -268,7 +268,7 @@ def max_of_all(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> 
 
 @sharded(torch.logsumexp, _T.logsumexp, torch.special.logsumexp)
 def logsumexp(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
-    def call(input: ShardTensor, dim: Any, keepdim: bool = False) -> Any:
+    def call(input: ShardTensor, dim: Any, keepdim: bool = False) -> Any:  # noqa: A002 - torch's names
         dim = tuple(dim) if isinstance(dim, list) else dim
         local, spec = operand(input)
         plan = reduced(spec, dim, keepdim)
@@ -309,7 +309,7 @@ def _norm(x: ShardTensor, ord_: Any, dim: Any, keepdim: bool, dtype: torch.dtype
 @sharded(torch.norm, _T.norm)
 def norm(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
     def call(
-        input: ShardTensor,
+        input: ShardTensor,  # noqa: A002 - torch's names
         p: Any = "fro",
         dim: Any = None,
         keepdim: bool = False,
@@ -329,7 +329,7 @@ def vector_norm(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) ->
         dim: Any = None,
         keepdim: bool = False,
         *,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | None = None,  # noqa: A002
     ) -> Any:
         return _norm(x, ord, dim, keepdim, dtype)
 
@@ -343,7 +343,7 @@ def vector_norm(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) ->
 def counts(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
     is_all, is_any = func in (torch.all, _T.all), func in (torch.any, _T.any)
 
-    def call(input: ShardTensor, dim: Any = None, keepdim: bool = False) -> Any:
+    def call(input: ShardTensor, dim: Any = None, keepdim: bool = False) -> Any:  # noqa: A002 - torch's names
         dim = tuple(dim) if isinstance(dim, list) else dim
         local, spec = operand(input)
         plan = reduced(spec, dim, keepdim)

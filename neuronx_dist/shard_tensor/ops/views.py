@@ -259,7 +259,7 @@ def _dim(x: ShardTensor, dim: int) -> int:
 
 @sharded(torch.select, _T.select)
 def select(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
-    def call(input: ShardTensor, dim: int, index: int) -> Any:
+    def call(input: ShardTensor, dim: int, index: int) -> Any:  # noqa: A002 - torch's names
         dim = _dim(input, dim)
         return selected(input, dim, _position(int(index), input.shape[dim], dim))
 
@@ -268,7 +268,7 @@ def select(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
 
 @sharded(torch.narrow, _T.narrow)
 def narrow(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
-    def call(input: ShardTensor, dim: int, start: int, length: int) -> Any:
+    def call(input: ShardTensor, dim: int, start: int, length: int) -> Any:  # noqa: A002
         dim = _dim(input, dim)
         start = start + input.shape[dim] if start < 0 else start
         if not 0 <= start <= start + length <= input.shape[dim]:
