@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -95,6 +96,51 @@ def test_ranks_that_end_ask_the_store_less_often_in_large_jobs(monkeypatch):
         waited = clock[0] - begin
         assert failure.interval(world_size) <= waited <= 12
         assert len(store.times) <= 2 + 10 * waited / failure.interval(world_size)
+
+
+@pytest.mark.parametrize("there", [[0], [0, 1, 3, 4], [1, 2, 3, 4], [0, 1, 2, 3], [0, 4], [2, 3]])
+def test_who_is_lost_is_found_by_who_is_there(there: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of five ranks some say nothing any more; two of the others ask."""
+    monkeypatch.setattr(failure, "_ACKNOWLEDGE", 0.3)
+    store = dist.HashStore()
+    monitors = [FailureMonitor(store, rank, 5) for rank in there]
+    for monitor in monitors[2:]:
+        monitor.start()
+    for monitor in monitors[:2]:
+        monitor._interval = 0.5
+    try:
+        answers = pool(len(monitors[:2]), lambda i: monitors[i].find_lost())
+    finally:
+        for monitor in monitors[2:]:
+            monitor.stop()
+    lost = [rank for rank in range(5) if rank not in there]
+    for answer in answers:
+        assert answer.rank == lost[0] and answer.message.startswith("lost without a message")
+        assert answer.message.endswith(f" (and {len(lost) - 1} more)") == (len(lost) > 1)
+
+
+def pool(number: int, function: Any) -> list[Any]:
+    with ThreadPoolExecutor(number) as threads:
+        return list(threads.map(function, range(number)))
+
+
+def test_a_rank_that_tells_its_failure_is_not_taken_for_lost() -> None:
+    """Others notice that it closes its connections before it has come to its last words."""
+    store = dist.HashStore()
+    asks, fails = FailureMonitor(store, 0, 2), FailureMonitor(store, 1, 2)
+    with ThreadPoolExecutor(1) as threads:
+        answer = threads.submit(asks.find_lost)
+        while not store.check(["neuronx_dist/failure/0/first"]):
+            time.sleep(0.01)
+        fails.report(ValueError("the parrot is dead"))
+        assert answer.result() == (1, "ValueError: the parrot is dead")
+
+
+def test_nobody_is_lost() -> None:
+    store = dist.HashStore()
+    monitors = [FailureMonitor(store, rank, 2) for rank in range(2)]
+    with ThreadPoolExecutor(2) as threads:
+        assert [*threads.map(FailureMonitor.find_lost, monitors)] == [None, None]
 
 
 @pytest.mark.slow

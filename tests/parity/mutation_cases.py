@@ -358,6 +358,21 @@ def expert_regions(scatter_gather: bool) -> None:
     comm.threads.run(Mesh(4, tp=2, ep=2), rank_main, timeout=20.0)
 
 
+def hybrid_step() -> None:
+    """A step of ZeRO-1 over pairs: the mean is over all four ranks, and the norm is that of the mean."""
+
+    def rank_main() -> None:
+        param = nn.Parameter(torch.zeros(4))
+        options = dict(lr=1.0, max_norm=math.inf, sharding_groups=[[0, 1], [2, 3]])
+        optimizer = nxd.NeuronZero1Optimizer([param], torch.optim.SGD, **options)
+        param.grad = torch.full((4,), 10.0 ** comm.rank("dp"))
+        optimizer.step()
+        _close(param.detach(), torch.full((4,), -1111 / 4), "parameter")
+        _close(optimizer.grad_norm, torch.tensor(1111 / 2), "norm")
+
+    comm.threads.run(Mesh(4), rank_main, timeout=20.0)
+
+
 def number_of_labels() -> None:
     def rank_main() -> None:
         labels = torch.tensor([[0, 1, 2, 3, 4]] if comm.rank("dp") == 0 else [[0, 1, -100, -100, -100]])

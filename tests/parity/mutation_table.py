@@ -22,6 +22,7 @@ from tests.parity.mutation_cases import (
     exchange_of_a_plan,
     expert_regions,
     full_logits,
+    hybrid_step,
     layer,
     megatron_all_to_all,
     norms,
@@ -143,6 +144,7 @@ CASES: dict[str, Callable[[], None]] = {
         one_step, Case(dp=2, optimizer="zero1")
     ),
     "NeuronZero1Optimizer._all_gather.start:comm.all_gather#1": partial(one_step, Case(dp=2, optimizer="zero1")),
+    "NeuronZero1Optimizer._reduce_scatter.finish:comm.all_reduce#1": hybrid_step,
     "report_loss:comm.all_reduce#1": partial(steps_of_a_pipeline, Case(dp=2)),
     "report_loss:comm.broadcast#1": partial(steps_of_a_pipeline, Case(pp=2)),
     "Lockstep._transfer:comm.permute#1": partial(steps_in_rounds, Case(pp=2)),

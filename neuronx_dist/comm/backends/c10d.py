@@ -154,20 +154,21 @@ class C10dCommunicator(Communicator):
         if isinstance(error, CommError):
             raise error
         what = self.describe(verb)
-        first = self._monitor.first_failure() if self._monitor is not None else None
+        text = str(error)
+        timed_out = "imed out" in text or "timeout" in text.lower()
+        monitor = self._monitor
+        first = None if monitor is None else monitor.first_failure() if timed_out else monitor.find_lost()
         if first is not None:
             raise RemoteRankError(
                 f"rank {first.rank} failed first: {first.message} (met in {what})", rank=first.rank
             ) from None
-        text = str(error)
-        if "imed out" in text or "timeout" in text.lower():
+        if timed_out:
             raise CommTimeout(
                 f"{what} timed out: some rank of the group did not take part. It is stuck, much slower, or went "
                 f"another way through the program. ({text.splitlines()[0][:200]})"
             ) from error
         raise CommError(
-            f"{what} failed: a rank of the group was lost without a message (killed, out of memory, or its host is "
-            f"down), or ended its script without this call. ({text.splitlines()[0][:200]})"
+            f"{what} failed: the connection to another rank of the group was lost. ({text.splitlines()[0][:200]})"
         ) from error
 
 
