@@ -25,7 +25,7 @@ PACKAGE = ROOT / "neuronx_dist"
 # From the ground up. Rooms on one line do not import one another. A room is a file, or a folder but for the parts of it
 # that have a line of their own.
 TOWER = [
-    ["axis_sizes", "call_site", "lazy_names", "model_shape", "nearest", "topology"],
+    ["axis_sizes", "call_site", "command_line", "lazy_names", "model_shape", "nearest", "shared_context", "topology"],
     ["mesh"],
     ["comm"],
     ["comm/backends"],
@@ -40,6 +40,7 @@ TOWER = [
     ["pipeline/run"],
     ["pipeline"],
     ["checkpoint"],
+    ["scripts"],
     ["checking/types/rules"],
     ["checking/types"],
     ["checking/types/messages"],
