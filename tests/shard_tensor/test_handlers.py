@@ -181,7 +181,7 @@ def test_what_has_no_handler_is_gathered_and_says_so():
     assert on_ranks(1, lambda mesh: None) == [None]
     (first, second) = on_ranks(2, call)
     assert first[0] + second[0] == 1, "once a call site"
-    assert first[1] == second[1] == ["all_to_all"] * 2
+    assert first[1] == second[1] == ["exchange"] * 2
     with pytest.raises(ValueError, match="none of error, warn, gather"), fallback("loud"):
         pass
 
