@@ -23,6 +23,8 @@ import torch
 from .. import comm, spmd
 from ..comm import Communicator
 from ..spmd import I, P, R, S
+from .exchange import exchange
+from .intervals import bounds_of, repartition
 
 __all__ = ["gather", "scatter_sum", "split", "transpose"]
 
@@ -72,8 +74,10 @@ def transpose(
     x: torch.Tensor, communicator: Communicator, src_dim: int, src_sizes: Sizes, dst_dim: int, dst_sizes: Sizes
 ) -> torch.Tensor:
     """Shards along one dim in place of another, or along the same with other sizes."""
+    if src_dim == dst_dim:
+        return exchange(x, repartition(bounds_of(src_sizes), bounds_of(dst_sizes)), communicator, src_dim)
     src, dst = Shards(src_dim, src_sizes), Shards(dst_dim, dst_sizes)
-    if src_dim != dst_dim and src.equal and dst.equal:
+    if src.equal and dst.equal:
         return spmd.all_to_all(x, communicator, src=S(src_dim), dst=S(dst_dim))
     return _apply(x, _Use("transpose", communicator, src, dst))
 
@@ -122,7 +126,7 @@ def _apply(x: torch.Tensor, use: _Use) -> torch.Tensor:
 
 def _gather(x: torch.Tensor, use: _Use) -> torch.Tensor:
     communicator, (dim, sizes) = use.communicator, use.src
-    pieces = _exchange([x] * communicator.size, communicator, [_resized(x, dim, size) for size in sizes])
+    pieces = _exchanged([x] * communicator.size, communicator, [_resized(x, dim, size) for size in sizes])
     return torch.cat(pieces, dim)
 
 
@@ -142,23 +146,15 @@ def _pad(x: torch.Tensor, use: _Use) -> torch.Tensor:
 def _scatter_sum(x: torch.Tensor, use: _Use) -> torch.Tensor:
     communicator, (dim, sizes) = use.communicator, use.dst
     own = _resized(x, dim, sizes[communicator.rank])
-    return torch.stack(_exchange(x.split(sizes, dim), communicator, [own] * communicator.size)).sum(0)
+    pieces = _exchanged(x.split(sizes, dim), communicator, [own] * communicator.size)
+    return torch.stack(pieces).sum(0)
 
 
 def _transpose(x: torch.Tensor, use: _Use) -> torch.Tensor:
     communicator, src, dst = use.communicator, use.src, use.dst
-    own, ranks = communicator.rank, range(communicator.size)
-    if src.dim == dst.dim:
-        begin = src.bounds(own)[0]
-        cuts = [_overlap(src.bounds(own), dst.bounds(other)) for other in ranks]
-        sends = [x.narrow(src.dim, max(0, low - begin), high - low) if high > low else x[:0] for low, high in cuts]
-        comes = [_overlap(src.bounds(other), dst.bounds(own)) for other in ranks]
-        shapes = [_resized(x, src.dim, high - low) for low, high in comes]
-    else:
-        sends = list(x.split(dst.sizes, dst.dim))
-        received = _resized(x, dst.dim, dst.sizes[own])
-        shapes = [(*received[: src.dim], size, *received[src.dim + 1 :]) for size in src.sizes]
-    return torch.cat(_exchange(sends, communicator, shapes), src.dim)
+    own = _resized(x, dst.dim, dst.sizes[communicator.rank])
+    shapes = [(*own[: src.dim], size, *own[src.dim + 1 :]) for size in src.sizes]
+    return torch.cat(_exchanged(x.split(dst.sizes, dst.dim), communicator, shapes), src.dim)
 
 
 _KERNELS = {
@@ -172,19 +168,14 @@ _KERNELS = {
 }
 
 
-def _exchange(
+def _exchanged(
     sends: Sequence[torch.Tensor], communicator: Communicator, shapes: Sequence[Sequence[int]]
 ) -> list[torch.Tensor]:
-    """Sends a tensor to each rank, and gives what came from each, of `shapes`."""
-    received = [sends[0].new_empty(tuple(shape)) for shape in shapes]
-    comm.exchange(list(sends), received, communicator)
+    """Sends a tensor to each rank; gives what came from each, of `shapes`."""
+    received = [sends[0].new_empty(shape) for shape in shapes]
+    comm.exchange(sends, received, communicator)
     return received
 
 
 def _resized(x: torch.Tensor, dim: int, size: int) -> tuple[int, ...]:
     return (*x.shape[:dim], size, *x.shape[dim + 1 :])
-
-
-def _overlap(a: tuple[int, int], b: tuple[int, int]) -> tuple[int, int]:
-    low = max(a[0], b[0])
-    return low, max(low, min(a[1], b[1]))

@@ -170,7 +170,7 @@ CASES: dict[str, Callable[[], None]] = {
             "transpose:spmd.all_to_all",
         )
     },
-    "_exchange:comm.exchange#1": mutations.uneven_moves,
+    "_exchanged:comm.exchange#1": mutations.uneven_moves,
     "_used:spmd.convert#1": mutations.weights,
     "_summed:spmd.all_reduce#1": mutations.summed,
     "_as_summand:spmd.convert#1": mutations.summand,
