@@ -117,8 +117,11 @@ class _Move(torch.autograd.Function):
 
 
 def _apply(x: torch.Tensor, use: _Use) -> torch.Tensor:
-    result: torch.Tensor = _Move.apply(x, use)
-    return result
+    if x.requires_grad and torch.is_grad_enabled():
+        result: torch.Tensor = _Move.apply(x, use)
+        return result
+    with torch.no_grad():
+        return _KERNELS[use.name](x, use)
 
 
 def _gather(x: torch.Tensor, use: _Use) -> torch.Tensor:
@@ -129,7 +132,7 @@ def _gather(x: torch.Tensor, use: _Use) -> torch.Tensor:
 
 def _split(x: torch.Tensor, use: _Use) -> torch.Tensor:
     start, stop = use.dst.bounds(use.communicator.rank)
-    return x.narrow(use.dst.dim, start, stop - start).contiguous()
+    return x.narrow(use.dst.dim, start, stop - start).clone(memory_format=torch.contiguous_format)
 
 
 def _pad(x: torch.Tensor, use: _Use) -> torch.Tensor:
