@@ -40,6 +40,7 @@ TOWER = [
     ["pipeline/run"],
     ["pipeline"],
     ["checkpoint"],
+    ["scripts"],
     ["checking/types/rules"],
     ["checking/types"],
     ["checking/types/messages"],

@@ -25,7 +25,15 @@ from torch.utils import _pytree as pytree
 from .errors import CheckpointCorrupted, CheckpointMismatch
 from .storage import Storage
 
-__all__ = ["NxdFiles", "StoredTensor", "TensorReference", "Writer", "is_nxd_folder", "is_of_checkpointing"]
+__all__ = [
+    "NxdFiles",
+    "StoredTensor",
+    "TensorReference",
+    "Writer",
+    "is_nxd_folder",
+    "is_of_checkpointing",
+    "stored_state",
+]
 
 _OF_TRAINER = re.compile(r"dp_rank_(?P<dp>\d+)(_ep_rank_(?P<ep>\d+))?_tp_rank_(?P<tp>\d+)_pp_rank_(?P<pp>\d+)\.pt")
 _OF_CHECKPOINTING = re.compile(r"tp_rank_(?P<tp>\d+)_pp_rank_(?P<pp>\d+)(_dp_rank_(?P<dp>\d+))?")
@@ -188,28 +196,36 @@ class NxdFiles:
         return state
 
     def _load(self, path: str) -> Any:
-        """A state dict, with a `StoredTensor` for each tensor."""
-        state = _loaded(self._storage, path)
-        match = _OF_TRAINER.fullmatch(path.rpartition("/")[2])
-        is_of_other_experts = match is not None and int(match["ep"] or 0) > 0
-        info: Mapping[int, Any] = {}
-        if self._storage.exists(f"{path}.info.pt"):
-            info = _loaded(self._storage, f"{path}.info.pt")
+        return stored_state(self._storage, path, self._apart)
 
-        def stored(leaf: Any) -> Any:
-            if isinstance(leaf, torch.Tensor):
-                return StoredTensor.of(leaf.detach())
-            if not isinstance(leaf, TensorReference):
-                return leaf
-            read = partial(_loaded, self._storage, f"{path}.tensors/tensor_{leaf.tid}.pt")
-            if leaf.tid not in info:
-                return StoredTensor.of(read())
-            if is_of_other_experts and not info[leaf.tid].get("expert_model_parallel"):
-                return None  # which ep rank 0 has written
-            self._apart.append(StoredTensor(tuple(info[leaf.tid]["shape"]), info[leaf.tid]["dtype"], read))
-            return self._apart[-1]
 
-        return pytree.tree_map(stored, state, is_leaf=lambda leaf: isinstance(leaf, (TensorReference, torch.Size)))
+def stored_state(storage: Storage, path: str, apart: list[StoredTensor]) -> Any:
+    """A state dict of a file, with a `StoredTensor` for each tensor; those in files of their own are added to `apart`.
+
+    Raises:
+        CheckpointCorrupted: a file is missing, cut off, or holds something that could run.
+    """
+    state = _loaded(storage, path)
+    match = _OF_TRAINER.fullmatch(path.rpartition("/")[2])
+    is_of_other_experts = match is not None and int(match["ep"] or 0) > 0
+    info: Mapping[int, Any] = {}
+    if storage.exists(f"{path}.info.pt"):
+        info = _loaded(storage, f"{path}.info.pt")
+
+    def stored(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return StoredTensor.of(leaf.detach())
+        if not isinstance(leaf, TensorReference):
+            return leaf
+        read = partial(_loaded, storage, f"{path}.tensors/tensor_{leaf.tid}.pt")
+        if leaf.tid not in info:
+            return StoredTensor.of(read())
+        if is_of_other_experts and not info[leaf.tid].get("expert_model_parallel"):
+            return None  # which ep rank 0 has written
+        apart.append(StoredTensor(tuple(info[leaf.tid]["shape"]), info[leaf.tid]["dtype"], read))
+        return apart[-1]
+
+    return pytree.tree_map(stored, state, is_leaf=lambda leaf: isinstance(leaf, (TensorReference, torch.Size)))
 
 
 def _of_trainer(storage: Storage, folder: str) -> dict[Writer, dict[int, str]]:

@@ -28,7 +28,7 @@ from .nxd_heads import HeadOrder
 from .nxd_names import separated
 from .optimizer_state import GROUPS, merged_groups, named_groups
 from .parameters import parameters_of
-from .pieces import Piece, pieces_of, rows_of, whole_piece
+from .pieces import Piece, pieces_of, rows_of, whole_piece, within
 from .reading import load_from
 from .storage import Storage
 from .tensors import key_of
@@ -149,7 +149,9 @@ class NxdSource:
         self._files = files
         self._parameters = parameters
         specs = {name: parameter.spec for name, parameter in parameters.items()}
-        self._model = {writer: separated(state, specs, files.tp) for writer, state in files.model.items()}
+        parts = {writer: separated(state, specs, files.tp) for writer, state in files.model.items()}
+        self._model = {writer: state for writer, (state, _) in parts.items()}
+        self._origins = {writer.pp: origins for writer, (_, origins) in parts.items()}  # equal on all tp ranks
         self._divisions: dict[str, _Division] = {}
         self._stored: list[_Stored] = []
         self._objects: list[Any] = []
@@ -191,14 +193,15 @@ class NxdSource:
                 )
             is_zero1 = "base_state" in state
             by_group = [self._names_of_stage(stage, group["params"], is_zero1) for group in groups]
-            names = [name for group in by_group for name in group]
-            self._check_order(stage, state, names)
+            numbered = [each for group in by_group for each in group.items()]
+            self._check_order(stage, state, [origin for origin, _ in numbered])
             for index, (group, members) in enumerate(zip(state["param_groups"], by_group)):
                 if index == len(saved):
                     saved.append({key: value for key, value in group.items() if key != "param_names"} | {"params": []})
-                saved[index]["params"] += members
-            for number, name in enumerate(names):
-                self._add_state(stage, number, name, is_zero1)
+                saved[index]["params"] += [name for names in members.values() for name in names]
+            for number, (_, names) in enumerate(numbered):
+                for name in names:
+                    self._add_state(stage, number, name, is_zero1)
         self._add_object(key_of(GROUPS), saved)
 
     def _add_weight(self, stage: int, name: str) -> None:
@@ -229,8 +232,8 @@ class NxdSource:
 
     def _with_query_order(self, stage: int, name: str, division: _Division) -> _Division:
         """Where key/value heads are repeated in the order 0 1 0 1, query heads stand in the order of those they use."""
-        path, _, projection = name.rpartition(".")[0].rpartition(".")
-        key = f"{path}.k_proj.weight"
+        path, dot, projection = name.rpartition(".")[0].rpartition(".")
+        key = f"{path}{dot}k_proj.weight"
         states = [self._model[Writer(tp, stage, 0)] for tp in range(self._files.tp)]
         if projection not in ("q_proj", "o_proj") or key not in states[0] or key not in self._parameters:
             return division
@@ -261,10 +264,10 @@ class NxdSource:
             torch.equal(other[tp][alias].tensor(), shards[tp].tensor()) for tp in division.shards
         )
 
-    def _names_of_stage(self, stage: int, members: Iterable[str], is_zero1: bool) -> list[str]:
-        """The parameters of a group that a stage had, in its order; a tied weight once."""
+    def _names_of_stage(self, stage: int, members: Iterable[str], is_zero1: bool) -> dict[str, list[str]]:
+        """The parameters of a group that a stage had, in its order, a tied weight once; of each its parts here."""
         of_group = set(members)
-        names: list[str] = []
+        names: dict[str, list[str]] = {}
         known: set[str] = set()
         for name in self._model[Writer(0, stage, 0)]:
             parameter = self._parameters.get(name)
@@ -272,12 +275,12 @@ class NxdSource:
                 continue
             known.update(parameter.names)
             if parameter.trained or not is_zero1:
-                names.append(name)
+                names.setdefault(self._origins[stage][name].name, []).append(name)
         return names
 
     def _check_order(self, stage: int, state: Mapping[str, Any], names: Sequence[str]) -> None:
         """Compares a stage's parameters, as they are numbered here, with what was saved beside its optimizer."""
-        shapes = [self._model[Writer(0, stage, 0)][name].shape for name in names]
+        shapes = [self._files.model[Writer(0, stage, 0)][name].shape for name in names]
         if "shape_info" in state:
             saved = [tuple(shape) for _, shape in sorted(state["shape_info"].items())]
             differs = next((n for n, (there, here) in enumerate(zip(saved, shapes)) if there != here), None)
@@ -298,7 +301,8 @@ class NxdSource:
     def _add_state(self, stage: int, number: int, name: str, is_zero1: bool) -> None:
         """Adds the state and the master weights of a parameter."""
         division, degree = self._divisions[name], self._files.dp if is_zero1 else 1
-        local = self._model[Writer(0, stage, 0)][name].shape
+        origin = self._origins[stage][name]
+        local = self._files.model[Writer(0, stage, 0)][origin.name].shape
         rows = -(-(local or (1,))[0] // degree)
         entries: dict[str, list[tuple[Piece, StoredTensor]]] = {}
         for tp, index in division.shards.items():
@@ -308,6 +312,8 @@ class NxdSource:
                 if number in state.get("sharded_master_weights", {}):
                     kept[""] = state["sharded_master_weights"][number]
                 pieces = pieces_of(division.spec, index)
+                if origin.start:
+                    pieces = within(pieces, origin.start)
                 if is_zero1 and local:
                     pieces = rows_of(pieces, dp * rows, (dp + 1) * rows)
                 shape = (rows, *local[1:]) if is_zero1 else local

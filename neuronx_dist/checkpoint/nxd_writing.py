@@ -28,12 +28,14 @@ class Part(NamedTuple):
         keys: where the part stands in the file's nested dicts.
         shape: of the part.
         cut: makes it of the whole.
+        is_expert: it is of experts, of which each ep rank has others.
     """
 
     file: str
     keys: tuple[Any, ...]
     shape: tuple[int, ...]
     cut: Callable[[torch.Tensor], torch.Tensor]
+    is_expert: bool = False
 
 
 class DividedTensor(NamedTuple):
@@ -100,6 +102,7 @@ def write_files(
     done: Callable[[int], None] = lambda count: None,
     *,
     xser: bool = False,
+    marked: bool = True,
 ) -> None:
     """Writes files of tensors, the marker `checkpoint` first and `done` last; one whole tensor is in memory at a time.
 
@@ -107,9 +110,11 @@ def write_files(
         constants: of each file what else it holds, in nested dicts: plain data without tensors.
         done: is told after each tensor how many have been written.
         xser: a file has references, `<file>.tensors/tensor_<n>.pt` the tensors, `<file>.info.pt` their shapes.
+        marked: False: write no markers: the files are a part of a checkpoint.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "checkpoint").write_text("1")
+    if marked:
+        (folder / "checkpoint").write_text("1")
     files = {file: OrderedDict(state) for file, state in constants.items()}
     numbers = dict.fromkeys(files, 0)
     writers: list[list[Callable[[torch.Tensor], None]]] = []
@@ -123,7 +128,7 @@ def write_files(
                 shapes[part.file][number] = {
                     "dtype": tensor.dtype,
                     "shape": torch.Size(part.shape),
-                    "expert_model_parallel": False,
+                    "expert_model_parallel": part.is_expert,
                 }
                 _put(files[part.file], part.keys, _reference(number))
                 writers[-1].append(partial(_save_apart, folder / f"{part.file}.tensors", number))
@@ -147,7 +152,8 @@ def write_files(
         done(count)
     for file in files:
         _sync(folder / file)
-    (folder / "done").write_text("1")
+    if marked:
+        (folder / "done").write_text("1")
 
 
 def _put(state: dict[Any, Any], keys: Sequence[Any], value: Any) -> None:

@@ -458,3 +458,67 @@ def test_the_scheduler(tmp_path: Path) -> None:
     other = torch.optim.lr_scheduler.StepLR(adamw(model, "plain"), 2, 0.5)
     comm.threads.run(Mesh(1), lambda: nxd.load_checkpoint(tmp_path, "a", scheduler=other))
     assert other.state_dict() == scheduler.state_dict()
+
+
+class Separate(nn.Module):
+    """Projections as Hugging Face's models have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, rows in (("q", 16), ("k", 8), ("v", 8), ("gate", 12), ("up", 12)):
+            setattr(self, f"{name}_proj", nxd.ColumnParallelLinear(8, rows, bias=False, gather_output=False))
+        self.o_proj = nxd.RowParallelLinear(16, 8, bias=False)
+
+
+@pytest.mark.parametrize("order", ["trn1", "trn2"])
+@pytest.mark.parametrize("dp", [1, 3])
+@pytest.mark.parametrize("mesh", [Mesh(1), Mesh(4, tp=2)], ids=str)
+def test_the_state_of_fused_projections(mesh: Mesh, dp: int, order: str, tmp_path: Path) -> None:
+    """Saved at tp 4 as qkv_proj.weight_qkv and gate_up_proj; two key/value heads of 4 rows, each twice."""
+    generator = torch.Generator().manual_seed(6)
+    shapes = {"q": (16, 8), "k": (8, 8), "v": (8, 8), "o": (8, 16), "gate": (12, 8), "up": (12, 8)}
+    whole = {
+        f"{name}_proj.weight": {
+            entry: torch.randn(shape, generator=generator) for entry in ("", "exp_avg", "exp_avg_sq")
+        }
+        for name, shape in shapes.items()
+    }
+    heads = (0, 2, 1, 3) if order == "trn1" else (0, 1, 2, 3)
+
+    def fused(entry: str) -> dict[str, torch.Tensor]:
+        query, key, value, output, gate, up = (each[entry] for each in whole.values())
+        query = torch.cat([query.chunk(4)[head] for head in heads])
+        output = torch.cat([output.chunk(4, 1)[head] for head in heads], 1)
+        twice = [
+            torch.cat([each, each]) if order == "trn1" else each.view(2, 4, 8).repeat_interleave(2, 0).reshape(16, 8)
+            for each in (key, value)
+        ]
+        rows = [each.chunk(4)[rank] for rank in range(4) for each in (query, *twice)]
+        return {
+            "qkv_proj.weight_qkv": torch.cat(rows),
+            "gate_up_proj.weight": torch.cat([gate, up]),
+            "o_proj.weight": output,
+        }
+
+    weights = fused("")
+    parameters = {
+        name: Parameter(weights[name], 1 if name == "o_proj.weight" else 0, 2 if "gate" in name else 1, 0)
+        for name in weights
+    }
+    for name, each in parameters.items():
+        each.state = {"step": torch.tensor(2.0)} | {entry: fused(entry)[name] for entry in ("exp_avg", "exp_avg_sq")}
+    nxd_folder.write(tmp_path / "a", parameters, 4, 1, dp)
+
+    def rank() -> None:
+        model = Separate()
+        optimizer = adamw(model)
+        nxd.load_checkpoint(tmp_path, "a", model, optimizer)
+        tensors = collect(model, optimizer).tensors
+        for name, entries in whole.items():
+            for entry, value in entries.items():
+                tensor = tensors[f"optimizer.state.{name}.{entry}" if entry else f"model.{name}"]
+                for piece in tensor.pieces:
+                    where = tuple(slice(at, at + size) for at, size in zip(piece.offset, piece.shape))
+                    assert torch.equal(tensor.tensor[piece.local], value[where]), (name, entry)
+
+    comm.threads.run(mesh, rank)
