@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import neuronx_dist as nxd
 from neuronx_dist import comm
+from neuronx_dist.checkpoint.errors import CheckpointMismatch
 
 # What a resumed run computes depends on these. Another layout, or another way to save, changes nothing.
 _FLAGS = "steps lr min_lr warmup weight_decay grad_clip dtype seed global_batch seq_len".split()
@@ -90,6 +91,12 @@ class Checkpoints:
         if error := self._settle():
             self.say(f"warning: {error}")
 
+    def left(self) -> str:
+        """What there is to go on from."""
+        if self._saved <= 0:
+            return "there is no checkpoint (--save-every)"
+        return f"step_{self._saved} is saved; go on with --resume --out {self._args.out}"
+
     def resume(self, run: Run) -> int:
         """Loads what `--resume` names; returns the step that it was saved after, 0 for a new run.
 
@@ -107,7 +114,7 @@ class Checkpoints:
         step: int = content["step"]
         differences = _differences(content["config"], self._record["config"])
         if differences:
-            raise nxd.CheckpointError(
+            raise CheckpointMismatch(
                 f"checkpoint step_{step} in {self.folder} is of another model: {'; '.join(differences[:4])}"
             )
         self._apply(options, run)

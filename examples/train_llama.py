@@ -26,6 +26,7 @@ from text_data import TextData, data_parallel_rows
 
 import neuronx_dist as nxd
 from neuronx_dist import comm, hf, spmd
+from neuronx_dist.checkpoint.errors import CheckpointMismatch
 from neuronx_dist.comm.launch import end_step
 from neuronx_dist.optimizer import MasterWeightsOptimizer, NeuronZero1Optimizer
 from neuronx_dist.planning.layout import Layout
@@ -248,10 +249,11 @@ def run_in(
     try:
         run_folder.make(args)
         done = checkpoints.resume(run)
-    except (ValueError, nxd.CheckpointMismatch) as error:
+    except ValueError as error:
         leave_together(str(error), job.WRONG_USE)
-    except nxd.CheckpointError as error:
-        leave_together(str(error))
+    except nxd.CheckpointError as error:  # of the newest checkpoint another attempt may read what this one could not
+        named = args.resume not in (None, "", "auto")
+        leave_together(str(error), job.WRONG_USE if named or isinstance(error, CheckpointMismatch) else 1)
     title = f"tp {layout.tp} × pp {layout.pp} × dp {layout.dp}"
     shown = dict(out=args.out, log_every=args.log_every, active=rank == 0, title=title, done=done)
     record = record_of(args, layout, launches)
@@ -261,7 +263,10 @@ def run_in(
         train(args, run, data, device, report, checkpoints)
     checkpoints.finish()
     folder = Path(args.out) / "model"
-    hf.save_pretrained(run.model, folder, tokenizer=tokenizer)
+    try:
+        hf.save_pretrained(run.model, folder, tokenizer=tokenizer)
+    except OSError as error:
+        leave_together(f"{error}; {checkpoints.left()}")
     comm.barrier()
     job.on_interrupt(lambda: f"after the last step; the weights are in {folder}: --model {folder} trains them further")
     job.say(f"mean loss of the last {min(20, args.steps)} steps {report.mean_loss(20):.4f}")

@@ -1,6 +1,6 @@
 """The names of the DistributedTensor RFC: `import neuronx_dist.distributed as distributed`, as of `torch.distributed`.
 
-`DTensor` is another name of `ShardTensor`. This module loads `torch.distributed.tensor`, which `neuronx_dist` alone does not.
+`DTensor` is another name of `ShardTensor`. This module loads `torch.distributed.tensor`; `neuronx_dist` does not.
 """
 
 from .shard_tensor import (

@@ -60,6 +60,8 @@ def run(args: argparse.Namespace) -> int:
     # Else ranks that are started again (`--max-restarts`) find, in the agent's store, the addresses of those that died.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     if "LOGLEVEL" not in os.environ:
+        # Else ranks that have lost the job's store, with rank 0, print C++ stacks.
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         for name in [name for name in logging.root.manager.loggerDict if name.startswith(_LOGGERS)]:
             logging.getLogger(name).setLevel(logging.CRITICAL)
     agent = launcher.LocalElasticAgent

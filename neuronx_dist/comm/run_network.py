@@ -7,6 +7,7 @@ which no other host reaches. Here it is the address with which this host sends t
 from __future__ import annotations
 
 import argparse
+import fcntl
 import os
 import socket
 import struct
@@ -73,9 +74,7 @@ def address_towards(host: str, port: int) -> tuple[str, str]:
 
 def interface_of(address: str) -> str | None:
     """The network interface that has an IPv4 address; None if it is not found."""
-    with suppress(ImportError, OSError):
-        import fcntl
-
+    with suppress(OSError):
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             for _, name in socket.if_nameindex():
                 with suppress(OSError):  # it has no such address

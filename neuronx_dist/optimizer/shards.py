@@ -149,10 +149,25 @@ class ParameterShard:
         missing = self.degree * self.columns - flat.numel()
         return (F.pad(flat, (0, missing)) if missing else flat).view(self.degree, self.columns)
 
+    @property
+    def own_grad(self) -> torch.Tensor | None:
+        """This rank's gradient of the whole parameter.
+
+        Raises:
+            ValueError: it is sparse.
+        """
+        grad = self.gradient.tensor
+        if grad is not None and grad.layout is not torch.strided:
+            raise ValueError(
+                f"the gradient of a parameter of shape {tuple(self.param.shape)} is sparse ({grad.layout}), and shards "
+                f"are dense: make its layer with sparse=False"
+            )
+        return grad
+
     def take_own_grad(self) -> None:
         """Gives the master this rank's gradient, where there are no others, in a copy, which clipping may write."""
+        grad = self.own_grad
         if not self.is_param:
-            grad = self.gradient.tensor
             self.master.grad = None if grad is None else grad.reshape(self.shape).to(self.master.dtype, copy=True)
             if self.master.grad is not None and self.scale != 1.0:
                 self.master.grad.mul_(self.scale)

@@ -207,7 +207,7 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
 
         def start(bucket: list[ParameterShard]) -> Any:
             first = bucket[0]
-            grads = [shard.gradient.tensor for shard in bucket]
+            grads = [shard.own_grad for shard in bucket]
             parts = [
                 first.param.new_zeros(shard.degree, shard.columns, dtype=shard.grad_dtype)
                 if grad is None

@@ -1,7 +1,7 @@
 """Making ShardTensors: from a whole tensor, from one that a single rank has, and from sizes alone.
 
-Random factories give the values of one process at any layout: each rank draws the whole tensor from the default generator,
-which has the same state on all ranks, and keeps its part.
+Random factories give the values of one process at any layout: each rank draws the whole tensor from the default
+generator, which has the same state on all ranks, and keeps its part.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def distribute_tensor(
         device_mesh: None: that of the innermost `with mesh:`, else one dim over the world.
         placements: None: Replicate everywhere.
         sizes: for each mesh dim the sizes of its shards, or None for chunks.
-        src: the rank (its place in the mesh) whose values count, which sends each rank its part. None: all ranks have the same
-            values, and nothing is sent.
+        src: the rank (its place in the mesh) whose values count, which sends each rank its part. None: all ranks have
+            the same values, and nothing is sent.
 
     Raises:
         RuntimeError: the tensor has a graph.
@@ -139,7 +139,8 @@ def _sent(
 ) -> torch.Tensor:
     """This rank's part of the tensor that place `src` of the mesh has.
 
-    One mesh dim after the other: after each, the ranks that differ from `src` along the dims so far have their parts along these.
+    One mesh dim after the other: after each, the ranks that differ from `src` along the dims so far have their parts
+        along these.
     """
     mesh = spec.mesh
     own, source = mesh.get_coordinate(), _coordinate(mesh, src)
@@ -271,7 +272,7 @@ def randint(
 ) -> ShardTensor:
     """`torch.randint([low,] high, size=size)`, with the values of one process at any layout."""
     spec = _spec(torch.Size(size), device_mesh, placements, sizes)
-    whole = torch.randint(*bounds, tuple(size), dtype=dtype, device=_device(spec.mesh))
+    whole: torch.Tensor = torch.randint(*bounds, tuple(size), dtype=dtype, device=_device(spec.mesh))  # type: ignore[call-overload]
     return wrap(own_piece(whole, spec).clone(), spec)
 
 

@@ -1,5 +1,6 @@
-"""`DeviceMesh`: ranks as a grid with a group along each dim, made from rank numbers, from axes of the current mesh, or
-from torch's mesh.
+"""`DeviceMesh`: ranks as a grid with a group along each dim.
+
+It is made from rank numbers, from axes of the current mesh, or from torch's mesh.
 
 A device mesh belongs to the context (the job's, or that of a rank that is played or is a thread): equal ranks and names
 give the same object, so that layouts are compared by `is`. Its groups are made when it is, by all ranks of the world.
@@ -13,6 +14,7 @@ from math import prod
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
 from .. import comm
 from ..comm import Communicator, launch
@@ -48,6 +50,7 @@ class DeviceMesh:
     mesh_dim_names: tuple[str, ...] | None
     shape: tuple[int, ...]
     ndim: int
+    mesh: torch.Tensor
     communicators: tuple[Communicator, ...] | None
     plans: dict[Any, Any]  # of operations on layouts of this mesh, by who computed them
     tables: dict[str, Any]  # other things that live as long as the mesh
@@ -78,9 +81,7 @@ class DeviceMesh:
     def to_torch(self) -> Any:
         """This mesh as a `torch.distributed.DeviceMesh`, made once. All ranks of the world call it."""
         if "torch" not in self.tables:
-            self.tables["torch"] = torch.distributed.DeviceMesh(
-                self.device_type, self.mesh, mesh_dim_names=self.mesh_dim_names
-            )
+            self.tables["torch"] = TorchMesh(self.device_type, self.mesh, mesh_dim_names=self.mesh_dim_names)
         return self.tables["torch"]
 
     def size(self, mesh_dim: int | None = None) -> int:
@@ -214,7 +215,7 @@ def _interned(
     numbers = tuple(ranks.flatten().tolist())
     if len(set(numbers)) != len(numbers) or not set(numbers) <= set(range(context.mesh.world_size)):
         raise ValueError(
-            f"DeviceMesh: ranks {ranks.tolist()} must be different ranks of the job, which has {context.mesh.world_size}"
+            f"DeviceMesh: ranks {ranks.tolist()} must be different ones of the job's {context.mesh.world_size}"
         )
     if names is not None and (len(names) != ranks.ndim or len(set(names)) != len(names)):
         raise ValueError(f"DeviceMesh: mesh_dim_names {names} must be {ranks.ndim} different names, one for each dim")
@@ -242,9 +243,9 @@ def _group(
     rows: list[list[int]] = ranks.movedim(dim, -1).reshape(-1, ranks.shape[dim]).tolist()
     own = next((row for row in rows if context.rank in row), None)
     axis = context.mesh.axis_of(rows[0])
-    if axis is not None and len(rows) * len(rows[0]) == context.mesh.world_size:
-        if all(list(context.mesh.group_of(axis, row[0])) == row for row in rows):
-            return axis
+    everybody = len(rows) * len(rows[0]) == context.mesh.world_size
+    if axis is not None and everybody and all(list(context.mesh.group_of(axis, row[0])) == row for row in rows):
+        return axis
     label = f"{names[dim] if names else f'mesh dim {dim}'}"
     group = context.new_group(rows, label)
     return group if own is not None else None

@@ -1,7 +1,7 @@
 """What computes a function that has no handler: its operands are gathered, and its results split again.
 
-Nothing is gathered silently: each call site is warned of once, with the function, the bytes, and what to do. DTensor's own rules
-are not used, since they are wrong for shards that are no chunks.
+Nothing is gathered silently: each call site is warned of once, with the function, the bytes, and what to do. DTensor's
+own rules are not used, since they are wrong for shards that are no chunks.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def by_gathering(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
 
 def _by_gathering_operator(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     """Computes an operator, which autograd or a call without a function handler came down to."""
-    x = args[0] if args else None
+    x: Any = args[0] if args else None
     if func in _ON_LOCALS and isinstance(x, ShardTensor):
         return wrap(func(x._local, *args[1:], **kwargs), x._spec)
     if func is _aten.view.default and tuple(args[1]) == tuple(x.shape):  # an input that an autograd function returns

@@ -11,18 +11,21 @@ How a handler is written (`ops/` has one family of functions a file):
         rows = tuple(range(len(x) - 1))                   #    each combination of layouts
         return Labels([(*rows, "k"), ("n", "k")], (*rows, "n"))
 
-* **Locals.** `inside(rule, operands, *extras)` (`labels.py`) decides from the labels what stays sharded and brings every operand
-  there: a Replicate operand that meets a shard of the same label is split, of another label becomes `convert(I, R)`, so that
-  its gradient is reduced once; Partial is reduced; shards that disagree are brought to the larger one's layout. Plain tensors count as
-  Replicate. A label in `Labels.whole` must not be sharded. A contracted label that is sharded makes the result Partial.
-* **Without labels** a handler takes `local_of(x)` and `x._spec` itself. `spec.sizes[mesh_dim]` are the sizes of *all* ranks' shards:
-  whatever depends on the others' shapes is computed from it, and nothing is asked. `spec.mesh.communicator(mesh_dim)` is the
-  group. What is computed from specs alone belongs in a function decorated with `planned`: it runs once for equal specs.
-* **Communication** inside a handler is typed: `spmd.all_reduce(y, group, src=P, dst=I)` for a sum over the ranks, `src=P, dst=R` if
-  what follows differs by rank; `moves.gather / split / scatter_sum / transpose` for shards of any sizes; `redistributed(local, spec,
-  target)` for a whole layout. Their backward is the table's. Every rank calls them, also one whose shard is empty.
-* **Results**: `wrap(local, make_spec(mesh, placements, shape, sizes))`; what is no tensor of one layout is returned as it is.
-* **Tests**: one line in `tests/shard_tensor/support/table.py` (see `support/cases.py`) runs it at all placements and splits.
+* **Locals.** `inside(rule, operands, *extras)` (`labels.py`) decides from the labels what stays sharded and brings
+  every operand there: a Replicate operand that meets a shard of the same label is split, of another label becomes
+  `convert(I, R)`, so that its gradient is reduced once; Partial is reduced; shards that disagree are brought to the
+  larger one's layout. Plain tensors count as Replicate. A label in `Labels.whole` must not be sharded. A contracted
+  label that is sharded makes the result Partial.
+* **Without labels** a handler takes `local_of(x)` and `x._spec` itself. `spec.sizes[mesh_dim]` are the sizes of *all*
+  ranks' shards: whatever depends on the others' shapes is computed from it, and nothing is asked.
+  `spec.mesh.communicator(mesh_dim)` is the group. What is computed from specs alone belongs in a function decorated
+  with `planned`: it runs once for equal specs.
+* **Communication** inside a handler is typed: `spmd.all_reduce(y, group, src=P, dst=I)` for a sum over the ranks,
+  `src=P, dst=R` if what follows differs by rank; `moves.gather / split / scatter_sum / transpose` for shards of any
+  sizes; `redistributed(local, spec, target)` for a whole layout. Their backward is the table's. Every rank calls them,
+  also one whose shard is empty.
+* **Results**: `wrap(local, make_spec(mesh, placements, shape, sizes))`; what is no tensor is returned as it is.
+* **Tests**: one line in `tests/shard_tensor/support/table.py` (see `support/cases.py`) runs it at all layouts.
 
 A user's handler is the same: `ShardTensor.register_function_handler(target, handler)`.
 """
@@ -58,7 +61,7 @@ __all__ = [
 Handler = Callable[..., Any]  # (func, types, args, kwargs)
 
 
-def UNHANDLED() -> None:  # noqa: N802 - a constant
+def UNHANDLED() -> None:
     """The key of the handler that computes functions without one."""
 
 
@@ -84,7 +87,7 @@ def register_dispatch_handler(aten_overload: Any, handler: Callable[..., Any]) -
     """
     if not isinstance(aten_overload, torch._ops.OpOverload):
         raise TypeError(
-            f"register_dispatch_handler: {aten_overload!r} is no overload of an operator, as torch.ops.aten.dot.default is"
+            f"register_dispatch_handler: {aten_overload!r} is no overload, as torch.ops.aten.dot.default is"
         )
     DISPATCH[aten_overload] = handler
 

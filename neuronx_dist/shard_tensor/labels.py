@@ -1,10 +1,10 @@
 """Layouts by labels: what of an operation stays sharded, when each dim of its operands has a label.
 
-`x[b, k] @ w[k, n] -> y[b, n]`, and pointwise functions, views of single dims and normalisations as well, are told by the labels of their dims
-alone. A `Plan` for given layouts is computed once, and kept on the mesh.
+`x[b, k] @ w[k, n] -> y[b, n]`, and pointwise functions, views of single dims and normalisations as well, are told by
+the labels of their dims alone. A `Plan` for given layouts is computed once, and kept on the mesh.
 
-On each mesh dim one label at most is sharded, the one of the largest operand that shards it. Operands that have the label get shards of
-the same sizes, all others are used whole by every rank (type R). A result without the label is Partial.
+On each mesh dim one label at most is sharded, the one of the largest operand that shards it. Operands that have the
+label get shards of the same sizes, all others are used whole by every rank (type R). A result without it is Partial.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ class Labels(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """How each operand is brought where it is used (None: it is there), and the layout of the result."""
+    """How operands are brought where they are used, by their index, and the layout of the result."""
 
-    steps: tuple[tuple[Step, ...] | None, ...]
+    moved: tuple[tuple[int, tuple[Step, ...]], ...]
     spec: ShardTensorSpec
 
 
@@ -84,22 +84,24 @@ def inside(
         result: what the layout of the result must be (in place).
     """
     key: list[Any] = [rule, result, *extras]
+    locals_: list[Any] = []
     mesh = None
     for x in operands:
         if isinstance(x, ShardTensor):
             spec = x._spec
             key.append(spec)
+            locals_.append(local_of(x) if x._foreign else x._local)
             if mesh is None:
                 mesh = spec.mesh
             elif mesh is not spec.mesh:
-                raise ValueError(
-                    f"operands are on different meshes, {mesh} and {spec.mesh}: redistribute(mesh, placements) one of them"
-                )
-        elif x is None:
-            key.append(None)
+                raise ValueError(f"operands are on {mesh} and {spec.mesh}: redistribute(mesh, placements) one of them")
         else:
-            check_promotion(x, rule.__name__)
-            key.append(x.shape)
+            locals_.append(x)
+            if x is None:
+                key.append(None)
+            else:
+                check_promotion(x, rule.__name__)
+                key.append(x.shape)
     assert mesh is not None
     full_key = tuple(key)
     plan = mesh.plans.get(full_key)
@@ -110,14 +112,11 @@ def inside(
         ]
         labels = rule(*(None if each is None else each.shape for each in specs), *extras)
         plan = mesh.plans[full_key] = _plan(labels, specs, result)
-    locals_: list[Any] = []
-    for x, todo in zip(operands, plan.steps):
-        if isinstance(x, ShardTensor):
-            x = local_of(x) if x._foreign else x._local
-        if todo is not None:
-            for step in todo:
-                x = step(x)
-        locals_.append(x)
+    for i, todo in plan.moved:
+        local = locals_[i]
+        for step in todo:
+            local = step(local)
+        locals_[i] = local
     return locals_, plan.spec
 
 
@@ -166,8 +165,9 @@ def _plan(labels: Labels, specs: Sequence[ShardTensorSpec | None], result: Shard
             out_sizes.append(along)
     operands = []
     for i, spec in enumerate(specs):
-        todo = () if spec is None else steps(spec, make_spec(mesh, placements[i], spec.shape, sizes[i]), used)
-        operands.append(todo or None)
+        if spec is not None:
+            todo = steps(spec, make_spec(mesh, placements[i], spec.shape, sizes[i]), used)
+            operands += [(i, todo)] if todo else []
     return Plan(tuple(operands), make_spec(mesh, out_placements, out_shape, out_sizes))
 
 

@@ -30,8 +30,8 @@ def distribute_module(
 
     Args:
         device_mesh: None: that of the innermost `with mesh:`, else one dim over the world.
-        partition_fn: `(name, module, mesh)`, called for every submodule; it replaces parameters by ShardTensors. What it leaves
-            is replicated.
+        partition_fn: `(name, module, mesh)`, called for every submodule; it replaces parameters by ShardTensors. What
+            it leaves is replicated.
         input_fn: `(inputs, mesh)` or `(module, inputs, mesh)`: what the module is to be called with.
         output_fn: `(outputs, mesh)` or `(module, outputs, mesh)`: what it is to return.
 

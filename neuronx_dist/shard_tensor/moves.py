@@ -1,7 +1,7 @@
 """Moves of a tensor along one mesh dim, differentiable and for shards of any sizes: gather, split, exchange, sum.
 
-Each move is a row of `spmd`'s table; where shards are equal the operator of `spmd` itself runs. Elsewhere the same row is run
-by `_Move`, with shards of the sizes that every rank knows, and its backward is the row's backward.
+Each move is a row of `spmd`'s table; where shards are equal the operator of `spmd` itself runs. Elsewhere the same row
+is run by `_Move`, with shards of the sizes that every rank knows, and its backward is the row's backward.
 
 | move | types | backward |
 | --- | --- | --- |
@@ -53,7 +53,7 @@ def gather(x: torch.Tensor, communicator: Communicator, dim: int, sizes: Sizes, 
 
 
 def split(x: torch.Tensor, communicator: Communicator, dim: int, sizes: Sizes, *, used: bool = False) -> torch.Tensor:
-    """This rank's shard of a tensor that all ranks hold. `used`: it is R and not I; nothing is communicated in either."""
+    """This rank's shard of a tensor that all ranks hold. `used`: it is R and not I. Nothing is communicated."""
     shards = Shards(dim, sizes)
     if shards.equal:
         return spmd.convert(x, communicator, src=R if used else I, dst=S(dim))
@@ -180,7 +180,7 @@ _KERNELS = {
 def _exchange(
     sends: Sequence[torch.Tensor], communicator: Communicator, shapes: Sequence[Sequence[int]], largest: int, dim: int
 ) -> list[torch.Tensor]:
-    """Sends a tensor to each rank, and gives what came from each, of `shapes`; none is longer than `largest` along `dim`."""
+    """Sends a tensor to each rank; gives what came from each, of `shapes`. `largest`: the longest along `dim`."""
     return _exchange_flat(sends, communicator, shapes, largest * _numel(sends[0], dim))
 
 

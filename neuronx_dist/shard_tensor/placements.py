@@ -1,4 +1,4 @@
-"""Where a tensor lies along one dim of a device mesh: torch's own `Shard`, `Replicate`, `Partial`, and their SPMD types.
+"""Where a tensor lies along one mesh dim: torch's own `Shard`, `Replicate`, `Partial`, and their SPMD types.
 
 | placement | type outside of a handler | type where another operand is sharded | gradient |
 | --- | --- | --- | --- |

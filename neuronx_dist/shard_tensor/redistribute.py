@@ -1,7 +1,7 @@
 """From one layout to another: the moves between two placements on each mesh dim, one mesh dim after the other.
 
-`moves(spec, target)` is the list of steps, computed once for two specs. `used` says that the result is used by every rank in
-another way (type R in place of I), so that its gradients are summed.
+`moves(spec, target)` is the list of steps, computed once for two specs. `used` says that the result is used by every
+rank in another way (type R in place of I), so that its gradients are summed.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
+from torch.overrides import has_torch_function_unary
 
 from .. import comm, spmd
 from ..comm import Communicator
@@ -64,7 +65,7 @@ def steps(spec: ShardTensorSpec, target: ShardTensorSpec, used: Sequence[int] = 
 def _steps(spec: ShardTensorSpec, target: ShardTensorSpec, used: Sequence[int]) -> tuple[Step, ...]:
     result: list[Step] = []
     placements, sizes = list(spec.placements), list(spec.sizes)
-    todo = [m for m in range(spec.mesh.ndim)]
+    todo = list(range(spec.mesh.ndim))
     while todo:
         # A shard moves to a dim only when no other mesh dim shards it; where all wait for one another, one is gathered.
         free = next((m for m in todo if not _blocked(placements, target.placements[m], m)), None)
@@ -78,6 +79,13 @@ def _steps(spec: ShardTensorSpec, target: ShardTensorSpec, used: Sequence[int]) 
         result += _along(spec.mesh, m, placements[m], sizes[m], target.placements[m], target.sizes[m], m in used)
         placements[m], sizes[m] = target.placements[m], target.sizes[m]
     return tuple(result)
+
+
+def _used(x: torch.Tensor, group: Communicator) -> torch.Tensor:
+    """I as R. Nothing, unless a gradient is to be reduced or a mode looks."""
+    if (x.requires_grad and torch.is_grad_enabled()) or has_torch_function_unary(x):
+        return spmd.convert(x, group, src=I, dst=R)
+    return x
 
 
 def _blocked(placements: Sequence[Placement], wanted: Placement, mesh_dim: int) -> bool:
@@ -119,7 +127,7 @@ def _along(
         return gathered + _along(mesh, mesh_dim, _REPLICATE, None, dst, None, False)
     if isinstance(src, Replicate):
         if isinstance(dst, Replicate):
-            return [partial(spmd.convert, axis=group, src=I, dst=R)] if used else []
+            return [partial(_used, group=group)] if used else []
         if isinstance(dst, Shard):
             assert dst_sizes is not None
             return [partial(moves.split, communicator=group, dim=dst.dim, sizes=dst_sizes)]

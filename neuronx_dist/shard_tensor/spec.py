@@ -139,7 +139,7 @@ def make_spec(
         along = chunk_sizes(shape[placement.dim], mesh.shape[m]) if given is None else tuple(map(int, given))
         if len(along) != mesh.shape[m] or sum(along) != shape[placement.dim] or min(along) < 0:
             raise ValueError(
-                f"sizes {list(along)} on mesh dim {m}: they must be {mesh.shape[m]} sizes, none below 0, that add up to "
+                f"sizes {list(along)} on mesh dim {m}: they must be {mesh.shape[m]}, none below 0, and add up to "
                 f"{shape[placement.dim]}, which is dim {placement.dim} of shape {tuple(shape)}"
             )
         complete.append(along)

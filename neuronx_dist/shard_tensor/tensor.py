@@ -1,12 +1,12 @@
 """`ShardTensor`: a tensor of which every rank of a mesh holds a part.
 
-It is a `torch.Tensor` of the whole shape that holds a plain local tensor *with its own autograd graph*, and its layout (`_spec`).
-A call arrives in `__torch_function__`, whose handler computes on local tensors and wraps the result. So backward runs on
-plain tensors, and nothing is recorded twice.
+It is a `torch.Tensor` of the whole shape that holds a plain local tensor *with its own autograd graph*, and its layout
+(`_spec`). A call arrives in `__torch_function__`, whose handler computes on local tensors and wraps the result. So
+backward runs on plain tensors, and nothing is recorded twice.
 
 The wrapper itself is *linked*: it is the output of an autograd function of its local tensor, so that foreign autograd
-functions (those of FSDP and DDP, users' own) find a `grad_fn`. No other backward visits it. A wrapper that such a function returned
-has a graph that its local tensor does not have: `local_of` takes it through a second function, once.
+functions (those of FSDP and DDP, users' own) find a `grad_fn`. No other backward visits it. A wrapper that such a
+function returned has a graph that its local tensor does not have: `local_of` takes it through a second function, once.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from .spec import ShardTensorSpec, make_spec
 __all__ = ["ShardTensor", "gradient_spec", "in_layout", "local_of", "wrap"]
 
 _make_wrapper = torch.Tensor._make_wrapper_subclass
-_has_gradient = torch._C.TensorBase.requires_grad.__get__  # type: ignore[attr-defined]
 
 
 class ShardTensor(torch.Tensor):
@@ -59,7 +58,7 @@ class ShardTensor(torch.Tensor):
         return handler(func, types, args, kwargs or {})
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         handler = DISPATCH.get(func)
         if handler is not None:
             return handler(*args, **(kwargs or {}))
@@ -82,8 +81,9 @@ class ShardTensor(torch.Tensor):
         Args:
             device_mesh: None: that of the innermost `with mesh:`, else one dim over the world.
             placements: None: Replicate everywhere.
-            sharding_shapes: "infer": all ranks tell one another their shapes, once. "chunk": shards are as `torch.chunk` cuts
-                them; nothing is communicated. A dict from mesh dim to the shapes of all shards along it is taken at its word.
+            sharding_shapes: "infer": all ranks tell one another their shapes, once. "chunk": shards are as
+                `torch.chunk` cuts them; nothing is communicated. A dict from mesh dim to the shapes of all shards
+                along it is taken at its word.
             global_shape: of the whole tensor, for "chunk"; None: every shard is as long as this one.
 
         Raises:
@@ -137,8 +137,8 @@ class ShardTensor(torch.Tensor):
         """This rank's part, a plain tensor in the same autograd graph.
 
         Args:
-            grad_placements: what the gradient that comes back is, where it is not of this tensor's own layout: Partial for a
-                Replicate tensor that each rank uses on its own.
+            grad_placements: what the gradient that comes back is, where it is not of this tensor's own layout: Partial
+                for a Replicate tensor that each rank uses on its own.
         """
         local = local_of(self)
         if grad_placements is None:
@@ -185,15 +185,15 @@ class ShardTensor(torch.Tensor):
 
     @property
     def requires_grad(self) -> bool:
-        return self._local.requires_grad or (self._foreign and _has_gradient(self))
+        return self._local.requires_grad or (self._foreign and _wrapper_requires_grad(self))
 
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
         self.requires_grad_(value)
 
     @property
-    def is_leaf(self) -> bool:
-        return self._local.is_leaf and not (self._foreign and _has_gradient(self))
+    def is_leaf(self) -> bool:  # type: ignore[override]
+        return self._local.is_leaf and not (self._foreign and _wrapper_requires_grad(self))
 
     @property
     def grad(self) -> ShardTensor | None:
@@ -218,7 +218,7 @@ class ShardTensor(torch.Tensor):
         local = in_layout(value, self._spec)
         self._local.data = local
         with DisableTorchFunctionSubclass():
-            torch.Tensor.data.__set__(self, wrap(local.detach(), self._spec))  # type: ignore[attr-defined]
+            torch.Tensor.data.__set__(self, wrap(local.detach(), self._spec))
 
     def requires_grad_(self, requires_grad: bool = True) -> ShardTensor:
         self._local.requires_grad_(requires_grad)
@@ -239,14 +239,14 @@ class ShardTensor(torch.Tensor):
         if self._local.grad is not None:
             result._local.grad = self._local.grad.clone()
         if getattr(self, "_is_param", False):
-            result._is_param = True  # type: ignore[attr-defined]
+            result._is_param = True
         return result
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         is_param = bool(getattr(self, "_is_param", False))
         return _rebuilt, (self._local.detach(), self._spec, self._local.requires_grad, is_param)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return (
             f"ShardTensor(local={self._local!r}, placements={self._spec.placements}, shape={tuple(self._spec.shape)})"
         )
@@ -310,10 +310,16 @@ def wrap(local: torch.Tensor, spec: ShardTensorSpec) -> ShardTensor:
 
 def local_of(x: ShardTensor) -> torch.Tensor:
     """The local tensor of `x`, in its graph."""
-    if x._foreign and torch.is_grad_enabled() and not x._local.requires_grad and _has_gradient(x):
-        x._local = _unlink(x)
+    if x._foreign and torch.is_grad_enabled():
+        if not x._local.requires_grad and _wrapper_requires_grad(x):
+            x._local = _unlink(x)
         x._foreign = False
     return x._local
+
+
+def _wrapper_requires_grad(x: ShardTensor) -> bool:
+    with DisableTorchFunctionSubclass():
+        return bool(torch.Tensor.requires_grad.__get__(x))  # type: ignore[attr-defined]
 
 
 def as_leaf(local: torch.Tensor, spec: ShardTensorSpec, requires_grad: bool) -> ShardTensor:
@@ -339,5 +345,5 @@ def in_layout(x: torch.Tensor, spec: ShardTensorSpec) -> torch.Tensor:
 def _rebuilt(local: torch.Tensor, spec: ShardTensorSpec, requires_grad: bool, is_param: bool) -> ShardTensor:
     result = as_leaf(local, spec, requires_grad)
     if is_param:
-        result._is_param = True  # type: ignore[attr-defined]
+        result._is_param = True
     return result

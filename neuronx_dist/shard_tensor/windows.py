@@ -8,28 +8,26 @@ all ranks. The formulas are those of torch.nn's documentation.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple, Protocol
 
 import torch
 
-from .intervals import Bounds, Plan, Run, virtual_runs
+from .intervals import Bounds, Plan, virtual_runs
 
 __all__ = [
     "Adaptive",
-    "Chain",
     "Edges",
     "IndexMap",
     "Interpolated",
     "Range",
     "Sliding",
-    "Stage",
     "Transposed",
     "WindowPlan",
-    "plan_chain",
+    "out_bounds_of",
     "plan_edges",
     "plan_windows",
     "same_padding",
@@ -284,13 +282,14 @@ def plan_windows(windows: IndexMap, bounds: Bounds) -> WindowPlan:
     """
     if bounds[-1] != windows.size:
         raise ValueError(f"shards of {bounds[-1]} positions in all, and windows over {windows.size}")
-    out_bounds = _out_bounds(windows, bounds)
+    out_bounds = out_bounds_of(windows, bounds)
     ranges = tuple(windows.window(low, high) if low < high else (0, 0) for low, high in pairwise(out_bounds))
     needs = [virtual_runs(low, high, windows.size, windows.padding_mode) for low, high in ranges]
     return WindowPlan(Plan(bounds, needs), out_bounds, ranges)
 
 
-def _out_bounds(windows: IndexMap, bounds: Bounds) -> Bounds:
+def out_bounds_of(windows: IndexMap, bounds: Bounds) -> Bounds:
+    """Who owns which outputs."""
     outputs = windows.outputs
 
     def owned(bound: int) -> int:
@@ -329,80 +328,3 @@ def plan_edges(windows: Sliding, bounds: Bounds) -> Edges:
         inner.append((low, high))
         left.append(sides[0][1] - sides[0][0] if begin < low else 0)
     return Edges(Plan(bounds, needs), tuple(inner), tuple(left))
-
-
-class Stage(NamedTuple):
-    """One of several windows that are computed after one exchange.
-
-    Attributes:
-        outputs: for each rank the outputs that it computes, also those that other ranks own.
-        windows: for each rank the inputs, virtual ones, that they need.
-        local: for each rank a plan that makes this window of what the stage before has computed there; None: the
-            exchange does.
-    """
-
-    outputs: tuple[Range, ...]
-    windows: tuple[Range, ...]
-    local: tuple[Plan, ...] | None
-
-
-class Chain(NamedTuple):
-    """Consecutive windows with one exchange.
-
-    Attributes:
-        redundant: outputs of all stages that are computed on more than one rank, each counted once less than it is.
-    """
-
-    plan: Plan
-    out_bounds: Bounds
-    stages: tuple[Stage, ...]
-    redundant: int
-
-
-@cache
-def plan_chain(maps: tuple[IndexMap, ...], bounds: Bounds) -> Chain:
-    """The composition of maps: each rank gets all that the last one's outputs need, and computes the rest itself.
-
-    Raises:
-        ValueError: as `plan_windows`; or a map is not of the outputs of the one before.
-    """
-    for before, after in pairwise(maps):
-        if before.outputs != after.size:
-            raise ValueError(f"windows over {after.size} inputs cannot follow {before.outputs} outputs")
-    if bounds[-1] != maps[0].size:
-        raise ValueError(f"shards of {bounds[-1]} positions in all, and windows over {maps[0].size}")
-    out_bounds = bounds
-    for windows in maps:
-        out_bounds = _out_bounds(windows, out_bounds)
-    outputs = tuple(pairwise(out_bounds))
-    stages: list[Stage] = []
-    redundant = 0
-    runs: list[tuple[Run, ...]] = []
-    for windows in reversed(maps):
-        redundant += sum(high - low for low, high in outputs) - _union(outputs)
-        ranges = tuple(windows.window(low, high) if low < high else (0, 0) for low, high in outputs)
-        runs = [virtual_runs(low, high, windows.size, windows.padding_mode) for low, high in ranges]
-        stages.append(Stage(outputs, ranges, None))
-        outputs = tuple(map(_covered, runs))
-        local = tuple(
-            Plan((0, high - low), [[run._replace(start=run.start - low) if run.start >= 0 else run for run in own]])
-            for own, (low, high) in zip(runs, outputs)
-        )
-        stages[-1] = stages[-1]._replace(local=local)
-    stages[-1] = stages[-1]._replace(local=None)
-    return Chain(Plan(bounds, runs), out_bounds, tuple(reversed(stages)), redundant)
-
-
-def _union(ranges: Sequence[Range]) -> int:
-    """How many positions are in any of the ranges."""
-    count, reached = 0, 0
-    for low, high in sorted(ranges):
-        count += max(0, high - max(low, reached))
-        reached = max(reached, high)
-    return count
-
-
-def _covered(runs: Sequence[Run]) -> Range:
-    """From the first to the last position of runs."""
-    ends = [end for run in runs if run.start >= 0 for end in (run.start, run.start + (run.length - 1) * run.step)]
-    return (min(ends), max(ends) + 1) if ends else (0, 0)

@@ -24,7 +24,9 @@ import neuronx_dist as nxd
 from neuronx_dist import comm, hf, spmd
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.parallel_layers import grads, mappings, parallel_state
+from neuronx_dist.shard_tensor.device_mesh import DeviceMesh
 from neuronx_dist.shard_tensor.exchange import exchange
+from neuronx_dist.shard_tensor.ring import RingPassingConfig, perform_ring_iteration
 from neuronx_dist.shard_tensor.windows import Sliding, plan_windows
 from tests.parallel_layers.test_mappings import TABLE as REGIONS
 from tests.parallel_layers.test_mappings import check as check_region
@@ -68,6 +70,7 @@ __all__ = [
     "steps_in_rounds",
     "steps_of_a_pipeline",
     "tied_copies",
+    "turn_of_a_ring",
     "unequal_values",
     "values_of_every_verb",
     "verbs_on_threads",
@@ -471,6 +474,18 @@ def exchange_of_a_plan() -> None:
         _close(grad, torch.tensor([[2.0, 4], [6.0, 3, 4]][comm.rank("tp")]), "its gradient")
 
     comm.threads.run(Mesh(2, tp=2), rank_main, timeout=20.0)
+
+
+def turn_of_a_ring() -> None:
+    def rank_main() -> None:
+        mesh = DeviceMesh("cpu", [0, 1])
+        x = torch.full((2,), 1.0 + mesh.get_local_rank(), requires_grad=True)
+        passed = perform_ring_iteration(x, mesh, RingPassingConfig())
+        _close(passed.detach(), torch.full((2,), 2.0 - mesh.get_local_rank()), "what the other rank has passed on")
+        (grad,) = torch.autograd.grad((passed * (3.0 + mesh.get_local_rank())).sum(), x)
+        _close(grad, torch.full((2,), 4.0 - mesh.get_local_rank()), "its gradient")
+
+    comm.threads.run(Mesh(2), rank_main, timeout=20.0)
 
 
 def conformance() -> None:

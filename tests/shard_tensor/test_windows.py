@@ -14,10 +14,11 @@ from torch.nn import functional as F
 
 from neuronx_dist import comm
 from neuronx_dist.mesh import Mesh
+from neuronx_dist.shard_tensor.chains import plan_chain
 from neuronx_dist.shard_tensor.intervals import PADDING_MODES
 from neuronx_dist.shard_tensor.ops import pooling, resample, window
 from neuronx_dist.shard_tensor.ops.local_windows import ShardedDim, chained, set_interior_threshold
-from neuronx_dist.shard_tensor.windows import Sliding, plan_chain
+from neuronx_dist.shard_tensor.windows import Sliding
 from tests.shard_tensor.sharding import assert_like_one_process, split_of
 
 FULL = os.environ.get("NXD_FULL") == "1"

@@ -95,14 +95,14 @@ def follow(roots: Sequence[Node], inputs: set[Node]) -> Line:
 
 def below(nodes: list[Node], seen: set[Node]) -> list[Node]:
     """These nodes beside the line and what they lead to, as far as it has not been seen. Empties the list."""
-    found: list[Node] = []
+    reached: list[Node] = []
     while nodes:
         node = nodes.pop()
         if node not in seen:
             seen.add(node)
-            found.append(node)
+            reached.append(node)
             nodes += [child for child, _ in node.next_functions if child is not None]
-    return found
+    return reached
 
 
 def is_custom(node: Any) -> bool:

@@ -6,7 +6,7 @@ A rank without outputs computes one of zeros and drops it, so that weights get g
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -14,9 +14,10 @@ import torch
 
 from ... import comm
 from ...comm.context import AxisLike
+from ..chains import plan_chain
 from ..exchange import exchange, start, take
 from ..intervals import Bounds
-from ..windows import IndexMap, Range, Sliding, plan_chain, plan_edges, plan_windows
+from ..windows import IndexMap, Range, Sliding, plan_edges, plan_windows
 
 __all__ = [
     "LocalWindow",
@@ -24,6 +25,7 @@ __all__ = [
     "as_tuple",
     "bring_windows",
     "chained",
+    "nonempty",
     "over_halo",
     "owned_outputs",
     "set_interior_threshold",
@@ -95,12 +97,18 @@ def set_interior_threshold(elements: int | None) -> int | None:
 
 
 def over_halo(
-    op: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, sharded: ShardedDim, windows: Sliding
+    op: Callable[[torch.Tensor], torch.Tensor],
+    x: torch.Tensor,
+    sharded: ShardedDim,
+    windows: Sliding,
+    extents: Mapping[int, int],
+    mixed: Collection[int] = (),
 ) -> tuple[torch.Tensor, LocalWindow]:
     """`op` of this rank's window of one dim, the interior first if it is large: `[.., in, ..] -> [.., out, ..]`.
 
     Args:
         op: gives an output for each whole window of `windows` along the dim.
+        extents, mixed: as `owned_outputs` takes them.
     """
     dim, bounds, axis = sharded
     rank = int(comm.communicator(axis).rank)
@@ -109,20 +117,19 @@ def over_halo(
     largest = max(b - a for a, b in pairwise(bounds)) * math.prod(x.shape[:dim] + x.shape[dim + 1 :])
     if plan.plan.is_local or _threshold is None or largest < _threshold:  # all ranks decide alike
         x = exchange(x, plan.plan, axis, dim)
-        return owned_outputs(op, x, {dim: window}, {dim: windows.extent}), window
+        return owned_outputs(op, x, extents, mixed), window
     edges = plan_edges(windows, bounds)
     (begin, end), (low, high), left = window.outputs, edges.inner[rank], edges.left[rank]
     started = start(x, edges.plan, axis, dim)
     parts = []
     if low < high:
         first, last = windows.window(low, high)
-        parts.append(op(x.narrow(dim, first - bounds[rank], last - first)))
+        parts.append(owned_outputs(op, x.narrow(dim, first - bounds[rank], last - first), extents, mixed))
     sides = exchange(x, edges.plan, axis, dim, started=started)
     if begin < low or high == end:  # the exchange is in the graph of every rank, though nothing may come of it
-        none = {dim: window._replace(inputs=(0, left))}
-        parts.insert(0, owned_outputs(op, sides.narrow(dim, 0, left), none, {dim: windows.extent}))
+        parts.insert(0, owned_outputs(op, sides.narrow(dim, 0, left), extents, mixed))
     if high < end:
-        parts.append(op(sides.narrow(dim, left, sides.shape[dim] - left)))
+        parts.append(owned_outputs(op, sides.narrow(dim, left, sides.shape[dim] - left), extents, mixed))
     return torch.cat(parts, dim) if len(parts) > 1 else parts[0], window
 
 
@@ -132,12 +139,14 @@ def chained(
     sharded: ShardedDim,
     maps: Sequence[Sliding],
     fills: Sequence[float],
+    mixed: Collection[int] = (1,),
 ) -> tuple[torch.Tensor, ShardedDim]:
     """Consecutive windows of one dim after one exchange; outputs near a bound are computed by both of its ranks.
 
     Args:
         ops: each gives an output for each whole window of its map along the dim.
         fills: what is outside of the inputs of each.
+        mixed: as `owned_outputs` takes it: channels, of convolutions.
     """
     dim, bounds, axis = sharded
     chain = plan_chain(tuple(maps), bounds)
@@ -146,30 +155,38 @@ def chained(
     for op, windows, stage, fill in zip(ops, maps, chain.stages, fills, strict=True):
         if stage.local is not None:
             x = take(x, stage.local[rank], dim, fill)
-        own = {dim: LocalWindow(stage.windows[rank], stage.outputs[rank], chain.out_bounds)}
-        x = owned_outputs(op, x, own, {dim: windows.extent})
+        x = owned_outputs(op, x, {dim: windows.extent}, mixed)
     return x, sharded._replace(bounds=chain.out_bounds)
 
 
 def owned_outputs(
-    op: Callable[[torch.Tensor], Any], x: torch.Tensor, windows: Mapping[int, LocalWindow], extents: Mapping[int, int]
+    op: Callable[[torch.Tensor], Any],
+    x: torch.Tensor,
+    extents: Mapping[int, int],
+    mixed: Collection[int] = (),
 ) -> Any:
-    """`op(x)`, or the empty part of it, where this rank has no inputs of a dim: it needs none for its outputs.
+    """`op(x)`, or the empty part of it, where this rank has nothing along a dim; torch refuses most empty tensors.
 
     Args:
-        extents: by dim, how many inputs `op` needs for one output.
+        extents: by dim, how many inputs `op` needs for one output; of other dims one.
+        mixed: dims whose outputs are made of all inputs.
     """
-    empty = [dim for dim, window in windows.items() if window.inputs[0] == window.inputs[1]]
+    empty = [dim for dim in range(x.dim()) if x.shape[dim] == 0 and dim not in mixed]
     for dim in empty:
-        shape = list(x.shape)
-        shape[dim] = extents[dim]
-        x = torch.cat([x, x.new_zeros(shape)], dim)
+        x = nonempty(x, dim, extents.get(dim, 1))
     result = op(x)
     for dim in empty:
         result = (
             tuple(part.narrow(dim, 0, 0) for part in result) if isinstance(result, tuple) else result.narrow(dim, 0, 0)
         )
     return result
+
+
+def nonempty(x: torch.Tensor, dim: int, length: int = 1) -> torch.Tensor:
+    """`x`, or zeros of that length along a dim that is empty, in its graph."""
+    if x.shape[dim]:
+        return x
+    return torch.cat([x, x.new_zeros([*x.shape[:dim], length, *x.shape[dim + 1 :]])], dim)
 
 
 def sharded_result(sharded: Sequence[ShardedDim], windows: Mapping[int, LocalWindow]) -> tuple[ShardedDim, ...]:

@@ -54,7 +54,7 @@ def linear_labels(x: torch.Size, weight: torch.Size, bias: torch.Size | None) ->
 
 @sharded(F.linear)
 def linear(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
-    def call(input: Any, weight: Any, bias: Any = None) -> Any:  # noqa: A002 - torch's names
+    def call(input: Any, weight: Any, bias: Any = None) -> Any:
         locals_, spec = inside(linear_labels, (input, weight, bias))
         return wrap(func(*locals_), spec)
 

@@ -24,22 +24,13 @@ def aligned(*shapes: torch.Size | None) -> Labels:
     whole = torch.broadcast_shapes(*(shape for shape in shapes if shape is not None))
     operands = []
     for shape in shapes:
-        shape = () if shape is None else shape
-        first = ndim - len(shape)
-        operands.append([out[first + i] if size == whole[first + i] else None for i, size in enumerate(shape)])
+        own = () if shape is None else tuple(shape)
+        first = ndim - len(own)
+        operands.append([out[first + i] if size == whole[first + i] else None for i, size in enumerate(own)])
     return Labels(operands, out)
 
 
 def _pointwise(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
-    x = args[0]
-    if (
-        type(x) is ShardTensor and not kwargs and not x._spec.partial
-    ):  # the usual calls, without a look at all arguments
-        if len(args) == 1:
-            return wrap(func(local_of(x) if x._foreign else x._local), x._spec)
-        y = args[1]
-        if len(args) == 2 and not isinstance(y, torch.Tensor):
-            return wrap(func(local_of(x) if x._foreign else x._local, y), x._spec)
     locals_, keywords, spec = _operands(args, kwargs, None)
     return wrap(func(*locals_, **keywords), spec)
 
@@ -66,7 +57,7 @@ def _into(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
     result = _pointwise(func, types, args, kwargs)
     if not isinstance(out, ShardTensor) or out.shape != result.shape:
         raise ValueError(
-            f"{func.__name__}: out must be a ShardTensor of shape {tuple(result.shape)}, got {type(out).__name__} of shape "
+            f"{func.__name__}: out must be a ShardTensor of shape {tuple(result.shape)}, got a {type(out).__name__} of "
             f"{tuple(out.shape)}"
         )
     out._local.copy_(redistributed(result._local, result._spec, out._spec))
@@ -90,6 +81,19 @@ def _operands(
 
 
 def pointwise(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
+    x = args[0]
+    # The usual calls, without a look at all arguments: of one tensor, with a number, of two tensors of one layout.
+    if not kwargs and type(x) is ShardTensor and not (spec := x._spec).partial:
+        if len(args) == 1:
+            return wrap(func(local_of(x) if x._foreign else x._local), spec)
+        if len(args) == 2:
+            y = args[1]
+            if type(y) is ShardTensor:
+                if y._spec is spec:
+                    local = local_of(x) if x._foreign else x._local
+                    return wrap(func(local, local_of(y) if y._foreign else y._local), spec)
+            elif not isinstance(y, torch.Tensor):
+                return wrap(func(local_of(x) if x._foreign else x._local, y), spec)
     if kwargs.get("out") is not None:
         return _into(func, types, args, kwargs)
     if kwargs.get("inplace"):
@@ -98,15 +102,15 @@ def pointwise(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> A
 
 
 _NAMES = """
-abs absolute acos acosh add addcdiv addcmul angle arccos arccosh arcsin arcsinh arctan arctan2 arctanh asin asinh atan atan2 atanh
-bitwise_and bitwise_left_shift bitwise_not bitwise_or bitwise_right_shift bitwise_xor ceil clamp clamp_max clamp_min clip conj
-conj_physical copysign cos cosh deg2rad digamma div divide eq erf erfc erfinv exp exp2 expm1 fix float_power floor floor_divide
-fmax fmin fmod frac ge greater greater_equal gt heaviside hypot i0 igamma igammac imag isclose isfinite isinf isnan isneginf
-isposinf isreal ldexp le lerp less less_equal lgamma log log10 log1p log2 logaddexp logaddexp2 logical_and logical_not logical_or
-logical_xor logit lt masked_fill maximum minimum mul multiply mvlgamma nan_to_num ne neg negative nextafter not_equal
-polar polygamma positive pow rad2deg real reciprocal relu remainder resolve_conj resolve_neg round rsqrt rsub sgn sigmoid sign signbit sin
-sinc sinh special_entr sqrt square sub subtract tan tanh threshold true_divide trunc where xlogy clone complex
-celu selu elu hardshrink prelu rrelu
+abs absolute acos acosh add addcdiv addcmul angle arccos arccosh arcsin arcsinh arctan arctan2 arctanh asin asinh atan
+atan2 atanh bitwise_and bitwise_left_shift bitwise_not bitwise_or bitwise_right_shift bitwise_xor ceil clamp clamp_max
+clamp_min clip conj conj_physical copysign cos cosh deg2rad digamma div divide eq erf erfc erfinv exp exp2 expm1 fix
+float_power floor floor_divide fmax fmin fmod frac ge greater greater_equal gt heaviside hypot i0 igamma igammac imag
+isclose isfinite isinf isnan isneginf isposinf isreal ldexp le lerp less less_equal lgamma log log10 log1p log2
+logaddexp logaddexp2 logical_and logical_not logical_or logical_xor logit lt masked_fill maximum minimum mul multiply
+mvlgamma nan_to_num ne neg negative nextafter not_equal polar polygamma positive pow rad2deg real reciprocal relu
+remainder resolve_conj resolve_neg round rsqrt rsub sgn sigmoid sign signbit sin sinc sinh special_entr sqrt square sub
+subtract tan tanh threshold true_divide trunc where xlogy clone complex celu selu elu hardshrink prelu rrelu
 """.split()
 _SPECIAL = (
     "digamma entr erf erfc erfcx erfinv exp2 expit expm1 gammainc gammaincc gammaln i0 i0e i1 i1e log1p log_ndtr logit \
@@ -117,10 +121,10 @@ celu elu gelu hardshrink hardsigmoid hardswish hardtanh leaky_relu logsigmoid mi
 softplus softshrink softsign tanh tanhshrink threshold
 """.split()
 _METHODS = """
-__abs__ __add__ __and__ __div__ __eq__ __floordiv__ __ge__ __gt__ __invert__ __le__ __lshift__ __lt__ __mod__ __mul__ __ne__
-__neg__ __or__ __pos__ __pow__ __radd__ __rand__ __rdiv__ __rfloordiv__ __rlshift__ __rmod__ __rmul__ __ror__ __rpow__ __rrshift__
-__rshift__ __rsub__ __rtruediv__ __rxor__ __sub__ __truediv__ __xor__ bfloat16 bool byte char contiguous cpu cuda double float half int long short to
-type type_as
+__abs__ __add__ __and__ __div__ __eq__ __floordiv__ __ge__ __gt__ __invert__ __le__ __lshift__ __lt__ __mod__ __mul__
+__ne__ __neg__ __or__ __pos__ __pow__ __radd__ __rand__ __rdiv__ __rfloordiv__ __rlshift__ __rmod__ __rmul__ __ror__
+__rpow__ __rrshift__ __rshift__ __rsub__ __rtruediv__ __rxor__ __sub__ __truediv__ __xor__ bfloat16 bool byte char
+contiguous cpu cuda double float half int long short to type type_as
 """.split()
 _IN_PLACE = (
     "__iadd__ __iand__ __idiv__ __ifloordiv__ __ilshift__ __imod__ __imul__ __ior__ __ipow__ __irshift__ __isub__ \
@@ -175,7 +179,7 @@ def foreach(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any
     """Lists of tensors, each of which is computed with the others at its place in operands of one layout."""
     lists = [x for x in args if isinstance(x, (list, tuple)) and x and isinstance(x[0], torch.Tensor)]
     columns = list(zip(*lists))
-    specs = []
+    specs: list[ShardTensorSpec | None] = []
     locals_: list[list[Any]] = [[] for _ in lists]
     writes = func.__name__.endswith("_")
     for column in columns:

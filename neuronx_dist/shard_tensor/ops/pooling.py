@@ -56,7 +56,7 @@ def max_pool(
         inner.append(tuple(x.shape[first:]))
         return _MAX[count - 1](x, tuple(kernel), strides, both, dilations, ceil_mode, True)
 
-    values, indices = owned_outputs(op, x, windows, extents)
+    values, indices = owned_outputs(op, x, extents)
     steps = [dilations[i] if first + i in windows else 1 for i in range(count)]
     return values, _global(indices, inner[0], shape[first:], windows, first, steps), sharded_result(sharded, windows)
 
@@ -88,7 +88,7 @@ def avg_pool(
     x, windows = bring_windows(x, sharded, maps)
     both = [0 if first + i in windows else paddings[i] for i in range(count)]
     result = owned_outputs(
-        lambda x: _sums(x, kernel, strides, both, ceil_mode), x, windows, {dim: maps[dim].extent for dim in maps}
+        lambda x: _sums(x, kernel, strides, both, ceil_mode), x, {dim: maps[dim].extent for dim in maps}
     )
     if divisor_override is not None:
         result = result / divisor_override
@@ -181,7 +181,7 @@ def _adaptive(
             return tuple(torch.cat(column, dim) for column in zip(*parts))
         return torch.cat(parts, dim)
 
-    return x, windows, inner, lambda x: owned_outputs(op, x, windows, dict.fromkeys(maps, 1))
+    return x, windows, inner, lambda x: owned_outputs(op, x, {})
 
 
 def _moved(result: Any, x: torch.Tensor, dim: int, start: int, length: int, first: int) -> Any:

@@ -17,8 +17,8 @@ __all__: list[str] = []
 
 _T = torch.Tensor
 _ATTRIBUTES = """
-shape dtype device ndim layout is_cuda is_cpu is_meta is_sparse is_sparse_csr is_quantized is_xla is_mps is_mkldnn is_vulkan
-is_nested names itemsize nbytes grad_fn output_nr retains_grad _version
+shape dtype device ndim layout is_cuda is_cpu is_meta is_sparse is_sparse_csr is_quantized is_xla is_mps is_mkldnn
+is_vulkan is_nested names itemsize nbytes grad_fn output_nr retains_grad _version
 """.split()
 _QUERIES = """
 size dim ndimension numel nelement element_size is_floating_point is_complex is_signed get_device __hash__

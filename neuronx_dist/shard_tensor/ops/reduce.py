@@ -1,7 +1,7 @@
-"""Reductions over any dims. One that reduces a sharded dim gives a result that is the same on all ranks of that mesh dim.
+"""Reductions over any dims. One over a sharded dim gives a result that is the same on all ranks.
 
-Means divide by global counts; variances merge (count, mean, sum of squared differences) of the ranks, never `E[x^2] - E[x]^2`. A maximum is
-reduced as one, and never added.
+Means divide by global counts; variances merge (count, mean, sum of squared differences) of the ranks, never `E[x^2] -
+E[x]^2`. A maximum is reduced as one, and never added.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ class Reduced(NamedTuple):
         dims: that are reduced, from the front.
         groups: over which partial results are reduced.
         mesh_dims: theirs.
-        count: number of elements that make one of the result.
+        elements: how many make one of the result.
         spec: of the result.
     """
 
     dims: tuple[int, ...]
     groups: tuple[Communicator, ...]
     mesh_dims: tuple[int, ...]
-    count: int
+    elements: int
     spec: ShardTensorSpec
 
 
@@ -97,7 +97,7 @@ def sums(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
     sum_ = torch.nansum if func in (torch.nansum, _T.nansum) else torch.sum
 
     def call(
-        input: ShardTensor,  # noqa: A002 - torch's names
+        input: ShardTensor,
         dim: Any = None,
         keepdim: bool = False,
         *,
@@ -114,7 +114,7 @@ def sums(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
         if is_mean:
             if not y.is_floating_point() and not y.is_complex():
                 raise RuntimeError(f"mean: a tensor of {y.dtype} has no mean; give dtype=")
-            y = y / plan.count if plan.count else y / torch.zeros_like(y)
+            y = y / plan.elements if plan.elements else y / torch.zeros_like(y)
         return wrap(y, plan.spec)
 
     return call(*args, **kwargs)
@@ -122,7 +122,7 @@ def sums(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
 
 @sharded(torch.prod, _T.prod)
 def product(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
-    def call(input: ShardTensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:  # noqa: A002
+    def call(input: ShardTensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
         local, spec = operand(input)
         plan = reduced(spec, dim, keepdim)
         y = torch.prod(local, dtype=dtype) if dim is None else torch.prod(local, dim, keepdim, dtype=dtype)
@@ -137,7 +137,7 @@ def product(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any
 
 
 def moments(x: torch.Tensor, spec: ShardTensorSpec, plan: Reduced) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean and sum of squared differences over `plan.dims`, which are kept with size 1; one gather for each mesh dim."""
+    """Mean and sum of squared differences over `plan.dims`, kept with size 1; one gather for each mesh dim."""
     sizes = list(x.shape)
     count = prod(sizes[d] for d in plan.dims)
     mean = x.sum(plan.dims, keepdim=True) / max(count, 1)
@@ -163,7 +163,7 @@ _WITH_MEAN = frozenset((torch.var_mean, torch.std_mean))
 @sharded(torch.var, _T.var, torch.std, _T.std, torch.var_mean, torch.std_mean)
 def variance(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
     def call(
-        input: ShardTensor,  # noqa: A002 - torch's names
+        input: ShardTensor,
         dim: Any = None,
         unbiased: bool | None = None,
         keepdim: bool = False,
@@ -181,8 +181,8 @@ def variance(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> An
         plan, result = reduced(spec, dim, True), reduced(spec, dim, keepdim).spec
         mean, squares = moments(local, spec, plan)
         y = (
-            squares / max(plan.count - correction, 0)
-            if plan.count > correction
+            squares / max(plan.elements - correction, 0)
+            if plan.elements > correction
             else squares / torch.zeros_like(squares)
         )
         if func not in _VAR:
@@ -245,7 +245,7 @@ _MAXIMA = frozenset((torch.amax, _T.amax, torch.max, _T.max))
 
 @sharded(torch.amax, _T.amax, torch.amin, _T.amin)
 def amax(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
-    def call(input: ShardTensor, dim: Any = (), keepdim: bool = False) -> Any:  # noqa: A002 - torch's names
+    def call(input: ShardTensor, dim: Any = (), keepdim: bool = False) -> Any:
         dim = tuple(dim) if isinstance(dim, list) else dim
         local, spec = operand(input)
         plan = reduced(spec, dim, keepdim)
@@ -268,7 +268,7 @@ def max_of_all(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> 
 
 @sharded(torch.logsumexp, _T.logsumexp, torch.special.logsumexp)
 def logsumexp(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
-    def call(input: ShardTensor, dim: Any, keepdim: bool = False) -> Any:  # noqa: A002 - torch's names
+    def call(input: ShardTensor, dim: Any, keepdim: bool = False) -> Any:
         dim = tuple(dim) if isinstance(dim, list) else dim
         local, spec = operand(input)
         plan = reduced(spec, dim, keepdim)
@@ -309,7 +309,7 @@ def _norm(x: ShardTensor, ord_: Any, dim: Any, keepdim: bool, dtype: torch.dtype
 @sharded(torch.norm, _T.norm)
 def norm(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
     def call(
-        input: ShardTensor,  # noqa: A002 - torch's names
+        input: ShardTensor,
         p: Any = "fro",
         dim: Any = None,
         keepdim: bool = False,
@@ -329,7 +329,7 @@ def vector_norm(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) ->
         dim: Any = None,
         keepdim: bool = False,
         *,
-        dtype: torch.dtype | None = None,  # noqa: A002
+        dtype: torch.dtype | None = None,
     ) -> Any:
         return _norm(x, ord, dim, keepdim, dtype)
 
@@ -343,7 +343,7 @@ def vector_norm(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) ->
 def counts(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
     is_all, is_any = func in (torch.all, _T.all), func in (torch.any, _T.any)
 
-    def call(input: ShardTensor, dim: Any = None, keepdim: bool = False) -> Any:  # noqa: A002 - torch's names
+    def call(input: ShardTensor, dim: Any = None, keepdim: bool = False) -> Any:
         dim = tuple(dim) if isinstance(dim, list) else dim
         local, spec = operand(input)
         plan = reduced(spec, dim, keepdim)

@@ -83,7 +83,7 @@ def interpolate(
             out = [outputs[i] if i in rest else x.shape[i + 2] for i in range(count)]
             return _operator(mode, bool(align_corners), antialias, count)(x, out, factors)
 
-        x = owned_outputs(op, x, windows, dict.fromkeys(maps, 1))
+        x = owned_outputs(op, x, {})
     return x, sharded_result(sharded, windows)
 
 

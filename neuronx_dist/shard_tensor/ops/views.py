@@ -97,10 +97,11 @@ def _groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int]
     if 0 in before:  # products say nothing: dims that are equal from the left belong together
         same = next((i for i, (a, b) in enumerate(zip(before, after)) if a != b), min(len(before), len(after)))
         return [([i], [i]) for i in range(same)] + [([*range(same, len(before))], [*range(same, len(after))])]
-    groups = []
+    groups: list[tuple[list[int], list[int]]] = []
     i = j = 0
     while i < len(before) or j < len(after):
-        ins, outs = [], []
+        ins: list[int] = []
+        outs: list[int] = []
         a = b = 1
         if i < len(before):
             a *= before[i]
@@ -259,7 +260,7 @@ def _dim(x: ShardTensor, dim: int) -> int:
 
 @sharded(torch.select, _T.select)
 def select(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
-    def call(input: ShardTensor, dim: int, index: int) -> Any:  # noqa: A002 - torch's names
+    def call(input: ShardTensor, dim: int, index: int) -> Any:
         dim = _dim(input, dim)
         return selected(input, dim, _position(int(index), input.shape[dim], dim))
 
@@ -268,7 +269,7 @@ def select(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
 
 @sharded(torch.narrow, _T.narrow)
 def narrow(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
-    def call(input: ShardTensor, dim: int, start: int, length: int) -> Any:  # noqa: A002
+    def call(input: ShardTensor, dim: int, start: int, length: int) -> Any:
         dim = _dim(input, dim)
         start = start + input.shape[dim] if start < 0 else start
         if not 0 <= start <= start + length <= input.shape[dim]:

@@ -13,9 +13,18 @@ import torch
 from torch.nn import functional as F
 
 from ..windows import Sliding, Transposed, same_padding
-from .local_windows import ShardedDim, as_tuple, bring_windows, over_halo, owned_outputs, sharded_result, sizes_of
+from .local_windows import (
+    ShardedDim,
+    as_tuple,
+    bring_windows,
+    nonempty,
+    over_halo,
+    owned_outputs,
+    sharded_result,
+    sizes_of,
+)
 
-__all__ = ["conv", "conv_transpose"]
+__all__ = ["conv", "conv_transpose", "pad"]
 
 Ints = int | Sequence[int]
 Result = tuple[torch.Tensor, tuple[ShardedDim, ...]]
@@ -70,7 +79,8 @@ def conv(
     local = [(0, 0) if first + i in maps else paddings[i] for i in range(count)]
     if padding_mode != "zeros" or any(left != right for left, right in local):
         sides = [side for pair in reversed(local) for side in pair]
-        x = F.pad(x, sides, mode="constant" if padding_mode == "zeros" else padding_mode) if any(sides) else x
+        mode = "constant" if padding_mode == "zeros" else padding_mode
+        x = owned_outputs(lambda x: F.pad(x, sides, mode=mode), x, {}) if any(sides) else x
         local = [(0, 0)] * count
     both = tuple(left for left, _ in local)
 
@@ -78,16 +88,17 @@ def conv(
         result: torch.Tensor = _CONVS[count - 1](x, weight, bias, strides, both, dilations, groups)
         return result
 
-    if not own:
-        return op(x), tuple(sharded)
-
-    def op_along_last(x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = owned_outputs(op, x, windows, {dim: maps[dim].extent for dim in windows})
-        return result
-
-    last = own[-1].dim
-    result, window = over_halo(op_along_last, x, own[-1], maps[last])
-    return result, sharded_result(sharded, {**windows, last: window})
+    channels = weight.shape[0]
+    if 0 in weight.shape[:2]:  # of sharded channels this rank has none
+        x, weight = nonempty(x, first - 1), nonempty(nonempty(weight, 0), 1)
+        bias = None if bias is None else nonempty(bias, 0)
+    extents = {dim: each.extent for dim, each in maps.items()}
+    if own:
+        last = own[-1].dim
+        result, windows[last] = over_halo(op, x, own[-1], maps[last], extents, (first - 1,))
+    else:
+        result = owned_outputs(op, x, {}, (first - 1,))
+    return (result if channels else result.narrow(first - 1, 0, 0)), sharded_result(sharded, windows)
 
 
 def conv_transpose(
@@ -132,7 +143,12 @@ def conv_transpose(
         result: torch.Tensor = _TRANSPOSED[count - 1](x, weight, None, strides, both, added, groups, dilations)
         return result
 
-    result = owned_outputs(op, x, windows, dict.fromkeys(maps, 1))
+    channels = weight.shape[1]
+    if 0 in weight.shape[:2]:
+        x, weight = nonempty(x, first - 1), nonempty(nonempty(weight, 0), 1)
+    result = owned_outputs(op, x, {}, (first - 1,))
+    if not channels:
+        result = result.narrow(first - 1, 0, 0)
     sides = [0] * (2 * count)
     for dim, window in windows.items():  # what is computed begins, and ends, elsewhere than what is owned
         (low, high), (begin, end) = window.inputs, window.outputs
@@ -145,3 +161,34 @@ def conv_transpose(
     if bias is not None:
         result = result + bias.view(-1, *[1] * count)
     return result, sharded_result(sharded, windows)
+
+
+def pad(
+    x: torch.Tensor,
+    sides: Sequence[int],
+    sharded: Sequence[ShardedDim],
+    *,
+    mode: str = "constant",
+    value: float | int | bool = 0,
+) -> Result:
+    """`torch.nn.functional.pad` of a shard; negative sides crop.
+
+    Args:
+        sides: `(left, right)` of the last dim, then of the one before.
+
+    Raises:
+        ValueError: the padding reflects past the tensor, or leaves nothing.
+    """
+    shape = sizes_of(x, sharded)
+    local = list(sides)
+    maps: dict[int, Sliding] = {}
+    for dim, _, _ in sharded:
+        at = 2 * (x.dim() - 1 - dim)
+        if at < len(local):
+            padding_mode = "zeros" if mode == "constant" else mode
+            maps[dim] = Sliding(shape[dim], 1, 1, local[at], local[at + 1], padding_mode=padding_mode)
+            local[at] = local[at + 1] = 0
+    x, windows = bring_windows(x, sharded, maps, value)
+    if any(local):
+        x = owned_outputs(lambda x: F.pad(x, local, mode, value if mode == "constant" else None), x, {})
+    return x, sharded_result(sharded, windows)

@@ -1,7 +1,7 @@
 """One function on ShardTensors of every layout against the same function in one process: values, and every gradient.
 
-A line of `table.py` is a `Case`. `run_case` distributes its operands in all combinations of placements and splits, on ranks that
-are threads: a combination takes milliseconds.
+A line of `table.py` is a `Case`. `run_case` distributes its operands in all combinations of placements and splits, on
+ranks that are threads: a combination takes milliseconds.
 """
 
 from __future__ import annotations

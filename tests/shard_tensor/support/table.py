@@ -1,4 +1,4 @@
-"""Every function with a handler: one line each. `test_ops.py` runs each at all placements and splits, on 2, 3, 4 and 2 x 2 ranks."""
+"""Every function with a handler: one line each, which `test_ops.py` runs at all placements and splits."""
 
 from __future__ import annotations
 
