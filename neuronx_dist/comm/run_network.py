@@ -36,7 +36,7 @@ def complete(args: argparse.Namespace) -> None:
     if args.standalone or not any(number.isdecimal() and int(number) > 1 for number in args.nnodes.split(":")):
         return
     if args.rdzv_backend == "static" and not args.rdzv_endpoint:
-        host, port = args.master_addr, args.master_port
+        host, port = args.master_addr, args.master_port or 29500
     elif args.rdzv_endpoint:
         host, port = parse_rendezvous_endpoint(args.rdzv_endpoint, default_port=29400)
     else:
