@@ -35,11 +35,11 @@ class Seconds(NamedTuple):
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+    options = argparse.ArgumentParser(
         description=(description or "").splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    made.add_argument("--quick", action="store_true", help="few repeats: whether it works, not how fast it is")
-    return made
+    options.add_argument("--quick", action="store_true", help="few repeats: whether it works, not how fast it is")
+    return options
 
 
 def heading(title: str) -> None:
@@ -64,9 +64,9 @@ def _rank(rank: int, function: Callable[..., Any], size: int, store: str, result
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
     try:
-        found = function(*args)
+        result = function(*args)
         if rank == 0:
-            results.put(found)
+            results.put(result)
     finally:
         dist.destroy_process_group()
 
@@ -119,8 +119,8 @@ def _measure(run: Callable[[], Any]) -> Seconds:
 def _orders(count: int) -> list[list[int]]:
     """Orders of `count` variants, one a round, in which each comes as often after each other one (Williams' design)."""
     zigzag = [(i + 1) // 2 if i % 2 else -(i // 2) for i in range(count)]
-    made = [[(start + step) % count for step in zigzag] for start in range(count)]
-    return made if count % 2 == 0 else made + [order[::-1] for order in made]
+    orders = [[(start + step) % count for step in zigzag] for start in range(count)]
+    return orders if count % 2 == 0 else orders + [order[::-1] for order in orders]
 
 
 def ratio(over: Sequence[float], under: Sequence[float]) -> tuple[float, float]:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
-from collections.abc import Callable
 
 from ..command_line import command_parser, count
 from .convert import FORMATS, convert
 from .errors import CheckpointError
+from .progress import progress_bar
 
 __all__ = ["arguments", "run"]
 
@@ -44,7 +43,7 @@ def arguments() -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     """Converts; returns 0, or 1 with a line that says what is wrong."""
-    report = _progress(args.target)
+    report = progress_bar(args.target)
     try:
         to = convert(
             args.source,
@@ -61,19 +60,3 @@ def run(args: argparse.Namespace) -> int:
         return 1
     print(f"{args.target}: written as {to}")
     return 0
-
-
-def _progress(target: str) -> Callable[[int, int], None]:
-    """Draws a bar on a terminal; elsewhere it says nothing."""
-    drawn = 0.0
-
-    def report(done: int, total: int) -> None:
-        nonlocal drawn
-        if not sys.stderr.isatty() or (done < total and time.monotonic() - drawn < 0.1):
-            return
-        drawn = time.monotonic()
-        filled = 30 * done // total
-        bar = "#" * filled + "-" * (30 - filled)
-        print(f"\r{target} [{bar}] {done}/{total} tensors", end="\n" if done == total else "", file=sys.stderr)
-
-    return report

@@ -34,8 +34,8 @@ class ParameterShard:
         replicas: the ranks that have the same rows of it: one, but with hybrid sharding.
         scale: what the sum of their gradients is multiplied by.
         grad_dtype: dtype in which its gradient travels.
-        nbytes: size of the parameter's gradient while it is communicated, `[degree, columns]`. Buckets of the
-            all-gather are cut by it too.
+        nbytes: memory that the parameter's gradient takes while it is communicated: `[degree, columns]`, and as much
+            for a copy where it is padded, cast or (fp16) divided before. Buckets of the all-gather are cut by it too.
         master: the shard that the base optimizer updates.
         is_param: the master is the parameter itself, because nothing distinguishes them: one rank, one dtype.
         is_view: the master is this rank's rows in the memory of the parameter, so that what is written to one is in the
@@ -50,7 +50,8 @@ class ParameterShard:
         self.group, self.replicas, self.scale = sharding
         self.degree = self.group.size
         self.grad_dtype = grad_dtype
-        self.nbytes = self.degree * self.columns * grad_dtype.itemsize
+        is_sent_as_it_is = self.rows is not None and grad_dtype == gradient.dtype != torch.float16
+        self.nbytes = self.degree * self.columns * grad_dtype.itemsize * (1 if is_sent_as_it_is else 2)
         self.is_param = self.is_alone and self.scale == 1.0 and param.dtype == dtype and not hasattr(param, "main_grad")
         self.is_view = False
         if self.is_param:
@@ -148,10 +149,25 @@ class ParameterShard:
         missing = self.degree * self.columns - flat.numel()
         return (F.pad(flat, (0, missing)) if missing else flat).view(self.degree, self.columns)
 
+    @property
+    def own_grad(self) -> torch.Tensor | None:
+        """This rank's gradient of the whole parameter.
+
+        Raises:
+            ValueError: it is sparse.
+        """
+        grad = self.gradient.tensor
+        if grad is not None and grad.layout is not torch.strided:
+            raise ValueError(
+                f"the gradient of a parameter of shape {tuple(self.param.shape)} is sparse ({grad.layout}), and shards "
+                f"are dense: make its layer with sparse=False"
+            )
+        return grad
+
     def take_own_grad(self) -> None:
         """Gives the master this rank's gradient, where there are no others, in a copy, which clipping may write."""
+        grad = self.own_grad
         if not self.is_param:
-            grad = self.gradient.tensor
             self.master.grad = None if grad is None else grad.reshape(self.shape).to(self.master.dtype, copy=True)
             if self.master.grad is not None and self.scale != 1.0:
                 self.master.grad.mul_(self.scale)

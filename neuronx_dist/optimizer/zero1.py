@@ -61,8 +61,9 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
             over the other parts too: the mean is over all of dp x cp in any case.
         grad_norm_groups: the tp groups, as NxD's trainer passes them; the norm is the whole model's in any case.
         lazy_init: make the shards at the first `init_zero()`, `step()` or `load_state_dict()` instead of now.
-        bucket_cap_mb_all_gather, bucket_cap_mb_reduce_scatter: MB of a flat buffer, of which two are held at a time;
-            0: the environment's `ALL_GATHER_REDUCE_SCATTER_BUCKET_CAP_MB`, else 130.
+        bucket_cap_mb_all_gather, bucket_cap_mb_reduce_scatter: MB of the buffers that are held at a time: two of half
+            the size, or one with a larger parameter. 0: the environment's `ALL_GATHER_REDUCE_SCATTER_BUCKET_CAP_MB`,
+            else 130.
         use_grad_acc_hook: move each gradient to `param.main_grad`, fp32, as backward makes it: microbatches then
             accumulate in fp32. Clear it by this optimizer's `zero_grad`.
         save_master_weights: put `sharded_master_weights` into the state dict. Without them a resumed run starts from
@@ -206,7 +207,7 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
 
         def start(bucket: list[ParameterShard]) -> Any:
             first = bucket[0]
-            grads = [shard.gradient.tensor for shard in bucket]
+            grads = [shard.own_grad for shard in bucket]
             parts = [
                 first.param.new_zeros(shard.degree, shard.columns, dtype=shard.grad_dtype)
                 if grad is None
@@ -235,7 +236,8 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
             if shard.is_alone:
                 shard.take_own_grad()
         shards = [shard for shard in self.shards if not shard.is_alone]
-        overlap(_buckets(shards, self._scatter_plan, self._scatter_cap), start, finish)
+        cap = self._scatter_cap
+        overlap(_buckets(shards, self._scatter_plan, cap), start, finish, cap, _nbytes)
 
     def _clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> bool:
         """Takes the norm, and clips by it; returns whether the step is to be made."""
@@ -280,7 +282,8 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
             if shard.degree == 1 and not shard.is_param:
                 shard.push(shard.master.detach().view(1, -1))
         shards = [shard for shard in self.shards if shard.degree > 1]
-        overlap(_buckets(shards, self._gather_plan, self._gather_cap), start, finish)
+        cap = self._gather_cap
+        overlap(_buckets(shards, self._gather_plan, cap), start, finish, cap, _nbytes)
 
     # --- making the shards -------------------------------------------------------------------------------------------
 
@@ -426,12 +429,16 @@ def _scales_first(shard: ParameterShard) -> bool:
 
 
 def _buckets(shards: Sequence[ParameterShard], plan: BucketPlan, cap: int) -> list[list[ParameterShard]]:
-    """Shards in the buckets of a plan."""
+    """Shards in the buckets of a plan, of which two take `cap` bytes at most."""
     keys: list[Hashable] = [
         (shard.group, shard.replicas, shard.param.dtype, shard.grad_dtype, shard.param.device) for shard in shards
     ]
-    buckets = plan.buckets(keys, [shard.nbytes for shard in shards], cap)
+    buckets = plan.buckets(keys, [shard.nbytes for shard in shards], cap // 2)
     return [[shards[index] for index in bucket] for bucket in buckets]
+
+
+def _nbytes(bucket: Sequence[ParameterShard]) -> int:
+    return sum(shard.nbytes for shard in bucket)
 
 
 def _copy_options(src_groups: Sequence[dict[str, Any]], dst_groups: Sequence[dict[str, Any]]) -> None:

@@ -170,6 +170,11 @@ def _refused(
         repairs = ["reduce_gradients(model) after the last backward", "NeuronZero1Optimizer, which reduces it itself"]
         if isinstance(optimizer, NeuronZero1Optimizer):
             repairs = ["reduce_gradients(model) after the last backward: this optimizer has no sharding group over it"]
+            if any(shard.param is param and not shard.is_alone for shard in optimizer.shards):
+                repairs = [
+                    f"leave sharding_groups out for the check: types are written on all of {axis}, not on groups "
+                    "inside it, and the mean is that over all of it in any case"
+                ]
     elif axis == "pp":
         repairs = ["reduce_gradients(model): it sums the gradients of tied weights over their stages"]
     elif spec_of(param).sequence_parallel:
