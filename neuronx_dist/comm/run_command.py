@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.api import RendezvousError
@@ -39,7 +40,7 @@ def arguments() -> argparse.ArgumentParser:
     return torchrun.get_args_parser()
 
 
-class _Agent(launcher.LocalElasticAgent):  # type: ignore[misc]
+class _Agent(LocalElasticAgent):
     """Says why ranks are started again, and leaves it where it would not help."""
 
     def _monitor_workers(self, worker_group: Any) -> RunResult:
@@ -71,10 +72,10 @@ def run(args: argparse.Namespace) -> int:
         _silence_stores()
         for name in [name for name in logging.root.manager.loggerDict if name.startswith(_LOGGERS)]:
             logging.getLogger(name).setLevel(logging.CRITICAL)
-    agent = launcher.LocalElasticAgent
+    names = vars(launcher)
     try:
         run_network.complete(args)
-        launcher.LocalElasticAgent = _Agent
+        names["LocalElasticAgent"] = _Agent
         torchrun.run(args)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
@@ -89,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:  # before torchrun has its handlers
         return 130
     finally:
-        launcher.LocalElasticAgent = agent
+        names["LocalElasticAgent"] = LocalElasticAgent
     return 0
 
 
@@ -98,7 +99,7 @@ def _silence_stores() -> None:
     if os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR") == "ERROR":  # of the ranks; here torch has read it already
         with suppress(OSError, ValueError):
             library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
-            ctypes.c_int.in_dll(library, "_ZN3c1022FLAGS_caffe2_log_levelE").value = 2
+            ctypes.c_int.in_dll(library, "FLAGS_caffe2_log_level").value = 2
 
 
 def _end_of(rank: int, exitcode: int) -> str:

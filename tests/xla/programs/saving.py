@@ -2,8 +2,8 @@
 
     PJRT_DEVICE=CPU CPU_NUM_DEVICES=4 python -m tests.xla.programs.saving FOLDER     # with the file `states`
 
-The one thing that stands in for another is `rendezvous`: torch_xla does it by a collective of the devices, which it does not
-execute between those of the CPU. Another collective would wait for ever.
+The one thing that stands in for another is `rendezvous`: torch_xla does it by a collective of the devices, which it
+does not execute between those of the CPU. Another collective would wait for ever.
 """
 
 from __future__ import annotations
