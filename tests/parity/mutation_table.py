@@ -135,10 +135,8 @@ CASES: dict[str, Callable[[], None]] = {
     "_gather_vocabulary:spmd.all_gather#1": full_logits,
     "save_pretrained:comm.gather_objects#1": written_folder,
     "full_state_dict:comm.gather_objects#1": partial(steps_of_a_pipeline, Case(pp=2)),
-    "NeuronZero1Optimizer._reduce_scatter.start:comm.reduce_scatter#1": partial(
-        one_step, Case(dp=2, optimizer="zero1")
-    ),
-    "NeuronZero1Optimizer._all_gather.start:comm.all_gather#1": partial(one_step, Case(dp=2, optimizer="zero1")),
+    "start_reduce_scatter:comm.reduce_scatter#1": partial(one_step, Case(dp=2, optimizer="zero1")),
+    "start_all_gather:comm.all_gather#1": partial(one_step, Case(dp=2, optimizer="zero1")),
     "report_loss:comm.all_reduce#1": partial(steps_of_a_pipeline, Case(dp=2)),
     "report_loss:comm.broadcast#1": partial(steps_of_a_pipeline, Case(pp=2)),
     "Lockstep._transfer:comm.permute#1": partial(steps_in_rounds, Case(pp=2)),
