@@ -63,13 +63,22 @@ class MeanInBackward:
     @staticmethod
     def of(model: nn.Module) -> MeanInBackward | None:
         """That of this model, if there is one. A type check sees everything in the call of `reduce_gradients`."""
-        return None if active() is not None else _MEANS.get(model)
+        return _MEANS.get(model) if isinstance(model, nn.Module) and active() is None else None
 
     @staticmethod
     def set_up(
         model: nn.Module, gradients: ModelGradients, overlap: bool, cap: int, reduce_dtype: torch.dtype | None
     ) -> None:
-        """Begins, goes on with or ends the overlap in the backwards that follow."""
+        """Begins, goes on with or ends the overlap in the backwards that follow.
+
+        Raises:
+            TypeError: it is to begin, and the model is no module.
+        """
+        if overlap and not isinstance(model, nn.Module):
+            raise TypeError(
+                f"reduce_gradients(overlap=True) goes on in the next backward of a model: pass the module, not "
+                f"{type(model).__name__}"
+            )
         known = MeanInBackward.of(model)
         overlap &= active() is None and not any(in_one_program(each.param) for each in gradients.gradients)
         if known is not None and not (overlap and known._fits(gradients.plan, cap, reduce_dtype)):

@@ -23,7 +23,6 @@ from typing import Any
 from weakref import WeakMethod, ref
 
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from .. import comm
 from ..spmd.watching import active
@@ -92,14 +91,7 @@ class BackwardReduction:
         A hook that moves gradients elsewhere (`main_grad`) is registered before.
         """
         release(param)
-        own = ref(self)
-
-        def accumulated(param: torch.Tensor) -> None:
-            reduction = own()
-            if reduction is not None:
-                reduction._accumulated(param)
-
-        _OWNERS[param] = (own, param.register_post_accumulate_grad_hook(accumulated))
+        param.register_post_accumulate_grad_hook(_Hook(self))
 
     def start(self) -> None:
         """Starts what has not started: gradients are complete."""
@@ -134,7 +126,7 @@ class BackwardReduction:
         return self._step
 
     @torch.no_grad()
-    def _accumulated(self, param: torch.Tensor) -> None:
+    def accumulated(self, param: torch.Tensor) -> None:
         """Backward has added to the gradient of `param`. A type check sees all collectives in the step."""
         if self._pauses or active() is not None:
             return
@@ -190,8 +182,21 @@ class _Step:
             bucket.launch()
 
 
-# By parameter, weakly: who is told of its gradient, and the hook.
-_OWNERS = WeakTensorKeyDictionary()
+class _Hook:
+    """Tells a reduction of a gradient. It does not keep it."""
+
+    def __init__(self, reduction: BackwardReduction) -> None:
+        self.reduction = ref(reduction)
+
+    def __call__(self, param: torch.Tensor) -> None:
+        reduction = self.reduction()
+        if reduction is not None:
+            reduction.accumulated(param)
+
+
+def _hooks(param: torch.Tensor) -> dict[int, _Hook]:
+    hooks = param._post_accumulate_grad_hooks
+    return {key: hook for key, hook in hooks.items() if isinstance(hook, _Hook)} if hooks else {}
 
 
 def is_late(gradient: ParameterGradient) -> bool:
@@ -201,9 +206,8 @@ def is_late(gradient: ParameterGradient) -> bool:
 
 def release(param: torch.Tensor) -> None:
     """Nobody is told of this parameter's gradients any more."""
-    _, hook = _OWNERS.pop(param, (None, None))
-    if hook is not None:
-        hook.remove()
+    for key in _hooks(param):
+        del param._post_accumulate_grad_hooks[key]
 
 
 def start_complete(params: Iterable[torch.Tensor]) -> None:
@@ -227,7 +231,7 @@ def paused(params: Iterable[torch.Tensor]) -> Iterator[None]:
 
 def _reductions_of(params: Iterable[torch.Tensor]) -> list[BackwardReduction]:
     """Who is told of the gradients of these parameters, in the order of the parameters."""
-    if not len(_OWNERS) or active() is not None:
+    if active() is not None:
         return []
-    owners = (_OWNERS.get(param, (None, None))[0] for param in params)
-    return list(dict.fromkeys(reduction for own in owners if own is not None and (reduction := own()) is not None))
+    known = (hook.reduction() for param in params for hook in _hooks(param).values())
+    return list(dict.fromkeys(reduction for reduction in known if reduction is not None))

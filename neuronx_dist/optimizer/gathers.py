@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 from weakref import finalize
 
 import torch
 from torch import Tensor, nn
 
+from ..comm.errors import CommError
 from ..spmd.watching import no_typecheck
 
 __all__ = ["Gathers"]
@@ -49,7 +51,7 @@ class Gathers:
 
     def __init__(self) -> None:
         self._gathers: list[_Gather] = []
-        finalize(self, _wait, self._gathers)  # at the end of the script too: others are waiting for our part
+        finalize(self, _end, self._gathers)  # at the end of the script too: other ranks need this one's part
 
     def append(self, params: Sequence[Tensor], finish: Callable[[], None]) -> None:
         """Has `finish` called when one of the parameters is used; now, if one is of a class of its own."""
@@ -67,6 +69,12 @@ def _wait(gathers: list[_Gather]) -> None:
     for gather in gathers:
         gather.wait()
     gathers.clear()
+
+
+def _end(gathers: list[_Gather]) -> None:
+    """Nobody reads the parameters any more, and nobody could treat an error."""
+    with suppress(CommError):
+        _wait(gathers)
 
 
 class _Awaited(nn.Parameter):
@@ -96,7 +104,17 @@ class _Awaited(nn.Parameter):
 
 
 # What is asked between a step and the forward, and is the same before and after.
-_GETTERS = ("grad", "requires_grad", "is_leaf", "dtype", "device", "shape", "layout", "ndim")
+_GETTERS = (
+    "grad",
+    "requires_grad",
+    "is_leaf",
+    "dtype",
+    "device",
+    "shape",
+    "layout",
+    "ndim",
+    "_post_accumulate_grad_hooks",
+)
 _GRAD: Any = Tensor.grad
 _READ_NO_VALUE = {
     *(getattr(Tensor, name).__get__ for name in _GETTERS),

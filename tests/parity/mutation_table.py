@@ -127,7 +127,7 @@ CASES: dict[str, Callable[[], None]] = {
     "_cross_entropy_of_operators:spmd.all_reduce#1": partial(cross_entropy, transform=True),
     "norm_of:comm.all_reduce#1": norms,
     "global_num_items:comm.all_reduce#1": number_of_labels,
-    "_all_reduce.start:comm.all_reduce#1": partial(one_step, Case(dp=2)),
+    "start_sum:comm.all_reduce#1": partial(one_step, Case(dp=2)),
     "gather_full:comm.all_gather#1": partial(one_step, TP),
     "gather_python_object:comm.gather_objects#1": python_objects,
     "_scatter_embedding.scatter:spmd.reduce_scatter#1": partial(one_step, TP_SP),

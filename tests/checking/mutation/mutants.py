@@ -95,7 +95,7 @@ PROGRAM_OF: dict[str, str] = {
     "bucket_allreduce_gradients:_reduce_list#3": "names of nxd, context and data",
     "allreduce_sequence_parallel_gradients:_reduce_list#1": "names of nxd",
     "allreduce_context_parallel_gradients:_reduce_list#1": "names of nxd, context",
-    "_all_reduce.start:comm.all_reduce#1": "mlp",
+    "start_sum:comm.all_reduce#1": "mlp",
     "_Norm.__init__:set_spec#1": "sequence",
     "_ParallelLinear.__init__:set_spec#1": "mlp",
     "_ParallelLinear.__init__:set_spec#2": "sequence",
