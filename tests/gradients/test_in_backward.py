@@ -46,7 +46,7 @@ def linears(*sizes: int) -> nn.Sequential:
     "mesh", [Mesh(1), Mesh(2), Mesh(4), Mesh(2, cp=2), Mesh(4, tp=2), Mesh(4, pp=2), Mesh(4, ep=2)], ids=str
 )
 def test_weights_are_those_without_overlap(mesh: Mesh, optimizer: type[torch.optim.Optimizer]) -> None:
-    """Microbatches, a parameter that the last one does not use, one that one rank does not use, and one that none does."""
+    """Microbatches; parameters that the last one does not use, that one rank does not, and that none does."""
 
     def use(overlap: bool) -> list[torch.Tensor]:
         model = Model(torch.float32)
