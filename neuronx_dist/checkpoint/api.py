@@ -20,7 +20,7 @@ from .nxd_files import is_nxd_folder, is_of_checkpointing
 from .nxd_source import load_nxd
 from .plain_data import packed, unpacked
 from .state import collect
-from .storage import open_storage
+from .storage import Storage, open_storage
 from .tags import CheckpointFolder, Entry, Tag, check_tag
 
 __all__ = ["CheckpointIOState", "finalize_checkpoint", "has_checkpoint", "load_checkpoint", "save_checkpoint"]
@@ -131,10 +131,13 @@ def load_checkpoint(
     num_workers: int = 8,
     strict: bool = True,
     use_zero1_dcp: bool = False,
+    *,
+    device: str | torch.device = "cpu",
 ) -> Any:
     """Loads a checkpoint of any layout into this one; all ranks call it.
 
-    It reads what NeuronX Distributed wrote, too: by `nxd.save_checkpoint` and by `parallel_layers.checkpointing.save`.
+    It reads what NeuronX Distributed wrote, too: by `nxd.save_checkpoint` and by `parallel_layers.checkpointing.save`;
+    and a folder of torch.distributed.checkpoint with `{"model": ..., "optimizer": get_optimizer_state_dict(...)}`.
 
     Files are compared with their checksums before anything is changed. Weights, optimizer state and masters are
     bit-equal in any layout; random generators go on where they were in the same layout.
@@ -146,6 +149,9 @@ def load_checkpoint(
             master weights already takes them by its `init_zero()`.
         strict: False accepts a model with other parameters than the checkpoint's, and loads what both have.
         num_workers, use_zero1_dcp: without effect.
+        device: where parameters and buffers on meta get memory, which is then read into; parameters stay the objects
+            that they are. What the checkpoint lacks with `strict=False` stays on meta; buffers that no checkpoint
+            has get the values of `materialize`.
 
     Returns:
         The `user_content` that was saved, None if there was none.
@@ -178,7 +184,7 @@ def load_checkpoint(
     instead = damaged or ("" if name == asked else f"checkpoint {tag} was being replaced when its job ended")
     if instead and comm.rank("world") == 0:
         warnings.warn(f"{instead}; {name} is loaded instead", stacklevel=2)
-    return _load(folder, checkpoint, model, optimizer, scheduler, strict)
+    return _load(folder, checkpoint, model, optimizer, scheduler, strict, device)
 
 
 def has_checkpoint(checkpoint_dir_str: str | os.PathLike[str]) -> bool:
@@ -196,13 +202,21 @@ def finalize_checkpoint() -> None:
     state_of_rank().settle()
 
 
-def _load(folder: CheckpointFolder, checkpoint: Tag, model: Any, optimizer: Any, scheduler: Any, strict: bool) -> Any:
+def _load(
+    folder: CheckpointFolder,
+    checkpoint: Tag,
+    model: Any,
+    optimizer: Any,
+    scheduler: Any,
+    strict: bool,
+    device: str | torch.device,
+) -> Any:
     where = folder.storage.describe(checkpoint.name)
     present = checkpoint.files or {}
     with together(f"checkpoint {where} was not loaded"):
         is_nxd = checkpoint.files is None and is_nxd_folder(folder.storage, checkpoint.name)
         if checkpoint.files is None:
-            if not is_nxd:
+            if not is_nxd and not reading.is_of_dcp(folder.storage, checkpoint.name):
                 raise CheckpointMismatch(
                     f"checkpoint {where} does not list its files, and has none of NeuronX Distributed's: it was not "
                     f"saved by save_checkpoint"
@@ -217,10 +231,10 @@ def _load(folder: CheckpointFolder, checkpoint: Tag, model: Any, optimizer: Any,
         }
     if is_nxd:
         if model is not None or optimizer is not None:
-            load_nxd(folder.storage, checkpoint.name, model, optimizer, strict=strict)
+            load_nxd(folder.storage, checkpoint.name, model, optimizer, strict=strict, device=device)
     elif model is not None or optimizer is not None:
         # All files have been compared with their checksums by now, each by one rank.
-        reading.load(folder.storage, checkpoint.name, model, optimizer, strict=strict, verify=False)
+        reading.load(folder.storage, checkpoint.name, model, optimizer, strict=strict, verify=False, device=device)
     with together(f"checkpoint {where} was loaded in part"):
         if scheduler is not None:
             scheduler.load_state_dict(content[_SCHEDULER])
@@ -233,14 +247,19 @@ def _candidates(folder: CheckpointFolder, tag: str | None) -> list[str]:
     """The tags to try, in this order."""
     if tag is not None:
         name = check_tag(tag)
-        is_first_way = not folder.is_complete(name) and is_of_checkpointing(folder.storage, name)
-        return [name if is_first_way else folder.find(name).name]
+        is_unmarked = not folder.is_complete(name) and _is_unmarked(folder.storage, name)
+        return [name if is_unmarked else folder.find(name).name]
     names = [each.name for each in folder.complete()]
-    if not names and is_of_checkpointing(folder.storage, "."):
+    if not names and _is_unmarked(folder.storage, "."):
         return ["."]
     if not names:
         raise CheckpointError(f"there is no complete checkpoint in {folder.storage.describe()}")
     return names
+
+
+def _is_unmarked(storage: Storage, folder: str) -> bool:
+    """Whether a folder holds what others wrote who mark nothing as complete."""
+    return is_of_checkpointing(storage, folder) or reading.is_of_dcp(storage, folder)
 
 
 def _check_options(when_busy: str, num_kept_ckpts: int | None) -> None:

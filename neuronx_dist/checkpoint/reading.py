@@ -11,18 +11,23 @@ import torch
 from torch import nn
 
 from .. import comm
+from ..weights.materialize import materialize_buffers
 from .agreement import together
 from .archive import archive
 from .catalog import METADATA, Catalog, Chunk, Extent, SavedTensor, unpickled
 from .checksums import BLOCK, Blocks
 from .errors import CheckpointCorrupted, CheckpointMismatch
+from .flattened_groups import JoinedGroups
 from .memory import as_tensor
 from .pieces import overlap
 from .plain_data import unpacked
+from .source import Rectangle, Source
 from .state import check, expect, restore
+from .storage import Storage
+from .tags import MARKER
 from .tensors import ShardedTensor, State, key_of
 
-__all__ = ["CheckpointFiles", "Rectangle", "Source", "fill", "load", "load_from", "read_catalog"]
+__all__ = ["CheckpointFiles", "fill", "is_of_dcp", "load", "load_from", "read_catalog"]
 
 _LISTED = 8  # names of each kind in a message
 
@@ -30,24 +35,6 @@ _LISTED = 8  # names of each kind in a message
 class _Storage(Protocol):
     def map(self, path: str) -> memoryview:
         """The whole file as a memory map, or read into memory where there is none."""
-
-
-class Rectangle(Protocol):
-    """A part of a whole tensor, as it is stored."""
-
-    def copy(self, slices: Sequence[slice], target: torch.Tensor) -> None:
-        """Writes these slices of it into `target`."""
-
-
-class Source(Protocol):
-    """What a checkpoint is read from."""
-
-    @property
-    def catalog(self) -> Catalog: ...
-
-    def object(self, extent: Extent) -> Any: ...
-
-    def open(self, chunk: Chunk, dtype: torch.dtype) -> Rectangle: ...
 
 
 def load(
@@ -58,6 +45,7 @@ def load(
     *,
     strict: bool = True,
     verify: bool = True,
+    device: str | torch.device = "cpu",
 ) -> None:
     """Reads a checkpoint of any layout into a model and an optimizer of this one. All ranks call it.
 
@@ -67,13 +55,18 @@ def load(
     Args:
         strict: False: load what both have, whatever else there is.
         verify: compare what is read with its checksums; False: that has been done already.
+        device: where parameters and buffers on meta get memory. Buffers that no checkpoint has get initial values.
 
     Raises:
         CheckpointMismatch: it is of another model: with `strict` names that are missing or not expected; in any case
             other shapes, of which the first are listed, or options of another class of optimizers.
         CheckpointCorrupted: a file is missing, truncated or changed. It may be found after a part was loaded.
     """
-    load_from(lambda: CheckpointFiles(storage, folder, verify), folder, model, optimizer, strict=strict)
+
+    def opened() -> Source:
+        return JoinedGroups(CheckpointFiles(storage, folder, verify))
+
+    load_from(opened, folder, model, optimizer, strict=strict, device=device)
 
 
 def load_from(
@@ -83,6 +76,7 @@ def load_from(
     optimizer: torch.optim.Optimizer | None,
     *,
     strict: bool = True,
+    device: str | torch.device = "cpu",
 ) -> None:
     """As `load`, from whatever is described as pieces of whole tensors. All ranks call it.
 
@@ -92,7 +86,7 @@ def load_from(
     """
     with together(f"{name} was not loaded"):
         source = open_source()
-        state = expect(model, optimizer, source.catalog)
+        state = expect(model, optimizer, source.catalog, device)
     _compare(state, source.catalog, model is not None, optimizer is not None, strict, name)
     with together(f"{name} was not loaded"):
         _fill_objects(state, source)
@@ -100,6 +94,13 @@ def load_from(
     with together(f"{name} was loaded in part"):
         _fill_tensors(state, source)
         restore(state, model, optimizer, source.catalog)
+        if model is not None:
+            materialize_buffers(model, device=device)
+
+
+def is_of_dcp(storage: Storage, folder: str) -> bool:
+    """Whether torch.distributed.checkpoint wrote a folder, and not `save_checkpoint`, which leaves its marker first."""
+    return storage.exists(f"{folder}/{METADATA}") and not storage.exists(f"{folder}/{MARKER}")
 
 
 def read_catalog(storage: _Storage, folder: str) -> Catalog:

@@ -88,8 +88,7 @@ PROGRAM_OF = {
     "start_sum:scale#1": "mlp",
     "causal_lm_loss:torch.where(count == 0, math.inf, count)#1": "llama",
     "start_reduce_scatter:first.scale#1": "llama, zero",
-    "NeuronZero1Optimizer._shard:comm.size(DATA_AXES)#1": "llama, zero",
-    "NeuronZero1Optimizer._shard:self._group.size#1": "zero, groups",
+    "DataSharding.of:comm.size(DATA_AXES)#1": "zero, groups",
     "ParameterShard.take_own_grad:self.scale#1": "experts, zero",
     "report_loss:comm.size(('dp', 'cp'))#1": "llama, stages",
 }
@@ -99,7 +98,6 @@ EXEMPT = {
     "MeanInBackward._bucket.start:comm.size(DATA_AXES)#1": "where nothing is checked: tests compare the values",
     "finish_reduce_scatter:first.scale#1": "where nothing is checked: tests compare the values",
     "NeuronZero1Optimizer._clip_grad_norm:scaler.scale#1": "the scale of the loss",
-    "NeuronZero1Optimizer._clip_grad_norm:scaler.scale#2": "the scale of the loss",
     "LossScaler.scaled:self.scale#1": "the scale of the loss",
     "Blocks.__init__:_ENTRY.size#1": "bytes of a record in a file",
     "footer_size:_ENTRY.size#1": "bytes of a record in a file",
