@@ -20,6 +20,7 @@ import neuronx_dist as nxd
 from neuronx_dist import comm
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.optimizer import LossScaler, MasterWeightsOptimizer, NeuronZero1Optimizer
+from neuronx_dist.optimizer.gathers import Gathers
 from neuronx_dist.parallel_layers import grads
 from tests.checking.mutation import mutants
 from tests.optimizer.zero1_training import STEPS, weights_of
@@ -403,6 +404,18 @@ def test_every_reader_waits(reader: str) -> None:
         return {"value": value.detach().clone(), **weights_of(model)}
 
     both(Mesh(2), use)
+
+
+@pytest.mark.slow
+def test_compiled_code_waits() -> None:
+    """Where it is not refused: it runs eagerly up to the first use of a parameter that is under way."""
+    linear, gathers = nn.Linear(3, 3, bias=False), Gathers()
+    compiled = torch.compile(linear, backend="eager")
+    compiled(torch.ones(1, 3))
+    for value in (1.0, 2.0):
+        gathers.append([linear.weight], partial(linear.weight.fill_, value))
+        assert compiled(torch.ones(1, 3)).tolist() == [[3 * value] * 3]
+        assert type(linear.weight) is nn.Parameter
 
 
 def test_reading_one_parameter_waits_for_its_bucket_alone_and_clearing_gradients_for_none() -> None:
