@@ -181,6 +181,17 @@ def test_checkpointed_and_tied_layers(reentrant: bool) -> None:
     both(Mesh(2), use)
 
 
+def test_hybrid_sharding() -> None:
+    """Pairs of a dp of 4, over whose replicas a shard is summed when its reduce-scatter is awaited."""
+
+    def use(overlap: bool) -> dict[str, torch.Tensor]:
+        model = Chain()
+        steps(model, zero1(model, overlap, "AdamW", sharding_groups=[[0, 1], [2, 3]]))
+        return weights_of(model)
+
+    both(Mesh(4), use)
+
+
 @pytest.mark.parametrize("options", [{"skip_nonfinite": True}, {"loss_scaler": True}], ids=str)
 def test_a_step_that_is_skipped(options: dict[str, Any]) -> None:
     def use(overlap: bool) -> dict[str, torch.Tensor]:
