@@ -133,7 +133,7 @@ CASES: dict[str, Callable[[], None]] = {
     "_cross_entropy_of_operators:spmd.all_reduce#1": partial(cross_entropy, transform=True),
     "norm_of:comm.all_reduce#1": norms,
     "global_num_items:comm.all_reduce#1": number_of_labels,
-    "_all_reduce.start:comm.all_reduce#1": partial(one_step, Case(dp=2)),
+    "start_sum:comm.all_reduce#1": partial(one_step, Case(dp=2)),
     "gather_full:comm.all_gather#1": partial(one_step, TP),
     "gather_python_object:comm.gather_objects#1": python_objects,
     "_scatter_embedding.scatter:spmd.reduce_scatter#1": partial(one_step, TP_SP),
@@ -141,11 +141,9 @@ CASES: dict[str, Callable[[], None]] = {
     "_gather_vocabulary:spmd.all_gather#1": full_logits,
     "save_pretrained:comm.gather_objects#1": written_folder,
     "full_state_dict:comm.gather_objects#1": partial(steps_of_a_pipeline, Case(pp=2)),
-    "NeuronZero1Optimizer._reduce_scatter.start:comm.reduce_scatter#1": partial(
-        one_step, Case(dp=2, optimizer="zero1")
-    ),
-    "NeuronZero1Optimizer._all_gather.start:comm.all_gather#1": partial(one_step, Case(dp=2, optimizer="zero1")),
-    "NeuronZero1Optimizer._reduce_scatter.finish:comm.all_reduce#1": hybrid_step,
+    "start_reduce_scatter:comm.reduce_scatter#1": partial(one_step, Case(dp=2, optimizer="zero1")),
+    "start_all_gather:comm.all_gather#1": partial(one_step, Case(dp=2, optimizer="zero1")),
+    "finish_reduce_scatter:comm.all_reduce#1": hybrid_step,
     "report_loss:comm.all_reduce#1": partial(steps_of_a_pipeline, Case(dp=2)),
     "report_loss:comm.broadcast#1": partial(steps_of_a_pipeline, Case(pp=2)),
     "Lockstep._transfer:comm.permute#1": partial(steps_in_rounds, Case(pp=2)),
