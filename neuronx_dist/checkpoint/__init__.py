@@ -5,7 +5,7 @@ tensors.py          what one rank saves or loads, as data
 state.py            what that is of a model and an optimizer, by names that no layout changes
 parameters.py       names and pieces of a model's parameters; optimizer_state.py: what an optimizer keeps of them
 files.py            which rank writes what, and writing it
-reading.py          reading the slices that a rank needs
+reading.py          reading the slices that a rank needs; sharing.py: which rank verifies which block
 archive.py          a tensor as `torch.save` writes it; catalog.py: `.metadata`; checksums.py: of blocks of files
 nxd_files.py        folders that NeuronX Distributed wrote; nxd_source.py: as pieces of whole tensors
 nxd_names.py        fused projections of its models as separate ones

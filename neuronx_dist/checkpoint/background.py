@@ -65,9 +65,6 @@ class _Noting:
         self._storage.write(path, pieces())
         self.sizes[path] = size
 
-    def map(self, path: str) -> memoryview:
-        return self._storage.map(path)
-
 
 class Save:
     """One checkpoint being written, as one rank sees it.

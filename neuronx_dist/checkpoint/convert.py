@@ -139,7 +139,7 @@ def _checkpoint(source: str, tag: str | None) -> tuple[Storage, str]:
 def _saved(storage: Storage, name: str, config: str | os.PathLike[str] | None) -> WeightSource:
     where = storage.describe("" if name == "." else name)
     if not is_nxd_folder(storage, name):
-        return SavedWeights(CheckpointFiles(storage, name, True), where)
+        return SavedWeights(CheckpointFiles(storage, name), where)
     files = NxdFiles(storage, name)
     if files.tp > 1 and config is None:
         raise CheckpointMismatch(
