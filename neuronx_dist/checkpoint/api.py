@@ -19,7 +19,8 @@ from .errors import CheckpointCorrupted, CheckpointError, CheckpointMismatch
 from .nxd_files import is_nxd_folder, is_of_checkpointing
 from .nxd_source import load_nxd
 from .plain_data import packed, unpacked
-from .state import collect
+from .staging import Staging
+from .state import changed_by, collect
 from .storage import open_storage
 from .tags import CheckpointFolder, Entry, Tag, check_tag
 
@@ -59,8 +60,9 @@ def save_checkpoint(
         user_content: plain data of rank 0 (numbers, strings, lists, dicts, tensors), which `load_checkpoint` returns:
             step, position in the data.
         num_kept_ckpts: how many complete checkpoints stay, this one included; None: all.
-        async_save: return when all is copied to memory, and write in the background. An error is raised by the next
-            call of a function of this file.
+        async_save: copy and write in the background. The next `optimizer.step()` waits until what it changes is copied;
+            all else is copied before this returns. An error is raised by the next call of a function of this file, also
+            that something else has changed weights that were not copied yet.
         when_busy: what becomes of an asynchronous save that is not complete yet: "wait" for it, or "supersede" it.
         num_workers, use_xser, zero1_optimizer, use_zero1_dcp, avoid_saving_lower_precision_weights: without effect:
             every rank writes its own share, in one format, weights and masters. Where that is another result than what
@@ -94,6 +96,7 @@ def save_checkpoint(
     with together("no checkpoint was saved"):
         state = collect(model, optimizer)
     plan = files.plan(state)
+    staging: Staging | None = None
     try:
         with together(f"checkpoint {where} could not be begun"):
             if rank == 0:
@@ -101,13 +104,18 @@ def save_checkpoint(
         with together(f"checkpoint {where} could not be begun"):
             _await_marker(folder, name)
             if async_save:
-                io_state.staged = plan.stage(io_state.staged)
-    except CheckpointError:
-        if rank == 0:
+                staging = plan.stage(io_state.staged, optimizer, changed_by(optimizer, state))
+                io_state.staged = staging.buffer
+    except BaseException as error:
+        if staging is not None:
+            staging.close()
+        if rank == 0 and isinstance(error, CheckpointError):
             folder.abandon(name)
         raise
 
     def write(storage: Any, path: str) -> None:
+        if staging is not None:
+            staging.finish()
         for file, content in small.items():
             storage.write(f"{path}/{file}", [content])
         files.write(plan, storage, path)
@@ -115,7 +123,7 @@ def save_checkpoint(
     entries = {file: Entry(len(content), zlib.crc32(content)) for file, content in small.items()}
     save = Save(folder, name, write, entries, num_kept_ckpts, rank, ranks)
     if async_save:
-        io_state.pending = save
+        io_state.pending, io_state.staging = save, staging
         save.start()
     else:
         save.write_own_files()
