@@ -12,9 +12,9 @@ nxd_names.py        fused projections of its models as separate ones
 nxd_writing.py      weights as NeuronX Distributed writes them
 convert.py          weights from one format to another; convert_command.py: `neuronx-dist convert`
 whole_weights.py    those of a checkpoint as whole tensors
-memory.py           bytes of tensors
 agreement.py        errors of one rank as errors of all; errors.py: what is raised
 api.py              the public calls; random_state.py: generators as a part of a checkpoint
 tags.py             the protocol on disk: what counts as a checkpoint, rotation; storage.py: local files, fsspec
+staging.py          copying what is written, beside the run
 background.py       writing beside the run, and how ranks learn of its end
 """

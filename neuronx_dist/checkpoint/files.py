@@ -16,11 +16,11 @@ import torch
 
 from .. import comm
 from ..comm.host import on_host
+from ..weights.host_memory import as_bytes, as_tensor
 from .agreement import together
 from .archive import ALIGNMENT, archive
 from .catalog import METADATA, Catalog, Chunk, Extent, SavedTensor, pickled
 from .checksums import with_checksums
-from .memory import as_bytes, as_tensor
 from .optimizer_state import GROUPS, merged_groups
 from .pieces import Piece, cut, whole_piece
 from .plain_data import packed

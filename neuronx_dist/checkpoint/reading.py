@@ -15,12 +15,12 @@ from torch import nn
 from torch.autograd.graph import increment_version
 
 from .. import comm
+from ..weights.host_memory import as_bytes, as_tensor
 from .agreement import together
 from .archive import archive
 from .catalog import METADATA, Catalog, Chunk, Extent, SavedTensor, unpickled
 from .checksums import Blocks
 from .errors import CheckpointCorrupted, CheckpointMismatch
-from .memory import as_bytes, as_tensor
 from .pieces import overlap
 from .plain_data import unpacked
 from .sharing import Ranges, merged, readers_of, share_blocks
