@@ -23,7 +23,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-__all__ = ["Seconds", "heading", "notch", "on_ranks", "parser", "quiet", "ratio", "take_turns"]
+__all__ = ["Seconds", "compared", "heading", "notch", "num_bytes", "on_ranks", "parser", "quiet", "ratio", "take_turns"]
+
+_UNITS = {"K": 1 << 10, "M": 1 << 20}
 
 
 class Seconds(NamedTuple):
@@ -33,11 +35,11 @@ class Seconds(NamedTuple):
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+    options = argparse.ArgumentParser(
         description=(description or "").splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    made.add_argument("--quick", action="store_true", help="few repeats: whether it works, not how fast it is")
-    return made
+    options.add_argument("--quick", action="store_true", help="few repeats: whether it works, not how fast it is")
+    return options
 
 
 def heading(title: str) -> None:
@@ -62,9 +64,9 @@ def _rank(rank: int, function: Callable[..., Any], size: int, store: str, result
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
     try:
-        found = function(*args)
+        result = function(*args)
         if rank == 0:
-            results.put(found)
+            results.put(result)
     finally:
         dist.destroy_process_group()
 
@@ -117,14 +119,37 @@ def _measure(run: Callable[[], Any]) -> Seconds:
 def _orders(count: int) -> list[list[int]]:
     """Orders of `count` variants, one a round, in which each comes as often after each other one (Williams' design)."""
     zigzag = [(i + 1) // 2 if i % 2 else -(i // 2) for i in range(count)]
-    made = [[(start + step) % count for step in zigzag] for start in range(count)]
-    return made if count % 2 == 0 else made + [order[::-1] for order in made]
+    orders = [[(start + step) % count for step in zigzag] for start in range(count)]
+    return orders if count % 2 == 0 else orders + [order[::-1] for order in orders]
 
 
 def ratio(over: Sequence[float], under: Sequence[float]) -> tuple[float, float]:
     """Median of the ratios of paired measurements, and the half-width of its 95 % interval."""
     ratios = [a / b for a, b in zip(over, under)]
     return statistics.median(ratios), notch(ratios)
+
+
+class Compared(NamedTuple):
+    """One variant against another, by one kind of seconds: medians in seconds, and the ratio of paired rounds."""
+
+    seconds: float
+    base: float
+    ratio: float
+    interval: float  # half-width, of the ratio
+
+
+def compared(over: Sequence[Seconds], under: Sequence[Seconds]) -> dict[str, Compared]:
+    """A variant's rounds against another's, in wall and in CPU time; the keys are what names in reports end in."""
+    results = {}
+    for key, part in (("", "wall"), ("_cpu", "cpu")):
+        mine, base = ([getattr(one, part) for one in rounds] for rounds in (over, under))
+        results[key] = Compared(statistics.median(mine), statistics.median(base), *ratio(mine, base))
+    return results
+
+
+def num_bytes(text: str) -> int:
+    """`64K`, `1M` as a number."""
+    return int(text[:-1]) * _UNITS[text[-1]]
 
 
 def notch(values: Sequence[float]) -> float:

@@ -17,12 +17,11 @@ The last line is JSON: `{"tp 2, 32768": {"ours_over_hand": wall, "ours_over_hand
 from __future__ import annotations
 
 import json
-import statistics
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from common import Seconds, heading, on_ranks, parser, ratio, take_turns  # first: sets the threads
+from common import Seconds, compared, heading, on_ranks, parser, take_turns  # first: sets the threads
 
 # isort: split
 import torch
@@ -190,12 +189,10 @@ def _show(tp: int, vocab: int, taken: dict[str, list[Seconds]], memory: dict[str
     result: dict[str, float] = {}
     for name in VARIANTS:
         cells = [f"{tp:>2}{vocab:>8}  {name:<14}"]
-        for part, pad in (("wall", 9), ("cpu", 11)):
-            mine, base = ([getattr(one, part) for one in taken[who]] for who in (name, "hand"))
-            middle, interval = ratio(mine, base)
-            cells.append(f"{statistics.median(mine) * 1e3:>{pad}.1f}{middle:>8.3f}{interval:>7.3f}")
+        for (key, each), pad in zip(compared(taken[name], taken["hand"]).items(), (9, 11)):
+            cells.append(f"{each.seconds * 1e3:>{pad}.1f}{each.ratio:>8.3f}{each.interval:>7.3f}")
             if name != "hand":
-                result[f"{name}_over_hand" + ("_cpu" if part == "cpu" else "")] = round(middle, 4)
+                result[f"{name}_over_hand{key}"] = round(each.ratio, 4)
         result[f"{name}_memory"] = round(memory[name], 3)
         print("".join(cells) + f"{memory[name]:>9.2f}", flush=True)
     met = result["ours_over_hand_cpu"] <= GOAL and memory["ours"] <= GOAL * memory["hand"] * 1.01

@@ -12,12 +12,11 @@ The last line is JSON: `{"all_gather 2 ranks 64M": {"ours_over_gloo": wall, "our
 from __future__ import annotations
 
 import json
-import statistics
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from common import Seconds, heading, on_ranks, parser, ratio, take_turns  # first: sets the threads
+from common import Seconds, compared, heading, num_bytes, on_ranks, parser, take_turns  # first: sets the threads
 
 # isort: split
 import torch
@@ -27,7 +26,6 @@ import neuronx_dist as nxd
 from neuronx_dist import comm
 from neuronx_dist.comm.backends.c10d import C10dCommunicator
 
-UNITS = {"K": 1 << 10, "M": 1 << 20}
 VERBS = ("all_gather", "reduce_scatter")
 # torch 2.13 renamed these.
 gloo_all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
@@ -73,7 +71,7 @@ def time_verb(verb: str, size: int, repeats: int) -> dict[str, list[Seconds]]:
     calls = max(1, min(50, (4 << 20) // size))  # a round of small ones takes milliseconds
     taken = take_turns({"ours": partial(repeat, ours, calls), "gloo": partial(repeat, gloo, calls)}, repeats)
     nxd.destroy_model_parallel()
-    return {name: [Seconds(one.wall / calls, one.cpu / calls) for one in found] for name, found in taken.items()}
+    return {name: [Seconds(one.wall / calls, one.cpu / calls) for one in rounds] for name, rounds in taken.items()}
 
 
 def main() -> None:
@@ -89,17 +87,14 @@ def main() -> None:
     for verb in VERBS:
         for ranks in args.ranks:
             for text in args.sizes:
-                size = int(text[:-1]) * UNITS[text[-1]]
+                size = num_bytes(text)
                 repeats = args.repeats or (6 if args.quick else 60 if size < 16 << 20 else 20)
                 taken = on_ranks(time_verb, ranks, verb, size, repeats)
                 line = f"{verb:<15}{ranks:>6}{text:>8}    "
-                found = report[f"{verb} {ranks} ranks {text}"] = {}
-                for kind in ("wall", "cpu"):
-                    gloo, ours = ([getattr(one, kind) for one in taken[name]] for name in ("gloo", "ours"))
-                    middle, interval = ratio(ours, gloo)
-                    line += f"{statistics.median(gloo) * 1e3:>9.3f}{statistics.median(ours) * 1e3:>9.3f}"
-                    line += f"{middle:>8.2f}{interval:>7.2f} "
-                    found["ours_over_gloo" + ("_cpu" if kind == "cpu" else "")] = round(middle, 3)
+                ratios = report[f"{verb} {ranks} ranks {text}"] = {}
+                for key, each in compared(taken["ours"], taken["gloo"]).items():
+                    line += f"{each.base * 1e3:>9.3f}{each.seconds * 1e3:>9.3f}{each.ratio:>8.2f}{each.interval:>7.2f} "
+                    ratios[f"ours_over_gloo{key}"] = round(each.ratio, 3)
                 print(line, flush=True)
     print(json.dumps(report))
 

@@ -12,11 +12,10 @@ The last line is JSON: `{"2 tensors of 64K": {"one_over_each": wall, "one_over_e
 from __future__ import annotations
 
 import json
-import statistics
 from collections.abc import Callable
 from functools import partial
 
-from common import Seconds, heading, on_ranks, parser, ratio, take_turns  # first: sets the threads
+from common import Seconds, compared, heading, num_bytes, on_ranks, parser, take_turns  # first: sets the threads
 
 # isort: split
 import torch
@@ -25,7 +24,6 @@ import torch.distributed as dist
 import neuronx_dist as nxd
 from neuronx_dist import comm
 
-UNITS = {"K": 1 << 10, "M": 1 << 20}
 MESSAGES = 10  # in a round
 
 
@@ -58,7 +56,7 @@ def time_messages(tensors: int, size: int, repeats: int) -> dict[str, list[Secon
 
     taken = take_turns({"each": partial(messages, each), "one": partial(messages, one)}, repeats)
     nxd.destroy_model_parallel()
-    return {name: [Seconds(x.wall / MESSAGES, x.cpu / MESSAGES) for x in found] for name, found in taken.items()}
+    return {name: [Seconds(x.wall / MESSAGES, x.cpu / MESSAGES) for x in rounds] for name, rounds in taken.items()}
 
 
 def main() -> None:
@@ -73,16 +71,12 @@ def main() -> None:
     report: dict[str, dict[str, float]] = {}
     for tensors in args.tensors:
         for text in args.sizes:
-            size = int(text[:-1]) * UNITS[text[-1]]
-            taken = on_ranks(time_messages, 2, tensors, size, 6 if args.quick else args.repeats)
+            taken = on_ranks(time_messages, 2, tensors, num_bytes(text), 6 if args.quick else args.repeats)
             line = f"{tensors:<8}{text:>6}"
-            found = report[f"{tensors} tensors of {text}"] = {}
-            for kind in ("wall", "cpu"):
-                each, one = ([getattr(x, kind) for x in taken[name]] for name in ("each", "one"))
-                middle, interval = ratio(one, each)
-                line += f"{statistics.median(each) * 1e3:>9.3f}{statistics.median(one) * 1e3:>9.3f}"
-                line += f"{middle:>8.2f}{interval:>7.2f} "
-                found["one_over_each" + ("_cpu" if kind == "cpu" else "")] = round(middle, 3)
+            ratios = report[f"{tensors} tensors of {text}"] = {}
+            for key, each in compared(taken["one"], taken["each"]).items():
+                line += f"{each.base * 1e3:>9.3f}{each.seconds * 1e3:>9.3f}{each.ratio:>8.2f}{each.interval:>7.2f} "
+                ratios[f"one_over_each{key}"] = round(each.ratio, 3)
             print(line, flush=True)
     print(json.dumps(report))
 

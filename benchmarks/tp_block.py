@@ -15,12 +15,11 @@ The last line is JSON: `{"256": {"ours_over_hand": wall, "ours_over_hand_cpu": C
 from __future__ import annotations
 
 import json
-import statistics
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from common import Seconds, heading, on_ranks, parser, ratio, take_turns  # first: sets the threads
+from common import Seconds, compared, heading, on_ranks, parser, take_turns  # first: sets the threads
 
 # isort: split
 import torch
@@ -182,17 +181,17 @@ def check(variants: dict[str, Variant], full: dict[str, torch.Tensor], x: torch.
     """
 
     def values(variant: Variant) -> dict[str, torch.Tensor]:
-        found = {"out": variant.run(x, grad).detach(), "x": x.grad}
-        found |= {name: param.grad for name, param in variant.params.items()}
+        results = {"out": variant.run(x, grad).detach(), "x": x.grad}
+        results |= {name: param.grad for name, param in variant.params.items()}
         variant.clear(x)
-        return {name: local(value) for name, value in found.items() if value is not None}
+        return {name: local(value) for name, value in results.items() if value is not None}
 
     expected = values(whole(full))
     expected |= {name: shard(name, expected[name], dist.get_rank()) for name in full}
     for kind, variant in variants.items():
-        found = values(variant)
+        results = values(variant)
         for name, value in expected.items():
-            error = ((found[name] - value).norm() / value.norm()).item()
+            error = ((results[name] - value).norm() / value.norm()).item()
             assert error < 1e-5, f"{kind}: {name} is off by {error:.1e} (relative)"
 
 
@@ -221,9 +220,9 @@ def time_size(hidden: int, tokens: int, repeats: int) -> dict[str, list[Seconds]
     def between(name: str) -> None:
         variants[name].clear(x)
 
-    found = take_turns({name: partial(variants[name].run, x, grad) for name in VARIANTS}, repeats, between)
+    rounds = take_turns({name: partial(variants[name].run, x, grad) for name in VARIANTS}, repeats, between)
     nxd.destroy_model_parallel()
-    return found
+    return rounds
 
 
 def main() -> None:
@@ -242,17 +241,14 @@ def main() -> None:
         report[str(hidden)] = {}
         for name in VARIANTS:
             cells = [f"{hidden:>6}  {name:<8}"]
-            for kind, pad in (("wall", 9), ("cpu", 11)):
-                mine, base = ([getattr(one, kind) for one in taken[who]] for who in (name, "hand"))
-                middle, interval = ratio(mine, base)
-                cells.append(f"{statistics.median(mine) * 1e3:>{pad}.2f}{middle:>8.3f}{interval:>7.3f}")
+            for (key, each), pad in zip(compared(taken[name], taken["hand"]).items(), (9, 11)):
+                cells.append(f"{each.seconds * 1e3:>{pad}.2f}{each.ratio:>8.3f}{each.interval:>7.3f}")
                 if name != "hand":
-                    key = f"{'hand' if name == 'again' else name}_over_hand" + ("_cpu" if kind == "cpu" else "")
-                    report[str(hidden)][key] = round(middle, 4)
+                    report[str(hidden)][f"{'hand' if name == 'again' else name}_over_hand{key}"] = round(each.ratio, 4)
             print("".join(cells) + f"{repeats:>9}", flush=True)
-        found = report[str(hidden)]["ours_over_hand"]
-        goal = GOAL.get(hidden, 1.03)
-        print(f"        ours / hand {found:.3f}, goal {goal:.2f}: {'met' if found <= goal else 'MISSED'}\n", flush=True)
+        over_hand, goal = report[str(hidden)]["ours_over_hand"], GOAL.get(hidden, 1.03)
+        verdict = "met" if over_hand <= goal else "MISSED"
+        print(f"        ours / hand {over_hand:.3f}, goal {goal:.2f}: {verdict}\n", flush=True)
     print("±: half-width of the median's 95 % interval. Wall: the slower rank. CPU: both ranks, all threads.")
     print(json.dumps(report))
 

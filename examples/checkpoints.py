@@ -9,10 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import job
-
 import neuronx_dist as nxd
 from neuronx_dist import comm
+from neuronx_dist.checkpoint.errors import CheckpointMismatch
 
 # What a resumed run computes depends on these. Another layout, or another way to save, changes nothing.
 _FLAGS = "steps lr min_lr warmup weight_decay grad_clip dtype seed global_batch seq_len".split()
@@ -92,6 +91,12 @@ class Checkpoints:
         if error := self._settle():
             self.say(f"warning: {error}")
 
+    def left(self) -> str:
+        """What there is to go on from."""
+        if self._saved <= 0:
+            return "there is no checkpoint (--save-every)"
+        return f"step_{self._saved} is saved; go on with --resume --out {self._args.out}"
+
     def resume(self, run: Run) -> int:
         """Loads what `--resume` names; returns the step that it was saved after, 0 for a new run.
 
@@ -109,7 +114,7 @@ class Checkpoints:
         step: int = content["step"]
         differences = _differences(content["config"], self._record["config"])
         if differences:
-            raise nxd.CheckpointError(
+            raise CheckpointMismatch(
                 f"checkpoint step_{step} in {self.folder} is of another model: {'; '.join(differences[:4])}"
             )
         self._apply(options, run)
@@ -141,24 +146,6 @@ class Checkpoints:
 
 def folder_of(args: Namespace) -> Path:
     return Path(args.out) / "checkpoints"
-
-
-def check_resume(args: Namespace) -> None:
-    """Refuses a `--resume` that cannot work, before anything is allocated.
-
-    Raises:
-        ValueError: what is missing.
-    """
-    out = Path(args.out)
-    if args.resume is None:
-        return
-    if args.resume == "auto":
-        if out.exists() and not (out / "run.json").is_file() and any(out.iterdir()):
-            raise ValueError(f"--resume auto: {out} is not the folder of a run, it has no run.json; give another --out")
-        if (out / "model").exists() and not nxd.has_checkpoint(folder_of(args)) and not job.is_restart():
-            raise ValueError(f"--resume auto: {out} has a run that has ended, and no checkpoint; give another --out")
-    elif not nxd.has_checkpoint(folder_of(args)):
-        raise ValueError(f"--resume: there is no complete checkpoint in {folder_of(args)}; --resume auto starts anew")
 
 
 def _differences(saved: dict[str, Any], own: dict[str, Any]) -> list[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -17,7 +18,9 @@ from typing import Any, NoReturn
 
 NAME = "train_llama"
 RANK = int(os.environ.get("RANK", "0"))
+WRONG_USE = 2  # exit code: to start the same command again, as --max-restarts does, would end in the same way
 WAIT = 10.0  # seconds in which the launcher ends the other ranks, once rank 0 has failed
+NEWS = 1.5  # seconds in which all ranks have heard who was lost
 AGAIN = 2.0  # seconds after which a signal is a second one: ranks may get the first from a launcher, too
 
 _on_interrupt: Callable[[], str] = lambda: "before the first step; nothing was written"  # noqa: E731
@@ -81,6 +84,16 @@ def leave_interrupted(number: int, message: str) -> NoReturn:
     leave(f"{verb} {message}", 128 + number, together=True)
 
 
+def leave_without(lost: int | None, why: str) -> NoReturn:
+    """Ends this rank because others have ended, as all that are left do; one of them says why."""
+    number, _ = _asked_to_end or (0, 0.0)
+    verb = f"ended by {signal.Signals(number).name}" if number else "ended"
+    if RANK == (1 if lost == 0 else 0):
+        time.sleep(NEWS)  # who leaves first is taken for lost by those who do not know of the other yet
+        print(f"{NAME}: {verb} {_on_interrupt()}: {why}", file=sys.stderr)
+    leave(code=128 + number if number else 1, together=True)
+
+
 def _interrupted(number: int, _: Any) -> NoReturn:
     """Leaves from the handler itself: an exception raised here may come up inside of C++, which ends by a core dump."""
     leave_interrupted(number, _on_interrupt())
@@ -107,7 +120,7 @@ def is_restart() -> bool:
 def launch() -> list[str] | None:
     """What the ranks of a host have in common over all restarts of their launcher, and with no other launch."""
     run_id = os.environ.get("TORCHELASTIC_RUN_ID")
-    return None if run_id is None else [run_id, str(os.getppid())]
+    return None if run_id is None else [run_id, socket.gethostname(), str(os.getppid())]
 
 
 def start() -> None:

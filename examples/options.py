@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import platform
 import shlex
 import sys
 from importlib.metadata import version
 from importlib.util import find_spec
-from itertools import count
-from pathlib import Path
 from typing import Any
-
-import job
 
 from neuronx_dist.pipeline.schedule.selection import NAMES as SCHEDULES
 from neuronx_dist.planning.layout import Layout
@@ -97,29 +92,7 @@ def arguments(description: str | None, argv: list[str] | None = None) -> argpars
         args.min_lr = args.lr / 10
     if args.eval_every is None:
         args.eval_every = max(1, args.steps // 5)
-    if args.out is None and args.resume is None:
-        args.out = _default_out()
-    if job.is_restart():
-        args.resume = "auto"
     return args
-
-
-def _default_out() -> str:
-    """The first free name; after a restart the one that was it at the start."""
-    names = []
-    for number in count(1):
-        names.append(f"runs/llama-{number}" if number > 1 else "runs/llama")
-        if not Path(names[-1]).exists():
-            break
-    own = [name for name in names if job.is_restart() and _launch_of(Path(name)) == job.launch()]
-    return own[-1] if own else names[-1]
-
-
-def _launch_of(out: Path) -> Any:
-    try:
-        return json.loads((out / "run.json").read_text())["launch"]
-    except (OSError, ValueError, KeyError):
-        return None
 
 
 def check_numbers(args: argparse.Namespace) -> None:
@@ -134,7 +107,7 @@ def check_numbers(args: argparse.Namespace) -> None:
         if getattr(args, name) < value:
             why = ": each token is predicted from those before it" if name == "seq_len" else ""
             raise ValueError(f"--{name.replace('_', '-')} must be at least {value}, not {getattr(args, name)}{why}")
-    if args.out is None:
+    if args.resume is not None and args.out is None:
         raise ValueError("--resume needs --out, the folder of the run that goes on")
     if args.lr <= 0:
         raise ValueError(f"--lr must be above 0, not {args.lr:g}")
@@ -142,13 +115,13 @@ def check_numbers(args: argparse.Namespace) -> None:
         raise ValueError(f"--min-lr must be at most --lr, {args.lr:g}, not {args.min_lr:g}")
 
 
-def record_of(args: argparse.Namespace, layout: Layout) -> dict[str, Any]:
-    """What a run was made with, for `run.json`: the command, all flags, the layout, versions."""
+def record_of(args: argparse.Namespace, layout: Layout, launches: list[Any]) -> dict[str, Any]:
+    """What a run was made with, for `run.json`: the command, its launch, all flags, the layout, versions."""
     packages = ("neuronx_dist", "torch", "transformers", "numpy")
     versions = {name: version(name) for name in packages if find_spec(name) is not None}
     return {
         "command": shlex.join(sys.argv),
-        "launch": job.launch(),
+        "launches": launches,
         "flags": vars(args),
         "layout": {**dataclasses.asdict(layout), "dp": layout.dp},
         "versions": {"python": platform.python_version(), **versions},

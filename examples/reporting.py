@@ -39,14 +39,16 @@ class Report:
         self.rows: list[dict[str, Any]] = []
         self.done = self._first = done
         self.out = Path(out) if out is not None and active else None
-        self._metrics: IO[str] | None = None
+        self._metrics: IO[bytes] | None = None
+        self._size, self._failed = 0, False  # of metrics.jsonl, as far as it is whole; whether a write has failed
         if self.out:
             self.out.mkdir(parents=True, exist_ok=True)
             if record is not None:
                 _record(self.out / "run.json", record, done)
             self.rows = _rows(self.out / "metrics.jsonl", upto=done)
             _replace(self.out / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in self.rows))
-            self._metrics = open(self.out / "metrics.jsonl", "a")
+            self._metrics = open(self.out / "metrics.jsonl", "r+b", buffering=0)
+            self._size = (self.out / "metrics.jsonl").stat().st_size
         self._written = len(self.rows)
         show_bar = active and (sys.stdout.isatty() if terminal is None else terminal)
         self._bar = _bar(steps) if show_bar else None
@@ -121,6 +123,8 @@ class Report:
                 loss_curve(self.rows, self.out / "loss.png", self.title)
             except ImportError:
                 self.say("no loss curve: matplotlib is not installed (pip install matplotlib)")
+            except OSError as error:
+                self.say(f"warning: no loss curve: {error}")
 
     def _text(self, row: dict[str, Any]) -> str:
         recent = [r["tokens_per_s"] for r in self.rows[-10:]]
@@ -128,10 +132,19 @@ class Report:
         return f"loss {row['loss']:.4f}  grad norm {row['grad_norm']:.3f}  {speed:,.0f} tokens/s"
 
     def _write(self, upto: int) -> None:
-        rows, self._written = self.rows[self._written : upto], upto  # Ctrl-C may come in between
-        if self._metrics:
-            self._metrics.write("".join(json.dumps(row) + "\n" for row in rows))
-            self._metrics.flush()
+        if self._metrics is None:
+            return
+        text = "".join(json.dumps(row) + "\n" for row in self.rows[self._written : upto]).encode()
+        start = self._size
+        try:
+            self._metrics.truncate(start)  # what an attempt has left that failed in the middle of a line
+            self._metrics.seek(start)
+            self._metrics.write(text)
+            self._written, self._size = upto, start + len(text)
+        except OSError as error:  # the next attempt writes these rows too
+            if not self._failed:
+                self.say(f"warning: training goes on, metrics.jsonl waits: {error}")
+            self._failed = True
 
 
 def loss_curve(rows: Sequence[dict[str, Any]], path: Path, title: str = "") -> None:

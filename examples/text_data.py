@@ -123,8 +123,8 @@ class TextData:
         model = AutoModelForCausalLM.from_pretrained(folder)
         ids = torch.tensor([self.encode(prompt)])
         end = self.tokenizer.eos_token_id
-        found = model.generate(ids, max_new_tokens=count, do_sample=True, temperature=0.7, top_k=20, pad_token_id=end)
-        return self.decode(found[0].tolist())
+        tokens = model.generate(ids, max_new_tokens=count, do_sample=True, temperature=0.7, top_k=20, pad_token_id=end)
+        return self.decode(tokens[0].tolist())
 
     def _windows(self, stream: torch.Tensor, starts: list[int]) -> dict[str, torch.Tensor]:
         rows = torch.stack([stream[start : start + self.seq_len] for start in starts]).long()
@@ -160,16 +160,16 @@ def _library_sources() -> list[Path]:
 
 
 def _files(paths: Sequence[str | Path]) -> list[Path]:
-    found: list[Path] = []
+    files: list[Path] = []
     for path in map(Path, paths):
         if path.is_dir():
             below = (p for p in path.rglob("*") if p.is_file())
-            found += _shuffled(p for p in below if not any(part[0] == "." for part in p.relative_to(path).parts))
+            files += _shuffled(p for p in below if not any(part[0] == "." for part in p.relative_to(path).parts))
         elif path.exists():
-            found.append(path)
+            files.append(path)
         else:
             raise ValueError(f"data: no file or folder {path} (seen from {Path.cwd()}); give paths that exist")
-    return found
+    return files
 
 
 def _shuffled(paths: Iterable[Path]) -> list[Path]:

@@ -14,17 +14,19 @@ import math
 import os
 from argparse import Namespace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import job
+import run_folder
 import torch
-from checkpoints import Checkpoints, Run, check_resume
+from checkpoints import Checkpoints, Run
 from options import arguments, check_numbers, layout_of, record_of
 from reporting import Report
 from text_data import TextData, data_parallel_rows
 
 import neuronx_dist as nxd
 from neuronx_dist import comm, hf, spmd
+from neuronx_dist.checkpoint.errors import CheckpointMismatch
 from neuronx_dist.comm.launch import end_step
 from neuronx_dist.optimizer import MasterWeightsOptimizer, NeuronZero1Optimizer
 from neuronx_dist.planning.layout import Layout
@@ -199,10 +201,7 @@ def main() -> None:
         check_numbers(args)
         config, tokenizer = load_config(args)
         layout = layout_of(args, world)
-        writes = not args.verify and args.check is None
-        layout.check(config, data=args.data or (), out=args.out if writes and args.resume is None else None)
-        if writes:
-            check_resume(args)
+        layout.check(config, data=args.data or ())
         if args.check is not None:
             report = check(args, config, layout)
             if rank == 0:
@@ -215,45 +214,72 @@ def main() -> None:
             raise ValueError(f"the text has tokens up to {data.vocab_size}, the model knows {config.vocab_size}")
         device = nxd.init_distributed(args.device)  # before any backward: torch counts devices at the first
         memory = estimate_memory(layout, config, checkpoint_activations=args.checkpoint_activations)
-    except (ValueError, comm.CommError) as error:
-        job.leave(str(error))
+    except ValueError as error:
+        job.leave(str(error), job.WRONG_USE)
     if args.verify:
         import verify
 
         job.on_interrupt(lambda: "while layouts were compared; nothing was written")
         job.leave(code=verify.main(args, config, data, device))
     nxd.initialize_model_parallel(args.tp, args.pp)
-    if world > 1 and not args.no_check:
+    try:
+        run_in(args, config, layout, data, tokenizer, device, str(memory))
+    except comm.RemoteRankError as error:
+        job.leave_without(error.rank, str(error))
+    comm.barrier()
+    nxd.destroy_model_parallel()
+
+
+def run_in(
+    args: Namespace, config: Any, layout: Layout, data: TextData, tokenizer: Any, device: torch.device, memory: str
+) -> None:
+    """The run, of this rank, in the folder that is its own."""
+    rank = job.RANK
+    try:
+        launches = run_folder.choose(args, layout)
+    except ValueError as error:
+        leave_together(str(error), job.WRONG_USE)
+    if layout.world_size > 1 and not args.no_check:
         refusal = comm.broadcast_object(check_before_launch(args, config, layout) if rank == 0 else None)
         if refusal:
-            nxd.destroy_model_parallel()
-            job.leave(refusal)
+            leave_together(refusal, job.WRONG_USE)
     job.say(f"{layout.picture(config)}\n\n{memory}\n\nbuilding the model; the first step records it ...")
-    args.out = comm.broadcast_object(args.out)  # every rank has checked --out before rank 0 makes it
     checkpoints = Checkpoints(args, config, data.checksum, job.say)
     run = build(args, config, device)
     try:
+        run_folder.make(args)
         done = checkpoints.resume(run)
-    except nxd.CheckpointError as error:
-        nxd.destroy_model_parallel()
-        job.leave(str(error))
+    except ValueError as error:
+        leave_together(str(error), job.WRONG_USE)
+    except nxd.CheckpointError as error:  # of the newest checkpoint another attempt may read what this one could not
+        named = args.resume not in (None, "", "auto")
+        leave_together(str(error), job.WRONG_USE if named or isinstance(error, CheckpointMismatch) else 1)
     title = f"tp {layout.tp} × pp {layout.pp} × dp {layout.dp}"
     shown = dict(out=args.out, log_every=args.log_every, active=rank == 0, title=title, done=done)
-    with Report(args.steps, args.global_batch * args.seq_len, record=record_of(args, layout), **shown) as report:
+    record = record_of(args, layout, launches)
+    with Report(args.steps, args.global_batch * args.seq_len, record=record, **shown) as report:
         checkpoints.say = report.say
         job.end_after_step(lambda: f"{report.interrupted()}, not saved; earlier checkpoints stay")
         train(args, run, data, device, report, checkpoints)
     checkpoints.finish()
     folder = Path(args.out) / "model"
-    hf.save_pretrained(run.model, folder, tokenizer=tokenizer)
+    try:
+        hf.save_pretrained(run.model, folder, tokenizer=tokenizer)
+    except OSError as error:
+        leave_together(f"{error}; {checkpoints.left()}")
     comm.barrier()
     job.on_interrupt(lambda: f"after the last step; the weights are in {folder}: --model {folder} trains them further")
     job.say(f"mean loss of the last {min(20, args.steps)} steps {report.mean_loss(20):.4f}")
     job.say(f"metrics.jsonl, loss.png, run.json and model/ are in {args.out}")
     if rank == 0:
         print("\nthe model goes on:\n" + data.continuation(folder, "def "))
-    comm.barrier()
+
+
+def leave_together(message: str, code: int = 1) -> NoReturn:
+    """Ends all ranks, each of which calls this."""
+    comm.barrier()  # the first rank that ends ends the others
     nxd.destroy_model_parallel()
+    job.leave(message, code, together=True)
 
 
 if __name__ == "__main__":

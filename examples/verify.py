@@ -27,15 +27,15 @@ def losses(args: argparse.Namespace, config: Any, data: TextData, device: torch.
 
 def variants(args: argparse.Namespace, config: Any, world: int) -> list[argparse.Namespace]:
     """Flags of every tp x pp that world and model allow: plain, and with SP and ZeRO-1 where they act."""
-    found = []
+    flags = []
     for tp in (n for n in range(1, world + 1) if world % n == 0):
         for pp in (n for n in range(1, world // tp + 1) if world // tp % n == 0):
             for more in (False, True):
                 split = dict(tp=tp, pp=pp, sequence_parallel=more and tp > 1, zero1=more and world > tp * pp)
                 here = argparse.Namespace(**{**vars(args), **split})
-                if here not in found and not layout_of(here, world).problems(config):
-                    found.append(here)
-    return found
+                if here not in flags and not layout_of(here, world).problems(config):
+                    flags.append(here)
+    return flags
 
 
 def main(args: argparse.Namespace, config: Any, data: TextData, device: torch.device) -> int:
@@ -47,9 +47,9 @@ def main(args: argparse.Namespace, config: Any, data: TextData, device: torch.de
     single |= dict(sequence_parallel=False, zero1=False, pad_heads=False, pad_vocab=False)
     alone = argparse.Namespace(**{**vars(args), **single})
     # On XLA devices the one process computes on the CPU, which is a reference for them too.
-    place = device if device.type in ("cpu", "cuda") else torch.device("cpu")
+    reference_device = device if device.type in ("cpu", "cuda") else torch.device("cpu")
     nxd.initialize_model_parallel()
-    mine = comm.threads.run(Mesh(1), losses, alone, config, data, place)[0] if rank == 0 else None
+    mine = comm.threads.run(Mesh(1), losses, alone, config, data, reference_device)[0] if rank == 0 else None
     expected: list[float] = comm.broadcast_object(mine)
     nxd.destroy_model_parallel()
     tolerance, worst = TOLERANCE[args.dtype], 0.0
@@ -60,13 +60,13 @@ def main(args: argparse.Namespace, config: Any, data: TextData, device: torch.de
     say(f"{'one process':<50}{expected[0]:>10.5f}{expected[-1]:>10.5f}")
     for here in variants(args, config, world):
         nxd.initialize_model_parallel(here.tp, here.pp)
-        found = losses(here, config, data, device)
+        actual = losses(here, config, data, device)
         name = f"tp {here.tp} × pp {here.pp} × dp {comm.size('dp')}"
         nxd.destroy_model_parallel()
         name += " + sequence parallel" * here.sequence_parallel + " + ZeRO-1" * here.zero1
-        difference = max(abs(a - b) / abs(b) for a, b in zip(found, expected))
+        difference = max(abs(a - b) / abs(b) for a, b in zip(actual, expected))
         worst = max(worst, difference)
         verdict = "" if difference <= tolerance else f"  more than {tolerance:g}"
-        say(f"{name:<50}{found[0]:>10.5f}{found[-1]:>10.5f}{difference:>13.1e}{verdict}", flush=True)
+        say(f"{name:<50}{actual[0]:>10.5f}{actual[-1]:>10.5f}{difference:>13.1e}{verdict}", flush=True)
     say(f"all layouts agree to {tolerance:g}" if worst <= tolerance else f"NOT all layouts agree to {tolerance:g}")
     return 0 if worst <= tolerance else 1

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from ..command_line import command_parser
 from ..spmd.axes import mesh_of
 from .api import check
 
@@ -42,30 +43,25 @@ The exit code is 0 if all is well, 1 if there is a problem, 2 if the command can
 
 def arguments() -> argparse.ArgumentParser:
     """What `check` takes."""
-    parser = argparse.ArgumentParser(
-        description="Plays a training step of every rank that can differ, without processes, weights or values.",
-        epilog=_EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = command_parser(
+        "Plays a training step of every rank that can differ, without processes, weights or values.", _EXAMPLE
     )
-    parser.add_argument("model", metavar="file.py:model_fn", help="a function that builds the model of a rank")
-    parser.add_argument("--mesh", required=True, metavar="pp=2,dp=2,tp=4", help="sizes of the axes; others are 1")
-    parser.add_argument(
+    add = parser.add_argument
+    add("model", metavar="file.py:model_fn", help="a function that builds the model of a rank")
+    add("--mesh", required=True, metavar="pp=2,dp=2,tp=4", help="sizes of the axes; others are 1")
+    add(
         "--inputs",
         metavar="[file.py:]name",
         help="example inputs of one rank: a function or a value; default: example_inputs of the model's file",
     )
-    parser.add_argument("--step", metavar="[file.py:]name", help="step(model, optimizer, inputs): a training step")
-    parser.add_argument("--optimizer", metavar="[file.py:]name", help="optimizer(params); default: SGD")
-    parser.add_argument(
-        "--option", action="append", default=[], metavar="name=value", help="an argument of model_fn; may be repeated"
-    )
-    parser.add_argument("--level", choices=("G", "L", "none"), default="G", help="what to prove of the types (G)")
-    parser.add_argument("--numeric", action="store_true", help="run it with values too; for toy sizes")
-    parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="stop after so long, without a verdict")
-    parser.add_argument(
-        "--details", "--verbose", action="store_true", help="list what was assumed, trusted and left out, with lines"
-    )
-    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    add("--step", metavar="[file.py:]name", help="step(model, optimizer, inputs): a training step")
+    add("--optimizer", metavar="[file.py:]name", help="optimizer(params); default: SGD")
+    add("--option", action="append", default=[], metavar="name=value", help="an argument of model_fn; may be repeated")
+    add("--level", choices=("G", "L", "none"), default="G", help="what to prove of the types (G)")
+    add("--numeric", action="store_true", help="run it with values too; for toy sizes")
+    add("--time-limit", type=float, metavar="SECONDS", help="stop after so long, without a verdict")
+    add("--details", "--verbose", action="store_true", help="list what was assumed, trusted and left out, with lines")
+    add("--json", action="store_true", help="print the report as JSON")
     return parser
 
 

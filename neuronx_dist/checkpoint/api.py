@@ -21,7 +21,7 @@ from .nxd_source import load_nxd
 from .plain_data import packed, unpacked
 from .staging import Staging
 from .state import changed_by, collect
-from .storage import open_storage
+from .storage import Storage, open_storage
 from .tags import CheckpointFolder, Entry, Tag, check_tag
 
 __all__ = ["CheckpointIOState", "finalize_checkpoint", "has_checkpoint", "load_checkpoint", "save_checkpoint"]
@@ -139,10 +139,13 @@ def load_checkpoint(
     num_workers: int = 8,
     strict: bool = True,
     use_zero1_dcp: bool = False,
+    *,
+    device: str | torch.device = "cpu",
 ) -> Any:
     """Loads a checkpoint of any layout into this one; all ranks call it.
 
-    It reads what NeuronX Distributed wrote, too: by `nxd.save_checkpoint` and by `parallel_layers.checkpointing.save`.
+    It reads what NeuronX Distributed wrote, too: by `nxd.save_checkpoint` and by `parallel_layers.checkpointing.save`;
+    and a folder of torch.distributed.checkpoint with `{"model": ..., "optimizer": get_optimizer_state_dict(...)}`.
 
     Weights, optimizer state and masters are bit-equal in any layout; random generators go on where they were in the
     same layout. All files are compared with their checksums, tensors while they are read: an error says whether weights
@@ -155,6 +158,9 @@ def load_checkpoint(
             master weights already takes them by its `init_zero()`.
         strict: False accepts a model with other parameters than the checkpoint's, and loads what both have.
         num_workers, use_zero1_dcp: without effect.
+        device: where parameters and buffers on meta get memory, which is then read into; parameters stay the objects
+            that they are. What the checkpoint lacks with `strict=False` stays on meta; buffers that no checkpoint
+            has get the values of `materialize`.
 
     Returns:
         The `user_content` that was saved, None if there was none.
@@ -176,7 +182,7 @@ def load_checkpoint(
     for name in candidates:
         where = folder.storage.describe(name)
         try:
-            content = _load(folder, name, model, optimizer, scheduler, strict, overwritten)
+            content = _load(folder, name, model, optimizer, scheduler, strict, overwritten, device)
             break
         except CheckpointCorrupted as error:
             damaged = damaged or f"checkpoint {where} is damaged: {error}"
@@ -224,6 +230,7 @@ def _load(
     scheduler: Any,
     strict: bool,
     overwritten: frozenset[str],
+    device: str | torch.device,
 ) -> Any:
     """Loads the checkpoint in a folder `name`; its user content.
 
@@ -240,7 +247,7 @@ def _load(
         is_nxd = checkpoint.files is None and is_nxd_folder(folder.storage, name)
         present = checkpoint.files or {}
         if checkpoint.files is None:
-            if not is_nxd:
+            if not is_nxd and not reading.is_of_dcp(folder.storage, checkpoint.name):
                 raise CheckpointMismatch(
                     f"checkpoint {where} does not list its files, and has none of NeuronX Distributed's: it was not "
                     f"saved by save_checkpoint"
@@ -253,10 +260,12 @@ def _load(
             for file in (_SCHEDULER, _USER_CONTENT, random_state.file_of(present))
             if file in present
         }
+    common: Any = dict(strict=strict, overwritten=overwritten, device=device)
     if not is_nxd:
-        reading.load(folder.storage, name, model, optimizer, strict=strict, checksums=True, overwritten=overwritten)
+        is_ours = checkpoint.files is not None
+        reading.load(folder.storage, name, model, optimizer, checksums=is_ours, **common)
     elif model is not None or optimizer is not None:
-        load_nxd(folder.storage, name, model, optimizer, strict=strict, overwritten=overwritten)
+        load_nxd(folder.storage, name, model, optimizer, **common)
     with together(f"checkpoint {where} was loaded in part"):
         if scheduler is not None:
             scheduler.load_state_dict(content[_SCHEDULER])
@@ -269,14 +278,19 @@ def _candidates(folder: CheckpointFolder, tag: str | None) -> list[str]:
     """The tags to try, in this order."""
     if tag is not None:
         name = check_tag(tag)
-        is_first_way = not folder.is_complete(name) and is_of_checkpointing(folder.storage, name)
-        return [name if is_first_way else folder.find(name).name]
+        is_unmarked = not folder.is_complete(name) and _is_unmarked(folder.storage, name)
+        return [name if is_unmarked else folder.find(name).name]
     names = [each.name for each in folder.complete()]
-    if not names and is_of_checkpointing(folder.storage, "."):
+    if not names and _is_unmarked(folder.storage, "."):
         return ["."]
     if not names:
         raise CheckpointError(f"there is no complete checkpoint in {folder.storage.describe()}")
     return names
+
+
+def _is_unmarked(storage: Storage, folder: str) -> bool:
+    """Whether a folder holds what others wrote who mark nothing as complete."""
+    return is_of_checkpointing(storage, folder) or reading.is_of_dcp(storage, folder)
 
 
 def _check_options(when_busy: str, num_kept_ckpts: int | None) -> None:

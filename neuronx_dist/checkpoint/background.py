@@ -36,6 +36,7 @@ _NOTES = ".written"  # the folder, inside of a tag's, of the ranks' notes
 _PIECE = 16 << 20  # bytes between two looks at whether a save is still wanted
 _TIMEOUT_ENV = "NEURONX_DIST_CHECKPOINT_TIMEOUT"
 _TIMEOUT = 1800.0
+_AT_EXIT = 60.0  # once the program has ended: who has not written is gone, if the folder does not change any more
 
 
 class _Superseded(Exception):
@@ -191,9 +192,8 @@ class Save:
     def _wait_for_notes(self) -> bool:
         """Waits for what all ranks have written; whether all have."""
         notes, storage = f"{self.tag}/{_NOTES}", self.folder.storage
-        seconds = float(os.environ.get(_TIMEOUT_ENV, _TIMEOUT))
         reports = {0: self._files}
-        pause, last = 0.005, time.monotonic()
+        pause, last, written = 0.005, time.monotonic(), 0
         while len(reports) < self._ranks:
             if self._exchanged.wait(pause):
                 return bool(self._reports)
@@ -205,14 +205,26 @@ class Save:
                         raise CheckpointError(f"rank {name}: {note['failure']}")
                     reports[int(name)] = {path: Entry(*entry) for path, entry in note["files"].items()}
                     last = time.monotonic()
+            if (size := self._size_so_far()) != written:
+                written, last = size, time.monotonic()
+            default = _TIMEOUT if threading.main_thread().is_alive() else _AT_EXIT
+            seconds = float(os.environ.get(_TIMEOUT_ENV, default))
             if time.monotonic() - last > seconds:
                 missing = [rank for rank in range(self._ranks) if rank not in reports]
                 raise CheckpointError(
-                    f"ranks {missing[:8]} have not said within {seconds:g} s that their files are written "
-                    f"({_TIMEOUT_ENV} sets how long is waited)"
+                    f"ranks {missing[:8]} have not said within {seconds:g} s that their files are written, and write "
+                    f"nothing: they were killed, or have ended early ({_TIMEOUT_ENV} sets how long is waited)"
                 )
         self._reports = reports
         return True
+
+    def _size_so_far(self) -> int:
+        """Bytes in the folder, files that are being written included where the storage shows them."""
+        size = 0
+        for name in self.folder.storage.list(self.tag):
+            with suppress(OSError):  # renamed meanwhile
+                size += self.folder.storage.size(f"{self.tag}/{name}")
+        return size
 
 
 class CheckpointIOState:

@@ -64,7 +64,7 @@ class Catalog:
 
     tensors: dict[str, SavedTensor] = field(default_factory=dict)
     objects: dict[str, Extent] = field(default_factory=dict)
-    paths: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    paths: dict[str, tuple[str | int, ...]] = field(default_factory=dict)
     checksums: bool = True
 
     def has(self, key: str) -> bool:

@@ -24,7 +24,7 @@ from ..weights.shard_spec import ShardSpec, spec_of
 from .errors import CheckpointError, CheckpointMismatch
 from .files import WholeTensor, write_whole
 from .nxd_files import NxdFiles, is_nxd_folder, is_of_checkpointing
-from .nxd_source import NxdSource, specs_of
+from .nxd_source import NxdSource, kv_heads_of, specs_of
 from .nxd_writing import RankedTensor, write_nxd
 from .pieces import Piece
 from .reading import CheckpointFiles
@@ -146,8 +146,9 @@ def _saved(storage: Storage, name: str, config: str | os.PathLike[str] | None) -
             f"{where} is of {files.tp} tp ranks, and its files do not say how tensors were divided: give the folder "
             f"with the model's config.json (--config FOLDER)"
         )
-    parameters = {} if config is None else specs_of(_model(config, 1))
-    source = NxdSource(files, parameters)
+    model = None if config is None else _model(config, 1)
+    parameters = {} if model is None else specs_of(model)
+    source = NxdSource(files, parameters, None if model is None else kv_heads_of(model))
     missing = [name for name in parameters if f"model.{name}" not in source.catalog.tensors]
     tied = {name for parameter in parameters.values() for name in parameter.names if len(parameter.names) > 1}
     unknown = [key for key in source.catalog.tensors if key.removeprefix("model.") not in parameters]
@@ -247,7 +248,7 @@ def _write_ours(weights: WeightSource, storage: Storage, tag: str, done: Callabl
         done(numbers[name])
         return value
 
-    tensors: dict[tuple[str, ...], WholeTensor] = {
+    tensors: dict[tuple[str | int, ...], WholeTensor] = {
         ("model", name): WholeTensor(weights.shape(name), weights.dtype(name), partial(read, name)) for name in names
     }
     try:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
-from collections.abc import Callable
 
+from ..command_line import command_parser, count
 from .convert import FORMATS, convert
 from .errors import CheckpointError
+from .progress import progress_bar
 
 __all__ = ["arguments", "run"]
 
@@ -27,25 +27,23 @@ the folders of save_checkpoint and NeuronX Distributed into any layout.
 
 def arguments() -> argparse.ArgumentParser:
     """What `convert` takes."""
-    parser = argparse.ArgumentParser(
-        description="Converts weights: folders of Hugging Face's, of save_checkpoint and of NeuronX Distributed's.",
-        epilog=_EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = command_parser(
+        "Converts weights: folders of Hugging Face's, of save_checkpoint and of NeuronX Distributed.", _EXAMPLE
     )
     add = parser.add_argument
     add("source", metavar="SRC", help="a folder of any of these formats, of one tag of it, or a weight file")
     add("target", metavar="DST", help="a folder that is new or empty")
     add("--to", choices=FORMATS, help="the format to write; default: ours of a folder of Hugging Face's, else hf")
     add("--tag", help="the checkpoint to read (default: the newest), or to write (default: as read, or converted)")
-    add("--tp", type=_degree, default=1, metavar="N", help="tensor-parallel ranks, of nxd (1)")
-    add("--pp", type=_degree, default=1, metavar="N", help="pipeline stages, of nxd (1)")
+    add("--tp", type=count, default=1, metavar="N", help="tensor-parallel ranks, of nxd (1)")
+    add("--pp", type=count, default=1, metavar="N", help="pipeline stages, of nxd (1)")
     add("--config", metavar="FOLDER", help="with the model's config.json; default: SRC, if it has one")
     return parser
 
 
 def run(args: argparse.Namespace) -> int:
     """Converts; returns 0, or 1 with a line that says what is wrong."""
-    report = _progress(args.target)
+    report = progress_bar(args.target)
     try:
         to = convert(
             args.source,
@@ -62,26 +60,3 @@ def run(args: argparse.Namespace) -> int:
         return 1
     print(f"{args.target}: written as {to}")
     return 0
-
-
-def _progress(target: str) -> Callable[[int, int], None]:
-    """Draws a bar on a terminal; elsewhere it says nothing."""
-    drawn = 0.0
-
-    def report(done: int, total: int) -> None:
-        nonlocal drawn
-        if not sys.stderr.isatty() or (done < total and time.monotonic() - drawn < 0.1):
-            return
-        drawn = time.monotonic()
-        filled = 30 * done // total
-        bar = "#" * filled + "-" * (30 - filled)
-        print(f"\r{target} [{bar}] {done}/{total} tensors", end="\n" if done == total else "", file=sys.stderr)
-
-    return report
-
-
-def _degree(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"is to be at least 1, got {value}")
-    return value

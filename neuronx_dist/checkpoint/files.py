@@ -21,6 +21,7 @@ from .agreement import together
 from .archive import ALIGNMENT, archive
 from .catalog import METADATA, Catalog, Chunk, Extent, SavedTensor, pickled
 from .checksums import with_checksums
+from .flattened_groups import flattened_groups
 from .optimizer_state import GROUPS, merged_groups
 from .pieces import Piece, cut, whole_piece
 from .plain_data import packed
@@ -157,9 +158,9 @@ def plan(state: State) -> WritePlan:
     rank = comm.rank("world")
     if state.groups is not None:
         groups = merged_groups([holdings.groups or [] for holdings in everyone])
-        objects[GROUPS] = packed(key_of(GROUPS), groups)
-        for holdings in everyone[:1]:
-            holdings.objects[GROUPS] = len(objects[GROUPS])
+        for path, value in flattened_groups(groups).items():
+            objects[path] = packed(f"{key_of(GROUPS)}[{path[2]}][{path[3]!r}]", value)
+            everyone[0].objects[path] = len(objects[path])
     merged = _merged(everyone)
     shares = _shares(everyone, merged)
     items, nbytes = _items(shares[rank], merged, objects, views)

@@ -1,6 +1,7 @@
 """Folders that NeuronX Distributed wrote: which rank wrote which file, and the tensors in it.
 
     model/dp_rank_00_tp_rank_01_pp_rank_00.pt       of `nxd.save_checkpoint`: the state dict of a tp and pp rank
+    model/dp_rank_00_ep_rank_01_tp_rank_01_pp...    with experts: ep rank 0 has all weights, the others their experts
     optim/dp_rank_03_tp_rank_01_pp_rank_00.pt       of its optimizer; ZeRO-1's by dp rank too
     tp_rank_01_pp_rank_00/checkpoint.pt             of `parallel_layers.checkpointing.save`
 
@@ -14,7 +15,7 @@ import io
 import pickle
 import re
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,7 +25,15 @@ from torch.utils import _pytree as pytree
 from .errors import CheckpointCorrupted, CheckpointMismatch
 from .storage import Storage
 
-__all__ = ["NxdFiles", "StoredTensor", "Writer", "is_nxd_folder", "is_of_checkpointing"]
+__all__ = [
+    "NxdFiles",
+    "StoredTensor",
+    "TensorReference",
+    "Writer",
+    "is_nxd_folder",
+    "is_of_checkpointing",
+    "stored_state",
+]
 
 _OF_TRAINER = re.compile(r"dp_rank_(?P<dp>\d+)(_ep_rank_(?P<ep>\d+))?_tp_rank_(?P<tp>\d+)_pp_rank_(?P<pp>\d+)\.pt")
 _OF_CHECKPOINTING = re.compile(r"tp_rank_(?P<tp>\d+)_pp_rank_(?P<pp>\d+)(_dp_rank_(?P<dp>\d+))?")
@@ -67,6 +76,12 @@ class StoredTensor:
     def of(cls, tensor: torch.Tensor) -> StoredTensor:
         return cls(tuple(tensor.shape), tensor.dtype, lambda: tensor)
 
+    @classmethod
+    def stacked(cls, parts: Sequence[StoredTensor]) -> StoredTensor:
+        """One behind the other (dim 0)."""
+        shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
+        return cls(shape, parts[0].dtype, lambda: torch.cat([part.tensor() for part in parts]))
+
     def rows(self, start: int, stop: int) -> StoredTensor:
         """Some rows of it (dim 0)."""
         return StoredTensor((stop - start, *self.shape[1:]), self.dtype, lambda: self.tensor()[start:stop])
@@ -99,26 +114,40 @@ class NxdFiles:
     """The files of a folder.
 
     Attributes:
-        model: state dicts by writer; tensors are `StoredTensor`s. Those of dp rank 0, which all dp ranks have.
+        model: state dicts by writer; tensors are `StoredTensor`s. Those of dp rank 0, which all dp ranks have; experts
+            of all ep ranks, one behind the other.
         optimizer: state dicts of the optimizer by writer, as torch and ZeRO-1 make them; none if it was not saved.
-        tp, pp, dp: degrees of the layout that wrote them; `dp` is ZeRO-1's.
+        tp, pp, dp, ep: degrees of the layout that wrote them; `dp` is ZeRO-1's.
+
+    Args:
+        folder: of `nxd.save_checkpoint` or `parallel_layers.checkpointing.save`, or one of model files alone.
+        is_expert: whether a parameter of this name has the experts of an ep rank in dim 0.
+        model_key: of the weights in what `parallel_layers.checkpointing.save` was given.
 
     Raises:
         CheckpointCorrupted: a file is missing, cut off, or holds something that could run.
-        CheckpointMismatch: there are none, or it holds experts over several ranks of ep.
+        CheckpointMismatch: there are none.
     """
 
-    def __init__(self, storage: Storage, folder: str) -> None:
+    def __init__(
+        self,
+        storage: Storage,
+        folder: str,
+        is_expert: Callable[[str], bool] = lambda name: "expert" in name,
+        model_key: str = "model",
+    ) -> None:
         self._storage = storage
+        self._apart: list[StoredTensor] = []  # in files of their own
         self.name = storage.describe(folder)
-        models = dict(_of_trainer(storage, f"{folder}/model"))
-        optimizers = dict(_of_trainer(storage, f"{folder}/optim"))
+        models = _of_trainer(storage, f"{folder}/model") or _of_trainer(storage, folder)
+        optimizers = _of_trainer(storage, f"{folder}/optim")
+        self.ep = max([1, *(1 + max(paths) for paths in models.values())])
         if models or optimizers:
-            self.model = {writer: self._load(path) for writer, path in models.items()}
-            self.optimizer = {writer: self._load(path) for writer, path in optimizers.items()}
+            self.model = {writer: self._with_experts(paths, is_expert) for writer, paths in models.items()}
+            self.optimizer = {writer: self._load(paths[0]) for writer, paths in optimizers.items() if 0 in paths}
         else:
             whole = {writer: self._load(path) for writer, path in _of_checkpointing(storage, folder)}
-            self.model = {writer: _part(state, "model") for writer, state in whole.items() if writer.dp == 0}
+            self.model = {writer: _part(state, model_key) for writer, state in whole.items() if writer.dp == 0}
             self.optimizer = {writer: state["optimizer"] for writer, state in whole.items() if "optimizer" in state}
         if not self.model:
             raise CheckpointMismatch(f"{self.name} holds no weights that NeuronX Distributed has saved")
@@ -127,6 +156,18 @@ class NxdFiles:
         self._check_complete("model", self.model, 1)
         if self.optimizer:
             self._check_complete("optim", self.optimizer, self.dp)
+
+    def check(self, share: int, shares: int) -> None:
+        """Opens files of single tensors (`use_xser`), which are else opened when a tensor is asked for.
+
+        Args:
+            share, shares: which part of them to open, of how many.
+
+        Raises:
+            CheckpointCorrupted: one is missing, cut off, or holds something else than its tensor.
+        """
+        for tensor in self._apart[share::shares]:
+            tensor.tensor()
 
     def _check_complete(self, part: str, states: Mapping[Writer, Any], dp: int) -> None:
         every = {Writer(tp, pp, rank) for tp in range(self.tp) for pp in range(self.pp) for rank in range(dp)}
@@ -138,37 +179,64 @@ class NxdFiles:
                 f"pp={self.pp}, dp={dp}: the first is that of tp rank {one.tp}, pp rank {one.pp}, dp rank {one.dp}"
             )
 
+    def _with_experts(self, paths: Mapping[int, str], is_expert: Callable[[str], bool]) -> Any:
+        """A state dict with the experts of all ep ranks."""
+        missing = sorted(set(range(self.ep)) - paths.keys())
+        if missing:
+            raise CheckpointCorrupted(
+                f"{self.name} lacks the file of ep rank {missing[0]}, of {self.ep}, beside {next(iter(paths.values()))}"
+            )
+        state, *others = (self._load(path) for _, path in sorted(paths.items()))
+        for name in [each for each in state if others and is_expert(each)]:
+            if not all(isinstance(each.get(name), StoredTensor) for each in others):
+                raise CheckpointCorrupted(
+                    f"{self.name}: {name}, of experts, is not in the files of all {self.ep} ep ranks"
+                )
+            state[name] = StoredTensor.stacked([state[name], *(each[name] for each in others)])
+        return state
+
     def _load(self, path: str) -> Any:
-        """A state dict, with a `StoredTensor` for each tensor."""
-        state = _loaded(self._storage, path)
-        info: Mapping[int, Any] = {}
-        if self._storage.exists(f"{path}.info.pt"):
-            info = _loaded(self._storage, f"{path}.info.pt")
+        return stored_state(self._storage, path, self._apart)
 
-        def stored(leaf: Any) -> Any:
-            if isinstance(leaf, torch.Tensor):
-                return StoredTensor.of(leaf.detach())
-            if not isinstance(leaf, TensorReference):
-                return leaf
-            read = partial(_loaded, self._storage, f"{path}.tensors/tensor_{leaf.tid}.pt")
-            if leaf.tid in info:
-                return StoredTensor(tuple(info[leaf.tid]["shape"]), info[leaf.tid]["dtype"], read)
+
+def stored_state(storage: Storage, path: str, apart: list[StoredTensor]) -> Any:
+    """A state dict of a file, with a `StoredTensor` for each tensor; those in files of their own are added to `apart`.
+
+    Raises:
+        CheckpointCorrupted: a file is missing, cut off, or holds something that could run.
+    """
+    state = _loaded(storage, path)
+    match = _OF_TRAINER.fullmatch(path.rpartition("/")[2])
+    is_of_other_experts = match is not None and int(match["ep"] or 0) > 0
+    info: Mapping[int, Any] = {}
+    if storage.exists(f"{path}.info.pt"):
+        info = _loaded(storage, f"{path}.info.pt")
+
+    def stored(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return StoredTensor.of(leaf.detach())
+        if not isinstance(leaf, TensorReference):
+            return leaf
+        read = partial(_loaded, storage, f"{path}.tensors/tensor_{leaf.tid}.pt")
+        if leaf.tid not in info:
             return StoredTensor.of(read())
+        if is_of_other_experts and not info[leaf.tid].get("expert_model_parallel"):
+            return None  # which ep rank 0 has written
+        apart.append(StoredTensor(tuple(info[leaf.tid]["shape"]), info[leaf.tid]["dtype"], read))
+        return apart[-1]
 
-        return pytree.tree_map(stored, state, is_leaf=lambda leaf: isinstance(leaf, (TensorReference, torch.Size)))
+    return pytree.tree_map(stored, state, is_leaf=lambda leaf: isinstance(leaf, (TensorReference, torch.Size)))
 
 
-def _of_trainer(storage: Storage, folder: str) -> Iterator[tuple[Writer, str]]:
+def _of_trainer(storage: Storage, folder: str) -> dict[Writer, dict[int, str]]:
+    """The paths of a folder's files, by writer and ep rank."""
+    paths: dict[Writer, dict[int, str]] = {}
     for name in storage.list(folder):
         match = _OF_TRAINER.fullmatch(name)
-        if match is None:
-            continue
-        if int(match["ep"] or 0):
-            raise CheckpointMismatch(
-                f"{storage.describe(folder)}/{name} is of experts that are divided over ranks of ep, which is not "
-                f"supported: save it with expert_model_parallel_size=1"
-            )
-        yield Writer(int(match["tp"]), int(match["pp"]), int(match["dp"])), f"{folder}/{name}"
+        if match is not None:
+            writer = Writer(int(match["tp"]), int(match["pp"]), int(match["dp"]))
+            paths.setdefault(writer, {})[int(match["ep"] or 0)] = f"{folder}/{name}"
+    return paths
 
 
 def _of_checkpointing(storage: Storage, folder: str) -> Iterator[tuple[Writer, str]]:

@@ -1,7 +1,7 @@
 """Fused projections of NeuronX Distributed's models, as the separate ones that Hugging Face's models have.
 
     qkv_proj.weight_q, .weight_k, .weight_v     q_proj.weight, k_proj.weight, v_proj.weight
-    qkv_proj.weight_qkv                         the same, one behind the other in each shard
+    qkv_proj.weight_qkv, qkv_proj.weight        the same, one behind the other in each shard
     gate_up_proj.weight                         gate_proj.weight, up_proj.weight, half of each shard
 
 It is done where the model that loads has the separate names, and not the fused one.
@@ -10,31 +10,41 @@ It is done where the model that loads has the separate names, and not the fused 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..weights.shard_spec import ShardSpec
 
-__all__ = ["separated"]
+__all__ = ["Origin", "separated"]
 
 
-def separated(state: Mapping[str, Any], specs: Mapping[str, ShardSpec], tp: int) -> dict[str, Any]:
-    """A rank's state dict with fused projections cut into the model's parameters.
+class Origin(NamedTuple):
+    """Where a parameter stood: in which parameter of the file, from which row on."""
+
+    name: str
+    start: int = 0
+
+
+def separated(
+    state: Mapping[str, Any], specs: Mapping[str, ShardSpec], tp: int
+) -> tuple[dict[str, Any], dict[str, Origin]]:
+    """A rank's state dict with fused projections cut into the model's parameters, and where each of these stood.
 
     Args:
         specs: layouts of the parameters of the model that loads.
         tp: over how many ranks it was divided when it was saved.
     """
     result: dict[str, Any] = {}
+    origins: dict[str, Origin] = {}
     for name, value in state.items():
         parts = [] if name in specs else _parts(name)
         if not parts or not all(part in specs for part in parts):
-            result[name] = value
+            result[name], origins[name] = value, Origin(name)
             continue
         start = 0
         for part, rows in zip(parts, _rows(value.shape[0], specs[parts[0]].unpadded_shape[0] // tp, len(parts))):
-            result[part] = value.rows(start, start + rows)
+            result[part], origins[part] = value.rows(start, start + rows), Origin(name, start)
             start += rows
-    return result
+    return result, origins
 
 
 def _parts(name: str) -> list[str]:
@@ -44,8 +54,8 @@ def _parts(name: str) -> list[str]:
     entry, _, letters = key.partition("_")
     if projection == "gate_up_proj" and not letters:
         return [f"{path}{dot}{part}_proj.{entry}" for part in ("gate", "up")]
-    if projection == "qkv_proj" and letters in ("q", "k", "v", "qkv"):
-        return [f"{path}{dot}{letter}_proj.{entry}" for letter in letters]
+    if projection == "qkv_proj" and letters in ("", "q", "k", "v", "qkv"):
+        return [f"{path}{dot}{letter}_proj.{entry}" for letter in letters or "qkv"]
     return []
 
 

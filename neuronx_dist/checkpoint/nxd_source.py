@@ -17,22 +17,25 @@ import torch
 from torch import nn
 
 from .. import comm
+from ..gradients.gradient import ParameterGradient
 from ..weights.partial_model import parameter_names, partial_model
 from ..weights.shard_spec import ShardSpec, spec_of
 from .agreement import together
 from .catalog import Catalog, Chunk, Extent, SavedTensor
 from .errors import CheckpointMismatch
 from .nxd_files import NxdFiles, StoredTensor, Writer
+from .nxd_heads import HeadOrder
 from .nxd_names import separated
 from .optimizer_state import GROUPS, merged_groups, named_groups
 from .parameters import parameters_of
-from .pieces import Piece, pieces_of, rows_of, whole_piece
-from .reading import Read, load_from
+from .pieces import Piece, pieces_of, rows_of, whole_piece, within
+from .reading import load_from
 from .sharing import Ranges
+from .source import Read
 from .storage import Storage
 from .tensors import key_of
 
-__all__ = ["NxdSource", "load_nxd"]
+__all__ = ["NxdSource", "kv_heads_of", "load_nxd", "specs_of"]
 
 
 def load_nxd(
@@ -43,6 +46,7 @@ def load_nxd(
     *,
     strict: bool = True,
     overwritten: frozenset[str] = frozenset(),
+    device: str | torch.device = "cpu",
 ) -> None:
     """Loads a folder that NeuronX Distributed wrote into this layout; all ranks call it.
 
@@ -60,31 +64,53 @@ def load_nxd(
             groups = merged_groups(everywhere)
 
     def opened() -> NxdSource:
-        source = NxdSource(NxdFiles(storage, folder), specs_of(model))
+        parameters = specs_of(model)
+        files = NxdFiles(storage, folder, lambda name: name in parameters and parameters[name].is_expert)
+        files.check(comm.rank("world"), comm.size("world"))
+        source = NxdSource(files, parameters, kv_heads_of(model))
         if optimizer is not None:
             source.add_optimizer(groups)
         return source
 
-    load_from(opened, where, model, optimizer, strict=strict, overwritten=overwritten)
+    load_from(opened, where, model, optimizer, strict=strict, overwritten=overwritten, device=device)
 
 
 class WholeParameter(NamedTuple):
-    """A parameter of the model that loads: all its names, its layout here, whether it is trained."""
+    """A parameter of the model that loads.
+
+    Attributes:
+        names: all that it has.
+        spec: its layout here, of all experts.
+        trained: whether it has a gradient.
+        is_expert: whether dim 0 is that of experts, which may be divided over ep.
+    """
 
     names: list[str]
     spec: ShardSpec
     trained: bool
+    is_expert: bool
 
 
 def specs_of(model: Any) -> dict[str, WholeParameter]:
     """The parameters of the whole model, by each of their names."""
     aliases = parameter_names(model)
     parameters = {id(param): param for param in partial_model(model).original_module.parameters()}
-    described = {
-        identity: WholeParameter(names, spec_of(parameters[identity]), parameters[identity].requires_grad)
-        for identity, names in aliases.items()
-    }
+    described = {}
+    for identity, names in aliases.items():
+        parameter = parameters[identity]
+        spec, is_expert = spec_of(parameter), ParameterGradient(parameter).is_expert
+        if is_expert and spec.axis != "ep" and spec.dim != 0:
+            spec = replace(spec, full_shape=(comm.size("ep") * spec.full_shape[0], *spec.full_shape[1:]))
+        described[identity] = WholeParameter(names, spec, parameter.requires_grad, is_expert)
     return {name: parameter for parameter in described.values() for name in parameter.names}
+
+
+def kv_heads_of(model: Any) -> int | None:
+    """The key/value heads of a Hugging Face model."""
+    config: Any = getattr(partial_model(model).original_module, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    heads = getattr(text, "num_key_value_heads", None)
+    return heads if isinstance(heads, int) else None
 
 
 class _Division(NamedTuple):
@@ -112,16 +138,23 @@ class _Stored(NamedTuple):
 class NxdSource:
     """A folder that NeuronX Distributed wrote.
 
+    Args:
+        parameters: of the model that loads, by each of their names.
+        kv_heads: how many key/value heads it has, if that is known.
+
     Attributes:
         catalog: what is in it, by the names of the model that loads.
     """
 
-    def __init__(self, files: NxdFiles, parameters: Mapping[str, WholeParameter]) -> None:
+    def __init__(self, files: NxdFiles, parameters: Mapping[str, WholeParameter], kv_heads: int | None = None) -> None:
+        self._kv_heads = kv_heads
         self.catalog = Catalog(checksums=False)
         self._files = files
         self._parameters = parameters
         specs = {name: parameter.spec for name, parameter in parameters.items()}
-        self._model = {writer: separated(state, specs, files.tp) for writer, state in files.model.items()}
+        parts = {writer: separated(state, specs, files.tp) for writer, state in files.model.items()}
+        self._model = {writer: state for writer, (state, _) in parts.items()}
+        self._origins = {writer.pp: origins for writer, (_, origins) in parts.items()}  # equal on all tp ranks
         self._divisions: dict[str, _Division] = {}
         self._stored: list[_Stored] = []
         self._objects: list[Any] = []
@@ -158,6 +191,11 @@ class NxdSource:
         files = self._files
         if not files.optimizer:
             raise CheckpointMismatch(f"{files.name} was saved without an optimizer: load the model alone")
+        if files.ep > 1:
+            raise CheckpointMismatch(
+                f"the optimizer in {files.name} is of experts over {files.ep} ranks of ep, whose state is not "
+                f"read: load the model alone"
+            )
         saved: list[dict[str, Any]] = []
         for stage in range(files.pp):
             state = files.optimizer[Writer(0, stage, 0)]
@@ -168,14 +206,15 @@ class NxdSource:
                 )
             is_zero1 = "base_state" in state
             by_group = [self._names_of_stage(stage, group["params"], is_zero1) for group in groups]
-            names = [name for group in by_group for name in group]
-            self._check_order(stage, state, names)
+            numbered = [each for group in by_group for each in group.items()]
+            self._check_order(stage, state, [origin for origin, _ in numbered])
             for index, (group, members) in enumerate(zip(state["param_groups"], by_group)):
                 if index == len(saved):
                     saved.append({key: value for key, value in group.items() if key != "param_names"} | {"params": []})
-                saved[index]["params"] += members
-            for number, name in enumerate(names):
-                self._add_state(stage, number, name, is_zero1)
+                saved[index]["params"] += [name for names in members.values() for name in names]
+            for number, (_, names) in enumerate(numbered):
+                for name in names:
+                    self._add_state(stage, number, name, is_zero1)
         self._add_object(key_of(GROUPS), saved)
 
     def _add_weight(self, stage: int, name: str) -> None:
@@ -192,7 +231,8 @@ class NxdSource:
             whole = whole_piece(shards[0].shape)
             self._add(key, shards[0].shape, [(whole, shards[0])])
             return
-        division = self._divisions[name] = _division(f"{self._files.name}: {name}", parameter.spec, shards)
+        division = _division(f"{self._files.name}: {name}", parameter.spec, shards)
+        division = self._divisions[name] = self._with_query_order(stage, name, division)
         for alias in parameter.names:
             tied = self.catalog.tensors.get(key_of(("model", alias)))
             if tied is not None and self._same(alias, division, shards):
@@ -202,6 +242,29 @@ class NxdSource:
             (piece, shards[tp]) for tp, index in division.shards.items() for piece in pieces_of(division.spec, index)
         ]
         self._add(key, division.spec.unpadded_shape, parts)
+
+    def _with_query_order(self, stage: int, name: str, division: _Division) -> _Division:
+        """Where key/value heads are repeated in the order 0 1 0 1, query heads stand in the order of those they use."""
+        path, dot, projection = name.rpartition(".")[0].rpartition(".")
+        key = f"{path}{dot}k_proj.weight"
+        states = [self._model[Writer(tp, stage, 0)] for tp in range(self._files.tp)]
+        if projection not in ("q_proj", "o_proj") or key not in states[0] or key not in self._parameters:
+            return division
+        spec, shards = _division(
+            f"{self._files.name}: {key}", self._parameters[key].spec, [each[key] for each in states]
+        )
+        heads = len(shards)
+        is_interleaved = 1 < heads < len(states) and list(shards) == list(range(heads))
+        if not is_interleaved or len(division.shards) < len(states):
+            return division
+        if self._kv_heads not in (None, heads):
+            raise CheckpointMismatch(
+                f"{self._files.name}: {self._kv_heads} key/value heads are repeated on {len(states)} tp ranks, several "
+                f"on each, in the order of trn1, of which it is not known how query heads were ordered: save it with "
+                f"kv_size_multiplier = tp / key/value heads"
+            )
+        blocks = HeadOrder(heads, len(states) // heads).blocks
+        return _Division(division.spec, {tp: blocks[tp] for tp in division.shards})
 
     def _same(self, alias: str, division: _Division, shards: Sequence[StoredTensor]) -> bool:
         """Whether a tied weight was saved equal under its other name."""
@@ -214,10 +277,10 @@ class NxdSource:
             torch.equal(other[tp][alias].tensor(), shards[tp].tensor()) for tp in division.shards
         )
 
-    def _names_of_stage(self, stage: int, members: Iterable[str], is_zero1: bool) -> list[str]:
-        """The parameters of a group that a stage had, in its order; a tied weight once."""
+    def _names_of_stage(self, stage: int, members: Iterable[str], is_zero1: bool) -> dict[str, list[str]]:
+        """The parameters of a group that a stage had, in its order, a tied weight once; of each its parts here."""
         of_group = set(members)
-        names: list[str] = []
+        names: dict[str, list[str]] = {}
         known: set[str] = set()
         for name in self._model[Writer(0, stage, 0)]:
             parameter = self._parameters.get(name)
@@ -225,12 +288,12 @@ class NxdSource:
                 continue
             known.update(parameter.names)
             if parameter.trained or not is_zero1:
-                names.append(name)
+                names.setdefault(self._origins[stage][name].name, []).append(name)
         return names
 
     def _check_order(self, stage: int, state: Mapping[str, Any], names: Sequence[str]) -> None:
         """Compares a stage's parameters, as they are numbered here, with what was saved beside its optimizer."""
-        shapes = [self._model[Writer(0, stage, 0)][name].shape for name in names]
+        shapes = [self._files.model[Writer(0, stage, 0)][name].shape for name in names]
         if "shape_info" in state:
             saved = [tuple(shape) for _, shape in sorted(state["shape_info"].items())]
             differs = next((n for n, (there, here) in enumerate(zip(saved, shapes)) if there != here), None)
@@ -251,7 +314,8 @@ class NxdSource:
     def _add_state(self, stage: int, number: int, name: str, is_zero1: bool) -> None:
         """Adds the state and the master weights of a parameter."""
         division, degree = self._divisions[name], self._files.dp if is_zero1 else 1
-        local = self._model[Writer(0, stage, 0)][name].shape
+        origin = self._origins[stage][name]
+        local = self._files.model[Writer(0, stage, 0)][origin.name].shape
         rows = -(-(local or (1,))[0] // degree)
         entries: dict[str, list[tuple[Piece, StoredTensor]]] = {}
         for tp, index in division.shards.items():
@@ -261,6 +325,8 @@ class NxdSource:
                 if number in state.get("sharded_master_weights", {}):
                     kept[""] = state["sharded_master_weights"][number]
                 pieces = pieces_of(division.spec, index)
+                if origin.start:
+                    pieces = within(pieces, origin.start)
                 if is_zero1 and local:
                     pieces = rows_of(pieces, dp * rows, (dp + 1) * rows)
                 shape = (rows, *local[1:]) if is_zero1 else local

@@ -164,7 +164,7 @@ def restore_optimizer(state: State, optimizer: torch.optim.Optimizer, parameters
     values: dict[str, dict[str, Any]] = {}
     for path, value in read.items():
         if path[:2] == _STATE:
-            values.setdefault(path[2], {})[path[3]] = value
+            values.setdefault(str(path[2]), {})[str(path[3])] = value
     entries = {
         index: {entry: _as_kept(slot, entry, value) for entry, value in values[slot.parameter.names[0]].items()}
         for index, slot in enumerate(slots)
@@ -177,6 +177,8 @@ def restore_optimizer(state: State, optimizer: torch.optim.Optimizer, parameters
     if not isinstance(optimizer, NeuronZero1Optimizer):
         load_optimizer_state_dict(optimizer, {"state": entries, "param_groups": groups})
         return
+    if any(slot.tensor.is_meta for slot in slots):
+        optimizer.init_zero()  # they were made before the parameters had memory
     shapes = {index: tuple(slot.parameter.tensor.shape) for index, slot in enumerate(slots)}
     optimizer.load_state_dict({"state": {}, "param_groups": groups, "base_state": entries, "shape_info": shapes})
     for slot in slots:  # those that were not saved have been made of the parameters

@@ -11,7 +11,7 @@ from .. import comm
 from ..gradients.gradient import ParameterGradient
 from ..weights.partial_model import PartialModel, parameter_names, parameter_slots
 from ..weights.shard_spec import spec_of
-from .pieces import Piece, pieces_of
+from .pieces import Piece, pieces_of, shifted
 
 __all__ = ["Parameter", "parameters_of"]
 
@@ -36,8 +36,11 @@ class Parameter:
 def parameters_of(model: nn.Module | PartialModel) -> dict[int, Parameter]:
     """The parameters of this rank, by `id`.
 
+    A parameter of experts that is marked with `expert_model_parallel` has the experts of this ep rank in dim 0, as NxD
+    lays them out, `[experts/ep, ...]`: the whole has those of all ep ranks, in the order of ranks.
+
     Raises:
-        ValueError: a parameter of experts, which are different ones on the ranks of ep, under one name.
+        ValueError: a parameter of experts has no dims.
     """
     names = parameter_names(model)
     parameters: dict[int, Parameter] = {}
@@ -45,12 +48,16 @@ def parameters_of(model: nn.Module | PartialModel) -> dict[int, Parameter]:
         tensor = slot.tensor
         if id(tensor) in parameters:
             continue
-        if comm.size("ep") > 1 and ParameterGradient(tensor).is_expert:
-            raise ValueError(
-                f"{slot.name} is of experts, which differ over the {comm.size('ep')} ranks of ep: checkpoints of "
-                f"experts are not supported at expert_model_parallel_size > 1"
-            )
         spec = spec_of(tensor)
         index = 0 if spec.axis is None else comm.rank(spec.axis)
-        parameters[id(tensor)] = Parameter(names[id(tensor)], tensor, spec.unpadded_shape, pieces_of(spec, index))
+        shape, pieces = spec.unpadded_shape, pieces_of(spec, index)
+        if comm.size("ep") > 1 and ParameterGradient(tensor).is_expert and spec.axis != "ep":
+            if not shape:
+                raise ValueError(
+                    f"{slot.name} is marked as a parameter of experts and has no dims: dim 0 is that of the experts, "
+                    f"which are divided over the {comm.size('ep')} ranks of ep"
+                )
+            pieces = shifted(pieces, comm.rank("ep") * shape[0])
+            shape = (comm.size("ep") * shape[0], *shape[1:])
+        parameters[id(tensor)] = Parameter(names[id(tensor)], tensor, shape, pieces)
     return parameters

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from ..weights.shard_spec import ShardSpec
 
-__all__ = ["Piece", "cut", "overlap", "pieces_of", "rows_of", "whole_piece"]
+__all__ = ["Piece", "cut", "overlap", "pieces_of", "rows_of", "shifted", "whole_piece", "within"]
 
 
 class Piece(NamedTuple):
@@ -69,6 +69,19 @@ def rows_of(pieces: Sequence[Piece], start: int, stop: int) -> list[Piece]:
         if low < high:
             rows.append(_along(piece, 0, slice(low - start, high - start), piece.offset[0] + low - begin))
     return rows
+
+
+def shifted(pieces: Sequence[Piece], rows: int) -> list[Piece]:
+    """The pieces of a tensor that begins `rows` rows (dim 0) farther down in the whole than the one they are of."""
+    return [_along(piece, 0, piece.local[0], piece.offset[0] + rows) for piece in pieces]
+
+
+def within(pieces: Sequence[Piece], start: int) -> list[Piece]:
+    """The pieces of a tensor (dim 0 of which is `start` rows into another) as pieces of that one."""
+    return [
+        _along(piece, 0, slice(start + piece.local[0].start, start + piece.local[0].stop), piece.offset[0])
+        for piece in pieces
+    ]
 
 
 def cut(piece: Piece, elements: int) -> Iterator[Piece]:

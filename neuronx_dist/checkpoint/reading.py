@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,62 +16,26 @@ from torch.autograd.graph import increment_version
 
 from .. import comm
 from ..weights.host_memory import as_bytes, as_tensor
+from ..weights.materialize import materialize_buffers
 from .agreement import together
 from .archive import archive
 from .catalog import METADATA, Catalog, Chunk, Extent, SavedTensor, unpickled
 from .checksums import Blocks
 from .errors import CheckpointCorrupted, CheckpointMismatch
+from .flattened_groups import JoinedGroups
 from .pieces import overlap
 from .plain_data import unpacked
 from .sharing import Ranges, merged, readers_of, share_blocks
+from .source import Read, Rectangle, Source
 from .state import check, expect, restore
 from .storage import Storage
+from .tags import MARKER
 from .tensors import ShardedTensor, State, key_of
 
-__all__ = ["CheckpointFiles", "Read", "Rectangle", "Source", "fill", "load", "load_from", "read_catalog"]
+__all__ = ["CheckpointFiles", "fill", "is_of_dcp", "load", "load_from", "read_catalog"]
 
 _LISTED = 8  # names of each kind in a message
 _STEP = 1 << 20  # bytes of rows that are copied at a time, where their slices are verified
-
-
-class Rectangle(Protocol):
-    """A part of a whole tensor, as it is stored."""
-
-    def copy(self, slices: Sequence[slice], target: torch.Tensor) -> None:
-        """Writes these slices of it into `target`."""
-
-
-class Read(NamedTuple):
-    """What is read of a saved rectangle of a tensor."""
-
-    chunk: Chunk
-    dtype: torch.dtype
-    slices: tuple[slice, ...]
-
-
-class Source(Protocol):
-    """What a checkpoint is read from."""
-
-    @property
-    def catalog(self) -> Catalog: ...
-
-    def needs(self, objects: Iterable[Extent], reads: Iterable[Read]) -> dict[str, Ranges]:
-        """The bytes of its files that these take, if it has checksums."""
-
-    def share(self, needs: Sequence[Mapping[str, Ranges]], objects: Iterable[Extent]) -> None:
-        """Divides the work of verifying files among the ranks.
-
-        Args:
-            needs: of each rank.
-            objects: that this rank reads.
-        """
-
-    def object(self, extent: Extent) -> Any: ...
-
-    def open(self, chunk: Chunk, dtype: torch.dtype) -> Rectangle: ...
-
-    def finish(self) -> None:
-        """Is called when all is read, and raises CheckpointCorrupted if files are damaged that were not read."""
 
 
 def load(
@@ -83,6 +47,7 @@ def load(
     strict: bool = True,
     checksums: bool = False,
     overwritten: frozenset[str] = frozenset(),
+    device: str | torch.device = "cpu",
 ) -> None:
     """Reads a checkpoint of any layout into a model and an optimizer of this one. All ranks call it.
 
@@ -93,6 +58,7 @@ def load(
         strict: False: load what both have, whatever else there is.
         checksums: whether files without checksums, of torch.distributed.checkpoint, are damaged ones.
         overwritten: keys of tensors that have to be loaded, as they hold parts of a damaged checkpoint.
+        device: where parameters and buffers on meta get memory. Buffers that no checkpoint has get initial values.
 
     Raises:
         CheckpointMismatch: it is of another model: with `strict` names that are missing or not expected; in any case
@@ -100,14 +66,11 @@ def load(
         CheckpointCorrupted: on all ranks: a file is missing, truncated or changed; its `overwritten` says what holds
             values of it.
     """
-    load_from(
-        lambda: CheckpointFiles(storage, folder, checksums),
-        folder,
-        model,
-        optimizer,
-        strict=strict,
-        overwritten=overwritten,
-    )
+
+    def opened() -> Source:
+        return JoinedGroups(CheckpointFiles(storage, folder, checksums))
+
+    load_from(opened, folder, model, optimizer, strict=strict, overwritten=overwritten, device=device)
 
 
 def load_from(
@@ -118,6 +81,7 @@ def load_from(
     *,
     strict: bool = True,
     overwritten: frozenset[str] = frozenset(),
+    device: str | torch.device = "cpu",
 ) -> None:
     """As `load`, from whatever is described as pieces of whole tensors. All ranks call it.
 
@@ -128,7 +92,7 @@ def load_from(
     with together(f"{name} was not loaded"):
         source = open_source()
         catalog = source.catalog
-        state = expect(model, optimizer, catalog)
+        state = expect(model, optimizer, catalog, device)
         objects = {path: catalog.objects[key_of(path)] for path in state.objects if key_of(path) in catalog.objects}
         tensors = [(tensor, catalog.tensors[key]) for key, tensor in state.tensors.items() if key in catalog.tensors]
         reads = (
@@ -151,6 +115,13 @@ def load_from(
         raise
     with together(f"{name} was loaded in part"):
         restore(state, model, optimizer, catalog)
+        if model is not None:
+            materialize_buffers(model, device=device)
+
+
+def is_of_dcp(storage: Storage, folder: str) -> bool:
+    """Whether torch.distributed.checkpoint wrote a folder, and not `save_checkpoint`, which leaves its marker first."""
+    return storage.exists(f"{folder}/{METADATA}") and not storage.exists(f"{folder}/{MARKER}")
 
 
 def read_catalog(storage: Storage, folder: str, checksums: bool = False) -> Catalog:

@@ -3,7 +3,7 @@
     model.<name>                        parameters, and buffers that a state dict has, by their names in the whole model
     optimizer.state.<name>.<entry>      what the optimizer keeps of a parameter: `exp_avg`, `step`, ...
     optimizer.master.<name>             its master weights, where their dtype is not the parameter's
-    optimizer.param_groups              options and names of parameters, by group
+    optimizer.param_groups.<n>.<option> options of a group, and under `params` the names of its parameters
     optimizer.loss_scaler               the scale of an fp16 loss, if it is scaled
 
 They are the names that torch.distributed.checkpoint gives to `{"model": model.state_dict(), "optimizer":
@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from ..weights.partial_model import buffer_slots
+from ..weights.partial_model import buffer_slots, install_parameter
 from .catalog import Catalog
 from .errors import CheckpointMismatch
 from .optimizer_state import check_groups, collect_optimizer, expect_optimizer, restore_optimizer
@@ -56,8 +56,16 @@ def changed_by(optimizer: torch.optim.Optimizer | None, state: State) -> set[int
     return {each.untyped_storage().data_ptr() for each in tensors if each.device.type in ("cpu", "cuda")}
 
 
-def expect(model: nn.Module | None, optimizer: torch.optim.Optimizer | None, catalog: Catalog) -> State:
+def expect(
+    model: nn.Module | None,
+    optimizer: torch.optim.Optimizer | None,
+    catalog: Catalog,
+    device: str | torch.device = "cpu",
+) -> State:
     """What is to be read of a checkpoint: the model's own tensors, and new ones for the optimizer's state.
+
+    Args:
+        device: of the memory for parameters and buffers that are on meta; `restore` gives it to them.
 
     Raises:
         ValueError: as `collect`.
@@ -65,7 +73,7 @@ def expect(model: nn.Module | None, optimizer: torch.optim.Optimizer | None, cat
     """
     state = State()
     parameters = _parameters_as_saved(model, optimizer, catalog)
-    _add_model(state, model, parameters)
+    _add_model(state, model, parameters, device)
     if optimizer is not None:
         expect_optimizer(state, optimizer, parameters, catalog)
     return state
@@ -82,7 +90,19 @@ def check(state: State, model: nn.Module | None, optimizer: torch.optim.Optimize
 
 
 def restore(state: State, model: nn.Module | None, optimizer: torch.optim.Optimizer | None, catalog: Catalog) -> None:
-    """Gives the optimizer what was read into a state of `expect`. The model's tensors were read in place."""
+    """Gives model and optimizer what was read into a state of `expect`: tensors that had values were read in place.
+
+    Raises:
+        ValueError: no initialiser gives a value to a buffer on meta that the checkpoint does not have.
+    """
+    for parameter in _parameters_as_saved(model, optimizer, catalog).values():
+        key = key_of((_MODEL, parameter.names[0]))
+        if parameter.tensor.is_meta and key in catalog.tensors:
+            install_parameter(parameter.tensor, state.tensors[key].tensor)
+    for slot in () if model is None else buffer_slots(model):
+        key = key_of((_MODEL, slot.name))
+        if slot.tensor.is_meta and key in state.tensors and key in catalog.tensors:
+            slot.module._buffers[slot.key] = state.tensors[key].tensor
     if optimizer is not None:
         restore_optimizer(state, optimizer, _parameters_as_saved(model, optimizer, catalog))
 
@@ -104,18 +124,35 @@ def _parameters_as_saved(
     return parameters
 
 
-def _add_model(state: State, model: nn.Module | None, parameters: dict[int, Parameter]) -> None:
-    for parameter in parameters.values():
-        paths = [(_MODEL, name) for name in parameter.names]
-        state.add(ShardedTensor(paths, parameter.shape, parameter.tensor.detach(), parameter.pieces))
-    for slot in () if model is None else buffer_slots(model):
-        if slot.key not in slot.module._non_persistent_buffers_set:
-            state.add(ShardedTensor.whole([(_MODEL, slot.name)], slot.tensor.detach()))
-    for key, tensor in state.tensors.items():
-        if tensor.tensor.is_meta:
+def _add_model(
+    state: State,
+    model: nn.Module | None,
+    parameters: dict[int, Parameter],
+    device: str | torch.device | None = None,
+) -> None:
+    """Adds the model's tensors; for those on meta new ones on `device`.
+
+    Raises:
+        ValueError: a tensor is on meta, and there is no device.
+    """
+
+    def with_memory(key: str, tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_meta:
+            return tensor.detach()
+        if device is None:
             raise ValueError(
                 f"{key} is on the meta device: give the model values first, by neuronx_dist.materialize(model, seed)"
             )
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+
+    for parameter in parameters.values():
+        paths = [(_MODEL, name) for name in parameter.names]
+        tensor = with_memory(key_of(paths[0]), parameter.tensor)
+        state.add(ShardedTensor(paths, parameter.shape, tensor, parameter.pieces))
+    for slot in () if model is None else buffer_slots(model):
+        if slot.key not in slot.module._non_persistent_buffers_set:
+            path = (_MODEL, slot.name)
+            state.add(ShardedTensor.whole([path], with_memory(key_of(path), slot.tensor)))
 
 
 def _name_as_saved(parameter: Parameter, catalog: Catalog) -> None:

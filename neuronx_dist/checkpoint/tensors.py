@@ -12,12 +12,12 @@ from .pieces import Piece, whole_piece
 
 __all__ = ["Path", "ShardedTensor", "State", "key_of"]
 
-Path = tuple[str, ...]
+Path = tuple[str | int, ...]
 
 
-def key_of(path: Sequence[str]) -> str:
-    """The key of what stands at `path` in nested dicts."""
-    return ".".join(path)
+def key_of(path: Sequence[str | int]) -> str:
+    """The key of what stands at `path` in nested dicts and lists."""
+    return ".".join(map(str, path))
 
 
 @dataclass

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 import torch
 
 from .pieces import Piece, whole_piece
-from .reading import Source, fill
+from .reading import fill
+from .source import Source
 from .tensors import ShardedTensor
 
 __all__ = ["SavedWeights"]

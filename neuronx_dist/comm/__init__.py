@@ -46,6 +46,7 @@ __all__ = [
     "communicator",
     "context",
     "current",
+    "exchange",
     "gather_objects",
     "is_initialized",
     "new_group",
@@ -61,7 +62,7 @@ __all__ = [
 
 hide(__name__, TRANSPORT)
 
-__getattr__ = lazy_names(__name__, {"threads": "comm.backends"})  # for tests and tools
+__getattr__ = lazy_names(__name__, {"threads": "comm.backends", "exchange": "comm.exchange_verb"})
 
 
 def size(axis: context.AxisLike) -> int:

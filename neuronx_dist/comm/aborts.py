@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .errors import CommError
-from .waiting import descriptions
+from .slow_waits import descriptions
 
 __all__ = ["install", "uninstall"]
 

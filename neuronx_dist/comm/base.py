@@ -1,7 +1,7 @@
 """What a backend is: a factory of communicators, which start collectives on contiguous buffers.
 
 The verbs in `comm/__init__.py` do everything that is the same everywhere (dims, dtypes, `out=`, recording, errors); a
-backend implements the eight primitives below, and a better `start_coalesced` if it has one.
+backend implements the nine primitives below, and a better `start_coalesced` if it has one.
 """
 
 from __future__ import annotations
@@ -112,6 +112,9 @@ class Communicator:
 
     def start_recv(self, out: torch.Tensor, src: int, tag: int) -> WorkLike:
         raise self._unsupported("recv")
+
+    def start_exchange(self, received: Sequence[torch.Tensor], sent: Sequence[torch.Tensor]) -> WorkLike:
+        raise self._unsupported("exchange")
 
     def start_coalesced(
         self, verb: str, xs: Sequence[torch.Tensor], op: str, outs: Sequence[torch.Tensor | None]

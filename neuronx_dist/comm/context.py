@@ -17,7 +17,7 @@ from torch.compiler import is_dynamo_compiling
 
 from ..mesh import Axis, Groups, Mesh, part_of
 from .base import Backend, Communicator
-from .rank_values import concrete, is_member
+from .rank_numbers import concrete, is_member
 
 __all__ = ["AxisLike", "Context", "communicator", "current", "is_initialized", "set_default", "use"]
 

@@ -5,7 +5,7 @@ a watching thread on every rank reads the store twice a second, and in jobs of m
 (`interval`). A rank that is in a collective at that time gets the message as a `RemoteRankError`; every rank prints it,
 and one that is stuck, or computes for long, is ended after a grace period.
 
-The same thread says where this rank waits long for others (`waiting.py`).
+The same thread says where this rank waits long for others (`slow_waits.py`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from . import aborts
 from .errors import RemoteRankError
-from .waiting import SlowWaits
+from .slow_waits import SlowWaits
 
 __all__ = ["Failure", "FailureMonitor", "interval"]
 
@@ -32,6 +32,8 @@ _SHORTEST, _LONGEST = 0.5, 8.0  # seconds between looks at the store
 _REQUESTS = 200  # looks a second that all ranks together take, as long as none looks less often than every _LONGEST
 _GRACE = 5.0  # seconds a rank has to end by itself once all know of a failure
 _ACKNOWLEDGE = 2.5  # seconds the failed rank waits for the last to have read its message, after its turn to look
+_NOBODY = -1  # the rank of a failure of which no rank has told: all that are there say so
+_LOST = "lost without a message: it was killed (out of memory?), its host is down, or it ended its script early"
 
 
 def interval(world_size: int) -> float:
@@ -100,12 +102,43 @@ class FailureMonitor:
                 return failure
             time.sleep(0.1 * self._interval)
 
+    def find_lost(self) -> Failure | None:
+        """The first failure of the job; if no rank tells one, the first of the ranks that say nothing any more.
+
+        All others say that they are there, by the thread that watches. None: all are, and none has failed.
+        """
+        try:
+            self._store.compare_set("first", "", json.dumps({"rank": _NOBODY, "message": ""}))
+            self._acknowledge()
+            deadline = time.monotonic() + self._interval + _ACKNOWLEDGE
+            while (failure := self.first_failure(0.0)) is None and time.monotonic() < deadline:
+                time.sleep(0.1 * self._interval)
+            missing = self.world_size - self._store.add("acknowledged", 0)
+            if failure is None and missing:
+                more = f" (and {missing - 1} more)" if missing > 1 else ""
+                text = json.dumps({"rank": self._first_missing(), "message": _LOST + more})
+                self._store.compare_set("lost", "", text)
+            return failure or self._read()
+        except RuntimeError:
+            return self._seen or Failure(0, f"{_LOST}. The job's store is lost with it")
+
+    def _first_missing(self) -> int:
+        """The lowest rank that has not said that it is there."""
+        there, missing = 0, self.world_size  # ranks below the one are there, of those below the other not all
+        while there + 1 < missing:
+            middle = (there + missing) // 2
+            is_there = self._store.check([f"acknowledged/{rank}" for rank in range(there, middle)])
+            there, missing = (middle, missing) if is_there else (there, middle)
+        return there
+
     def report(self, error: BaseException) -> None:
         """Makes `error` known as the first failure, unless another was, and gives the others a moment to read it."""
         if not isinstance(error, RemoteRankError):
             text = json.dumps({"rank": self.rank, "message": f"{type(error).__name__}: {error}"})
             try:
-                self._store.compare_set("first", "", text)
+                first = self._store.compare_set("first", "", text)
+                if json.loads(first)["rank"] == _NOBODY:
+                    self._store.compare_set("lost", "", text)
             except RuntimeError:
                 return  # the store is gone: there is nobody left to tell
         self._acknowledge()
@@ -119,8 +152,11 @@ class FailureMonitor:
             time.sleep(0.1 * self._interval)  # after a failure all ranks come here
 
     def _excepthook(self, kind: Any, error: BaseException, traceback: Any) -> None:
-        self._previous_hook(kind, error, traceback)
-        sys.stderr.flush()
+        if isinstance(error, RemoteRankError):  # it is not this rank's line that is at fault
+            self._say(f"RemoteRankError: {error}")
+        else:
+            self._previous_hook(kind, error, traceback)
+            sys.stderr.flush()
         self._stop.set()
         self.report(error)
 
@@ -128,7 +164,13 @@ class FailureMonitor:
         if self._seen is None:
             try:
                 if self._store.check(["first"]):
-                    self._seen = Failure(**json.loads(self._store.get("first")))
+                    first = Failure(**json.loads(self._store.get("first")))
+                    if first.rank == _NOBODY:
+                        self._acknowledge()
+                        if not self._store.check(["lost"]):
+                            return None
+                        first = Failure(**json.loads(self._store.get("lost")))
+                    self._seen = first
             except RuntimeError:  # the store's host has gone; collectives will say so
                 return None
         return self._seen
@@ -138,6 +180,7 @@ class FailureMonitor:
             return
         self._acknowledged = True
         with suppress(RuntimeError):
+            self._store.set(f"acknowledged/{self.rank}", "")
             self._store.add("acknowledged", 1)
 
     def _watch(self) -> None:
@@ -157,12 +200,14 @@ class FailureMonitor:
             if failure.rank == self.rank:
                 return
             # Said before it is acknowledged: a launcher ends the others as soon as the failed rank has gone.
-            self._say(f"rank {failure.rank} failed first: {failure.message}")
+            first = f"rank {failure.rank} failed first: {failure.message}"
+            if not failure.message.startswith(_LOST):
+                self._say(first)
             self._acknowledge()
             grace = self._interval + _GRACE
             if self._stop.wait(grace):
                 return
-            self._say(f"this rank did not end by itself within {grace:g} s and is ended now")
+            self._say(f"{first}; this rank did not end by itself within {grace:g} s and is ended now")
             os._exit(1)
 
     def _say(self, text: str) -> None:

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 
 from ..call_site import call_sites
 from ..mesh import DENSE_AXES, Axis, Groups, Mesh, part_of
+from .rank_numbers import concrete
 from .rank_tables import RankTable
-from .rank_values import ORDER, RankValue, applied, combine, concrete
+from .rank_values import ORDER, RankValue, applied, combine
 
 __all__ = ["ObservedRank", "RankGroup", "Read"]
 

@@ -14,7 +14,7 @@ What is *not* seen, because C code takes an int's digits without asking:
 * Python: `items[c]`, `items[:c]`, `range(c)`, `"%d" % c`, `math.gcd(c, n)`, and a float on the left (`0.5 * c`). To be
   sure of such a program, run it for a second rank of the same kind and compare.
 
-`concrete(c)` is this rank's number, with nothing reported: for code that behaves alike whatever it is.
+`rank_numbers.concrete(c)` is this rank's number, with nothing reported: for code that behaves alike whatever it is.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from typing import Any, Protocol
 import torch
 
 from ..mesh import DENSE_AXES, EXPERT_AXES, Axis, Mesh
+from .rank_numbers import RankNumber
 from .rank_tables import RankTable, apply
 
 __all__ = [
@@ -34,8 +35,6 @@ __all__ = [
     "RankValue",
     "applied",
     "combine",
-    "concrete",
-    "is_member",
     "rank_values_in",
     "value_on",
 ]
@@ -61,7 +60,7 @@ class Observed(Protocol):
         """The group of this rank along an axis."""
 
 
-class RankValue(int):
+class RankValue(RankNumber):
     """An int of this rank that carries its value on every rank of the mesh. Made by an `ObservedRank`.
 
     Attributes:
@@ -95,6 +94,10 @@ class RankValue(int):
     def read(self) -> int:
         """The plain number; reports that the program knows it."""
         return int(self.observed.read(self.table))
+
+    def is_in(self, ranks: Sequence[int]) -> bool:
+        members = set(ranks)
+        return bool(self.observed.read(self.table.map(members.__contains__)))
 
     def mesh_coordinates(self, mesh: Mesh) -> dict[str, int] | None:
         """What `Mesh.coordinates` gives for it: None if it is not a rank of `mesh`."""
@@ -155,22 +158,9 @@ class RankValue(int):
     numerator = property(__trunc__)
 
 
-def concrete(x: int) -> int:
-    """This rank's number as a plain int, nothing reported: for code that takes the same way whatever it is."""
-    return int.__pos__(x) if isinstance(x, RankValue) else x
-
-
 def value_on(x: int, rank: int) -> int:
     """The number that `x` is on another rank: itself, unless it is a RankValue."""
     return x.value_on(rank) if isinstance(x, RankValue) else x
-
-
-def is_member(rank: int, ranks: Sequence[int]) -> bool:
-    """Whether `rank` is one of `ranks`, as one read."""
-    if not isinstance(rank, RankValue):
-        return rank in ranks
-    members = set(ranks)
-    return bool(rank.observed.read(rank.table.map(members.__contains__)))
 
 
 def rank_values_in(x: Any) -> list[RankValue]:

@@ -10,7 +10,7 @@ from . import backends, recording
 from .backends.shapes import ShapesBackend
 from .base import Backend
 from .context import Context, current, is_initialized, use
-from .rank_values import RankValue
+from .rank_numbers import RankNumber
 from .recording import Call
 
 __all__ = ["as_rank", "record"]
@@ -25,7 +25,7 @@ def as_rank(mesh: Mesh, rank: int, backend: Backend | None = None) -> Iterator[C
         ...     layer = ColumnParallelLinear(8, 16, device="meta")
     """
     if backend is None:
-        backend = backends.observed.CheckBackend(silent=True) if isinstance(rank, RankValue) else ShapesBackend()
+        backend = backends.observed.CheckBackend(silent=True) if isinstance(rank, RankNumber) else ShapesBackend()
     with use(Context(mesh, rank, backend)) as context:
         yield context
 

@@ -27,7 +27,7 @@ from . import recording
 from .base import TAGS, Communicator
 from .context import AxisLike, communicator
 from .operands import check_out, checked_dim, deliver, gathered_shape, scattered_first, wire_dtype
-from .rank_values import concrete
+from .rank_numbers import concrete
 from .running import Result, Tensors, alone, coalesced, compiled, message, run
 from .traced import verb_operator
 from .transforms import transforming, untransformed

@@ -76,16 +76,25 @@ class BucketPlan:
         return self._buckets
 
 
-def overlap(items: Iterable[T], start: Callable[[T], W], finish: Callable[[T, W], None], in_flight: int = 2) -> None:
-    """Starts each item and finishes it, in order, with `in_flight` under way: one is packed while another communicates.
+def overlap(
+    items: Iterable[T],
+    start: Callable[[T], W],
+    finish: Callable[[T, W], None],
+    limit: int = 2,
+    cost: Callable[[T], int] = lambda item: 1,
+) -> None:
+    """Starts each item and finishes it, in order, with several under way: one is packed while another communicates.
 
-    No more than that, because each holds a buffer.
+    No more than `limit` by the sum of their costs, or one, because each holds memory.
     """
     started: deque[tuple[T, W]] = deque()
+    under_way = 0
     for item in items:
-        started.append((item, start(item)))
-        if len(started) == in_flight:
+        while started and under_way + cost(item) > limit:
+            under_way -= cost(started[0][0])
             finish(*started.popleft())
+        started.append((item, start(item)))
+        under_way += cost(item)
     while started:
         finish(*started.popleft())
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -55,7 +56,7 @@ def get_grad_norm(
     """
     params = parameters_of(parameters)
     groups = norm_groups(zero1_optimizer, zero1_optimizer_groups)
-    return norm_of(params, [gradient_of(param) for param in params], norm_type, groups)
+    return norm_of(params, [gradient_of(param) for param in params], norm_type, groups)[0]
 
 
 def clip_grad_norm(
@@ -89,10 +90,13 @@ def clip_grads_with_norm(parameters: Parameters, total_norm: torch.Tensor, max_n
 @torch.no_grad()
 def scale_grads(parameters: Parameters, factor: torch.Tensor | float) -> None:
     """Multiplies all gradients in place."""
-    grads = [grad for grad in map(gradient_of, parameters_of(parameters)) if grad is not None]
-    with keeping_reductions(grads):
-        for same in _by_dtype_and_device(grads):
-            torch._foreach_mul_(same, factor.to(same[0].device) if isinstance(factor, torch.Tensor) else factor)
+    every = enumerate(map(gradient_of, parameters_of(parameters)))
+    grads = {index: grad for index, grad in every if grad is not None}
+    with keeping_reductions(grads.values()):
+        for same in _alike(grads):
+            device = grads[same[0]].device
+            number = factor.to(device) if isinstance(factor, torch.Tensor) else factor
+            torch._foreach_mul_([grads[index] for index in same], number)
 
 
 def norm_groups(zero1_optimizer: bool, zero1_optimizer_groups: Any) -> list[Any]:
@@ -167,13 +171,18 @@ def norm_of(
     norm_type: float,
     groups: Sequence[Any],
     *,
+    replicas: Sequence[comm.Communicator] | None = None,
+    parts: Sequence[int] | None = None,
     watch_copies: bool = False,
-) -> torch.Tensor:
-    """The norm of `grads`, summed over `groups`.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The norm of `grads`, summed over `groups`; and the norms of parts of them, `[parts]`.
 
     Args:
         params: say how each gradient is laid out.
         grads: of the parameters, or shards of them.
+        groups: over which the powers of the ranks' norms are summed, one after the other.
+        replicas: for each gradient, the ranks that have the same one, beside those that the layout of `params` names.
+        parts: how many gradients each part has, in order; all ranks give as many parts. None: they are one part.
         watch_copies: make the norm NaN where a copy of a gradient that does not count is not finite.
 
     Raises:
@@ -182,61 +191,84 @@ def norm_of(
     norm_type = float(norm_type)
     if not norm_type > 0:
         raise ValueError(f"norm_type must be positive (2, 1, 0.5, inf, ...), got {norm_type}")
-    is_inf = math.isinf(norm_type)
     over_ep = "world" not in groups and comm.size("ep") > 1
-    held = [(param, spmd.local(grad)) for param, grad in zip(params, grads) if grad is not None]
-    counted = [grad for param, grad in held if _counts_here(param, over_ep)]
-    # In one program for all ranks (XLA) a copy is not left out, it is made 0.
-    masked = {id(grad): _counting_ranks(param, over_ep) for param, grad in held if in_one_program(param)}
     device = params[0].device if params else torch.device("cpu")
     # One dtype on all ranks, whatever the dtypes of their parameters: a stage may have none.
     wide = torch.float64 if device.type in ("cpu", "cuda", "meta") else torch.float32
-    norms = [
-        only_on_first(norm, masked.get(id(grad), [])).to(device, wide)
-        for same in _by_dtype_and_device(counted)
-        for grad, norm in zip(
-            same, torch._foreach_norm(same, norm_type, dtype=torch.promote_types(torch.float32, same[0].dtype))
-        )
+    counted: dict[int, torch.Tensor] = {}
+    copies: dict[int, torch.Tensor] = {}
+    masks: dict[int, list[comm.Communicator]] = {}
+    for index, (param, grad) in enumerate(zip(params, grads)):
+        if grad is not None:
+            holders = [*_holders(param, over_ep), *([] if replicas is None else [replicas[index]])]
+            (counted if _counts_here(param, holders) else copies)[index] = spmd.local(grad)
+            # In one program for all ranks (XLA) a copy is not left out, it is made 0.
+            masks[index] = holders if in_one_program(param) else []
+    norms = {
+        index: only_on_first(norm, masks[index]).to(device, wide) for index, norm in _norms(counted, norm_type).items()
+    }
+    ends = [*accumulate(parts or [len(params)])]
+    sums = [
+        _summed([norms[index] for index in range(begin, end) if index in norms], norm_type, device, wide)
+        for begin, end in zip([0, *ends], ends)
     ]
-    total = torch.zeros((), dtype=wide, device=device)
-    if norms:
-        stacked = torch.stack(norms)
-        total = stacked.amax() if is_inf else stacked.pow(norm_type).sum()
+    total = sums[0] if parts is None else torch.stack(sums)
     if watch_copies:
-        copies = [grad for param, grad in held if not _counts_here(param, over_ep)]
-        for norm in [norm for same in _by_dtype_and_device(copies) for norm in torch._foreach_norm(same, norm_type)]:
+        for norm in _norms(copies, norm_type).values():
             total = total + 0.0 * norm.to(device, wide)
+    is_max = math.isinf(norm_type)
     for group in groups:
-        total = comm.all_reduce(spmd.trust(total, group, V if is_inf else P), group, op="max" if is_inf else "sum")
+        total = comm.all_reduce(spmd.trust(total, group, V if is_max else P), group, op="max" if is_max else "sum")
     dtype = torch.float32
     for param in params:
         dtype = torch.promote_types(dtype, param.dtype)
-    return (total if is_inf else total.pow(1.0 / norm_type)).to(dtype)
+    root = 1.0 if is_max else 1.0 / norm_type
+    if parts is None:
+        whole = total.pow(root).to(dtype)
+        return whole, whole.reshape(1)
+    return (total.amax() if is_max else total.sum()).pow(root).to(dtype), total.pow(root).to(dtype)
 
 
-def _counts_here(param: torch.Tensor, over_ep: bool) -> bool:
-    """Whether this rank's gradient enters the sum: of several copies of one gradient exactly one does.
+def _summed(norms: Sequence[torch.Tensor], norm_type: float, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """The sum of the powers of norms, or the largest of them: 0-dim."""
+    if not norms:
+        return torch.zeros((), dtype=dtype, device=device)
+    stacked = torch.stack([*norms])
+    return stacked.amax() if math.isinf(norm_type) else stacked.pow(norm_type).sum()
+
+
+def _norms(grads: Mapping[int, torch.Tensor], norm_type: float) -> dict[int, torch.Tensor]:
+    """The norm of each gradient, by its number; at least in fp32."""
+    norms: dict[int, torch.Tensor] = {}
+    for same in _alike(grads):
+        wide = torch.promote_types(torch.float32, grads[same[0]].dtype)
+        norms.update(zip(same, torch._foreach_norm([grads[index] for index in same], norm_type, dtype=wide)))
+    return norms
+
+
+def _alike(grads: Mapping[int, torch.Tensor]) -> list[list[int]]:
+    """The numbers of gradients, in lists that one multi-tensor operation takes."""
+    lists: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for index, grad in grads.items():
+        lists.setdefault((grad.dtype, grad.device), []).append(index)
+    return [*lists.values()]
+
+
+def _counts_here(param: torch.Tensor, holders: Sequence[comm.Communicator]) -> bool:
+    """Whether this rank's gradient enters the sum: of several copies of one gradient exactly one does."""
+    if getattr(param, "shared", False):
+        return False
+    return in_one_program(param) or all(group.rank == 0 for group in holders)
+
+
+def _holders(param: torch.Tensor, over_ep: bool) -> list[comm.Communicator]:
+    """The groups that hold copies of this gradient, of which the first one counts.
 
     `over_ep`: the sum is over ep ranks too, which have the same gradients but for experts (not so over the world: there
     the gradients are shards, and the ep ranks, which are data ranks, have different ones).
     """
-    if getattr(param, "shared", False):
-        return False
-    return in_one_program(param) or all(group.rank == 0 for group in _counting_ranks(param, over_ep))
-
-
-def _counting_ranks(param: torch.Tensor, over_ep: bool) -> list[comm.Communicator]:
-    """The groups that hold copies of this gradient, of which the first one counts."""
     spec = spec_of(param)
     copied = [spec.replicated_over] if spec.replicated_over else []
     if over_ep and not ParameterGradient(param).is_expert:
         copied.append("ep")
     return [comm.communicator(axis) for axis in copied]
-
-
-def _by_dtype_and_device(grads: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Lists that one multi-tensor operation takes."""
-    lists: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-    for grad in grads:
-        lists.setdefault((grad.dtype, grad.device), []).append(grad)
-    return list(lists.values())

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -114,6 +115,9 @@ def save_pretrained(model: Any, folder: str | PathLike[str], tokenizer: Any = No
     One file per pipeline stage (`model-0000k-of-0000n.safetensors` and an index; `model.safetensors` without a
     pipeline); weight files that an earlier save left in the folder are removed. The folder is to be one file system
     for all ranks that write.
+
+    Raises:
+        OSError: on all ranks: one of them could not write.
     """
     from safetensors.torch import save_file
 
@@ -121,15 +125,15 @@ def save_pretrained(model: Any, folder: str | PathLike[str], tokenizer: Any = No
     stage, stages = comm.rank("pp"), comm.size("pp")
     in_first_replica = comm.rank("dp") == 0 and comm.rank("cp") == 0
     writes = in_first_replica and comm.rank("tp") == 0
-    if comm.rank("world") == 0:
-        path.mkdir(parents=True, exist_ok=True)
-        for old in [
-            *path.glob("model-*-of-*.safetensors"),
-            path / "model.safetensors",
-            path / "model.safetensors.index.json",
-        ]:
-            old.unlink(missing_ok=True)
-    comm.barrier("world")
+    with _written_together(path):
+        if comm.rank("world") == 0:
+            path.mkdir(parents=True, exist_ok=True)
+            for old in [
+                *path.glob("model-*-of-*.safetensors"),
+                path / "model.safetensors",
+                path / "model.safetensors.index.json",
+            ]:
+                old.unlink(missing_ok=True)
 
     tensors: dict[str, torch.Tensor] = {}
     # On XLA a gather is in a program of all ranks, and it runs when the result is fetched: so all ranks do both.
@@ -141,24 +145,25 @@ def save_pretrained(model: Any, folder: str | PathLike[str], tokenizer: Any = No
             elif all_take_part:
                 full.to("cpu")
     file = f"model-{stage + 1:05d}-of-{stages:05d}.safetensors" if stages > 1 else "model.safetensors"
-    if writes:
-        save_file(tensors, str(path / file), metadata={"format": "pt"})
+    with _written_together(path):
+        if writes:
+            save_file(tensors, str(path / file), metadata={"format": "pt"})
     sizes = {name: (file, tensor.numel() * tensor.element_size(), tensor.numel()) for name, tensor in tensors.items()}
     everywhere: dict[str, tuple[str, int, int]] = {}
     for part in comm.gather_objects(sizes, "pp"):
         everywhere.update(part)
-    if comm.rank("world") == 0:
-        if stages > 1:
-            index = {
-                "metadata": {
-                    "total_size": sum(size for _, size, _ in everywhere.values()),
-                    "total_parameters": sum(count for _, _, count in everywhere.values()),
-                },
-                "weight_map": {name: entry[0] for name, entry in everywhere.items()},
-            }
-            (path / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
-        _write_configs(partial_model(model).original_module, path, tokenizer)
-    comm.barrier("world")
+    with _written_together(path):
+        if comm.rank("world") == 0:
+            if stages > 1:
+                index = {
+                    "metadata": {
+                        "total_size": sum(size for _, size, _ in everywhere.values()),
+                        "total_parameters": sum(count for _, _, count in everywhere.values()),
+                    },
+                    "weight_map": {name: entry[0] for name, entry in everywhere.items()},
+                }
+                (path / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+            _write_configs(partial_model(model).original_module, path, tokenizer)
 
 
 def full_state_dict(model: nn.Module, *, gradients: bool = False) -> dict[str, torch.Tensor]:
@@ -246,6 +251,20 @@ def _read_generation_config(model: Any, folder: Path) -> None:
     """As `from_pretrained` does, for a model that can generate."""
     if getattr(model, "generation_config", None) is not None and (folder / "generation_config.json").is_file():
         model.generation_config = type(model.generation_config).from_pretrained(folder)
+
+
+@contextmanager
+def _written_together(folder: Path) -> Iterator[None]:
+    """Files that some ranks write; at the end all go on, or all raise."""
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:  # safetensors has errors of its own
+        failure = error
+    texts = comm.gather_objects("" if failure is None else f"{type(failure).__name__}: {failure}")
+    failed = next((rank for rank, text in enumerate(texts) if text), None)
+    if failed is not None:
+        raise OSError(f"{folder} could not be written: rank {failed}: {texts[failed]}") from failure
 
 
 def _write_configs(model: Any, path: Path, tokenizer: Any) -> None:

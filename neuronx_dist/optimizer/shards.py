@@ -17,9 +17,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from .. import spmd
-from ..comm import Communicator
 from ..comm.select import own_slot
 from ..gradients.gradient import ParameterGradient
+from ..weights.partial_model import install_parameter
+from .sharding import Sharding
 
 __all__ = ["ParameterShard"]
 
@@ -30,10 +31,11 @@ class ParameterShard:
     Attributes:
         gradient: of the model's parameter, which is `param`.
         group: the ranks that share it, `degree` of them.
-        scale: what the sum of their gradients is multiplied by (1/degree gives the mean).
+        replicas: the ranks that have the same rows of it: one, but with hybrid sharding.
+        scale: what the sum of their gradients is multiplied by.
         grad_dtype: dtype in which its gradient travels.
-        nbytes: size of the parameter's gradient while it is communicated, `[degree, columns]`. Buckets of the
-            all-gather are cut by it too.
+        nbytes: memory that the parameter's gradient takes while it is communicated: `[degree, columns]`, and as much
+            for a copy where it is padded, cast or (fp16) divided before. Buckets of the all-gather are cut by it too.
         master: the shard that the base optimizer updates.
         is_param: the master is the parameter itself, because nothing distinguishes them: one rank, one dtype.
         is_view: the master is this rank's rows in the memory of the parameter, so that what is written to one is in the
@@ -41,27 +43,22 @@ class ParameterShard:
     """
 
     def __init__(
-        self,
-        gradient: ParameterGradient,
-        group: Communicator,
-        scale: float,
-        dtype: torch.dtype,
-        grad_dtype: torch.dtype,
+        self, gradient: ParameterGradient, sharding: Sharding, dtype: torch.dtype, grad_dtype: torch.dtype
     ) -> None:
         param = gradient.param
         self.gradient = gradient
-        self.group = group
-        self.degree = group.size
-        self.scale = scale
+        self.group, self.replicas, self.scale = sharding
+        self.degree = self.group.size
         self.grad_dtype = grad_dtype
-        self.nbytes = self.degree * self.columns * grad_dtype.itemsize
-        self.is_param = self.degree == 1 and scale == 1.0 and param.dtype == dtype and not hasattr(param, "main_grad")
+        is_sent_as_it_is = self.rows is not None and grad_dtype == gradient.dtype != torch.float16
+        self.nbytes = self.degree * self.columns * grad_dtype.itemsize * (1 if is_sent_as_it_is else 2)
+        self.is_param = self.is_alone and self.scale == 1.0 and param.dtype == dtype and not hasattr(param, "main_grad")
         self.is_view = False
         if self.is_param:
             self.master = param
         else:
             self.master = nn.Parameter(self._rows_or_copy(dtype))
-            spmd.mark_shard(self.master, param, group)
+            spmd.mark_shard(self.master, param, self.group)
 
     @property
     def param(self) -> torch.Tensor:
@@ -88,8 +85,8 @@ class ParameterShard:
 
     @property
     def is_alone(self) -> bool:
-        """Whether no other rank holds a shard of the parameter, so that nothing is communicated."""
-        return self.degree == 1
+        """Whether the gradient is this rank's alone: no other has a shard or a replica of the parameter."""
+        return self.degree == 1 and self.replicas.size == 1
 
     @property
     def rows(self) -> torch.Tensor | None:
@@ -110,8 +107,10 @@ class ParameterShard:
 
     @torch.no_grad()
     def pull(self) -> None:
-        """Sets the master to the parameter's present value."""
-        if not self.is_param and not self.is_view:
+        """Sets the master to the parameter's present value; one that was made on meta gets memory."""
+        if self.master.is_meta and not self.param.is_meta:
+            install_parameter(self.master, self._rows_or_copy(self.master.dtype))
+        elif not self.is_param and not self.is_view:
             self.master.copy_(own_slot(self.split(self.param), self.group, 0).view(self.shape))
 
     @torch.no_grad()
@@ -150,10 +149,25 @@ class ParameterShard:
         missing = self.degree * self.columns - flat.numel()
         return (F.pad(flat, (0, missing)) if missing else flat).view(self.degree, self.columns)
 
+    @property
+    def own_grad(self) -> torch.Tensor | None:
+        """This rank's gradient of the whole parameter.
+
+        Raises:
+            ValueError: it is sparse.
+        """
+        grad = self.gradient.tensor
+        if grad is not None and grad.layout is not torch.strided:
+            raise ValueError(
+                f"the gradient of a parameter of shape {tuple(self.param.shape)} is sparse ({grad.layout}), and shards "
+                f"are dense: make its layer with sparse=False"
+            )
+        return grad
+
     def take_own_grad(self) -> None:
         """Gives the master this rank's gradient, where there are no others, in a copy, which clipping may write."""
+        grad = self.own_grad
         if not self.is_param:
-            grad = self.gradient.tensor
             self.master.grad = None if grad is None else grad.reshape(self.shape).to(self.master.dtype, copy=True)
             if self.master.grad is not None and self.scale != 1.0:
                 self.master.grad.mul_(self.scale)

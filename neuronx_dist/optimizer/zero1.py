@@ -20,12 +20,13 @@ from torch import nn
 
 from .. import comm, spmd
 from ..gradients.buckets import BucketPlan, cap_in_bytes, overlap, presence
-from ..gradients.gradient import DATA_AXES, ParameterGradient
-from ..gradients.norm import check_norm_groups, clip_grads_with_norm, group_of_ranks, norm_groups, norm_of, scale_grads
+from ..gradients.gradient import ParameterGradient
+from ..gradients.norm import check_norm_groups, clip_grads_with_norm, norm_of, scale_grads
 from ..parallel_layers.utils import load_optimizer_state_dict, move_all_tensor_to_cpu
 from ..spmd.watching import active
 from .base_optimizer import OptimizerFactory, check_factory, make_base_optimizer
 from .loss_scaler import LossScaler
+from .sharding import DataSharding, Unsharded
 from .shards import ParameterShard
 
 __all__ = ["MasterWeightsOptimizer", "NeuronZero1Optimizer"]
@@ -55,13 +56,14 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
         grad_clipping: False leaves gradients as they are, and `grad_norm` None.
         max_norm: norm to clip at; None means 1.0, `inf` only measures.
         pin_layout: an XLA setting, without effect.
-        sharding_groups: lists of ranks which together are the world, or a Communicator. None: (dp, cp), and edp for
-            experts. The mean is over such a group only: if it is smaller than dp x cp, call `reduce_gradients(model)`
-            in full before.
+        sharding_groups: lists of ranks which together are the world, or the Communicator of an axis. None: (dp, cp),
+            and edp for experts. If they are parts of these (hybrid sharding), a rank's shard of the gradients is summed
+            over the other parts too: the mean is over all of dp x cp in any case.
         grad_norm_groups: the tp groups, as NxD's trainer passes them; the norm is the whole model's in any case.
         lazy_init: make the shards at the first `init_zero()`, `step()` or `load_state_dict()` instead of now.
-        bucket_cap_mb_all_gather, bucket_cap_mb_reduce_scatter: MB of a flat buffer, of which two are held at a time;
-            0: the environment's `ALL_GATHER_REDUCE_SCATTER_BUCKET_CAP_MB`, else 130.
+        bucket_cap_mb_all_gather, bucket_cap_mb_reduce_scatter: MB of the buffers that are held at a time: two of half
+            the size, or one with a larger parameter. 0: the environment's `ALL_GATHER_REDUCE_SCATTER_BUCKET_CAP_MB`,
+            else 130.
         use_grad_acc_hook: move each gradient to `param.main_grad`, fp32, as backward makes it: microbatches then
             accumulate in fp32. Clear it by this optimizer's `zero_grad`.
         save_master_weights: put `sharded_master_weights` into the state dict. Without them a resumed run starts from
@@ -71,6 +73,8 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
             as they are. The host waits for the norm, in which all ranks see it.
         loss_scaler: scales an fp16 loss: gradients and the norm are divided by its scale, and steps are left out as
             with `skip_nonfinite`. None: the loss is not scaled.
+        norms_by_group: measure `grad_norms` too, in the same all-reduce. All ranks have as many parameter groups; on a
+            stage that has nothing of a group it is empty.
         defaults: arguments of `optimizer_class`.
 
     Attributes:
@@ -103,6 +107,7 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
         *,
         skip_nonfinite: bool = False,
         loss_scaler: LossScaler | None = None,
+        norms_by_group: bool = False,
         **defaults: Any,
     ) -> None:
         check_factory(type(self).__name__, params, optimizer_class)
@@ -117,13 +122,15 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
         self.skipped_steps = 0
         self._higher_cc_precision = higher_cc_precision
         self._use_grad_acc_hook = use_grad_acc_hook
-        self._group = None if sharding_groups is None else group_of_ranks(sharding_groups)
-        self._norm_groups = norm_groups(True, self._group)
+        self._sharding = sharding_groups if isinstance(sharding_groups, Unsharded) else DataSharding(sharding_groups)
         if grad_norm_groups is not None:
             check_norm_groups(grad_norm_groups)
         self._gather_cap = cap_in_bytes(bucket_cap_mb_all_gather, _BUCKET_CAP_ENV, _BUCKET_CAP_MB)
         self._scatter_cap = cap_in_bytes(bucket_cap_mb_reduce_scatter, _BUCKET_CAP_ENV, _BUCKET_CAP_MB)
         self._grad_norm: torch.Tensor | None = None
+        self._grad_norms: torch.Tensor | None = None
+        self._norms_by_group = norms_by_group
+        self._group_sizes: list[int] = []  # trainable parameters of each parameter group
         self.shards: list[ParameterShard] = []
         self._scatter_plan, self._gather_plan = BucketPlan(), BucketPlan()
         self.base_optimizer: torch.optim.Optimizer | None = None
@@ -135,6 +142,11 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
     def grad_norm(self) -> torch.Tensor | None:
         """Norm of the whole model's gradients in the last step, before clipping (0-dim); None if it was not taken."""
         return self._grad_norm
+
+    @property
+    def grad_norms(self) -> torch.Tensor | None:
+        """The same norm of each parameter group, `[groups]`; None without `norms_by_group`."""
+        return self._grad_norms
 
     def init_zero(self) -> None:
         """Makes the shards, or sets the masters to the parameters' values: call it after loading weights."""
@@ -195,11 +207,11 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
 
         def start(bucket: list[ParameterShard]) -> Any:
             first = bucket[0]
-            grads = [shard.gradient.tensor for shard in bucket]
+            grads = [shard.own_grad for shard in bucket]
             parts = [
                 first.param.new_zeros(shard.degree, shard.columns, dtype=shard.grad_dtype)
                 if grad is None
-                else shard.split(grad).to(shard.grad_dtype)
+                else shard.split(grad).to(shard.grad_dtype, copy=shard.degree == 1)
                 for shard, grad in zip(bucket, grads)
             ]
             flags = presence([grad is not None for grad in grads], parts[0], first.group)
@@ -209,7 +221,10 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
             return comm.reduce_scatter(parts, first.group, async_op=True)
 
         def finish(bucket: list[ParameterShard], handle: Any) -> None:
-            first, (*parts, flags) = bucket[0], handle.wait()
+            first = bucket[0]
+            *parts, flags = reduced = handle.wait()
+            if first.replicas.size > 1:
+                comm.all_reduce(reduced, first.replicas, out=reduced)
             if not _scales_first(first):
                 torch._foreach_mul_(parts, first.scale)
             for shard, part, flag in zip(bucket, parts, spmd.local(flags)[0]):
@@ -220,18 +235,29 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
         for shard in self.shards:
             if shard.is_alone:
                 shard.take_own_grad()
-        overlap(self._buckets(self._scatter_plan, self._scatter_cap), start, finish)
+        shards = [shard for shard in self.shards if not shard.is_alone]
+        cap = self._scatter_cap
+        overlap(_buckets(shards, self._scatter_plan, cap), start, finish, cap, _nbytes)
 
     def _clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> bool:
         """Takes the norm, and clips by it; returns whether the step is to be made."""
         masters: list[torch.Tensor] = [shard.master for shard in self.shards]
-        params: list[torch.Tensor] = [shard.param for shard in self.shards]
-        grads = [master.grad for master in masters]
-        self._grad_norm = norm_of(params, grads, norm_type, self._norm_groups, watch_copies=self.skip_nonfinite)
+        self._grad_norm, by_group = norm_of(
+            [shard.param for shard in self.shards],
+            [master.grad for master in masters],
+            norm_type,
+            self._sharding.norm_groups,
+            replicas=[shard.replicas for shard in self.shards],
+            parts=self._group_sizes if self._norms_by_group else None,
+            watch_copies=self.skip_nonfinite,
+        )
         scaler, finite = self.loss_scaler, True
         if scaler is not None:
-            self._grad_norm = self._grad_norm / scaler.scale
-            scale_grads(masters, 1 / scaler.scale)
+            unscale = 1 / scaler.scale
+            self._grad_norm, by_group = self._grad_norm * unscale, by_group * unscale
+            scale_grads(masters, unscale)
+        if self._norms_by_group:
+            self._grad_norms = by_group
         if self.skip_nonfinite:
             finite = bool(self._grad_norm.isfinite())  # waits for the device
             self.skipped_steps += not finite
@@ -253,18 +279,11 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
                 shard.push(block)
 
         for shard in self.shards:
-            if shard.is_alone and not shard.is_param:
+            if shard.degree == 1 and not shard.is_param:
                 shard.push(shard.master.detach().view(1, -1))
-        overlap(self._buckets(self._gather_plan, self._gather_cap), start, finish)
-
-    def _buckets(self, plan: BucketPlan, cap: int) -> list[list[ParameterShard]]:
-        """The shards that are communicated, in the buckets of a plan."""
-        shards = [shard for shard in self.shards if not shard.is_alone]
-        keys: list[Hashable] = [
-            (shard.group, shard.param.dtype, shard.grad_dtype, shard.param.device) for shard in shards
-        ]
-        buckets = plan.buckets(keys, [shard.nbytes for shard in shards], cap)
-        return [[shards[index] for index in bucket] for bucket in buckets]
+        shards = [shard for shard in self.shards if shard.degree > 1]
+        cap = self._gather_cap
+        overlap(_buckets(shards, self._gather_plan, cap), start, finish, cap, _nbytes)
 
     # --- making the shards -------------------------------------------------------------------------------------------
 
@@ -282,21 +301,17 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
         """Makes the shards of a parameter group; returns the base optimizer's group of them, with the same options."""
         shards = [self._shard(param) for param in group["params"] if param.requires_grad]
         self.shards += shards
+        self._group_sizes.append(len(shards))
         options = {name: value for name, value in group.items() if name != "param_names"}
         return {**options, "params": [shard.master for shard in shards]}
 
     def _shard(self, param: nn.Parameter) -> ParameterShard:
         gradient = ParameterGradient(param)
-        if self._group is None:
-            group, scale = comm.communicator(gradient.data_axis), 1 / comm.size(DATA_AXES)
-        elif gradient.is_expert and comm.size("ep") > 1 and self._group.size > 1:
-            raise ValueError("sharding_groups with expert parallelism would mix experts; leave them out")
-        else:
-            group, scale = self._group, 1 / self._group.size
         if self._use_grad_acc_hook:
             gradient.accumulate_in_main_grad()
         dtype = self.optimizer_dtype or torch.promote_types(torch.float32, param.dtype)
-        return ParameterShard(gradient, group, scale, dtype, dtype if self._higher_cc_precision else gradient.dtype)
+        grad_dtype = dtype if self._higher_cc_precision else gradient.dtype
+        return ParameterShard(gradient, self._sharding.of(gradient), dtype, grad_dtype)
 
     # --- state -------------------------------------------------------------------------------------------------------
 
@@ -402,7 +417,7 @@ class MasterWeightsOptimizer(NeuronZero1Optimizer):
     """
 
     def __init__(self, params: Any, optimizer_class: OptimizerFactory, **options: Any) -> None:
-        super().__init__(params, optimizer_class, sharding_groups=comm.communicator(()), **options)
+        super().__init__(params, optimizer_class, sharding_groups=Unsharded(), **options)
 
 
 def _scales_first(shard: ParameterShard) -> bool:
@@ -411,6 +426,19 @@ def _scales_first(shard: ParameterShard) -> bool:
     A type check refuses the sum of what is equal on all ranks already. Afterwards there is less to divide.
     """
     return shard.grad_dtype == torch.float16 or active() is not None
+
+
+def _buckets(shards: Sequence[ParameterShard], plan: BucketPlan, cap: int) -> list[list[ParameterShard]]:
+    """Shards in the buckets of a plan, of which two take `cap` bytes at most."""
+    keys: list[Hashable] = [
+        (shard.group, shard.replicas, shard.param.dtype, shard.grad_dtype, shard.param.device) for shard in shards
+    ]
+    buckets = plan.buckets(keys, [shard.nbytes for shard in shards], cap // 2)
+    return [[shards[index] for index in bucket] for bucket in buckets]
+
+
+def _nbytes(bucket: Sequence[ParameterShard]) -> int:
+    return sum(shard.nbytes for shard in bucket)
 
 
 def _copy_options(src_groups: Sequence[dict[str, Any]], dst_groups: Sequence[dict[str, Any]]) -> None:

@@ -40,19 +40,23 @@ def save(
         down_cast_bf16: write floating-point tensors as bf16.
         master_dp_only: only data-parallel rank 0 writes; False: every one, its number in the name of the folder.
         save_serially, save_xser: without effect: ranks write at the same time, in one format.
+
+    Raises:
+        RuntimeError: on the ranks that have written, with the messages of those that could not; these raise their own.
     """
-    on_cpu = move_all_tensor_to_cpu(checkpoint)
-    if comm.rank(("dp", "cp")) == 0 or not master_dp_only:
-        if down_cast_bf16:
-            on_cpu = pytree.tree_map_only(torch.Tensor, _as_bf16, on_cpu)
-        path = _path(output_dir, master_dp_only)
-        ensure_directory_exists(path)
-        partial = path.with_name(path.name + ".partial")
-        with partial.open("wb") as file:
-            torch.save(on_cpu, file)
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    comm.barrier()
+    error: Exception | None = None
+    try:
+        on_cpu = move_all_tensor_to_cpu(checkpoint)  # what is still to be computed, all ranks do
+        if comm.rank(("dp", "cp")) == 0 or not master_dp_only:
+            _write(on_cpu, _path(output_dir, master_dp_only), down_cast_bf16)
+    except Exception as failure:
+        error = failure
+    messages = comm.gather_objects(None if error is None else f"{type(error).__name__}: {error}")
+    if error is not None:
+        raise error
+    failed = [f"rank {rank}: {message}" for rank, message in enumerate(messages) if message is not None]
+    if failed:
+        raise RuntimeError(f"checkpointing.save: {output_dir} was not written: {'; '.join(failed[:4])}")
 
 
 def load(
@@ -123,6 +127,18 @@ def get_sharded_model_dict(model: nn.Module, model_state_dict: dict[str, torch.T
 def ensure_directory_exists(filename: str | os.PathLike[str]) -> None:
     """Makes the folder of a file."""
     Path(filename).parent.mkdir(parents=True, exist_ok=True)
+
+
+def _write(state: Any, path: Path, down_cast_bf16: bool) -> None:
+    """Writes a file, which has its name when it is whole."""
+    if down_cast_bf16:
+        state = pytree.tree_map_only(torch.Tensor, _as_bf16, state)
+    ensure_directory_exists(path)
+    partial = path.with_name(path.name + ".partial")
+    with partial.open("wb") as file:
+        torch.save(state, file)
+        os.fsync(file.fileno())
+    os.replace(partial, path)
 
 
 def _path(folder: str | os.PathLike[str], master_dp_only: bool) -> Path:

@@ -17,7 +17,7 @@ from torch import nn
 
 from .. import comm, spmd
 from ..comm.context import AxisLike
-from ..comm.rank_values import concrete
+from ..comm.rank_numbers import concrete
 from ..spmd import I, P, S, ShardSpec, V, set_spec
 from .attributes import EmbeddingAttributes
 from .misfits import refuse_ids, refuse_sequence

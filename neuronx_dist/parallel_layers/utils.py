@@ -179,6 +179,13 @@ def load_optimizer_state_dict(
     for group, here in zip(groups, before):
         group.update({name: here[name] for name in _OF_THE_DEVICE if name in here})
     (load or optimizer.load_state_dict)({**state_dict, "param_groups": groups})
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for index, saved in state_dict["state"].items():
+        # torch casts all but `step` to the parameter's dtype: a running product (NAdam's) would go on in another one.
+        for name, x in saved.items():
+            values = optimizer.state[params[index]]
+            if isinstance(x, torch.Tensor) and not x.dim() and x.dtype != values[name].dtype:
+                values[name] = x.to(values[name].device)
     for values in optimizer.state.values():
         tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
         values.update(zip(tensors, as_inputs(list(tensors.values()))))

@@ -98,7 +98,7 @@ class Layout:
         Args:
             config: of the model, a Hugging Face config or a `ModelShape`. Without it only ranks and batch are checked.
             data: files or folders that must exist.
-            out: a folder that must not exist yet. Check on every rank before the first collective, and create it after.
+            out: a folder that is to be empty, or not there yet.
 
         Raises:
             LayoutError: lists every problem, with the nearest values that would work.
@@ -107,7 +107,7 @@ class Layout:
         for path in data:
             if not Path(path).exists():
                 problems.append(f"data: no file or folder {path} (seen from {Path.cwd()}); give paths that exist")
-        if out is not None and Path(out).exists():
+        if out is not None and Path(out).exists() and not (Path(out).is_dir() and not any(Path(out).iterdir())):
             free = _free_name(Path(out))
             problems.append(f"out: {out} exists, and a run does not write over another; use {free}, or move it away")
         if problems:

@@ -166,7 +166,7 @@ def _play(
 
     meter = MemoryMeter()
     with ExitStack() as stack:
-        stack.enter_context(comm.as_rank(layout.mesh(), rank, _WireBackend(meter, device.type == "cpu")))
+        stack.enter_context(comm.as_rank(layout.mesh(), rank, WireBackend(meter, device.type == "cpu")))
         with torch.device("meta"):
             module = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, layout.dtype))
         num_parameters = sum(param.numel() for param in module.parameters())
@@ -296,7 +296,9 @@ class _MeasuringCommunicator(C10dCommunicator):
         return _Held(buffer)
 
 
-class _WireBackend(Backend):
+class WireBackend(Backend):
+    """Communicators without a group, which allocate what those of gloo or NCCL do; `meter` tells messages apart."""
+
     name = "wire"
 
     def __init__(self, meter: MemoryMeter, is_gloo: bool) -> None:

@@ -1,7 +1,7 @@
 """SPMD types: typed, differentiable collectives, and the checker that proves a program's types.
 
 types.py          R, I, V, P, S(i); tensor_type.py: the type of a tensor, and how it is written on tensors
-collectives.py    the operators, which are rows of one table
+rows.py           the table of operators; collectives.py: the operators
 declarations.py   what users and layers tell the checker about a tensor
 local_code.py     `local_map`, a scope for code that works on this rank's own numbers
 watching.py       whether a checker is at work; functions that it treats in a way of their own
@@ -14,7 +14,7 @@ one process. Both live in `neuronx_dist.checking`, which is loaded when they are
 from ..call_site import hide
 from ..lazy_names import lazy_names
 from ..weights.shard_spec import ShardedModule, ShardSpec, named_specs, restamp, set_spec, spec_of
-from .collectives import all_gather, all_reduce, all_to_all, convert, redistribute, reduce_scatter, reinterpret, table
+from .collectives import all_gather, all_reduce, all_to_all, convert, redistribute, reduce_scatter, reinterpret
 from .declarations import (
     assert_local_type,
     assert_type,
@@ -27,6 +27,7 @@ from .declarations import (
     trust,
 )
 from .errors import SpmdTypeError
+from .rows import table
 from .types import I, P, R, S, Shard, SpmdType, V, dual
 from .watching import no_typecheck
 

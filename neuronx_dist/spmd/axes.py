@@ -13,7 +13,7 @@ from functools import lru_cache
 
 from ..comm import context
 from ..comm.context import AxisLike
-from ..comm.rank_values import concrete
+from ..comm.rank_numbers import concrete
 from ..mesh import DENSE_AXES, EXPERT_AXES, Mesh, part_of
 
 __all__ = ["DATA_ATOMS", "SAMPLE_ATOMS", "PartOfAxisError", "atoms_of", "mesh_atoms", "mesh_of", "order_of"]

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..comm import Communicator
-from .collectives import Row
+from .rows import Row
 
 __all__ = ["is_gathered"]
 

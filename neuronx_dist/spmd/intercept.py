@@ -12,22 +12,24 @@ from typing import Any
 
 import torch
 
+from ..shared_context import Replacement
+
 __all__ = ["intercept"]
 
 Hook = Callable[[Callable[..., Any], Any, tuple[Any, ...], dict[str, Any]], Any]
 
-_APPLY = torch.autograd.Function.__dict__["apply"]
-_lock = threading.Lock()
 _local = threading.local()  # .hooks: of this thread
-_users = 0
 
 
 def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     hooks = getattr(_local, "hooks", None)
-    original = _APPLY.__get__(None, cls)
+    original = _replacement.before["apply"].__get__(None, cls)
     if not hooks:
         return original(*args, **kwargs)
     return hooks[-1](original, cls, args, kwargs)
+
+
+_replacement = Replacement(torch.autograd.Function, apply=classmethod(_apply))
 
 
 @contextmanager
@@ -36,17 +38,10 @@ def intercept(hook: Hook) -> Iterator[None]:
 
     The innermost hook is asked.
     """
-    global _users
-    with _lock:
-        _users += 1
-        torch.autograd.Function.apply = classmethod(_apply)  # type: ignore[assignment]
     hooks = _local.__dict__.setdefault("hooks", [])
-    hooks.append(hook)
-    try:
-        yield
-    finally:
-        hooks.remove(hook)
-        with _lock:
-            _users -= 1
-            if not _users:
-                torch.autograd.Function.apply = _APPLY  # type: ignore[method-assign]
+    with _replacement:
+        hooks.append(hook)
+        try:
+            yield
+        finally:
+            hooks.remove(hook)

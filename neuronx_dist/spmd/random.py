@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from ..comm import context
 from ..comm.generators import State, as_they_were, autocast, device_has_own_program, get_state, set_state
 from ..comm.generators import seed as set_seed
-from ..comm.rank_values import concrete
+from ..comm.rank_numbers import concrete
 
 __all__ = ["RNGStreams", "TENSOR_PARALLEL", "checkpoint", "manual_seed", "streams"]
 

@@ -10,12 +10,11 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ..shared_context import Replacement
+
 __all__ = ["init_on_device"]
 
-_register_before = nn.Module.register_parameter  # what was there before ours
-_lock = threading.Lock()
 _local = threading.local()  # .contexts: (device, parameters that were moved there) of this thread, the innermost last
-_users = 0
 
 
 @contextmanager
@@ -29,26 +28,17 @@ def init_on_device(device: str | torch.device, include_buffers: bool = False) ->
         device: "meta", or any other.
         include_buffers: buffers too, and all else that is made inside, as in `with torch.device(device):`.
     """
-    global _users, _register_before
     if include_buffers:
         with torch.device(device):
             yield
         return
-    with _lock:
-        _users += 1
-        if _users == 1 and nn.Module.register_parameter is not _register:  # others may have restored it later than us
-            _register_before = nn.Module.register_parameter
-        nn.Module.register_parameter = _register  # type: ignore[method-assign, assignment]
     contexts = _local.__dict__.setdefault("contexts", [])
-    contexts.append((torch.device(device), WeakIdKeyDictionary()))
-    try:
-        yield
-    finally:
-        contexts.pop()
-        with _lock:
-            _users -= 1
-            if not _users:
-                nn.Module.register_parameter = _register_before  # type: ignore[method-assign]
+    with _replacement:
+        contexts.append((torch.device(device), WeakIdKeyDictionary()))
+        try:
+            yield
+        finally:
+            contexts.pop()
 
 
 def _register(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
@@ -59,4 +49,7 @@ def _register(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
             moved[param] = nn.Parameter(param.detach().to(device), requires_grad=param.requires_grad)
             moved[param].__dict__.update(param.__dict__)
         param = moved[param]
-    _register_before(module, name, param)
+    _replacement.before["register_parameter"](module, name, param)
+
+
+_replacement = Replacement(nn.Module, register_parameter=_register)

@@ -9,9 +9,9 @@ on a virtual device for each rank:
         ...
         return loss, x.grad
 
-    found = replay(loss_and_gradients, Mesh(4, tp=2), arguments_per_rank)
-    found.outputs[3]                                    # what rank 3 would have
-    print(found.table())                                # its collectives
+    replayed = replay(loss_and_gradients, Mesh(4, tp=2), arguments_per_rank)
+    replayed.outputs[3]                                    # what rank 3 would have
+    print(replayed.table())                                # its collectives
 
 `python -m neuronx_dist.xla_replay --help` does it for a function of a script.
 """

@@ -54,9 +54,9 @@ def align(launches: Sequence[Sequence[Launch]], mesh: Mesh, context: str) -> lis
                 continue
             ranks = _together(program, rank, stages)
             heads = [head(other) for other in ranks]
-            if any(found is None or _together(found, other, stages) != ranks for found, other in zip(heads, ranks)):
+            if any(each is None or _together(each, other, stages) != ranks for each, other in zip(heads, ranks)):
                 continue  # some have another program to run first
-            check_one_program([found for found in heads if found is not None], ranks, f" in {context}")
+            check_one_program([each for each in heads if each is not None], ranks, f" in {context}")
             if (id(program), ranks) not in checked:
                 check_groups(program, mesh, ranks)
                 checked.add((id(program), ranks))

@@ -98,8 +98,8 @@ class Cutter:
         pending: dict[int, list[torch.Tensor | _Saved]] = {}
         for view in self._views:
             view.check()
-        found = list(_alive() if results is None else results)
-        for holder in found:
+        holders = list(_alive() if results is None else results)
+        for holder in holders:
             if _is_pending(_tensor(holder)):
                 pending.setdefault(xlac._xla_get_tensor_id(_tensor(holder)), []).append(holder)
         aliases = list(pending.values())
@@ -112,7 +112,7 @@ class Cutter:
                 self._run([_tensor(holder) for same in aliases for holder in same])
                 gives = [self.number(output) for output in outputs]
             else:
-                gives = self._stand_in(aliases, {id(holder) for holder in found})
+                gives = self._stand_in(aliases, {id(holder) for holder in holders})
             self.launches.append(Launch(program, takes, gives))
         self._issued.clear()
         self._begin_program()

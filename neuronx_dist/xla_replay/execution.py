@@ -49,7 +49,7 @@ class ProgramExecutor:
             buffers = [jax.device_put(_to_jax(value), device) for value, device in zip(parameter, devices)]
             given.append(jax.make_array_from_single_device_arrays(buffers[0].shape, sharding, buffers))
         results = executable.execute_sharded(given).disassemble_into_single_device_arrays()
-        return [[_from_jax(shards[place]) for shards in results] for place in range(len(devices))]
+        return [[_from_jax(shards[index]) for shards in results] for index in range(len(devices))]
 
     def _executable(self, request: Request, devices: list[Any]) -> Any:
         import numpy as np

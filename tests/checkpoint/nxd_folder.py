@@ -63,7 +63,7 @@ def write(
     xser: bool = False,
     info: bool = True,
     masters: bool = False,
-    ep: bool = False,
+    ep: int | None = None,
     user_content: Any = None,
     scheduler: Any = None,
 ) -> None:
@@ -75,7 +75,7 @@ def write(
         held = own | {name: each for name, each in (buffers or {}).items() if each.stage == stage}
         for rank in range(tp):
             model = OrderedDict((name, each.shard(each.value, rank, tp)) for name, each in held.items())
-            expert = "ep_rank_00_" if ep else ""
+            expert = "" if ep is None else f"ep_rank_{ep:02d}_"
             coordinates = f"{expert}tp_rank_{rank:02d}_pp_rank_{stage:02d}.pt"
             _save(model, folder / "model" / f"dp_rank_00_{coordinates}", xser, info)
             if optimizer == "zero1":

@@ -323,6 +323,30 @@ def test_at_exit_a_save_is_finished(tmp_path: Path, how: str) -> None:
     assert ("[rank 0] checkpoint a failed: [Errno 28] No space left" in result.stderr) == (how == "fails")
 
 
+@pytest.mark.slow
+def test_at_exit_a_rank_that_is_gone_is_not_waited_for(tmp_path: Path) -> None:
+    """A second after the folder has stopped to grow, here; while another rank writes on, its file is waited for."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import neuronx_dist.checkpoint.background as background\nbackground._AT_EXIT = 1.0\n"
+        + AT_EXIT.replace("{}, None, 0, 1", "{}, None, 0, 2")
+    )
+    command = [sys.executable, str(script), str(tmp_path / "run"), "ends"]
+    started = subprocess.Popen(command, cwd=ROOT, env=_environment(), stderr=subprocess.PIPE, text=True)
+    growing = tmp_path / "run" / "a" / "other.partial"
+    while not (tmp_path / "run" / "a" / "file").exists():
+        time.sleep(0.02)
+    begin = time.monotonic()
+    while time.monotonic() < begin + 3:
+        with open(growing, "a") as file:
+            file.write("more")
+        assert started.poll() is None
+        time.sleep(0.3)
+    _, text = started.communicate(timeout=30)
+    assert "[rank 0] checkpoint a failed: ranks [1] have not said within 1 s" in text, text
+    assert "they were killed, or have ended early" in text and complete(tmp_path / "run") == []
+
+
 def _environment() -> dict[str, str]:
     import os
 

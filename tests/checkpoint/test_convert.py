@@ -141,7 +141,10 @@ def test_from_nxd(model: tuple[Any, Path], first_way: bool, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("fused", [False, True], ids=["weight_q", "weight_qkv"])
 def test_from_nxd_with_fused_projections(model: tuple[Any, Path], fused: bool, tmp_path: Path) -> None:
-    """At tp 4 each of two key/value heads is on two ranks (`kv_size_multiplier=2`), in trn1's order: 0 1 0 1."""
+    """At tp 4 each of two key/value heads is on two ranks (`kv_size_multiplier=2`), in trn1's order: 0 1 0 1.
+
+    Of query heads 0 1 (which use 0) and 2 3 (which use 1) a rank has one whose key it has: 0 2 1 3.
+    """
     whole, folder = model
     parameters = divided(whole)
     for layer in range(3):
@@ -149,6 +152,9 @@ def test_from_nxd_with_fused_projections(model: tuple[Any, Path], fused: bool, t
         stage = parameters[f"{attention}.o_proj.weight"].stage
         query, key, value = (parameters.pop(f"{attention}.{name}_proj.weight").value for name in "qkv")
         key, value = key.repeat(2, 1), value.repeat(2, 1)
+        query = torch.cat([query.chunk(4)[head] for head in (0, 2, 1, 3)])
+        output = parameters[f"{attention}.o_proj.weight"]
+        output.value = torch.cat([output.value.chunk(4, 1)[head] for head in (0, 2, 1, 3)], 1)
         if fused:
             shards = [torch.cat([each.chunk(4)[rank] for each in (query, key, value)]) for rank in range(4)]
             parameters[f"{attention}.qkv_proj.weight_qkv"] = nxd_folder.Parameter(torch.cat(shards), 0, 1, stage)
@@ -219,7 +225,7 @@ def test_large_tensors_are_written_in_pieces(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "src").mkdir()
     write_weights(StateDict(tensors), tmp_path / "src")
     convert(tmp_path / "src", tmp_path / "ours")
-    source = CheckpointFiles(LocalStorage(tmp_path / "ours"), "converted", True)
+    source = CheckpointFiles(LocalStorage(tmp_path / "ours"), "converted")
     assert len(source.catalog.tensors["model.a"].chunks) == 6
     weights = SavedWeights(source, "ours")
     assert all(torch.equal(weights.read(name), value) for name, value in tensors.items())

@@ -16,6 +16,7 @@ from neuronx_dist import comm
 from neuronx_dist.checkpoint.errors import CheckpointCorrupted, CheckpointError, CheckpointMismatch
 from neuronx_dist.checkpoint.state import collect
 from neuronx_dist.mesh import Mesh
+from neuronx_dist.weights.shard_spec import ShardSpec, set_spec
 from tests.checkpoint import nxd_folder
 from tests.checkpoint.nxd_folder import Parameter
 
@@ -102,7 +103,7 @@ def write(folder: Path, whole: dict[str, Parameter] | None = None, tp: int = 2, 
     nxd_folder.write(folder, parameters() if whole is None else whole, tp, pp, buffers=buffers(), **options)
 
 
-def refused(folder: Path, message: str, error: type[Exception] = CheckpointMismatch, *, changed: bool = False) -> None:
+def refused(folder: Path, message: str, error: type[Exception] = CheckpointMismatch) -> None:
     """Nothing is loaded, on no rank, and the message says why."""
 
     def rank() -> None:
@@ -110,7 +111,7 @@ def refused(folder: Path, message: str, error: type[Exception] = CheckpointMisma
         before = [param.detach().clone() for param in model.parameters()]
         with pytest.raises(error, match=message):
             nxd.load_checkpoint(folder, None, model, adamw(model))
-        assert changed or all(torch.equal(old, new) for old, new in zip(before, model.parameters()))
+        assert all(torch.equal(old, new) for old, new in zip(before, model.parameters()))
 
     comm.threads.run(Mesh(2, tp=2), rank)
 
@@ -134,7 +135,7 @@ def test_from_other_layouts(tp: int, pp: int, dp: int, tmp_path: Path) -> None:
     whole = parameters()
     for each in (*whole.values(), *(extra := buffers()).values()):
         each.stage = min(each.stage, pp - 1)
-    nxd_folder.write(tmp_path / "a", whole, tp, pp, dp, buffers=extra, ep=True)
+    nxd_folder.write(tmp_path / "a", whole, tp, pp, dp, buffers=extra, ep=0)
     comm.threads.run(Mesh(4, tp=2), lambda: assert_holds(*load(tmp_path)[:2], whole))
 
 
@@ -330,10 +331,9 @@ def test_nothing_in_a_folder_is_run(where: str, tmp_path: Path) -> None:
         "tensors": folder / "model" / f"{name}.tensors" / "tensor_0.pt",
     }.get(where, folder / where / name)
     torch.save({"embed.weight": Malicious(witness)}, file)
-    changed = where == "tensors"  # which are read when they are needed
-    refused(tmp_path / "run", "holds (more|other things) than", CheckpointError, changed=changed)
+    refused(tmp_path / "run", "holds (more|other things) than", CheckpointError)
     file.write_bytes(pickle.dumps(Malicious(witness), protocol=2))
-    refused(tmp_path / "run", "holds (more|other things) than", CheckpointError, changed=changed)
+    refused(tmp_path / "run", "holds (more|other things) than", CheckpointError)
     assert not witness.exists()
 
 
@@ -388,18 +388,66 @@ def test_a_model_that_is_not_sharded(tmp_path: Path) -> None:
     comm.threads.run(Mesh(1), rank)
 
 
-def test_experts_over_several_ranks(tmp_path: Path) -> None:
-    write(tmp_path / "a", ep=True)
-    file = tmp_path / "a" / "model" / "dp_rank_00_ep_rank_00_tp_rank_00_pp_rank_00.pt"
-    file.rename(file.with_name(file.name.replace("ep_rank_00", "ep_rank_01")))
-    refused(tmp_path, "ep_rank_01_.* is of experts")
+class MixtureNet(nn.Module):
+    """Experts `[experts/ep, width/tp, hidden]`, and a router that all ranks have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        ep, tp = comm.size("ep"), comm.size("tp")
+        self.router = nn.Linear(4, 8, bias=False)
+        self.mlp = nn.Module()
+        self.mlp.down = nn.Parameter(torch.zeros(8 // ep, 6 // tp, 4))
+        self.mlp.down.expert_model_parallel = True  # type: ignore[attr-defined]
+        set_spec(self.mlp, "down", ShardSpec("tp", 1, 1, tp, (8 // ep, 6, 4)))
+
+
+@pytest.mark.parametrize("mesh", [Mesh(1), Mesh(4, ep=4), Mesh(4, tp=2, ep=2)], ids=str)
+@pytest.mark.parametrize("xser", [False, True], ids=["pt", "xser"])
+def test_experts_over_several_ranks(xser: bool, mesh: Mesh, tmp_path: Path) -> None:
+    """Saved at ep 2 and tp 2: ep rank 0 writes everything, ep rank 1 its experts."""
+    router, down = torch.randn(8, 4), torch.randn(8, 6, 4)
+    for ep, experts in enumerate(down.chunk(2)):
+        parameters = {"mlp.down": Parameter(experts, 1)}
+        whole = {"router.weight": Parameter(router)} | parameters
+        nxd_folder.write(tmp_path / str(ep), whole if ep == 0 else parameters, 2, 1, optimizer="none", xser=xser, ep=ep)
+    for path in sorted((tmp_path / "1" / "model").iterdir()):
+        path.rename(tmp_path / "0" / "model" / path.name)
+    if xser:
+        for info in (tmp_path / "0" / "model").glob("*ep_rank_01*.info.pt"):
+            described = torch.load(info, weights_only=True)
+            torch.save({0: {**described[0], "expert_model_parallel": True}}, info)
+    shutil.rmtree(tmp_path / "1")
+
+    def rank() -> None:
+        model = MixtureNet()
+        nxd.load_checkpoint(tmp_path, "0", model)
+        own = down.chunk(comm.size("ep"))[comm.rank("ep")].chunk(comm.size("tp"), 1)[comm.rank("tp")]
+        assert torch.equal(model.mlp.down, own) and torch.equal(model.router.weight, router)
+
+    comm.threads.run(mesh, rank)
+    (tmp_path / "0" / "model" / "dp_rank_00_ep_rank_01_tp_rank_01_pp_rank_00.pt").unlink()
+    with pytest.raises(CheckpointCorrupted, match="lacks the file of ep rank 1, of 2, beside .*ep_rank_00_tp_rank_01"):
+        comm.threads.run(Mesh(1), lambda: nxd.load_checkpoint(tmp_path, "0", MixtureNet()))
 
 
 def test_a_tensor_of_another_shape_than_its_reference(tmp_path: Path) -> None:
     write(tmp_path / "a", xser=True)
     tensors = tmp_path / "a" / "model" / "dp_rank_00_tp_rank_00_pp_rank_00.pt.tensors"
     torch.save(torch.zeros(12, 8), tensors / "tensor_0.pt")
-    refused(tmp_path, r"a tensor \(6, 8\) of torch.float32 holds \(12, 8\) of", CheckpointError, changed=True)
+    refused(tmp_path, r"a tensor \(6, 8\) of torch.float32 holds \(12, 8\) of", CheckpointError)
+
+
+@pytest.mark.parametrize("harm", ["missing", "cut off"])
+@pytest.mark.parametrize("part", ["model", "optim"])
+def test_files_of_single_tensors_are_opened_before_anything_changes(part: str, harm: str, tmp_path: Path) -> None:
+    """The last one of all, which one of the ranks opens."""
+    write(tmp_path / "a", xser=True)
+    name = {"model": "dp_rank_00", "optim": "dp_rank_01"}[part]
+    tensors = tmp_path / "a" / part / f"{name}_tp_rank_01_pp_rank_01.pt.tensors"
+    file = max(tensors.iterdir(), key=lambda path: int(path.stem.split("_")[1]))
+    content = file.read_bytes()
+    file.unlink() if harm == "missing" else file.write_bytes(content[:-50])
+    refused(tmp_path, f"was not loaded.*{file.name} is {harm}|{file.name} is {harm}", CheckpointError)
 
 
 def test_the_scheduler(tmp_path: Path) -> None:
@@ -410,3 +458,67 @@ def test_the_scheduler(tmp_path: Path) -> None:
     other = torch.optim.lr_scheduler.StepLR(adamw(model, "plain"), 2, 0.5)
     comm.threads.run(Mesh(1), lambda: nxd.load_checkpoint(tmp_path, "a", scheduler=other))
     assert other.state_dict() == scheduler.state_dict()
+
+
+class Separate(nn.Module):
+    """Projections as Hugging Face's models have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, rows in (("q", 16), ("k", 8), ("v", 8), ("gate", 12), ("up", 12)):
+            setattr(self, f"{name}_proj", nxd.ColumnParallelLinear(8, rows, bias=False, gather_output=False))
+        self.o_proj = nxd.RowParallelLinear(16, 8, bias=False)
+
+
+@pytest.mark.parametrize("order", ["trn1", "trn2"])
+@pytest.mark.parametrize("dp", [1, 3])
+@pytest.mark.parametrize("mesh", [Mesh(1), Mesh(4, tp=2)], ids=str)
+def test_the_state_of_fused_projections(mesh: Mesh, dp: int, order: str, tmp_path: Path) -> None:
+    """Saved at tp 4 as qkv_proj.weight_qkv and gate_up_proj; two key/value heads of 4 rows, each twice."""
+    generator = torch.Generator().manual_seed(6)
+    shapes = {"q": (16, 8), "k": (8, 8), "v": (8, 8), "o": (8, 16), "gate": (12, 8), "up": (12, 8)}
+    whole = {
+        f"{name}_proj.weight": {
+            entry: torch.randn(shape, generator=generator) for entry in ("", "exp_avg", "exp_avg_sq")
+        }
+        for name, shape in shapes.items()
+    }
+    heads = (0, 2, 1, 3) if order == "trn1" else (0, 1, 2, 3)
+
+    def fused(entry: str) -> dict[str, torch.Tensor]:
+        query, key, value, output, gate, up = (each[entry] for each in whole.values())
+        query = torch.cat([query.chunk(4)[head] for head in heads])
+        output = torch.cat([output.chunk(4, 1)[head] for head in heads], 1)
+        twice = [
+            torch.cat([each, each]) if order == "trn1" else each.view(2, 4, 8).repeat_interleave(2, 0).reshape(16, 8)
+            for each in (key, value)
+        ]
+        rows = [each.chunk(4)[rank] for rank in range(4) for each in (query, *twice)]
+        return {
+            "qkv_proj.weight_qkv": torch.cat(rows),
+            "gate_up_proj.weight": torch.cat([gate, up]),
+            "o_proj.weight": output,
+        }
+
+    weights = fused("")
+    parameters = {
+        name: Parameter(weights[name], 1 if name == "o_proj.weight" else 0, 2 if "gate" in name else 1, 0)
+        for name in weights
+    }
+    for name, each in parameters.items():
+        each.state = {"step": torch.tensor(2.0)} | {entry: fused(entry)[name] for entry in ("exp_avg", "exp_avg_sq")}
+    nxd_folder.write(tmp_path / "a", parameters, 4, 1, dp)
+
+    def rank() -> None:
+        model = Separate()
+        optimizer = adamw(model)
+        nxd.load_checkpoint(tmp_path, "a", model, optimizer)
+        tensors = collect(model, optimizer).tensors
+        for name, entries in whole.items():
+            for entry, value in entries.items():
+                tensor = tensors[f"optimizer.state.{name}.{entry}" if entry else f"model.{name}"]
+                for piece in tensor.pieces:
+                    where = tuple(slice(at, at + size) for at, size in zip(piece.offset, piece.shape))
+                    assert torch.equal(tensor.tensor[piece.local], value[where]), (name, entry)
+
+    comm.threads.run(mesh, rank)

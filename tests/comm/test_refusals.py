@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.autograd import forward_ad
 
 from neuronx_dist import comm
-from neuronx_dist.comm import context, generators, launch, waiting
+from neuronx_dist.comm import context, generators, launch, slow_waits, waiting
 from neuronx_dist.comm.backends import agreement, c10d, threads
 from neuronx_dist.comm.backends.observed import CheckBackend, CheckCommunicator
 from neuronx_dist.comm.base import Backend, Communicator
@@ -133,7 +133,7 @@ def described() -> dict[str, str]:
         observed["an observed line"] = group.describe("recv")
     assert waiting.waits == {}
     with waiting.noted("making the group"):
-        (waits,) = waiting.descriptions()
+        (waits,) = slow_waits.descriptions()
     bare = Bare()
     long = RankTable.of_values(("dp", "tp"), (3, 3), tuple(range(8, -1, -1)))
     listed = RankTable.of_values(("dp", "tp"), (3, 3), (1, 5, 2, 8, 8, 7, 0, 0, "x"))

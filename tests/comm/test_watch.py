@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,9 +14,10 @@ import torch
 import torch.distributed as dist
 
 from neuronx_dist import comm
-from neuronx_dist.comm import failure, waiting
+from neuronx_dist.comm import failure, slow_waits, waiting
 from neuronx_dist.comm.failure import FailureMonitor
-from neuronx_dist.comm.waiting import SlowWaits, in_words, noted, waits
+from neuronx_dist.comm.slow_waits import SlowWaits
+from neuronx_dist.comm.waiting import in_words, noted, waits
 from neuronx_dist.mesh import Mesh
 
 
@@ -96,6 +98,51 @@ def test_ranks_that_end_ask_the_store_less_often_in_large_jobs(monkeypatch):
         assert len(store.times) <= 2 + 10 * waited / failure.interval(world_size)
 
 
+@pytest.mark.parametrize("there", [[0], [0, 1, 3, 4], [1, 2, 3, 4], [0, 1, 2, 3], [0, 4], [2, 3]])
+def test_who_is_lost_is_found_by_who_is_there(there: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of five ranks some say nothing any more; two of the others ask."""
+    monkeypatch.setattr(failure, "_ACKNOWLEDGE", 0.3)
+    store = dist.HashStore()
+    monitors = [FailureMonitor(store, rank, 5) for rank in there]
+    for monitor in monitors[2:]:
+        monitor.start()
+    for monitor in monitors[:2]:
+        monitor._interval = 0.5
+    try:
+        answers = pool(len(monitors[:2]), lambda i: monitors[i].find_lost())
+    finally:
+        for monitor in monitors[2:]:
+            monitor.stop()
+    lost = [rank for rank in range(5) if rank not in there]
+    for answer in answers:
+        assert answer.rank == lost[0] and answer.message.startswith("lost without a message")
+        assert answer.message.endswith(f" (and {len(lost) - 1} more)") == (len(lost) > 1)
+
+
+def pool(number: int, function: Any) -> list[Any]:
+    with ThreadPoolExecutor(number) as threads:
+        return list(threads.map(function, range(number)))
+
+
+def test_a_rank_that_tells_its_failure_is_not_taken_for_lost() -> None:
+    """Others notice that it closes its connections before it has come to its last words."""
+    store = dist.HashStore()
+    asks, fails = FailureMonitor(store, 0, 2), FailureMonitor(store, 1, 2)
+    with ThreadPoolExecutor(1) as threads:
+        answer = threads.submit(asks.find_lost)
+        while not store.check(["neuronx_dist/failure/0/first"]):
+            time.sleep(0.01)
+        fails.report(ValueError("the parrot is dead"))
+        assert answer.result() == (1, "ValueError: the parrot is dead")
+
+
+def test_nobody_is_lost() -> None:
+    store = dist.HashStore()
+    monitors = [FailureMonitor(store, rank, 2) for rank in range(2)]
+    with ThreadPoolExecutor(2) as threads:
+        assert [*threads.map(FailureMonitor.find_lost, monitors)] == [None, None]
+
+
 @pytest.mark.slow
 def test_a_message_is_shown_at_any_size(capsys):
     """Rank 625 of 10,000 has its first look after half a second."""
@@ -158,7 +205,7 @@ def test_a_long_wait_is_told_once_with_what_it_waits_for(capsys):
 
 def test_a_wait_that_follows_another_begins_anew(capsys, monkeypatch):
     now = 0.0
-    monkeypatch.setattr(waiting, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(slow_waits, "time", SimpleNamespace(monotonic=lambda: now))
     watch = SlowWaits(0, 5)
     for _ in range(4):
         with noted("something else"):
@@ -277,7 +324,7 @@ def test_a_rank_that_does_not_end_by_itself_is_ended(monkeypatch, capsys):
 
 def test_what_is_said_of_a_long_wait(capsys, monkeypatch):
     now = 100.0
-    monkeypatch.setattr(waiting, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(slow_waits, "time", SimpleNamespace(monotonic=lambda: now))
     watch = SlowWaits(3, 5)
     with noted("making the group tp"):
         watch.look()
@@ -294,4 +341,4 @@ def test_what_is_said_of_a_long_wait(capsys, monkeypatch):
         "NEURONX_DIST_DEBUG=collectives in the environment of all ranks an error names the other side\n"
     )
     assert waiting.operand_of(torch.ones(2)) == ((2,), torch.float32) and waiting.operand_of([]) == (0, None)
-    assert [waiting.seconds_of("NEURONX_DIST_NOTHING", 3.5), SlowWaits(0, 0).seconds] == [3.5, 0]
+    assert [slow_waits.seconds_of("NEURONX_DIST_NOTHING", 3.5), SlowWaits(0, 0).seconds] == [3.5, 0]

@@ -21,8 +21,8 @@ def started():
     """Starts the example on two processes; its output comes line by line."""
     processes = []
 
-    def start(*flags):
-        words, env = command([str(SCRIPT), *SMALL, *flags], processes=2, launcher=("neuronx_dist", "run"))
+    def start(*flags, launch=()):
+        words, env = command([*launch, str(SCRIPT), *SMALL, *flags], processes=2, launcher=("neuronx_dist", "run"))
         process = subprocess.Popen(words, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         processes.append(process)
         return process
@@ -35,13 +35,14 @@ def started():
 
 
 def test_a_refusal_is_the_only_thing_seen(started, tmp_path):
-    process = started("--tp", "3", "--out", str(tmp_path / "run"))
+    """Also where a job is started again: it would be refused again."""
+    process = started("--tp", "3", "--out", str(tmp_path / "run"), launch=["--max-restarts", "2"])
     text, _ = process.communicate(timeout=240)
     first, refusal, *reasons = text.splitlines()
     assert first == "train_llama: 2 processes import torch and transformers ..."
     assert refusal.startswith("train_llama: this layout cannot work")
     assert reasons and all(line.startswith("  - ") for line in reasons), text
-    assert process.returncode == 1
+    assert process.returncode == 2
 
 
 def test_ctrl_c_ends_with_one_line(started, tmp_path):
@@ -52,7 +53,7 @@ def test_ctrl_c_ends_with_one_line(started, tmp_path):
             break
     process.send_signal(signal.SIGINT)  # to the launcher alone, as its processes have sessions of their own
     *steps, last = process.stdout.read().splitlines()
-    assert all(line.startswith(("step ", "held-out loss")) for line in steps), steps
+    assert all(line.startswith(("step ", "held-out loss", "ending after this step")) for line in steps), steps
     assert last.startswith("train_llama: interrupted after step ")
     assert last.endswith(f" and saved; go on with --resume --out {out}")
     assert process.wait(timeout=60) == 130

@@ -192,7 +192,7 @@ def test_what_cannot_be_resumed(results: dict[str, tuple[int, str]], root: Path)
     }
     for name, words in refusals.items():
         code, text = results[name]
-        assert code == 1 and words in last_line(results[name]) and "Traceback" not in text, (name, text)
+        assert code == 2 and words in last_line(results[name]) and "Traceback" not in text, (name, text)
 
 
 def test_checkpoint_activations_recomputes_the_layers(results: dict[str, tuple[int, str]]) -> None:

@@ -107,7 +107,7 @@ def test_norms_of_several_dtypes(norm_type: float, expected: float) -> None:
             ((torch.float64, torch.bfloat16), torch.float64),
         ):
             params = [_of([-1.0, 2.0], dtypes[0]), _of([3.0, -4.0], dtypes[1])]
-            norm = norm_of([*params, params[0]], [params[0].grad, params[1].grad, None], norm_type, ["world"])
+            norm = norm_of([*params, params[0]], [params[0].grad, params[1].grad, None], norm_type, ["world"])[0]
             assert norm.dtype == result and norm.ndim == 0 and norm.item() == pytest.approx(expected)
         for wrong in (0, -1, math.nan):
             with pytest.raises(ValueError, match=r"norm_type must be positive \(2, 1, 0.5, inf, ...\), got"):

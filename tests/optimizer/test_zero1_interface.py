@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import math
 import weakref
@@ -17,6 +18,7 @@ from neuronx_dist import comm
 from neuronx_dist.gradients import buckets
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.optimizer import NeuronZero1Optimizer
+from neuronx_dist.parallel_layers.utils import load_optimizer_state_dict
 from tests.optimizer.zero1_training import train, weights_of
 from tests.support.synthetic import LAYOUTS, Model
 
@@ -345,6 +347,35 @@ def test_resumed_run_is_bit_equal(mesh: Mesh, dtype: torch.dtype, tmp_path: Path
     assert len(list(tmp_path.iterdir())) == mesh.world_size
     name = f"optim.dp_rank_00.cp_rank_00.tp_rank_00.pp_rank_{mesh.pp - 1:02d}"
     assert (tmp_path / name).exists()
+
+
+@pytest.mark.parametrize("name", ["NAdam", "Adagrad", "RAdam", "Adamax", "RMSprop", "ASGD", "Rprop", "Adadelta"])
+@pytest.mark.parametrize("zero1", [True, False])
+def test_a_resumed_run_is_bit_equal_with_any_optimizer_in_float64(name: str, zero1: bool) -> None:
+    """NAdam's running product is fp32; torch loads it in the parameter's dtype, and went on to other bits."""
+
+    def make(param: nn.Parameter) -> torch.optim.Optimizer:
+        cls = getattr(torch.optim, name)
+        return NeuronZero1Optimizer([param], cls, lr=0.1, grad_clipping=False) if zero1 else cls([param], lr=0.1)
+
+    def steps(param: nn.Parameter, optimizer: torch.optim.Optimizer, first: int) -> None:
+        for step in range(first, first + 4):
+            param.grad = (param.detach() * (step + 1)).sin()
+            optimizer.step()
+
+    def rank_main() -> None:
+        param = nn.Parameter(torch.linspace(-1, 1, 12, dtype=torch.float64).view(4, 3))
+        optimizer = make(param)
+        steps(param, optimizer, 0)
+        resumed = nn.Parameter(param.detach().clone())
+        other = make(resumed)
+        saved = copy.deepcopy(optimizer.state_dict())
+        other.load_state_dict(saved) if zero1 else load_optimizer_state_dict(other, saved)
+        steps(param, optimizer, 4)
+        steps(resumed, other, 4)
+        assert torch.equal(param, resumed)
+
+    comm.threads.run(Mesh(2), rank_main)
 
 
 def test_state_dict_keys() -> None:

@@ -150,3 +150,24 @@ def test_a_job_that_dies_leaves_no_half_file(tmp_path: Path, monkeypatch: pytest
         with pytest.raises(OSError, match="no space left"):
             checkpointing.save({"a": 2}, tmp_path)
         assert checkpointing.load(tmp_path) == {"a": 1}
+
+
+@pytest.mark.parametrize("what", ["unwritable", "not plain"])
+def test_what_one_rank_cannot_write_ends_all_at_once(tmp_path: Path, what: str) -> None:
+    """Each with that rank's message; nobody waits for it, and they can go on together."""
+
+    def rank() -> str:
+        state: dict[str, Any] = {"model": model().state_dict()}
+        if comm.rank("tp") == 1:
+            if what == "unwritable":
+                (tmp_path / "tp_rank_01_pp_rank_00").write_text("a file in its place")
+            else:
+                state["hook"] = lambda: None
+        with pytest.raises(Exception) as error:
+            checkpointing.save(state, tmp_path)
+        comm.barrier()
+        return f"{type(error.value).__name__}: {error.value}"
+
+    first, own = threads.run(Mesh(2, tp=2), rank, timeout=10)
+    assert first == f"RuntimeError: checkpointing.save: {tmp_path} was not written: rank 1: {own}"
+    assert not list(tmp_path.rglob("tp_rank_01*/checkpoint.pt"))

@@ -24,6 +24,10 @@ import neuronx_dist as nxd
 from neuronx_dist import comm, hf, spmd
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.parallel_layers import grads, mappings, parallel_state
+from neuronx_dist.shard_tensor.device_mesh import DeviceMesh
+from neuronx_dist.shard_tensor.exchange import exchange
+from neuronx_dist.shard_tensor.ring import RingPassingConfig, perform_ring_iteration
+from neuronx_dist.shard_tensor.windows import Sliding, plan_windows
 from tests.parallel_layers.test_mappings import TABLE as REGIONS
 from tests.parallel_layers.test_mappings import check as check_region
 from tests.spmd.test_collectives import every_redistribution
@@ -52,6 +56,7 @@ __all__ = [
     "conformance",
     "cross_entropy",
     "embedding",
+    "exchange_of_a_plan",
     "expert_regions",
     "full_logits",
     "layer",
@@ -65,6 +70,7 @@ __all__ = [
     "steps_in_rounds",
     "steps_of_a_pipeline",
     "tied_copies",
+    "turn_of_a_ring",
     "unequal_values",
     "values_of_every_verb",
     "verbs_on_threads",
@@ -352,6 +358,21 @@ def expert_regions(scatter_gather: bool) -> None:
     comm.threads.run(Mesh(4, tp=2, ep=2), rank_main, timeout=20.0)
 
 
+def hybrid_step() -> None:
+    """A step of ZeRO-1 over pairs: the mean is over all four ranks, and the norm is that of the mean."""
+
+    def rank_main() -> None:
+        param = nn.Parameter(torch.zeros(4))
+        options = dict(lr=1.0, max_norm=math.inf, sharding_groups=[[0, 1], [2, 3]])
+        optimizer = nxd.NeuronZero1Optimizer([param], torch.optim.SGD, **options)
+        param.grad = torch.full((4,), 10.0 ** comm.rank("dp"))
+        optimizer.step()
+        _close(param.detach(), torch.full((4,), -1111 / 4), "parameter")
+        _close(optimizer.grad_norm, torch.tensor(1111 / 2), "norm")
+
+    comm.threads.run(Mesh(4), rank_main, timeout=20.0)
+
+
 def number_of_labels() -> None:
     def rank_main() -> None:
         labels = torch.tensor([[0, 1, 2, 3, 4]] if comm.rank("dp") == 0 else [[0, 1, -100, -100, -100]])
@@ -427,6 +448,10 @@ def values_of_every_verb() -> list[str]:
         receiving = comm.recv(torch.full_like(x, 99.0), "world", src=1 - rank, async_op=True)
         comm.send(x, "world", dst=1 - rank)
         check("send", receiving.wait(), xs[1 - rank])
+        sends, recvs = [x[:0], x[: half + rank]], [x[:0], torch.zeros(count - half + 1 - rank)]
+        if rank:
+            sends, recvs = sends[::-1], recvs[::-1]
+        check("exchange", comm.exchange(sends, recvs, "world")[1 - rank], xs[1 - rank][: half + 1 - rank])
     if comm.gather_objects(rank) != [0, 1]:
         wrong.append("gather_objects")
     return wrong
@@ -435,6 +460,32 @@ def values_of_every_verb() -> list[str]:
 def verbs_on_threads() -> None:
     wrong = comm.threads.run(Mesh(2), values_of_every_verb, timeout=20.0)
     assert wrong == [[], []], wrong
+
+
+def exchange_of_a_plan() -> None:
+    """A halo, and its gradient."""
+    plan = plan_windows(Sliding(5, 3, 1, 1, 1), (0, 2, 5)).plan
+
+    def rank_main() -> None:
+        x = torch.tensor([[1.0, 2.0], [3.0, 4.0, 5.0]][comm.rank("tp")], requires_grad=True)
+        window = exchange(x, plan, "tp", 0)
+        _close(window.detach(), torch.tensor([[0.0, 1, 2, 3], [2.0, 3, 4, 5, 0]][comm.rank("tp")]), "the window")
+        (grad,) = torch.autograd.grad((window * torch.arange(1.0, 1 + len(window))).sum(), x)
+        _close(grad, torch.tensor([[2.0, 4], [6.0, 3, 4]][comm.rank("tp")]), "its gradient")
+
+    comm.threads.run(Mesh(2, tp=2), rank_main, timeout=20.0)
+
+
+def turn_of_a_ring() -> None:
+    def rank_main() -> None:
+        mesh = DeviceMesh("cpu", [0, 1])
+        x = torch.full((2,), 1.0 + mesh.get_local_rank(), requires_grad=True)
+        passed = perform_ring_iteration(x, mesh, RingPassingConfig())
+        _close(passed.detach(), torch.full((2,), 2.0 - mesh.get_local_rank()), "what the other rank has passed on")
+        (grad,) = torch.autograd.grad((passed * (3.0 + mesh.get_local_rank())).sum(), x)
+        _close(grad, torch.full((2,), 4.0 - mesh.get_local_rank()), "its gradient")
+
+    comm.threads.run(Mesh(2), rank_main, timeout=20.0)
 
 
 def conformance() -> None:

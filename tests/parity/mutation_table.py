@@ -19,8 +19,10 @@ from tests.parity.mutation_cases import (
     conformance,
     cross_entropy,
     embedding,
+    exchange_of_a_plan,
     expert_regions,
     full_logits,
+    hybrid_step,
     layer,
     megatron_all_to_all,
     norms,
@@ -32,6 +34,7 @@ from tests.parity.mutation_cases import (
     steps_in_rounds,
     steps_of_a_pipeline,
     tied_copies,
+    turn_of_a_ring,
     unequal_values,
     verbs_on_threads,
     written_folder,
@@ -40,7 +43,7 @@ from tests.support.llama_training import Case
 
 __all__ = ["CASES", "MESSAGES", "VERBS"]
 
-VERBS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute", "broadcast", "send", "recv")
+VERBS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute", "broadcast", "send", "recv", "exchange")
 KERNELS = (
     "_sum:comm.all_reduce",
     "_gather:comm.all_gather",
@@ -77,6 +80,8 @@ CASES: dict[str, Callable[[], None]] = {
         for v in ("all_reduce", "all_gather", "reduce_scatter")
     },
     "gather_objects:comm.gather_objects#1": verbs_on_threads,
+    "_communicate:comm.exchange#1": exchange_of_a_plan,
+    "_start_passing:comm.exchange#1": turn_of_a_ring,
     **{f"{kernel}#1": conformance for kernel in KERNELS},
     "_transpose:comm.all_to_all#1": redistribution,
     **{f"redistribute:{v}#1": redistribution for v in REDISTRIBUTED},
@@ -139,6 +144,7 @@ CASES: dict[str, Callable[[], None]] = {
         one_step, Case(dp=2, optimizer="zero1")
     ),
     "NeuronZero1Optimizer._all_gather.start:comm.all_gather#1": partial(one_step, Case(dp=2, optimizer="zero1")),
+    "NeuronZero1Optimizer._reduce_scatter.finish:comm.all_reduce#1": hybrid_step,
     "report_loss:comm.all_reduce#1": partial(steps_of_a_pipeline, Case(dp=2)),
     "report_loss:comm.broadcast#1": partial(steps_of_a_pipeline, Case(pp=2)),
     "Lockstep._transfer:comm.permute#1": partial(steps_in_rounds, Case(pp=2)),

@@ -20,6 +20,7 @@ SITES = find_sites()
 
 _ORDER = "a barrier has no value: it orders reads and writes of files"
 _NCCL = "NCCL only: torch's own collective, called with the buffers as they are"
+_XLA = "on XLA only: tests/comm/test_exchange.py compares the permutes"
 _SHAPES = "no group: shapes only"
 _PASSED_ON = "as it was called, to the communicator underneath; tests/comm/backends compares the values"
 _COMPARED = (
@@ -31,11 +32,13 @@ _CLOCKS = "no tensors: ranks agree on file and clock of a trace (tests/pipeline/
 EXEMPT = {
     "C10dCommunicator.start_all_gather:_all_gather_single#1": _NCCL,
     "C10dCommunicator.start_reduce_scatter:_reduce_scatter_single#1": _NCCL,
+    "C10dCommunicator.start_exchange:dist.batch_isend_irecv#1": _NCCL,
+    "XlaCommunicator.start_exchange:self.start_permute#1": _XLA,
     "ShapesCommunicator.start_reduce_scatter:self.start_all_reduce#1": _SHAPES,
     "CheckCommunicator.start_reduce_scatter:ShapesCommunicator.start_all_reduce#1": _SHAPES,
     **{
         f"CheckCommunicator.start_{verb}:?.start_{verb}#1": _SHAPES
-        for verb in ("all_reduce", "all_gather", "all_to_all", "permute")
+        for verb in ("all_reduce", "all_gather", "all_to_all", "permute", "exchange")
     },
     **{f"Watched.start_{verb}:?.start_{verb}#1": _PASSED_ON for verb in VERBS},
     "save_pretrained:comm.barrier#1": _ORDER,

@@ -137,7 +137,8 @@ def test_inputs_with_different_numbers_of_rows_are_refused(run: str) -> None:
     """With one microbatch nothing is cut, and what the model does with them is its own affair."""
     message = (
         r"inputs \['ids'\] and \['mask'\] have 8 and 6 rows, of which 2 microbatches would get 4 and 3 each\. "
-        r"Give all of them a row for each sample .*, or one row, \[1, \.\.\.\], of what goes whole to every microbatch"
+        r"Give each tensor one row for each sample .*, or a single row, \[1, \.\.\.\], if it goes whole to every "
+        r"microbatch"
     )
     inputs = {**batch(), "mask": torch.zeros(SEQ, SEQ, dtype=torch.float64)}
 

@@ -15,7 +15,7 @@ from neuronx_dist import comm, spmd
 from neuronx_dist.comm.backends import threads
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.spmd import I, P, R, S, SpmdTypeError, V
-from neuronx_dist.spmd.collectives import ROWS
+from neuronx_dist.spmd.rows import ROWS
 from tests.support.conformance import CONFORMANCE, EXPERT, TP2
 from tests.support.paths import DOCS
 from tests.support.pool import processes

@@ -7,7 +7,7 @@ import torch
 
 from neuronx_dist import comm
 from neuronx_dist.comm.backends import threads
-from neuronx_dist.spmd.collectives import ROWS
+from neuronx_dist.spmd.rows import ROWS
 from tests.support.conformance import CONFORMANCE, TP2
 from tests.support.pool import processes
 

@@ -12,7 +12,7 @@ from neuronx_dist import comm, spmd
 from neuronx_dist.comm.backends import threads
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.spmd import I, P, R, S, SpmdTypeError, V
-from neuronx_dist.spmd.collectives import ROWS
+from neuronx_dist.spmd.rows import ROWS
 from neuronx_dist.spmd.types import Shard
 
 OPERATORS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "convert", "reinterpret")

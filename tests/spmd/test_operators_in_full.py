@@ -13,7 +13,8 @@ from torch.overrides import TorchFunctionMode
 from neuronx_dist import comm, spmd
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.spmd import I, P, R, S, SpmdTypeError, V
-from neuronx_dist.spmd.collectives import ROWS, operator_dims
+from neuronx_dist.spmd.collectives import operator_dims
+from neuronx_dist.spmd.rows import ROWS
 from tests.support.reviewed import assert_reviewed
 
 X = torch.arange(6.0).view(2, 3)

@@ -9,7 +9,7 @@ from torch.autograd import forward_ad
 
 from neuronx_dist import comm, spmd
 from neuronx_dist.spmd import I, P, R, S, V
-from neuronx_dist.spmd.collectives import ROWS
+from neuronx_dist.spmd.rows import ROWS
 from tests.support.conformance import TP2
 from tests.support.pool import processes
 

@@ -41,7 +41,17 @@ PACKAGE = Path(neuronx_dist.__file__).parent
 _OPERATORS_OF_TYPES = Path(str(collectives.__file__))  # here the operators are called by their bare names
 _DOORS = (Path(str(comm.__file__)), Path(str(spmd.__file__)))  # these import the verbs, for others to call
 
-_VERBS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute", "broadcast", "send", "recv")
+_VERBS = (
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "permute",
+    "broadcast",
+    "send",
+    "recv",
+    "exchange",
+)
 _OBJECT_VERBS = ("gather_objects", "broadcast_object", "barrier")
 _OPERATORS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "convert", "reinterpret", "redistribute")
 _STARTS = tuple(f"start_{verb}" for verb in _VERBS)
@@ -196,6 +206,10 @@ class Mutant(Communicator):
             return DONE
         return self._after(self.real.start_permute(out, x, pairs), out)
 
+    def start_exchange(self, received: Any, sent: Any) -> Any:
+        wrong = torch.Tensor.zero_ if self.mutation == "drop" else lambda x: _wrong(self.mutation, x)
+        return Works([self.real.start_exchange(received, sent)], lambda: [wrong(x) for x in received])  # type: ignore
+
     def start_broadcast(self, buffer: torch.Tensor, src: int) -> Any:
         return DONE if self.mutation == "drop" else self._after(self.real.start_broadcast(buffer, src), buffer)
 
@@ -275,6 +289,14 @@ def mutate(site: Site, mutation: str | Callable[..., Any]) -> Iterator[list[int]
                 return result * (2.0 if mutation == "double" else 1.5) if silent and mutation != "drop" else result
             return original(x, axis, **options)
 
+        def exchange(sends: Any, recvs: Any, axis: Any, **options: Any) -> Any:
+            if _at(site) and (real := comm.communicator(axis)).size > 1:
+                hits.append(1)
+                axis = Mutant(real, str(mutation), name)
+            return original(sends, recvs, axis, **options)
+
+        if name == "exchange":
+            return exchange
         call.__name__ = name  # the operators look their rows up by it
         return call
 

@@ -9,8 +9,6 @@ import torch
 from torch import nn
 
 import neuronx_dist as nxd
-from neuronx_dist.weights import init_device
-from tests.support.locks import SeeingLock
 
 REGISTER = nn.Module.register_parameter
 
@@ -54,14 +52,6 @@ def test_it_is_of_this_thread_and_the_innermost_counts() -> None:
         thread.join()
         assert nn.Linear(1, 1).weight.is_meta
     assert not elsewhere[0].weight.is_meta  # type: ignore[union-attr]
-
-
-def test_torchs_function_is_replaced_by_one_thread_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    lock = SeeingLock(lambda: nn.Module.register_parameter)
-    monkeypatch.setattr(init_device, "_lock", lock)
-    with nxd.init_on_device("meta"):
-        ours = nn.Module.register_parameter
-    assert lock.seen == [REGISTER, ours, ours, REGISTER] and ours is not REGISTER
 
 
 def test_what_others_put_in_place_of_torchs_own_is_used_and_restored(monkeypatch: pytest.MonkeyPatch) -> None:

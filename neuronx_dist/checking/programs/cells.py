@@ -134,10 +134,10 @@ class Cells:
         return at
 
     def _place(self, at: Iterable[int]) -> int:
-        place = 0
+        index = 0
         for size, coordinate in zip(self._sizes.values(), at):
-            place = place * size + coordinate
-        return place
+            index = index * size + coordinate
+        return index
 
     def _rank(self, at: Iterable[int]) -> int:
         return self.mesh.rank_at_place(self._place(at))

@@ -245,6 +245,8 @@ class _Meeting:
                     for other in rest:
                         if other.what != first.what:
                             return self._differ(first, other)
+                    if unequal := _unequal_exchange([first, *rest]):
+                        return unequal
                     for queue in others:
                         queue.advance()
                     moved += head.group.kept
@@ -319,6 +321,22 @@ class _Meeting:
             f"{_shown(extra.group.ranks)}, or on none."
         )
         return Problem("collectives", message, (extra.rank, rank), tuple(lines))
+
+
+def _unequal_exchange(members: Sequence[_Seen]) -> Problem | None:
+    """Two ranks of an `exchange` that do not expect the same number of elements to go from one to the other."""
+    if members[0].event.verb != "exchange":
+        return None
+    for source in members:
+        for target in members:
+            (sent, _), (_, expected) = source.event.sizes, target.event.sizes
+            ranks = source.group.ranks
+            goes, comes = sent[ranks.index(target.rank)], expected[ranks.index(source.rank)]
+            if goes != comes:
+                what = f"rank {source.rank} sends {goes} elements to rank {target.rank}, which expects {comes}"
+                repair = "Both sides of an exchange have to know its sizes."
+                return _unlike([source, target] if source is not target else [source], what, repair)
+    return None
 
 
 def _unlike(seen: Sequence[_Seen], what: str, repair: str) -> Problem:

@@ -109,8 +109,8 @@ class Programs(Mapping[int, RankProgram]):
 
     def distinct(self) -> list[RankProgram]:
         """Each program once, in the order of its first rank."""
-        found = map(self._of, self.cells.representatives())
-        return list({id(program): program for program in found if program is not None}.values())
+        programs = map(self._of, self.cells.representatives())
+        return list({id(program): program for program in programs if program is not None}.values())
 
     def backwards(self, program: RankProgram) -> Iterator[int]:
         """The ranks that run it, from the last on."""

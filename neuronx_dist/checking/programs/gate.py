@@ -81,7 +81,9 @@ def _check(mode: SpmdTypeMode, optimizer: Any) -> None:
         if grad is None:
             continue
         shard = shards.get(id(param))
-        own = atoms_of(shard.group, mode.mesh) if shard is not None else ()  # over which the optimizer reduces itself
+        sharded = atoms_of(shard.group, mode.mesh) if shard is not None else ()
+        replicated = atoms_of(shard.replicas, mode.mesh) if shard is not None else ()
+        own = (*sharded, *replicated)  # over which the optimizer reduces itself
         averaged = _averaged_by(shard, own, mode) if shard is not None else ()
         grad_type, note = type_of(grad), mode.note(param, "the optimizer's step")
         if grad_type is None or note is None:
@@ -98,7 +100,7 @@ def _check(mode: SpmdTypeMode, optimizer: Any) -> None:
             if spmd_type.scale != expected and spmd_type.letter != "0":
                 raise _scale_refused(mode, optimizer, param, grad, axis, spmd_type, expected)
         if shard is not None and not shard.is_param:
-            _declare_master(shard.master, note.type, own, mode)
+            _declare_master(shard.master, note.type, sharded, mode)
 
 
 def _averaged_by(shard: ParameterShard, own: tuple[str, ...], mode: SpmdTypeMode) -> tuple[str, ...]:
@@ -108,10 +110,10 @@ def _averaged_by(shard: ParameterShard, own: tuple[str, ...], mode: SpmdTypeMode
     return tuple({*own, *data}) if math.isclose(shard.scale * count, 1.0) else own
 
 
-def _declare_master(master: torch.Tensor, type_: TensorType, own: tuple[str, ...], mode: SpmdTypeMode) -> None:
+def _declare_master(master: torch.Tensor, type_: TensorType, sharded: tuple[str, ...], mode: SpmdTypeMode) -> None:
     """A master holds some rows of its parameter: other ones on each rank of the sharding group."""
     types: dict[str, SpmdType] = {axis: V if kind.letter == "S" else kind for axis, kind in type_}
-    types.update(dict.fromkeys(own, V))
+    types.update(dict.fromkeys(sharded, V))
     write(master, TensorType.of(types, type_.rest), None, mode.session)
 
 
@@ -168,6 +170,11 @@ def _refused(
         repairs = ["reduce_gradients(model) after the last backward", "NeuronZero1Optimizer, which reduces it itself"]
         if isinstance(optimizer, NeuronZero1Optimizer):
             repairs = ["reduce_gradients(model) after the last backward: this optimizer has no sharding group over it"]
+            if any(shard.param is param and not shard.is_alone for shard in optimizer.shards):
+                repairs = [
+                    f"leave sharding_groups out for the check: types are written on all of {axis}, not on groups "
+                    "inside it, and the mean is that over all of it in any case"
+                ]
     elif axis == "pp":
         repairs = ["reduce_gradients(model): it sums the gradients of tied weights over their stages"]
     elif spec_of(param).sequence_parallel:

@@ -229,7 +229,7 @@ class Played:
             context = stack.enter_context(comm.as_rank(self.mesh, rank, backend))
             context.extras.update(self._extras)
             stack.enter_context(torch.random.fork_rng(devices=[]))
-            stack.enter_context(kept_seeds())
+            stack.enter_context(kept_seeds)
             torch.set_rng_state(self._built_random)
             if self.types is not None:
                 self.types.outside_seed = torch.initial_seed()
@@ -385,9 +385,9 @@ def find_loss(output: Any) -> torch.Tensor:
         elif loss is None and isinstance(output, (tuple, list)) and output:
             loss = output[0]
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        found = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(output).__name__
+        actual = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(output).__name__
         raise ValueError(
-            f"the model's result holds no loss but {found}: let it return a scalar (give it labels, or wrap it), or "
+            f"the model's result holds no loss but {actual}: let it return a scalar (give it labels, or wrap it), or "
             f"pass step=, a function step(model, optimizer, inputs) that makes the whole training step"
         )
     return loss

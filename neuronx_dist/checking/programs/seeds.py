@@ -30,17 +30,17 @@ def differing_seeds(mesh: Mesh, programs: Iterable[tuple[int, Sequence[Op]]]) ->
         own = rank, _draws(ops)
         one = first.setdefault(mesh.coordinate("pp", rank), own)
         pairs.append((axes_between(mesh, one[0], rank), one[1], own[1]))
-    found: dict[tuple[str, int], frozenset[str]] = {}
+    differing: dict[tuple[str, int], frozenset[str]] = {}
     for axes, one_draws, other_draws in sorted(pairs, key=lambda pair: len(pair[0])):
         for where, draws in one_draws.items():
             for a, b in zip(draws, other_draws.get(where, ())):
-                known = found.get((where, a.seed), frozenset())
+                known = differing.get((where, a.seed), frozenset())
                 if a.seed == b.seed or known.intersection(axes) or any(map(a.stream.differs, axes)):
                     continue
                 for draw in (a, b):
                     key = where, draw.seed
-                    found[key] = found.get(key, frozenset()).union(axes)
-    return found
+                    differing[key] = differing.get(key, frozenset()).union(axes)
+    return differing
 
 
 def _draws(ops: Sequence[Op]) -> Mapping[str, list[Draw]]:

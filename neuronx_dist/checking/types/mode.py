@@ -124,7 +124,7 @@ class SpmdTypeMode(Session):
         self._before.append(entered(self))
         self._hooks.append(ExitStack())
         self._hooks[-1].enter_context(intercept(self._function))
-        self._hooks[-1].enter_context(surroundings())
+        self._hooks[-1].enter_context(surroundings)
         self._hooks[-1].enter_context(tracked())
         super().__enter__()
         self.entered += 1
@@ -375,8 +375,8 @@ class SpmdTypeMode(Session):
             return READONLY
         if counts(rule, args, kwargs) or (kept == COUNTED and result.numel() == call.tensors[0].numel()):
             return COUNTED
-        found = lookup_note(self, rule, args, kwargs, call.tensors, notes, result, judgement.types[0])
-        return found or stacked_note(rule, args, kwargs, call.tensors, notes)
+        lookup = lookup_note(self, rule, args, kwargs, call.tensors, notes, result, judgement.types[0])
+        return lookup or stacked_note(rule, args, kwargs, call.tensors, notes)
 
     def _repeat(self, cached: CachedJudgement, origins: dict[str, Origin] | None) -> dict[str, Origin] | None:
         """Assumes again what a cached judgement assumes, and returns the origins of the call's results."""

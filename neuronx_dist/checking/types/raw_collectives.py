@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from ... import comm
 from ...call_site import LIBRARY, TRANSPORT, call_site, frames
-from ...comm.rank_values import concrete
+from ...comm.rank_numbers import concrete
 from ...mesh import Mesh
 from ...spmd.axes import atoms_of
 from ...spmd.errors import SpmdTypeError

@@ -15,14 +15,14 @@ says (`parameter_type`).
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ...shared_context import SharedContext
 from ...spmd.tensor_type import READONLY, note_of
 from ...spmd.watching import active
 from . import raw_collectives as raw
@@ -32,9 +32,6 @@ __all__ = ["surroundings"]
 
 _PARTS: Any = (raw, hooks, vmapped, scripted, axis_numbers)
 _NEW = nn.Parameter.__new__
-_lock = threading.Lock()
-_users = 0
-_stance: Any = None
 
 
 def _new(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
@@ -49,36 +46,20 @@ def _new(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
 
 
 @contextmanager
-def surroundings() -> Iterator[None]:
-    """Changes torch, as the docstring of this file lists, until the last one who entered leaves."""
-    global _users
-    with _lock:
-        _users += 1
-        if _users == 1:
-            _install()
-    try:
-        yield
-    finally:
-        with _lock:
-            _users -= 1
-            if not _users:
-                _remove()
-
-
-def _install() -> None:
-    global _stance
+def _changed() -> Iterator[None]:
     nn.Parameter.__new__ = _new  # type: ignore[method-assign]
     for part in _PARTS:
         part.install()
-    if "torch._dynamo.eval_frame" in sys.modules:  # else nothing is compiled yet, and importing it takes seconds
-        _stance = torch.compiler.set_stance("force_eager")
+    # Where nothing is compiled yet, importing what compiles would take seconds.
+    stance = torch.compiler.set_stance("force_eager") if "torch._dynamo.eval_frame" in sys.modules else nullcontext()
+    try:
+        with stance:
+            yield
+    finally:
+        nn.Parameter.__new__ = _NEW  # type: ignore[method-assign]
+        for part in _PARTS:
+            part.remove()
 
 
-def _remove() -> None:
-    global _stance
-    nn.Parameter.__new__ = _NEW  # type: ignore[method-assign]
-    for part in _PARTS:
-        part.remove()
-    if _stance is not None:
-        _stance.__exit__(None, None, None)
-        _stance = None
+surroundings = SharedContext(_changed)
+"""Changes torch, as the docstring of this file lists, until the last one who entered leaves."""

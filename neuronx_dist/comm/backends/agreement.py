@@ -21,11 +21,12 @@ import torch
 import torch.distributed as dist
 
 from ...call_site import call_site
-from ..base import WorkLike
+from ..base import DONE, WorkLike, Works
 from ..errors import CommError, CommTimeout, RemoteRankError
 from ..failure import FailureMonitor
 from ..recording import shape_of
-from ..waiting import Operand, in_words, seconds_of
+from ..slow_waits import seconds_of
+from ..waiting import Operand, in_words
 from .c10d import C10dCommunicator
 
 __all__ = ["AgreementStore", "Watched", "agreement_store", "watcher"]
@@ -205,6 +206,14 @@ class Watched(C10dCommunicator):
     def start_broadcast(self, buffer: torch.Tensor, src: int) -> WorkLike:
         self._agree("broadcast", buffer, f"src={src}")
         return self.real.start_broadcast(buffer, src)
+
+    def start_exchange(self, received: Sequence[torch.Tensor], sent: Sequence[torch.Tensor]) -> WorkLike:
+        """All ranks are to do this; and of each pair both sides expect the same, which is seen at the wait."""
+        self._agree("exchange", Operand(len(sent), sent[0].dtype))
+        works = [self.real.start_exchange(received, sent)]
+        for verb, xs in (("send", sent), ("recv", received)):
+            works += [self._message(verb, x, peer, 0, lambda: DONE) for peer, x in enumerate(xs) if x.numel()]
+        return Works(works[::-1])
 
     def start_send(self, x: torch.Tensor, dst: int, tag: int) -> WorkLike:
         return self._message("send", x, dst, tag, lambda: self.real.start_send(x, dst, tag))

@@ -25,7 +25,7 @@ from ..board import StoreBoard
 from ..errors import CommError, CommTimeout, RemoteRankError
 from ..failure import FailureMonitor
 from ..waiting import noted
-from .messages import LARGE, start_alone
+from .messages import LARGE, exchange, start_alone
 
 __all__ = ["DEFAULT_TIMEOUT", "C10dBackend", "C10dCommunicator", "ranks_of_group"]
 
@@ -123,6 +123,18 @@ class C10dCommunicator(Communicator):
                 ops.append(dist.P2POp(dist.irecv, out, group=self.group, tag=tag, group_peer=src))
         return Works(dist.batch_isend_irecv(ops) if ops else [])
 
+    def start_exchange(self, received: Sequence[torch.Tensor], sent: Sequence[torch.Tensor]) -> WorkLike:
+        """A message for each pair of ranks that has something to send; on NCCL all of them as one operation."""
+        if self._gloo:
+            return Works(exchange(self, sent, received, _TAG + 2))
+        ops = [
+            dist.P2POp(op, x, group=self.group, group_peer=peer)
+            for op, xs in ((dist.isend, sent), (dist.irecv, received))
+            for peer, x in enumerate(xs)
+            if x.numel()
+        ]
+        return Works(dist.batch_isend_irecv(ops) if ops else [])
+
     def start_broadcast(self, buffer: torch.Tensor, src: int) -> WorkLike:
         return dist.broadcast(buffer, group_src=src, group=self.group, async_op=True)
 
@@ -142,20 +154,21 @@ class C10dCommunicator(Communicator):
         if isinstance(error, CommError):
             raise error
         what = self.describe(verb)
-        first = self._monitor.first_failure() if self._monitor is not None else None
+        text = str(error)
+        timed_out = "imed out" in text or "timeout" in text.lower()
+        monitor = self._monitor
+        first = None if monitor is None else monitor.first_failure() if timed_out else monitor.find_lost()
         if first is not None:
             raise RemoteRankError(
                 f"rank {first.rank} failed first: {first.message} (met in {what})", rank=first.rank
             ) from None
-        text = str(error)
-        if "imed out" in text or "timeout" in text.lower():
+        if timed_out:
             raise CommTimeout(
                 f"{what} timed out: some rank of the group did not take part. It is stuck, much slower, or went "
                 f"another way through the program. ({text.splitlines()[0][:200]})"
             ) from error
         raise CommError(
-            f"{what} failed: a rank of the group was lost without a message (killed, out of memory, or its host is "
-            f"down), or ended its script without this call. ({text.splitlines()[0][:200]})"
+            f"{what} failed: the connection to another rank of the group was lost. ({text.splitlines()[0][:200]})"
         ) from error
 
 

@@ -47,12 +47,14 @@ def _is_same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
 def exchange(
     comm: Communicator, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], tag: int
 ) -> list[WorkLike]:
-    """Sends `sent[i]` to each other rank i, and receives `received[i]` from it."""
+    """Sends `sent[i]` to each other rank i, and receives `received[i]` from it. What is empty does not travel."""
     works: list[WorkLike] = []
     for step in range(1, comm.size):  # nearest neighbours first; receives before sends, so that nothing is buffered
         src, dst = (comm.rank - step) % comm.size, (comm.rank + step) % comm.size
-        works.append(comm.start_recv(received[src], src, tag))
-        works.append(comm.start_send(sent[dst], dst, tag))
+        if received[src].numel():
+            works.append(comm.start_recv(received[src], src, tag))
+        if sent[dst].numel():
+            works.append(comm.start_send(sent[dst], dst, tag))
     return works
 
 

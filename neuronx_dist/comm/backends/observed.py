@@ -26,7 +26,8 @@ from ...mesh import Groups, Mesh
 from .. import backends
 from ..base import Backend, Communicator, WorkLike
 from ..observed_ranks import ObservedRank, Read
-from ..rank_values import RankValue, concrete, value_on
+from ..rank_numbers import concrete
+from ..rank_values import RankValue, value_on
 from .shapes import ShapesCommunicator
 
 __all__ = ["CheckBackend", "CheckCommunicator", "Event"]
@@ -50,6 +51,7 @@ class Event:
     peer: int | None = None  # global rank of the other end of send and recv, and of a broadcast's source
     tag: int = 0  # of send and recv; may be a RankValue
     pairs: tuple[tuple[int, int], ...] = ()  # of permute: group indices
+    sizes: tuple[tuple[int, ...], ...] = ()  # of exchange: numbers of elements for, and from, each index of the group
     awaited: int | None = None  # number at which it was first waited for; start and wait together: `number + 1`
     communicator: CheckCommunicator | None = field(default=None, repr=False)
     peer_index: int | None = field(default=None, repr=False)  # as it was given: an index in the group
@@ -167,7 +169,13 @@ class CheckCommunicator(ShapesCommunicator):
         return [tuple(group) for group in self._groups]
 
     def _event(
-        self, verb: str, x: torch.Tensor | None, op: str | None = None, peer: int | None = None, **more: Any
+        self,
+        verb: str,
+        x: torch.Tensor | None,
+        op: str | None = None,
+        peer: int | None = None,
+        dtype: torch.dtype | None = None,
+        **more: Any,
     ) -> _Work:
         where, inside = call_sites()
         event = Event(
@@ -176,7 +184,7 @@ class CheckCommunicator(ShapesCommunicator):
             self.axis,
             op,
             tuple(map(int, x.shape)) if x is not None else None,
-            x.dtype if x is not None else None,
+            x.dtype if x is not None else dtype,
             self.concrete_ranks,
             self._observed.number,
             where,
@@ -222,6 +230,11 @@ class CheckCommunicator(ShapesCommunicator):
     def start_recv(self, out: torch.Tensor, src: int, tag: int) -> WorkLike:
         out.zero_()
         return self._event("recv", out, peer=src, tag=tag)
+
+    def start_exchange(self, received: Sequence[torch.Tensor], sent: Sequence[torch.Tensor]) -> WorkLike:
+        super().start_exchange(received, sent)
+        sizes = tuple(tuple(x.numel() for x in xs) for xs in (sent, received))
+        return self._event("exchange", None, dtype=sent[0].dtype, sizes=sizes)
 
     def gather_objects(self, obj: Any) -> list[Any]:
         self._event("gather_objects", None).wait()

@@ -146,6 +146,20 @@ class ThreadsCommunicator(Communicator):
         value = buffer.clone() if self.rank == src else None
         return self._exchange("broadcast", value, (src, *_signature(buffer)), lambda values: _copy(buffer, values[src]))
 
+    def start_exchange(self, received: Sequence[torch.Tensor], sent: Sequence[torch.Tensor]) -> WorkLike:
+        def take(values: list[tuple[list[torch.Tensor], list[int]]]) -> None:
+            for src, (xs, _) in enumerate(values):
+                for dst, (_, expected) in enumerate(values):
+                    if xs[dst].numel() != expected[src]:
+                        raise CommError(
+                            f"{self.describe('exchange')}: the ranks disagree: rank {self.ranks[src]} sends "
+                            f"{xs[dst].numel()} elements to rank {self.ranks[dst]}, which expects {expected[src]}"
+                        )
+                _copy(received[src], xs[self.rank])
+
+        value = [x.clone() for x in sent], [y.numel() for y in received]
+        return self._exchange("exchange", value, sent[0].dtype, take)
+
     def start_send(self, x: torch.Tensor, dst: int, tag: int) -> WorkLike:
         self._world.post(self._mail(self.rank, dst, tag), 0, x.clone())
         return DONE

@@ -167,6 +167,30 @@ class XlaCommunicator(Communicator):
             self._sources[key] = torch.tensor([index], dtype=torch.int64).to(device)
         return self._sources[key]
 
+    def start_exchange(self, received: Sequence[torch.Tensor], sent: Sequence[torch.Tensor]) -> WorkLike:
+        """A collective-permute around the axis for each distance at which this rank has something to send or to get.
+
+        A rank at an end, which has nothing on one side, sends and gets there what nobody reads: its program is to be
+        that of the others.
+
+        Raises:
+            CommError: it sends more, or less, at some distance than it gets: then ranks would have different programs.
+        """
+        for distance in range(1, self.size):
+            dst, src = (self.rank + distance) % self.size, (self.rank - distance) % self.size
+            x, out = sent[dst], received[src]
+            if x.numel() and out.numel() and x.numel() != out.numel():
+                raise CommError(
+                    f"{self.describe('exchange')}: {x.numel()} elements go {distance} ranks up, and {out.numel()} come "
+                    "from as far below; on XLA all ranks run one program, so that shards have to be equal: redistribute"
+                    " the tensor to shards of one size"
+                )
+            if x.numel() or out.numel():
+                wire = x if x.numel() else torch.zeros_like(out)
+                pairs = [(index, (index + distance) % self.size) for index in range(self.size)]
+                self.start_permute(out if out.numel() else torch.empty_like(wire), wire, pairs)
+        return DONE
+
     def start_broadcast(self, buffer: torch.Tensor, src: int) -> WorkLike:
         # A selection, not a product with 0, by which torch_xla's broadcast spreads the NaN of another rank.
         xm = self._begin(buffer)

@@ -218,13 +218,13 @@ class Stage:
 
     def _checkpointed(self, steps: tuple[_Step, ...]) -> _Checkpointed:
         free = [slot for step in steps for slot in step.free]
-        made = [step.out for step in steps]
+        results = [step.out for step in steps]
         read = dict.fromkeys(self._slot(argument) for step in steps for argument in step.node.all_input_nodes)
         return _Checkpointed(
             steps,
-            reads=tuple(slot for slot in read if slot not in made),
-            results=tuple(slot for slot in made if slot not in free),
-            free=tuple(slot for slot in free if slot not in made),
+            reads=tuple(slot for slot in read if slot not in results),
+            results=tuple(slot for slot in results if slot not in free),
+            free=tuple(slot for slot in free if slot not in results),
         )
 
     def _slot(self, node: fx.Node) -> int:

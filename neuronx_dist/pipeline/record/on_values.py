@@ -68,8 +68,8 @@ def run_on_values(
     effects = Effects()
     with _random_state_kept(), effects:
         result = functional_call(layer, state, given_args, given_kwargs)
-    place = {storage_of(value): storage_of(given) for given, value in values.values()}
-    effects.writes = {place.get(storage, storage) for storage in effects.writes}
+    storages = {storage_of(value): storage_of(given) for given, value in values.values()}
+    effects.writes = {storages.get(storage, storage) for storage in effects.writes}
     return pytree.tree_map(result_of, result), effects
 
 

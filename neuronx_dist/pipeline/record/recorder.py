@@ -15,7 +15,6 @@ has to have run before it, because it changes its arguments in place.
 from __future__ import annotations
 
 import functools
-import operator
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -34,15 +33,15 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from ... import comm
 from ...call_site import call_site
-from ...comm.backends.shapes import ShapesCommunicator
-from ...comm.rank_values import RankValue
+from ...comm.rank_numbers import RankNumber
 from ...spmd.intercept import intercept
 from ...spmd.watching import no_typecheck
 from .checkpoints import Checkpoints
 from .effects import Effects, has_tensors, storage_of, tensors_in
 from .fake_mode import QuietFakeMode
+from .nodes import Nodes, refuse_hidden
 from .on_values import run_on_values
-from .recording import Info, Recording, TensorSpec, TracingError, is_leaf, pack, part
+from .recording import Info, Recording, TracingError, is_leaf
 from .surroundings import ShapesOfStage, restored, without_cache
 
 __all__ = ["record"]
@@ -75,7 +74,7 @@ def record(
         stack.enter_context(intercept(_see_function))
         stack.enter_context(restored(module))
         stack.enter_context(without_cache(module))
-        backend = None if isinstance(here.rank, RankValue) else ShapesOfStage(here.mesh)
+        backend = None if isinstance(here.rank, RankNumber) else ShapesOfStage(here.mesh)
         shapes_only = stack.enter_context(comm.as_rank(here.mesh, here.rank, backend))
         shapes_only.extras.update(here.extras)  # random streams
         stack.enter_context(torch.enable_grad())
@@ -89,9 +88,6 @@ _DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
 _READS_VALUES = {torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.data_ptr, torch.Tensor.tolist}
 # Calls that return no tensor, and yet are made for their effect.
 _EFFECTS = {torch.Tensor.register_hook, torch.Tensor.retain_grad}
-_OPAQUE = (
-    bool, int, float, complex, str, bytes, range, type(None), torch.dtype, torch.device, torch.Size, torch.layout,
-)  # fmt: skip
 
 
 class _Recorder(TorchFunctionMode):
@@ -100,15 +96,11 @@ class _Recorder(TorchFunctionMode):
         self.module = module
         self.leaf_classes = leaf_classes
         self.device = device
-        self.graph = fx.Graph()
+        self.nodes = Nodes()
         self.fake_mode = QuietFakeMode()
         self.paused = False
-        self.nodes: dict[int, fx.Node] = {}  # by id of the tensor
-        self.alive: list[torch.Tensor] = []  # what `nodes` speaks of: an id must not be used again
-        self.attributes: dict[int, tuple[str, str, torch.Tensor]] = {}  # id -> (kind, name, tensor used in its place)
         self.originals: dict[int, torch.Tensor] = {}  # by id of the fake one in the place of a parameter or buffer
         self.needs_values: set[type] = set()  # classes of leaves that cannot run on fake tensors
-        self.storages: set[int] = set()
         self.writers: dict[int, list[fx.Node]] = {}  # storage -> calls that changed it so far
         self.buffers: dict[int, frozenset[int]] = {}  # by id of the leaf
         self.stale: set[int] = set()  # storages whose real values are not what the model would have
@@ -122,9 +114,9 @@ class _Recorder(TorchFunctionMode):
         for index, (path, leaf) in enumerate(zip(paths, leaves)):
             if isinstance(leaf, torch.Tensor):
                 name = path if path.isidentifier() else f"input_{index}"
-                node = self.graph.create_node("placeholder", path, name=name)
+                node = self.nodes.graph.create_node("placeholder", path, name=name)
                 leaves[index] = self._fake(leaf, leaf.requires_grad, self.device)
-                self._bind(node, leaves[index], Info("the inputs", "input"))
+                self.nodes.bind(node, leaves[index], Info("the inputs", "input"))
                 node.meta["leaf"] = index
         _local.recorder = self
         try:
@@ -133,12 +125,12 @@ class _Recorder(TorchFunctionMode):
         finally:
             _local.recorder = None
         flat, result_structure = pytree.tree_flatten(result)
-        outputs = [self._argument(leaf, "the result of the model") for leaf in flat]
-        self.graph.output(tuple(outputs))
-        for node in self.graph.find_nodes(op="get_attr"):
+        outputs = [self.nodes.argument(leaf, "the result of the model") for leaf in flat]
+        self.nodes.graph.output(tuple(outputs))
+        for node in self.nodes.graph.find_nodes(op="get_attr"):
             if not node.users:  # only its shape or dtype was asked for
-                self.graph.erase_node(node)
-        return Recording(self.graph, result, outputs, result_structure)
+                self.nodes.graph.erase_node(node)
+        return Recording(self.nodes.graph, result, outputs, result_structure)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -179,7 +171,10 @@ class _Recorder(TorchFunctionMode):
             known = op == "call_function" and not any(self._is_unknown(x) for x in tensors)
             grad, autocast = torch.is_grad_enabled(), self._autocast()
             # Arguments first: afterwards one that is changed in place stands for the result.
-            node_args, node_kwargs = self._argument(tuple(target_args), where), self._argument(dict(kwargs), where)
+            node_args, node_kwargs = (
+                self.nodes.argument(tuple(target_args), where),
+                self.nodes.argument(dict(kwargs), where),
+            )
             buffers = self._buffers_of(module)
             read = {storage_of(x) for x in tensors}
             # A real argument takes part as a fake one, of memory of its own; the mode forgets it when nobody holds it.
@@ -194,16 +189,16 @@ class _Recorder(TorchFunctionMode):
                     result, effects = self._evaluate_layer(module, target, args, kwargs, where)
                 else:
                     result, effects = self._evaluate(func, args, kwargs, known, where, target)
-            written = {real.get(storage, storage) for storage in effects.writes} & self.storages
+            written = {real.get(storage, storage) for storage in effects.writes} & self.nodes.storages
             if module is not None and [*map(id, before)] != [*map(id, module.buffers())]:
                 written |= buffers  # it put other tensors in their place
             if not known:
                 self.stale |= {storage_of(x) for x in tensors if not isinstance(x, FakeTensor)} & written
             if not (written or target is setattr or func in _EFFECTS or has_tensors(result)):
-                _refuse_hidden(result, f"the result of {_name(target)}", where)
+                refuse_hidden(result, f"the result of {_name(target)}", where)
                 return result  # a shape, a dtype, a number: a constant of this recording
 
-            node = self.graph.create_node(op, target, node_args, node_kwargs)
+            node = self.nodes.graph.create_node(op, target, node_args, node_kwargs)
             info = Info(
                 where,
                 "module" if op == "call_module" else "function",
@@ -219,7 +214,7 @@ class _Recorder(TorchFunctionMode):
             )
             for storage in written:
                 self.writers.setdefault(storage, []).append(node)
-            self._bind(node, result, info)
+            self.nodes.bind(node, result, info)
             return result
 
     def _with_known_bounds(self, index: Any) -> Any:
@@ -293,77 +288,7 @@ class _Recorder(TorchFunctionMode):
             self.paused = False
 
     def _is_unknown(self, x: torch.Tensor) -> bool:
-        return isinstance(x, FakeTensor) or id(x) in self.attributes or storage_of(x) in self.stale
-
-    # --- tensors and nodes
-
-    def _bind(self, node: fx.Node, result: Any, info: Info) -> None:
-        """Makes `node` stand for `result`, and makes nodes for the tensors inside it."""
-        node.meta["info"] = info
-        if isinstance(result, torch.Tensor):
-            info.spec, info.storage = TensorSpec.of(result), storage_of(result)
-            self.nodes[id(result)] = node
-            self.alive.append(result)
-            self.storages.add(info.storage)
-            return
-        if not has_tensors(result):
-            return
-        if isinstance(result, (list, tuple)):
-            items: list[tuple[Any, Any, Any]] = [(operator.getitem, i, item) for i, item in enumerate(result)]
-        elif type(result) is dict:
-            items = [(operator.getitem, key, item) for key, item in result.items()]
-        else:
-            items = [(part, i, leaf) for i, leaf in enumerate(pytree.tree_leaves(result))]
-        for take, key, item in items:
-            if has_tensors(item):
-                child = self.graph.create_node("call_function", take, (node, key))
-                self._bind(child, item, Info(info.where, "part"))
-
-    def _argument(self, x: Any, where: str) -> Any:
-        """A node's argument for `x`: tensors become nodes, all else stays."""
-        if isinstance(x, torch.Tensor):
-            return self._node(x, where)
-        if isinstance(x, _OPAQUE):
-            return x
-        if isinstance(x, slice):
-            return slice(*(self._argument(bound, where) for bound in (x.start, x.stop, x.step)))
-        if type(x) in (list, tuple):
-            return type(x)(self._argument(item, where) for item in x)
-        if type(x) is dict:
-            return {key: self._argument(item, where) for key, item in x.items()}
-        if isinstance(x, ShapesCommunicator):  # it communicates nothing; its axis names the real one
-            axes = tuple(x.axis.split(","))
-            return axes[0] if len(axes) == 1 else axes
-        leaves, structure = pytree.tree_flatten(x)
-        if not structure.is_leaf():
-            if not has_tensors(leaves):
-                return x
-            items = self._argument(leaves, where)
-            node = self.graph.create_node("call_function", pack, (items, structure))  # type: ignore[arg-type]
-            node.meta["info"] = Info(where, "pack")
-            return node
-        _refuse_hidden(x, "an argument", where)
-        return x
-
-    def _node(self, x: torch.Tensor, where: str) -> fx.Node:
-        node = self.nodes.get(id(x))
-        if node is None:
-            kind, name, stand_in = self.attributes.get(id(x), ("", "", x))
-            if not kind:
-                if isinstance(x, FakeTensor):
-                    raise TracingError(
-                        f"{where}: a tensor of shape {tuple(x.shape)} comes from a call that cannot be recorded. If "
-                        f"it is made by a module of yours, list its class in leaf_module_cls."
-                    )
-                kind, name = "constant", f"_constant_{len(self.alive)}"
-            node = self.graph.create_node("get_attr", name)
-            self._bind(node, stand_in, Info(where, kind, constant=x if kind == "constant" else None))
-            self.nodes[id(x)] = node
-            self.alive.append(x)
-        spec = node.meta["info"].spec
-        if x.requires_grad and not spec.requires_grad:  # changed in place since
-            node.meta["info"].spec = spec._replace(requires_grad=True)
-        return node
+        return isinstance(x, FakeTensor) or id(x) in self.nodes.attributes or storage_of(x) in self.stale
 
     def _fake(self, x: torch.Tensor, requires_grad: bool, device: torch.device) -> torch.Tensor:
         with self.fake_mode:
@@ -386,10 +311,8 @@ class _Recorder(TorchFunctionMode):
                         fake.__dict__.update(tensor.__dict__)
                         fakes[id(tensor)] = fake
                         qualified = f"{prefix}.{name}" if prefix else name
-                        self.attributes[id(fake)] = self.attributes[id(tensor)] = (kind, qualified, fake)
-                        self.alive += [tensor, fake]
+                        self.nodes.add_attribute(kind, qualified, tensor, fake)
                         self.originals[id(fake)] = tensor
-                        self.storages.add(storage_of(fake))
                     table[name] = fake
         self._report_calls(self.module, "")
 
@@ -425,18 +348,6 @@ def _see_function(original: Any, cls: Any, args: tuple[Any, ...], kwargs: dict[s
     if cls is CheckpointFunction:
         return recorder.checkpoints.run_reentrant(*args)
     return recorder.call_function(original, args, kwargs)
-
-
-def _refuse_hidden(x: Any, what: str, where: str) -> None:
-    """Objects may go through as they are, unless they carry tensors that nobody would follow."""
-    if isinstance(x, (nn.Module, type)) or callable(x):
-        return
-    attributes = getattr(x, "__dict__", {})
-    if any(isinstance(tensor, FakeTensor) for tensor in tensors_in(list(attributes.values()))):
-        raise TracingError(
-            f"{where}: {what} is a {type(x).__name__} that holds tensors. Register the class with "
-            f"torch.utils._pytree.register_pytree_node, or pass its tensors in a tuple or dict."
-        )
 
 
 def _reads_values(target: Callable[..., Any] | str, where: str) -> TracingError:

@@ -171,7 +171,7 @@ def divide(
     if not on_line:
         return [None] * len(inputs), half
     arrived: dict[int, Grads] = {}
-    made: dict[int, Grads] = {}
+    results: dict[int, Grads] = {}
     rerun: list[list[Any]] = []
     if recomputes:
         seen: set[Node] = set()
@@ -188,7 +188,7 @@ def divide(
                 branch.node.register_prehook(keep_for_later)
                 branch.node.register_hook(keep_no_more)
         if branch.once:
-            branch.node.register_hook(partial(_keep_results, made, index))
+            branch.node.register_hook(partial(_keep_results, results, index))
         else:
             _ask(branch, False)
             branch.node.register_prehook(partial(arrived.__setitem__, index))
@@ -207,7 +207,7 @@ def divide(
         _free(node)
     for index, branch in enumerate(line.branches):
         if branch.once:
-            half.give(branch.edges, made.pop(index))
+            half.give(branch.edges, results.pop(index))
             _free(branch.node)
         else:
             half.call(branch, arrived.pop(index))
@@ -248,8 +248,8 @@ def _called(branch: Branch, grads: Grads) -> Grads:
     return [None if child is None else next(by_edge) for child, _ in node.next_functions]
 
 
-def _keep_results(made: dict[int, Grads], index: int, results: Grads, _: Grads) -> None:
-    made[index] = results
+def _keep_results(kept: dict[int, Grads], index: int, results: Grads, _: Grads) -> None:
+    kept[index] = results
 
 
 def _keep_saved(rerun: Sequence[Sequence[Any]], index: int, _: Grads) -> None:

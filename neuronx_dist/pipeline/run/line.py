@@ -51,6 +51,7 @@ class Line(NamedTuple):
 
 def follow(roots: Sequence[Node], inputs: set[Node]) -> Line:
     """Which nodes between the roots and the inputs lead to an input, and what leaves their line."""
+    # Plain loops: this runs for each microbatch, and generators take as long as all the rest.
     edges_of: dict[Node, tuple[tuple[Node | None, int], ...]] = dict.fromkeys(inputs, ())
     leads: dict[Node, bool] = dict.fromkeys(inputs, True)
     for root in roots:
@@ -60,21 +61,31 @@ def follow(roots: Sequence[Node], inputs: set[Node]) -> Line:
             edges = edges_of.get(node)
             if edges is None:
                 edges = edges_of[node] = node.next_functions
-                stack.extend([child for child, _ in edges if child is not None and child not in edges_of])
+                for child, _ in edges:
+                    if child is not None and child not in edges_of:
+                        stack.append(child)
             else:
                 stack.pop()
                 if node not in leads:
-                    leads[node] = any(child is not None and leads[child] for child, _ in edges)
+                    leads[node] = False
+                    for child, _ in edges:
+                        if child is not None and leads[child]:
+                            leads[node] = True
+                            break
     branches, others = [], []
     beside = {index for index, root in enumerate(roots) if not leads[root]}
     reached = [roots[index] for index in beside]
     for node, on_line in reversed(leads.items()):  # a node comes before those that it leads to
         edges = edges_of[node]
-        if node in inputs:
+        if not edges:  # an input, or a leaf
             continue
-        leaving = [(i, GradientEdge(n, nr)) for i, (n, nr) in enumerate(edges) if n is not None and not leads[n]]
-        reached += [edge.node for _, edge in leaving]
-        if on_line and leaving:
+        leaving = []
+        for index, (child, number) in enumerate(edges):
+            if child is not None and not leads[child]:
+                reached.append(child)
+                if on_line:
+                    leaving.append((index, GradientEdge(child, number)))
+        if leaving:
             branches.append(Branch(node, leaving, is_custom(node) and not splits(node)))
         elif on_line:
             others.append(node)
@@ -84,14 +95,14 @@ def follow(roots: Sequence[Node], inputs: set[Node]) -> Line:
 
 def below(nodes: list[Node], seen: set[Node]) -> list[Node]:
     """These nodes beside the line and what they lead to, as far as it has not been seen. Empties the list."""
-    found: list[Node] = []
+    reached: list[Node] = []
     while nodes:
         node = nodes.pop()
         if node not in seen:
             seen.add(node)
-            found.append(node)
+            reached.append(node)
             nodes += [child for child, _ in node.next_functions if child is not None]
-    return found
+    return reached
 
 
 def is_custom(node: Any) -> bool:

@@ -97,8 +97,9 @@ class Batch:
         raise ValueError(
             f"inputs {self._name(first)} and {self._name(other)} have {rows[first]} and {rows[other]} rows, of which "
             f"{self.num_microbatches} microbatches would get {rows[first] // self.num_microbatches} and "
-            f"{rows[other] // self.num_microbatches} each. Give all of them a row for each sample (of several for each "
-            f"sample [samples, several, ...]), or one row, [1, ...], of what goes whole to every microbatch"
+            f"{rows[other] // self.num_microbatches} each. Give each tensor one row for each sample (if "
+            f"a sample has several, [samples, several, ...]), or a single row, [1, ...], if it goes whole to every "
+            f"microbatch"
         )
 
     def _piece(self, index: int, leaf: Any, microbatch: int) -> Any:

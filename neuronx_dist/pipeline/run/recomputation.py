@@ -17,13 +17,11 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 
+from ...shared_context import Replacement
+
 __all__ = ["Checkpoints", "keep_for_later", "keep_no_more", "seen_checkpoints"]
 
 _torch: Any = torch.utils.checkpoint  # whose names are replaced while a forward is seen
-_hook_before: Any = _torch._checkpoint_hook  # these two: what was there before ours
-_function_before: Any = _torch.CheckpointFunction
-_lock = threading.Lock()
-_users = 0
 _local = threading.local()  # .checkpoints: of the forward of this thread; .keeps: whether what is asked for is kept
 
 
@@ -49,7 +47,7 @@ class _Saved:
 
 def _keeping_hook(*args: Any) -> Any:
     """Torch's hook on what a checkpointed region saves, which recomputes it; what is kept is given again."""
-    hook = _hook_before(*args)
+    hook = _replacement.before["_checkpoint_hook"](*args)
     checkpoints = _here()
     if checkpoints is None:
         return hook
@@ -75,8 +73,11 @@ class _NotReentrant:
     @classmethod
     def apply(cls, function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
         if _here() is None:
-            return _function_before.apply(function, preserve_rng_state, *args)
+            return _replacement.before["CheckpointFunction"].apply(function, preserve_rng_state, *args)
         return _torch.checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state)
+
+
+_replacement = Replacement(_torch, _checkpoint_hook=_keeping_hook, CheckpointFunction=_NotReentrant)
 
 
 def _here() -> Checkpoints | None:
@@ -87,22 +88,13 @@ def _here() -> Checkpoints | None:
 @contextmanager
 def seen_checkpoints() -> Iterator[Checkpoints]:
     """Around a forward, in this thread: its checkpoints serve two halves. It says afterwards whether there are any."""
-    global _users, _hook_before, _function_before
-    with _lock:
-        _users += 1
-        if _users == 1 and _torch._checkpoint_hook is not _keeping_hook:  # others may have restored it later than us
-            _hook_before, _function_before = _torch._checkpoint_hook, _torch.CheckpointFunction
-            _torch._checkpoint_hook, _torch.CheckpointFunction = _keeping_hook, _NotReentrant
     before = _here()
-    _local.checkpoints = Checkpoints()
-    try:
-        yield _local.checkpoints
-    finally:
-        _local.checkpoints = before
-        with _lock:
-            _users -= 1
-            if not _users:
-                _torch._checkpoint_hook, _torch.CheckpointFunction = _hook_before, _function_before
+    with _replacement:
+        _local.checkpoints = Checkpoints()
+        try:
+            yield _local.checkpoints
+        finally:
+            _local.checkpoints = before
 
 
 def keep_for_later(*_: Any) -> None:

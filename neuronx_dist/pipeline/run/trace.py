@@ -208,9 +208,11 @@ class Trace:
 
     def _names(self) -> list[dict[str, Any]]:
         mesh = self._context.mesh
-        place = [f"stage {mesh.coordinate('pp', self.rank)}"]
-        place += [f"{axis} {mesh.coordinate(axis, self.rank)}" for axis in ("dp", "cp", "tp") if mesh.size(axis) > 1]
-        values: dict[str, dict[str, Any]] = {"process_name": {"name": f"rank {self.rank}: {', '.join(place)}"}}
+        coordinates = [f"stage {mesh.coordinate('pp', self.rank)}"]
+        coordinates += [
+            f"{axis} {mesh.coordinate(axis, self.rank)}" for axis in ("dp", "cp", "tp") if mesh.size(axis) > 1
+        ]
+        values: dict[str, dict[str, Any]] = {"process_name": {"name": f"rank {self.rank}: {', '.join(coordinates)}"}}
         values["process_sort_index"] = {"sort_index": self.rank}
         events = [{"ph": "M", "name": name, "pid": self.rank, "args": args} for name, args in values.items()]
         for track, name in ((STEPS, "steps"), (TASKS, "tasks")):

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ...command_line import command_parser, count
 from ..schedule import Costs, Inference, Schedule, training_schedule
 from ..schedule.selection import NAMES, check_sizes
 from .chart import Chart, simulated
@@ -45,10 +46,8 @@ whose activations a stage keeps, of all of its layers.
 
 def arguments() -> argparse.ArgumentParser:
     """What `timeline` takes."""
-    parser = argparse.ArgumentParser(
-        description="Draws what each stage of a pipeline does at which time: bubble, memory, every task.",
-        epilog=_EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = command_parser(
+        "Draws what each stage of a pipeline does at which time: bubble, memory, every task.", _EXAMPLE
     )
     add = parser.add_argument
     add("--schedule", action="append", default=[], metavar="NAME", help="a schedule; several are drawn together")
@@ -61,9 +60,9 @@ def arguments() -> argparse.ArgumentParser:
         help="a trace: its files, one for each host; again for another run",
     )
     add("--step", type=int, help="of the trace; default: the last that is complete")
-    add("--stages", type=_count, help="number of stages (4)")
-    add("--microbatches", type=_count, help="number of microbatches (8)")
-    add("--chunks", type=_count, help="pieces of the model on each stage; default: as many as the schedule needs")
+    add("--stages", type=count, help="number of stages (4)")
+    add("--microbatches", type=count, help="number of microbatches (8)")
+    add("--chunks", type=count, help="pieces of the model on each stage; default: as many as the schedule needs")
     for option, what in (
         ("forward", "the forward of a microbatch on a stage"),
         ("backward-input", "the half of its backward that gives input gradients"),
@@ -88,12 +87,6 @@ def _pixels(text: str) -> int:
     if not _NARROWEST <= width <= _WIDEST:
         raise argparse.ArgumentTypeError(f"a picture has a width of {_NARROWEST} to {_WIDEST} pixels, got {text}")
     return width
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected an integer of at least 1, got {text}")
-    return int(text)
 
 
 def run(args: argparse.Namespace) -> int:

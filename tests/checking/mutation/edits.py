@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from neuronx_dist import comm, spmd
-from neuronx_dist.spmd.collectives import ROWS
+from neuronx_dist.spmd.rows import ROWS
 
 __all__ = ["Call", "Edit", "edits_of", "edits_of_function", "recorder"]
 

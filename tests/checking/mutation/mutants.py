@@ -111,6 +111,7 @@ PROGRAM_OF: dict[str, str] = {
     "_gather_sequence.gather:spmd.all_gather#1": "llama, sequence",
     "_gather_vocabulary:spmd.all_gather#1": "llama, logits",
     "NeuronZero1Optimizer._reduce_scatter.start:comm.reduce_scatter#1": "llama, example",
+    "NeuronZero1Optimizer._reduce_scatter.finish:comm.all_reduce#1": "zero, groups",
     "NeuronZero1Optimizer._all_gather.start:comm.all_gather#1": "llama, example",
     "NxDPPModel.run_train:reduce_gradients#1": "llama",
     "report_loss:comm.all_reduce#1": "llama",

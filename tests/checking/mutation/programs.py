@@ -423,7 +423,11 @@ PROGRAMS: dict[str, Program] = {
         step=_context_and_data_step,
     ),
     "zero, groups": Program(
-        lambda: _with_zero(lambda: Net(_mlp, up=_column(), down=_row()), "dp"), _x(), step=_zero_step
+        lambda: _with_zero(lambda: Net(_mlp, up=_column(), down=_row()), "dp"),
+        _x(),
+        mesh={"dp": 2, "cp": 2},
+        in_types=dict(cp=spmd.S(0)),
+        step=_zero_step,
     ),
     "experts, zero": Program(
         lambda: _with_zero(lambda: Net(partial(_experts, False), experts=Experts())), _x(), mesh=_EP, step=_zero_step

@@ -88,8 +88,7 @@ PROGRAM_OF = {
     "_all_reduce:scale#2": "mlp",
     "causal_lm_loss:torch.where(count == 0, math.inf, count)#1": "llama",
     "NeuronZero1Optimizer._reduce_scatter:first.scale#1": "llama, zero",
-    "NeuronZero1Optimizer._shard:comm.size(DATA_AXES)#1": "llama, zero",
-    "NeuronZero1Optimizer._shard:self._group.size#1": "zero, groups",
+    "DataSharding.of:comm.size(DATA_AXES)#1": "zero, groups",
     "ParameterShard.take_own_grad:self.scale#1": "experts, zero",
     "report_loss:comm.size(('dp', 'cp'))#1": "llama, stages",
 }
@@ -98,7 +97,6 @@ EXEMPT = {
     "_cross_entropy:communicator.size#1": "the bound of ids, which are compared with it",
     "NeuronZero1Optimizer._reduce_scatter:first.scale#2": "where nothing is checked: tests compare the values",
     "NeuronZero1Optimizer._clip_grad_norm:scaler.scale#1": "the scale of the loss",
-    "NeuronZero1Optimizer._clip_grad_norm:scaler.scale#2": "the scale of the loss",
     "LossScaler.scaled:self.scale#1": "the scale of the loss",
     "Blocks.__init__:_ENTRY.size#1": "bytes of a record in a file",
 }

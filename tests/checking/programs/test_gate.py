@@ -35,6 +35,10 @@ def test_what_an_optimizer_is_refused() -> None:
     sgd = torch.optim.SGD([torch.ones(1)], lr=0.1)
     with comm.as_rank(Mesh(1), 0):
         zero1 = nxd.NeuronZero1Optimizer([nn.Parameter(torch.ones(1))], torch.optim.SGD, lr=0.1)
+    with comm.as_rank(Mesh(4), 0):
+        pairs = nxd.NeuronZero1Optimizer(
+            [nn.Parameter(torch.ones(2, 3))], torch.optim.SGD, lr=0.1, sharding_groups=[[0, 1], [2, 3]]
+        )
     sequence = nn.Parameter(torch.ones(2, 3))
     sequence.sequence_parallel_enabled = True  # type: ignore[attr-defined]
     texts = {}
@@ -42,6 +46,7 @@ def test_what_an_optimizer_is_refused() -> None:
         ("dp", sgd, P, gradient("layers.0.weight")),
         ("cp", sgd, V, gradient(None)),
         ("dp", zero1, P, gradient("w")),
+        ("dp", pairs, P, (pairs.shards[0].param, gradient("w")[1])),
         ("pp", sgd, P("avg"), gradient("w")),
         ("tp", sgd, P, gradient("w")),
         ("tp", zero1, V, gradient("w")),

@@ -12,7 +12,7 @@ from neuronx_dist.comm.backends import threads
 from neuronx_dist.comm.backends.observed import CheckBackend
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.spmd import I, P, R, S, SpmdTypeError, SpmdTypeMode, V, assert_type, get_local_type
-from neuronx_dist.spmd.collectives import ROWS
+from neuronx_dist.spmd.rows import ROWS
 from tests.support.conformance import CONFORMANCE, TP2
 from tests.support.pool import processes
 

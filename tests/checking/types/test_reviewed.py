@@ -20,7 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from neuronx_dist import comm, spmd
-from neuronx_dist.spmd import I, P, R, S, V, collectives
+from neuronx_dist.spmd import I, P, R, S, V
+from neuronx_dist.spmd.rows import ROWS
 from tests.checking.types import test_judgements as judgements
 from tests.checking.types.reviewed_programs import BACKWARDS, NUMBERS, WRITES
 from tests.checking.types.test_judgements import CALLS, UPDATE
@@ -63,11 +64,11 @@ def operators() -> dict[str, Callable[..., Any]]:
     """Every operator, as every row of the table has it."""
     calls: dict[str, Callable[..., Any]] = {}
     concrete = {"R": (R,), "I": (I,), "V": (V,), "P": (P,), "S": (S(0), S(1))}
-    for name, *letters in collectives.ROWS:
+    for name, *letters in ROWS:
         for src in concrete[letters[0]]:
             for dst in concrete[letters[1]]:
                 options: dict[str, Any] = {"src": src, "dst": dst}
-                if collectives.ROWS[(name, *letters)].expert:
+                if ROWS[(name, *letters)].expert:
                     options["expert_mode"] = True
                 calls[f"{name} {src} -> {dst}"] = partial(_operator, name, dst is V, options)
                 if name == "all_gather" and src is V:

@@ -18,7 +18,7 @@ from neuronx_dist import comm
 from neuronx_dist.comm.backends import agreement as debug
 from neuronx_dist.comm.backends.c10d import C10dCommunicator
 from neuronx_dist.parallel_layers.parallel_state import destroy_model_parallel, initialize_model_parallel
-from tests.comm.test_verbs import on_every_rank
+from tests.comm.verb_cases import on_every_rank
 from tests.support.pool import WorkerFailure, processes
 from tests.support.reviewed import assert_reviewed, with_code_for_lines
 

@@ -1,217 +1,25 @@
-"""Rank values and the checking backend: what counts as looking at the rank, and what a collective leaves behind."""
+"""The checking backend: what programs of the package read of the rank, and what a collective leaves behind."""
 
 from __future__ import annotations
 
-import copy
-import math
-import operator
-import pickle
-
-import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.overrides import BaseTorchFunctionMode, TorchFunctionMode
+from torch.overrides import BaseTorchFunctionMode
 
 from neuronx_dist import Mesh, comm, spmd
 from neuronx_dist.comm.backends.observed import CheckBackend
-from neuronx_dist.comm.rank_values import RankValue, concrete, is_member, rank_values_in, value_on
+from neuronx_dist.comm.rank_numbers import concrete
+from neuronx_dist.comm.rank_values import RankValue, value_on
 from neuronx_dist.gradients import norm as grad_norm
-from neuronx_dist.parallel_layers import autograd_linear, loss_functions, parallel_state
+from neuronx_dist.parallel_layers import autograd_linear, loss_functions
 from neuronx_dist.parallel_layers.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
 from neuronx_dist.parallel_layers.loss_functions import parallel_cross_entropy
 from neuronx_dist.parallel_layers.random import model_parallel_manual_seed
 from neuronx_dist.pipeline import NxDPPModel
-from neuronx_dist.spmd import collectives
+from neuronx_dist.spmd import rows
+from tests.comm.observed_run import MESH, ObservedRun, SeesRankValues, axes_of
 from tests.support.paths import file_name
-
-MESH = Mesh(16, tp=2, pp=2, cp=2)  # dp=2
-
-
-class _Observed:
-    """`with observed(rank) as seen`: what a program reads; `seen.axes` are those of its reads."""
-
-    def __init__(self, mesh: Mesh = MESH, rank: int = 5) -> None:
-        self.calls: list[frozenset[str]] = []
-        self.backend = CheckBackend(self.calls.append)
-        self._place = comm.as_rank(mesh, rank, self.backend)
-
-    @property
-    def axes(self) -> set[str]:
-        return set().union(*self.calls)
-
-    def __enter__(self) -> _Observed:
-        self._place.__enter__()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._place.__exit__(*error)
-
-
-def axes_of(x: int) -> set[str]:
-    return set(x.axes) if isinstance(x, RankValue) else set()
-
-
-ORDERED = [Mesh(16, tp=4, pp=2, topology=name, ranks_per_node=8) for name in ("trn1", "trn2")]
-
-
-@pytest.mark.parametrize("mesh", [MESH, Mesh(8, tp=2, ep=2), Mesh(12, tp=3, ep=2, cp=1), *ORDERED])
-def test_every_way_to_ask_for_the_rank_gives_its_number_and_its_axes(mesh):
-    for rank in range(mesh.world_size):
-        with _Observed(mesh, rank) as seen:
-            here = comm.current().rank
-            for axis in ("tp", "pp", "dp", "cp", "ep", "edp", ("dp", "cp"), ("pp", "tp"), ("edp", "ep"), "world", ()):
-                atoms = {axis} if isinstance(axis, str) else set(axis)
-                if axis == "world":
-                    atoms = {"pp", "dp", "cp", "tp"}
-                atoms = {name for name in atoms if getattr(mesh, name) > 1}
-                group = mesh.group_of(axis, rank)
-                asked = [comm.rank(axis), comm.communicator(axis).rank, mesh.coordinate(axis, here)]
-                for index in asked:
-                    assert concrete(index) == mesh.coordinate(axis, rank) == group.index(rank)
-                    assert axes_of(index) == atoms
-                for ranks in (comm.communicator(axis).ranks, mesh.group_of(axis, here)):
-                    assert tuple(map(concrete, ranks)) == group
-                    assert not any(axes_of(r) & atoms for r in ranks)
-                    assert ranks.index(here) == comm.rank(axis) and here in ranks
-                    assert concrete(ranks[comm.rank(axis)]) == rank  # an index of one's own into one's own group
-                assert comm.communicator(axis).size == len(group)
-            for name, index in mesh.coordinates(here).items():
-                assert concrete(index) == mesh.coordinates(rank)[name]
-            assert concrete(comm.communicator("tp").global_rank) == rank
-        assert not seen.calls
-
-
-def test_the_getters_of_parallel_state():
-    for rank in range(16):
-        with comm.as_rank(MESH, rank):
-            getters = [name for name in dir(parallel_state) if name.startswith("get_") and name.endswith("_rank")]
-            getters = [name for name in getters if "expert_parallel_rank" not in name]
-            expected = {name: getattr(parallel_state, name)() for name in getters}
-        with _Observed(rank=rank) as seen:
-            found = {name: getattr(parallel_state, name)() for name in expected}
-            assert not seen.calls, seen.backend.reads
-            assert {name: concrete(value) for name, value in found.items()} == expected
-            assert axes_of(found["get_tensor_model_parallel_rank"]) == {"tp"}
-            assert axes_of(found["get_tensor_model_parallel_src_rank"]) == {"pp", "dp", "cp"}
-            assert axes_of(found["get_pipeline_model_parallel_next_rank"]) == {"pp", "dp", "cp", "tp"}
-            parallel_state.is_global_rank_zero()
-            assert seen.axes == {"pp", "dp", "cp", "tp"}
-
-
-OPERATORS = [
-    operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod, operator.and_, operator.or_,
-    operator.xor, operator.lshift, pow, divmod, min, max,
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("function", OPERATORS, ids=lambda f: f.__name__)
-def test_arithmetic_is_that_of_ints_on_every_rank_and_reads_nothing(function):
-    for rank in range(16):
-        with _Observed(rank=rank) as seen:
-            tp, world = comm.rank("tp"), comm.rank("world")
-            for a, b in ((tp, 3), (3, tp + 1), (world, 7), (tp, world + 1), (tp + 5, comm.rank("pp") + 2)):
-                found = function(a, b)
-                assert not seen.calls or function in (min, max)
-                value = tuple(map(concrete, found)) if function is divmod else concrete(found)
-                assert value == function(concrete(a), concrete(b))
-                if function not in (divmod, min, max):
-                    for other in range(16):
-                        assert value_on(found, other) == function(value_on(a, other), value_on(b, other))
-            for unary in (operator.neg, operator.pos, abs, operator.invert, round, math.floor, math.trunc):
-                assert value_on(unary(world - 3), 2) == unary(2 - 3)
-
-
-def test_results_know_only_the_axes_along_which_they_differ():
-    with _Observed() as seen:
-        world = comm.rank("world")
-        assert axes_of(world % 2) == {"tp"} and axes_of(world // 2 % 2) == {"cp"} and axes_of(world // 8) == {"pp"}
-        assert type(world // 16) is int and type(world * 0) is int and type(world - world) is int
-        assert axes_of(comm.rank("tp") + 2 * comm.rank("dp")) == {"tp", "dp"}
-        assert axes_of(sum([comm.rank("tp"), comm.rank("pp")])) == {"tp", "pp"}
-    assert not seen.calls
-
-
-@pytest.mark.parametrize(
-    "look",
-    [
-        lambda r: r == 0, lambda r: 0 < r, lambda r: 1 != r, bool, int, float, hash, str, repr, lambda r: f"{r:02d}",
-        lambda r: r / 2, lambda r: 2 / (r + 1), lambda r: r * 0.5, lambda r: [0] * r, lambda r: {0: "a", 1: "b"}[r],
-        lambda r: r in (0, 5), lambda r: pow(r, 2, 7), lambda r: math.sqrt(r), lambda r: r.bit_length(),
-        lambda r: 1 % r if r else 0, copy.copy(lambda r: r ** -1 if r else 0), lambda r: r < 0.5, lambda r: r and 3,
-        lambda r: sorted([r, 1 - r])[0] + int(r), lambda r: int(r.real),
-    ],
-)  # fmt: skip
-def test_reads_are_told(look):
-    found = {}
-    for rank in (0, 1):
-        with _Observed(Mesh(2, tp=2), rank) as seen:
-            value = look(comm.rank("tp"))
-            assert seen.axes == {"tp"}
-            assert not seen.backend.same_program(1 - rank) and seen.backend.same_program(rank)
-            assert seen.backend.reads[0].where.startswith(__file__)
-            found[rank] = value
-        assert found[rank] == look(rank)
-
-
-def test_questions_with_one_answer_are_no_reads():
-    with _Observed() as seen:
-        tp, world = comm.rank("tp"), comm.rank("world")
-        assert 0 <= tp < 2 and tp != 2 and not tp == -1 and world < 16 and world == comm.current().rank and tp != "x"
-        assert bool(tp + 1) and min(tp * 4, 8) == tp * 4 and tp is not None and copy.deepcopy(tp) is tp
-        with comm.record() as calls:
-            comm.all_reduce(torch.ones(1), "tp")
-        assert len(calls) == 1
-    assert not seen.calls
-
-
-def test_a_read_separates_only_the_ranks_with_another_answer():
-    mesh = Mesh(8, tp=8)
-    with _Observed(mesh, 3) as seen:
-        assert comm.rank("tp") > 0
-        assert [seen.backend.same_program(r) for r in range(8)] == [False] + [True] * 7
-        assert comm.rank("tp") % 2 == 1
-        assert [r for r in range(8) if seen.backend.same_program(r)] == [1, 3, 5, 7]
-        (first, second) = seen.backend.reads
-        assert first.axes == {"tp"} and [first.answer({"tp": i}) for i in range(3)] == [False, True, True]
-        int(comm.rank("tp"))
-        assert [r for r in range(8) if seen.backend.same_program(r)] == [3]
-
-
-class _Sees(TorchFunctionMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.axes: list[set[str]] = []
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        self.axes.append(set().union(*(c.axes for c in rank_values_in((args, kwargs)))))
-        return func(*args, **(kwargs or {}))
-
-
-TORCH_CALLS = [
-    lambda x, c: x - c, lambda x, c: c - x, lambda x, c: c * x, lambda x, c: x // (c + 1), lambda x, c: x == c,
-    lambda x, c: x.narrow(0, c, 2), lambda x, c: x[c], lambda x, c: x[c : c + 2], lambda x, c: x[:, c],
-    lambda x, c: torch.tensor(c), lambda x, c: torch.tensor([c, 1]), lambda x, c: torch.full((2,), c),
-    lambda x, c: x.select(1, c), lambda x, c: torch.where(x > c, x, c), lambda x, c: x.masked_fill(x > 1, c),
-    lambda x, c: torch.arange(4) * c + c, lambda x, c: x.index_select(0, torch.tensor([c])), lambda x, c: x.roll(c, 0),
-    lambda x, c: torch.add(x, x, alpha=c), lambda x, c: nn.functional.one_hot(torch.tensor(c), 4),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("call", TORCH_CALLS)
-def test_torch_takes_a_coordinate_as_a_number_and_a_mode_sees_it(call):
-    for x in (torch.arange(12.0).view(4, 3), torch.arange(12.0, dtype=torch.float64).view(4, 3)):
-        with _Observed() as seen:
-            c = comm.rank("tp")
-            expected = call(x, concrete(c))
-            assert torch.equal(call(x, c), expected) and call(x, c).dtype == expected.dtype
-            with _Sees() as mode:
-                assert torch.equal(call(x, c), expected)
-            assert {"tp"} in mode.axes
-            with FakeTensorMode() as fake:
-                assert call(fake.from_tensor(x), c).shape == expected.shape
-        assert not seen.calls
-
 
 # --- programs of the package
 
@@ -219,7 +27,7 @@ def test_torch_takes_a_coordinate_as_a_number_and_a_mode_sees_it(call):
 def test_layers_loss_and_seeds_look_at_nothing():
     """Their programs are the same on all tensor-parallel ranks, though what they hold is not."""
     for rank in (0, 3):
-        with _Observed(Mesh(8, tp=4), rank) as seen:
+        with ObservedRun(Mesh(8, tp=4), rank) as seen:
             model_parallel_manual_seed(3)
             embedding = ParallelEmbedding(16, 8, padding_idx=9, device="meta")
             column = ColumnParallelLinear(8, 16, gather_output=False, device="meta")
@@ -249,15 +57,13 @@ def test_layers_loss_and_seeds_look_at_nothing():
             assert event.where.startswith(__file__) and event.axis == "tp" and event.ranks == (0, 1, 2, 3)
             assert event.awaited is not None and event.awaited > event.number
         inside = [event.inside.rsplit("/", 1)[1].split(":")[0] for event in seen.backend.events]
-        assert inside[:4] == [
-            file_name(module) for module in (collectives, autograd_linear, loss_functions, loss_functions)
-        ]
+        assert inside[:4] == [file_name(module) for module in (rows, autograd_linear, loss_functions, loss_functions)]
 
 
 def test_the_norm_of_the_gradients_reads_tp_once():
     from neuronx_dist.gradients.norm import clip_grad_norm
 
-    with _Observed(Mesh(8, tp=4), 2) as seen:
+    with ObservedRun(Mesh(8, tp=4), 2) as seen:
         layer = RowParallelLinear(16, 8, input_is_parallel=True)
         for param in layer.parameters():
             param.grad = torch.ones_like(param)
@@ -290,7 +96,7 @@ class Model(nn.Module):
 
 def test_a_pipeline_reads_pp_and_nothing_else():
     for rank in (0, 7):
-        with _Observed(Mesh(8, tp=2, pp=2), rank) as seen:
+        with ObservedRun(Mesh(8, tp=2, pp=2), rank) as seen:
             model = NxDPPModel(
                 Model(),
                 transformer_layer_cls=Layer,
@@ -314,7 +120,7 @@ def test_a_pipeline_reads_pp_and_nothing_else():
 
 
 def test_events_have_what_other_ranks_must_match():
-    with _Observed(MESH, 5) as seen:
+    with ObservedRun(MESH, 5) as seen:
         x = torch.ones(4, 6)
         handle = comm.all_gather(x, "cp", async_op=True)
         comm.all_reduce(x, ("dp", "cp"), op="max")
@@ -345,15 +151,15 @@ def test_events_have_what_other_ranks_must_match():
 
 
 def test_call_sites_under_a_mode_are_those_of_the_caller():
-    for mode in (BaseTorchFunctionMode(), _Sees()):
-        with _Observed() as seen, mode:
+    for mode in (BaseTorchFunctionMode(), SeesRankValues()):
+        with ObservedRun() as seen, mode:
             x = torch.ones(4)
             line = _line() + 1
             comm.all_reduce(x, "tp")
             spmd.all_reduce(x, "tp", dst=spmd.R)
         first, second = seen.backend.events
         assert first.where == first.inside == f"{__file__}:{line}"
-        assert second.where == f"{__file__}:{line + 1}" and f"{collectives.__file__}:" in second.inside
+        assert second.where == f"{__file__}:{line + 1}" and f"{rows.__file__}:" in second.inside
 
 
 def _line() -> int:
@@ -363,7 +169,7 @@ def _line() -> int:
 
 
 def test_explicit_groups():
-    with _Observed(Mesh(8, tp=2, pp=2), 5) as seen:
+    with ObservedRun(Mesh(8, tp=2, pp=2), 5) as seen:
         every = comm.new_group([[0, 1, 2, 3], [4, 5, 6, 7]], "halves")
         assert every is not None and not seen.calls
         assert every.size == 4 and axes_of(every.rank) == {"dp", "tp"} and concrete(every.rank) == 1
@@ -371,9 +177,9 @@ def test_explicit_groups():
         last = comm.new_group([[4, 5, 6, 7]], "last stage")
         assert last is not None and seen.axes == {"pp"} and last.size == 4
         assert [seen.backend.same_program(r) for r in range(8)] == [False] * 4 + [True] * 4
-    with _Observed(Mesh(8, tp=2, pp=2), 1) as seen:
+    with ObservedRun(Mesh(8, tp=2, pp=2), 1) as seen:
         assert comm.new_group([[4, 5, 6, 7]], "tp") is None and seen.axes == {"pp"}
-    with _Observed(Mesh(4, tp=4), 0) as seen:
+    with ObservedRun(Mesh(4, tp=4), 0) as seen:
         uneven = comm.new_group([[0], [1, 2, 3]], "tp")
         assert uneven is not None and not seen.calls
         assert uneven.size == 1
@@ -392,7 +198,7 @@ def test_plain_ranks_on_request_and_nothing_is_left_behind():
 
 
 def test_a_silent_twin_inside_reads_for_the_one_outside():
-    with _Observed() as seen:
+    with ObservedRun() as seen:
         with comm.as_rank(MESH, comm.current().rank) as inner:  # what the recorder of pipelines does
             comm.all_reduce(torch.ones(2), "tp")
             assert not seen.calls and isinstance(inner.rank, RankValue)
@@ -419,27 +225,27 @@ def test_values_are_those_of_the_shapes_backend():
     for name, call in calls.items():
         with comm.as_rank(MESH, 5):
             expected = call()
-        with _Observed(MESH, 5) as seen:
+        with ObservedRun(MESH, 5) as seen:
             found = call()
         assert torch.equal(found, expected), name
         (event,) = seen.backend.events
         assert event.verb == name.split()[0] and event.awaited == event.number + 1 == 2, name
         assert event.rank == 5 and event.phase == "" and event.communicator is not None
         handle = None
-        with _Observed(MESH, 5) as seen:
+        with ObservedRun(MESH, 5) as seen:
             handle = comm.all_reduce(x, "tp", async_op=True)
             assert seen.backend.events[0].awaited is None
             handle.wait()
             handle.wait()
         assert seen.backend.events[0].awaited == 2
-    with _Observed(MESH, 5) as seen:
+    with ObservedRun(MESH, 5) as seen:
         assert comm.gather_objects("x", "tp") == ["x", "x"]
         assert seen.backend.events[0].awaited == 2
 
 
 def test_groups_of_several_sizes_are_read_and_their_sizes_known():
     mesh = Mesh(8, tp=2, pp=2)
-    with _Observed(mesh, 4) as seen:
+    with ObservedRun(mesh, 4) as seen:
         group = comm.new_group([[0, 1, 2], [4, 5], [6, 7]], "uneven")
         assert axes_of(group.size) == {"pp", "dp", "tp"} and concrete(group.size) == 2
         assert [value_on(group.size, rank) for rank in range(8)] == [3, 3, 3, 1, 2, 2, 2, 2]
@@ -449,45 +255,13 @@ def test_groups_of_several_sizes_are_read_and_their_sizes_known():
         assert group.ranks == (4, 5) and len(seen.calls) > before
         assert group.all_groups() == [(0, 1, 2), (4, 5), (6, 7), (3,)] and group.mesh_groups is None
         assert group.ranks_of(1) == (0, 1, 2) and group.ranks_of(1) is group.ranks_of(1)
-    with _Observed(mesh, 4):
+    with ObservedRun(mesh, 4):
         along = comm.communicator("tp")
         assert along.mesh_groups == mesh.groups("tp") and along.all_groups() == [tuple(g) for g in mesh.groups("tp")]
 
 
-def test_a_rank_value_is_one_number_whatever_is_done_to_it():
-    with _Observed(Mesh(4, tp=4), 3) as seen:
-        rank = comm.rank("tp")
-        for same in (rank.real, rank.numerator, rank.conjugate(), round(rank), math.trunc(rank), math.ceil(rank)):
-            assert same is rank
-        assert copy.copy(rank) is rank and copy.deepcopy([rank])[0] is rank and not seen.calls
-        assert rank.to_bytes(2, "big") == b"\x00\x03" and rank.bit_length() == 2 and len(seen.calls) == 2
-        assert pow(rank, 2, 5) == 4 and divmod(7, rank) == (2, 1) and rank / 2 == 1.5 and 6 / rank == 2
-        assert (f"{rank:03d}", str(rank), repr(rank)) == ("003", "3", "3") and pickle.loads(pickle.dumps(rank)) == 3
-        assert rank.value_on(1) == 1 and rank.names == ("tp",) and rank.axes == {"tp"}
-        assert rank.mesh_coordinates(Mesh(4, tp=4)) is None is rank.mesh_group(Mesh(4, tp=4), "tp")
-        world = comm.current().rank
-        assert world.mesh_coordinates(Mesh(4, tp=4))["tp"] == rank and world.mesh_coordinates(Mesh(4)) is None
-        assert world.mesh_group(Mesh(4, tp=4), "tp") == (0, 1, 2, 3) and world.mesh_group(Mesh(4), "tp") is None
-
-
-def test_membership_is_one_read():
-    with _Observed(Mesh(8, tp=8), 3) as seen:
-        rank = comm.rank("tp")
-        assert is_member(rank, [1, 3]) and is_member(3, (3,)) and not is_member(2, (3,)) and len(seen.calls) == 1
-        assert [r for r in range(8) if seen.backend.same_program(r)] == [1, 3]
-
-
-def test_values_of_two_meshes_are_read_where_they_meet():
-    with _Observed(Mesh(2, tp=2), 1) as one:
-        first = comm.rank("tp")
-    with _Observed(Mesh(4, tp=4), 3) as other:
-        total = first + comm.rank("tp")
-        assert type(total) is int and total == 4 and one.calls and other.calls
-        assert first < comm.rank("tp")
-
-
 def test_an_event_on_other_ranks_has_their_peers_tags_and_pairs():
-    with _Observed(Mesh(8, tp=4), 1) as seen:
+    with ObservedRun(Mesh(8, tp=4), 1) as seen:
         rank, x = comm.rank("tp"), torch.ones(2)
         comm.send(x, "tp", dst=(rank + 1) % 4, tag=rank * 2)
         comm.permute(x, "tp", [(0, 1), (2, 3)])

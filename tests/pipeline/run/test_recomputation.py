@@ -12,11 +12,9 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
 from torch.utils import checkpoint as torch_checkpoint
 
-from neuronx_dist.pipeline.run import recomputation
 from neuronx_dist.pipeline.run.halves import divide
 from neuronx_dist.pipeline.run.recomputation import seen_checkpoints
 from tests.support.counting import Storages
-from tests.support.locks import SeeingLock
 
 NAMES = ("_checkpoint_hook", "CheckpointFunction")
 
@@ -33,15 +31,6 @@ def test_torch_is_as_it_was_afterwards() -> None:
             raise ValueError("no")
         assert all(now is not then for now, then in zip(own(), before))
     assert own() == before
-
-
-def test_names_are_replaced_by_one_thread_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    lock = SeeingLock(own)
-    monkeypatch.setattr(recomputation, "_lock", lock)
-    before = own()
-    with seen_checkpoints():
-        ours = own()
-    assert lock.seen == [before, ours, ours, before] and ours != before
 
 
 def test_what_others_put_in_place_of_torchs_own_is_used_and_restored(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -299,18 +299,18 @@ def _check_start(mode: Session, tensors: Any, grads: Any) -> None:
     """Checks the losses, or gradients, at which backward starts, and notes the scale of the gradients that it makes."""
     outputs = tensors if isinstance(tensors, (list, tuple)) else (tensors,)
     seeds = grads if isinstance(grads, (list, tuple)) else (grads,) * len(outputs)
-    found: dict[str, tuple[int, Tensor]] = {}
+    scale_and_loss: dict[str, tuple[int, Tensor]] = {}
     for output, seed in zip(outputs, seeds):
         if not isinstance(output, Tensor):
             continue
         for axis, scale in check_loss(mode, output, seed).items():
-            before, other = found.setdefault(axis, (scale, output))
+            before, other = scale_and_loss.setdefault(axis, (scale, output))
             if before != scale:
                 raise scale_error(mode, [other, output], axis)
     for axis in mode.averaged:
-        if axis in found and found[axis][0] != 1:
-            raise scale_error(mode, [found[axis][1]], axis)
-    scales = {axis: scale for axis, (scale, _) in found.items() if scale}
+        if axis in scale_and_loss and scale_and_loss[axis][0] != 1:
+            raise scale_error(mode, [scale_and_loss[axis][1]], axis)
+    scales = {axis: scale for axis, (scale, _) in scale_and_loss.items() if scale}
     if scales != mode.gradient_scales:
         mode.adopt_gradients()  # of the backward before, whose losses had other scales
         mode.gradient_scales = scales

@@ -17,6 +17,7 @@ from ....call_site import call_site
 from ....spmd import collectives
 from ....spmd.axes import atoms_of, order_of
 from ....spmd.errors import SpmdTypeError
+from ....spmd.rows import ROWS
 from ....spmd.tensor_type import Foreign, Note, Origin, Stacked, TensorType
 from ....spmd.types import SAME, UNIFORM, VARYING, P, R, Shard, SpmdType, V, repeated, scaled
 from ....spmd.watching import HANDLERS
@@ -43,7 +44,7 @@ def _operator(mode: Session, func: Callable[..., Any], args: tuple[Any, ...], kw
     axes = mode.known.get(axis) if axis.__class__ is str else atoms_of(axis, mode.mesh)
     if axes is None:
         axes = mode.known[axis] = atoms_of(axis, mode.mesh)
-    row = collectives.ROWS.get((name, src.letter, dst.letter))
+    row = ROWS.get((name, src.letter, dst.letter))
     if row is None or (row.expert and not kwargs.get("expert_mode", True)):
         with mode.pause():
             try:
@@ -270,4 +271,4 @@ def cut(types: dict[str, SpmdType], axes: Sequence[str], dim: int, count: int) -
     return result
 
 
-HANDLERS.update(dict.fromkeys([getattr(collectives, name) for name, *_ in collectives.ROWS], _operator))
+HANDLERS.update(dict.fromkeys([getattr(collectives, name) for name, *_ in ROWS], _operator))

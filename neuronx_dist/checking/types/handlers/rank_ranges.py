@@ -107,8 +107,8 @@ def misses(kept: Sequence[Set], first: PerRank, count: int) -> str:
     ends = []
     for rank, (positions, start) in enumerate(zip(kept, first)):
         own = _section(positions, whole)
-        told = " and ".join(f"{a} to {b - 1}" for a, b in own) or "none"
-        wrong = f"on rank {rank} it keeps positions {told}, and the rank holds {start} to {start + count - 1}"
+        ranges = " and ".join(f"{a} to {b - 1}" for a, b in own) or "none"
+        wrong = f"on rank {rank} it keeps positions {ranges}, and the rank holds {start} to {start + count - 1}"
         if own and (len(own) > 1 or own[0][0] != start or own[0][1] > start + count):
             return wrong
         ends.append((start, own[0][1] if own else start, wrong))

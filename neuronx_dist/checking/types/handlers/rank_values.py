@@ -12,7 +12,8 @@ from typing import Any, SupportsIndex
 from torch import Tensor
 
 from ....call_site import call_site
-from ....comm.rank_values import RankValue, concrete, rank_values_in
+from ....comm.rank_numbers import concrete
+from ....comm.rank_values import RankValue, rank_values_in
 from ....spmd.axes import atoms_of
 from ....spmd.errors import SpmdTypeError
 from ....spmd.tensor_type import COUNTED, Note, TensorType, note_of, origins_of, type_of

@@ -112,8 +112,8 @@ def _function(name: str) -> Callable[..., Any] | None:
     if name in _OWN:
         return _OWN[name]
     namespaces = (Tensor, torch) if name.endswith("_") else (torch, torch._C._nn, Tensor)
-    found = [getattr(namespace, name, None) for namespace in namespaces]
-    functions = [function for function in found if callable(function)]
+    candidates = [getattr(namespace, name, None) for namespace in namespaces]
+    functions = [function for function in candidates if callable(function)]
     return next((function for function in functions if function in RULES), functions[0] if functions else None)
 
 

@@ -7,16 +7,15 @@ afterwards (`programs/seeds.py`); what that showed is in `mode.seeds` when the p
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 
 from ....call_site import call_site
 from ....comm import context
-from ....comm.rank_values import RankValue, concrete
+from ....comm.rank_numbers import concrete
+from ....comm.rank_values import RankValue
+from ....shared_context import Replacement
 from ....spmd.random import TENSOR_PARALLEL, streams
 from ..session import Session
 
@@ -24,8 +23,6 @@ __all__ = ["OUTSIDE", "Stream", "generator_in", "kept_seeds", "seed_of", "stream
 
 OUTSIDE = 0x5EED_0F_7E57  # of the default generator, where the program that is played has not seeded it
 _Plain = torch.Generator
-_lock = threading.Lock()
-_users = 0
 
 
 class _IsGenerator(type(_Plain)):  # type: ignore[misc]
@@ -50,20 +47,8 @@ class _Generator(_Plain, metaclass=_IsGenerator):
         return super().seed()
 
 
-@contextmanager
-def kept_seeds() -> Iterator[None]:
-    """Inside, generators that are made keep seeds that differ by rank."""
-    global _users
-    with _lock:
-        _users += 1
-        torch.Generator = _Generator  # type: ignore[misc]
-    try:
-        yield
-    finally:
-        with _lock:
-            _users -= 1
-            if not _users:
-                torch.Generator = _Plain  # type: ignore[misc]
+kept_seeds = Replacement(torch, Generator=_Generator)
+"""Inside, generators that are made keep seeds that differ by rank."""
 
 
 class Stream(NamedTuple):

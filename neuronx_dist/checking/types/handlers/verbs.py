@@ -6,6 +6,7 @@ makes no sense of them is an error: the sum of what is equal on all ranks, the g
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -217,8 +218,7 @@ def _scatter(operand: _VerbOperand) -> SpmdType:
 
 def _exchange(operand: _VerbOperand) -> SpmdType:
     split, concat, spmd_type = operand.dim("split_dim"), operand.dim("concat_dim"), operand.type
-    if spmd_type.letter == "P":
-        raise operand.error("it is a partial sum: pieces of summands are not pieces of the sum", "gather_of_sum")
+    _pieces(operand)
     sharded = isinstance(spmd_type, Shard) and spmd_type.dim == concat and spmd_type.stride == 1 and split != concat
     return Shard(split) if sharded else V
 
@@ -233,6 +233,12 @@ def _permute(operand: _VerbOperand) -> SpmdType:
     return V
 
 
+def _pieces(operand: _VerbOperand) -> SpmdType:
+    if operand.type.letter == "P":
+        raise operand.error("it is a partial sum: pieces of summands are not pieces of the sum", "gather_of_sum")
+    return V
+
+
 _VERBS: dict[str, Callable[[_VerbOperand], SpmdType]] = {
     "all_reduce": _reduce,
     "all_gather": _gather,
@@ -240,8 +246,23 @@ _VERBS: dict[str, Callable[[_VerbOperand], SpmdType]] = {
     "all_to_all": _exchange,
     "broadcast": _broadcast,
     "permute": _permute,
+    "exchange": _pieces,
 }
-HANDLERS.update(dict.fromkeys([getattr(comm, _name) for _name in _VERBS], _verb))
+HANDLERS.update(dict.fromkeys([getattr(comm, _name) for _name in _VERBS if _name != "exchange"], _verb))
+
+
+def _exchange_verb(mode: Session, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """As `_verb`: what comes from each rank has the type of what goes to it, but that it varies over the axis."""
+    sends, recvs, axis = args
+
+    @functools.wraps(func)
+    def exchange(xs: Sequence[Tensor], axis: Any, **options: Any) -> Any:
+        return func(xs, recvs, axis, **options)
+
+    return _verb(mode, exchange, (sends, axis), kwargs)
+
+
+HANDLERS[comm.exchange] = _exchange_verb
 
 
 def _send(mode: Session, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from .... import comm
-from ....spmd.collectives import ROWS
 from ....spmd.errors import Violation
+from ....spmd.rows import ROWS
 from ....spmd.tensor_type import TensorType, type_of
 from ....spmd.types import DIFFERING, SAME, VARYING, I, P, R, Shard, SpmdType, V, scaled
 from ..judge import Operand, judge

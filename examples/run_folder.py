@@ -1,0 +1,116 @@
+"""The folder of a run of train_llama.py: which one it is, whether it may be written, whether all hosts see it."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import job
+from checkpoints import folder_of
+
+import neuronx_dist as nxd
+from neuronx_dist import comm
+from neuronx_dist.planning.layout import Layout
+
+_PATIENCE = 10.0  # seconds until another host sees a new folder; network file systems remember what was not there
+
+
+def choose(args: Namespace, layout: Layout) -> list[Any]:
+    """Decides on `--out` and `--resume` for all ranks, which all call it; returns their launches.
+
+    Ranks that a launcher has started again go on with the run of their launch, whatever the flags say. Rank 0 looks,
+    and knows which hosts are in the job: of those some may have been started anew.
+
+    Raises:
+        ValueError: on all ranks: the folder cannot be that of this run.
+    """
+    everywhere = comm.gather_objects((job.launch(), job.is_restart()))
+    launches = [list(each) for each in dict.fromkeys(tuple(launch) for launch, _ in everywhere if launch)]
+    answer = None
+    if job.RANK == 0:
+        try:
+            answer = (*_choice(args, layout, launches, any(again for _, again in everywhere)), None)
+        except (ValueError, OSError, nxd.CheckpointError) as error:
+            answer = ("", None, str(error))
+    args.out, args.resume, refusal = comm.broadcast_object(answer)
+    if refusal:
+        raise ValueError(refusal)
+    return launches
+
+
+def make(args: Namespace) -> None:
+    """Makes the folder, where it is missing; all ranks call it.
+
+    Raises:
+        ValueError: on all ranks: it cannot be written, or a host does not see it.
+    """
+    out = Path(args.out)
+    refusal = None
+    if job.RANK == 0:
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=out) as file:
+                file.write(b"\n")
+        except OSError as error:
+            refusal = f"--out {out} cannot be written: {error.strerror}"
+    refusal = comm.broadcast_object(refusal)
+    if refusal is None:
+        deadline = time.monotonic() + _PATIENCE
+        while not out.is_dir() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        blind = [rank for rank, sees in enumerate(comm.gather_objects(out.is_dir())) if not sees]
+        if blind:
+            refusal = (
+                f"rank 0 has made {out.absolute()}, and on the host of rank {blind[0]} it is not there: give an --out "
+                "that all hosts share"
+            )
+    if refusal:
+        raise ValueError(refusal)
+
+
+def _choice(args: Namespace, layout: Layout, launches: list[Any], again: bool) -> tuple[str, str | None]:
+    """`--out` and `--resume` of this run."""
+
+    def is_own(out: Path) -> bool:
+        """Whether a run of this launch is there. A wrapper around the script changes the process that has started it."""
+        return any(
+            one in launches or (again and one[0] != "none" and one[0] in [each[0] for each in launches])
+            for one in _launches_of(out)
+        )
+
+    if args.out is None:
+        taken = []
+        while (free := Path(_default(len(taken) + 1))).exists():
+            taken.append(free)
+        own = [out for out in taken if is_own(out)]
+        return (str(own[-1]), "auto") if own else (str(free), None)
+    out = Path(args.out)
+    if is_own(out):
+        return args.out, "auto"
+    if args.resume is None:
+        layout.check(out=out)
+    elif args.resume == "auto":
+        if out.exists() and not (out / "run.json").is_file() and any(out.iterdir()):
+            raise ValueError(f"--resume auto: {out} is not the folder of a run, it has no run.json; give another --out")
+        if (out / "model").exists() and not nxd.has_checkpoint(folder_of(args)):
+            raise ValueError(f"--resume auto: {out} has a run that has ended, and no checkpoint; give another --out")
+    elif not nxd.has_checkpoint(folder_of(args)):
+        raise ValueError(f"--resume: there is no complete checkpoint in {folder_of(args)}; --resume auto starts anew")
+    return args.out, args.resume
+
+
+def _default(number: int) -> str:
+    return f"runs/llama-{number}" if number > 1 else "runs/llama"
+
+
+def _launches_of(out: Path) -> list[Any]:
+    """The launches that the run of a folder has had."""
+    try:
+        record = json.loads((out / "run.json").read_text())
+        return [launch for each in (record, *record.get("resumed", ())) for launch in each["launches"]]
+    except (OSError, ValueError, KeyError):
+        return []

@@ -1,0 +1,124 @@
+"""A recording's graph as it is built: which node stands for which tensor."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from ...comm.backends.shapes import ShapesCommunicator
+from .effects import has_tensors, storage_of, tensors_in
+from .recording import Info, TensorSpec, TracingError, pack, part
+
+__all__ = ["Nodes", "refuse_hidden"]
+
+_OPAQUE = (
+    bool, int, float, complex, str, bytes, range, type(None), torch.dtype, torch.device, torch.Size, torch.layout,
+)  # fmt: skip
+
+
+class Nodes:
+    """The nodes of a graph, by the tensors that they stand for.
+
+    Attributes:
+        graph: that is built.
+        attributes: by id of a parameter or buffer, and of what is used in its place: (kind, name, what is used).
+        storages: memory of all tensors that nodes stand for, and of attributes.
+    """
+
+    def __init__(self) -> None:
+        self.graph = fx.Graph()
+        self.attributes: dict[int, tuple[str, str, torch.Tensor]] = {}
+        self.storages: set[int] = set()
+        self._nodes: dict[int, fx.Node] = {}  # by id of the tensor
+        self._alive: list[torch.Tensor] = []  # what ids are of: an id must not be used again
+
+    def add_attribute(self, kind: str, name: str, original: torch.Tensor, stand_in: torch.Tensor) -> None:
+        """From now on these two are the parameter or buffer `name`."""
+        self.attributes[id(stand_in)] = self.attributes[id(original)] = (kind, name, stand_in)
+        self._alive += [original, stand_in]
+        self.storages.add(storage_of(stand_in))
+
+    def bind(self, node: fx.Node, result: Any, info: Info) -> None:
+        """Makes `node` stand for `result`, and makes nodes for the tensors inside it."""
+        node.meta["info"] = info
+        if isinstance(result, torch.Tensor):
+            info.spec, info.storage = TensorSpec.of(result), storage_of(result)
+            self._nodes[id(result)] = node
+            self._alive.append(result)
+            self.storages.add(info.storage)
+            return
+        if not has_tensors(result):
+            return
+        if isinstance(result, (list, tuple)):
+            items: list[tuple[Any, Any, Any]] = [(operator.getitem, i, item) for i, item in enumerate(result)]
+        elif type(result) is dict:
+            items = [(operator.getitem, key, item) for key, item in result.items()]
+        else:
+            items = [(part, i, leaf) for i, leaf in enumerate(pytree.tree_leaves(result))]
+        for take, key, item in items:
+            if has_tensors(item):
+                child = self.graph.create_node("call_function", take, (node, key))
+                self.bind(child, item, Info(info.where, "part"))
+
+    def argument(self, x: Any, where: str) -> Any:
+        """A node's argument for `x`: tensors become nodes, all else stays."""
+        if isinstance(x, torch.Tensor):
+            return self._node(x, where)
+        if isinstance(x, _OPAQUE):
+            return x
+        if isinstance(x, slice):
+            return slice(*(self.argument(bound, where) for bound in (x.start, x.stop, x.step)))
+        if type(x) in (list, tuple):
+            return type(x)(self.argument(item, where) for item in x)
+        if type(x) is dict:
+            return {key: self.argument(item, where) for key, item in x.items()}
+        if isinstance(x, ShapesCommunicator):  # it communicates nothing; its axis names the real one
+            axes = tuple(x.axis.split(","))
+            return axes[0] if len(axes) == 1 else axes
+        leaves, structure = pytree.tree_flatten(x)
+        if not structure.is_leaf():
+            if not has_tensors(leaves):
+                return x
+            items = self.argument(leaves, where)
+            node = self.graph.create_node("call_function", pack, (items, structure))  # type: ignore[arg-type]
+            node.meta["info"] = Info(where, "pack")
+            return node
+        refuse_hidden(x, "an argument", where)
+        return x
+
+    def _node(self, x: torch.Tensor, where: str) -> fx.Node:
+        node = self._nodes.get(id(x))
+        if node is None:
+            kind, name, stand_in = self.attributes.get(id(x), ("", "", x))
+            if not kind:
+                if isinstance(x, FakeTensor):
+                    raise TracingError(
+                        f"{where}: a tensor of shape {tuple(x.shape)} comes from a call that cannot be recorded. If "
+                        f"it is made by a module of yours, list its class in leaf_module_cls."
+                    )
+                kind, name = "constant", f"_constant_{len(self._alive)}"
+            node = self.graph.create_node("get_attr", name)
+            self.bind(node, stand_in, Info(where, kind, constant=x if kind == "constant" else None))
+            self._nodes[id(x)] = node
+            self._alive.append(x)
+        spec = node.meta["info"].spec
+        if x.requires_grad and not spec.requires_grad:  # changed in place since
+            node.meta["info"].spec = spec._replace(requires_grad=True)
+        return node
+
+
+def refuse_hidden(x: Any, what: str, where: str) -> None:
+    """Objects may go through as they are, unless they carry tensors that nobody would follow."""
+    if isinstance(x, (nn.Module, type)) or callable(x):
+        return
+    attributes = getattr(x, "__dict__", {})
+    if any(isinstance(tensor, FakeTensor) for tensor in tensors_in(list(attributes.values()))):
+        raise TracingError(
+            f"{where}: {what} is a {type(x).__name__} that holds tensors. Register the class with "
+            f"torch.utils._pytree.register_pytree_node, or pass its tensors in a tuple or dict."
+        )

@@ -1,0 +1,45 @@
+"""Tensors that live on many ranks: exact for any split, typed, differentiable, at a fraction of DTensor's host cost.
+
+placements.py    Shard, Replicate, Partial, and their types     device_mesh.py  ranks as a grid with groups
+spec.py          the layout of a tensor, interned               tensor.py       ShardTensor: a wrapper of a local tensor
+local_shapes.py  a layout from one rank's part                  construct.py    distribute, scatter, factories
+moves.py         gather, split, exchange along one mesh dim     redistribute.py from one layout to another
+handlers.py      how functions get handlers; the recipe         labels.py       layouts by labels of dims
+module.py        distribute_module                              fallback.py     functions without a handler
+ops/             the handlers of torch's functions, one family a file
+"""
+
+from ..call_site import hide
+from . import ops
+from .construct import distribute_tensor, scatter_tensor
+from .device_mesh import DeviceMesh, init_device_mesh
+from .fallback import fallback, set_fallback
+from .handlers import TensorPromotionMode, promotion_mode, sharded
+from .module import distribute_module, sync_module_over_mesh
+from .placements import Partial, Placement, Replicate, Shard, spmd_type
+from .spec import ShardTensorSpec
+from .tensor import ShardTensor
+
+__all__ = [
+    "DeviceMesh",
+    "Partial",
+    "Placement",
+    "Replicate",
+    "Shard",
+    "ShardTensor",
+    "ShardTensorSpec",
+    "TensorPromotionMode",
+    "distribute_module",
+    "distribute_tensor",
+    "fallback",
+    "init_device_mesh",
+    "ops",
+    "promotion_mode",
+    "scatter_tensor",
+    "set_fallback",
+    "sharded",
+    "spmd_type",
+    "sync_module_over_mesh",
+]
+
+hide(__name__)

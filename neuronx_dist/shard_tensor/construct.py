@@ -1,0 +1,291 @@
+"""Making ShardTensors: from a whole tensor, from one that a single rank has, and from sizes alone.
+
+Random factories give the values of one process at any layout: each rank draws the whole tensor from the default
+generator, which has the same state on all ranks, and keeps its part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from .. import comm
+from .device_mesh import DeviceMesh, current_mesh
+from .placements import Placement, Shard
+from .spec import ShardTensorSpec, make_spec
+from .tensor import ShardTensor, as_leaf, wrap
+
+__all__ = [
+    "arange",
+    "distribute_tensor",
+    "empty",
+    "full",
+    "ones",
+    "own_piece",
+    "rand",
+    "randint",
+    "randn",
+    "scatter_tensor",
+    "zeros",
+]
+
+
+def distribute_tensor(
+    tensor: torch.Tensor,
+    device_mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+    *,
+    sizes: Sequence[Sequence[int] | None] | None = None,
+    src: int | None = 0,
+) -> ShardTensor:
+    """A tensor that all ranks have, as a leaf of which each rank keeps its part.
+
+    Args:
+        tensor: a leaf, of the same shape on all ranks; a meta tensor stays one, and nothing is communicated.
+        device_mesh: None: that of the innermost `with mesh:`, else one dim over the world.
+        placements: None: Replicate everywhere.
+        sizes: for each mesh dim the sizes of its shards, or None for chunks.
+        src: the rank (its place in the mesh) whose values count, which sends each rank its part. None: all ranks have
+            the same values, and nothing is sent.
+
+    Raises:
+        RuntimeError: the tensor has a graph.
+        ValueError: see `checked_placements` and `make_spec`.
+    """
+    if isinstance(tensor, ShardTensor):
+        return tensor.redistribute(device_mesh, placements, sizes=sizes)
+    if not tensor.is_leaf:
+        raise RuntimeError(
+            "distribute_tensor takes a leaf, whose values it distributes; a tensor with a graph keeps it by "
+            "ShardTensor.from_local(x, mesh).redistribute(mesh, placements)"
+        )
+    mesh = device_mesh or current_mesh(tensor.device.type)
+    spec = make_spec(mesh, placements, tensor.shape, sizes)
+    if spec.partial:
+        raise ValueError(f"distribute_tensor: {list(spec.placements)}: a Partial is made by redistribute()")
+    if tensor.is_meta:
+        local = torch.empty(spec.local_shape, dtype=tensor.dtype, device="meta")
+    elif src is None:
+        local = own_piece(tensor.detach(), spec).clone()
+    else:
+        local = _sent(tensor.detach(), spec, src, tensor.dtype, tensor.device)
+    return as_leaf(local, spec, tensor.requires_grad)
+
+
+def scatter_tensor(
+    tensor: torch.Tensor | None,
+    global_src: int,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    global_shape: Sequence[int] | None = None,
+    dtype: torch.dtype | None = None,
+    requires_grad: bool = False,
+    *,
+    sizes: Sequence[Sequence[int] | None] | None = None,
+) -> ShardTensor:
+    """A tensor that one rank has, as a leaf of which every rank is sent its part only.
+
+    Args:
+        tensor: None on ranks other than `global_src`.
+        global_src: the number in the job of the rank that has it.
+        global_shape, dtype: of the tensor; None: the other ranks are told by `global_src`.
+        sizes: for each mesh dim the sizes of its shards, or None for chunks.
+
+    Raises:
+        ValueError: `global_src` is no rank of the mesh, or has no tensor.
+    """
+    ranks = mesh.mesh.flatten().tolist()
+    if global_src not in ranks:
+        raise ValueError(f"scatter_tensor: global_src={global_src} is none of the ranks {ranks} of {mesh}")
+    src = ranks.index(global_src)
+    is_source = mesh.get_rank() == global_src
+    if global_shape is None or dtype is None:
+        told: Any = None if tensor is None else (tuple(tensor.shape), tensor.dtype, tensor.device.type)
+        told = _broadcast_object(told, mesh, src)
+        if told is None:
+            raise ValueError(f"scatter_tensor: rank {global_src}, global_src, has no tensor (None)")
+        global_shape, dtype = told[0], told[1]
+    spec = make_spec(mesh, placements, global_shape, sizes)
+    device = tensor.device if tensor is not None else torch.device(mesh.device_type)
+    whole = None
+    if is_source:
+        assert tensor is not None
+        whole = tensor.detach().to(dtype)
+    return as_leaf(_sent(whole, spec, src, dtype, device), spec, requires_grad)
+
+
+def own_piece(whole: torch.Tensor, spec: ShardTensorSpec) -> torch.Tensor:
+    """This rank's part of a whole tensor, as a view."""
+    for _, dim in spec.sharded:
+        whole = whole.narrow(dim, spec.offsets[dim], spec.local_shape[dim])
+    return whole
+
+
+def _broadcast_object(obj: Any, mesh: DeviceMesh, src: int) -> Any:
+    for m, index in enumerate(_coordinate(mesh, src)):
+        obj = comm.broadcast_object(obj, mesh.communicator(m), src=index)
+    return obj
+
+
+def _coordinate(mesh: DeviceMesh, index: int) -> list[int]:
+    """The coordinates of a place in the mesh."""
+    return [int(each) for each in torch.unravel_index(torch.tensor(index), mesh.shape)]
+
+
+def _sent(
+    whole: torch.Tensor | None, spec: ShardTensorSpec, src: int, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """This rank's part of the tensor that place `src` of the mesh has.
+
+    One mesh dim after the other: after each, the ranks that differ from `src` along the dims so far have their parts
+        along these.
+    """
+    mesh = spec.mesh
+    own, source = mesh.get_coordinate(), _coordinate(mesh, src)
+    if own is None:
+        raise RuntimeError(f"rank {mesh.get_rank()} is no part of {mesh}")
+    shape = list(spec.shape)
+    part = whole if own == source else None
+    for m, placement in enumerate(spec.placements):
+        group = mesh.communicator(m)
+        takes_part = own[m + 1 :] == source[m + 1 :]
+        sizes = spec.sizes[m]
+        if isinstance(placement, Shard):
+            assert sizes is not None
+            dim = placement.dim
+            shape[dim] = sizes[own[m]]
+            if not takes_part:
+                continue
+            if own[m] == source[m]:
+                assert part is not None
+                pieces = part.split(list(sizes), dim)
+                for index, piece in enumerate(pieces):
+                    if index != own[m] and piece.numel():
+                        comm.send(piece.contiguous(), group, dst=index)
+                part = pieces[own[m]]
+            else:
+                part = torch.empty(shape, dtype=dtype, device=device)
+                if part.numel():
+                    comm.recv(part, group, src=source[m])
+        elif takes_part:
+            buffer = torch.empty(shape, dtype=dtype, device=device) if part is None else part.contiguous()
+            part = comm.broadcast(buffer, group, src=source[m])
+    assert part is not None
+    return part.clone(memory_format=torch.contiguous_format)
+
+
+# --- factories
+
+
+def _size(size: tuple[Any, ...]) -> torch.Size:
+    return torch.Size(size[0] if len(size) == 1 and not isinstance(size[0], int) else size)
+
+
+def _spec(
+    shape: torch.Size,
+    device_mesh: DeviceMesh | None,
+    placements: Sequence[Placement] | None,
+    sizes: Sequence[Sequence[int] | None] | None,
+) -> ShardTensorSpec:
+    return make_spec(device_mesh or current_mesh(), placements, shape, sizes)
+
+
+def _filled(make: Callable[..., torch.Tensor]) -> Callable[..., ShardTensor]:
+    """A factory whose values do not depend on where they are."""
+
+    def factory(
+        *size: Any,
+        device_mesh: DeviceMesh | None = None,
+        placements: Sequence[Placement] | None = None,
+        sizes: Sequence[Sequence[int] | None] | None = None,
+        dtype: torch.dtype | None = None,
+        requires_grad: bool = False,
+    ) -> ShardTensor:
+        spec = _spec(_size(size), device_mesh, placements, sizes)
+        local = make(spec.local_shape, dtype=dtype, device=_device(spec.mesh))
+        return as_leaf(local, spec, requires_grad)
+
+    factory.__name__ = factory.__qualname__ = make.__name__
+    factory.__doc__ = f"`torch.{make.__name__}` of which each rank makes its part."
+    return factory
+
+
+def _drawn(draw: Callable[..., torch.Tensor]) -> Callable[..., ShardTensor]:
+    """A factory whose values are those of one process."""
+
+    def factory(
+        *size: Any,
+        device_mesh: DeviceMesh | None = None,
+        placements: Sequence[Placement] | None = None,
+        sizes: Sequence[Sequence[int] | None] | None = None,
+        dtype: torch.dtype | None = None,
+        requires_grad: bool = False,
+        **options: Any,
+    ) -> ShardTensor:
+        spec = _spec(_size(size), device_mesh, placements, sizes)
+        whole = draw(spec.shape, dtype=dtype, device=_device(spec.mesh), **options)
+        return as_leaf(own_piece(whole, spec).clone(), spec, requires_grad)
+
+    factory.__name__ = factory.__qualname__ = draw.__name__
+    factory.__doc__ = f"`torch.{draw.__name__}`, with the values of one process at any layout."
+    return factory
+
+
+def _device(mesh: DeviceMesh) -> torch.device:
+    if mesh.device_type == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device(mesh.device_type)
+
+
+empty = _filled(torch.empty)
+ones = _filled(torch.ones)
+zeros = _filled(torch.zeros)
+rand = _drawn(torch.rand)
+randn = _drawn(torch.randn)
+
+
+def full(
+    size: Sequence[int],
+    fill_value: float,
+    *,
+    device_mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+    sizes: Sequence[Sequence[int] | None] | None = None,
+    dtype: torch.dtype | None = None,
+    requires_grad: bool = False,
+) -> ShardTensor:
+    """`torch.full` of which each rank makes its part."""
+    spec = _spec(torch.Size(size), device_mesh, placements, sizes)
+    local = torch.full(spec.local_shape, fill_value, dtype=dtype, device=_device(spec.mesh))
+    return as_leaf(local, spec, requires_grad)
+
+
+def randint(
+    *bounds: int,
+    size: Sequence[int],
+    device_mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+    sizes: Sequence[Sequence[int] | None] | None = None,
+    dtype: torch.dtype | None = None,
+) -> ShardTensor:
+    """`torch.randint([low,] high, size=size)`, with the values of one process at any layout."""
+    spec = _spec(torch.Size(size), device_mesh, placements, sizes)
+    whole: torch.Tensor = torch.randint(*bounds, tuple(size), dtype=dtype, device=_device(spec.mesh))  # type: ignore[call-overload]
+    return wrap(own_piece(whole, spec).clone(), spec)
+
+
+def arange(
+    *bounds: float,
+    device_mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+    sizes: Sequence[Sequence[int] | None] | None = None,
+    dtype: torch.dtype | None = None,
+    requires_grad: bool = False,
+) -> ShardTensor:
+    """`torch.arange([start,] end[, step])` of which each rank keeps its part."""
+    mesh = device_mesh or current_mesh()
+    whole = torch.arange(*bounds, dtype=dtype, device=_device(mesh))
+    spec = make_spec(mesh, placements, whole.shape, sizes)
+    return as_leaf(own_piece(whole, spec).clone(), spec, requires_grad)

@@ -1,0 +1,251 @@
+"""`DeviceMesh`: ranks as a grid with a group along each dim.
+
+It is made from rank numbers, from axes of the current mesh, or from torch's mesh.
+
+A device mesh belongs to the context (the job's, or that of a rank that is played or is a thread): equal ranks and names
+give the same object, so that layouts are compared by `is`. Its groups are made when it is, by all ranks of the world.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh as TorchMesh
+
+from .. import comm
+from ..comm import Communicator, launch
+from ..comm.context import Context
+from ..mesh import Axis, Mesh
+
+__all__ = ["DeviceMesh", "current_mesh", "init_device_mesh"]
+
+_TABLE = "device_meshes"  # of a context
+_local = threading.local()
+
+
+class DeviceMesh:
+    """A grid of ranks, row-major, for tensors that are placed on it.
+
+    Args:
+        device_type: "cpu", "cuda" or "xla".
+        mesh: global ranks as a list or tensor, nested for several dims.
+        mesh_dim_names: a name for each dim.
+
+    Attributes:
+        device_type, mesh_dim_names: as given.
+        shape: number of ranks along each dim.
+        ndim: number of dims.
+        mesh: the global ranks as a tensor `[*shape]`.
+        communicators: this rank's group along each dim; None where this rank is no part of the mesh.
+
+    Raises:
+        ValueError: ranks that repeat or are none of the job's; names that are not one for each dim.
+    """
+
+    device_type: str
+    mesh_dim_names: tuple[str, ...] | None
+    shape: tuple[int, ...]
+    ndim: int
+    mesh: torch.Tensor
+    communicators: tuple[Communicator, ...] | None
+    plans: dict[Any, Any]  # of operations on layouts of this mesh, by who computed them
+    tables: dict[str, Any]  # other things that live as long as the mesh
+
+    def __new__(cls, device_type: str, mesh: Any, *, mesh_dim_names: Sequence[str] | None = None) -> DeviceMesh:
+        ranks = torch.as_tensor(mesh, dtype=torch.int64, device="cpu")
+        return _interned(device_type, ranks, None if mesh_dim_names is None else tuple(mesh_dim_names))
+
+    @classmethod
+    def from_axes(cls, axes: Axis = "world", *, device_type: str = "cpu") -> DeviceMesh:
+        """The mesh of which each dim is an axis of the current mesh: this rank's part of it, with the axes' names.
+
+        Example:
+            >>> DeviceMesh.from_axes(("dp", "tp"))
+        """
+        context = _context()
+        names = (axes,) if isinstance(axes, str) else axes
+        ranks = torch.tensor(context.mesh.group_of(axes, context.rank)).view(
+            [context.mesh.size(name) for name in names]
+        )
+        return _interned(device_type, ranks, tuple(names), names)
+
+    @classmethod
+    def from_torch(cls, mesh: Any) -> DeviceMesh:
+        """The same mesh as a `torch.distributed.DeviceMesh`."""
+        return cls(mesh.device_type, mesh.mesh, mesh_dim_names=mesh.mesh_dim_names)
+
+    def to_torch(self) -> Any:
+        """This mesh as a `torch.distributed.DeviceMesh`, made once. All ranks of the world call it."""
+        if "torch" not in self.tables:
+            self.tables["torch"] = TorchMesh(self.device_type, self.mesh, mesh_dim_names=self.mesh_dim_names)
+        return self.tables["torch"]
+
+    def size(self, mesh_dim: int | None = None) -> int:
+        """Number of ranks along one dim, or of the mesh."""
+        return prod(self.shape) if mesh_dim is None else self.shape[mesh_dim]
+
+    def get_coordinate(self) -> list[int] | None:
+        """This rank's index along each dim; None: it is no part of the mesh."""
+        return None if self.communicators is None else [communicator.rank for communicator in self.communicators]
+
+    def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
+        """This rank's index along a dim, which may be left out where there is one."""
+        return self.communicator(mesh_dim).rank
+
+    def get_rank(self) -> int:
+        """This rank's number in the job."""
+        return _context().rank
+
+    def communicator(self, mesh_dim: int | str | None = None) -> Communicator:
+        """This rank's group along a dim, as every function of this package that communicates takes it."""
+        if self.communicators is None:
+            raise RuntimeError(f"rank {_context().rank} is no part of {self}")
+        return self.communicators[self._index(mesh_dim)]
+
+    def get_group(self, mesh_dim: int | str | None = None) -> Any:
+        """The torch ProcessGroup along a dim.
+
+        Raises:
+            RuntimeError: ranks have no process groups (they are threads, or are played): use `communicator`.
+        """
+        backend = _context().backend
+        group = backend.process_group(self.communicator(mesh_dim))
+        if isinstance(group, Communicator):
+            raise RuntimeError(
+                f"{self} has no process group on the backend {backend.name}: give mesh.communicator({mesh_dim!r}) to a "
+                "verb of neuronx_dist.comm or to an operator of neuronx_dist.spmd, which is differentiable too"
+            )
+        return group
+
+    def __getitem__(self, names: str | tuple[str, ...]) -> DeviceMesh:
+        """This rank's part of the mesh along some of its dims."""
+        chosen = (names,) if isinstance(names, str) else tuple(names)
+        dims = [self._index(name) for name in chosen]
+        coordinate = self.get_coordinate()
+        if coordinate is None:
+            raise RuntimeError(f"rank {_context().rank} is no part of {self}")
+        index = tuple(slice(None) if dim in dims else coordinate[dim] for dim in range(self.ndim))
+        kept = sorted(dims)
+        ranks = self.mesh[index].permute([kept.index(dim) for dim in dims])
+        return _interned(self.device_type, ranks, chosen, [self.communicator(dim) for dim in dims])
+
+    def _index(self, mesh_dim: int | str | None) -> int:
+        if mesh_dim is None:
+            if self.ndim != 1:
+                raise ValueError(f"{self} has {self.ndim} dims: say which one is meant, by index or name")
+            return 0
+        if isinstance(mesh_dim, str):
+            if mesh_dim not in (self.mesh_dim_names or ()):
+                raise ValueError(f"{self} has no dim {mesh_dim!r}; its dims are {self.mesh_dim_names}")
+            return (self.mesh_dim_names or ()).index(mesh_dim)
+        if not -self.ndim <= mesh_dim < self.ndim:
+            raise ValueError(f"{self} has no dim {mesh_dim}")
+        return mesh_dim % self.ndim
+
+    def __enter__(self) -> DeviceMesh:
+        _local.__dict__.setdefault("stack", []).append(self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        _local.stack.pop()
+
+    def __repr__(self) -> str:
+        names = "" if self.mesh_dim_names is None else f", mesh_dim_names={self.mesh_dim_names}"
+        return f"DeviceMesh({self.device_type!r}, {self.mesh.tolist()}{names})"
+
+    def __deepcopy__(self, memo: Any) -> DeviceMesh:
+        return self
+
+    def __reduce__(self) -> Any:
+        return _rebuilt, (self.device_type, self.mesh.tolist(), self.mesh_dim_names)
+
+
+def init_device_mesh(
+    device_type: str, mesh_shape: Sequence[int], *, mesh_dim_names: Sequence[str] | None = None
+) -> DeviceMesh:
+    """A mesh over all ranks of the job, row-major; one size may be -1 and is what the others leave.
+
+    Raises:
+        ValueError: the sizes do not make up the job's number of ranks.
+    """
+    world = _context().mesh.world_size
+    shape = list(mesh_shape)
+    known = prod(size for size in shape if size != -1)
+    if shape.count(-1) == 1 and known > 0 and world % known == 0:
+        shape[shape.index(-1)] = world // known
+    if prod(shape) != world or min(shape, default=0) < 1:
+        raise ValueError(f"init_device_mesh: a mesh of shape {tuple(mesh_shape)} does not fit {world} ranks")
+    return DeviceMesh(device_type, torch.arange(world).view(shape), mesh_dim_names=mesh_dim_names)
+
+
+def current_mesh(device_type: str = "cpu") -> DeviceMesh:
+    """The mesh of the innermost `with mesh:`, else one dim over all ranks of the job."""
+    stack: list[DeviceMesh] | None = getattr(_local, "stack", None)
+    if stack:
+        return stack[-1]
+    return DeviceMesh(device_type, list(range(_context().mesh.world_size)))
+
+
+def _rebuilt(device_type: str, ranks: Any, names: tuple[str, ...] | None) -> DeviceMesh:
+    return DeviceMesh(device_type, ranks, mesh_dim_names=names)
+
+
+def _context() -> Context:
+    """The current context; a job without one becomes a mesh of data-parallel ranks."""
+    if not comm.is_initialized():
+        world_size, _ = launch.world()
+        launch.connect(Mesh(world_size), lazy=True)
+    return comm.current()
+
+
+def _interned(
+    device_type: str,
+    ranks: torch.Tensor,
+    names: tuple[str, ...] | None,
+    groups: Sequence[Axis | Communicator] | None = None,
+) -> DeviceMesh:
+    """The one mesh of these ranks and names in this context. `groups`: along each dim, where they are known."""
+    context = _context()
+    if ranks.ndim == 0:
+        ranks = ranks.view(1)
+    numbers = tuple(ranks.flatten().tolist())
+    if len(set(numbers)) != len(numbers) or not set(numbers) <= set(range(context.mesh.world_size)):
+        raise ValueError(
+            f"DeviceMesh: ranks {ranks.tolist()} must be different ones of the job's {context.mesh.world_size}"
+        )
+    if names is not None and (len(names) != ranks.ndim or len(set(names)) != len(names)):
+        raise ValueError(f"DeviceMesh: mesh_dim_names {names} must be {ranks.ndim} different names, one for each dim")
+    table = context.extras.setdefault(_TABLE, {})
+    key = (device_type, numbers, tuple(ranks.shape), names)
+    if key in table:
+        mesh: DeviceMesh = table[key]
+        return mesh
+    mesh = object.__new__(DeviceMesh)
+    mesh.device_type, mesh.mesh_dim_names, mesh.mesh = device_type, names, ranks
+    mesh.shape, mesh.ndim = tuple(ranks.shape), ranks.ndim
+    mesh.plans, mesh.tables = {}, {}
+    if groups is None:
+        groups = [_group(context, ranks, dim, names) for dim in range(ranks.ndim)]  # type: ignore[misc]
+    whole = all(group is not None for group in groups)
+    mesh.communicators = tuple(context.communicator(group) for group in groups) if whole else None
+    table[key] = mesh
+    return mesh
+
+
+def _group(
+    context: Context, ranks: torch.Tensor, dim: int, names: tuple[str, ...] | None
+) -> Axis | Communicator | None:
+    """The ranks along a dim: an axis of the context's mesh where they are its groups, else a group of their own."""
+    rows: list[list[int]] = ranks.movedim(dim, -1).reshape(-1, ranks.shape[dim]).tolist()
+    own = next((row for row in rows if context.rank in row), None)
+    axis = context.mesh.axis_of(rows[0])
+    everybody = len(rows) * len(rows[0]) == context.mesh.world_size
+    if axis is not None and everybody and all(list(context.mesh.group_of(axis, row[0])) == row for row in rows):
+        return axis
+    label = f"{names[dim] if names else f'mesh dim {dim}'}"
+    group = context.new_group(rows, label)
+    return group if own is not None else None

@@ -1,0 +1,120 @@
+"""What computes a function that has no handler: its operands are gathered, and its results split again.
+
+Nothing is gathered silently: each call site is warned of once, with the function, the bytes, and what to do. DTensor's
+own rules are not used, since they are wrong for shards that are no chunks.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch._C import DisableTorchFunctionSubclass
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from ..call_site import call_site
+from .handlers import DISPATCH, FUNCTIONS, UNHANDLED, check_promotion, sharded
+from .redistribute import redistributed
+from .spec import ShardTensorSpec
+from .tensor import ShardTensor, wrap
+
+__all__ = ["fallback", "set_fallback"]
+
+_MODES = ("error", "warn", "gather")
+_default = ["warn"]
+_mode: ContextVar[str | None] = ContextVar("fallback", default=None)
+_warned: set[tuple[str, str]] = set()
+
+
+def _checked(mode: str) -> str:
+    if mode not in _MODES:
+        raise ValueError(f"fallback {mode!r} is none of {', '.join(_MODES)}")
+    return mode
+
+
+def set_fallback(mode: str) -> None:
+    """What is done about functions without a handler: "error", "warn" (once a call site), or "gather" silently."""
+    _default[0] = _checked(mode)
+
+
+@contextmanager
+def fallback(mode: str) -> Iterator[None]:
+    """`set_fallback` for this thread: `with fallback("error"):`."""
+    token = _mode.set(_checked(mode))
+    try:
+        yield
+    finally:
+        _mode.reset(token)
+
+
+@sharded(UNHANDLED)
+def by_gathering(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    """Computes `func` on whole tensors, on every rank."""
+    if DISPATCH.keys() != {UNHANDLED} and not getattr(func, "__module__", "").startswith("neuronx_dist"):
+        with DisableTorchFunctionSubclass():  # down to operators, of which some have a handler
+            return func(*args, **kwargs)
+    return _gathered(func, args, kwargs)
+
+
+def _by_gathering_operator(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    """Computes an operator, which autograd or a call without a function handler came down to."""
+    x: Any = args[0] if args else None
+    if func in _ON_LOCALS and isinstance(x, ShardTensor):
+        return wrap(func(x._local, *args[1:], **kwargs), x._spec)
+    if func is _aten.view.default and tuple(args[1]) == tuple(x.shape):  # an input that an autograd function returns
+        return wrap(x._local.view(x._local.shape), x._spec)
+    handler = _function_of(func)
+    return _gathered(func, args, kwargs) if handler is None else handler(func, types, args, kwargs)
+
+
+def _function_of(func: Any) -> Any:
+    """The handler of the torch function with an operator's name."""
+    name = func.overloadpacket.__name__
+    return FUNCTIONS.get(getattr(torch, name, None)) or FUNCTIONS.get(getattr(torch.Tensor, name, None))
+
+
+def _gathered(func: Any, args: Any, kwargs: Any) -> Any:
+    name = getattr(func, "__name__", str(func))
+    mode = _mode.get() or _default[0]
+    flat, tree = tree_flatten((args, kwargs))
+    operands = [x for x in flat if isinstance(x, ShardTensor)]
+    first = operands[0]._spec
+    split = [x for x in operands if x._spec is not x._spec.replicated()]
+    if split:
+        moved = sum(x.numel() * x.element_size() for x in split)
+        text = (
+            f"{name} has no handler: {len(split)} ShardTensors would be gathered ({moved} bytes on every rank, of "
+            f"{[tuple(x.shape) for x in split]}). Write one (neuronx_dist.shard_tensor.sharded), or call full_tensor() "
+            "to gather on purpose"
+        )
+        if mode == "error":
+            raise NotImplementedError(text)
+        site = call_site()
+        if mode == "warn" and (name, site) not in _warned:
+            _warned.add((name, site))
+            warnings.warn(f"{text}; at {site}", stacklevel=3)
+    if (name.endswith("_") and not name.endswith("__")) or kwargs.get("out") is not None:
+        raise NotImplementedError(
+            f"{name} has no handler and writes in place: use the form of it that returns a tensor"
+        )
+    for x in flat:
+        if isinstance(x, torch.Tensor) and not isinstance(x, ShardTensor):
+            check_promotion(x, name)
+    args, kwargs = tree_unflatten([x.full_tensor() if isinstance(x, ShardTensor) else x for x in flat], tree)
+    return tree_map(lambda x: _split_again(x, first) if isinstance(x, torch.Tensor) else x, func(*args, **kwargs))
+
+
+def _split_again(whole: torch.Tensor, like: ShardTensorSpec) -> ShardTensor:
+    """A result with the shape of an operand gets its layout."""
+    target = like if whole.shape == like.shape and not like.partial else None
+    spec = like.replicated() if whole.shape == like.shape else like.replicated().with_shape(whole.shape)
+    return wrap(whole, spec) if target is None else wrap(redistributed(whole, spec, target), target)
+
+
+_aten = torch.ops.aten
+_ON_LOCALS = frozenset((_aten.detach.default, _aten.alias.default, _aten.clone.default))
+DISPATCH[UNHANDLED] = _by_gathering_operator

@@ -1,0 +1,94 @@
+"""Halos as functions of plain tensors: rows of the neighbours before and behind a shard, and without them again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from .device_mesh import DeviceMesh
+from .exchange import exchange
+from .intervals import Bounds, Plan, bounds_of, virtual_runs
+
+__all__ = ["HaloConfig", "halo_padding", "unhalo_padding"]
+
+
+@dataclass(frozen=True)
+class HaloConfig:
+    """Which halo.
+
+    Attributes:
+        mesh_dim: of the device mesh, by index or name.
+        tensor_dim: the dim that is sharded along it.
+        halo_size: positions of each neighbour; more than a shard has come from several ranks.
+        edge_padding_size: of zeros, before the first shard and behind the last.
+        sizes: of all shards along the dim; None: every rank's is as this one's.
+
+    Raises:
+        ValueError: a negative size, or more padding than halo.
+    """
+
+    mesh_dim: int | str
+    tensor_dim: int
+    halo_size: int
+    edge_padding_size: int = 0
+    sizes: Sequence[int] | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.edge_padding_size <= self.halo_size:
+            raise ValueError(
+                f"HaloConfig: edge_padding_size={self.edge_padding_size} must be from 0 to halo_size={self.halo_size}"
+            )
+
+
+def halo_padding(tensor: torch.Tensor, mesh: DeviceMesh, halo_config: HaloConfig) -> torch.Tensor:
+    """A shard with its halo: `[.., n, ..] -> [.., before + n + behind, ..]`. Differentiable; halos' gradients go back.
+
+    Raises:
+        ValueError: `tensor` is not of this rank's size, or there is not a size for each rank.
+    """
+    communicator = mesh.communicator(halo_config.mesh_dim)
+    sizes = _sizes(halo_config, communicator.size, tensor.shape[halo_config.tensor_dim])
+    plan = _plan(bounds_of(sizes), halo_config.halo_size, halo_config.edge_padding_size)
+    return exchange(tensor, plan, communicator, halo_config.tensor_dim)
+
+
+def unhalo_padding(tensor: torch.Tensor, mesh: DeviceMesh, halo_config: HaloConfig) -> torch.Tensor:
+    """A padded shard without its halo: `[.., before + n + behind, ..] -> [.., n, ..]`. Nothing is communicated.
+
+    Raises:
+        ValueError: `tensor` has not as many positions as a shard of this rank with its halo.
+    """
+    communicator, dim = mesh.communicator(halo_config.mesh_dim), halo_config.tensor_dim
+    rank, length = int(communicator.rank), tensor.shape[dim]
+    most = length if halo_config.sizes is None else 0
+    for size in range(most, max(0, most - 2 * halo_config.halo_size) - 1, -1):
+        bounds = bounds_of(_sizes(halo_config, communicator.size, size))
+        low, high = _padded(bounds, rank, halo_config.halo_size, halo_config.edge_padding_size)
+        if high - low == length:
+            return tensor.narrow(dim, bounds[rank] - low, bounds[rank + 1] - bounds[rank])
+    raise ValueError(
+        f"unhalo_padding: dim {dim} of shape {tuple(tensor.shape)} is not that of a shard with the halo of "
+        f"{halo_config} on index {rank} of {communicator.size} ranks"
+    )
+
+
+def _sizes(config: HaloConfig, count: int, own: int) -> Sequence[int]:
+    if config.sizes is None:
+        return [own] * count
+    if len(config.sizes) != count:
+        raise ValueError(f"HaloConfig: sizes {list(config.sizes)}: give one for each of the {count} ranks")
+    return config.sizes
+
+
+def _padded(bounds: Bounds, rank: int, halo: int, edge: int) -> tuple[int, int]:
+    """The positions of a shard with its halo; those below 0, and from the last bound on, are padding."""
+    return max(bounds[rank] - halo, -edge), min(bounds[rank + 1] + halo, bounds[-1] + edge)
+
+
+@cache
+def _plan(bounds: Bounds, halo: int, edge: int) -> Plan:
+    ranks = range(len(bounds) - 1)
+    return Plan(bounds, [virtual_runs(*_padded(bounds, rank, halo, edge), bounds[-1]) for rank in ranks])

@@ -1,0 +1,158 @@
+"""Which handler computes a function of ShardTensors, and what becomes of plain tensors that meet one.
+
+How a handler is written (`ops/` has one family of functions a file):
+
+    @sharded(torch.nn.functional.linear)                  # 1. the functions that it computes
+    def linear(func, types, args, kwargs):                # 2. torch's `__torch_function__` signature, whole arguments
+        (x, w), spec = inside(_linear, args[:2])          # 3. local operands, and the layout of the result
+        return wrap(func(x, w), spec)                     # 4. the function itself on local tensors; the result's layout
+
+    def _linear(x, w):                                    # 5. a rule: from whole shapes to labels of dims, once for
+        rows = tuple(range(len(x) - 1))                   #    each combination of layouts
+        return Labels([(*rows, "k"), ("n", "k")], (*rows, "n"))
+
+* **Locals.** `inside(rule, operands, *extras)` (`labels.py`) decides from the labels what stays sharded and brings
+  every operand there: a Replicate operand that meets a shard of the same label is split, of another label becomes
+  `convert(I, R)`, so that its gradient is reduced once; Partial is reduced; shards that disagree are brought to the
+  larger one's layout. Plain tensors count as Replicate. A label in `Labels.whole` must not be sharded. A contracted
+  label that is sharded makes the result Partial.
+* **Without labels** a handler takes `local_of(x)` and `x._spec` itself. `spec.sizes[mesh_dim]` are the sizes of *all*
+  ranks' shards: whatever depends on the others' shapes is computed from it, and nothing is asked.
+  `spec.mesh.communicator(mesh_dim)` is the group. What is computed from specs alone belongs in a function decorated
+  with `planned`: it runs once for equal specs.
+* **Communication** inside a handler is typed: `spmd.all_reduce(y, group, src=P, dst=I)` for a sum over the ranks,
+  `src=P, dst=R` if what follows differs by rank; `moves.gather / split / scatter_sum / transpose` for shards of any
+  sizes; `redistributed(local, spec, target)` for a whole layout. Their backward is the table's. Every rank calls them,
+  also one whose shard is empty.
+* **Results**: `wrap(local, make_spec(mesh, placements, shape, sizes))`; what is no tensor is returned as it is.
+* **Tests**: one line in `tests/shard_tensor/support/table.py` (see `support/cases.py`) runs it at all layouts.
+
+A user's handler is the same: `ShardTensor.register_function_handler(target, handler)`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from enum import Enum
+from typing import Any
+
+import torch
+
+from ..call_site import call_site
+
+__all__ = [
+    "DISPATCH",
+    "FUNCTIONS",
+    "Handler",
+    "TensorPromotionMode",
+    "UNHANDLED",
+    "check_promotion",
+    "named_handler",
+    "promotion_mode",
+    "register_dispatch_handler",
+    "register_function_handler",
+    "register_named_function_handler",
+    "sharded",
+]
+
+Handler = Callable[..., Any]  # (func, types, args, kwargs)
+
+
+def UNHANDLED() -> None:
+    """The key of the handler that computes functions without one."""
+
+
+FUNCTIONS: dict[Any, Handler] = {}
+DISPATCH: dict[Any, Handler] = {}
+_NAMED: dict[str, Handler] = {}
+
+
+def register_function_handler(target: Callable[..., Any], handler: Handler) -> None:
+    """`handler(func, types, args, kwargs)` computes `target` whenever an argument is a ShardTensor.
+
+    `target` is a function of torch, a method of `torch.Tensor`, or one that asks `torch.overrides.has_torch_function`.
+    """
+    if not callable(target) or not callable(handler):
+        raise TypeError(f"register_function_handler: {target!r} and {handler!r} must be functions")
+    FUNCTIONS[target] = handler
+
+
+def register_dispatch_handler(aten_overload: Any, handler: Callable[..., Any]) -> None:
+    """`handler(*args, **kwargs)` computes an operator such as `torch.ops.aten.dot.default`.
+
+    It is asked where the function that was called has no function handler.
+    """
+    if not isinstance(aten_overload, torch._ops.OpOverload):
+        raise TypeError(
+            f"register_dispatch_handler: {aten_overload!r} is no overload, as torch.ops.aten.dot.default is"
+        )
+    DISPATCH[aten_overload] = handler
+
+
+def register_named_function_handler(name: str, handler: Handler) -> None:
+    """`handler(func, types, args, kwargs)` computes the operator `"namespace.operator.overload"`, once there is one."""
+    if name.count(".") != 2:
+        raise ValueError(f"register_named_function_handler: {name!r} is not of the form 'namespace.operator.default'")
+    _NAMED[name] = handler
+
+
+def named_handler(func: Any) -> Handler | None:
+    """The handler that was registered by the name of an operator."""
+    if not _NAMED:
+        return None
+    if isinstance(func, torch._ops.OpOverloadPacket):
+        return _NAMED.get(f"{func._qualified_op_name.replace('::', '.')}.default")
+    return _NAMED.get(str(func)) if isinstance(func, torch._ops.OpOverload) else None
+
+
+def sharded(*targets: Callable[..., Any]) -> Callable[[Handler], Handler]:
+    """Decorates the handler of some functions: `@sharded(torch.dot)`."""
+
+    def decorate(handler: Handler) -> Handler:
+        for target in targets:
+            register_function_handler(target, handler)
+        return handler
+
+    return decorate
+
+
+class TensorPromotionMode(Enum):
+    """What happens to a plain tensor that meets a ShardTensor."""
+
+    DISABLED = "disabled"  # an error
+    WARN = "warn"  # Replicate, with a warning
+    SILENT = "silent"  # Replicate
+
+
+_mode: ContextVar[TensorPromotionMode] = ContextVar("promotion_mode", default=TensorPromotionMode.SILENT)
+
+
+@contextmanager
+def promotion_mode(mode: TensorPromotionMode | str) -> Iterator[None]:
+    """Sets the promotion mode for this thread: `with promotion_mode("disabled"):`."""
+    token = _mode.set(TensorPromotionMode(mode))
+    try:
+        yield
+    finally:
+        _mode.reset(token)
+
+
+def check_promotion(x: torch.Tensor, function: str) -> None:
+    """Lets a plain tensor be used as Replicate, or not.
+
+    Raises:
+        TypeError: the mode is DISABLED.
+    """
+    mode = _mode.get()
+    if mode is TensorPromotionMode.SILENT:
+        return
+    text = (
+        f"{function}: a plain tensor of shape {tuple(x.shape)} meets a ShardTensor, and its layout is unknown: "
+        "distribute_tensor(x, mesh, placements) says it"
+    )
+    if mode is TensorPromotionMode.DISABLED:
+        raise TypeError(f"{text}, or promotion_mode('silent') takes it as equal on all ranks")
+    warnings.warn(f"{text}; it is taken as equal on all ranks, at {call_site()}", stacklevel=2)

@@ -1,0 +1,89 @@
+"""The spec of a tensor from one rank's part of it: inferred from all ranks' shapes, by chunks, or as it is told."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from .. import comm
+from .device_mesh import DeviceMesh
+from .placements import Placement, Shard, checked_placements
+from .spec import ShardTensorSpec, make_spec
+
+__all__ = ["local_spec"]
+
+
+def local_spec(
+    local_shape: Sequence[int],
+    mesh: DeviceMesh,
+    placements: Sequence[Placement] | None,
+    sharding_shapes: str | Mapping[int, Sequence[Sequence[int]]],
+    global_shape: Sequence[int] | None = None,
+) -> ShardTensorSpec:
+    """See `ShardTensor.from_local`."""
+    local = torch.Size(local_shape)
+    checked = checked_placements(placements, mesh.ndim, len(local))
+    if isinstance(sharding_shapes, str) and sharding_shapes not in ("infer", "chunk"):
+        raise ValueError(f'from_local: sharding_shapes={sharding_shapes!r} is not "infer", "chunk" or a dict of shapes')
+    if sharding_shapes == "infer":
+        spec = _inferred(local, mesh, checked)
+    elif isinstance(sharding_shapes, str):
+        if global_shape is None:
+            sizes = [mesh.shape[m] if isinstance(p, Shard) else 1 for m, p in enumerate(checked)]
+            shape = list(local)
+            for placement, count in zip(checked, sizes):
+                if isinstance(placement, Shard):
+                    shape[placement.dim] *= count
+            global_shape = shape
+        spec = make_spec(mesh, checked, global_shape)
+    else:
+        spec = _told(local, mesh, checked, sharding_shapes)
+    if spec.local_shape != local:
+        raise ValueError(
+            f"from_local: this rank's tensor has shape {tuple(local)}, and by its layout it must have "
+            f"{tuple(spec.local_shape)}: {spec}"
+        )
+    if global_shape is not None and spec.shape != torch.Size(global_shape):
+        raise ValueError(
+            f"from_local: the shards make up {tuple(spec.shape)}, and global_shape is {tuple(global_shape)}"
+        )
+    return spec
+
+
+def _inferred(local: torch.Size, mesh: DeviceMesh, placements: Sequence[Placement]) -> ShardTensorSpec:
+    shape = list(local)
+    sizes: list[tuple[int, ...] | None] = []
+    for m, placement in enumerate(placements):
+        told = comm.gather_objects((tuple(local), tuple(sizes)), mesh.communicator(m))
+        dim = placement.dim if isinstance(placement, Shard) else None
+        others = {(len(each), *(size for d, size in enumerate(each) if d != dim)) for each, _ in told}
+        if len(others) > 1 or len({each for _, each in told}) > 1:
+            raise ValueError(
+                f"from_local: shapes along mesh dim {m} ({placement}) must be equal"
+                f"{'' if dim is None else f' but for dim {dim}'}, and the ranks have {[each for each, _ in told]}"
+            )
+        sizes.append(None if dim is None else tuple(each[dim] for each, _ in told))
+        if dim is not None:
+            shape[dim] = sum(sizes[-1] or ())
+    return make_spec(mesh, placements, shape, sizes)
+
+
+def _told(
+    local: torch.Size,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    sharding_shapes: Mapping[int, Sequence[Sequence[int]]],
+) -> ShardTensorSpec:
+    shape = list(local)
+    sizes: list[tuple[int, ...] | None] = []
+    for m, placement in enumerate(placements):
+        if not isinstance(placement, Shard):
+            sizes.append(None)
+            continue
+        if m not in sharding_shapes:
+            raise ValueError(f"from_local: sharding_shapes has no entry for mesh dim {m}, which is {placement}")
+        along = tuple(int(each[placement.dim]) for each in sharding_shapes[m])
+        sizes.append(along)
+        shape[placement.dim] = sum(along)
+    return make_spec(mesh, placements, shape, sizes)

@@ -1,0 +1,212 @@
+"""Moves of a tensor along one mesh dim, differentiable and for shards of any sizes: gather, split, exchange, sum.
+
+Each move is a row of `spmd`'s table; where shards are equal the operator of `spmd` itself runs. Elsewhere the same row
+is run by `_Move`, with shards of the sizes that every rank knows, and its backward is the row's backward.
+
+| move | types | backward |
+| --- | --- | --- |
+| `gather(used=False)` | S -> I | split |
+| `split(used=False)` | I -> S | gather |
+| `gather(used=True)` | S -> R | scatter_sum |
+| `scatter_sum` | P -> S | gather(used=True) |
+| `split(used=True)` | R -> S | zero padding, S -> P |
+| `transpose` | S(i) -> S(j), also i = j with other sizes | transpose |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from .. import comm, spmd
+from ..comm import Communicator
+from ..spmd import I, P, R, S
+
+__all__ = ["gather", "scatter_sum", "split", "transpose"]
+
+Sizes = tuple[int, ...]
+
+
+class Shards(NamedTuple):
+    """One side of a move: the tensor dim that is sharded, and the sizes of all shards."""
+
+    dim: int
+    sizes: Sizes
+
+    def bounds(self, index: int) -> tuple[int, int]:
+        start = sum(self.sizes[:index])
+        return start, start + self.sizes[index]
+
+    @property
+    def equal(self) -> bool:
+        return min(self.sizes) == max(self.sizes)
+
+
+def gather(x: torch.Tensor, communicator: Communicator, dim: int, sizes: Sizes, *, used: bool = False) -> torch.Tensor:
+    """The whole tensor from shards along `dim`. `used`: for another use on each rank, whose gradients are summed."""
+    shards = Shards(dim, sizes)
+    if shards.equal:
+        return spmd.all_gather(x, communicator, src=S(dim), dst=R if used else I)
+    return _apply(x, _Use("gather_R" if used else "gather_I", communicator, shards, shards))
+
+
+def split(x: torch.Tensor, communicator: Communicator, dim: int, sizes: Sizes, *, used: bool = False) -> torch.Tensor:
+    """This rank's shard of a tensor that all ranks hold. `used`: it is R and not I. Nothing is communicated."""
+    shards = Shards(dim, sizes)
+    if shards.equal:
+        return spmd.convert(x, communicator, src=R if used else I, dst=S(dim))
+    return _apply(x, _Use("split_R" if used else "split_I", communicator, shards, shards))
+
+
+def scatter_sum(x: torch.Tensor, communicator: Communicator, dim: int, sizes: Sizes) -> torch.Tensor:
+    """This rank's shard of the sum over the ranks."""
+    shards = Shards(dim, sizes)
+    if shards.equal:
+        return spmd.reduce_scatter(x, communicator, src=P, dst=S(dim))
+    return _apply(x, _Use("scatter_sum", communicator, shards, shards))
+
+
+def transpose(
+    x: torch.Tensor, communicator: Communicator, src_dim: int, src_sizes: Sizes, dst_dim: int, dst_sizes: Sizes
+) -> torch.Tensor:
+    """Shards along one dim in place of another, or along the same with other sizes."""
+    src, dst = Shards(src_dim, src_sizes), Shards(dst_dim, dst_sizes)
+    if src_dim != dst_dim and src.equal and dst.equal:
+        return spmd.all_to_all(x, communicator, src=S(src_dim), dst=S(dst_dim))
+    return _apply(x, _Use("transpose", communicator, src, dst))
+
+
+class _Use(NamedTuple):
+    """A move between given shards."""
+
+    name: str
+    communicator: Communicator
+    src: Shards
+    dst: Shards
+
+    def reversed(self) -> _Use:
+        return _Use(_BACKWARD[self.name], self.communicator, self.dst, self.src)
+
+
+_BACKWARD = {
+    "gather_I": "split_I",
+    "split_I": "gather_I",
+    "gather_R": "scatter_sum",
+    "scatter_sum": "gather_R",
+    "split_R": "pad",
+    "pad": "split_R",
+    "transpose": "transpose",
+}
+
+
+class _Move(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, use: _Use) -> torch.Tensor:
+        ctx.use = use
+        return _KERNELS[use.name](x, use)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _apply(grad, ctx.use.reversed()), None
+
+
+def _apply(x: torch.Tensor, use: _Use) -> torch.Tensor:
+    result: torch.Tensor = _Move.apply(x, use)
+    return result
+
+
+def _gather(x: torch.Tensor, use: _Use) -> torch.Tensor:
+    communicator, (dim, sizes) = use.communicator, use.src
+    pieces = _exchange(
+        [x] * communicator.size, communicator, [_resized(x, dim, size) for size in sizes], max(sizes), dim
+    )
+    return torch.cat(pieces, dim)
+
+
+def _split(x: torch.Tensor, use: _Use) -> torch.Tensor:
+    start, stop = use.dst.bounds(use.communicator.rank)
+    return x.narrow(use.dst.dim, start, stop - start).contiguous()
+
+
+def _pad(x: torch.Tensor, use: _Use) -> torch.Tensor:
+    dim, sizes = use.src
+    start, stop = use.src.bounds(use.communicator.rank)
+    whole = x.new_zeros(_resized(x, dim, sum(sizes)))
+    whole.narrow(dim, start, stop - start).copy_(x)
+    return whole
+
+
+def _scatter_sum(x: torch.Tensor, use: _Use) -> torch.Tensor:
+    communicator, (dim, sizes) = use.communicator, use.dst
+    own = _resized(x, dim, sizes[communicator.rank])
+    pieces = _exchange(x.split(sizes, dim), communicator, [own] * communicator.size, max(sizes), dim)
+    return torch.stack(pieces).sum(0)
+
+
+def _transpose(x: torch.Tensor, use: _Use) -> torch.Tensor:
+    communicator, src, dst = use.communicator, use.src, use.dst
+    own = communicator.rank
+    if src.dim == dst.dim:
+        begin = src.bounds(own)[0]
+        cuts = [_overlap(src.bounds(own), dst.bounds(other)) for other in range(communicator.size)]
+        sends = [x.narrow(src.dim, low - begin if high > low else 0, high - low) for low, high in cuts]
+        comes = [_overlap(src.bounds(other), dst.bounds(own)) for other in range(communicator.size)]
+        shapes = [_resized(x, src.dim, high - low) for low, high in comes]
+        ranks = range(communicator.size)
+        every = [_overlap(src.bounds(a), dst.bounds(b)) for a in ranks for b in ranks]
+        largest = max(high - low for low, high in every)
+        return torch.cat(_exchange(sends, communicator, shapes, largest, src.dim), src.dim)
+    sends = list(x.split(dst.sizes, dst.dim))
+    received = _resized(x, dst.dim, dst.sizes[own])
+    shapes = [(*received[: src.dim], size, *received[src.dim + 1 :]) for size in src.sizes]
+    per_position = _numel(x, src.dim, dst.dim)
+    largest = max(src.sizes) * max(dst.sizes) * per_position
+    return torch.cat(_exchange_flat(sends, communicator, shapes, largest), src.dim)
+
+
+_KERNELS = {
+    "gather_I": _gather,
+    "gather_R": _gather,
+    "split_I": _split,
+    "split_R": _split,
+    "scatter_sum": _scatter_sum,
+    "pad": _pad,
+    "transpose": _transpose,
+}
+
+
+def _exchange(
+    sends: Sequence[torch.Tensor], communicator: Communicator, shapes: Sequence[Sequence[int]], largest: int, dim: int
+) -> list[torch.Tensor]:
+    """Sends a tensor to each rank; gives what came from each, of `shapes`. `largest`: the longest along `dim`."""
+    return _exchange_flat(sends, communicator, shapes, largest * _numel(sends[0], dim))
+
+
+def _exchange_flat(
+    sends: Sequence[torch.Tensor], communicator: Communicator, shapes: Sequence[Sequence[int]], largest: int
+) -> list[torch.Tensor]:
+    buffer = sends[0].new_zeros(communicator.size, largest)
+    for row, piece in zip(buffer, sends):
+        row[: piece.numel()].copy_(piece.reshape(-1))
+    received = comm.all_to_all(buffer, communicator)
+    return [row[: torch.Size(shape).numel()].view(shape) for row, shape in zip(received, shapes)]
+
+
+def _resized(x: torch.Tensor, dim: int, size: int) -> tuple[int, ...]:
+    return (*x.shape[:dim], size, *x.shape[dim + 1 :])
+
+
+def _numel(x: torch.Tensor, *without: int) -> int:
+    """Number of elements for one position along the dims `without`."""
+    count = 1
+    for dim, size in enumerate(x.shape):
+        if dim not in without:
+            count *= size
+    return count
+
+
+def _overlap(a: tuple[int, int], b: tuple[int, int]) -> tuple[int, int]:
+    low = max(a[0], b[0])
+    return low, max(low, min(a[1], b[1]))

@@ -1,0 +1,10 @@
+"""The handlers of torch's functions, one family a file. Importing this package registers them.
+
+pointwise.py  one element by itself, with broadcasting    queries.py  shapes, numbers, hooks, backward
+matmul.py     linear, matmul, bmm, einsum                 reduce.py   sums, means, norms over any dims
+views.py      reshape, transpose, expand, select       spatial.py  convolutions, pooling, padding, interpolate
+"""
+
+from . import matmul, pointwise, queries, reduce, spatial, views
+
+__all__ = ["matmul", "pointwise", "queries", "reduce", "spatial", "views"]

@@ -1,0 +1,287 @@
+"""Max, average, power and adaptive pooling of sharded tensors; as in `window.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from ..windows import Adaptive, Range, Sliding
+from .local_windows import LocalWindow, ShardedDim, as_tuple, bring_windows, owned_outputs, sharded_result, sizes_of
+
+__all__ = ["adaptive_avg_pool", "adaptive_max_pool", "avg_pool", "lp_pool", "max_pool"]
+
+Ints = int | Sequence[int]
+Result = tuple[torch.Tensor, tuple[ShardedDim, ...]]
+MaxResult = tuple[torch.Tensor, torch.Tensor, tuple[ShardedDim, ...]]
+_MAX: list[Callable[..., Any]] = [F.max_pool1d, F.max_pool2d, F.max_pool3d]
+_ADAPTIVE: list[Callable[..., Any]] = [F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d]
+_ADAPTIVE_MAX: list[Callable[..., Any]] = [F.adaptive_max_pool1d, F.adaptive_max_pool2d, F.adaptive_max_pool3d]
+
+
+def max_pool(
+    x: torch.Tensor,
+    kernel: Sequence[int],
+    sharded: Sequence[ShardedDim],
+    *,
+    stride: Ints | None = None,
+    padding: Ints = 0,
+    dilation: Ints = 1,
+    ceil_mode: bool = False,
+) -> MaxResult:
+    """max_pool1d to max_pool3d of a shard, by the number of entries of `kernel`; and the maxima's positions.
+
+    Positions are those of `return_indices=True`: in the whole tensor's spatial dims, flattened.
+
+    Raises:
+        ValueError: the options do not go together.
+    """
+    count = len(kernel)
+    first = x.dim() - count
+    strides, paddings = _options(kernel, stride, padding)
+    dilations = as_tuple(dilation, count, "dilation")
+    shape = sizes_of(x, sharded)
+    all_maps = _sliding(shape[first:], kernel, strides, paddings, dilations, ceil_mode)
+    maps = _of_sharded(all_maps, first, sharded)
+    lowest = float("-inf") if x.dtype.is_floating_point else torch.iinfo(x.dtype).min
+    x, windows = bring_windows(x, sharded, maps, lowest)
+    both = [0 if first + i in windows else paddings[i] for i in range(count)]
+    extents = {dim: all_maps[dim - first].extent for dim in maps}
+    inner: list[tuple[int, ...]] = []
+
+    def op(x: torch.Tensor) -> Any:
+        inner.append(tuple(x.shape[first:]))
+        return _MAX[count - 1](x, tuple(kernel), strides, both, dilations, ceil_mode, True)
+
+    values, indices = owned_outputs(op, x, extents)
+    steps = [dilations[i] if first + i in windows else 1 for i in range(count)]
+    return values, _global(indices, inner[0], shape[first:], windows, first, steps), sharded_result(sharded, windows)
+
+
+def avg_pool(
+    x: torch.Tensor,
+    kernel: Sequence[int],
+    sharded: Sequence[ShardedDim],
+    *,
+    stride: Ints | None = None,
+    padding: Ints = 0,
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+    divisor_override: int | None = None,
+) -> Result:
+    """avg_pool1d to avg_pool3d of a shard, by the number of entries of `kernel`.
+
+    Raises:
+        ValueError: the options do not go together.
+    """
+    if divisor_override == 0:
+        raise ValueError("divisor_override must not be zero")
+    count = len(kernel)
+    first = x.dim() - count
+    strides, paddings = _options(kernel, stride, padding)
+    shape = sizes_of(x, sharded)
+    all_maps = _sliding(shape[first:], kernel, strides, paddings, (1,) * count, ceil_mode)
+    maps = _of_sharded(all_maps, first, sharded)
+    x, windows = bring_windows(x, sharded, maps)
+    both = [0 if first + i in windows else paddings[i] for i in range(count)]
+    result = owned_outputs(
+        lambda x: _sums(x, kernel, strides, both, ceil_mode), x, {dim: maps[dim].extent for dim in maps}
+    )
+    if divisor_override is not None:
+        result = result / divisor_override
+    else:
+        for i, windows_of_dim in enumerate(all_maps):
+            outputs = windows[first + i].outputs if first + i in windows else (0, windows_of_dim.outputs)
+            divisors = _divisors(windows_of_dim, outputs, count_include_pad)
+            if len(set(divisors)) == 1:
+                result = result / divisors[0]
+            else:
+                like = torch.tensor(divisors, dtype=result.dtype, device=result.device)
+                result = result / like.view(-1, *[1] * (count - 1 - i))
+    return result, sharded_result(sharded, windows)
+
+
+def lp_pool(
+    x: torch.Tensor,
+    power: float,
+    kernel: Sequence[int],
+    sharded: Sequence[ShardedDim],
+    *,
+    stride: Ints | None = None,
+    ceil_mode: bool = False,
+) -> Result:
+    """lp_pool1d to lp_pool3d of a shard: `(sum of x**power)**(1/power)`, by torch's formula, of averages.
+
+    Raises:
+        ValueError: the options do not go together.
+    """
+    result, sharded = avg_pool(x.pow(power), kernel, sharded, stride=stride, ceil_mode=ceil_mode)
+    volume = 1
+    for each in kernel:
+        volume *= each
+    return (torch.sign(result) * F.relu(torch.abs(result))).mul(volume).pow(1.0 / power), tuple(sharded)
+
+
+def adaptive_avg_pool(x: torch.Tensor, output_size: Sequence[int | None], sharded: Sequence[ShardedDim]) -> Result:
+    """adaptive_avg_pool1d to adaptive_avg_pool3d of a shard, by the number of entries of `output_size`."""
+    x, windows, _, op = _adaptive(x, output_size, sharded, _ADAPTIVE)
+    return op(x), sharded_result(sharded, windows)
+
+
+def adaptive_max_pool(x: torch.Tensor, output_size: Sequence[int | None], sharded: Sequence[ShardedDim]) -> MaxResult:
+    """adaptive_max_pool1d to adaptive_max_pool3d of a shard; and the maxima's positions, as `max_pool` gives them."""
+    count = len(output_size)
+    first = x.dim() - count
+    shape = sizes_of(x, sharded)
+    pools = [lambda x, size, pool=pool: pool(x, size, return_indices=True) for pool in _ADAPTIVE_MAX]
+    x, windows, inner, op = _adaptive(x, output_size, sharded, pools)
+    values, indices = op(x)
+    return values, _global(indices, inner, shape[first:], windows, first, [1] * count), sharded_result(sharded, windows)
+
+
+def _adaptive(
+    x: torch.Tensor,
+    output_size: Sequence[int | None],
+    sharded: Sequence[ShardedDim],
+    pools: Sequence[Callable[..., Any]],
+) -> tuple[torch.Tensor, dict[int, LocalWindow], tuple[int, ...], Callable[[torch.Tensor], Any]]:
+    """The windows, the sizes of their spatial dims, and what is computed on them."""
+    count = len(output_size)
+    first = x.dim() - count
+    shape = sizes_of(x, sharded)
+    outputs = [shape[first + i] if size is None else size for i, size in enumerate(output_size)]
+    maps = {each.dim: Adaptive(shape[each.dim], outputs[each.dim - first]) for each in sharded if each.dim >= first}
+    x, windows = bring_windows(x, sharded, maps)
+    inner = tuple(max(1, n) for n in x.shape[first:])
+    uneven = [dim for dim, each in maps.items() if each.outputs and each.size % each.outputs]
+
+    def op(x: torch.Tensor) -> Any:
+        sizes = [
+            outputs[i] if first + i not in windows else windows[first + i].outputs[1] - windows[first + i].outputs[0]
+            for i in range(count)
+        ]
+        return _by_output(x, [max(1, size) for size in sizes], uneven)
+
+    def _by_output(x: torch.Tensor, sizes: list[int], dims: Sequence[int]) -> Any:
+        """Windows of one dim that differ in size are pooled one by one."""
+        dims = [dim for dim in dims if windows[dim].outputs[0] < windows[dim].outputs[1]]
+        if not dims:
+            return pools[count - 1](x, sizes)
+        dim, rest = dims[0], dims[1:]
+        (low, _), (begin, end) = windows[dim].inputs, windows[dim].outputs
+        sizes = [1 if first + i == dim else size for i, size in enumerate(sizes)]
+        parts = []
+        for output in range(begin, end):
+            a, b = maps[dim].window(output, output + 1)
+            parts.append(_moved(_by_output(x.narrow(dim, a - low, b - a), sizes, rest), x, dim, a - low, b - a, first))
+        if isinstance(parts[0], tuple):
+            return tuple(torch.cat(column, dim) for column in zip(*parts))
+        return torch.cat(parts, dim)
+
+    return x, windows, inner, lambda x: owned_outputs(op, x, {})
+
+
+def _moved(result: Any, x: torch.Tensor, dim: int, start: int, length: int, first: int) -> Any:
+    """Positions of maxima in a part of `x` along `dim`, as positions in `x`."""
+    if not isinstance(result, tuple):
+        return result
+    values, indices = result
+    sizes = list(x.shape[first:])
+    part = [length if first + i == dim else size for i, size in enumerate(sizes)]
+    coordinates = _unflattened(indices, part)
+    coordinates[dim - first] = coordinates[dim - first] + start
+    return values, _flattened(coordinates, sizes)
+
+
+def _options(kernel: Sequence[int], stride: Ints | None, padding: Ints) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    count = len(kernel)
+    strides = tuple(kernel) if stride is None or stride == () else as_tuple(stride, count, "stride")
+    paddings = as_tuple(padding, count, "padding")
+    for size, pad in zip(kernel, paddings):
+        if not 0 <= pad <= size // 2:
+            raise ValueError(
+                f"padding {pad} of a pool should be at most half of its kernel size {size}, and not negative"
+            )
+    return strides, paddings
+
+
+def _sliding(
+    sizes: Sequence[int],
+    kernel: Sequence[int],
+    strides: Sequence[int],
+    paddings: Sequence[int],
+    dilations: Sequence[int],
+    ceil_mode: bool,
+) -> list[Sliding]:
+    return [
+        Sliding(n, k, s, p, p, d, ceil_mode)
+        for n, k, s, p, d in zip(sizes, kernel, strides, paddings, dilations, strict=True)
+    ]
+
+
+def _of_sharded(maps: Sequence[Sliding], first: int, sharded: Sequence[ShardedDim]) -> dict[int, Sliding]:
+    return {each.dim: maps[each.dim - first] for each in sharded if each.dim >= first}
+
+
+def _sums(
+    x: torch.Tensor, kernel: Sequence[int], strides: Sequence[int], paddings: Sequence[int], ceil_mode: bool
+) -> torch.Tensor:
+    """The sum over each window."""
+    if len(kernel) == 1:  # avg_pool1d has no divisor_override
+        pool = F.avg_pool2d(
+            x.unsqueeze(-2), (1, *kernel), (1, *strides), (0, *paddings), ceil_mode, True, divisor_override=1
+        )
+        return pool.squeeze(-2)
+    pools = {2: F.avg_pool2d, 3: F.avg_pool3d}
+    return pools[len(kernel)](x, tuple(kernel), tuple(strides), tuple(paddings), ceil_mode, True, divisor_override=1)
+
+
+@lru_cache(maxsize=1024)
+def _divisors(windows: Sliding, outputs: Range, include_padding: bool) -> list[int]:
+    """How many inputs count in the window of each output."""
+    counts = []
+    for output in range(*outputs):
+        begin = output * windows.stride - windows.left
+        if include_padding:
+            counts.append(min(begin + windows.kernel, windows.size + windows.right) - begin)
+        else:
+            counts.append(min(begin + windows.kernel, windows.size) - max(begin, 0))
+    return counts
+
+
+def _global(
+    indices: torch.Tensor,
+    inner: Sequence[int],
+    sizes: Sequence[int],
+    windows: Mapping[int, LocalWindow],
+    first: int,
+    steps: Sequence[int],
+) -> torch.Tensor:
+    """Flattened positions in windows of sizes `inner` as flattened positions in the whole spatial dims of `sizes`."""
+    if not windows:
+        return indices
+    coordinates = _unflattened(indices, inner)
+    for dim, window in windows.items():
+        at = coordinates[dim - first] + window.inputs[0]
+        step = steps[dim - first]
+        # A window of nothing but -inf has its maximum at its first place, which torch takes to be inside.
+        coordinates[dim - first] = torch.where(at < 0, at + (step - 1 - at) // step * step, at)
+    return _flattened(coordinates, sizes)
+
+
+def _unflattened(indices: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
+    coordinates: list[torch.Tensor] = []
+    for size in reversed(sizes):
+        coordinates.insert(0, indices % size)
+        indices = indices // size
+    return coordinates
+
+
+def _flattened(coordinates: Sequence[torch.Tensor], sizes: Sequence[int]) -> torch.Tensor:
+    result = coordinates[0]
+    for coordinate, size in zip(coordinates[1:], sizes[1:]):
+        result = result * size + coordinate
+    return result

@@ -1,0 +1,179 @@
+"""What is asked of a tensor and computes nothing, or gives numbers: shapes, dtypes, `item`, hooks, backward."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._C import DisableTorchFunctionSubclass
+
+from ..handlers import sharded
+from ..redistribute import redistributed
+from ..tensor import ShardTensor, gradient_spec, in_layout, local_of, wrap
+
+__all__: list[str] = []
+
+_T = torch.Tensor
+_ATTRIBUTES = """
+shape dtype device ndim layout is_cuda is_cpu is_meta is_sparse is_sparse_csr is_quantized is_xla is_mps is_mkldnn
+is_vulkan is_nested names itemsize nbytes grad_fn output_nr retains_grad _version
+""".split()
+_QUERIES = """
+size dim ndimension numel nelement element_size is_floating_point is_complex is_signed get_device __hash__
+""".split()
+
+
+@sharded(
+    *(getattr(_T, name).__get__ for name in _ATTRIBUTES if hasattr(getattr(_T, name, None), "__get__")),
+    *(getattr(_T, name) for name in _QUERIES),
+    torch.is_floating_point,
+    torch.is_complex,
+    torch.numel,
+    torch.result_type,
+    torch.can_cast,
+)
+def of_the_whole(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
+    with DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
+
+
+@sharded(_T.stride, _T.is_contiguous, _T.storage_offset, _T.data_ptr, _T.is_pinned, _T.is_inference)
+def of_the_local(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
+    return func(args[0]._local, *args[1:], **kwargs)
+
+
+@sharded(
+    _T.item, _T.tolist, _T.numpy, _T.__bool__, _T.__float__, _T.__int__, _T.__index__, _T.__complex__, _T.__array__
+)
+def numbers(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
+    return func(args[0].full_tensor(), *args[1:], **kwargs)
+
+
+@sharded(_T.__len__)
+def length(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> int:
+    return int(args[0].shape[0])
+
+
+@sharded(_T.__format__)
+def formatted(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> str:
+    x, format_spec = args
+    return format(x.item(), format_spec) if x.dim() == 0 else object.__format__(x, format_spec)
+
+
+@sharded(torch.equal, _T.equal)
+def equal(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> bool:
+    x, y = args
+    return x.shape == y.shape and bool(torch.eq(x, y).all())
+
+
+@sharded(torch.allclose, _T.allclose)
+def allclose(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> bool:
+    return bool(torch.isclose(*args, **kwargs).all())
+
+
+# --- autograd
+
+
+def _loss(x: torch.Tensor) -> torch.Tensor:
+    """The local tensor that a backward pass starts from: a Partial one is reduced."""
+    if not isinstance(x, ShardTensor):
+        return x
+    spec = gradient_spec(x._spec)
+    return redistributed(local_of(x), x._spec, spec.replicated() if spec.shape.numel() == 1 else spec)
+
+
+def _start(x: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor | None:
+    if gradient is None or not isinstance(x, ShardTensor):
+        return gradient
+    spec = gradient_spec(x._spec)
+    return in_layout(gradient, spec.replicated() if spec.shape.numel() == 1 else spec)
+
+
+def _listed(x: Any) -> list[Any]:
+    return list(x) if isinstance(x, (list, tuple)) else [x]
+
+
+@sharded(_T.backward)
+def backward(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> None:
+    def call(
+        x: torch.Tensor,
+        gradient: torch.Tensor | None = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        inputs: Any = None,
+    ) -> None:
+        if isinstance(inputs, torch.Tensor):
+            inputs = [inputs]
+        torch.autograd.backward(
+            [_loss(x)],
+            None if gradient is None else [_start(x, gradient)],
+            retain_graph=retain_graph,
+            create_graph=create_graph,
+            inputs=None if inputs is None else [_local(each) for each in inputs],
+        )
+
+    call(*args, **kwargs)
+
+
+def _local(x: Any) -> Any:
+    return local_of(x) if isinstance(x, ShardTensor) else x
+
+
+@sharded(torch.autograd.backward)
+def autograd_backward(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> None:
+    def call(
+        tensors: Any,
+        grad_tensors: Any = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        grad_variables: Any = None,
+        inputs: Any = None,
+    ) -> None:
+        outputs = _listed(tensors)
+        grads = None if grad_tensors is None else [_start(x, g) for x, g in zip(outputs, _listed(grad_tensors))]
+        chosen = None if inputs is None else [_local(each) for each in _listed(inputs)]
+        torch.autograd.backward(
+            [_loss(x) for x in outputs], grads, retain_graph=retain_graph, create_graph=create_graph, inputs=chosen
+        )
+
+    call(*args, **kwargs)
+
+
+@sharded(torch.autograd.grad)
+def autograd_grad(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
+    def call(outputs: Any, inputs: Any, grad_outputs: Any = None, *others: Any, **keywords: Any) -> Any:
+        outs, ins = _listed(outputs), _listed(inputs)
+        grads = None if grad_outputs is None else [_start(x, g) for x, g in zip(outs, _listed(grad_outputs))]
+        results = torch.autograd.grad([_loss(x) for x in outs], [_local(x) for x in ins], grads, *others, **keywords)
+        return tuple(
+            wrap(grad, gradient_spec(x._spec)) if isinstance(x, ShardTensor) and grad is not None else grad
+            for x, grad in zip(ins, results)
+        )
+
+    return call(*args, **kwargs)
+
+
+@sharded(_T.register_hook)
+def register_hook(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
+    x, hook = args
+    spec = gradient_spec(x._spec)
+
+    def on_local(grad: torch.Tensor) -> torch.Tensor | None:
+        result = hook(wrap(grad, spec))
+        return None if result is None else in_layout(result, spec)
+
+    return local_of(x).register_hook(on_local)
+
+
+@sharded(_T.register_post_accumulate_grad_hook)
+def register_post_accumulate_grad_hook(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
+    x, hook = args
+    reference = weakref.ref(x)
+    return x._local.register_post_accumulate_grad_hook(lambda _: hook(reference()))
+
+
+@sharded(_T.retain_grad)
+def retain_grad(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> None:
+    local_of(args[0]).retain_grad()

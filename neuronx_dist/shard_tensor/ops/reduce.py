@@ -1,0 +1,356 @@
+"""Reductions over any dims. One over a sharded dim gives a result that is the same on all ranks.
+
+Means divide by global counts; variances merge (count, mean, sum of squared differences) of the ranks, never `E[x^2] -
+E[x]^2`. A maximum is reduced as one, and never added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+
+from ... import comm, spmd
+from ...comm import Communicator
+from ...spmd import I, P
+from ..handlers import FUNCTIONS, UNHANDLED, sharded
+from ..labels import planned
+from ..moves import gather
+from ..placements import Partial, Placement, Replicate, Shard
+from ..redistribute import redistributed
+from ..spec import ShardTensorSpec, make_spec
+from ..tensor import ShardTensor, gradient_spec, local_of, wrap
+
+__all__: list[str] = []
+
+_T = torch.Tensor
+
+
+class Reduced(NamedTuple):
+    """What a reduction over some dims does to a layout.
+
+    Attributes:
+        dims: that are reduced, from the front.
+        groups: over which partial results are reduced.
+        mesh_dims: theirs.
+        elements: how many make one of the result.
+        spec: of the result.
+    """
+
+    dims: tuple[int, ...]
+    groups: tuple[Communicator, ...]
+    mesh_dims: tuple[int, ...]
+    elements: int
+    spec: ShardTensorSpec
+
+
+@planned
+def reduced(spec: ShardTensorSpec, dim: Any, keepdim: bool, with_sums: bool = False) -> Reduced:
+    """`with_sums`: Partial dims of the mesh are reduced together with the sharded ones."""
+    ndim = len(spec.shape)
+    chosen = range(ndim) if dim is None or dim == () else (dim,) if isinstance(dim, int) else dim
+    for each in chosen:
+        if not -max(ndim, 1) <= each < max(ndim, 1):
+            raise IndexError(f"dim {each} is none of a tensor of {ndim} dims")
+    dims = tuple(sorted({each % ndim for each in chosen})) if ndim else ()
+    placements: list[Placement] = []
+    mesh_dims = []
+    for m, placement in enumerate(spec.placements):
+        if isinstance(placement, Shard) and placement.dim in dims:
+            mesh_dims.append(m)
+            placement = Replicate()
+        elif isinstance(placement, Shard) and not keepdim:
+            placement = Shard(placement.dim - sum(each < placement.dim for each in dims))
+        elif isinstance(placement, Partial) and with_sums:
+            mesh_dims.append(m)
+            placement = Replicate()
+        placements.append(placement)
+    kept = [(1 if d in dims else size) for d, size in enumerate(spec.shape) if keepdim or d not in dims]
+    result = make_spec(spec.mesh, placements, kept, spec.sizes)
+    groups = tuple(spec.mesh.communicator(m) for m in mesh_dims)
+    return Reduced(dims, groups, tuple(mesh_dims), prod(spec.shape[d] for d in dims), result)
+
+
+def operand(x: ShardTensor) -> tuple[torch.Tensor, ShardTensorSpec]:
+    """The local tensor and layout, Partial reduced."""
+    spec = x._spec
+    target = gradient_spec(spec)
+    return redistributed(local_of(x), spec, target), target
+
+
+def total(x: torch.Tensor, groups: tuple[Communicator, ...]) -> torch.Tensor:
+    """The sum over the ranks."""
+    for group in groups:
+        x = spmd.all_reduce(x, group, src=P, dst=I)
+    return x
+
+
+def _only_sums(spec: ShardTensorSpec) -> bool:
+    return all(spec.placements[m] == Partial() for m in spec.partial)
+
+
+@sharded(torch.sum, _T.sum, torch.mean, _T.mean, torch.nansum, _T.nansum)
+def sums(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
+    is_mean = func in (torch.mean, _T.mean)
+    sum_ = torch.nansum if func in (torch.nansum, _T.nansum) else torch.sum
+
+    def call(
+        input: ShardTensor,
+        dim: Any = None,
+        keepdim: bool = False,
+        *,
+        dtype: torch.dtype | None = None,
+        axis: Any = None,
+    ) -> Any:
+        dim = axis if dim is None else dim
+        dim = tuple(dim) if isinstance(dim, list) else dim
+        linear = sum_ is torch.sum and _only_sums(input._spec)
+        local, spec = (local_of(input), input._spec) if linear else operand(input)
+        plan = reduced(spec, dim, keepdim, linear)
+        y = sum_(local, plan.dims, keepdim=keepdim, dtype=dtype) if plan.dims else local.to(dtype or local.dtype)
+        y = total(y, plan.groups)
+        if is_mean:
+            if not y.is_floating_point() and not y.is_complex():
+                raise RuntimeError(f"mean: a tensor of {y.dtype} has no mean; give dtype=")
+            y = y / plan.elements if plan.elements else y / torch.zeros_like(y)
+        return wrap(y, plan.spec)
+
+    return call(*args, **kwargs)
+
+
+@sharded(torch.prod, _T.prod)
+def product(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
+    def call(input: ShardTensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
+        local, spec = operand(input)
+        plan = reduced(spec, dim, keepdim)
+        y = torch.prod(local, dtype=dtype) if dim is None else torch.prod(local, dim, keepdim, dtype=dtype)
+        for group in plan.groups:
+            y = gather(y.unsqueeze(0), group, 0, (1,) * group.size).prod(0)
+        return wrap(y, plan.spec)
+
+    return call(*args, **kwargs)
+
+
+# --- variances
+
+
+def moments(x: torch.Tensor, spec: ShardTensorSpec, plan: Reduced) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean and sum of squared differences over `plan.dims`, kept with size 1; one gather for each mesh dim."""
+    sizes = list(x.shape)
+    count = prod(sizes[d] for d in plan.dims)
+    mean = x.sum(plan.dims, keepdim=True) / max(count, 1)
+    squares = (x - mean).square().sum(plan.dims, keepdim=True)
+    for group, m in zip(plan.groups, plan.mesh_dims):
+        dim = spec.placements[m].dim  # type: ignore[attr-defined]
+        along = spec.sizes[m] or ()
+        others = prod(sizes[d] for d in plan.dims if d != dim)
+        counts = x.new_tensor([size * others for size in along]).view(-1, *[1] * x.dim())
+        sizes[dim] = spec.shape[dim]
+        both = gather(torch.stack((mean, squares)).unsqueeze(0), group, 0, (1,) * group.size)
+        means = both[:, 0]
+        whole = counts.sum().clamp(min=1)
+        mean = (means * counts).sum(0) / whole
+        squares = both[:, 1].sum(0) + ((means - mean).square() * counts).sum(0)
+    return mean, squares
+
+
+_VAR = frozenset((torch.var, _T.var, torch.var_mean))
+_WITH_MEAN = frozenset((torch.var_mean, torch.std_mean))
+
+
+@sharded(torch.var, _T.var, torch.std, _T.std, torch.var_mean, torch.std_mean)
+def variance(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
+    def call(
+        input: ShardTensor,
+        dim: Any = None,
+        unbiased: bool | None = None,
+        keepdim: bool = False,
+        *,
+        correction: float | None = None,
+        axis: Any = None,
+    ) -> Any:
+        if isinstance(dim, bool):  # var(x, unbiased)
+            dim, unbiased = None, dim
+        dim = axis if dim is None else dim
+        dim = tuple(dim) if isinstance(dim, list) else dim
+        if correction is None:
+            correction = 1 if unbiased is None or unbiased else 0
+        local, spec = operand(input)
+        plan, result = reduced(spec, dim, True), reduced(spec, dim, keepdim).spec
+        mean, squares = moments(local, spec, plan)
+        y = (
+            squares / max(plan.elements - correction, 0)
+            if plan.elements > correction
+            else squares / torch.zeros_like(squares)
+        )
+        if func not in _VAR:
+            y = y.sqrt()
+        spread = wrap(y.reshape(result.local_shape), result)
+        return (spread, wrap(mean.reshape(result.local_shape), result)) if func in _WITH_MEAN else spread
+
+    return call(*args, **kwargs)
+
+
+# --- extremes
+
+
+class _Extreme(torch.autograd.Function):
+    """The maximum (minimum) over dims and groups; the gradient is shared evenly by all elements that are it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, dims: tuple[int, ...], groups: tuple[Communicator, ...], op: str
+    ) -> torch.Tensor:
+        if dims and not prod(x.shape[d] for d in dims):
+            shape = [1 if d in dims else size for d, size in enumerate(x.shape)]
+            y = x.new_full(shape, worst(x.dtype, op))
+        else:
+            y = (x.amax if op == "max" else x.amin)(dims, keepdim=True) if dims else x.clone()
+        for group in groups:
+            y = comm.all_reduce(y, group, op=op)
+        if ctx.needs_input_grad[0]:
+            mask = (x == y).to(x.dtype)
+            count = mask.sum(dims, keepdim=True) if dims else mask
+            for group in groups:
+                count = comm.all_reduce(count, group)
+            ctx.save_for_backward(mask / count)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        (share,) = ctx.saved_tensors
+        return grad * share, None, None, None
+
+
+def worst(dtype: torch.dtype, op: str) -> float:
+    """What no element is beyond, on the other side of the extreme."""
+    if dtype is torch.bool:
+        return op == "min"
+    info = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
+    if dtype.is_floating_point:
+        return float("-inf") if op == "max" else float("inf")
+    return info.min if op == "max" else info.max
+
+
+def extreme(x: torch.Tensor, plan: Reduced, op: str) -> torch.Tensor:
+    """The extreme over `plan.dims`, which are kept with size 1."""
+    result: torch.Tensor = _Extreme.apply(x, plan.dims, plan.groups, op)
+    return result
+
+
+_MAXIMA = frozenset((torch.amax, _T.amax, torch.max, _T.max))
+
+
+@sharded(torch.amax, _T.amax, torch.amin, _T.amin)
+def amax(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
+    def call(input: ShardTensor, dim: Any = (), keepdim: bool = False) -> Any:
+        dim = tuple(dim) if isinstance(dim, list) else dim
+        local, spec = operand(input)
+        plan = reduced(spec, dim, keepdim)
+        y = extreme(local, plan, "max" if func in _MAXIMA else "min")
+        return wrap(y.reshape(plan.spec.local_shape), plan.spec)
+
+    return call(*args, **kwargs)
+
+
+@sharded(torch.max, _T.max, torch.min, _T.min)
+def max_of_all(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
+    """Of one tensor; two are compared element by element, and one along a dim is `argmax`'s family."""
+    if len(args) + len(kwargs) == 1:
+        return amax(func, types, args, kwargs)
+    other = args[1] if len(args) > 1 else kwargs.get("other")
+    if isinstance(other, torch.Tensor):
+        return (torch.maximum if func in _MAXIMA else torch.minimum)(args[0], other)
+    return FUNCTIONS[UNHANDLED](func, types, args, kwargs)
+
+
+@sharded(torch.logsumexp, _T.logsumexp, torch.special.logsumexp)
+def logsumexp(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
+    def call(input: ShardTensor, dim: Any, keepdim: bool = False) -> Any:
+        dim = tuple(dim) if isinstance(dim, list) else dim
+        local, spec = operand(input)
+        plan = reduced(spec, dim, keepdim)
+        with torch.no_grad():
+            largest = extreme(local, plan, "max")
+            largest = torch.where(largest.isfinite(), largest, torch.zeros_like(largest))
+        y = total((local - largest).exp().sum(plan.dims, keepdim=True), plan.groups).log() + largest
+        return wrap(y.reshape(plan.spec.local_shape), plan.spec)
+
+    return call(*args, **kwargs)
+
+
+# --- norms
+
+
+def _norm(x: ShardTensor, ord_: Any, dim: Any, keepdim: bool, dtype: torch.dtype | None) -> ShardTensor:
+    ord_ = 2 if ord_ is None else ord_
+    if isinstance(ord_, str):
+        if ord_ != "fro":
+            raise NotImplementedError(f"norm of order {ord_!r}: full_tensor() first")
+        ord_ = 2
+    dim = tuple(dim) if isinstance(dim, list) else dim
+    local, spec = operand(x)
+    local = local.to(dtype) if dtype is not None else local
+    plan = reduced(spec, dim, keepdim)
+    size = local.abs()
+    if ord_ in (float("inf"), float("-inf")):
+        y = extreme(size, plan, "max" if ord_ > 0 else "min")
+    elif ord_ == 0:
+        y = total((size != 0).to(size.dtype).sum(plan.dims, keepdim=True), plan.groups)
+    else:
+        s = total(size.pow(ord_).sum(plan.dims, keepdim=True), plan.groups)
+        positive = s != 0
+        y = torch.where(positive, s, torch.ones_like(s)).pow(1 / ord_) * positive  # the gradient at 0 is 0, as torch's
+    return wrap(y.reshape(plan.spec.local_shape), plan.spec)
+
+
+@sharded(torch.norm, _T.norm)
+def norm(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
+    def call(
+        input: ShardTensor,
+        p: Any = "fro",
+        dim: Any = None,
+        keepdim: bool = False,
+        dtype: torch.dtype | None = None,
+        out: Any = None,
+    ) -> Any:
+        return _norm(input, p, dim, keepdim, dtype)
+
+    return call(*args, **kwargs)
+
+
+@sharded(torch.linalg.vector_norm)
+def vector_norm(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
+    def call(
+        x: ShardTensor,
+        ord: Any = 2,
+        dim: Any = None,
+        keepdim: bool = False,
+        *,
+        dtype: torch.dtype | None = None,
+    ) -> Any:
+        return _norm(x, ord, dim, keepdim, dtype)
+
+    return call(*args, **kwargs)
+
+
+# --- truth and counts
+
+
+@sharded(torch.any, _T.any, torch.all, _T.all, torch.count_nonzero, _T.count_nonzero)
+def counts(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
+    is_all, is_any = func in (torch.all, _T.all), func in (torch.any, _T.any)
+
+    def call(input: ShardTensor, dim: Any = None, keepdim: bool = False) -> Any:
+        dim = tuple(dim) if isinstance(dim, list) else dim
+        local, spec = operand(input)
+        plan = reduced(spec, dim, keepdim)
+        wanted = (local == 0) if is_all else (local != 0)
+        number = wanted.to(torch.int64).sum(plan.dims, keepdim=keepdim) if plan.dims else wanted.to(torch.int64)
+        for group in plan.groups:
+            number = comm.all_reduce(number, group)
+        return wrap(number == 0 if is_all else number > 0 if is_any else number, plan.spec)
+
+    return call(*args, **kwargs)

@@ -1,0 +1,204 @@
+"""The handlers of convolutions, pooling, padding and interpolation, over `window.py`, `pooling.py`, `resample.py`.
+
+Any of the spatial dims, and the batch, may be sharded, in shards of any sizes. A convolution without groups takes
+channels that are sharded too: contracted ones make the result Partial.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from ..handlers import sharded
+from ..intervals import bounds_of
+from ..labels import Labels, New, inside, planned
+from ..spec import ShardTensorSpec, make_spec
+from ..tensor import ShardTensor, wrap
+from . import pooling, resample, window
+from .local_windows import ShardedDim
+
+__all__: list[str] = []
+
+_T = torch.Tensor
+
+
+def _convolution(x: torch.Size, weight: torch.Size, bias: torch.Size | None, groups: int, transposed: bool) -> Labels:
+    count = len(weight) - 2
+    batch, spatial = ("b",) * (len(x) - count - 1), tuple(range(count))
+    kernels = tuple(f"k{i}" for i in range(count))
+    data = (*batch, "c", *spatial)
+    if groups == 1:
+        channels = ("c", "o") if transposed else ("o", "c")
+        operands = [data, (*channels, *kernels), ("o",)]
+        return Labels(operands, (*batch, "o", *spatial), frozenset(kernels), frozenset((2,)), linear=bias is None)
+    channels = ("c", "g") if transposed else ("o", "g")
+    out = New(groups * weight[1]) if transposed else "o"
+    operands = [data, (*channels, *kernels), ("o",)]
+    return Labels(operands, (*batch, out, *spatial), frozenset(("c", "o", "g", *kernels)), linear=bias is None)
+
+
+def _spatial(x: torch.Size, count: int) -> Labels:
+    if len(x) < count:
+        raise ValueError(f"a tensor of shape {tuple(x)} has not {count} spatial dims")
+    return Labels([tuple(range(len(x)))], tuple(range(len(x))))
+
+
+@planned
+def _sharded_dims(spec: ShardTensorSpec, first: int) -> tuple[ShardedDim, ...]:
+    return tuple(
+        ShardedDim(dim, bounds_of(spec.sizes[m] or ()), spec.mesh.communicator(m))
+        for m, dim in spec.sharded
+        if dim >= first
+    )
+
+
+def _computed(local: torch.Tensor, spec: ShardTensorSpec, count: int, op: Callable[..., Any]) -> list[ShardTensor]:
+    """`op(local, sharded dims)` with the layout of `spec`, but for the spatial dims, the last `count`."""
+    first = len(spec.shape) - count
+    *results, shards = op(local, _sharded_dims(spec, first))
+    shape = [*spec.shape[:first], *results[0].shape[first:]]
+    sizes = list(spec.sizes)
+    for (m, _), (dim, bounds, _) in zip([each for each in spec.sharded if each[1] >= first], shards, strict=True):
+        shape[dim] = bounds[-1]
+        sizes[m] = tuple(high - low for low, high in pairwise(bounds))
+    out = make_spec(spec.mesh, spec.placements, shape, tuple(sizes))
+    return [wrap(result, out) for result in results]
+
+
+@sharded(F.conv1d, F.conv2d, F.conv3d)
+def conv(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
+    def call(
+        input: Any,
+        weight: Any,
+        bias: Any = None,
+        stride: Any = 1,
+        padding: Any = 0,
+        dilation: Any = 1,
+        groups: int = 1,
+    ) -> Any:
+        (x, w, b), spec = inside(_convolution, (input, weight, bias), groups, False)
+        options = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
+        return _computed(x, spec, w.dim() - 2, lambda x, dims: window.conv(x, w, b, dims, **options))[0]
+
+    return call(*args, **kwargs)
+
+
+@sharded(F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
+def conv_transpose(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
+    def call(
+        input: Any,
+        weight: Any,
+        bias: Any = None,
+        stride: Any = 1,
+        padding: Any = 0,
+        output_padding: Any = 0,
+        groups: int = 1,
+        dilation: Any = 1,
+    ) -> Any:
+        (x, w, b), spec = inside(_convolution, (input, weight, bias), groups, True)
+        options = {"stride": stride, "padding": padding, "output_padding": output_padding}
+        options |= {"groups": groups, "dilation": dilation}
+        return _computed(x, spec, w.dim() - 2, lambda x, dims: window.conv_transpose(x, w, b, dims, **options))[0]
+
+    return call(*args, **kwargs)
+
+
+def _kernel(size: Any, count: int) -> tuple[int, ...]:
+    return (size,) * count if isinstance(size, int) else tuple(size) * (count if len(size) == 1 else 1)
+
+
+def _max_pool(count: int, with_indices: bool) -> Callable[..., Any]:
+    def handler(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
+        def call(
+            input: Any,
+            kernel_size: Any,
+            stride: Any = None,
+            padding: Any = 0,
+            dilation: Any = 1,
+            ceil_mode: bool = False,
+            return_indices: bool = False,
+        ) -> Any:
+            (x,), spec = inside(_spatial, (input,), count)
+            options = {"stride": stride or None, "padding": padding, "dilation": dilation, "ceil_mode": ceil_mode}
+            kernel = _kernel(kernel_size, count)
+            values, indices = _computed(x, spec, count, lambda x, dims: pooling.max_pool(x, kernel, dims, **options))
+            return (values, indices) if with_indices or return_indices else values
+
+        return call(*args, **kwargs)
+
+    return handler
+
+
+def _avg_pool(count: int) -> Callable[..., Any]:
+    def handler(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
+        def call(input: Any, kernel_size: Any, stride: Any = None, padding: Any = 0, *flags: Any, **named: Any) -> Any:
+            (x,), spec = inside(_spatial, (input,), count)
+            options = dict(zip(("ceil_mode", "count_include_pad", "divisor_override"), flags)) | named
+            options |= {"stride": stride or None, "padding": padding}
+            kernel = _kernel(kernel_size, count)
+            return _computed(x, spec, count, lambda x, dims: pooling.avg_pool(x, kernel, dims, **options))[0]
+
+        return call(*args, **kwargs)
+
+    return handler
+
+
+def _lp_pool(count: int) -> Callable[..., Any]:
+    def handler(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
+        def call(input: Any, norm_type: Any, kernel_size: Any, stride: Any = None, ceil_mode: bool = False) -> Any:
+            (x,), spec = inside(_spatial, (input,), count)
+            kernel = _kernel(kernel_size, count)
+            options: dict[str, Any] = {"stride": stride or None, "ceil_mode": ceil_mode}
+            return _computed(x, spec, count, lambda x, dims: pooling.lp_pool(x, norm_type, kernel, dims, **options))[0]
+
+        return call(*args, **kwargs)
+
+    return handler
+
+
+def _adaptive_pool(count: int, pool: Callable[..., Any], with_indices: bool | None = None) -> Callable[..., Any]:
+    def handler(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
+        def call(input: Any, output_size: Any, return_indices: bool = False) -> Any:
+            (x,), spec = inside(_spatial, (input,), count)
+            sizes = _kernel(output_size, count)
+            results = _computed(x, spec, count, lambda x, dims: pool(x, sizes, dims))
+            return tuple(results) if with_indices or return_indices else results[0]
+
+        return call(*args, **kwargs)
+
+    return handler
+
+
+for _count, _name in enumerate(("1d", "2d", "3d"), 1):
+    sharded(getattr(F, f"max_pool{_name}"), getattr(torch, f"max_pool{_name}"))(_max_pool(_count, False))
+    sharded(getattr(F, f"max_pool{_name}_with_indices"))(_max_pool(_count, True))
+    sharded(getattr(F, f"avg_pool{_name}"))(_avg_pool(_count))
+    sharded(getattr(F, f"lp_pool{_name}"))(_lp_pool(_count))
+    sharded(getattr(F, f"adaptive_avg_pool{_name}"))(_adaptive_pool(_count, pooling.adaptive_avg_pool))
+    sharded(getattr(F, f"adaptive_max_pool{_name}"))(_adaptive_pool(_count, pooling.adaptive_max_pool))
+    sharded(getattr(F, f"adaptive_max_pool{_name}_with_indices"))(
+        _adaptive_pool(_count, pooling.adaptive_max_pool, True)
+    )
+
+
+@sharded(F.interpolate)
+def interpolate(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
+    names = ("size", "scale_factor", "mode", "align_corners", "recompute_scale_factor", "antialias")
+    options = dict(zip(names, args[1:])) | kwargs
+    x = options.pop("input", None) if not args else args[0]
+    (local,), spec = inside(_spatial, (x,), 0)
+    return _computed(local, spec, x.dim() - 2, lambda x, dims: resample.interpolate(x, dims, **options))[0]
+
+
+@sharded(F.pad)
+def pad(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
+    def call(input: Any, pad: Any, mode: str = "constant", value: Any = None) -> Any:
+        (x,), spec = inside(_spatial, (input,), len(pad) // 2)
+        value = 0.0 if value is None else value
+        return _computed(x, spec, len(pad) // 2, lambda x, dims: window.pad(x, pad, dims, mode=mode, value=value))[0]
+
+    return call(*args, **kwargs)

@@ -1,0 +1,350 @@
+"""Views: dims that are permuted, split, merged, expanded; slices, which leave every element where it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any
+
+import torch
+
+from ..handlers import FUNCTIONS, UNHANDLED, sharded
+from ..labels import Labels, New, inside, planned
+from ..moves import gather
+from ..placements import Placement, Replicate, Shard
+from ..redistribute import redistributed
+from ..spec import ShardTensorSpec, make_spec
+from ..tensor import ShardTensor, local_of, wrap
+
+__all__: list[str] = []
+
+_T = torch.Tensor
+_PRIMES = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29)
+
+
+def hashable(x: Any) -> Any:
+    return tuple(hashable(each) for each in x) if isinstance(x, (list, tuple)) else x
+
+
+def _shape_after(func: Callable[..., Any], shape: Sequence[int], args: Sequence[Any], kwargs: Any) -> torch.Size:
+    """What `func` does to a shape: it is asked of a tensor without values."""
+    result: torch.Size = func(torch.empty(tuple(shape), device="meta"), *args, **dict(kwargs)).shape
+    return result
+
+
+# --- permuted dims
+
+
+def _permuted(shape: torch.Size, func: Callable[..., Any], args: Any, kwargs: Any) -> Labels:
+    primes = _PRIMES[: len(shape)]
+    order = [primes.index(size) for size in _shape_after(func, primes, args, kwargs)]
+    return Labels([range(len(shape))], order, linear=True)
+
+
+@sharded(
+    *(torch.transpose, _T.transpose, torch.t, _T.t, torch.permute, _T.permute, torch.movedim, _T.movedim),
+    *(torch.moveaxis, _T.moveaxis, torch.swapaxes, _T.swapaxes, torch.swapdims, _T.swapdims, torch.adjoint, _T.adjoint),
+    *(getattr(_T, name).__get__ for name in ("T", "mT", "H", "mH")),
+)
+def permuted(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
+    x, *others = args
+    (local,), spec = inside(_permuted, (x,), func, hashable(others), tuple(kwargs.items()))
+    return wrap(func(local, *others, **kwargs), spec)
+
+
+# --- split and merged dims
+
+
+@planned
+def _reshaped(spec: ShardTensorSpec, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """The layout in which the view is taken, and that of the result.
+
+    Raises:
+        ValueError: a sharded dim is merged behind another one, or its shards would be cut.
+    """
+    source = _without_shards_of_one(spec)
+    shape = _shape_after(func, spec.shape, args, kwargs)
+    groups = _groups(source.shape, shape)
+    placements: list[Placement] = list(source.placements)
+    sizes = list(source.sizes)
+    for m, dim in source.sharded:
+        ins, outs = next((ins, outs) for ins, outs in groups if dim in ins)
+        along = source.sizes[m] or ()
+        first = next((d for d in outs if shape[d] != 1), None)
+        leading = all(source.shape[d] == 1 for d in ins if d < dim)
+        inner = prod(source.shape[d] for d in ins if d > dim)
+        outer = prod(shape[d] for d in outs if first is not None and d > first)
+        counts = [size * inner for size in along]
+        if first is None or not leading or any(count % outer for count in counts):
+            whole = [Replicate() if each is spec.placements[m] else each for each in spec.placements]
+            raise ValueError(
+                f"{func.__name__}: {tuple(spec.shape)} -> {tuple(shape)} cannot be done on shards {list(along)} of dim "
+                f"{dim} (mesh dim {m}), which would be cut or interleaved: "
+                f"x.redistribute(placements={whole}) first, or shard another dim"
+            )
+        placements[m], sizes[m] = Shard(first), tuple(count // outer for count in counts)
+    return source, make_spec(spec.mesh, placements, shape, sizes)
+
+
+def _without_shards_of_one(spec: ShardTensorSpec) -> ShardTensorSpec:
+    """The layout without shards of dims of one element, which a view may drop."""
+    placements = [Replicate() if isinstance(p, Shard) and spec.shape[p.dim] == 1 else p for p in spec.placements]
+    return make_spec(spec.mesh, placements, spec.shape, spec.sizes)
+
+
+def _groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int], list[int]]]:
+    """Dims of two shapes that hold the same elements, from the left."""
+    if 0 in before:  # products say nothing: dims that are equal from the left belong together
+        same = next((i for i, (a, b) in enumerate(zip(before, after)) if a != b), min(len(before), len(after)))
+        return [([i], [i]) for i in range(same)] + [([*range(same, len(before))], [*range(same, len(after))])]
+    groups: list[tuple[list[int], list[int]]] = []
+    i = j = 0
+    while i < len(before) or j < len(after):
+        ins: list[int] = []
+        outs: list[int] = []
+        a = b = 1
+        if i < len(before):
+            a *= before[i]
+            ins.append(i)
+            i += 1
+        if j < len(after):
+            b *= after[j]
+            outs.append(j)
+            j += 1
+        while a != b:
+            if a < b:
+                a *= before[i]
+                ins.append(i)
+                i += 1
+            else:
+                b *= after[j]
+                outs.append(j)
+                j += 1
+        if ins and not outs and groups:  # ones at the end
+            groups[-1][0].extend(ins)
+        elif outs and not ins and groups:
+            groups[-1][1].extend(outs)
+        else:
+            groups.append((ins, outs))
+    return groups
+
+
+@sharded(
+    *(torch.reshape, _T.reshape, _T.view, torch.flatten, _T.flatten, torch.unflatten, _T.unflatten, torch.squeeze),
+    *(_T.squeeze, torch.unsqueeze, _T.unsqueeze, torch.ravel, _T.ravel, _T.view_as, _T.reshape_as, torch.atleast_1d),
+    *(torch.atleast_2d, torch.atleast_3d),
+)
+def reshaped(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
+    x, *others = args
+    if func in (_T.view_as, _T.reshape_as):
+        return reshaped(_T.reshape, types, (x, tuple(others[0].shape)), {})
+    if func is _T.view and isinstance(others[0], torch.dtype):
+        if others[0].itemsize != x.dtype.itemsize:
+            raise ValueError("view: a dtype of another size would change the sharded sizes; use to(dtype)")
+        return wrap(local_of(x).view(others[0]), x._spec)
+    source, spec = _reshaped(x._spec, func, hashable(others), tuple(kwargs.items()))
+    local = redistributed(local_of(x), x._spec, source)
+    return wrap(local.view(spec.local_shape) if func is _T.view else local.reshape(spec.local_shape), spec)
+
+
+# --- expanded dims
+
+
+def _expanded(shape: torch.Size, func: Callable[..., Any], args: Any) -> Labels:
+    out = _shape_after(func, shape, args, ())
+    new = len(out) - len(shape)
+    labels = [i if size == out[new + i] else None for i, size in enumerate(shape)]
+    names = [New(out[i]) for i in range(new)] + [
+        New(out[new + i]) if label is None else label for i, label in enumerate(labels)
+    ]
+    return Labels([labels], names, linear=True)
+
+
+@sharded(_T.expand, torch.broadcast_to, _T.broadcast_to, _T.expand_as)
+def expanded(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
+    x, *others = args
+    if func is _T.expand_as:
+        func, others = _T.expand, [tuple(others[0].shape)]
+    (local,), spec = inside(_expanded, (x,), func, hashable(others))
+    return wrap(local.expand(spec.local_shape), spec)
+
+
+# --- slices and single positions
+
+
+def _bounds(sizes: Sequence[int]) -> list[int]:
+    bounds = [0]
+    for size in sizes:
+        bounds.append(bounds[-1] + size)
+    return bounds
+
+
+@planned
+def _slice_plan(spec: ShardTensorSpec, dim: int, start: int, stop: int, step: int) -> Any:
+    """Where this rank's shard is cut, and the layout of the result: every element stays where it is."""
+    m = spec.mesh_dim_of.get(dim)
+    size = len(range(start, stop, step))
+    shape = torch.Size((*spec.shape[:dim], size, *spec.shape[dim + 1 :]))
+    if m is None:
+        return slice(start, stop, step), make_spec(spec.mesh, spec.placements, shape, spec.sizes)
+    cuts = []
+    bounds = _bounds(spec.sizes[m] or ())
+    for low, high in zip(bounds, bounds[1:]):
+        first = start if low <= start else start + -(-(low - start) // step) * step
+        last = min(stop, high)
+        cuts.append(slice(first - low, last - low, step) if first < last else slice(0, 0))
+    index = spec.mesh.communicator(m).rank
+    counts = tuple(len(range(*cut.indices(high - low))) for cut, low, high in zip(cuts, bounds, bounds[1:]))
+    sizes = [counts if other == m else along for other, along in enumerate(spec.sizes)]
+    return cuts[index], make_spec(spec.mesh, spec.placements, shape, sizes)
+
+
+def sliced(x: ShardTensor, dim: int, start: int, stop: int, step: int = 1) -> ShardTensor:
+    """`x[start:stop:step]` along a dim, `0 <= start`, `step > 0`: nothing is communicated."""
+    cut, spec = _slice_plan(x._spec, dim, start, max(start, stop), step)
+    return wrap(local_of(x)[(slice(None),) * dim + (cut,)], spec)
+
+
+def selected(x: ShardTensor, dim: int, index: int) -> ShardTensor:
+    """`x[index]` along a dim, whole on every rank that shares it."""
+    x = sliced(x, dim, index, index + 1)
+    local, spec = local_of(x), x._spec
+    m = spec.mesh_dim_of.get(dim)
+    placements, sizes = list(spec.placements), list(spec.sizes)
+    if m is not None:
+        local = gather(local, spec.mesh.communicator(m), dim, spec.sizes[m] or ())
+        placements[m], sizes[m] = Replicate(), None
+    placements = [Shard(p.dim - 1) if isinstance(p, Shard) and p.dim > dim else p for p in placements]
+    shape = (*spec.shape[:dim], *spec.shape[dim + 1 :])
+    return wrap(local.squeeze(dim), make_spec(spec.mesh, placements, shape, sizes))
+
+
+@sharded(_T.__getitem__)
+def getitem(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
+    x, index = args
+    entries = list(index) if isinstance(index, tuple) else [index]
+    if not all(each is None or each is Ellipsis or type(each) in (int, slice) for each in entries):
+        return FUNCTIONS[UNHANDLED](func, types, args, kwargs)
+    if Ellipsis in entries:
+        at = entries.index(Ellipsis)
+        missing = x.dim() - sum(each is not None for each in entries) + 1
+        entries[at : at + 1] = [slice(None)] * missing
+    dim = 0
+    for each in entries:
+        if each is None:
+            x = torch.unsqueeze(x, dim)
+            dim += 1
+        elif isinstance(each, slice):
+            if each != slice(None):
+                x = sliced(x, dim, *each.indices(x.shape[dim]))
+            dim += 1
+        else:
+            if dim >= x.dim():
+                raise IndexError(f"too many indices for a tensor of {args[0].dim()} dims")
+            x = selected(x, dim, _position(each, x.shape[dim], dim))
+    return x if x is not args[0] else wrap(local_of(x), x._spec)
+
+
+def _position(index: int, size: int, dim: int) -> int:
+    if not -size <= index < size:
+        raise IndexError(f"index {index} is out of bounds for dim {dim} with size {size}")
+    return index % size
+
+
+def _dim(x: ShardTensor, dim: int) -> int:
+    ndim = max(1, x.dim())
+    if not -ndim <= dim < ndim:
+        raise IndexError(f"dim {dim} is none of a tensor of {x.dim()} dims")
+    return dim % ndim
+
+
+@sharded(torch.select, _T.select)
+def select(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
+    def call(input: ShardTensor, dim: int, index: int) -> Any:
+        dim = _dim(input, dim)
+        return selected(input, dim, _position(int(index), input.shape[dim], dim))
+
+    return call(*args, **kwargs)
+
+
+@sharded(torch.narrow, _T.narrow)
+def narrow(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
+    def call(input: ShardTensor, dim: int, start: int, length: int) -> Any:
+        dim = _dim(input, dim)
+        start = start + input.shape[dim] if start < 0 else start
+        if not 0 <= start <= start + length <= input.shape[dim]:
+            raise IndexError(
+                f"narrow: {start} to {start + length} is outside of dim {dim} with size {input.shape[dim]}"
+            )
+        return sliced(input, dim, start, start + length)
+
+    return call(*args, **kwargs)
+
+
+@sharded(
+    *(torch.split, _T.split, torch.chunk, _T.chunk, torch.tensor_split, _T.tensor_split, torch.split_with_sizes),
+    *(_T.split_with_sizes, torch.unsafe_chunk, _T.unsafe_chunk, torch.unsafe_split, _T.unsafe_split),
+)
+def split(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
+    def call(x: ShardTensor, count: Any = None, dim: int = 0, **named: Any) -> Any:
+        count = next(iter(named.values())) if count is None else count
+        dim = _dim(x, dim)
+        pieces = func(torch.empty(x.shape[dim], device="meta"), count)
+        bounds = _bounds([piece.shape[0] for piece in pieces])
+        return tuple(sliced(x, dim, low, high) for low, high in zip(bounds, bounds[1:]))
+
+    return call(*args, **kwargs)
+
+
+@sharded(torch.unbind, _T.unbind)
+def unbind(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
+    def call(x: ShardTensor, dim: int = 0) -> Any:
+        dim = _dim(x, dim)
+        return tuple(selected(x, dim, index) for index in range(x.shape[dim]))
+
+    return call(*args, **kwargs)
+
+
+@sharded(_T.__iter__)
+def iterate(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
+    return iter(unbind(torch.unbind, types, args, kwargs))
+
+
+# --- joined tensors
+
+
+def _stacked(*arguments: Any) -> Labels:
+    *shapes, dim = arguments
+    names = tuple(range(len(shapes[0])))
+    return Labels([names] * len(shapes), (*names[:dim], New(len(shapes)), *names[dim:]))
+
+
+@sharded(torch.stack)
+def stack(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
+    def call(tensors: Sequence[Any], dim: int = 0) -> Any:
+        dim = dim + tensors[0].dim() + 1 if dim < 0 else dim
+        locals_, spec = inside(_stacked, tensors, dim)
+        return wrap(torch.stack(locals_, dim), spec)
+
+    return call(*args, **kwargs)
+
+
+def _joined(*arguments: Any) -> Labels:
+    *shapes, dim = arguments
+    names = tuple(range(len(shapes[0])))
+    # Each operand's own label for the joined dim: none of them may be sharded.
+    operands = [(*names[:dim], ("joined", i), *names[dim + 1 :]) for i in range(len(shapes))]
+    out = (*names[:dim], New(sum(shape[dim] for shape in shapes)), *names[dim + 1 :])
+    return Labels(operands, out, whole=frozenset(("joined", i) for i in range(len(shapes))))
+
+
+@sharded(torch.cat, torch.concat, torch.concatenate)
+def cat(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
+    def call(tensors: Sequence[Any], dim: int = 0, axis: int | None = None) -> Any:
+        dim = dim if axis is None else axis
+        tensors = [x for x in tensors if x.dim() != 1 or x.shape[0] or tensors[0].dim() == 1]
+        dim = dim + tensors[0].dim() if dim < 0 else dim
+        locals_, spec = inside(_joined, tensors, dim)
+        return wrap(torch.cat(locals_, dim), spec)
+
+    return call(*args, **kwargs)

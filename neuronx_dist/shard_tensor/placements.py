@@ -1,0 +1,70 @@
+"""Where a tensor lies along one mesh dim: torch's own `Shard`, `Replicate`, `Partial`, and their SPMD types.
+
+| placement | type outside of a handler | type where another operand is sharded | gradient |
+| --- | --- | --- | --- |
+| `Shard(d)` | S(d) | S(d) | Shard(d), the same sizes |
+| `Replicate()` | I | R: `convert(I, R)`, whose backward is the one all-reduce | Replicate, reduced |
+| `Partial("sum")` | P | reduced by `all_reduce(P, I)` before what is not linear | Replicate |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
+
+from ..spmd import I, P, S, SpmdType
+
+__all__ = ["Partial", "Placement", "Replicate", "Shard", "checked_placements", "spmd_type"]
+
+_REPLICATE = Replicate()
+
+
+def spmd_type(placement: Placement) -> SpmdType:
+    """The type of a tensor with this placement along one mesh dim.
+
+    Raises:
+        ValueError: a placement that has no type, such as `Partial("product")`.
+    """
+    if isinstance(placement, Shard):
+        return S(placement.dim)
+    if isinstance(placement, Replicate):
+        return I
+    if isinstance(placement, Partial) and placement.reduce_op in ("sum", "avg", "max"):
+        return P(placement.reduce_op)
+    raise ValueError(f"{placement!r} has no SPMD type: use Shard(dim), Replicate(), or Partial of sum, avg or max")
+
+
+def checked_placements(
+    placements: Sequence[Placement] | None, mesh_ndim: int, tensor_ndim: int
+) -> tuple[Placement, ...]:
+    """The placements with dims counted from the front; None: replicated along every mesh dim.
+
+    Raises:
+        ValueError: not one for each mesh dim; a dim that the tensor does not have; one tensor dim on two mesh dims.
+    """
+    if placements is None:
+        return (_REPLICATE,) * mesh_ndim
+    placements = tuple(placements)
+    if len(placements) != mesh_ndim:
+        raise ValueError(
+            f"placements {list(placements)}: there are {len(placements)} for a mesh of {mesh_ndim} dims; give one for "
+            "each mesh dim"
+        )
+    seen: dict[int, int] = {}
+    result: list[Placement] = []
+    for mesh_dim, placement in enumerate(placements):
+        spmd_type(placement)
+        if isinstance(placement, Shard):
+            dim = placement.dim + tensor_ndim if placement.dim < 0 else placement.dim
+            if not 0 <= dim < tensor_ndim:
+                raise ValueError(f"{placement!r} on mesh dim {mesh_dim}: the tensor has {tensor_ndim} dims")
+            if dim in seen:
+                raise ValueError(
+                    f"placements {list(placements)}: tensor dim {dim} is sharded on mesh dims {seen[dim]} and "
+                    f"{mesh_dim}; shard it on one of them, or over a mesh in which both are one dim"
+                )
+            seen[dim] = mesh_dim
+            placement = Shard(dim)
+        result.append(placement)
+    return tuple(result)

@@ -1,0 +1,191 @@
+"""From one layout to another: the moves between two placements on each mesh dim, one mesh dim after the other.
+
+`moves(spec, target)` is the list of steps, computed once for two specs. `used` says that the result is used by every
+rank in another way (type R in place of I), so that its gradients are summed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch.overrides import has_torch_function_unary
+
+from .. import comm, spmd
+from ..comm import Communicator
+from ..spmd import I, P, R
+from . import moves
+from .device_mesh import DeviceMesh
+from .placements import Partial, Placement, Replicate, Shard
+from .spec import ShardTensorSpec, make_spec
+
+__all__ = ["Step", "redistributed", "run", "steps"]
+
+Step = Callable[[torch.Tensor], torch.Tensor]
+
+_REPLICATE = Replicate()
+
+
+def redistributed(local: torch.Tensor, spec: ShardTensorSpec, target: ShardTensorSpec) -> torch.Tensor:
+    """This rank's part of a tensor in another layout.
+
+    Raises:
+        ValueError: the target is a layout of another shape.
+    """
+    return local if spec is target else run(local, steps(spec, target))
+
+
+def run(local: torch.Tensor, steps: Sequence[Step]) -> torch.Tensor:
+    for step in steps:
+        local = step(local)
+    return local
+
+
+def steps(spec: ShardTensorSpec, target: ShardTensorSpec, used: Sequence[int] = ()) -> tuple[Step, ...]:
+    """What makes a local tensor of `spec` one of `target`; nothing where both are equal.
+
+    Args:
+        used: mesh dims along which a Replicate of the target is R: each rank uses it on its own.
+    """
+    if spec.shape != target.shape:
+        raise ValueError(
+            f"redistribute: a tensor of shape {tuple(spec.shape)} cannot have a layout of {tuple(target.shape)}"
+        )
+    if spec.mesh is not target.mesh:
+        return _to_another_mesh(spec, target)
+    table = spec.mesh.tables.setdefault("steps", {})
+    key = (spec, target, tuple(used))
+    if key not in table:
+        table[key] = _steps(spec, target, used)
+    result: tuple[Step, ...] = table[key]
+    return result
+
+
+def _steps(spec: ShardTensorSpec, target: ShardTensorSpec, used: Sequence[int]) -> tuple[Step, ...]:
+    result: list[Step] = []
+    placements, sizes = list(spec.placements), list(spec.sizes)
+    todo = list(range(spec.mesh.ndim))
+    while todo:
+        # A shard moves to a dim only when no other mesh dim shards it; where all wait for one another, one is gathered.
+        free = next((m for m in todo if not _blocked(placements, target.placements[m], m)), None)
+        if free is None:
+            m = todo[0]
+            result += _along(spec.mesh, m, placements[m], sizes[m], _REPLICATE, None, False)
+            placements[m], sizes[m] = _REPLICATE, None
+            continue
+        todo.remove(free)
+        m = free
+        result += _along(spec.mesh, m, placements[m], sizes[m], target.placements[m], target.sizes[m], m in used)
+        placements[m], sizes[m] = target.placements[m], target.sizes[m]
+    return tuple(result)
+
+
+def _used(x: torch.Tensor, group: Communicator) -> torch.Tensor:
+    """I as R. Nothing, unless a gradient is to be reduced or a mode looks."""
+    if (x.requires_grad and torch.is_grad_enabled()) or has_torch_function_unary(x):
+        return spmd.convert(x, group, src=I, dst=R)
+    return x
+
+
+def _blocked(placements: Sequence[Placement], wanted: Placement, mesh_dim: int) -> bool:
+    return isinstance(wanted, Shard) and any(
+        isinstance(other, Shard) and other.dim == wanted.dim for m, other in enumerate(placements) if m != mesh_dim
+    )
+
+
+def _along(
+    mesh: DeviceMesh,
+    mesh_dim: int,
+    src: Placement,
+    src_sizes: tuple[int, ...] | None,
+    dst: Placement,
+    dst_sizes: tuple[int, ...] | None,
+    used: bool,
+) -> list[Step]:
+    """The steps along one mesh dim."""
+    group = mesh.communicator(mesh_dim)
+    if isinstance(src, Shard) and isinstance(dst, Shard):
+        assert src_sizes is not None and dst_sizes is not None
+        if src.dim == dst.dim and src_sizes == dst_sizes:
+            return []
+        return [
+            partial(
+                moves.transpose,
+                communicator=group,
+                src_dim=src.dim,
+                src_sizes=src_sizes,
+                dst_dim=dst.dim,
+                dst_sizes=dst_sizes,
+            )
+        ]
+    if isinstance(src, Shard):
+        assert src_sizes is not None
+        if isinstance(dst, Replicate):
+            return [partial(moves.gather, communicator=group, dim=src.dim, sizes=src_sizes, used=used)]
+        gathered = _along(mesh, mesh_dim, src, src_sizes, _REPLICATE, None, False)
+        return gathered + _along(mesh, mesh_dim, _REPLICATE, None, dst, None, False)
+    if isinstance(src, Replicate):
+        if isinstance(dst, Replicate):
+            return [partial(_used, group=group)] if used else []
+        if isinstance(dst, Shard):
+            assert dst_sizes is not None
+            return [partial(moves.split, communicator=group, dim=dst.dim, sizes=dst_sizes)]
+        _check_reduction(dst, "sum", "max")
+        return [] if _op(dst) == "max" else [partial(spmd.convert, axis=group, src=I, dst=P, expert_mode=True)]
+    if isinstance(dst, Partial):
+        if _op(src) == _op(dst):
+            return []
+        raise ValueError(f"redistribute: {src} cannot become {dst}; make it Replicate() first")
+    if _op(src) == "max":
+        reduced: list[Step] = [partial(_maximum, group=group)]
+        return reduced + _along(mesh, mesh_dim, _REPLICATE, None, dst, dst_sizes, used)
+    _check_reduction(src, "sum")
+    if isinstance(dst, Replicate):
+        return [partial(spmd.all_reduce, axis=group, src=P, dst=R if used else I)]
+    assert isinstance(dst, Shard) and dst_sizes is not None
+    return [partial(moves.scatter_sum, communicator=group, dim=dst.dim, sizes=dst_sizes)]
+
+
+def _op(placement: Placement) -> str:
+    assert isinstance(placement, Partial)
+    return str(placement.reduce_op)
+
+
+def _check_reduction(placement: Placement, *known: str) -> None:
+    if _op(placement) not in known:
+        raise ValueError(f"redistribute: {placement} is not kept; a Partial is one of {', '.join(known)}")
+
+
+class _Maximum(torch.autograd.Function):
+    """The maximum over a group; the gradient is divided among the ranks that have it, as `torch.amax` does."""
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, x: torch.Tensor, group: Communicator) -> torch.Tensor:
+        whole = comm.all_reduce(x, group, op="max")
+        own = x == whole
+        ctx.share = own / comm.all_reduce(own.to(x.dtype), group)  # type: ignore[attr-defined]
+        return whole
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grads[0] * ctx.share, None  # type: ignore[attr-defined]
+
+
+def _maximum(x: torch.Tensor, group: Communicator) -> torch.Tensor:
+    if group.size == 1:
+        return x
+    if x.requires_grad and torch.is_grad_enabled():
+        result: torch.Tensor = _Maximum.apply(x, group)
+        return result
+    return comm.all_reduce(x, group, op="max")
+
+
+def _to_another_mesh(spec: ShardTensorSpec, target: ShardTensorSpec) -> tuple[Step, ...]:
+    """By way of the whole tensor, where both meshes have the same ranks."""
+    if sorted(spec.mesh.mesh.flatten().tolist()) != sorted(target.mesh.mesh.flatten().tolist()):
+        raise NotImplementedError(
+            f"redistribute from {spec.mesh} to {target.mesh}: both meshes must have the same ranks"
+        )
+    whole = spec.replicated()
+    return (*steps(spec, whole), *steps(make_spec(target.mesh, None, target.shape), target))

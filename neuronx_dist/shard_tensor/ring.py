@@ -1,0 +1,118 @@
+"""Passing tensors around the ranks of a mesh dim, one place at a time; differentiable."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .. import comm
+from ..comm import Communicator
+from .device_mesh import DeviceMesh
+
+__all__ = ["PassingHandle", "RingPassingConfig", "perform_ring_iteration", "perform_ring_iteration_async"]
+
+DIRECTIONS = ("forward", "backward")
+METHODS = ("p2p", "a2a")
+
+
+@dataclass(frozen=True)
+class RingPassingConfig:
+    """Which ring, and which way around it.
+
+    Attributes:
+        mesh_dim: of the device mesh, by index or name.
+        mesh_size: ranks along it; None: as many as there are. It is compared with the mesh.
+        ring_direction: "forward": to the next rank; "backward": to the one before.
+        communication_method: "p2p" or "a2a"; both are the same exchange here, in which only neighbours send.
+
+    Raises:
+        ValueError: a direction or a method that there is not.
+    """
+
+    mesh_dim: int | str = 0
+    mesh_size: int | None = None
+    ring_direction: str = "forward"
+    communication_method: str = "p2p"
+
+    def __post_init__(self) -> None:
+        for name, value, known in (
+            ("ring_direction", self.ring_direction, DIRECTIONS),
+            ("communication_method", self.communication_method, METHODS),
+        ):
+            if value not in known:
+                raise ValueError(f"RingPassingConfig: {name}={value!r}: use one of {', '.join(known)}")
+
+
+class PassingHandle:
+    """A tensor on its way. `wait()` gives the one that comes, once."""
+
+    def __init__(self, arguments: tuple[Any, ...], received: torch.Tensor, handle: Any) -> None:
+        self._arguments, self._received, self._handle = arguments, received, handle
+
+    def wait(self) -> torch.Tensor:
+        """What the rank before has passed on; gradients go back to it."""
+        result: torch.Tensor = _Pass.apply(*self._arguments, (self._received, self._handle))
+        return result
+
+
+def perform_ring_iteration(
+    tensor: torch.Tensor, mesh: DeviceMesh, ring_config: RingPassingConfig, recv_shape: Sequence[int] | None = None
+) -> torch.Tensor:
+    """Passes `tensor` to the next rank, and returns that of the rank before.
+
+    Args:
+        recv_shape: of what comes; None: as `tensor`'s. Shards may differ in size.
+
+    Raises:
+        ValueError: the configuration is of a mesh of another size.
+        CommError: the rank before sends another number of elements.
+    """
+    return perform_ring_iteration_async(tensor, mesh, ring_config, recv_shape).wait()
+
+
+def perform_ring_iteration_async(
+    tensor: torch.Tensor, mesh: DeviceMesh, ring_config: RingPassingConfig, recv_shape: Sequence[int] | None = None
+) -> PassingHandle:
+    """The same, under way while the rank computes on `tensor`. Every rank waits for its handle."""
+    communicator = mesh.communicator(ring_config.mesh_dim)
+    if ring_config.mesh_size is not None and ring_config.mesh_size != communicator.size:
+        raise ValueError(
+            f"RingPassingConfig: mesh_size={ring_config.mesh_size}, and mesh dim {ring_config.mesh_dim!r} of {mesh} "
+            f"has {communicator.size} ranks"
+        )
+    step = 1 if ring_config.ring_direction == "forward" else -1
+    shape = torch.Size(tensor.shape if recv_shape is None else recv_shape)
+    received, handle = _start_passing(tensor.detach(), communicator, step, shape)
+    return PassingHandle((tensor, communicator, step, shape), received, handle)
+
+
+def _start_passing(
+    x: torch.Tensor, communicator: Communicator, step: int, shape: torch.Size
+) -> tuple[torch.Tensor, Any]:
+    size, rank = communicator.size, int(communicator.rank)
+    received, nothing = x.new_empty(shape), x.new_empty(0)
+    sends, recvs = [nothing] * size, [nothing] * size
+    sends[(rank + step) % size], recvs[(rank - step) % size] = x, received
+    return received, comm.exchange(sends, recvs, communicator, async_op=True)
+
+
+class _Pass(torch.autograd.Function):
+    """Linear: its gradient goes around the other way."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, communicator: Communicator, step: int, shape: torch.Size, started: Any
+    ) -> torch.Tensor:
+        ctx.arguments = communicator, step, x.shape
+        received, handle = started or _start_passing(x, communicator, step, shape)
+        handle.wait()
+        result: torch.Tensor = received
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        communicator, step, shape = ctx.arguments
+        return _Pass.apply(grad, communicator, -step, shape, None), None, None, None, None

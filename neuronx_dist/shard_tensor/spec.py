@@ -1,0 +1,157 @@
+"""`ShardTensorSpec`: how a tensor lies on a device mesh, with the size of every shard. It never communicates.
+
+Specs are interned on their mesh: equal ones are the same object, so that a plan for an operation is looked up by
+identity. (`Layout` is another thing in this package: the degrees of a job.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .device_mesh import DeviceMesh
+from .placements import Partial, Placement, Replicate, Shard, checked_placements
+
+__all__ = ["ShardTensorSpec", "Sizes", "chunk_sizes", "make_spec"]
+
+Sizes = tuple["tuple[int, ...] | None", ...]  # for each mesh dim: of its shards, None where it shards nothing
+
+
+class ShardTensorSpec:
+    """The layout of a tensor; frozen.
+
+    Attributes:
+        mesh: the device mesh.
+        placements: one for each mesh dim; dims are counted from the front.
+        shape: of the whole tensor.
+        sizes: for each mesh dim the sizes of all its shards along their tensor dim; None where it shards nothing.
+        local_shape: of this rank's shard.
+        offsets: where this rank's shard begins, for each tensor dim.
+        sharded: `(mesh dim, tensor dim)` of every shard.
+        partial: the mesh dims along which the tensor is a sum (maximum) over the ranks.
+        mesh_dim_of: tensor dim -> mesh dim, of the sharded ones.
+    """
+
+    __slots__ = (
+        "local_shape",
+        "mesh",
+        "mesh_dim_of",
+        "offsets",
+        "partial",
+        "placements",
+        "shape",
+        "sharded",
+        "sizes",
+    )
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    shape: torch.Size
+    sizes: Sizes
+    local_shape: torch.Size
+    offsets: tuple[int, ...]
+    sharded: tuple[tuple[int, int], ...]
+    partial: tuple[int, ...]
+    mesh_dim_of: dict[int, int]
+
+    def __init__(self, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size, sizes: Sizes) -> None:
+        self.mesh, self.placements, self.shape, self.sizes = mesh, placements, shape, sizes
+        self.sharded = tuple((m, p.dim) for m, p in enumerate(placements) if isinstance(p, Shard))
+        self.partial = tuple(m for m, p in enumerate(placements) if isinstance(p, Partial))
+        self.mesh_dim_of = {dim: m for m, dim in self.sharded}
+        local, offsets = list(shape), [0] * len(shape)
+        coordinate = mesh.get_coordinate()
+        for m, dim in self.sharded:
+            along = sizes[m]
+            assert along is not None
+            index = 0 if coordinate is None else coordinate[m]
+            local[dim], offsets[dim] = along[index], sum(along[:index])
+        self.local_shape, self.offsets = torch.Size(local), tuple(offsets)
+
+    def sharding_shapes(self, mesh_dim: int | None = None) -> Any:
+        """The shapes of all shards along a mesh dim, or of every sharded one as a dict by mesh dim."""
+        if mesh_dim is None:
+            return {m: self.sharding_shapes(m) for m, _ in self.sharded}
+        placement = self.placements[mesh_dim]
+        count = self.mesh.shape[mesh_dim]
+        if not isinstance(placement, Shard):
+            return (self.local_shape,) * count
+        before, behind = self.local_shape[: placement.dim], self.local_shape[placement.dim + 1 :]
+        return tuple(torch.Size((*before, size, *behind)) for size in self.sizes[mesh_dim] or ())
+
+    def with_shape(self, shape: torch.Size) -> ShardTensorSpec:
+        """The same for another shape whose sharded dims have the same sizes."""
+        return make_spec(self.mesh, self.placements, shape, self.sizes)
+
+    def replicated(self) -> ShardTensorSpec:
+        """The same tensor whole on every rank."""
+        return make_spec(self.mesh, (Replicate(),) * self.mesh.ndim, self.shape)
+
+    def __repr__(self) -> str:
+        sizes = {m: self.sizes[m] for m, _ in self.sharded}
+        return f"ShardTensorSpec({self.mesh}, {self.placements}, shape={tuple(self.shape)}, sizes={sizes})"
+
+    def __deepcopy__(self, memo: Any) -> ShardTensorSpec:
+        return self
+
+    def __reduce__(self) -> Any:
+        return make_spec, (self.mesh, self.placements, self.shape, self.sizes)
+
+
+def make_spec(
+    mesh: DeviceMesh,
+    placements: Sequence[Placement] | None,
+    shape: Sequence[int],
+    sizes: Sequence[Sequence[int] | None] | None = None,
+) -> ShardTensorSpec:
+    """The spec of a tensor of the whole `shape`.
+
+    Args:
+        sizes: for each mesh dim the sizes of its shards, or None for chunks, as `torch.chunk` cuts them.
+
+    Raises:
+        ValueError: placements that do not fit (`checked_placements`); sizes that are not one for each rank of the mesh
+            dim, are negative, or do not add up to the tensor's dim.
+    """
+    shape = shape if isinstance(shape, torch.Size) else torch.Size(shape)
+    specs = mesh.tables.setdefault("specs", {})
+    key = (tuple(placements) if placements is not None else None, shape, None if sizes is None else tuple(sizes))
+    try:
+        spec: ShardTensorSpec | None = specs.get(key)
+    except TypeError:  # sizes as lists
+        key = (key[0], shape, tuple(None if each is None else tuple(each) for each in sizes or ()))
+        spec = specs.get(key)
+    if spec is not None:
+        return spec
+    checked = checked_placements(placements, mesh.ndim, len(shape))
+    if sizes is not None and len(sizes) != mesh.ndim:
+        raise ValueError(
+            f"sizes {list(sizes)}: there are {len(sizes)} entries for a mesh of {mesh.ndim} dims; give one each"
+        )
+    complete: list[tuple[int, ...] | None] = []
+    for m, placement in enumerate(checked):
+        if not isinstance(placement, Shard):
+            complete.append(None)
+            continue
+        given = None if sizes is None else sizes[m]
+        along = chunk_sizes(shape[placement.dim], mesh.shape[m]) if given is None else tuple(map(int, given))
+        if len(along) != mesh.shape[m] or sum(along) != shape[placement.dim] or min(along) < 0:
+            raise ValueError(
+                f"sizes {list(along)} on mesh dim {m}: they must be {mesh.shape[m]}, none below 0, and add up to "
+                f"{shape[placement.dim]}, which is dim {placement.dim} of shape {tuple(shape)}"
+            )
+        complete.append(along)
+    full_key = (checked, shape, tuple(complete))
+    spec = specs.get(full_key)
+    if spec is None:
+        spec = specs.setdefault(full_key, ShardTensorSpec(mesh, checked, shape, tuple(complete)))
+    specs[key] = spec
+    return spec
+
+
+def chunk_sizes(size: int, count: int) -> tuple[int, ...]:
+    """The sizes that `torch.chunk` gives, with empty shards at the end: 7 over 4 is (2, 2, 2, 1)."""
+    full = -(-size // count)
+    return tuple(max(0, min(full, size - index * full)) for index in range(count))

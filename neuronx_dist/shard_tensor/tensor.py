@@ -1,0 +1,349 @@
+"""`ShardTensor`: a tensor of which every rank of a mesh holds a part.
+
+It is a `torch.Tensor` of the whole shape that holds a plain local tensor *with its own autograd graph*, and its layout
+(`_spec`). A call arrives in `__torch_function__`, whose handler computes on local tensors and wraps the result. So
+backward runs on plain tensors, and nothing is recorded twice.
+
+The wrapper itself is *linked*: it is the output of an autograd function of its local tensor, so that foreign autograd
+functions (those of FSDP and DDP, users' own) find a `grad_fn`. No other backward visits it. A wrapper that such a
+function returned has a graph that its local tensor does not have: `local_of` takes it through a second function, once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._C import DisableTorchFunctionSubclass
+from torch.distributed.tensor import DTensor
+
+from ..spmd import I, R, convert
+from . import handlers
+from .device_mesh import DeviceMesh, current_mesh
+from .handlers import DISPATCH, FUNCTIONS, UNHANDLED
+from .local_shapes import local_spec
+from .placements import Partial, Placement, Replicate
+from .redistribute import redistributed
+from .spec import ShardTensorSpec, make_spec
+
+__all__ = ["ShardTensor", "gradient_spec", "in_layout", "local_of", "wrap"]
+
+_make_wrapper = torch.Tensor._make_wrapper_subclass
+
+
+class ShardTensor(torch.Tensor):
+    """A tensor that lives on the ranks of a device mesh. See the module's docstring for how it works.
+
+    Made by `distribute_tensor`, `scatter_tensor`, `from_local` and the factories; `_spec` says where each shard is.
+
+    Attributes:
+        placements, device_mesh: of the layout.
+        offsets: where this rank's shard begins, for each dim.
+    """
+
+    __slots__ = ("_foreign", "_local", "_spec")
+
+    _local: torch.Tensor
+    _spec: ShardTensorSpec
+    _foreign: bool  # made while gradients were off: a foreign autograd function may have given it a graph
+
+    # --- the protocol of torch
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        handler = FUNCTIONS.get(func)
+        if handler is None:
+            handler = handlers.named_handler(func) or FUNCTIONS[UNHANDLED]
+        return handler(func, types, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        handler = DISPATCH.get(func)
+        if handler is not None:
+            return handler(*args, **(kwargs or {}))
+        handler = handlers.named_handler(func) or DISPATCH[UNHANDLED]
+        return handler(func, types, args, kwargs or {})
+
+    # --- from and to other tensors
+
+    @staticmethod
+    def from_local(
+        local_tensor: torch.Tensor,
+        device_mesh: DeviceMesh | None = None,
+        placements: Sequence[Placement] | None = None,
+        *,
+        sharding_shapes: str | Mapping[int, Sequence[Sequence[int]]] = "infer",
+        global_shape: Sequence[int] | None = None,
+    ) -> ShardTensor:
+        """The ShardTensor of which this rank's part is `local_tensor`, in its graph.
+
+        Args:
+            device_mesh: None: that of the innermost `with mesh:`, else one dim over the world.
+            placements: None: Replicate everywhere.
+            sharding_shapes: "infer": all ranks tell one another their shapes, once. "chunk": shards are as
+                `torch.chunk` cuts them; nothing is communicated. A dict from mesh dim to the shapes of all shards
+                along it is taken at its word.
+            global_shape: of the whole tensor, for "chunk"; None: every shard is as long as this one.
+
+        Raises:
+            ValueError: sizes that do not add up or differ between ranks, or that are not those of this rank's tensor.
+        """
+        mesh = device_mesh or current_mesh(local_tensor.device.type)
+        return wrap(local_tensor, local_spec(local_tensor.shape, mesh, placements, sharding_shapes, global_shape))
+
+    @staticmethod
+    def from_dtensor(x: Any) -> ShardTensor:
+        """A torch DTensor as a ShardTensor, in its graph."""
+        mesh = DeviceMesh.from_torch(x.device_mesh)
+        local = x.to_local()
+        spec = make_spec(mesh, x.placements, x.shape)
+        if local.shape != spec.local_shape:
+            spec = local_spec(local.shape, mesh, x.placements, "infer", x.shape)
+        return wrap(local, spec)
+
+    def to_dtensor(self) -> Any:
+        """This tensor as a torch DTensor, in its graph. Shards that are no chunks are redistributed."""
+        chunks = make_spec(self._spec.mesh, self._spec.placements, self._spec.shape)
+        local = redistributed(local_of(self), self._spec, chunks)
+        return DTensor.from_local(
+            local,
+            self._spec.mesh.to_torch(),
+            self._spec.placements,
+            run_check=False,
+            shape=self._spec.shape,
+            stride=torch.empty(self._spec.shape, device="meta").stride(),
+        )
+
+    # --- layouts
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        return self._spec.placements
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        return self._spec.mesh
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        return self._spec.offsets
+
+    @property
+    def _local_tensor(self) -> torch.Tensor:
+        return self._local
+
+    def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """This rank's part, a plain tensor in the same autograd graph.
+
+        Args:
+            grad_placements: what the gradient that comes back is, where it is not of this tensor's own layout: Partial
+                for a Replicate tensor that each rank uses on its own.
+        """
+        local = local_of(self)
+        if grad_placements is None:
+            return local
+        given = make_spec(self._spec.mesh, grad_placements, self._spec.shape, None)
+        for m, (own, grad) in enumerate(zip(self._spec.placements, given.placements)):
+            if isinstance(own, Replicate) and isinstance(grad, Partial):
+                local = convert(local, self._spec.mesh.communicator(m), src=I, dst=R)
+            elif own != grad and not (isinstance(own, Partial) and isinstance(grad, Replicate)):
+                raise ValueError(
+                    f"to_local: a gradient of {grad} for a tensor that is {own} on mesh dim {m}: redistribute() the "
+                    "tensor first, so that its own placement is that of the gradient"
+                )
+        return local
+
+    def full_tensor(self) -> torch.Tensor:
+        """The whole tensor on every rank, differentiable."""
+        return redistributed(local_of(self), self._spec, self._spec.replicated())
+
+    def redistribute(
+        self,
+        device_mesh: DeviceMesh | None = None,
+        placements: Sequence[Placement] | None = None,
+        *,
+        sizes: Sequence[Sequence[int] | None] | None = None,
+        async_op: bool = False,
+    ) -> ShardTensor:
+        """The same tensor in another layout, differentiable; itself where the layout is equal.
+
+        Args:
+            device_mesh: None: its own.
+            placements: None: Replicate everywhere, or its own if only `sizes` is given.
+            sizes: for each mesh dim the sizes of its shards; None: chunks.
+            async_op: accepted for torch's signature; the result is complete when it is returned.
+        """
+        if placements is None and sizes is not None:
+            placements = self._spec.placements
+        target = make_spec(device_mesh or self._spec.mesh, placements, self._spec.shape, sizes)
+        if target is self._spec:
+            return self
+        return wrap(redistributed(local_of(self), self._spec, target), target)
+
+    # --- autograd
+
+    @property
+    def requires_grad(self) -> bool:
+        return self._local.requires_grad or (self._foreign and _wrapper_requires_grad(self))
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.requires_grad_(value)
+
+    @property
+    def is_leaf(self) -> bool:  # type: ignore[override]
+        return self._local.is_leaf and not (self._foreign and _wrapper_requires_grad(self))
+
+    @property
+    def grad(self) -> ShardTensor | None:
+        """The gradient: of the same layout, Replicate where the tensor is Partial."""
+        grad = self._local.grad
+        return None if grad is None else wrap(grad, gradient_spec(self._spec))
+
+    @grad.setter
+    def grad(self, grad: torch.Tensor | None) -> None:
+        self._local.grad = None if grad is None else in_layout(grad, gradient_spec(self._spec))
+
+    @grad.deleter
+    def grad(self) -> None:
+        self._local.grad = None
+
+    @property
+    def data(self) -> ShardTensor:
+        return wrap(self._local.data, self._spec)
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        local = in_layout(value, self._spec)
+        self._local.data = local
+        with DisableTorchFunctionSubclass():
+            torch.Tensor.data.__set__(self, wrap(local.detach(), self._spec))
+
+    def requires_grad_(self, requires_grad: bool = True) -> ShardTensor:
+        self._local.requires_grad_(requires_grad)
+        with DisableTorchFunctionSubclass():
+            torch.Tensor.requires_grad_(self, requires_grad)
+        return self
+
+    # --- copies
+
+    def __deepcopy__(self, memo: Any) -> ShardTensor:
+        if id(self) in memo:
+            copied: ShardTensor = memo[id(self)]
+            return copied
+        if not self.is_leaf:
+            raise RuntimeError("only leaf ShardTensors can be copied by deepcopy, as is so of torch.Tensor")
+        local = self._local.detach().clone()
+        result = memo[id(self)] = as_leaf(local, self._spec, self._local.requires_grad)
+        if self._local.grad is not None:
+            result._local.grad = self._local.grad.clone()
+        if getattr(self, "_is_param", False):
+            result._is_param = True
+        return result
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        is_param = bool(getattr(self, "_is_param", False))
+        return _rebuilt, (self._local.detach(), self._spec, self._local.requires_grad, is_param)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return (
+            f"ShardTensor(local={self._local!r}, placements={self._spec.placements}, shape={tuple(self._spec.shape)})"
+        )
+
+    # --- handlers; names as the tutorial's
+
+    register_function_handler = staticmethod(handlers.register_function_handler)
+    register_dispatch_handler = staticmethod(handlers.register_dispatch_handler)
+    register_named_function_handler = staticmethod(handlers.register_named_function_handler)
+
+
+def _new(local: torch.Tensor, spec: ShardTensorSpec) -> ShardTensor:
+    result: ShardTensor = _make_wrapper(ShardTensor, spec.shape, dtype=local.dtype, device=local.device)
+    result._local = local
+    result._spec = spec
+    result._foreign = False
+    return result
+
+
+class _Link(torch.autograd.Function):
+    """From a local tensor to its wrapper."""
+
+    @staticmethod
+    def forward(ctx: Any, local: torch.Tensor, spec: ShardTensorSpec) -> ShardTensor:
+        ctx.spec = spec
+        return _new(local, spec)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return in_layout(grad, gradient_spec(ctx.spec)), None
+
+
+class _Unlink(torch.autograd.Function):
+    """From a wrapper that a foreign function returned to a local tensor in its graph."""
+
+    @staticmethod
+    def forward(ctx: Any, x: ShardTensor) -> torch.Tensor:
+        ctx.spec = x._spec
+        return x._local.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> ShardTensor:
+        return wrap(grad, gradient_spec(ctx.spec))
+
+
+# `Function.apply` without its look at functorch's transforms, which do not go through wrappers.
+_link: Callable[..., ShardTensor] = super(torch.autograd.Function, _Link).apply
+_unlink: Callable[..., torch.Tensor] = super(torch.autograd.Function, _Unlink).apply
+
+
+def wrap(local: torch.Tensor, spec: ShardTensorSpec) -> ShardTensor:
+    """The ShardTensor of which this rank's part is `local`."""
+    if local.requires_grad:
+        return _link(local, spec)
+    result: ShardTensor = _make_wrapper(ShardTensor, spec.shape, dtype=local.dtype, device=local.device)
+    result._local = local
+    result._spec = spec
+    result._foreign = not torch.is_grad_enabled()
+    return result
+
+
+def local_of(x: ShardTensor) -> torch.Tensor:
+    """The local tensor of `x`, in its graph."""
+    if x._foreign and torch.is_grad_enabled():
+        if not x._local.requires_grad and _wrapper_requires_grad(x):
+            x._local = _unlink(x)
+        x._foreign = False
+    return x._local
+
+
+def _wrapper_requires_grad(x: ShardTensor) -> bool:
+    with DisableTorchFunctionSubclass():
+        return bool(torch.Tensor.requires_grad.__get__(x))  # type: ignore[attr-defined]
+
+
+def as_leaf(local: torch.Tensor, spec: ShardTensorSpec, requires_grad: bool) -> ShardTensor:
+    """A ShardTensor that is a leaf; `local` is one."""
+    result = _new(local, spec)
+    return result.requires_grad_(True) if requires_grad else result
+
+
+def gradient_spec(spec: ShardTensorSpec) -> ShardTensorSpec:
+    """The layout of a tensor's gradient."""
+    if not spec.partial:
+        return spec
+    placements = tuple(Replicate() if isinstance(each, Partial) else each for each in spec.placements)
+    return make_spec(spec.mesh, placements, spec.shape, spec.sizes)
+
+
+def in_layout(x: torch.Tensor, spec: ShardTensorSpec) -> torch.Tensor:
+    """The local tensor of `x` in a layout; a plain tensor counts as replicated."""
+    own = x._spec if isinstance(x, ShardTensor) else make_spec(spec.mesh, None, x.shape)
+    return redistributed(local_of(x) if isinstance(x, ShardTensor) else x, own, spec)
+
+
+def _rebuilt(local: torch.Tensor, spec: ShardTensorSpec, requires_grad: bool, is_param: bool) -> ShardTensor:
+    result = as_leaf(local, spec, requires_grad)
+    if is_param:
+        result._is_param = True
+    return result

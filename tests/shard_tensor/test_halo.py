@@ -1,0 +1,56 @@
+"""Shards with halos, and without them again."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from neuronx_dist.shard_tensor.halo import HaloConfig, halo_padding, unhalo_padding
+from tests.shard_tensor.support.cases import on_ranks
+
+F64 = torch.float64
+
+
+@pytest.mark.parametrize("halo, edge", [(1, 0), (2, 2), (5, 1), (0, 0)])
+@pytest.mark.parametrize("sizes", [(4, 4), (3, 3, 3), (5, 1, 3), (1, 6, 0, 2)])
+def test_a_halo_of_any_width(sizes: tuple[int, ...], halo: int, edge: int) -> None:
+    bounds = [0, *itertools.accumulate(sizes)]
+    n = bounds[-1]
+    whole = torch.randn(2, n, dtype=F64)
+    padded = torch.nn.functional.pad(whole, (edge, edge))
+    is_equal = len(set(sizes)) == 1
+
+    def rank(mesh):
+        r = mesh.get_local_rank()
+        config = HaloConfig(0, 1, halo, edge, sizes=None if is_equal else sizes)
+        x = whole[:, bounds[r] : bounds[r + 1]].clone().requires_grad_()
+        low, high = max(bounds[r] - halo, -edge), min(bounds[r + 1] + halo, n + edge)
+        result = halo_padding(x, mesh, config)
+        assert torch.equal(result.detach(), padded[:, low + edge : high + edge])
+        assert torch.equal(unhalo_padding(result, mesh, config).detach(), x.detach())
+        (grad,) = torch.autograd.grad(result.sum(), x)
+        counts = [
+            sum(max(a - halo, 0) <= p < min(b + halo, n) for a, b in itertools.pairwise(bounds))
+            for p in range(bounds[r], bounds[r + 1])
+        ]
+        assert grad[0].tolist() == counts
+        return len(counts)
+
+    assert tuple(on_ranks(len(sizes), rank)) == sizes
+
+
+def test_refusals() -> None:
+    with pytest.raises(ValueError, match="edge_padding_size=2 must be from 0 to halo_size=1"):
+        HaloConfig(0, 1, 1, 2)
+
+    def rank(mesh):
+        with pytest.raises(ValueError, match="sizes .2, 2, 2.: give one for each of the 2 ranks"):
+            halo_padding(torch.zeros(2), mesh, HaloConfig(0, 0, 1, sizes=(2, 2, 2)))
+        with pytest.raises(ValueError, match="does not fit the plan, which has 2 positions"):
+            halo_padding(torch.zeros(3), mesh, HaloConfig(0, 0, 1, sizes=(2, 2)))
+        with pytest.raises(ValueError, match=r"dim 0 of shape \(5,\) is not that of a shard with the halo"):
+            unhalo_padding(torch.zeros(5), mesh, HaloConfig(0, 0, 1, sizes=(2, 2)))
+
+    on_ranks(2, rank)
