@@ -10,8 +10,9 @@ sharing.py          which rank verifies which block
 flattened_groups.py parameter groups as torch.distributed.checkpoint has them
 archive.py          a tensor as `torch.save` writes it; catalog.py: `.metadata`; checksums.py: of blocks of files
 nxd_files.py        folders that NeuronX Distributed wrote; nxd_source.py: as pieces of whole tensors
-nxd_names.py        fused projections of its models as separate ones
+nxd_names.py        fused projections of its models as separate ones; nxd_fusing.py: the inverse
 nxd_heads.py        their order over ranks; nxd_writing.py: files as NeuronX Distributed writes them
+convert_optimizer.py the optimizer's state from one format to another
 convert.py          weights from one format to another; convert_command.py: `neuronx-dist convert`; progress.py: its bar
 whole_weights.py    those of a checkpoint as whole tensors
 agreement.py        errors of one rank as errors of all; errors.py: what is raised

@@ -21,15 +21,24 @@ from ..mesh import Mesh
 from ..model_shape import stage_layers
 from ..weights.partial_model import parameter_names
 from ..weights.shard_spec import ShardSpec, spec_of
+from .convert_optimizer import add_optimizer, items_of_optimizer, nxd_optimizer, read_piece
 from .errors import CheckpointError, CheckpointMismatch
 from .files import WholeTensor, write_whole
+from .flattened_groups import JoinedGroups, flattened_groups
 from .nxd_files import NxdFiles, is_nxd_folder, is_of_checkpointing
+from .nxd_fusing import FUSED, FusedNames
+from .nxd_heads import HeadOrder
 from .nxd_source import NxdSource, kv_heads_of, specs_of
-from .nxd_writing import RankedTensor, write_nxd
+from .nxd_writing import RankedTensor, file_of, write_files
+from .optimizer_state import GROUPS
 from .pieces import Piece
+from .plain_data import packed
 from .reading import CheckpointFiles
+from .source import Source
 from .storage import Storage, open_storage
 from .tags import CheckpointFolder, Entry, check_tag
+from .tensors import Path as CheckpointPath
+from .tensors import key_of
 from .whole_weights import SavedWeights
 
 __all__ = ["FORMATS", "convert"]
@@ -46,10 +55,17 @@ def convert(
     tag: str | None = None,
     tp: int = 1,
     pp: int = 1,
+    dp: int = 1,
     config: str | os.PathLike[str] | None = None,
+    optimizer: bool = False,
+    groups: Sequence[str] = (),
+    fused: str | None = None,
+    kv_size_multiplier: int = 1,
+    hw_backend: str = "trn1",
+    xser: bool = False,
     progress: Progress = lambda done, total: None,
 ) -> str:
-    """Writes the weights of one folder as another format.
+    """Writes the weights of one folder as another format, and the optimizer's state if asked.
 
     Args:
         source: a folder of Hugging Face's, or a weight file (GGUF too); of `save_checkpoint`; or of NeuronX
@@ -59,9 +75,17 @@ def convert(
             folder of Hugging Face's, else "hf".
         tag: of the checkpoint in `source` that is read, None: the newest; of the one in `target` that is written, None:
             that of the source, or "converted".
-        tp, pp: degrees of the layout of "nxd".
+        tp, pp, dp: degrees of the layout of "nxd"; dp is that of ZeRO-1's state.
         config: a folder with the `config.json` of the model; None: that of `source`, if it has one. NeuronX
             Distributed's files do not say how they were divided: it is needed if that was over tp, and to write them.
+        optimizer: convert its state too, master weights included: between "ours" and "nxd", whose it is ZeRO-1's.
+        groups: of an optimizer in "nxd" with several parameter groups: a regular expression for each behind the first,
+            which the names of its parameters match.
+        fused: of "nxd": `gate_up_proj`, and "weight_q": `qkv_proj.weight_q` and so on, or "weight_qkv": one
+            `qkv_proj.weight_qkv`; None: the model's own names.
+        kv_size_multiplier, hw_backend: with `fused`: how often key/value heads are repeated, and in whose order, "trn1"
+            (0 1 0 1) or "trn2" (0 0 1 1).
+        xser: of "nxd": as `use_xser` writes.
         progress: called after each tensor with how many are written, of how many.
 
     Returns:
@@ -73,6 +97,7 @@ def convert(
     """
     here = os.fspath(source)
     folder = Path(here)
+    source_of_state: Source | None = None
     gguf = None if has_weights(folder) else gguf_file(folder)
     of_hf = has_weights(folder) or folder.is_file() or gguf is not None
     to = to or ("ours" if of_hf else "hf")
@@ -80,6 +105,12 @@ def convert(
         raise ValueError(f"to is one of {', '.join(FORMATS)}, not {to!r}")
     if to != "nxd" and (tp, pp) != (1, 1):
         raise ValueError(f"tp and pp are of the layout of nxd; {to!r} is loaded into any")
+    if to != "nxd" and (dp, fused, kv_size_multiplier, xser) != (1, None, 1, False):
+        raise ValueError(f"dp, fused, kv_size_multiplier and xser are of nxd, not of {to!r}")
+    if optimizer and (of_hf or to == "hf"):
+        raise ValueError("folders of Hugging Face's have no optimizer: it is converted between ours and nxd")
+    if fused not in (None, *FUSED) or hw_backend not in ("trn1", "trn2"):
+        raise ValueError(f"fused is one of {', '.join(FUSED)}, and hw_backend trn1 or trn2: {fused!r}, {hw_backend!r}")
     if config is None and (folder / "config.json").is_file():
         config = folder
     if gguf is not None:
@@ -92,26 +123,40 @@ def convert(
             weights = named_as_in(whole, weights, list(specs_of(whole)))
     else:
         storage, name = _checkpoint(here, tag)
-        weights = _saved(storage, name, config)
+        source_of_state = _opened(storage, name, config, groups if optimizer else None)
+        weights = SavedWeights(source_of_state, storage.describe("" if name == "." else name))
         tag = tag or ("converted" if name == "." else name)
     tag = check_tag(tag or "converted")
+    state = source_of_state if optimizer else None
     count = len(list(weights.names()))
     if not count:
         raise CheckpointError(f"{weights.description} has no weights")
-    done = partial(_told, progress, count)
     if to == "hf":
         path = _empty(_local(target, to))
-        write_weights(weights, path, done=done)
+        write_weights(weights, path, done=partial(_told, progress, count))
         if config is not None:
             if Path(config).is_file():
                 _config(config).save_pretrained(path)
             else:
                 copy_configs(Path(config), path)
     elif to == "nxd":
-        tensors = _ranked(weights, config, tp, pp)
-        write_nxd(tensors, _empty(_local(target, to) / tag), tp, pp, partial(_told, progress, len(tensors)))
+        names = None
+        if fused is not None and config is not None:
+            heads = kv_heads_of(_model(config, 1))
+            if heads is None:
+                raise ValueError(f"fused: the config of {config} does not say how many key/value heads there are")
+            names = FusedNames(HeadOrder(heads, kv_size_multiplier, hw_backend == "trn2"), tp, fused)
+        parameters = _ranked(weights, config, tp, pp, names)
+        fuse = list if names is None else names.fused
+        tensors = [each.divided(tp) for each in fuse(parameters)]
+        files: dict[str, dict[Any, Any]] = {file_of("model", rank, at): {} for at in range(pp) for rank in range(tp)}
+        if state is not None:
+            more, of_files = nxd_optimizer(state, parameters, fuse, tp, pp, dp)
+            tensors, files = tensors + more, files | of_files
+        path = _empty(_local(target, to) / tag)
+        write_files(tensors, files, path, partial(_told, progress, len(tensors)), xser=xser)
     else:
-        _write_ours(weights, open_storage(target), tag, done)
+        _write_ours(weights, state, open_storage(target), tag, progress)
     return to
 
 
@@ -136,11 +181,17 @@ def _checkpoint(source: str, tag: str | None) -> tuple[Storage, str]:
     return storage, complete[0]
 
 
-def _saved(storage: Storage, name: str, config: str | os.PathLike[str] | None) -> WeightSource:
+def _opened(storage: Storage, name: str, config: str | os.PathLike[str] | None, groups: Sequence[str] | None) -> Source:
+    """A checkpoint of ours or NxD's.
+
+    Args:
+        groups: with the optimizer's state: see `convert`; None: weights alone.
+    """
     where = storage.describe("" if name == "." else name)
     if not is_nxd_folder(storage, name):
-        return SavedWeights(CheckpointFiles(storage, name), where)
+        return JoinedGroups(CheckpointFiles(storage, name))
     files = NxdFiles(storage, name)
+    files.check(0, 1)
     if files.tp > 1 and config is None:
         raise CheckpointMismatch(
             f"{where} is of {files.tp} tp ranks, and its files do not say how tensors were divided: give the folder "
@@ -158,7 +209,11 @@ def _saved(storage: Storage, name: str, config: str | os.PathLike[str] | None) -
             f"{where} has other names than the model of {config}: {', '.join(missing[:4])} "
             f"{'are' if len(missing) > 1 else 'is'} missing{there}"
         )
-    return SavedWeights(source, where)
+    if groups is not None and not parameters:
+        raise ValueError("what the optimizer's state is of, the model says: give the folder with its config.json")
+    if groups is not None:
+        add_optimizer(source, parameters, groups)
+    return source
 
 
 def _model(config: str | os.PathLike[str], tp: int) -> Any:
@@ -180,8 +235,10 @@ def _config(path: str | os.PathLike[str]) -> Any:
     return AutoConfig.from_pretrained(source)
 
 
-def _ranked(weights: WeightSource, config: str | os.PathLike[str] | None, tp: int, pp: int) -> Sequence[RankedTensor]:
-    """Which rank gets what of the weights."""
+def _ranked(
+    weights: WeightSource, config: str | os.PathLike[str] | None, tp: int, pp: int, fused: FusedNames | None
+) -> list[RankedTensor]:
+    """Which rank gets what of the weights, before any are fused."""
     if config is None:
         raise ValueError(
             "how tensors are divided over tp and pp, the model's layers say: give the folder with its config.json "
@@ -197,19 +254,20 @@ def _ranked(weights: WeightSource, config: str | os.PathLike[str] | None, tp: in
         if name is None:
             raise CheckpointMismatch(f"{weights.description} lacks {names[0]}, which the model of {config} has")
         spec = spec_of(parameters[identity])
-        if spec.is_sharded and (spec.num_partitions != tp or spec.group is not None):
+        is_by_heads = fused is not None and fused.is_of_attention(name)
+        if not is_by_heads and spec.is_sharded and (spec.num_partitions != tp or spec.group is not None):
             raise ValueError(
                 f"tp={tp} does not divide the heads of {name}: choose a tp that divides the number of key/value heads"
             )
         stages: dict[int, list[str]] = {}
         for each in names:
             stages.setdefault(stage_of[each], []).append(each)
-        tensors.append(RankedTensor(stages, spec, weights.dtype(name), partial(weights.read, name)))
+        tensors.append(RankedTensor(stages, spec, weights.dtype(name), partial(weights.read, name), name))
     known = {name for names in parameter_names(model).values() for name in names}
     for name in sorted(present - known):
         spec = ShardSpec(full_shape=weights.shape(name))
         read = partial(weights.read, name)
-        tensors.append(RankedTensor({stage_of.get(name, 0): [name]}, spec, weights.dtype(name), read))
+        tensors.append(RankedTensor({stage_of.get(name, 0): [name]}, spec, weights.dtype(name), read, name))
     return tensors
 
 
@@ -232,28 +290,42 @@ def _stages(model: Any, pp: int) -> Mapping[str, int]:
     return stages
 
 
-def _write_ours(weights: WeightSource, storage: Storage, tag: str, done: Callable[[int], None]) -> None:
+def _write_ours(weights: WeightSource, state: Source | None, storage: Storage, tag: str, progress: Progress) -> None:
     folder = CheckpointFolder(storage)
     if folder.is_complete(tag):
         raise CheckpointError(f"{storage.describe(tag)} is there already: choose another --tag, or remove it")
+    items, objects = ({}, {}) if state is None else items_of_optimizer(state)
     names = list(weights.names())
-    numbers = {name: number for number, name in enumerate(names, 1)}
+    numbers = {path: number for number, path in enumerate([*(("model", name) for name in names), *items], 1)}
 
-    def read(name: str, piece: Piece) -> torch.Tensor:
+    def read_weight(name: str, piece: Piece) -> torch.Tensor:
         whole = weights.read(name, 0, piece.offset[0], piece.offset[0] + piece.shape[0]) if piece.shape else None
         if whole is None:
             value = weights.read(name)
         else:
             value = whole[(slice(None), *(slice(at, at + n) for at, n in zip(piece.offset[1:], piece.shape[1:])))]
-        done(numbers[name])
+        progress(numbers["model", name], len(numbers))
         return value
 
-    tensors: dict[tuple[str | int, ...], WholeTensor] = {
-        ("model", name): WholeTensor(weights.shape(name), weights.dtype(name), partial(read, name)) for name in names
+    def read_state(source: Source, path: CheckpointPath, piece: Piece) -> torch.Tensor:
+        value = read_piece(source, items[path], piece)
+        progress(numbers[path], len(numbers))
+        return value
+
+    tensors: dict[CheckpointPath, WholeTensor] = {
+        ("model", name): WholeTensor(weights.shape(name), weights.dtype(name), partial(read_weight, name))
+        for name in names
     }
+    packed_objects: dict[CheckpointPath, bytes] = {}
+    if state is not None:
+        for path, key in items.items():
+            saved = state.catalog.tensors[key]
+            tensors[path] = WholeTensor(saved.shape, saved.dtype, partial(read_state, state, path))
+        flat = flattened_groups(objects.pop(GROUPS, []))
+        packed_objects = {path: packed(key_of(path), value) for path, value in {**objects, **flat}.items()}
     try:
         folder.begin(tag)
-        files = write_whole(tensors, storage, tag)
+        files = write_whole(tensors, packed_objects, storage, tag)
         folder.commit(tag, {file: Entry(storage.size(f"{tag}/{file}")) for file in files})
     except BaseException:
         folder.abandon(tag)

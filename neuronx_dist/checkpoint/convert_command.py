@@ -8,6 +8,7 @@ import sys
 from ..command_line import command_parser, count
 from .convert import FORMATS, convert
 from .errors import CheckpointError
+from .nxd_fusing import FUSED
 from .progress import progress_bar
 
 __all__ = ["arguments", "run"]
@@ -20,8 +21,10 @@ examples:
   $ neuronx-dist convert models/llama nxd --to nxd --tp 8 --pp 4       # for NeuronX Distributed
   $ neuronx-dist convert nxd out --config models/llama                 # and what it wrote, back
 
-Weights are converted, a tensor in memory at a time. The state of an optimizer is not: `load_checkpoint` reads it from
-the folders of save_checkpoint and NeuronX Distributed into any layout.
+  $ neuronx-dist convert runs/llama nxd --to nxd --tp 8 --dp 4 --optimizer --config models/llama --fused weight_q --xser
+  $ neuronx-dist convert nxd runs/start --to ours --optimizer --config models/llama
+
+A tensor is in memory at a time. Folders of save_checkpoint and NeuronX Distributed load into any layout as they are.
 """
 
 
@@ -37,6 +40,13 @@ def arguments() -> argparse.ArgumentParser:
     add("--tag", help="the checkpoint to read (default: the newest), or to write (default: as read, or converted)")
     add("--tp", type=count, default=1, metavar="N", help="tensor-parallel ranks, of nxd (1)")
     add("--pp", type=count, default=1, metavar="N", help="pipeline stages, of nxd (1)")
+    add("--dp", type=count, default=1, metavar="N", help="data-parallel ranks that divide ZeRO-1's state, of nxd (1)")
+    add("--optimizer", action="store_true", help="the optimizer's state too, between ours and nxd")
+    add("--groups", nargs="+", default=(), metavar="REGEX", help="of nxd: names in each parameter group but the first")
+    add("--fused", choices=FUSED, help="of nxd: gate_up_proj, and qkv_proj with three weights or with one")
+    add("--kv-size-multiplier", type=count, default=1, metavar="N", help="with --fused: repetitions of key/value heads")
+    add("--hw-backend", choices=("trn1", "trn2"), default="trn1", help="with --fused: the order of the repetitions")
+    add("--xser", action="store_true", help="of nxd: as use_xser writes")
     add("--config", metavar="FOLDER", help="with the model's config.json; default: SRC, if it has one")
     return parser
 
@@ -52,6 +62,13 @@ def run(args: argparse.Namespace) -> int:
             tag=args.tag,
             tp=args.tp,
             pp=args.pp,
+            dp=args.dp,
+            optimizer=args.optimizer,
+            groups=args.groups,
+            fused=args.fused,
+            kv_size_multiplier=args.kv_size_multiplier,
+            hw_backend=args.hw_backend,
+            xser=args.xser,
             config=args.config,
             progress=report,
         )

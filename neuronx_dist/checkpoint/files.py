@@ -182,8 +182,10 @@ class WholeTensor(NamedTuple):
     read: Callable[[Piece], torch.Tensor]
 
 
-def write_whole(tensors: Mapping[Path, WholeTensor], storage: _Storage, folder: str) -> list[str]:
-    """Writes whole tensors, by path, as one rank's files; a piece of one is in memory at a time.
+def write_whole(
+    tensors: Mapping[Path, WholeTensor], objects: Mapping[Path, bytes], storage: _Storage, folder: str
+) -> list[str]:
+    """Writes whole tensors and packed objects, by path, as one rank's files; a piece of one is in memory at a time.
 
     Returns:
         The names of the files.
@@ -194,9 +196,11 @@ def write_whole(tensors: Mapping[Path, WholeTensor], storage: _Storage, folder: 
         for path, each in tensors.items()
         for piece in cut(whole_piece(each.shape), _MAX_PIECE // each.dtype.itemsize)
     }
-    share = _Share([], list(claims))
+    share = _Share([(path, len(content)) for path, content in objects.items()], list(claims))
 
     def content() -> Iterator[memoryview | bytes]:
+        for each in objects.values():
+            yield each + bytes(-len(each) % ALIGNMENT)
         for claim in share.claims:
             tensor, piece = claims[claim]
             around = archive(tensor.dtype, claim.shape)

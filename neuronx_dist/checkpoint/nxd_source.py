@@ -35,7 +35,7 @@ from .source import Read
 from .storage import Storage
 from .tensors import key_of
 
-__all__ = ["NxdSource", "kv_heads_of", "load_nxd", "specs_of"]
+__all__ = ["NxdSource", "WholeParameter", "kv_heads_of", "load_nxd", "specs_of"]
 
 
 def load_nxd(
@@ -197,6 +197,7 @@ class NxdSource:
                 f"read: load the model alone"
             )
         saved: list[dict[str, Any]] = []
+        added: set[str] = set()  # a tied weight has its state on two stages
         for stage in range(files.pp):
             state = files.optimizer[Writer(0, stage, 0)]
             if len(state["param_groups"]) != len(groups):
@@ -211,10 +212,13 @@ class NxdSource:
             for index, (group, members) in enumerate(zip(state["param_groups"], by_group)):
                 if index == len(saved):
                     saved.append({key: value for key, value in group.items() if key != "param_names"} | {"params": []})
-                saved[index]["params"] += [name for names in members.values() for name in names]
+                names = [name for names in members.values() for name in names if name not in added]
+                saved[index]["params"] += names
             for number, (_, names) in enumerate(numbered):
                 for name in names:
-                    self._add_state(stage, number, name, is_zero1)
+                    if name not in added:
+                        self._add_state(stage, number, name, is_zero1)
+                    added.update(self._parameters[name].names)
         self._add_object(key_of(GROUPS), saved)
 
     def _add_weight(self, stage: int, name: str) -> None:

@@ -17,7 +17,7 @@ import torch
 from ..weights.shard_spec import ShardSpec
 from .nxd_files import TensorReference
 
-__all__ = ["DividedTensor", "Part", "RankedTensor", "file_of", "write_files", "write_nxd"]
+__all__ = ["DividedTensor", "Part", "RankedTensor", "file_of", "write_files"]
 
 
 class Part(NamedTuple):
@@ -53,12 +53,14 @@ class RankedTensor(NamedTuple):
         names: in the state dict of a pp rank, by its number: a tied weight is on several.
         spec: its layout over tp.
         read: the whole tensor, without padding.
+        origin: its name in the checkpoint that is converted.
     """
 
     names: Mapping[int, Sequence[str]]
     spec: ShardSpec
     dtype: torch.dtype
     read: Callable[[], torch.Tensor]
+    origin: str = ""
 
     def divided(self, tp: int) -> DividedTensor:
         parts = [
@@ -77,22 +79,6 @@ def file_of(part: str, tp: int, pp: int, dp: int = 0, ep: int | None = None) -> 
     """The path of a rank's file; `part` is "model" or "optim"."""
     expert = "" if ep is None else f"ep_rank_{ep:02d}_"
     return f"{part}/dp_rank_{dp:02d}_{expert}tp_rank_{tp:02d}_pp_rank_{pp:02d}.pt"
-
-
-def write_nxd(
-    tensors: Sequence[RankedTensor],
-    folder: Path,
-    tp: int,
-    pp: int,
-    done: Callable[[int], None] = lambda count: None,
-    *,
-    xser: bool = False,
-) -> None:
-    """Writes a model: `model/dp_rank_00_tp_rank_XX_pp_rank_XX.pt`, the marker `checkpoint` first and `done` last."""
-    constants: dict[str, dict[Any, Any]] = {
-        file_of("model", rank, stage): {} for stage in range(pp) for rank in range(tp)
-    }
-    write_files([tensor.divided(tp) for tensor in tensors], constants, folder, done, xser=xser)
 
 
 def write_files(
@@ -171,10 +157,9 @@ def _copy(files: Mapping[str, Any], part: Part, value: torch.Tensor) -> None:
 
 
 def _save_apart(folder: Path, number: int, value: torch.Tensor) -> None:
-    """Writes a part into a file of its own."""
-    path = folder / f"tensor_{number}.pt"
-    torch.save(value.detach().clone(), path)  # of a view, `torch.save` writes all that it is a view of
-    _sync(path)
+    """Writes a part into a file of its own. It is not synced: there are thousands, and a conversion can be repeated."""
+    # Of a view, `torch.save` writes all that it is a view of.
+    torch.save(value.detach().clone(), folder / f"tensor_{number}.pt")
 
 
 def _laid_out(path: Path, state: Mapping[Any, Any]) -> Any:
