@@ -100,7 +100,6 @@ EXEMPT = {
     "NeuronZero1Optimizer._clip_grad_norm:scaler.scale#1": "the scale of the loss",
     "LossScaler.scaled:self.scale#1": "the scale of the loss",
     "Blocks.__init__:_ENTRY.size#1": "bytes of a record in a file",
-    "footer_size:_ENTRY.size#1": "bytes of a record in a file",
 }
 
 
