@@ -42,7 +42,6 @@ EXEMPT = {
     },
     **{f"Watched.start_{verb}:?.start_{verb}#1": _PASSED_ON for verb in VERBS},
     "save_pretrained:comm.barrier#1": _ORDER,
-    "save:comm.barrier#1": _ORDER,
     "save_pretrained:comm.barrier#2": _ORDER,
     **{
         f"{composition}#1": _COMPARED
