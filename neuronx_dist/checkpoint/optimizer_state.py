@@ -127,7 +127,13 @@ def expect_optimizer(
         if key.startswith(prefix):
             name, _, entry = key[len(prefix) :].rpartition(".")
             saved.setdefault(name, set()).add(entry)
-    for slot in _slots(optimizer, parameters)[0]:
+    slots = _slots(optimizer, parameters)[0]
+    trained = {slot.parameter.names[0] for slot in slots}
+    for parameter in parameters.values():
+        if parameter.names[0] not in trained and not parameter.tensor.requires_grad:
+            # Adagrad has state of frozen parameters too, ZeRO-1 has not.
+            state.unneeded |= {key_of((*_STATE, parameter.names[0], e)) for e in saved.get(parameter.names[0], ())}
+    for slot in slots:
         if slot.has_master and key_of(slot.masters[0]) in catalog.tensors:
             state.add(slot.sharded(slot.masters, torch.zeros(slot.tensor.shape, dtype=slot.tensor.dtype)))
         for entry in sorted(saved.get(slot.parameter.names[0], ())):

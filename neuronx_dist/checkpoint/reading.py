@@ -241,7 +241,7 @@ def _compare(state: State, catalog: Catalog, model: bool, optimizer: bool, stric
         CheckpointMismatch: see `load`.
     """
     known = {key for tensor in state.tensors.values() for key in tensor.keys}
-    known |= {key_of(path) for path in state.objects}
+    known |= {key_of(path) for path in state.objects} | state.unneeded
     missing = [key for key in (*state.tensors, *map(key_of, state.objects)) if not catalog.has(key)]
     shapes = [
         f"{key} is {catalog.tensors[key].shape} there and {tensor.shape} here"

@@ -56,11 +56,13 @@ class State:
         tensors: by their first key. Several ranks may hold the same pieces: one of them writes.
         objects: plain data (what `torch.load(weights_only=True)` takes), by path; equal on all ranks that have it.
         groups: the options of the optimizer's parameter groups, and under `params` names of this rank's parameters.
+        unneeded: keys that a checkpoint may have and that are not loaded.
     """
 
     tensors: dict[str, ShardedTensor] = field(default_factory=dict)
     objects: dict[Path, Any] = field(default_factory=dict)
     groups: list[dict[str, Any]] | None = None
+    unneeded: set[str] = field(default_factory=set)
 
     def add(self, tensor: ShardedTensor) -> None:
         self.tensors[tensor.keys[0]] = tensor

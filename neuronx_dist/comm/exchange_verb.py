@@ -52,7 +52,7 @@ def exchange(
     if recording.recorders:
         others = [[x for index, x in enumerate(xs) if index != own] for xs in (sent, received)]
         recording.note(comm, "exchange", max(others, key=recording.shape_of))
-    sent[own] = received[own] = sent[own][:0]
+    sent[own], received[own] = sent[own][:0], received[own][:0]
     return run(comm, "exchange", sent, lambda: comm.start_exchange(received, sent), async_op, lambda: recvs)
 
 

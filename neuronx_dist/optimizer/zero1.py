@@ -12,6 +12,7 @@ Names and state-dict keys are those of NeuronX Distributed.
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch
 from torch import nn
 
 from .. import comm, spmd
+from ..comm.select import in_one_program
 from ..gradients.buckets import BucketPlan, cap_in_bytes, overlap, presence
 from ..gradients.gradient import ParameterGradient
 from ..gradients.norm import check_norm_groups, clip_grads_with_norm, norm_of, scale_grads
@@ -70,7 +72,8 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
             masters made of the parameters, which is exact only if these have the dtype of the masters.
         higher_cc_precision: send gradients in `optimizer_dtype` instead of their own.
         skip_nonfinite: leave out a step in which a gradient of any rank is NaN or infinite: parameters and state stay
-            as they are. The host waits for the norm, in which all ranks see it.
+            as they are. The host waits for the norm, in which all ranks see it: on XLA a step is two programs then,
+            and a warning says so.
         loss_scaler: scales an fp16 loss: gradients and the norm are divided by its scale, and steps are left out as
             with `skip_nonfinite`. None: the loss is not scaled.
         norms_by_group: measure `grad_norms` too, in the same all-reduce. All ranks have as many parameter groups; on a
@@ -295,6 +298,12 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
             # The class's own defaults: schedulers want to find them in our groups, and some in `defaults`.
             self.defaults = {**self.base_optimizer.defaults, **self.defaults}
             _copy_options(self.base_optimizer.param_groups, self.param_groups)
+            if self.skip_nonfinite and any(in_one_program(shard.param) for shard in self.shards):
+                warnings.warn(
+                    f"{type(self).__name__}: skip_nonfinite (and loss_scaler) asks the host in each step whether the "
+                    "norm is finite, which makes two programs of an XLA step; bf16 parameters need neither",
+                    stacklevel=2,
+                )
         return self.base_optimizer
 
     def _shard_group(self, group: dict[str, Any]) -> dict[str, Any]:

@@ -85,6 +85,7 @@ def load(
 
     Raises:
         FileNotFoundError: there is no file for this rank's coordinates: another layout, or another folder.
+        KeyError: what was read has no `model_key`; the message names what it has.
     """
     if model is not None and model_or_optimizer is not None:
         raise ValueError("checkpointing.load: give model or model_or_optimizer, not both")
@@ -100,6 +101,11 @@ def load(
     checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     if target is None:
         return checkpoint
+    if model_key is not None and model_key not in checkpoint:
+        raise KeyError(
+            f"checkpointing.load: {path} has no {model_key!r}, but {', '.join(map(repr, [*checkpoint][:8]))}: name one "
+            "of these as model_key, or give model_key=None if all of it is the state"
+        )
     state = checkpoint if model_key is None else checkpoint[model_key]
     if isinstance(target, torch.optim.Optimizer):
         if not sharded:

@@ -144,7 +144,7 @@ def check_promotion(x: torch.Tensor, function: str) -> None:
     """Lets a plain tensor be used as Replicate, or not.
 
     Raises:
-        TypeError: the mode is DISABLED.
+        ValueError: the mode is DISABLED.
     """
     mode = _mode.get()
     if mode is TensorPromotionMode.SILENT:
@@ -154,5 +154,5 @@ def check_promotion(x: torch.Tensor, function: str) -> None:
         "distribute_tensor(x, mesh, placements) says it"
     )
     if mode is TensorPromotionMode.DISABLED:
-        raise TypeError(f"{text}, or promotion_mode('silent') takes it as equal on all ranks")
+        raise ValueError(f"{text}, or promotion_mode('silent') takes it as equal on all ranks")
     warnings.warn(f"{text}; it is taken as equal on all ranks, at {call_site()}", stacklevel=2)

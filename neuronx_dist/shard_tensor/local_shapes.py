@@ -60,7 +60,7 @@ def _inferred(local: torch.Size, mesh: DeviceMesh, placements: Sequence[Placemen
         others = {(len(each), *(size for d, size in enumerate(each) if d != dim)) for each, _ in told}
         if len(others) > 1 or len({each for _, each in told}) > 1:
             raise ValueError(
-                f"from_local: shapes along mesh dim {m} ({placement}) must be equal"
+                f"from_local: shapes along mesh dim {m} ({placement!r}) must be equal"
                 f"{'' if dim is None else f' but for dim {dim}'}, and the ranks have {[each for each, _ in told]}"
             )
         sizes.append(None if dim is None else tuple(each[dim] for each, _ in told))

@@ -23,6 +23,8 @@ import torch
 from .. import comm, spmd
 from ..comm import Communicator
 from ..spmd import I, P, R, S
+from .exchange import exchange
+from .intervals import bounds_of, repartition
 
 __all__ = ["gather", "scatter_sum", "split", "transpose"]
 
@@ -72,8 +74,10 @@ def transpose(
     x: torch.Tensor, communicator: Communicator, src_dim: int, src_sizes: Sizes, dst_dim: int, dst_sizes: Sizes
 ) -> torch.Tensor:
     """Shards along one dim in place of another, or along the same with other sizes."""
+    if src_dim == dst_dim:
+        return exchange(x, repartition(bounds_of(src_sizes), bounds_of(dst_sizes)), communicator, src_dim)
     src, dst = Shards(src_dim, src_sizes), Shards(dst_dim, dst_sizes)
-    if src_dim != dst_dim and src.equal and dst.equal:
+    if src.equal and dst.equal:
         return spmd.all_to_all(x, communicator, src=S(src_dim), dst=S(dst_dim))
     return _apply(x, _Use("transpose", communicator, src, dst))
 
@@ -113,21 +117,22 @@ class _Move(torch.autograd.Function):
 
 
 def _apply(x: torch.Tensor, use: _Use) -> torch.Tensor:
-    result: torch.Tensor = _Move.apply(x, use)
-    return result
+    if x.requires_grad and torch.is_grad_enabled():
+        result: torch.Tensor = _Move.apply(x, use)
+        return result
+    with torch.no_grad():
+        return _KERNELS[use.name](x, use)
 
 
 def _gather(x: torch.Tensor, use: _Use) -> torch.Tensor:
     communicator, (dim, sizes) = use.communicator, use.src
-    pieces = _exchange(
-        [x] * communicator.size, communicator, [_resized(x, dim, size) for size in sizes], max(sizes), dim
-    )
+    pieces = _exchanged([x] * communicator.size, communicator, [_resized(x, dim, size) for size in sizes])
     return torch.cat(pieces, dim)
 
 
 def _split(x: torch.Tensor, use: _Use) -> torch.Tensor:
     start, stop = use.dst.bounds(use.communicator.rank)
-    return x.narrow(use.dst.dim, start, stop - start).contiguous()
+    return x.narrow(use.dst.dim, start, stop - start).clone(memory_format=torch.contiguous_format)
 
 
 def _pad(x: torch.Tensor, use: _Use) -> torch.Tensor:
@@ -141,29 +146,15 @@ def _pad(x: torch.Tensor, use: _Use) -> torch.Tensor:
 def _scatter_sum(x: torch.Tensor, use: _Use) -> torch.Tensor:
     communicator, (dim, sizes) = use.communicator, use.dst
     own = _resized(x, dim, sizes[communicator.rank])
-    pieces = _exchange(x.split(sizes, dim), communicator, [own] * communicator.size, max(sizes), dim)
+    pieces = _exchanged(x.split(sizes, dim), communicator, [own] * communicator.size)
     return torch.stack(pieces).sum(0)
 
 
 def _transpose(x: torch.Tensor, use: _Use) -> torch.Tensor:
     communicator, src, dst = use.communicator, use.src, use.dst
-    own = communicator.rank
-    if src.dim == dst.dim:
-        begin = src.bounds(own)[0]
-        cuts = [_overlap(src.bounds(own), dst.bounds(other)) for other in range(communicator.size)]
-        sends = [x.narrow(src.dim, low - begin if high > low else 0, high - low) for low, high in cuts]
-        comes = [_overlap(src.bounds(other), dst.bounds(own)) for other in range(communicator.size)]
-        shapes = [_resized(x, src.dim, high - low) for low, high in comes]
-        ranks = range(communicator.size)
-        every = [_overlap(src.bounds(a), dst.bounds(b)) for a in ranks for b in ranks]
-        largest = max(high - low for low, high in every)
-        return torch.cat(_exchange(sends, communicator, shapes, largest, src.dim), src.dim)
-    sends = list(x.split(dst.sizes, dst.dim))
-    received = _resized(x, dst.dim, dst.sizes[own])
-    shapes = [(*received[: src.dim], size, *received[src.dim + 1 :]) for size in src.sizes]
-    per_position = _numel(x, src.dim, dst.dim)
-    largest = max(src.sizes) * max(dst.sizes) * per_position
-    return torch.cat(_exchange_flat(sends, communicator, shapes, largest), src.dim)
+    own = _resized(x, dst.dim, dst.sizes[communicator.rank])
+    shapes = [(*own[: src.dim], size, *own[src.dim + 1 :]) for size in src.sizes]
+    return torch.cat(_exchanged(x.split(dst.sizes, dst.dim), communicator, shapes), src.dim)
 
 
 _KERNELS = {
@@ -177,36 +168,14 @@ _KERNELS = {
 }
 
 
-def _exchange(
-    sends: Sequence[torch.Tensor], communicator: Communicator, shapes: Sequence[Sequence[int]], largest: int, dim: int
+def _exchanged(
+    sends: Sequence[torch.Tensor], communicator: Communicator, shapes: Sequence[Sequence[int]]
 ) -> list[torch.Tensor]:
-    """Sends a tensor to each rank; gives what came from each, of `shapes`. `largest`: the longest along `dim`."""
-    return _exchange_flat(sends, communicator, shapes, largest * _numel(sends[0], dim))
-
-
-def _exchange_flat(
-    sends: Sequence[torch.Tensor], communicator: Communicator, shapes: Sequence[Sequence[int]], largest: int
-) -> list[torch.Tensor]:
-    buffer = sends[0].new_zeros(communicator.size, largest)
-    for row, piece in zip(buffer, sends):
-        row[: piece.numel()].copy_(piece.reshape(-1))
-    received = comm.all_to_all(buffer, communicator)
-    return [row[: torch.Size(shape).numel()].view(shape) for row, shape in zip(received, shapes)]
+    """Sends a tensor to each rank; gives what came from each, of `shapes`."""
+    received = [sends[0].new_empty(shape) for shape in shapes]
+    comm.exchange(sends, received, communicator)
+    return received
 
 
 def _resized(x: torch.Tensor, dim: int, size: int) -> tuple[int, ...]:
     return (*x.shape[:dim], size, *x.shape[dim + 1 :])
-
-
-def _numel(x: torch.Tensor, *without: int) -> int:
-    """Number of elements for one position along the dims `without`."""
-    count = 1
-    for dim, size in enumerate(x.shape):
-        if dim not in without:
-            count *= size
-    return count
-
-
-def _overlap(a: tuple[int, int], b: tuple[int, int]) -> tuple[int, int]:
-    low = max(a[0], b[0])
-    return low, max(low, min(a[1], b[1]))

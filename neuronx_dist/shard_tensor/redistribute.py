@@ -88,6 +88,14 @@ def _used(x: torch.Tensor, group: Communicator) -> torch.Tensor:
     return x
 
 
+def _summed(x: torch.Tensor, group: Communicator, used: bool) -> torch.Tensor:
+    return spmd.all_reduce(x, group, src=P, dst=R if used else I)
+
+
+def _as_summand(x: torch.Tensor, group: Communicator) -> torch.Tensor:
+    return spmd.convert(x, group, src=I, dst=P, expert_mode=True)
+
+
 def _blocked(placements: Sequence[Placement], wanted: Placement, mesh_dim: int) -> bool:
     return isinstance(wanted, Shard) and any(
         isinstance(other, Shard) and other.dim == wanted.dim for m, other in enumerate(placements) if m != mesh_dim
@@ -132,7 +140,7 @@ def _along(
             assert dst_sizes is not None
             return [partial(moves.split, communicator=group, dim=dst.dim, sizes=dst_sizes)]
         _check_reduction(dst, "sum", "max")
-        return [] if _op(dst) == "max" else [partial(spmd.convert, axis=group, src=I, dst=P, expert_mode=True)]
+        return [] if _op(dst) == "max" else [partial(_as_summand, group=group)]
     if isinstance(dst, Partial):
         if _op(src) == _op(dst):
             return []
@@ -142,7 +150,7 @@ def _along(
         return reduced + _along(mesh, mesh_dim, _REPLICATE, None, dst, dst_sizes, used)
     _check_reduction(src, "sum")
     if isinstance(dst, Replicate):
-        return [partial(spmd.all_reduce, axis=group, src=P, dst=R if used else I)]
+        return [partial(_summed, group=group, used=used)]
     assert isinstance(dst, Shard) and dst_sizes is not None
     return [partial(moves.scatter_sum, communicator=group, dim=dst.dim, sizes=dst_sizes)]
 

@@ -61,9 +61,14 @@ class ShardTensor(torch.Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         handler = DISPATCH.get(func)
         if handler is not None:
-            return handler(*args, **(kwargs or {}))
-        handler = handlers.named_handler(func) or DISPATCH[UNHANDLED]
-        return handler(func, types, args, kwargs or {})
+            result = handler(*args, **(kwargs or {}))
+        else:
+            handler = handlers.named_handler(func) or DISPATCH[UNHANDLED]
+            result = handler(func, types, args, kwargs or {})
+        for each in result if isinstance(result, (list, tuple)) else (result,):
+            if isinstance(each, ShardTensor):  # the graph of what was called lies above, on wrappers
+                each._foreign = True
+        return result
 
     # --- from and to other tensors
 
@@ -224,6 +229,8 @@ class ShardTensor(torch.Tensor):
         self._local.requires_grad_(requires_grad)
         with DisableTorchFunctionSubclass():
             torch.Tensor.requires_grad_(self, requires_grad)
+            if requires_grad and torch.Tensor.is_leaf.__get__(self):  # type: ignore[attr-defined]
+                torch.Tensor.register_post_accumulate_grad_hook(self, _pass_on)
         return self
 
     # --- copies
@@ -277,6 +284,15 @@ class _Link(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         return in_layout(grad, gradient_spec(ctx.spec)), None
+
+
+def _pass_on(x: torch.Tensor) -> None:
+    """Gives the gradient that a foreign autograd function sent to a leaf's wrapper to the leaf, its local tensor."""
+    assert isinstance(x, ShardTensor)
+    with DisableTorchFunctionSubclass():
+        grad = torch.Tensor.grad.__get__(x)  # type: ignore[attr-defined]
+        torch.Tensor.grad.__set__(x, None)  # type: ignore[attr-defined]
+    x._local.backward(in_layout(grad, gradient_spec(x._spec)))
 
 
 class _Unlink(torch.autograd.Function):

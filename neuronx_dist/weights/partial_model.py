@@ -129,20 +129,20 @@ class Slot(NamedTuple):
 
 def parameter_slots(model: nn.Module | PartialModel) -> Iterator[Slot]:
     """The slots of this rank's parameters; a tied weight has several. Slots may be filled anew meanwhile."""
-    part = partial_model(model)
-    for prefix, module in part.local_named_modules():
-        for key, param in list(module._parameters.items()):
-            if param is not None and part.is_local(join(prefix, key)):
-                yield Slot(join(prefix, key), module, key, param)
+    return _slots(model, "_parameters")
 
 
 def buffer_slots(model: nn.Module | PartialModel) -> Iterator[Slot]:
     """The slots of this rank's buffers. Slots may be filled anew meanwhile."""
+    return _slots(model, "_buffers")
+
+
+def _slots(model: nn.Module | PartialModel, table: str) -> Iterator[Slot]:
     part = partial_model(model)
     for prefix, module in part.local_named_modules():
-        for key, buffer in list(module._buffers.items()):
-            if buffer is not None and part.is_local(join(prefix, key)):
-                yield Slot(join(prefix, key), module, key, buffer)
+        for key, tensor in list(getattr(module, table).items()):
+            if tensor is not None and part.is_local(join(prefix, key)):
+                yield Slot(join(prefix, key), module, key, tensor)
 
 
 def parameter_names(model: nn.Module | PartialModel) -> dict[int, list[str]]:

@@ -76,6 +76,34 @@ def test_an_optimizer_of_another_class_is_refused_before_anything_changes(
     on_ranks(rank)
 
 
+@pytest.mark.parametrize("saved", [False, True], ids=["plain", "zero1"])
+@pytest.mark.parametrize("loaded", [False, True], ids=["plain", "zero1"])
+def test_state_of_frozen_parameters_that_only_some_optimizers_have(tmp_path: Path, saved: bool, loaded: bool) -> None:
+    """Adagrad makes state of all parameters when it is made; ZeRO-1 leaves frozen ones alone."""
+
+    def make(zero1: bool) -> Any:
+        factory = partial(torch.optim.Adagrad, lr=0.1)
+
+        def of(params: Any) -> torch.optim.Optimizer:
+            params = list(params)
+            params[0].requires_grad_(False)
+            return nxd.NeuronZero1Optimizer(params, factory, grad_clipping=False) if zero1 else factory(params)
+
+        return of
+
+    def rank() -> None:
+        model, optimizer = trained(make(saved))
+        nxd.save_checkpoint(tmp_path, "a", model, optimizer)
+        other, resumed = trained(make(loaded), steps=0)
+        nxd.load_checkpoint(tmp_path, "a", other, resumed)
+        other[0].weight.requires_grad_(False)
+        step(model, optimizer)
+        step(other, resumed)
+        assert all(map(torch.equal, model.parameters(), other.parameters()))
+
+    on_ranks(rank)
+
+
 def test_options_that_a_checkpoint_lacks_stay(tmp_path: Path) -> None:
     """A later version of a class has more of them."""
 

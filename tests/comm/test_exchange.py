@@ -37,7 +37,7 @@ def every_pair(size: int) -> int:
             sends = [message(own, dst, dtype) for dst in range(size)]
             if transposed:
                 sends = [x.t().contiguous().t() for x in sends]
-            before = [x.clone() for x in sends]
+            before, versions = [x.clone() for x in sends], [x._version for x in sends]
             for async_op in (False, True):
                 recvs = [torch.ones_like(x) for x in expected]
                 result = comm.exchange(sends, recvs, "world", async_op=async_op)
@@ -45,7 +45,7 @@ def every_pair(size: int) -> int:
                     result = result.wait()
                 assert all(x is y for x, y in zip(result, recvs))
                 assert all(map(torch.equal, recvs, expected)), (dtype, recvs, expected)
-                assert all(map(torch.equal, sends, before))
+                assert all(map(torch.equal, sends, before)) and [x._version for x in sends] == versions
                 done += 1
     nothing = [torch.empty(0)] * size
     comm.exchange(nothing, nothing, "world")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import nn
 
 from neuronx_dist import comm
 from neuronx_dist.mesh import Mesh
-from neuronx_dist.optimizer import LossScaler, MasterWeightsOptimizer, NeuronZero1Optimizer
+from neuronx_dist.optimizer import LossScaler, MasterWeightsOptimizer, NeuronZero1Optimizer, zero1
 
 MESHES = [Mesh(1), Mesh(4), Mesh(4, tp=2), Mesh(4, pp=2), Mesh(2, cp=2)]
 
@@ -125,3 +126,19 @@ def test_gradients_that_are_finite_at_no_scale_end_the_run_on_all_ranks() -> Non
         return f"{optimizer.skipped_steps} {optimizer.loss_scaler.scale}"
 
     assert comm.threads.run(Mesh(2), rank_main) == [f"28 {2.0**-25}"] * 2
+
+
+@pytest.mark.parametrize("options", [{"skip_nonfinite": True}, {"loss_scaler": LossScaler()}, {}], ids=str)
+def test_two_programs_of_an_xla_step_are_warned_of_once(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(zero1, "in_one_program", lambda x: True)
+    param = nn.Parameter(torch.ones(2))
+    with comm.as_rank(Mesh(1), 0), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer = NeuronZero1Optimizer([param], torch.optim.SGD, lr=0.1, **options)
+        for _ in range(2):
+            param.grad = torch.ones(2)
+            optimizer.step()
+    said = [str(each.message) for each in caught if "two programs of an XLA step" in str(each.message)]
+    assert len(said) == bool(options)

@@ -39,6 +39,7 @@ from tests.parity.mutation_cases import (
     verbs_on_threads,
     written_folder,
 )
+from tests.shard_tensor.support import mutations
 from tests.support.llama_training import Case
 
 __all__ = ["CASES", "MESSAGES", "VERBS"]
@@ -161,4 +162,26 @@ CASES: dict[str, Callable[[], None]] = {
     "save:comm.gather_objects#1": exchanges.a_rank_that_cannot_write_its_file,
     "load_checkpoint:comm.gather_objects#1": exchanges.the_newest,
     "load_checkpoint:comm.gather_objects#2": exchanges.one_damaged_file,
+    **{
+        f"{move}#1": mutations.even_moves
+        for move in (
+            "gather:spmd.all_gather",
+            "split:spmd.convert",
+            "scatter_sum:spmd.reduce_scatter",
+            "transpose:spmd.all_to_all",
+        )
+    },
+    "_exchanged:comm.exchange#1": mutations.uneven_moves,
+    "_used:spmd.convert#1": mutations.weights,
+    "_summed:spmd.all_reduce#1": mutations.summed,
+    "_as_summand:spmd.convert#1": mutations.summand,
+    **{f"_Maximum.forward:comm.all_reduce#{number}": mutations.partial_maximum for number in (1, 2)},
+    "_maximum:comm.all_reduce#1": mutations.partial_maximum,
+    "total:spmd.all_reduce#1": mutations.totals,
+    **{f"_Extreme.forward:comm.all_reduce#{number}": mutations.extremes for number in (1, 2)},
+    "counts.call:comm.all_reduce#1": mutations.counted,
+    "_inferred:comm.gather_objects#1": mutations.inferred_shapes,
+    "_broadcast_object:comm.broadcast_object#1": mutations.one_ranks_tensor,
+    **{f"_sent:comm.{verb}#1": mutations.one_ranks_tensor for verb in ("send", "recv", "broadcast")},
+    "sync_module_over_mesh:comm.broadcast#1": mutations.synchronised,
 }

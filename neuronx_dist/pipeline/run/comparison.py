@@ -1,9 +1,9 @@
 """Do the ranks of a pipeline cut the same model in the same way, and run the same? Compared where they could differ.
 
 A model is compared when it is cut, and once more when the first batch has shown the order of its calls. A pass is
-compared, before its first message, where this rank has not run its like before, or ran another schedule in the pass
-before; others cost nothing. No rank has to know whether another one compares: a rank to which its own pass is no news
-is asked what it runs (`comm.board`).
+compared, before its first message, if this rank has not run one like it before, or if the pass before had another
+schedule; other passes cost nothing. No rank has to know whether another one compares: one that goes on as before is
+asked what it runs (`comm.board`).
 """
 
 from __future__ import annotations

@@ -62,6 +62,13 @@ def formatted(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> s
     return format(x.item(), format_spec) if x.dim() == 0 else object.__format__(x, format_spec)
 
 
+@sharded(torch._has_compatible_shallow_copy_type)
+def takes_the_data(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> bool:
+    """Whether `x.data = y` is possible; where it is not, `nn.Module` makes a new parameter."""
+    x, y = args
+    return isinstance(x, ShardTensor) and isinstance(y, ShardTensor) and x._spec is y._spec
+
+
 @sharded(torch.equal, _T.equal)
 def equal(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> bool:
     x, y = args

@@ -136,6 +136,8 @@ def _groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int]
 )
 def reshaped(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
     x, *others = args
+    if func is _T.view_as and others[0] is x and not torch.is_grad_enabled():
+        return wrap(x._local.detach(), x._spec)  # autograd asks for it where a function returns an input
     if func in (_T.view_as, _T.reshape_as):
         return reshaped(_T.reshape, types, (x, tuple(others[0].shape)), {})
     if func is _T.view and isinstance(others[0], torch.dtype):

@@ -1,0 +1,190 @@
+"""The smallest case for each call of a collective in `shard_tensor`: an AssertionError if the call is made wrong."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from neuronx_dist.shard_tensor import (
+    DeviceMesh,
+    Partial,
+    Replicate,
+    Shard,
+    ShardTensor,
+    distribute_tensor,
+    scatter_tensor,
+    sync_module_over_mesh,
+)
+from tests.shard_tensor.support.cases import assert_close, on_ranks
+
+__all__ = [
+    "counted",
+    "even_moves",
+    "extremes",
+    "inferred_shapes",
+    "one_ranks_tensor",
+    "partial_maximum",
+    "summand",
+    "summed",
+    "synchronised",
+    "totals",
+    "uneven_moves",
+    "weights",
+]
+
+_UNEVEN = (3, 1)
+
+
+def whole(*shape: int) -> torch.Tensor:
+    return torch.linspace(1, 2, torch.Size(shape).numel(), dtype=torch.float64).view(shape)
+
+
+def _leaf(x: torch.Tensor, mesh: DeviceMesh, placement, sizes=None) -> ShardTensor:
+    return distribute_tensor(x.requires_grad_(), mesh, [placement], sizes=[sizes], src=None)
+
+
+def _moves(sizes):
+    def move(mesh):
+        for src, dst in [
+            (Shard(0), Replicate()),
+            (Replicate(), Shard(0)),
+            (Shard(0), Shard(1)),
+            (Shard(1), Shard(0)),
+        ]:
+            x = _leaf(whole(4, 4), mesh, src, sizes if isinstance(src, Shard) else None)
+            y = x.redistribute(placements=[dst], sizes=[sizes if isinstance(dst, Shard) else None])
+            own = whole(4, 4)
+            if isinstance(dst, Shard):
+                own = own.narrow(dst.dim, y.offsets[dst.dim], y.to_local().shape[dst.dim])
+            assert_close(y.to_local().detach(), own, f"{src} -> {dst}")
+            y.backward(whole(4, 4))
+            grad = whole(4, 4)
+            if isinstance(src, Shard):
+                grad = grad.narrow(src.dim, x.offsets[src.dim], x.to_local().shape[src.dim])
+            assert_close(x.grad.to_local(), grad, f"gradient of {src} -> {dst}")
+        summands = whole(4, 4) * (mesh.get_rank() + 1)
+        y = ShardTensor.from_local(summands, mesh, [Partial()], sharding_shapes="chunk").redistribute(
+            placements=[Shard(0)], sizes=[sizes]
+        )
+        assert_close(y.to_local(), (whole(4, 4) * 3).narrow(0, y.offsets[0], y.to_local().shape[0]), "a scattered sum")
+
+    return move
+
+
+def even_moves() -> None:
+    on_ranks(2, _moves((2, 2)))
+
+
+def uneven_moves() -> None:
+    on_ranks(2, _moves(_UNEVEN))
+
+
+def weights() -> None:
+    def step(mesh):
+        x, w = _leaf(whole(4, 3), mesh, Shard(0), _UNEVEN), whole(2, 3).requires_grad_()
+        y = F.linear(x, w)
+        assert_close(y.to_local().detach(), F.linear(whole(4, 3), whole(2, 3)).split(_UNEVEN)[mesh.get_rank()], "y")
+        y.backward(whole(4, 2))
+        assert_close(w.grad, whole(4, 2).T @ whole(4, 3), "gradient of a weight")
+
+    on_ranks(2, step)
+
+
+def summed() -> None:
+    def step(mesh):
+        local = (whole(3) * (mesh.get_rank() + 1)).requires_grad_()
+        y = ShardTensor.from_local(local, mesh, [Partial()], sharding_shapes="chunk").full_tensor()
+        assert_close(y.detach(), whole(3) * 3, "a sum")
+        y.backward(whole(3))
+        assert_close(local.grad, whole(3), "its gradient")
+
+    on_ranks(2, step)
+
+
+def summand() -> None:
+    def step(mesh):
+        x = _leaf(whole(3), mesh, Replicate())
+        y = x.redistribute(placements=[Partial()])
+        assert_close(y.to_local().detach(), whole(3) * (mesh.get_rank() == 0), "a summand")
+
+    on_ranks(2, step)
+
+
+def partial_maximum() -> None:
+    def step(mesh):
+        local = (whole(3) * (mesh.get_rank() + 1)).requires_grad_()
+        x = ShardTensor.from_local(local, mesh, [Partial("max")], sharding_shapes="chunk")
+        y = x.full_tensor()
+        assert_close(y.detach(), whole(3) * 2, "a maximum")
+        y.backward(whole(3))
+        assert_close(local.grad, whole(3) * mesh.get_rank(), "its gradient")
+        with torch.no_grad():
+            assert_close(x.full_tensor(), whole(3) * 2, "a maximum without a gradient")
+        equal = torch.ones(3, dtype=torch.float64, requires_grad=True)
+        ShardTensor.from_local(equal, mesh, [Partial("max")], sharding_shapes="chunk").full_tensor().sum().backward()
+        assert_close(equal.grad, torch.full((3,), 0.5, dtype=torch.float64), "a gradient that is shared")
+
+    on_ranks(2, step)
+
+
+def totals() -> None:
+    def step(mesh):
+        x = _leaf(whole(4), mesh, Shard(0), _UNEVEN)
+        y = x.sum()
+        assert_close(y.to_local().detach(), whole(4).sum(), "a total")
+        y.backward()
+        assert_close(x.grad.to_local(), torch.ones_like(x.to_local()).detach(), "its gradient")
+
+    on_ranks(2, step)
+
+
+def extremes() -> None:
+    def step(mesh):
+        x = _leaf(whole(4), mesh, Shard(0), _UNEVEN)
+        assert_close(x.amax().to_local().detach(), whole(4).amax(), "a maximum")
+        y = _leaf(torch.ones(4, dtype=torch.float64), mesh, Shard(0), _UNEVEN)
+        y.amax().backward()
+        assert_close(y.grad.to_local(), torch.full_like(y.to_local(), 0.25).detach(), "a gradient that is shared")
+
+    on_ranks(2, step)
+
+
+def counted() -> None:
+    def step(mesh):
+        x = distribute_tensor(whole(4), mesh, [Shard(0)], sizes=[_UNEVEN], src=None)
+        assert torch.count_nonzero(x).item() == 4
+
+    on_ranks(2, step)
+
+
+def inferred_shapes() -> None:
+    def step(mesh):
+        x = ShardTensor.from_local(torch.ones(_UNEVEN[mesh.get_rank()]), mesh, [Shard(0)])
+        assert x._spec.sizes == (_UNEVEN,)
+
+    on_ranks(2, step)
+
+
+def one_ranks_tensor() -> None:
+    def step(mesh):
+        x = whole(4) if mesh.get_rank() == 1 else None
+        try:
+            y = scatter_tensor(x, 1, mesh, [Shard(0)], sizes=[_UNEVEN])
+        except ValueError as error:
+            raise AssertionError("the ranks were not told the shape") from error
+        assert_close(y.to_local(), whole(4).split(_UNEVEN)[mesh.get_rank()], "a slice of one rank's tensor")
+        z = distribute_tensor(whole(4) * (mesh.get_rank() + 1), mesh, [Replicate()], src=1)
+        assert_close(z.to_local(), whole(4) * 2, "one rank's tensor")
+
+    on_ranks(2, step)
+
+
+def synchronised() -> None:
+    def step(mesh):
+        module = nn.Module()
+        module.weight = nn.Parameter(whole(3) * (mesh.get_rank() + 1))
+        sync_module_over_mesh(module, mesh)
+        assert_close(module.weight.detach(), whole(3), "a parameter of one rank")
+
+    on_ranks(2, step)

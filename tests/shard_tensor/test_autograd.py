@@ -1,0 +1,239 @@
+"""Gradients: where they lie, hooks, second derivatives, checkpoints, foreign autograd functions, copies."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from neuronx_dist import comm
+from neuronx_dist.shard_tensor import Partial, Replicate, Shard, ShardTensor, distribute_tensor
+from tests.shard_tensor.support.cases import assert_close, on_ranks, verbs
+
+
+def whole(*shape: int) -> torch.Tensor:
+    return torch.linspace(-1, 2, torch.Size(shape).numel(), dtype=torch.float64).view(shape)
+
+
+def leaf(x, mesh, placements=None, sizes=None):
+    return distribute_tensor(x.clone().requires_grad_(), mesh, placements, sizes=sizes, src=None)
+
+
+def test_a_loss_that_is_a_sum_may_be_called_backward_on():
+    def loss(mesh):
+        x = leaf(whole(16), mesh, [Shard(0)], [(11, 5)])
+        y = torch.dot(x, x)
+        assert y.placements == (Partial(),)
+        with comm.record() as calls:
+            y.backward()
+        assert_close(x.grad.full_tensor(), 2 * whole(16), "gradient of a dot product")
+        return verbs(calls)
+
+    assert on_ranks(2, loss) == [["all_reduce"]] * 2
+
+
+def test_mse_is_not_multiplied_by_the_number_of_ranks():
+    """torch's DTensor gives twice the gradient on two ranks, silently."""
+
+    def loss(mesh):
+        x = leaf(whole(7, 3), mesh, [Shard(0)])
+        (x - 1).square().mean().backward()
+        assert_close(x.grad.full_tensor(), 2 * (whole(7, 3) - 1) / 21, "gradient of a mean square")
+
+    on_ranks(2, loss)
+
+
+def test_gradients_of_weights_are_reduced_once():
+    def loss(mesh):
+        x, w = leaf(whole(16, 4), mesh, [Shard(0)]), whole(4, 4).requires_grad_()
+        with comm.record() as calls:
+            F.linear(x, w).sum().backward()
+        assert_close(w.grad, whole(16, 4).sum(0).expand(4, 4), "gradient of a plain weight")
+        return verbs(calls)
+
+    assert on_ranks(2, loss) == [["all_reduce"] * 2] * 2  # the loss, and the weight's gradient
+
+
+def test_the_other_ways_to_ask_for_gradients():
+    def ask(mesh):
+        x, w = leaf(whole(16, 4), mesh, [Shard(0)], [(11, 5)]), leaf(whole(4), mesh)
+        y = (x * w).tanh()
+        expected_x, expected_w = whole(16, 4).requires_grad_(), whole(4).requires_grad_()
+        expected = torch.autograd.grad((expected_x * expected_w).tanh().sum(), [expected_x, expected_w])
+        grads = torch.autograd.grad(y.sum(), [x, w], retain_graph=True)
+        for actual, wanted, operand in zip(grads, expected, (x, w)):
+            assert actual.placements == operand.placements
+            assert_close(actual.full_tensor(), wanted, "autograd.grad")
+        torch.autograd.backward(y, torch.ones(16, 4, dtype=torch.float64), retain_graph=True)
+        assert_close(x.grad.full_tensor(), expected[0], "autograd.backward")
+        x.grad = None
+        y.backward(torch.ones_like(y), inputs=[x])
+        assert_close(x.grad.full_tensor(), expected[0], "backward(inputs=)")
+
+    on_ranks(2, ask)
+
+
+def test_second_derivatives():
+    def twice(mesh):
+        x = leaf(whole(16, 4), mesh, [Shard(0)], [(11, 5)])
+        w = leaf(whole(4, 4), mesh)
+        (first,) = torch.autograd.grad((F.linear(x, w).tanh()).sum(), x, create_graph=True)
+        first.square().sum().backward()
+        y, v = whole(16, 4).requires_grad_(), whole(4, 4).requires_grad_()
+        (other,) = torch.autograd.grad(F.linear(y, v).tanh().sum(), y, create_graph=True)
+        other.square().sum().backward()
+        assert_close(x.grad.full_tensor(), y.grad, "second derivative by the input")
+        assert_close(w.grad.full_tensor(), v.grad, "second derivative by the weight")
+
+    on_ranks(2, twice)
+
+
+def test_hooks_and_retained_gradients():
+    def hooked(mesh):
+        x = leaf(whole(16), mesh, [Shard(0)], [(11, 5)])
+        y = x * 2
+        seen = []
+        y.register_hook(lambda grad: seen.append(grad.placements) or grad * 3)
+        y.retain_grad()
+        x.register_post_accumulate_grad_hook(lambda own: seen.append(own.grad.placements))
+        y.sum().backward()
+        assert seen == [(Shard(0),)] * 2
+        assert_close(y.grad.full_tensor(), torch.full((16,), 3.0, dtype=torch.float64), "a retained gradient")
+        assert_close(x.grad.full_tensor(), torch.full((16,), 6.0, dtype=torch.float64), "behind a hook")
+
+    on_ranks(2, hooked)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpoints(reentrant):
+    def step(mesh):
+        x, w = leaf(whole(16, 4), mesh, [Shard(0)], [(11, 5)]), leaf(whole(4, 4), mesh)
+        checkpoint(lambda x: F.linear(x, w).tanh(), x, use_reentrant=reentrant).sum().backward()
+        y, v = whole(16, 4).requires_grad_(), whole(4, 4).requires_grad_()
+        F.linear(y, v).tanh().sum().backward()
+        assert_close(x.grad.full_tensor(), y.grad, "by the input")
+        assert_close(w.grad.full_tensor(), v.grad, "by the weight")
+
+    on_ranks(2, step)
+
+
+class Passing(torch.autograd.Function):
+    """As FSDP's: returns what it gets."""
+
+    seen: list = []
+
+    @staticmethod
+    def forward(ctx, *xs):
+        return xs
+
+    @staticmethod
+    def backward(ctx, *grads):
+        Passing.seen.append([type(grad) for grad in grads])
+        return grads
+
+
+class Doubling(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2
+
+
+@pytest.mark.parametrize("function", [Passing, Doubling])
+def test_foreign_autograd_functions(function):
+    def through(mesh):
+        Passing.seen.clear()
+        x = leaf(whole(16), mesh, [Shard(0)], [(11, 5)])
+        y = function.apply(x.tanh())
+        y = y[0] if isinstance(y, tuple) else y
+        assert isinstance(y, ShardTensor) and y.requires_grad
+        (y * y).sum().backward()
+        other = whole(16).requires_grad_()
+        scale = 2 if function is Doubling else 1
+        (other.tanh() * scale).square().sum().backward()
+        assert_close(x.grad.full_tensor(), other.grad, "through a foreign function")
+
+    on_ranks(2, through)
+    assert all(each == [ShardTensor] for each in Passing.seen)
+
+
+def test_to_local_and_its_gradients():
+    def local(mesh):
+        x = leaf(whole(16), mesh, [Shard(0)], [(11, 5)])
+        (x.to_local() * 3).sum().backward()
+        assert_close(x.grad.full_tensor(), torch.full((16,), 3.0, dtype=torch.float64), "of a shard")
+        w = leaf(whole(4), mesh)
+        (w.to_local(grad_placements=[Partial()]) * (mesh.get_rank() + 1)).sum().backward()
+        assert_close(w.grad.full_tensor(), torch.full((4,), 3.0, dtype=torch.float64), "summed over the ranks")
+        with pytest.raises(ValueError, match="redistribute"):
+            x.to_local(grad_placements=[Replicate()])
+
+    on_ranks(2, local)
+
+
+# --- parameters
+
+
+def test_parameters_and_optimizers():
+    def train(mesh):
+        plain = nn.Linear(4, 4, dtype=torch.float64)
+        with torch.no_grad():
+            plain.weight.copy_(whole(4, 4)), plain.bias.copy_(whole(4))
+        twin = copy.deepcopy(plain)
+        for name, placements in (("weight", [Shard(0)]), ("bias", [Shard(0)])):
+            x = distribute_tensor(getattr(plain, name).detach(), mesh, placements, sizes=[(1, 3)], src=None)
+            setattr(plain, name, nn.Parameter(x))
+        assert isinstance(plain.weight, nn.Parameter) and isinstance(plain.weight, ShardTensor)
+        for make in (
+            lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
+            lambda p: torch.optim.AdamW(p, 0.1),
+            lambda p: torch.optim.AdamW(p, 0.1, foreach=True),
+        ):
+            optimizers = [make(plain.parameters()), make(twin.parameters())]
+            for _ in range(3):
+                for model, optimizer in zip((plain, twin), optimizers):
+                    optimizer.zero_grad()
+                    model(whole(5, 4)).square().mean().backward()
+                    optimizer.step()
+            for name, param in plain.named_parameters():
+                assert_close(param.full_tensor().detach(), twin.get_parameter(name).detach(), name)
+
+    on_ranks(2, train)
+
+
+def test_copies():
+    def copied(mesh):
+        x = nn.Parameter(distribute_tensor(whole(16, 2), mesh, [Shard(0)], sizes=[(11, 5)], src=None))
+        y = copy.deepcopy(x)
+        assert isinstance(y, nn.Parameter) and y._spec is x._spec and y.requires_grad and y.is_leaf
+        assert y.to_local().data_ptr() != x.to_local().data_ptr()
+        with pytest.raises(RuntimeError, match="only leaf"):
+            copy.deepcopy(x * 2)
+        file = io.BytesIO()
+        torch.save({"x": x}, file)
+        file.seek(0)
+        z = torch.load(file, weights_only=False)["x"]
+        assert z._spec is x._spec and torch.equal(z.full_tensor(), x.full_tensor()) and isinstance(z, nn.Parameter)
+        half = x.to(torch.float32)
+        assert half.dtype == half.to_local().dtype == torch.float32 and half.placements == x.placements
+        x.data = x.data * 2
+        assert_close(x.full_tensor().detach(), whole(16, 2) * 2, "data")
+        assert "Shard(dim=0)" in repr(x)
+        assert x.detach().requires_grad is False and x.detach().is_leaf
+        module = nn.Module()
+        module.x = x
+        module.float()
+        assert module.x.dtype == module.x.to_local().dtype == torch.float32
+        with torch.no_grad():
+            x.zero_()
+        assert x.full_tensor().abs().sum() == 0
+
+    on_ranks(2, copied)

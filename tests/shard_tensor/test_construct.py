@@ -1,0 +1,238 @@
+"""ShardTensors from whole tensors, from one rank's, from local ones, and from sizes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from neuronx_dist import comm, distributed
+from neuronx_dist.comm import threads
+from neuronx_dist.mesh import Mesh
+from neuronx_dist.shard_tensor import DeviceMesh, Replicate, Shard, ShardTensor, distribute_tensor, scatter_tensor
+from tests.shard_tensor.support.cases import on_ranks, verbs
+
+
+def whole(*shape: int) -> torch.Tensor:
+    return torch.arange(torch.Size(shape).numel(), dtype=torch.float64).view(shape)
+
+
+@pytest.mark.parametrize("src", [0, 2])
+@pytest.mark.parametrize("shape", [(4,), (2, 2)], ids=str)
+@pytest.mark.parametrize("along", [None, (1, 12, 0, 3)])
+def test_the_values_of_the_source_count(src, shape, along):
+    def distribute(mesh):
+        x = whole(16, 6) * (mesh.get_rank() + 1)
+        x.requires_grad_()
+        placements = [Shard(0)] if mesh.ndim == 1 else [Shard(1), Shard(0)]
+        sizes = [along] if mesh.ndim == 1 else [(1, 5), None]
+        y = distribute_tensor(x, mesh, placements, sizes=sizes, src=src)
+        assert y.is_leaf and y.requires_grad and y.to_local().is_leaf
+        assert torch.equal(y.full_tensor().detach(), whole(16, 6) * (src + 1))
+
+    on_ranks(4, distribute, shape)
+
+
+def scattered(mesh):
+    x = whole(7, 3) if mesh.get_rank() == 1 else None
+    with comm.record() as calls:
+        y = scatter_tensor(x, 1, mesh, [Shard(0)], requires_grad=True, sizes=[(2, 5, 0)])
+    assert y.is_leaf and y.requires_grad
+    assert torch.equal(y.full_tensor().detach(), whole(7, 3))
+    return [(call.verb, call.bytes) for call in calls if call.verb != "gather_objects"]
+
+
+def test_scatter_sends_every_rank_its_slice_only():
+    """The peer sends the whole tensor to every rank. An empty shard is not sent at all."""
+    sent = on_ranks(3, scattered)
+    assert sent == [[("recv", 48)], [("send", 48)], []]
+
+
+def test_scatter_without_a_tensor_is_refused_on_all_ranks():
+    def scatter(mesh):
+        with pytest.raises(ValueError, match="rank 0, global_src, has no tensor"):
+            scatter_tensor(None, 0, mesh, [Shard(0)])
+        with pytest.raises(ValueError, match="global_src=5 is none of the ranks"):
+            scatter_tensor(None, 5, mesh, [Shard(0)])
+
+    on_ranks(2, scatter)
+
+
+def test_a_meta_tensor_stays_one():
+    def distribute(mesh):
+        with comm.record() as calls:
+            x = distribute_tensor(torch.empty(7, 3, device="meta"), mesh, [Shard(0)])
+        assert x.to_local().is_meta and x.is_meta and x.to_local().shape == ((4, 3) if mesh.get_rank() == 0 else (3, 3))
+        assert calls == []
+
+    on_ranks(2, distribute)
+
+
+def test_a_tensor_with_a_graph_is_refused():
+    def distribute(mesh):
+        with pytest.raises(RuntimeError, match="from_local"):
+            distribute_tensor(torch.ones(4, requires_grad=True) * 2, mesh, [Shard(0)])
+
+    on_ranks(2, distribute)
+
+
+# --- from local tensors
+
+
+def inferred(mesh):
+    rows = (11, 5)[mesh.get_rank()]
+    local = torch.full((rows, 2), float(mesh.get_rank()), dtype=torch.float64, requires_grad=True)
+    with comm.record() as calls:
+        x = ShardTensor.from_local(local, mesh, [Shard(0)])
+        (x * 2).sum().backward()
+    assert x.shape == (16, 2) and x._spec.sizes == ((11, 5),)
+    assert x.offsets == ((0, 0), (11, 0))[mesh.get_rank()]
+    assert x._spec.sharding_shapes() == {0: (torch.Size((11, 2)), torch.Size((5, 2)))}
+    assert x._spec.sharding_shapes(0) == (torch.Size((11, 2)), torch.Size((5, 2)))
+    assert torch.equal(local.grad, torch.full_like(local, 2.0))
+    return verbs(calls)
+
+
+def test_from_local_infers_shapes_once():
+    assert on_ranks(2, inferred) == [["all_reduce"]] * 2
+
+
+def test_the_mean_of_a_split_of_3_and_5_is_that_of_8_elements():
+    """torch's DTensor gives 1.5 in place of 1.625, silently."""
+
+    def mean(mesh):
+        local = torch.full(((3, 5)[mesh.get_rank()],), float(mesh.get_rank() + 1))
+        return ShardTensor.from_local(local, mesh, [Shard(0)]).mean().item()
+
+    assert on_ranks(2, mean) == [1.625, 1.625]
+
+
+def test_from_local_on_a_grid():
+    def infer(mesh):
+        a, b = mesh.get_coordinate()
+        local = torch.ones((1, 3)[a], (2, 5)[b])
+        x = ShardTensor.from_local(local, mesh, [Shard(0), Shard(1)])
+        assert x.shape == (4, 7) and x._spec.sizes == ((1, 3), (2, 5))
+
+    on_ranks(4, infer, (2, 2))
+
+
+def test_from_local_by_chunks_and_by_what_is_told():
+    def make(mesh):
+        with comm.record() as calls:
+            local = torch.ones((4, 3)[mesh.get_rank()], 2)
+            assert ShardTensor.from_local(
+                local, mesh, [Shard(0)], sharding_shapes="chunk", global_shape=(7, 2)
+            ).shape == (7, 2)
+            assert ShardTensor.from_local(torch.ones(4, 2), mesh, [Shard(0)], sharding_shapes="chunk").shape == (8, 2)
+            told = {0: [(4, 2), (3, 2)]}
+            assert ShardTensor.from_local(local, mesh, [Shard(0)], sharding_shapes=told).shape == (7, 2)
+            assert ShardTensor.from_local(torch.ones(4), mesh).placements == (Replicate(),)
+            with pytest.raises(ValueError, match="by its layout it must have"):
+                ShardTensor.from_local(torch.ones(6, 2), mesh, [Shard(0)], sharding_shapes=told)
+            with pytest.raises(ValueError, match="no entry for mesh dim 0"):
+                ShardTensor.from_local(local, mesh, [Shard(0)], sharding_shapes={})
+            with pytest.raises(ValueError, match='is not "infer"'):
+                ShardTensor.from_local(local, mesh, [Shard(0)], sharding_shapes="guess")
+        return verbs(calls)
+
+    assert on_ranks(2, make) in ([[], []], [["gather_objects"]] * 2)
+
+
+def test_shapes_that_do_not_fit_are_refused_on_all_ranks():
+    def infer(mesh):
+        with pytest.raises(ValueError, match=r"must be equal but for dim 0, and the ranks have \[\(2, 3\), \(2, 4\)\]"):
+            ShardTensor.from_local(torch.ones(2, 3 + mesh.get_rank()), mesh, [Shard(0)])
+        with pytest.raises(ValueError, match=r"along mesh dim 0 \(Replicate\(\)\) must be equal"):
+            ShardTensor.from_local(torch.ones(2 + mesh.get_rank()), mesh, [Replicate()])
+
+    on_ranks(2, infer)
+
+
+# --- factories
+
+
+@pytest.mark.parametrize("placements", [[Replicate()], [Shard(0)], [Shard(1)]], ids=str)
+def test_factories_give_the_values_of_one_process(placements):
+    factories = {
+        "rand": lambda f, **at: f.rand(5, 7, **at),
+        "randn": lambda f, **at: f.randn((5, 7), dtype=torch.float64, **at),
+        "randint": lambda f, **at: f.randint(2, 9, size=(5, 7), **at),
+        "ones": lambda f, **at: f.ones(5, 7, **at),
+        "zeros": lambda f, **at: f.zeros((5, 7), **at),
+        "full": lambda f, **at: f.full((5, 7), 3.5, **at),
+    }
+    generators = [torch.Generator() for _ in range(3)]
+    del generators
+
+    def make(mesh):
+        made = {}
+        for name, factory in factories.items():
+            if name in ("rand", "randn", "randint"):
+                continue
+            made[name] = factory(distributed, device_mesh=mesh, placements=placements).full_tensor()
+        assert distributed.empty(5, 7, device_mesh=mesh, placements=placements).shape == (5, 7)
+        return made
+
+    for made in on_ranks(3, make):
+        for name, x in made.items():
+            assert torch.equal(x, factories[name](torch)), name
+    for name in ("rand", "randn", "randint"):  # the threads' generator is one: one rank after the other
+        torch.manual_seed(4)
+        expected = factories[name](torch)
+        pieces = {}
+
+        def draw(mesh, name=name, pieces=pieces):
+            for index in range(mesh.size()):
+                if index == mesh.get_local_rank():
+                    torch.manual_seed(4)
+                    pieces[index] = factories[name](distributed, device_mesh=mesh, placements=placements)
+                comm.barrier(mesh.communicator())
+            return pieces[mesh.get_local_rank()].full_tensor()
+
+        assert all(torch.equal(x, expected) for x in on_ranks(3, draw)), name
+
+
+def test_arange():
+    def make(mesh):
+        x = distributed.arange(1, 8, 2, device_mesh=mesh, placements=[Shard(0)], sizes=[(1, 3)])
+        return x.full_tensor().tolist()
+
+    assert on_ranks(2, make) == [[1, 3, 5, 7]] * 2
+
+
+# --- meshes
+
+
+def test_meshes():
+    def make():
+        mesh = distributed.init_device_mesh("cpu", (2, -1), mesh_dim_names=("dp", "domain"))
+        assert mesh is DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "domain"))
+        assert (mesh.shape, mesh.ndim, mesh.size(), mesh.size(1)) == ((2, 2), 2, 4, 2)
+        rank = mesh.get_rank()
+        assert mesh.get_coordinate() == [rank // 2, rank % 2] and mesh.get_local_rank("dp") == rank // 2
+        part = mesh["domain"]
+        assert part.mesh.tolist() == [rank // 2 * 2, rank // 2 * 2 + 1]
+        assert part.communicator() is mesh.communicator("domain")
+        turned = mesh["domain", "dp"]
+        assert turned.shape == (2, 2) and turned.mesh.tolist() == [[0, 2], [1, 3]]
+        with mesh:
+            assert distribute_tensor(torch.ones(2)).device_mesh is mesh
+        assert distribute_tensor(torch.ones(2)).device_mesh.shape == (4,)
+        with pytest.raises(RuntimeError, match="has no process group on the backend threads"):
+            mesh.get_group("dp")
+        for bad, words in [
+            (lambda: DeviceMesh("cpu", [0, 0]), "must be different ones of the job's 4"),
+            (lambda: DeviceMesh("cpu", [0, 9]), "must be different ones of the job's 4"),
+            (lambda: DeviceMesh("cpu", [0, 1], mesh_dim_names=("a", "b")), "1 different names"),
+            (lambda: distributed.init_device_mesh("cpu", (3, -1)), "does not fit 4 ranks"),
+            (lambda: mesh["tp"], "has no dim 'tp'"),
+            (lambda: mesh.communicator(), "say which one is meant"),
+        ]:
+            with pytest.raises(ValueError, match=words):
+                bad()
+        axes = DeviceMesh.from_axes(("dp", "tp"))
+        assert axes.mesh_dim_names == ("dp", "tp") and axes.communicator("tp") is comm.communicator("tp")
+        part = DeviceMesh("cpu", [1, 2])
+        assert (part.get_coordinate() is None) == (rank not in (1, 2))
+
+    threads.run(Mesh(4, tp=2), make)

@@ -1,0 +1,140 @@
+"""From every layout to every other one: values, gradients, and what is communicated."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from neuronx_dist import comm
+from neuronx_dist.shard_tensor import DeviceMesh, Partial, Replicate, Shard, ShardTensor, distribute_tensor
+from tests.shard_tensor.support.cases import SPLITS, assert_close, on_ranks, sizes, verbs
+
+SHAPE = (16, 6)
+
+
+def whole() -> torch.Tensor:
+    return torch.arange(96, dtype=torch.float64).view(SHAPE).sin()
+
+
+def layouts(mesh):
+    """Placements and sizes on a mesh, Partial left out."""
+    per_dim = [[(Replicate(), None)] for _ in mesh.shape]
+    for m, count in enumerate(mesh.shape):
+        for d, split in itertools.product((0, 1), SPLITS):
+            per_dim[m].append((Shard(d), sizes(SHAPE[d], count, split)))
+    for each in itertools.product(*per_dim):
+        dims = [p.dim for p, _ in each if isinstance(p, Shard)]
+        if len(set(dims)) == len(dims):
+            yield [p for p, _ in each], [s for _, s in each]
+
+
+def all_pairs(mesh, most=400):
+    x = whole()
+    weight = torch.linspace(-1, 1, 96, dtype=torch.float64).view(SHAPE)
+    pairs = list(itertools.product(layouts(mesh), repeat=2))
+    for (src, src_sizes), (dst, dst_sizes) in pairs[:: max(1, len(pairs) // most)]:
+        a = distribute_tensor(x.clone().requires_grad_(), mesh, src, sizes=src_sizes, src=None)
+        b = a.redistribute(mesh, dst, sizes=dst_sizes)
+        assert list(b.placements) == list(dst)
+        assert b.to_local().shape == b._spec.local_shape
+        assert_close(b.full_tensor().detach(), x, f"{src} {src_sizes} -> {dst} {dst_sizes}")
+        b.backward(weight)
+        assert_close(a.grad.full_tensor(), weight, f"gradient of {src} {src_sizes} -> {dst} {dst_sizes}")
+        assert (b is a) == (a._spec is b._spec)
+
+
+@pytest.mark.parametrize("shape", [(2,), (3,), (4,), (2, 2)], ids=str)
+def test_all_pairs(shape):
+    on_ranks(torch.Size(shape).numel(), all_pairs, shape)
+
+
+def sums(mesh):
+    """Partial from local tensors: their sum, in each layout; the gradient of each summand is that of the sum."""
+    group = mesh.communicator()
+    for dst, split in [(Replicate(), None), *((Shard(d), s) for d in (0, 1) for s in SPLITS)]:
+        local = (whole() * (group.rank + 1)).requires_grad_()
+        a = ShardTensor.from_local(local, mesh, [Partial()])
+        along = None if split is None else [sizes(SHAPE[dst.dim], group.size, split)]
+        b = a.redistribute(placements=[dst], sizes=along)
+        total = whole() * sum(range(1, group.size + 1))
+        assert_close(b.full_tensor().detach(), total, f"a sum as {dst} {split}")
+        b.backward(whole().cos())
+        assert_close(local.grad, whole().cos(), f"the gradient of a summand, by {dst} {split}")
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_sums(count):
+    on_ranks(count, sums)
+
+
+def replicate_to_partial(mesh):
+    a = distribute_tensor(whole().requires_grad_(), mesh, src=None)
+    b = a.redistribute(placements=[Partial()])
+    assert b.placements == (Partial(),)
+    assert_close(b.full_tensor().detach(), whole(), "a sum with one summand")
+    b.backward(whole().cos())
+    assert_close(a.grad.full_tensor(), whole().cos(), "its gradient")
+
+
+def test_replicate_to_partial():
+    on_ranks(3, replicate_to_partial)
+
+
+def maxima(mesh):
+    group = mesh.communicator()
+    local = (whole() * (-1) ** group.rank).requires_grad_()
+    b = ShardTensor.from_local(local, mesh, [Partial("max")]).redistribute(placements=[Replicate()])
+    assert_close(b.full_tensor().detach(), whole().abs() if group.size > 1 else whole(), "a maximum, not a sum")
+    b.sum().backward()
+    count = comm.all_reduce(local.grad, group)
+    assert_close(count, torch.ones(SHAPE, dtype=torch.float64), "one gradient for each maximum")
+
+
+def test_a_partial_maximum_is_never_added():
+    on_ranks(2, maxima)
+
+
+def another_mesh(mesh):
+    x = distribute_tensor(whole().requires_grad_(), mesh, [Shard(0)], sizes=[(1, 12, 0, 3)], src=None)
+    grid = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("a", "b"))
+    y = x.redistribute(grid, [Shard(1), Shard(0)])
+    assert y.device_mesh is grid
+    assert y.to_local().shape == (8, 3)
+    assert_close(y.full_tensor().detach(), whole(), "another mesh")
+    y.backward(whole().cos())
+    assert_close(x.grad.full_tensor(), whole().cos(), "its gradient")
+    assert x.redistribute(grid, [Replicate(), Replicate()]).device_mesh is grid
+
+
+def test_another_mesh_is_never_ignored():
+    on_ranks(4, another_mesh)
+
+
+def nothing(mesh):
+    x = distribute_tensor(whole(), mesh, [Shard(0)], src=None)
+    with comm.record() as calls:
+        assert x.redistribute() is not x
+        assert x.redistribute(placements=[Shard(-2)]) is x
+        assert x.redistribute(mesh, x.placements, sizes=[(8, 8)]) is x
+    return verbs(calls)
+
+
+def test_an_equal_layout_costs_nothing():
+    assert on_ranks(2, nothing) == [["all_gather"]] * 2
+
+
+def test_refusals_are_alike():
+    def refuse(mesh):
+        x = distribute_tensor(whole(), mesh, [Shard(0)], src=None)
+        for placements, along, words in [
+            ([Shard(0)], [(3, 5)], "add up to 16"),
+            ([Shard(0)], [(20, -4)], "none below 0"),
+            ([Shard(0), Shard(1)], None, "there are 2 for a mesh of 1 dims"),
+            ([Shard(2)], None, "the tensor has 2 dims"),
+        ]:
+            with pytest.raises(ValueError, match=words):
+                x.redistribute(placements=placements, sizes=along)
+
+    on_ranks(2, refuse)
