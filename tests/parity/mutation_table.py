@@ -157,6 +157,7 @@ CASES: dict[str, Callable[[], None]] = {
     "load_nxd:comm.gather_objects#1": exchanges.parameters_of_other_stages,
     "plan:comm.gather_objects#1": exchanges.what_each_rank_holds,
     "_compare:comm.gather_objects#1": exchanges.a_model_that_fits_on_one_rank_only,
+    "save:comm.gather_objects#1": exchanges.a_rank_that_cannot_write_its_file,
     "load_checkpoint:comm.gather_objects#1": exchanges.the_newest,
     "load_checkpoint:comm.gather_objects#2": exchanges.one_damaged_file,
     **{
