@@ -159,7 +159,6 @@ CASES: dict[str, Callable[[], None]] = {
     "_compare:comm.gather_objects#1": exchanges.a_model_that_fits_on_one_rank_only,
     "save:comm.gather_objects#1": exchanges.a_rank_that_cannot_write_its_file,
     "load_checkpoint:comm.gather_objects#1": exchanges.the_newest,
-    "load_checkpoint:comm.gather_objects#2": exchanges.one_damaged_file,
     **{
         f"{move}#1": mutations.even_moves
         for move in (
