@@ -18,6 +18,7 @@ import torch
 from torch._C import DisableTorchFunction
 from torch.distributed.tensor import DTensor
 
+from .. import spmd
 from ..spmd import I, R, assert_type, no_typecheck
 from ..spmd.watching import active
 from . import handlers
