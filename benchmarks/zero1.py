@@ -5,7 +5,9 @@
     fsdp         torch's fully_shard (FSDP2) of each layer, AdamW(fused) of the shards
     flat         ZeRO-1 by hand: parameters and gradients are views of two flat buffers; a rank owns a piece of them
     ours         reduce-scatter, AdamW(fused) of the shards, all-gather: NeuronZero1Optimizer
+    overlap      ours with overlap=True; its gathers are awaited at the end of the step, where turns end
     reduce       reduce_gradients, and AdamW(fused) of all parameters on every rank: ours without ZeRO
+    reduce_overlap   the same with overlap=True, which is what DDP does
     again        ddp once more, which shows the noise
 
 A transformer of 21M parameters in fp32, few tokens, so that what lies between the steps counts. Processes on loopback,
@@ -129,12 +131,18 @@ def ours(clip: float | None, **options: Any) -> Step:
     model = Model()
     clipping: dict[str, Any] = dict(grad_clipping=False) if clip is None else dict(max_norm=clip)
     optimizer = NeuronZero1Optimizer(model.parameters(), torch.optim.AdamW, **OPTIONS, **clipping, **options)
-    return stepper(model, optimizer, None, partial(reduce_gradients, model, average_over_data=False))
+
+    def zero() -> None:
+        optimizer.wait()
+        optimizer.zero_grad()
+
+    return stepper(model, optimizer, None, partial(reduce_gradients, model, average_over_data=False), zero)
 
 
-def reduced(clip: float | None) -> Step:
+def reduced(clip: float | None, **options: Any) -> Step:
     model = Model()
-    return stepper(model, torch.optim.AdamW(model.parameters(), **OPTIONS), clip, partial(reduce_gradients, model))
+    optimizer = torch.optim.AdamW(model.parameters(), **OPTIONS)
+    return stepper(model, optimizer, clip, partial(reduce_gradients, model, **options))
 
 
 def flat(clip: float | None) -> Step:
@@ -178,7 +186,9 @@ VARIANTS: dict[str, Callable[[float | None], Step]] = {
     "fsdp": fsdp,
     "flat": flat,
     "ours": ours,
+    "overlap": partial(ours, overlap=True),
     "reduce": reduced,
+    "reduce_overlap": partial(reduced, overlap=True),
     "again": ddp,
 }
 
@@ -222,7 +232,7 @@ def main() -> None:
         return
     names = ["ddp", *(name for name in args.variants if name != "ddp")]
     report: dict[str, dict[str, float]] = {}
-    print(f"{'ranks':<7}{'variant':<13}{'CPU ms':>9}{'over ddp':>11}{'±':>8}", flush=True)
+    print(f"{'ranks':<7}{'variant':<16}{'CPU ms':>9}{'over ddp':>11}{'±':>8}", flush=True)
     for ranks in args.ranks:
         taken = on_ranks(measure, ranks, names, args.clip, 4 if args.quick else args.rounds)
         cpu = {name: [one.cpu for one in found] for name, found in taken.items()}
@@ -230,7 +240,7 @@ def main() -> None:
         for name in names:
             middle, interval = ratio(cpu[name], cpu["ddp"])
             line = (
-                f"{ranks:<7}{name:<13}{statistics.median(cpu[name]) * 1e3 / ranks:>9.1f}{middle:>11.3f}{interval:>8.3f}"
+                f"{ranks:<7}{name:<16}{statistics.median(cpu[name]) * 1e3 / ranks:>9.1f}{middle:>11.3f}{interval:>8.3f}"
             )
             print(line, flush=True)
             if name != "ddp":

@@ -88,7 +88,8 @@ def leave_without(lost: int | None, why: str) -> NoReturn:
     """Ends this rank because others have ended, as all that are left do; one of them says why."""
     number, _ = _asked_to_end or (0, 0.0)
     verb = f"ended by {signal.Signals(number).name}" if number else "ended"
-    if RANK == (1 if lost == 0 else 0):
+    speaker = 1 if lost == 0 else 0
+    if speaker == RANK:
         time.sleep(NEWS)  # who leaves first is taken for lost by those who do not know of the other yet
         print(f"{NAME}: {verb} {_on_interrupt()}: {why}", file=sys.stderr)
     leave(code=128 + number if number else 1, together=True)

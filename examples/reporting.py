@@ -6,6 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -121,9 +122,10 @@ class Report:
         if self.out and self.rows:
             try:
                 loss_curve(self.rows, self.out / "loss.png", self.title)
-            except ImportError:
-                self.say("no loss curve: matplotlib is not installed (pip install matplotlib)")
-            except OSError as error:
+            except (ImportError, OSError) as error:
+                if find_spec("matplotlib") is None:
+                    self.say("no loss curve: matplotlib is not installed (pip install matplotlib)")
+                    return
                 self.say(f"warning: no loss curve: {error}")
 
     def _text(self, row: dict[str, Any]) -> str:

@@ -30,7 +30,7 @@ def choose(args: Namespace, layout: Layout) -> list[Any]:
     """
     everywhere = comm.gather_objects((job.launch(), job.is_restart()))
     launches = [list(each) for each in dict.fromkeys(tuple(launch) for launch, _ in everywhere if launch)]
-    answer = None
+    answer: tuple[str, str | None, str | None] | None = None
     if job.RANK == 0:
         try:
             answer = (*_choice(args, layout, launches, any(again for _, again in everywhere)), None)
@@ -76,14 +76,14 @@ def _choice(args: Namespace, layout: Layout, launches: list[Any], again: bool) -
     """`--out` and `--resume` of this run."""
 
     def is_own(out: Path) -> bool:
-        """Whether a run of this launch is there. A wrapper around the script changes the process that has started it."""
+        """Whether a run of this launch is there. With a wrapper around the script each start has another parent."""
         return any(
             one in launches or (again and one[0] != "none" and one[0] in [each[0] for each in launches])
             for one in _launches_of(out)
         )
 
     if args.out is None:
-        taken = []
+        taken: list[Path] = []
         while (free := Path(_default(len(taken) + 1))).exists():
             taken.append(free)
         own = [out for out in taken if is_own(out)]

@@ -198,7 +198,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(tmp_path):
     ):
         assert line in metadata
     unconditional = [line for line in metadata.splitlines() if line.startswith("Requires-Dist") and "extra" not in line]
-    assert unconditional == ["Requires-Dist: torch>=2.9", "Requires-Dist: fsspec"]
+    assert unconditional == ["Requires-Dist: torch>=2.9", "Requires-Dist: fsspec", "Requires-Dist: xxhash>=3.0"]
 
 
 def test_every_folder_of_the_package_is_a_package():

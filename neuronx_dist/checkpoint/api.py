@@ -13,13 +13,14 @@ from torch import nn
 
 from .. import comm
 from . import files, random_state, reading
-from .agreement import together
+from .agreement import listed, together
 from .background import CheckpointIOState, Save, state_of_rank
 from .errors import CheckpointCorrupted, CheckpointError, CheckpointMismatch
 from .nxd_files import is_nxd_folder, is_of_checkpointing
 from .nxd_source import load_nxd
 from .plain_data import packed, unpacked
-from .state import collect
+from .staging import Staging
+from .state import changed_by, collect
 from .storage import Storage, open_storage
 from .tags import CheckpointFolder, Entry, Tag, check_tag
 
@@ -59,8 +60,9 @@ def save_checkpoint(
         user_content: plain data of rank 0 (numbers, strings, lists, dicts, tensors), which `load_checkpoint` returns:
             step, position in the data.
         num_kept_ckpts: how many complete checkpoints stay, this one included; None: all.
-        async_save: return when all is copied to memory, and write in the background. An error is raised by the next
-            call of a function of this file.
+        async_save: copy and write in the background. The next `optimizer.step()` waits until what it changes is copied;
+            all else is copied before this returns. An error is raised by the next call of a function of this file, also
+            that something else has changed weights that were not copied yet.
         when_busy: what becomes of an asynchronous save that is not complete yet: "wait" for it, or "supersede" it.
         num_workers, use_xser, zero1_optimizer, use_zero1_dcp, avoid_saving_lower_precision_weights: without effect:
             every rank writes its own share, in one format, weights and masters. Where that is another result than what
@@ -94,6 +96,7 @@ def save_checkpoint(
     with together("no checkpoint was saved"):
         state = collect(model, optimizer)
     plan = files.plan(state)
+    staging: Staging | None = None
     try:
         with together(f"checkpoint {where} could not be begun"):
             if rank == 0:
@@ -101,13 +104,18 @@ def save_checkpoint(
         with together(f"checkpoint {where} could not be begun"):
             _await_marker(folder, name)
             if async_save:
-                io_state.staged = plan.stage(io_state.staged)
-    except CheckpointError:
-        if rank == 0:
+                staging = plan.stage(io_state.staged, optimizer, changed_by(optimizer, state))
+                io_state.staged = staging.buffer
+    except BaseException as error:
+        if staging is not None:
+            staging.close()
+        if rank == 0 and isinstance(error, CheckpointError):
             folder.abandon(name)
         raise
 
     def write(storage: Any, path: str) -> None:
+        if staging is not None:
+            staging.finish()
         for file, content in small.items():
             storage.write(f"{path}/{file}", [content])
         files.write(plan, storage, path)
@@ -115,7 +123,7 @@ def save_checkpoint(
     entries = {file: Entry(len(content), zlib.crc32(content)) for file, content in small.items()}
     save = Save(folder, name, write, entries, num_kept_ckpts, rank, ranks)
     if async_save:
-        io_state.pending = save
+        io_state.pending, io_state.staging = save, staging
         save.start()
     else:
         save.write_own_files()
@@ -139,8 +147,9 @@ def load_checkpoint(
     It reads what NeuronX Distributed wrote, too: by `nxd.save_checkpoint` and by `parallel_layers.checkpointing.save`;
     and a folder of torch.distributed.checkpoint with `{"model": ..., "optimizer": get_optimizer_state_dict(...)}`.
 
-    Files are compared with their checksums before anything is changed. Weights, optimizer state and masters are
-    bit-equal in any layout; random generators go on where they were in the same layout.
+    Weights, optimizer state and masters are bit-equal in any layout; random generators go on where they were in the
+    same layout. All files are compared with their checksums, tensors while they are read: an error says whether weights
+    have been overwritten. The optimizer, the scheduler and random generators are set when all is known to be whole.
 
     Args:
         path: the folder of `save_checkpoint`, or NeuronX Distributed's.
@@ -158,7 +167,8 @@ def load_checkpoint(
 
     Raises:
         CheckpointError: on all ranks: there is no such checkpoint.
-        CheckpointCorrupted: on all ranks: files are missing, truncated or changed, by name.
+        CheckpointCorrupted: on all ranks: files are missing, truncated or changed, by name. Before that nothing was
+            changed, or weights were overwritten in part; the message says which.
         CheckpointMismatch: on all ranks: it is of another model, or was saved without what is to be loaded.
         TypeError: `model`, `optimizer` or `scheduler` is something else, such as a state dict.
     """
@@ -168,23 +178,33 @@ def load_checkpoint(
         folder = CheckpointFolder(open_storage(path))
         candidates = _candidates(folder, tag) if comm.rank("world") == 0 else []
     candidates = comm.gather_objects(candidates)[0]
-    damaged = ""
+    damaged, overwritten = "", frozenset[str]()
     for name in candidates:
-        with together(f"checkpoint {folder.storage.describe(name)} could not be read"):
-            checkpoint = folder.tag(name) if folder.is_complete(name) else Tag(name, 0.0, None)
-            wrong = folder.damage(checkpoint, comm.rank("world"), comm.size("world"))
-        wrong = [each for share in comm.gather_objects(wrong) for each in share]
-        if not wrong:
+        where = folder.storage.describe(name)
+        try:
+            content = _load(folder, name, model, optimizer, scheduler, strict, overwritten, device)
             break
-        more = f"; and {len(wrong) - 4} more" if len(wrong) > 4 else ""
-        damaged = damaged or f"checkpoint {folder.storage.describe(name)} is damaged: {'; '.join(wrong[:4])}{more}"
+        except CheckpointCorrupted as error:
+            damaged = damaged or f"checkpoint {where} is damaged: {error}"
+            overwritten |= error.overwritten
+        except CheckpointError as error:
+            if not damaged:
+                raise
+            raise type(error)(f"{damaged}; {_left(overwritten)}. Instead of it: {error}") from error
     else:
-        raise CheckpointCorrupted(f"{damaged}; nothing was loaded, and there is no older checkpoint that is whole")
+        raise CheckpointCorrupted(f"{damaged}; {_left(overwritten)}, and there is no older checkpoint that is whole")
     asked = name if tag is None else str(tag)
     instead = damaged or ("" if name == asked else f"checkpoint {tag} was being replaced when its job ended")
     if instead and comm.rank("world") == 0:
         warnings.warn(f"{instead}; {name} is loaded instead", stacklevel=2)
-    return _load(folder, checkpoint, model, optimizer, scheduler, strict, device)
+    return content
+
+
+def _left(overwritten: frozenset[str]) -> str:
+    """In which state the run is after a checkpoint turned out to be damaged."""
+    if not overwritten:
+        return "nothing was changed"
+    return "weights of the model were overwritten in part, so load another checkpoint or begin anew"
 
 
 def has_checkpoint(checkpoint_dir_str: str | os.PathLike[str]) -> bool:
@@ -204,37 +224,48 @@ def finalize_checkpoint() -> None:
 
 def _load(
     folder: CheckpointFolder,
-    checkpoint: Tag,
+    name: str,
     model: Any,
     optimizer: Any,
     scheduler: Any,
     strict: bool,
+    overwritten: frozenset[str],
     device: str | torch.device,
 ) -> Any:
-    where = folder.storage.describe(checkpoint.name)
-    present = checkpoint.files or {}
+    """Loads the checkpoint in a folder `name`; its user content.
+
+    Raises:
+        CheckpointCorrupted: on all ranks: it is damaged.
+    """
+    where = folder.storage.describe(name)
+    contents: dict[str, bytes] = {}
     with together(f"checkpoint {where} was not loaded"):
-        is_nxd = checkpoint.files is None and is_nxd_folder(folder.storage, checkpoint.name)
+        checkpoint = folder.tag(name) if folder.is_complete(name) else Tag(name, 0.0, None)
+        wrong = folder.damage(checkpoint, comm.rank("world"), comm.size("world"), contents)
+        if wrong:
+            raise CheckpointCorrupted(listed(wrong))
+        is_nxd = checkpoint.files is None and is_nxd_folder(folder.storage, name)
+        present = checkpoint.files or {}
         if checkpoint.files is None:
             if not is_nxd and not reading.is_of_dcp(folder.storage, checkpoint.name):
                 raise CheckpointMismatch(
                     f"checkpoint {where} does not list its files, and has none of NeuronX Distributed's: it was not "
                     f"saved by save_checkpoint"
                 )
-            present = dict.fromkeys(folder.storage.list(checkpoint.name), Entry(0))
+            present = dict.fromkeys(folder.storage.list(name), Entry(0))
         if scheduler is not None and _SCHEDULER not in present:
             raise CheckpointMismatch(f"checkpoint {where} was saved without a scheduler")
         content = {
-            file: unpacked(file, folder.read(checkpoint, file))
+            file: unpacked(file, contents[file] if file in contents else folder.read(checkpoint, file))
             for file in (_SCHEDULER, _USER_CONTENT, random_state.file_of(present))
             if file in present
         }
-    if is_nxd:
-        if model is not None or optimizer is not None:
-            load_nxd(folder.storage, checkpoint.name, model, optimizer, strict=strict, device=device)
+    common: Any = dict(strict=strict, overwritten=overwritten, device=device)
+    if not is_nxd:
+        is_ours = checkpoint.files is not None
+        reading.load(folder.storage, name, model, optimizer, checksums=is_ours, **common)
     elif model is not None or optimizer is not None:
-        # All files have been compared with their checksums by now, each by one rank.
-        reading.load(folder.storage, checkpoint.name, model, optimizer, strict=strict, verify=False, device=device)
+        load_nxd(folder.storage, name, model, optimizer, **common)
     with together(f"checkpoint {where} was loaded in part"):
         if scheduler is not None:
             scheduler.load_state_dict(content[_SCHEDULER])

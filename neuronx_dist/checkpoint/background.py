@@ -26,6 +26,7 @@ import torch
 from .. import comm
 from .agreement import by_rank, text_of
 from .errors import CheckpointError
+from .staging import Staging
 from .storage import Storage
 from .tags import CheckpointFolder, Entry
 
@@ -65,9 +66,6 @@ class _Noting:
 
         self._storage.write(path, pieces())
         self.sizes[path] = size
-
-    def map(self, path: str) -> memoryview:
-        return self._storage.map(path)
 
 
 class Save:
@@ -235,11 +233,13 @@ class CheckpointIOState:
     Attributes:
         pending: the asynchronous save that nobody has waited for.
         staged: the memory of the last asynchronous save, for the next.
+        staging: the copies that it is made of.
     """
 
     def __init__(self) -> None:
         self.pending: Save | None = None
         self.staged: torch.Tensor | None = None
+        self.staging: Staging | None = None
 
     def settle(self, supersede: bool = False) -> None:
         """Waits for the save that is under way, if there is one, or ends it. All ranks call it.
@@ -251,7 +251,12 @@ class CheckpointIOState:
         if save is not None:
             if supersede:
                 save.superseded.set()
-            save.settle()
+            try:
+                save.settle()
+            finally:
+                if self.staging is not None:
+                    self.staging.close()
+                    self.staging = None
 
 
 def state_of_rank() -> CheckpointIOState:

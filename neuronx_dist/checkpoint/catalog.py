@@ -70,6 +70,11 @@ class Catalog:
     def has(self, key: str) -> bool:
         return key in self.tensors or key in self.objects
 
+    def files(self) -> list[str]:
+        """The names of the files that it consists of, this one apart."""
+        of_tensors = (chunk.extent.file for tensor in self.tensors.values() for chunk in tensor.chunks)
+        return sorted({*of_tensors, *(extent.file for extent in self.objects.values())})
+
 
 def pickled(catalog: Catalog) -> bytes:
     """The content of `.metadata`."""

@@ -1,42 +1,33 @@
-"""Checksums of a file's blocks, which stand at its end.
+"""Checksums of a file's blocks, XXH3 of 64 bits each (the `xxhash` package), which stand at its end.
 
-A block of at most 512 KiB has the CRC-32 of the sums of its sectors of 512 bytes (64-bit words, modulo 2^64). It takes
-a fifth of the time of a CRC-32 of all bytes, and notices what disks and networks do:
-
-    always          each single flipped bit; a file that is cut or longer (`done` has its size)
-    but for 2^-32   any other change within one word; lost, moved, swapped and zeroed sectors and blocks
-
-It does not notice words that change places within one sector, or changes of several words of one sector that cancel in
-its sum: of two bits that flip in one sector, one pair in 130 (the same bit of two words, up in one and down in the
-other). It protects from accidents, and not from who wants to change a file.
-
-Blocks begin where chunks do, so that reading a slice of a tensor verifies what it touches and no more.
+Blocks begin where chunks do, so that a slice of a tensor is verified by what it touches and no more. A block of 256 KiB
+fits into the cache of a core: whoever copies it verifies it in the same pass over memory.
 
     chunks of the file | lengths and checksums of blocks | their number, their crc32, the file's length, magic
 
 torch.distributed.checkpoint reads by offsets, and unpickling stops where a pickle ends: neither sees the footer.
+Checksums protect from accidents, and not from who wants to change a file.
 """
 
 from __future__ import annotations
 
 import struct
 import zlib
-from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Iterator
+from itertools import accumulate
 
-import torch
+from xxhash import xxh3_64_intdigest
 
-from .errors import CheckpointCorrupted
-from .memory import as_bytes, as_tensor
+from .errors import CheckpointCorrupted, CheckpointError
 
-__all__ = ["BLOCK", "Blocks", "footer_size", "with_checksums"]
+__all__ = ["BLOCK", "Blocks", "with_checksums"]
 
-BLOCK = 512 << 10  # two of them fit into the cache of a core
-_SECTOR = 512
+BLOCK = 256 << 10
 
-_ENTRY = struct.Struct("<II")
+_ENTRY = struct.Struct("<IQ")
 _END = struct.Struct("<IIQ8s")
-_MAGIC = b"nxdblks1"
+_MAGIC, _OLD_MAGIC = b"nxdblks2", b"nxdblks1"
 
 
 def with_checksums(chunks: Iterable[memoryview | bytes]) -> Iterator[memoryview | bytes]:
@@ -46,7 +37,7 @@ def with_checksums(chunks: Iterable[memoryview | bytes]) -> Iterator[memoryview 
         view = memoryview(chunk)
         for start in range(0, len(view), BLOCK):
             block = view[start : start + BLOCK]
-            entries.append(_ENTRY.pack(len(block), _checksum(block)))
+            entries.append(_ENTRY.pack(len(block), xxh3_64_intdigest(block)))
             length += len(block)
             yield block
     table = b"".join(entries)
@@ -54,66 +45,77 @@ def with_checksums(chunks: Iterable[memoryview | bytes]) -> Iterator[memoryview 
     yield table + _END.pack(len(entries), zlib.crc32(table), length, _MAGIC)
 
 
-def footer_size(lengths: Iterable[int]) -> int:
-    """Bytes that `with_checksums` adds to chunks of these lengths."""
-    return sum(-(-length // BLOCK) for length in lengths) * _ENTRY.size + _END.size
-
-
 class Blocks:
-    """The checksums of a file, which are compared as its parts are read.
+    """The blocks of a file, each of which is compared with its checksum once.
+
+    Attributes:
+        starts: where each block begins, and where the last one ends.
+        wanted: for each block 1 if it is still to be compared; all are at first.
 
     Args:
-        data: the whole file, as bytes or a memory map.
+        read: `read(start, stop)` gives the bytes of the file.
+        size: of the file.
         name: of the file, for messages.
 
     Raises:
         CheckpointCorrupted: the file is truncated, or its footer damaged.
+        CheckpointError: its checksums are those of an earlier version.
     """
 
-    def __init__(self, data: memoryview, name: str) -> None:
-        self._data = data
+    def __init__(self, read: Callable[[int, int], memoryview | bytes], size: int, name: str) -> None:
         self._name = name
-        if len(data) < _END.size:
-            raise CheckpointCorrupted(f"{name} is truncated: it has {len(data)} bytes")
-        count, crc, length, magic = _END.unpack(data[-_END.size :])
-        table = data[max(0, len(data) - _END.size - count * _ENTRY.size) : -_END.size]
-        if magic != _MAGIC or length != len(data) or zlib.crc32(table) != crc:
-            raise CheckpointCorrupted(
-                f"{name} is truncated or damaged: its {len(data)} bytes do not end with checksums"
+        if size < _END.size:
+            raise CheckpointCorrupted(f"{name} is truncated: it has {size} bytes")
+        count, crc, length, magic = _END.unpack(read(size - _END.size, size))
+        if magic == _OLD_MAGIC:
+            raise CheckpointError(
+                f"{name} has checksums of an earlier version of neuronx_dist, which this one does not read: load it "
+                f"with the version that wrote it, and convert it from there"
             )
+        end = size - _END.size - count * _ENTRY.size
+        table = read(end, size - _END.size) if end >= 0 else b""
+        if magic != _MAGIC or length != size or zlib.crc32(table) != crc:
+            raise CheckpointCorrupted(f"{name} is truncated or damaged: its {size} bytes do not end with checksums")
         entries = list(_ENTRY.iter_unpack(table))
+        self.starts = [0, *accumulate(length for length, _ in entries)]
         self._checksums = [checksum for _, checksum in entries]
-        self._starts = [0]
-        for size, _ in entries:
-            self._starts.append(self._starts[-1] + size)
-        if self._starts[-1] + len(table) + _END.size != length:
-            raise CheckpointCorrupted(f"{name} is damaged: its blocks are not all of its {length} bytes")
-        self._verified = bytearray(len(entries))
+        if self.starts[-1] != end:
+            raise CheckpointCorrupted(f"{name} is damaged: its blocks are not all of its {size} bytes")
+        self.wanted = bytearray(b"\1" * count)
 
-    def verify(self, start: int = 0, stop: int | None = None) -> None:
-        """Compares the blocks that bytes `start` to `stop` lie in, each once.
+    def overlapping(self, start: int, stop: int) -> range:
+        """The numbers of the blocks that bytes `start` to `stop` lie in."""
+        if start >= stop:
+            return range(0)
+        return range(bisect_right(self.starts, start) - 1, min(bisect_left(self.starts, stop), len(self.wanted)))
+
+    def copy(self, data: memoryview, start: int, stop: int, target: memoryview) -> None:
+        """Copies bytes `start` to `stop` of the file's `data`, and verifies their blocks while these are in the cache.
 
         Raises:
             CheckpointCorrupted: a block is not what was written.
         """
-        stop = self._starts[-1] if stop is None else stop
-        index = bisect_right(self._starts, start) - 1
-        while index < len(self._verified) and self._starts[index] < stop:
-            if not self._verified[index]:
-                first, last = self._starts[index], self._starts[index + 1]
-                if _checksum(self._data[first:last]) != self._checksums[index]:
-                    raise CheckpointCorrupted(
-                        f"{self._name} is damaged: bytes {first} to {last} are not what was written"
-                    )
-                self._verified[index] = True
-            index += 1
+        starts, wanted = self.starts, self.wanted
+        for index in self.overlapping(start, stop):
+            first, last = starts[index], starts[index + 1]
+            block = data[first:last]
+            low, high = max(first, start), min(last, stop)
+            target[low - start : high - start] = block if high - low == last - first else data[low:high]
+            if wanted[index]:
+                self._compare(index, block)
 
+    def verify(self, data: memoryview, start: int, stop: int) -> None:
+        """Compares the blocks that bytes `start` to `stop` of the file's `data` lie in.
 
-def _checksum(block: memoryview) -> int:
-    """Of the sums of whole sectors, and then of the bytes behind them."""
-    sectors = len(block) // _SECTOR * _SECTOR
-    crc = 0
-    if sectors:
-        words = as_tensor(block[:sectors], torch.int64, (-1, _SECTOR // 8))
-        crc = zlib.crc32(as_bytes(words.sum(1)))
-    return zlib.crc32(block[sectors:], crc)
+        Raises:
+            CheckpointCorrupted: a block is not what was written.
+        """
+        for index in self.overlapping(start, stop):
+            if self.wanted[index]:
+                self._compare(index, data[self.starts[index] : self.starts[index + 1]])
+
+    def _compare(self, index: int, block: memoryview) -> None:
+        if xxh3_64_intdigest(block) != self._checksums[index]:
+            first, last = self.starts[index : index + 2]
+            raise CheckpointCorrupted(f"{self._name} is damaged: bytes {first} to {last} are not what was written")
+        self.wanted[index] = 0

@@ -189,7 +189,7 @@ def _opened(storage: Storage, name: str, config: str | os.PathLike[str] | None, 
     """
     where = storage.describe("" if name == "." else name)
     if not is_nxd_folder(storage, name):
-        return JoinedGroups(CheckpointFiles(storage, name, True))
+        return JoinedGroups(CheckpointFiles(storage, name))
     files = NxdFiles(storage, name)
     files.check(0, 1)
     if files.tp > 1 and config is None:

@@ -10,7 +10,13 @@ class CheckpointError(RuntimeError):
 
 
 class CheckpointCorrupted(CheckpointError):
-    """A file of a checkpoint is missing, truncated, or not what was written."""
+    """A file of a checkpoint is missing, truncated, or not what was written.
+
+    Attributes:
+        overwritten: keys of tensors, some of which have values of this checkpoint now; empty if nothing was changed.
+    """
+
+    overwritten: frozenset[str] = frozenset()
 
 
 class CheckpointMismatch(CheckpointError):

@@ -9,22 +9,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from .. import comm
 from ..comm.host import on_host
+from ..weights.host_memory import as_bytes, as_tensor
 from .agreement import together
 from .archive import ALIGNMENT, archive
 from .catalog import METADATA, Catalog, Chunk, Extent, SavedTensor, pickled
 from .checksums import with_checksums
 from .flattened_groups import flattened_groups
-from .memory import as_bytes, as_tensor
 from .optimizer_state import GROUPS, merged_groups
 from .pieces import Piece, cut, whole_piece
 from .plain_data import packed
+from .staging import Copy, Staging, changes_in_step_only
 from .tensors import Path, State, key_of
 
 __all__ = ["WholeTensor", "WritePlan", "plan", "write", "write_whole"]
@@ -76,31 +77,40 @@ class WritePlan:
         self._metadata = metadata
         self._staged: torch.Tensor | None = None
 
-    def stage(self, buffer: torch.Tensor | None = None) -> torch.Tensor:
-        """Copies all that this rank writes into host memory; from then on the run may change its tensors.
+    def stage(
+        self,
+        buffer: torch.Tensor | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        storages: Collection[int] = (),
+    ) -> Staging:
+        """Copies what this rank writes into host memory: at once, or as the result's `finish` is called.
 
         Args:
-            buffer: what an earlier `stage` returned; it is written anew if it is large enough.
-
-        Returns:
-            The buffer, `[bytes]`; pinned if there is CUDA.
+            buffer: of an earlier `Staging`; it is written anew if it is large enough. Pinned if there is CUDA.
+            optimizer, storages: what lies in these storages (by address) is copied later, and the optimizer's next step
+                waits for it.
         """
         if buffer is None or buffer.numel() < self.nbytes:
             buffer = torch.empty(self.nbytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
         sources = self._tensors()
+        later = []
         waits = False
         for start, item in self._items:
             if isinstance(item, bytes):
                 buffer[start : start + len(item)] = as_tensor(memoryview(bytearray(item)), torch.uint8, (len(item),))
+                continue
+            source = next(sources)
+            target = buffer[start : start + source.numel() * source.element_size()]
+            copy = Copy(target.view(source.dtype).view(source.shape), source)
+            if changes_in_step_only(source, storages):
+                later.append(copy)
             else:
-                source = next(sources)
-                target = buffer[start : start + source.numel() * source.element_size()]
-                target.view(source.dtype).view(source.shape).copy_(source, non_blocking=True)
+                copy.target.copy_(source, non_blocking=True)
                 waits = waits or source.is_cuda
         if waits:
             torch.cuda.synchronize()
         self._staged = buffer
-        return buffer
+        return Staging(buffer, later, optimizer)
 
     def chunks(self, name: str) -> Iterator[memoryview | bytes]:
         """The content of a file, with its checksums: from staged memory if there is some, else from the tensors."""

@@ -7,7 +7,7 @@ optimizer.param_groups.layers.0.weight.lr   with `flatten_optimizer_state_dict`:
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,8 @@ import torch
 
 from .catalog import Catalog, Chunk, Extent
 from .optimizer_state import GROUPS
-from .source import Rectangle, Source
+from .sharing import Ranges
+from .source import Read, Rectangle, Source
 from .tensors import Path, key_of
 
 __all__ = ["JoinedGroups", "flattened_groups"]
@@ -47,6 +48,29 @@ class JoinedGroups:
         )
         if items:
             self.catalog.objects[key_of(GROUPS)] = _JOINED
+
+    def needs(self, objects: Iterable[Extent], reads: Iterable[Read]) -> dict[str, Ranges]:
+        wanted = list(objects)
+        return self._source.needs(self._extents(wanted), [*reads, *(self._reads() if _JOINED in wanted else ())])
+
+    def share(self, needs: Sequence[Mapping[str, Ranges]], objects: Iterable[Extent]) -> None:
+        self._source.share(needs, self._extents(objects))
+
+    def finish(self) -> None:
+        self._source.finish()
+
+    def _extents(self, objects: Iterable[Extent]) -> list[Extent]:
+        """The items of which objects are made."""
+        saved = self._source.catalog.objects
+        options = [saved[key] for key in self._options if key in saved]
+        return [each for extent in objects for each in (options if extent is _JOINED else [extent])]
+
+    def _reads(self) -> Iterator[Read]:
+        """The options that are tensors."""
+        saved = self._source.catalog.tensors
+        for tensor in (saved[key] for key in self._options if key in saved):
+            for chunk in tensor.chunks:
+                yield Read(chunk, tensor.dtype, tuple(slice(0, size) for size in chunk.shape))
 
     def object(self, extent: Extent) -> Any:
         return self._groups() if extent is _JOINED else self._source.object(extent)

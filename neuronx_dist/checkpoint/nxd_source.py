@@ -30,6 +30,8 @@ from .optimizer_state import GROUPS, merged_groups, named_groups
 from .parameters import parameters_of
 from .pieces import Piece, pieces_of, rows_of, whole_piece, within
 from .reading import load_from
+from .sharing import Ranges
+from .source import Read
 from .storage import Storage
 from .tensors import key_of
 
@@ -43,6 +45,7 @@ def load_nxd(
     optimizer: torch.optim.Optimizer | None = None,
     *,
     strict: bool = True,
+    overwritten: frozenset[str] = frozenset(),
     device: str | torch.device = "cpu",
 ) -> None:
     """Loads a folder that NeuronX Distributed wrote into this layout; all ranks call it.
@@ -69,7 +72,7 @@ def load_nxd(
             source.add_optimizer(groups)
         return source
 
-    load_from(opened, where, model, optimizer, strict=strict, device=device)
+    load_from(opened, where, model, optimizer, strict=strict, overwritten=overwritten, device=device)
 
 
 class WholeParameter(NamedTuple):
@@ -160,11 +163,21 @@ class NxdSource:
                 if key_of(("model", name)) not in self.catalog.tensors:
                     self._add_weight(stage, name)
 
+    def needs(self, objects: Iterable[Extent], reads: Iterable[Read]) -> dict[str, Ranges]:
+        """Nothing: these files have no checksums."""
+        return {}
+
+    def share(self, needs: Sequence[Mapping[str, Ranges]], objects: Iterable[Extent]) -> None:
+        """Nothing, either."""
+
     def object(self, extent: Extent) -> Any:
         return self._objects[extent.start]
 
     def open(self, chunk: Chunk, dtype: torch.dtype) -> _Stored:
         return self._stored[chunk.extent.start]
+
+    def finish(self) -> None:
+        """Nothing, either."""
 
     def add_optimizer(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Adds the optimizer's state.

@@ -1,27 +1,32 @@
-"""Reading a checkpoint into any layout: of each file the slices that this rank needs, through a memory map."""
+"""Reading a checkpoint into any layout: of each file the slices that this rank needs, through a memory map.
+
+Each block of the files is compared with its checksum by one rank: where it reads the block, in the same pass over
+memory in which it copies it. So a damaged block is found after other tensors were overwritten, and the error says so.
+"""
 
 from __future__ import annotations
 
-import io
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import increment_version
 
 from .. import comm
+from ..weights.host_memory import as_bytes, as_tensor
 from ..weights.materialize import materialize_buffers
 from .agreement import together
 from .archive import archive
 from .catalog import METADATA, Catalog, Chunk, Extent, SavedTensor, unpickled
-from .checksums import BLOCK, Blocks
+from .checksums import Blocks
 from .errors import CheckpointCorrupted, CheckpointMismatch
 from .flattened_groups import JoinedGroups
-from .memory import as_tensor
 from .pieces import overlap
 from .plain_data import unpacked
-from .source import Rectangle, Source
+from .sharing import Ranges, merged, readers_of, share_blocks
+from .source import Read, Rectangle, Source
 from .state import check, expect, restore
 from .storage import Storage
 from .tags import MARKER
@@ -30,43 +35,42 @@ from .tensors import ShardedTensor, State, key_of
 __all__ = ["CheckpointFiles", "fill", "is_of_dcp", "load", "load_from", "read_catalog"]
 
 _LISTED = 8  # names of each kind in a message
-
-
-class _Storage(Protocol):
-    def map(self, path: str) -> memoryview:
-        """The whole file as a memory map, or read into memory where there is none."""
+_STEP = 1 << 20  # bytes of rows that are copied at a time, where their slices are verified
 
 
 def load(
-    storage: _Storage,
+    storage: Storage,
     folder: str,
     model: nn.Module | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     *,
     strict: bool = True,
-    verify: bool = True,
+    checksums: bool = False,
+    overwritten: frozenset[str] = frozenset(),
     device: str | torch.device = "cpu",
 ) -> None:
     """Reads a checkpoint of any layout into a model and an optimizer of this one. All ranks call it.
 
     Names, shapes and the optimizer's options are compared before anything is changed, and either all ranks go on or
-    all raise.
+    all raise. All files of the checkpoint are compared with their checksums, also those of which nothing is read.
 
     Args:
         strict: False: load what both have, whatever else there is.
-        verify: compare what is read with its checksums; False: that has been done already.
+        checksums: whether files without checksums, of torch.distributed.checkpoint, are damaged ones.
+        overwritten: keys of tensors that have to be loaded, as they hold parts of a damaged checkpoint.
         device: where parameters and buffers on meta get memory. Buffers that no checkpoint has get initial values.
 
     Raises:
         CheckpointMismatch: it is of another model: with `strict` names that are missing or not expected; in any case
             other shapes, of which the first are listed, or options of another class of optimizers.
-        CheckpointCorrupted: a file is missing, truncated or changed. It may be found after a part was loaded.
+        CheckpointCorrupted: on all ranks: a file is missing, truncated or changed; its `overwritten` says what holds
+            values of it.
     """
 
     def opened() -> Source:
-        return JoinedGroups(CheckpointFiles(storage, folder, verify))
+        return JoinedGroups(CheckpointFiles(storage, folder, checksums))
 
-    load_from(opened, folder, model, optimizer, strict=strict, device=device)
+    load_from(opened, folder, model, optimizer, strict=strict, overwritten=overwritten, device=device)
 
 
 def load_from(
@@ -76,6 +80,7 @@ def load_from(
     optimizer: torch.optim.Optimizer | None,
     *,
     strict: bool = True,
+    overwritten: frozenset[str] = frozenset(),
     device: str | torch.device = "cpu",
 ) -> None:
     """As `load`, from whatever is described as pieces of whole tensors. All ranks call it.
@@ -86,14 +91,30 @@ def load_from(
     """
     with together(f"{name} was not loaded"):
         source = open_source()
-        state = expect(model, optimizer, source.catalog, device)
-    _compare(state, source.catalog, model is not None, optimizer is not None, strict, name)
+        catalog = source.catalog
+        state = expect(model, optimizer, catalog, device)
+        objects = {path: catalog.objects[key_of(path)] for path in state.objects if key_of(path) in catalog.objects}
+        tensors = [(tensor, catalog.tensors[key]) for key, tensor in state.tensors.items() if key in catalog.tensors]
+        reads = (
+            Read(chunk, saved.dtype, theirs) for each, saved in tensors for chunk, theirs, _ in _meetings(each, saved)
+        )
+        own = source.needs(objects.values(), reads)
+    needs = _compare(state, catalog, model is not None, optimizer is not None, strict, name, overwritten, own)
     with together(f"{name} was not loaded"):
-        _fill_objects(state, source)
-        check(state, model, optimizer, source.catalog)
+        source.share(needs, objects.values())
+        for path, extent in objects.items():
+            state.objects[path] = source.object(extent)
+        check(state, model, optimizer, catalog)
+    try:
+        with together(f"{name} was loaded in part"):
+            for tensor, saved in tensors:
+                fill(tensor, saved, source)
+            source.finish()
+    except CheckpointCorrupted as error:
+        error.overwritten = frozenset(key for key in catalog.tensors if model is not None and key.startswith("model."))
+        raise
     with together(f"{name} was loaded in part"):
-        _fill_tensors(state, source)
-        restore(state, model, optimizer, source.catalog)
+        restore(state, model, optimizer, catalog)
         if model is not None:
             materialize_buffers(model, device=device)
 
@@ -103,74 +124,154 @@ def is_of_dcp(storage: Storage, folder: str) -> bool:
     return storage.exists(f"{folder}/{METADATA}") and not storage.exists(f"{folder}/{MARKER}")
 
 
-def read_catalog(storage: _Storage, folder: str) -> Catalog:
+def read_catalog(storage: Storage, folder: str, checksums: bool = False) -> Catalog:
     """What a checkpoint holds.
+
+    Args:
+        checksums: whether it is damaged if it says that its files have none.
 
     Raises:
         CheckpointCorrupted: there is no `.metadata`, or not the one that was written.
     """
     path = f"{folder}/{METADATA}"
-    content = _mapped(storage, path)
+    try:
+        content = storage.map(path)
+    except FileNotFoundError as error:
+        raise CheckpointCorrupted(f"{path} is missing") from error
+    if checksums:
+        _verify(content, path)
     catalog = unpickled(content, path)
-    if catalog.checksums:
-        Blocks(content, path).verify()
+    if catalog.checksums and not checksums:
+        _verify(content, path)
+    catalog.checksums |= checksums
     return catalog
 
 
-class _File:
-    """A mapped file of a checkpoint."""
+def _verify(content: memoryview, path: str) -> None:
+    Blocks(lambda start, stop: content[start:stop], len(content), path).verify(content, 0, len(content))
 
-    def __init__(self, content: memoryview, path: str, checksums: bool) -> None:
-        self.content = content
+
+class _File:
+    """A file of a checkpoint, mapped when it is first used.
+
+    Attributes:
+        blocks: its checksums, if it has any.
+        needs: the bytes that are used of it; None: all.
+    """
+
+    def __init__(self, storage: Storage, path: str, checksums: bool) -> None:
         self.path = path
-        self.verifies = checksums
-        self._blocks = Blocks(content, path) if checksums else None
+        self.needs: Ranges | None = None
+        self.blocks: Blocks | None = None
+        self._storage = storage
+        self._content: memoryview | None = None
+        try:
+            self.size = storage.size(path)
+            if checksums:
+                self.blocks = Blocks(lambda start, stop: storage.read(path, start, stop), self.size, path)
+        except FileNotFoundError as error:
+            raise CheckpointCorrupted(f"{path} is missing") from error
+
+    @property
+    def content(self) -> memoryview:
+        if self._content is None:
+            ranges = self.needs
+            if ranges is not None and self.blocks is not None:
+                starts = self.blocks.starts
+                wanted = [index for index, wants in enumerate(self.blocks.wanted) if wants]
+                ranges = merged([*ranges, *((starts[index], starts[index + 1]) for index in wanted)])
+            self._content = self._storage.map(self.path, ranges)
+        return self._content
+
+    def copy(self, start: int, stop: int, target: memoryview) -> None:
+        """Copies bytes, and verifies wanted blocks."""
+        if self.blocks is not None:
+            self.blocks.copy(self.content, start, stop, target)
+        else:
+            target[:] = self.content[start:stop]
+
+    def unpacked(self, start: int, stop: int) -> Any:
+        """What `torch.save` wrote there."""
+        if self.blocks is not None:
+            self.blocks.verify(self.content, start, stop)
+        return unpacked(self.path, self._storage.read(self.path, start, stop))
 
     def bytes(self, start: int, stop: int) -> memoryview:
-        """Verified bytes."""
-        if stop > len(self.content):
-            raise CheckpointCorrupted(f"{self.path} is truncated: it has {len(self.content)} bytes, of {stop}")
-        if self._blocks is not None:
-            self._blocks.verify(start, stop)
+        """Bytes of which wanted blocks are verified."""
+        if stop > self.size:
+            raise CheckpointCorrupted(f"{self.path} is truncated: it has {self.size} bytes, of {stop}")
+        if self.blocks is not None:
+            self.blocks.verify(self.content, start, stop)
         return self.content[start:stop]
 
 
 class CheckpointFiles:
-    """The files of `save_checkpoint`, or of torch.distributed.checkpoint."""
+    """The files of `save_checkpoint`, or of torch.distributed.checkpoint.
 
-    def __init__(self, storage: _Storage, folder: str, verify: bool) -> None:
-        self.catalog = read_catalog(storage, folder)
+    All that is read is verified; after `share` each block by one rank, and by `finish` those that nobody reads.
+
+    Args:
+        checksums: whether files without checksums are damaged ones.
+    """
+
+    def __init__(self, storage: Storage, folder: str, checksums: bool = False) -> None:
+        self.catalog = read_catalog(storage, folder, checksums)
         self._storage = storage
         self._folder = folder
-        self._verify = verify and self.catalog.checksums
         self._files: dict[str, _File] = {}
 
+    def needs(self, objects: Iterable[Extent], reads: Iterable[Read]) -> dict[str, Ranges]:
+        needs: dict[str, list[tuple[int, int]]] = {}
+        if self.catalog.checksums:
+            for extent in objects:
+                needs.setdefault(extent.file, []).append((extent.start, extent.start + extent.length))
+            for read in reads:
+                needs.setdefault(read.chunk.extent.file, []).extend(_bytes_of(read))
+        return {file: merged(ranges) for file, ranges in needs.items()}
+
+    def share(self, needs: Sequence[Mapping[str, Ranges]], objects: Iterable[Extent]) -> None:
+        if not self.catalog.checksums:
+            return
+        rank = comm.rank("world")
+        for number, name in enumerate(self.catalog.files()):
+            readers = readers_of(name, number, needs)
+            if rank in readers:
+                file = self._file(name)
+                file.needs = readers[rank]
+                assert file.blocks is not None
+                share_blocks(file.blocks, readers, rank)
+        for extent in objects:  # what is unpickled is verified before
+            blocks = self._file(extent.file).blocks
+            assert blocks is not None
+            for index in blocks.overlapping(extent.start, extent.start + extent.length):
+                blocks.wanted[index] = 1
+
     def object(self, extent: Extent) -> Any:
-        return unpacked(extent.file, self._file(extent).bytes(extent.start, extent.start + extent.length))
+        return unpacked(extent.file, self._file(extent.file).bytes(extent.start, extent.start + extent.length))
 
     def open(self, chunk: Chunk, dtype: torch.dtype) -> _Source:
-        return _Source(self._file(chunk.extent), chunk, dtype)
+        return _Source(self._file(chunk.extent.file), chunk, dtype)
 
-    def _file(self, extent: Extent) -> _File:
-        if extent.file not in self._files:
-            path = f"{self._folder}/{extent.file}"
-            self._files[extent.file] = _File(_mapped(self._storage, path), path, self._verify)
-        return self._files[extent.file]
+    def finish(self) -> None:
+        for file in self._files.values():
+            if file.blocks is not None and any(file.blocks.wanted):
+                file.bytes(0, file.blocks.starts[-1])
 
-
-def _fill_objects(state: State, source: Source) -> None:
-    """Reads the objects of a state, as far as the checkpoint has them."""
-    for path in state.objects:
-        if key_of(path) in source.catalog.objects:
-            state.objects[path] = source.object(source.catalog.objects[key_of(path)])
+    def _file(self, name: str) -> _File:
+        if name not in self._files:
+            self._files[name] = _File(self._storage, f"{self._folder}/{name}", self.catalog.checksums)
+        return self._files[name]
 
 
-def _fill_tensors(state: State, source: Source) -> None:
-    """Reads the tensors of a state, as far as the checkpoint has them."""
-    catalog = source.catalog
-    for key, tensor in state.tensors.items():
-        if key in catalog.tensors:
-            fill(tensor, catalog.tensors[key], source)
+def _meetings(
+    target: ShardedTensor, saved: SavedTensor
+) -> Iterator[tuple[Chunk, tuple[slice, ...], tuple[slice, ...]]]:
+    """Where the saved rectangles of a tensor and this rank's pieces meet: `(chunk, slices of it, slices here)`."""
+    for chunk in saved.chunks:
+        for piece in target.pieces:
+            meeting = overlap(chunk.offset, chunk.shape, piece)
+            if meeting is not None:
+                yield (chunk, *meeting)
 
 
 @torch.no_grad()
@@ -179,15 +280,26 @@ def fill(target: ShardedTensor, saved: SavedTensor, source: Source) -> None:
     local = target.tensor if target.tensor.device.type == "cpu" else torch.zeros_like(target.tensor, device="cpu")
     if sum(math.prod(piece.shape) for piece in target.pieces) < local.numel():
         local.zero_()  # the padding
-    for chunk in saved.chunks:
-        rectangle: Rectangle | None = None
-        for piece in target.pieces:
-            meeting = overlap(chunk.offset, chunk.shape, piece)
-            if meeting is not None:
-                rectangle = rectangle or source.open(chunk, saved.dtype)
-                rectangle.copy(meeting[0], local[meeting[1]])
+    opened: tuple[Chunk, Rectangle] | None = None
+    for chunk, theirs, ours in _meetings(target, saved):
+        if opened is None or opened[0] is not chunk:
+            opened = chunk, source.open(chunk, saved.dtype)
+        opened[1].copy(theirs, local[ours])
     if local is not target.tensor:
         target.tensor.copy_(local)
+    increment_version(target.tensor)  # bytes are written without autograd's knowledge
+
+
+def _bytes_of(read: Read) -> Iterator[tuple[int, int]]:
+    """The parts of a file that a read touches."""
+    extent, around = read.chunk.extent, archive(read.dtype, read.chunk.shape)
+    if extent.length != around.length:  # of another version: see `_Source`
+        return
+    start = extent.start + len(around.head)
+    yield extent.start, start
+    rows = read.slices[0] if read.slices else slice(0, 1)
+    row = around.nbytes // max(1, read.chunk.shape[0]) if read.slices else around.nbytes
+    yield start + rows.start * row, start + rows.stop * row
 
 
 class _Source:
@@ -196,46 +308,52 @@ class _Source:
     def __init__(self, file: _File, chunk: Chunk, dtype: torch.dtype) -> None:
         self._file = file
         self._shape = chunk.shape
+        self._dtype = dtype
         self._whole: torch.Tensor | None = None
-        start, length = chunk.extent.start, chunk.extent.length
+        start, stop = chunk.extent.start, chunk.extent.start + chunk.extent.length
         around = archive(dtype, chunk.shape)
         self._start = start + len(around.head)
         self._row = around.nbytes // max(1, chunk.shape[0]) if chunk.shape else around.nbytes
-        head = file.bytes(start, start + min(len(around.head), length))
-        if head != around.head or length != around.length:  # of torch.save, or of another version of this one
-            content = io.BytesIO(file.bytes(start, start + length))
-            self._whole = torch.load(content, map_location="cpu", weights_only=True)
+        if chunk.extent.length != around.length or file.bytes(start, self._start) != around.head:
+            self._whole = file.unpacked(start, stop)  # of torch.save, or of another version of this one
             if tuple(self._whole.shape) != chunk.shape:
                 raise CheckpointCorrupted(f"{file.path} has a tensor {tuple(self._whole.shape)}, not {chunk.shape}")
-        else:
-            self._data = as_tensor(file.content[self._start : self._start + around.nbytes], dtype, chunk.shape)
 
     def copy(self, slices: Sequence[slice], target: torch.Tensor) -> None:
         """Copies a part, and verifies it block by block while that is in the cache."""
         if self._whole is not None:
             target.copy_(self._whole[tuple(slices)])
             return
-        if not slices:
-            self._file.bytes(self._start, self._start + self._row)
-            target.copy_(self._data)
+        rows, *rest = slices or [slice(0, 1)]
+        start, stop = self._start + rows.start * self._row, self._start + rows.stop * self._row
+        is_bytes = target.dtype == self._dtype and target.is_contiguous()
+        if is_bytes and all(each == slice(0, size) for each, size in zip(rest, self._shape[1:])):
+            self._file.copy(start, stop, as_bytes(target))
             return
-        rows, *rest = slices
-        step = max(1, BLOCK // max(1, self._row) if self._file.verifies else rows.stop)
+        content = self._file.content[self._start : self._start + self._row * (self._shape[0] if self._shape else 1)]
+        data = as_tensor(content, self._dtype, self._shape)
+        if not slices:
+            target.copy_(data)
+            self._file.bytes(start, stop)
+            return
+        step = max(1, _STEP // max(1, self._row))
         for first in range(rows.start, rows.stop, step):
             last = min(first + step, rows.stop)
-            target[first - rows.start : last - rows.start].copy_(self._data[(slice(first, last), *rest)])
+            target[first - rows.start : last - rows.start].copy_(data[(slice(first, last), *rest)])
             self._file.bytes(self._start + first * self._row, self._start + last * self._row)
 
 
-def _mapped(storage: _Storage, path: str) -> memoryview:
-    try:
-        return storage.map(path)
-    except FileNotFoundError as error:
-        raise CheckpointCorrupted(f"{path} is missing") from error
-
-
-def _compare(state: State, catalog: Catalog, model: bool, optimizer: bool, strict: bool, folder: str) -> None:
-    """Refuses a checkpoint of another model, on all ranks, with the same message.
+def _compare(
+    state: State,
+    catalog: Catalog,
+    model: bool,
+    optimizer: bool,
+    strict: bool,
+    folder: str,
+    overwritten: frozenset[str],
+    needs: dict[str, Ranges],
+) -> list[dict[str, Ranges]]:
+    """Refuses a checkpoint of another model, on all ranks, with the same message; the `needs` of all ranks.
 
     Raises:
         CheckpointMismatch: see `load`.
@@ -248,7 +366,7 @@ def _compare(state: State, catalog: Catalog, model: bool, optimizer: bool, stric
         for key, tensor in state.tensors.items()
         if key in catalog.tensors and catalog.tensors[key].shape != tensor.shape
     ]
-    everyone = comm.gather_objects((known, missing, shapes))
+    everyone = comm.gather_objects((known, missing, shapes, needs))
     prefixes = tuple(["model."] * model + ["optimizer."] * optimizer)
     known = set().union(*(each[0] for each in everyone))
     unexpected = [
@@ -258,11 +376,11 @@ def _compare(state: State, catalog: Catalog, model: bool, optimizer: bool, stric
     ]
     missing = list(dict.fromkeys(key for each in everyone for key in each[1]))
     shapes = list(dict.fromkeys(text for each in everyone for text in each[2]))
-    lines = [_listed("of other shapes", shapes)]
-    if strict:
-        lines = [_listed("missing in it", missing), _listed("not in this model", unexpected), *lines]
+    lines = [_listed("missing in it", missing if strict else [key for key in missing if key in overwritten])]
+    lines += [_listed("not in this model", unexpected if strict else []), _listed("of other shapes", shapes)]
     if any(lines):
         raise CheckpointMismatch(f"{folder} is of another model; nothing was changed. {' '.join(filter(None, lines))}")
+    return [each[3] for each in everyone]
 
 
 def _listed(what: str, names: Sequence[str]) -> str:

@@ -23,7 +23,7 @@ from .optimizer_state import check_groups, collect_optimizer, expect_optimizer, 
 from .parameters import Parameter, parameters_of
 from .tensors import ShardedTensor, State, key_of
 
-__all__ = ["ShardedTensor", "State", "check", "collect", "expect", "restore"]
+__all__ = ["ShardedTensor", "State", "changed_by", "check", "collect", "expect", "restore"]
 
 _MODEL = "model"
 
@@ -45,6 +45,15 @@ def collect(model: nn.Module | None = None, optimizer: torch.optim.Optimizer | N
     if optimizer is not None:
         collect_optimizer(state, optimizer, parameters)
     return state
+
+
+def changed_by(optimizer: torch.optim.Optimizer | None, state: State) -> set[int]:
+    """The storages, by address, that change in an optimizer's step alone: its parameters, and what it keeps of them."""
+    if optimizer is None:
+        return set()
+    tensors = [param for group in optimizer.param_groups for param in group["params"]]
+    tensors += [each.tensor for key, each in state.tensors.items() if key.startswith("optimizer.")]
+    return {each.untyped_storage().data_ptr() for each in tensors if each.device.type in ("cpu", "cuda")}
 
 
 def expect(

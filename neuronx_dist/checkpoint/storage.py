@@ -10,7 +10,7 @@ import mmap
 import os
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -41,9 +41,14 @@ class Storage(ABC):
             FileNotFoundError: there is no such file.
         """
 
-    def map(self, path: str) -> memoryview:
-        """A whole file as a buffer: on a local disk its pages are read as they are used."""
-        return memoryview(bytearray(self.read(path)))
+    @abstractmethod
+    def map(self, path: str, ranges: Sequence[tuple[int, int]] | None = None) -> memoryview:
+        """A file as a writable buffer of its size; what is written there stays in this process.
+
+        Args:
+            ranges: `(start, stop)` of the bytes that are used; None: all. On a local disk pages are read as they are
+                used. Elsewhere these bytes alone are read, and others are 0.
+        """
 
     def local_path(self, path: str) -> Path | None:
         """The file in the operating system, if it is one."""
@@ -111,7 +116,7 @@ class LocalStorage(Storage):
             file.seek(start)
             return file.read() if stop is None else file.read(stop - start)
 
-    def map(self, path: str) -> memoryview:
+    def map(self, path: str, ranges: Sequence[tuple[int, int]] | None = None) -> memoryview:
         with open(self._root / path, "rb") as file:
             if not os.fstat(file.fileno()).st_size:
                 return memoryview(b"")
@@ -172,7 +177,8 @@ class RemoteStorage(Storage):
         url: how users name it.
     """
 
-    _BLOCK = 64 << 20  # bytes of one part of an upload
+    _BLOCK = 64 << 20  # bytes of one part of an upload or a download
+    _AT_ONCE = 8  # parts that are read at the same time
 
     def __init__(self, filesystem: Any, root: str, url: str) -> None:
         self.url = url
@@ -198,6 +204,25 @@ class RemoteStorage(Storage):
         return bytes(
             self._filesystem.cat_file(self._path(path), start=start or None, end=stop)
         )  # an empty file has no range
+
+    def map(self, path: str, ranges: Sequence[tuple[int, int]] | None = None) -> memoryview:
+        size = self.size(path)
+        if not size:
+            return memoryview(b"")
+        buffer = memoryview(mmap.mmap(-1, size))
+        parts = [
+            (first, min(first + self._BLOCK, stop))
+            for start, stop in ([(0, size)] if ranges is None else ranges)
+            for first in range(start, stop, self._BLOCK)
+        ]
+        for number in range(0, len(parts), self._AT_ONCE):
+            starts, stops = zip(*parts[number : number + self._AT_ONCE])
+            contents = self._filesystem.cat_ranges([self._path(path)] * len(starts), list(starts), list(stops))
+            for start, stop, content in zip(starts, stops, contents):
+                if isinstance(content, Exception):
+                    raise content
+                buffer[start:stop] = content
+        return buffer
 
     def size(self, path: str) -> int:
         return int(self._filesystem.size(self._path(path)))

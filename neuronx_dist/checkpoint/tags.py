@@ -19,7 +19,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import NamedTuple
 
-from .checksums import Blocks
 from .errors import CheckpointCorrupted, CheckpointError
 from .storage import Storage
 
@@ -165,27 +164,29 @@ class CheckpointFolder:
                 self.storage.remove_tree(f"{name}/{entry}")
         self.storage.remove_tree(name)
 
-    def damage(self, tag: Tag, share: int = 0, shares: int = 1) -> list[str]:
-        """What is missing in a checkpoint, has another size, or is not what was written, by its checksums.
+    def damage(self, tag: Tag, share: int = 0, shares: int = 1, contents: dict[str, bytes] | None = None) -> list[str]:
+        """What is missing in a checkpoint, has another size, or has another checksum in `done`.
+
+        Files that carry checksums of their own are compared with these when they are read (`reading`).
 
         Args:
             share, shares: which part of its files to look at, of how many.
+            contents: takes the files that were read whole, by path.
         """
         files = tag.files
         if tag.damage or files is None:
             return [tag.damage] if tag.damage and share == 0 else []
         wrong = [f"{MARKER} is not what was written"] if share == 0 and self._marker(tag.name) != _FORMAT else []
-        by_size = sorted(files, key=lambda path: (-files[path].size, path))
-        for path in by_size[share::shares]:
-            name, entry = f"{tag.name}/{path}", files[path]
+        for path in sorted(files)[share::shares]:
+            entry = files[path]
             try:
-                size = self.storage.size(name)
+                size = self.storage.size(f"{tag.name}/{path}")
                 if size != entry.size:
                     wrong.append(f"{path} has {size} bytes instead of {entry.size}")
                 elif entry.crc32 is not None:
-                    self.read(tag, path)
-                else:
-                    Blocks(self.storage.map(name), path).verify()
+                    content = self.read(tag, path)
+                    if contents is not None:
+                        contents[path] = content
             except CheckpointCorrupted as error:
                 wrong.append(str(error))
             except FileNotFoundError:

@@ -43,7 +43,7 @@ def exchange(
     _check(sends, recvs, comm, own)
     if transforming():
         sends = [untransformed(x, "exchange") for x in sends]
-    sent = [x.detach().reshape(-1) for x in sends]
+    sent = [x.detach().reshape(-1).contiguous() for x in sends]
     received = [y.detach().view(-1) for y in recvs]
     if sent[own].numel():
         received[own].copy_(sent[own])

@@ -200,14 +200,16 @@ class FailureMonitor:
             if failure.rank == self.rank:
                 return
             # Said before it is acknowledged: a launcher ends the others as soon as the failed rank has gone.
-            first = f"rank {failure.rank} failed first: {failure.message}"
-            if not failure.message.startswith(_LOST):
-                self._say(first)
+            said = f"rank {failure.rank} failed first: {failure.message}"
+            if not failure.message.startswith(_LOST):  # of those who are lost a collective tells in one line
+                self._say(said)
             self._acknowledge()
             grace = self._interval + _GRACE
             if self._stop.wait(grace):
                 return
-            self._say(f"{first}; this rank did not end by itself within {grace:g} s and is ended now")
+            if failure.message.startswith(_LOST):
+                self._say(said)
+            self._say(f"this rank did not end by itself within {grace:g} s and is ended now")
             os._exit(1)
 
     def _say(self, text: str) -> None:

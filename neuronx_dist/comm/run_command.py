@@ -9,14 +9,19 @@ because a flag is wrong are not started again.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import logging
 import os
 import signal
 import sys
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.api import RendezvousError
@@ -35,14 +40,18 @@ def arguments() -> argparse.ArgumentParser:
     return torchrun.get_args_parser()
 
 
-class _Agent(launcher.LocalElasticAgent):  # type: ignore[misc]
+class _Agent(LocalElasticAgent):
     """Says why ranks are started again, and leaves it where it would not help."""
 
     def _monitor_workers(self, worker_group: Any) -> RunResult:
         result: RunResult = super()._monitor_workers(worker_group)
         if result.state != WorkerState.FAILED:
             return result
-        rank, failure = min(result.failures.items(), key=lambda item: (item[1].timestamp, item[0]))
+        # The others have been ended by the launcher since; times are in whole seconds.
+        consequence = -signal.SIGTERM
+        rank, failure = min(
+            result.failures.items(), key=lambda item: (item[1].exitcode == consequence, item[1].timestamp, item[0])
+        )
         if failure.exitcode == WRONG_USE:
             self._remaining_restarts = 0
         if self._remaining_restarts > 0:
@@ -60,14 +69,13 @@ def run(args: argparse.Namespace) -> int:
     # Else ranks that are started again (`--max-restarts`) find, in the agent's store, the addresses of those that died.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     if "LOGLEVEL" not in os.environ:
-        # Else ranks that have lost the job's store, with rank 0, print C++ stacks.
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+        _silence_stores()
         for name in [name for name in logging.root.manager.loggerDict if name.startswith(_LOGGERS)]:
             logging.getLogger(name).setLevel(logging.CRITICAL)
-    agent = launcher.LocalElasticAgent
+    names = vars(launcher)
     try:
         run_network.complete(args)
-        launcher.LocalElasticAgent = _Agent
+        names["LocalElasticAgent"] = _Agent
         torchrun.run(args)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
@@ -82,8 +90,16 @@ def run(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:  # before torchrun has its handlers
         return 130
     finally:
-        launcher.LocalElasticAgent = agent
+        names["LocalElasticAgent"] = LocalElasticAgent
     return 0
+
+
+def _silence_stores() -> None:
+    """Leaves out the C++ stacks that every process prints which has lost a store: with rank 0, or with its host."""
+    if os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR") == "ERROR":  # of the ranks; here torch has read it already
+        with suppress(OSError, ValueError):
+            library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
+            ctypes.c_int.in_dll(library, "FLAGS_caffe2_log_level").value = 2
 
 
 def _end_of(rank: int, exitcode: int) -> str:

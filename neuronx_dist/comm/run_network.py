@@ -36,7 +36,7 @@ def complete(args: argparse.Namespace) -> None:
     if args.standalone or not any(number.isdecimal() and int(number) > 1 for number in args.nnodes.split(":")):
         return
     if args.rdzv_backend == "static" and not args.rdzv_endpoint:
-        host, port = args.master_addr, args.master_port
+        host, port = args.master_addr, args.master_port or 29500
     elif args.rdzv_endpoint:
         host, port = parse_rendezvous_endpoint(args.rdzv_endpoint, default_port=29400)
     else:
@@ -74,7 +74,7 @@ def address_towards(host: str, port: int) -> tuple[str, str]:
 
 def interface_of(address: str) -> str | None:
     """The network interface that has an IPv4 address; None if it is not found."""
-    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             with suppress(OSError):  # it has no such address
                 answer = fcntl.ioctl(probe.fileno(), _GET_ADDRESS, struct.pack("256s", name.encode()[:15]))

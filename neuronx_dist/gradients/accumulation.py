@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from ..weights.partial_model import partial_model
+from .in_backward import paused
 
 __all__ = ["is_accumulating", "no_sync"]
 
@@ -25,6 +26,8 @@ _CONTEXTS: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()  # how many c
 @contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
     """Inside, `reduce_gradients(model)` does nothing, and so `run_train` of a pipeline model reduces nothing.
+
+    Nor does a backward start a reduction, of an optimizer or of `reduce_gradients` with `overlap=True`.
 
     Gradients add up on this rank until the first reduction afterwards, which reduces their sum: one reduction, whatever
     the number of backwards. As with torch's `DistributedDataParallel.no_sync` they are the gradients of the *sum* of
@@ -37,7 +40,8 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     key = partial_model(model).original_module
     _CONTEXTS[key] = _CONTEXTS.get(key, 0) + 1
     try:
-        yield
+        with paused(key.parameters()):
+            yield
     finally:
         _CONTEXTS[key] -= 1
 

@@ -20,8 +20,11 @@ from torch import nn
 
 from .. import comm
 from .accumulation import is_accumulating
-from .buckets import BucketPlan, cap_in_bytes, overlap, presence
+from .buckets import BucketPlan, cap_in_bytes
+from .buckets import overlap as in_turn
+from .data_mean import MeanInBackward, start_sum
 from .gradient import DATA_AXES, ParameterGradient, Parameters, gradient_of, parameters_of
+from .in_backward import start_complete
 from .plan import GradientGroup, ModelGradients
 from .state import ReductionState, keeping_reductions, left_to_reduce, mark_reduced, mark_step, refuse_reduced
 
@@ -44,6 +47,7 @@ def reduce_gradients(
     *,
     bucket_cap_mb: float | None = None,
     reduce_dtype: torch.dtype | None = None,
+    overlap: bool = False,
 ) -> None:
     """Makes every gradient what one process would have, in place: once per step, after the last backward.
 
@@ -58,9 +62,14 @@ def reduce_gradients(
         average_over_data: False leaves out the mean over dp x cp, which ZeRO-1 does itself.
         bucket_cap_mb: MB of a flat buffer, of which two are held at a time; None: `ALLREDUCE_BUCKET_CAP_MB`, else 100.
         reduce_dtype: sum in this dtype if it is wider than the gradient's.
+        overlap: from the next step on, start the mean over dp x cp of a bucket in backward, when its last gradient is
+            there; this call awaits them. All backwards of a step but the last, with this call after them, are inside of
+            `no_sync(model)`. Without effect on XLA, whose compiler orders a program's collectives, while types are
+            checked, and without `average_over_data`.
 
     Raises:
-        RuntimeError: they have been reduced already since the last backward or `zero_grad`.
+        RuntimeError: they have been reduced already since the last backward or `zero_grad`; with `overlap` also if
+            they changed after their reduction had started.
     """
     if is_accumulating(model):
         return
@@ -72,10 +81,16 @@ def reduce_gradients(
     _reduce_params(gradients.partial_over_tp, "tp", **options)
     for holders, copies in gradients.tied():
         _reduce_params(copies, holders, **options)
-    if average_over_data:
+    in_backward = MeanInBackward.of(model)
+    if average_over_data and in_backward is not None:
+        in_backward.finish()
+    elif average_over_data:
         for axis, members in gradients.by_data_axis():
             _reduce_params(members, axis, scale=1 / comm.size(DATA_AXES), **options)
     mark_step(gradients.held, frozenset({"tp", "cp", "data", "ep"} if average_over_data else {"tp"}))
+    MeanInBackward.set_up(model, gradients, overlap and average_over_data, cap, reduce_dtype)
+    if not average_over_data:
+        start_complete(gradient.param for gradient in gradients.gradients)
 
 
 def refuse_accumulation(model: nn.Module) -> None:
@@ -223,11 +238,8 @@ def _all_reduce(
         return somewhere
 
     def start(bucket: list[int]) -> Any:
-        flags = presence([present[i] for i in bucket], grads[bucket[0]], group)
-        parts = [*(grads[i] for i in bucket), flags]
-        if scale != 1.0:
-            torch._foreach_mul_(parts, scale)  # before the sum: fp16 must not overflow in it
-        return comm.all_reduce(parts, group, reduce_dtype=reduce_dtype, out=parts, async_op=True)
+        own, flags = [grads[i] for i in bucket], [present[i] for i in bucket]
+        return start_sum(own, flags, group, scale=scale, reduce_dtype=reduce_dtype)
 
     def finish(bucket: list[int], handle: Any) -> None:
         for i, flag in zip(bucket, handle.wait()[-1]):
@@ -236,5 +248,5 @@ def _all_reduce(
 
     kinds: list[Hashable] = [(grad.dtype, grad.device) for grad in grads]
     nbytes = [grad.numel() * grad.element_size() for grad in grads]
-    overlap(plan.buckets(kinds, nbytes, cap), start, finish)
+    in_turn(plan.buckets(kinds, nbytes, cap), start, finish)
     return somewhere

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from ..weights.host_memory import as_bytes
 from .sources import SAFETENSORS_DTYPES, WeightSource
 
 __all__ = ["copy_configs", "write_weights"]
@@ -40,7 +41,7 @@ def write_weights(
         with open(folder / file, "wb") as stream:
             stream.write(_header(weights, names))
             for name in names:
-                stream.write(_bytes(weights.read(name)))
+                stream.write(as_bytes(weights.read(name).detach().contiguous()))
                 count += 1
                 done(count)
     if len(shards) > 1:
@@ -93,8 +94,3 @@ def _header(weights: WeightSource, names: Sequence[str]) -> bytes:
 
 def _nbytes(weights: WeightSource, name: str) -> int:
     return int(torch.Size(weights.shape(name)).numel()) * weights.dtype(name).itemsize
-
-
-def _bytes(tensor: torch.Tensor) -> memoryview:
-    flat = tensor.detach().contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")

@@ -13,21 +13,34 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from .. import comm, spmd
+from .. import comm
 from ..comm.select import in_one_program
-from ..gradients.buckets import BucketPlan, cap_in_bytes, overlap, presence
-from ..gradients.gradient import ParameterGradient
+from ..gradients.buckets import BucketPlan, cap_in_bytes, overlap
+from ..gradients.gradient import ParameterGradient, parameters_of
+from ..gradients.in_backward import BackwardReduction, Bucket, release
 from ..gradients.norm import check_norm_groups, clip_grads_with_norm, norm_of, scale_grads
 from ..parallel_layers.utils import load_optimizer_state_dict, move_all_tensor_to_cpu
 from ..spmd.watching import active
 from .base_optimizer import OptimizerFactory, check_factory, make_base_optimizer
+from .gathers import Gathers
 from .loss_scaler import LossScaler
+from .rank_state import check_loadable, state_path, turns
+from .shard_buckets import (
+    cut_buckets,
+    finish_all_gather,
+    finish_reduce_scatter,
+    gradient_bucket,
+    nbytes_of,
+    start_all_gather,
+    start_reduce_scatter,
+)
 from .sharding import DataSharding, Unsharded
 from .shards import ParameterShard
 
@@ -78,6 +91,10 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
             with `skip_nonfinite`. None: the loss is not scaled.
         norms_by_group: measure `grad_norms` too, in the same all-reduce. All ranks have as many parameter groups; on a
             stage that has nothing of a group it is empty.
+        overlap: start the reduce-scatter of a bucket in backward, when its last gradient is there, and await the
+            all-gather of updated parameters bucket by bucket in the next forward. All backwards of a step but the last
+            are inside of `no_sync(model)`; a pipeline model knows its last one. Without effect on XLA, whose compiler
+            orders a program's collectives, and while types are checked.
         defaults: arguments of `optimizer_class`.
 
     Attributes:
@@ -111,6 +128,7 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
         skip_nonfinite: bool = False,
         loss_scaler: LossScaler | None = None,
         norms_by_group: bool = False,
+        overlap: bool = False,
         **defaults: Any,
     ) -> None:
         check_factory(type(self).__name__, params, optimizer_class)
@@ -136,8 +154,12 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
         self._group_sizes: list[int] = []  # trainable parameters of each parameter group
         self.shards: list[ParameterShard] = []
         self._scatter_plan, self._gather_plan = BucketPlan(), BucketPlan()
+        self._in_backward: BackwardReduction | None = None
+        self._gathers = Gathers()
         self.base_optimizer: torch.optim.Optimizer | None = None
         super().__init__(params, defaults)
+        if overlap and not any(map(in_one_program, parameters_of(self))):
+            self._in_backward = BackwardReduction(self._scatter_buckets)
         if not lazy_init:
             self.init_zero()
 
@@ -153,6 +175,7 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
 
     def init_zero(self) -> None:
         """Makes the shards, or sets the masters to the parameters' values: call it after loading weights."""
+        self.wait()
         if self.base_optimizer is None:
             self._make_base()
         else:
@@ -181,6 +204,7 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         base = self._make_base()
+        self.wait()
         for shard in self.shards:
             shard.follow()
         self._reduce_scatter()
@@ -198,6 +222,8 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients of the parameters, `main_grad` included."""
+        if self._in_backward is not None:
+            self._in_backward.drop()
         super().zero_grad(set_to_none)
         for shard in self.shards:
             if shard.gradient.attribute == "main_grad":
@@ -207,40 +233,22 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
 
     def _reduce_scatter(self) -> None:
         """Gives each master the mean of its gradients over the group, in its dtype; None if no rank has one."""
-
-        def start(bucket: list[ParameterShard]) -> Any:
-            first = bucket[0]
-            grads = [shard.own_grad for shard in bucket]
-            parts = [
-                first.param.new_zeros(shard.degree, shard.columns, dtype=shard.grad_dtype)
-                if grad is None
-                else shard.split(grad).to(shard.grad_dtype, copy=shard.degree == 1)
-                for shard, grad in zip(bucket, grads)
-            ]
-            flags = presence([grad is not None for grad in grads], parts[0], first.group)
-            parts.append(flags.expand(first.degree, -1))
-            if _scales_first(first):
-                parts = list(torch._foreach_mul(parts, first.scale))
-            return comm.reduce_scatter(parts, first.group, async_op=True)
-
-        def finish(bucket: list[ParameterShard], handle: Any) -> None:
-            first = bucket[0]
-            *parts, flags = reduced = handle.wait()
-            if first.replicas.size > 1:
-                comm.all_reduce(reduced, first.replicas, out=reduced)
-            if not _scales_first(first):
-                torch._foreach_mul_(parts, first.scale)
-            for shard, part, flag in zip(bucket, parts, spmd.local(flags)[0]):
-                # Waits for the device where a gradient is missing, and only there.
-                is_somewhere = shard.gradient.tensor is not None or bool(flag > 0)
-                shard.master.grad = part.view(shard.shape).to(shard.master.dtype) if is_somewhere else None
-
         for shard in self.shards:
             if shard.is_alone:
                 shard.take_own_grad()
+        if self._in_backward is not None:
+            self._in_backward.finish()
+        else:
+            cap = self._scatter_cap
+            overlap(self._cut_gradients(), start_reduce_scatter, finish_reduce_scatter, cap, nbytes_of)
+
+    def _scatter_buckets(self) -> list[Bucket]:
+        """The buckets of gradients in the order in which backward makes them, the last parameters' first."""
+        return list(map(gradient_bucket, reversed(self._cut_gradients())))
+
+    def _cut_gradients(self) -> list[list[ParameterShard]]:
         shards = [shard for shard in self.shards if not shard.is_alone]
-        cap = self._scatter_cap
-        overlap(_buckets(shards, self._scatter_plan, cap), start, finish, cap, _nbytes)
+        return cut_buckets(shards, self._scatter_plan, self._scatter_cap, in_backward=self._in_backward is not None)
 
     def _clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> bool:
         """Takes the norm, and clips by it; returns whether the step is to be made."""
@@ -271,22 +279,25 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
         return finite
 
     def _all_gather(self) -> None:
-        """Sets the parameters, in their dtype, from everybody's masters."""
-
-        def start(bucket: list[ParameterShard]) -> Any:
-            masters = [shard.master.detach().reshape(1, -1).to(shard.param.dtype) for shard in bucket]
-            return comm.all_gather(masters, bucket[0].group, out=[shard.rows for shard in bucket], async_op=True)
-
-        def finish(bucket: list[ParameterShard], handle: Any) -> None:
-            for shard, block in zip(bucket, handle.wait()):
-                shard.push(block)
-
+        """Sets the parameters, in their dtype, from everybody's masters; with `overlap` when they are used."""
         for shard in self.shards:
             if shard.degree == 1 and not shard.is_param:
                 shard.push(shard.master.detach().view(1, -1))
         shards = [shard for shard in self.shards if shard.degree > 1]
-        cap = self._gather_cap
-        overlap(_buckets(shards, self._gather_plan, cap), start, finish, cap, _nbytes)
+        buckets = cut_buckets(shards, self._gather_plan, self._gather_cap)
+        if self._in_backward is None or active() is not None:
+            overlap(buckets, start_all_gather, finish_all_gather, self._gather_cap, nbytes_of)
+        else:
+            for bucket, handle in [(bucket, start_all_gather(bucket)) for bucket in buckets]:
+                params = [shard.param for shard in bucket]
+                self._gathers.append(params, partial(finish_all_gather, bucket, handle))
+
+    def wait(self) -> None:
+        """With `overlap`, waits until all parameters have the values of the last step; without, they always have.
+
+        Whatever uses a parameter waits for it by itself. Another tensor in its memory does not, nor `torch.func`.
+        """
+        self._gathers.wait()
 
     # --- making the shards -------------------------------------------------------------------------------------------
 
@@ -320,7 +331,11 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
             gradient.accumulate_in_main_grad()
         dtype = self.optimizer_dtype or torch.promote_types(torch.float32, param.dtype)
         grad_dtype = dtype if self._higher_cc_precision else gradient.dtype
-        return ParameterShard(gradient, self._sharding.of(gradient), dtype, grad_dtype)
+        shard = ParameterShard(gradient, self._sharding.of(gradient), dtype, grad_dtype)
+        release(param)  # by an optimizer that this one replaces
+        if self._in_backward is not None and not shard.is_alone:
+            self._in_backward.watch(param)
+        return shard
 
     # --- state -------------------------------------------------------------------------------------------------------
 
@@ -355,7 +370,8 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
             ValueError: it is of other parameters, or of another sharding degree.
         """
         base = self._make_base()
-        self._check_loadable(state_dict)
+        self.wait()
+        check_loadable(type(self).__name__, state_dict, self.shards)
         groups = {name: state_dict[name] for name in ("state", "param_groups")}
         load_optimizer_state_dict(self, groups, super().load_state_dict)
         load_optimizer_state_dict(base, {**base.state_dict(), "state": state_dict["base_state"]})
@@ -368,38 +384,12 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
             else:
                 shard.set_master(masters[index])
 
-    def _check_loadable(self, state_dict: dict[str, Any]) -> None:
-        missing = [name for name in ("state", "param_groups", "base_state", "shape_info") if name not in state_dict]
-        if missing:
-            raise ValueError(f"this is no state dict of {type(self).__name__}: it lacks {', '.join(missing)}")
-        saved = {index: tuple(shape) for index, shape in state_dict["shape_info"].items()}
-        present = {index: tuple(shard.param.shape) for index, shard in enumerate(self.shards)}
-        different = [index for index in sorted({*saved, *present}) if saved.get(index) != present.get(index)]
-        if different:
-            index = different[0]
-            raise ValueError(
-                f"the state dict is of other parameters: number {index} has shape {saved.get(index)} there and "
-                f"{present.get(index)} here ({len(different)} of {len(present)} differ)"
-            )
-        tensors = {index: list(values.values()) for index, values in state_dict["base_state"].items()}
-        for index, master in state_dict.get("sharded_master_weights", {}).items():
-            tensors.setdefault(index, []).append(master)
-        for index, values in tensors.items():
-            shape = self.shards[index].shape
-            for value in values:
-                rows_differ = isinstance(value, torch.Tensor) and value.dim() and value.shape[1:] == shape[1:]
-                if rows_differ and value.shape[0] != shape[0]:
-                    raise ValueError(
-                        f"the state dict is of another sharding degree: shards of parameter {index} have shape "
-                        f"{tuple(value.shape)} there and {shape} here; load it in the layout it was saved in"
-                    )
-
     def save_sharded_state_dict(self, output_dir: str | os.PathLike[str], num_workers_per_step: int = 8) -> None:
         """Writes each rank's state to a file of its own in `output_dir`, `num_workers_per_step` ranks at a time."""
         os.makedirs(output_dir, exist_ok=True)
-        path = _state_path(output_dir)
+        path = state_path(output_dir)
         state = move_all_tensor_to_cpu(self.state_dict(), convert=False)  # what is still to be computed, all ranks do
-        for is_my_turn in _turns(num_workers_per_step):
+        for is_my_turn in turns(num_workers_per_step):
             if is_my_turn:
                 torch.save(move_all_tensor_to_cpu(state), path + ".tmp")
                 os.replace(path + ".tmp", path)  # a job that dies here leaves no half-written file under the name
@@ -411,8 +401,8 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
         Raises:
             FileNotFoundError: there is no file for this rank's coordinates: another layout, or another folder.
         """
-        path = _state_path(output_dir)
-        for is_my_turn in _turns(num_workers_per_step):
+        path = state_path(output_dir)
+        for is_my_turn in turns(num_workers_per_step):
             if is_my_turn:
                 self.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
             comm.barrier()
@@ -429,27 +419,6 @@ class MasterWeightsOptimizer(NeuronZero1Optimizer):
         super().__init__(params, optimizer_class, sharding_groups=Unsharded(), **options)
 
 
-def _scales_first(shard: ParameterShard) -> bool:
-    """Whether a gradient is divided before the sum: of fp16, which may overflow in it, and under a type check.
-
-    A type check refuses the sum of what is equal on all ranks already. Afterwards there is less to divide.
-    """
-    return shard.grad_dtype == torch.float16 or active() is not None
-
-
-def _buckets(shards: Sequence[ParameterShard], plan: BucketPlan, cap: int) -> list[list[ParameterShard]]:
-    """Shards in the buckets of a plan, of which two take `cap` bytes at most."""
-    keys: list[Hashable] = [
-        (shard.group, shard.replicas, shard.param.dtype, shard.grad_dtype, shard.param.device) for shard in shards
-    ]
-    buckets = plan.buckets(keys, [shard.nbytes for shard in shards], cap // 2)
-    return [[shards[index] for index in bucket] for bucket in buckets]
-
-
-def _nbytes(bucket: Sequence[ParameterShard]) -> int:
-    return sum(shard.nbytes for shard in bucket)
-
-
 def _copy_options(src_groups: Sequence[dict[str, Any]], dst_groups: Sequence[dict[str, Any]]) -> None:
     """Copies learning rates and the like from some parameter groups to others.
 
@@ -457,20 +426,3 @@ def _copy_options(src_groups: Sequence[dict[str, Any]], dst_groups: Sequence[dic
     """
     for src_group, dst_group in zip(src_groups, dst_groups):
         dst_group.update({name: value for name, value in src_group.items() if name not in ("params", "param_names")})
-
-
-def _state_path(output_dir: str | os.PathLike[str]) -> str:
-    """This rank's file, with every coordinate in its name.
-
-    Upstream leaves out pp and cp, whose ranks then overwrite each other's files.
-    """
-    coordinates = [f"{axis}_rank_{comm.rank(axis):02d}" for axis in ("dp", "cp", "tp", "pp")]
-    return os.path.join(output_dir, ".".join(["optim", *coordinates]))
-
-
-def _turns(ranks_at_a_time: int) -> list[bool]:
-    """Whether it is this rank's turn, for each turn until all ranks have had theirs."""
-    if ranks_at_a_time < 1:
-        raise ValueError(f"num_workers_per_step must be at least 1, got {ranks_at_a_time}")
-    mine = comm.rank("world") // ranks_at_a_time
-    return [turn == mine for turn in range(-(-comm.size("world") // ranks_at_a_time))]

@@ -21,6 +21,7 @@ from torch import nn
 
 from .. import comm
 from ..gradients.accumulation import no_sync
+from ..gradients.in_backward import paused
 from ..gradients.reduce import reduce_gradients, refuse_accumulation
 from ..parallel_layers import PARALLEL_MODULES
 from ..parallel_layers.signatures import accepts
@@ -365,18 +366,20 @@ class NxDPPModel(CutModule):
                 self.comparison.begin_pass(program, schedule)
             if not self.tied_weights_synced:
                 self.sync_tied_weights()
-            results, self.peak_in_flight = run_batch(
-                program,
-                schedule,
-                batch,
-                module=self.original_module,
-                stage=self.stage,
-                channels=self._channels,
-                parameters=self.local_parameters(),
-                device=self.device,
-                check_finite=self.check_finite,
-                trace=self._opened_trace(),
-            )
+            parameters = list(self.local_parameters())
+            with paused(parameters):  # until the last microbatch, and what `reduce_gradients` sums
+                results, self.peak_in_flight = run_batch(
+                    program,
+                    schedule,
+                    batch,
+                    module=self.original_module,
+                    stage=self.stage,
+                    channels=self._channels,
+                    parameters=parameters,
+                    device=self.device,
+                    check_finite=self.check_finite,
+                    trace=self._opened_trace(),
+                )
         return program, results
 
     def _opened_trace(self) -> Trace | None:

@@ -282,7 +282,8 @@ def _parts(roles: Sequence[Role | None], spec: ShardTensorSpec, keys: int) -> tu
 def _keys(
     roles: Sequence[Role | None], parts: Sequence[tuple[int, int]], rows: int, keys: int, call: Call
 ) -> tuple[Keys | None, int | None]:
-    sizes, merged, mesh_dim = (keys,), False, None
+    sizes: Sizes = (keys,)
+    merged, mesh_dim = False, None
     for m, role in enumerate(roles):
         if role is not None and (role.key_sizes is not None or role.label == _KEYS):
             sizes, merged, mesh_dim = role.key_sizes or role.sizes, role.key_sizes is None, m

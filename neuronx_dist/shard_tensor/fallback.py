@@ -13,7 +13,7 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
-from torch._C import DisableTorchFunctionSubclass
+from torch._C import DisableTorchFunction
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from ..call_site import call_site
@@ -55,7 +55,7 @@ def fallback(mode: str) -> Iterator[None]:
 def by_gathering(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     """Computes `func` on whole tensors, on every rank."""
     if DISPATCH.keys() != {UNHANDLED} and not getattr(func, "__module__", "").startswith("neuronx_dist"):
-        with DisableTorchFunctionSubclass():  # down to operators, of which some have a handler
+        with DisableTorchFunction():  # down to operators, of which some have a handler
             return func(*args, **kwargs)
     return _gathered(func, args, kwargs)
 

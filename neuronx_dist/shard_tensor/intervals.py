@@ -132,7 +132,7 @@ class Plan:
         sent = tuple(sum(piece.rows for piece in pieces) for pieces in sends)
         return RankPlan(size, length, own, sends, sent, tuple(received), is_identity)
 
-    def rows(self, rank: int, backward: bool = False) -> int:
+    def rows(self, rank: int) -> int:
         """Positions that a rank sends to others, or gets from them if these are more. Backward the two change places.
 
         The bytes of an exchange, as `comm.record` has them, are this times the bytes of a position.

@@ -15,21 +15,24 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch._C import DisableTorchFunctionSubclass
+from torch._C import DisableTorchFunction
 from torch.distributed.tensor import DTensor
 
-from ..spmd import I, R, convert
+from .. import spmd
+from ..spmd import I, R, assert_type, no_typecheck
+from ..spmd.watching import active
 from . import handlers
 from .device_mesh import DeviceMesh, current_mesh
 from .handlers import DISPATCH, FUNCTIONS, UNHANDLED
 from .local_shapes import local_spec
-from .placements import Partial, Placement, Replicate
+from .placements import Partial, Placement, Replicate, spmd_type
 from .redistribute import redistributed
 from .spec import ShardTensorSpec, make_spec
 
 __all__ = ["ShardTensor", "gradient_spec", "in_layout", "local_of", "wrap"]
 
 _make_wrapper = torch.Tensor._make_wrapper_subclass
+_BASE: Any = torch.Tensor  # its properties, which this class has in another way
 
 
 class ShardTensor(torch.Tensor):
@@ -43,6 +46,8 @@ class ShardTensor(torch.Tensor):
     """
 
     __slots__ = ("_foreign", "_local", "_spec")
+
+    checked_inside = True  # SpmdTypeMode follows the handlers
 
     _local: torch.Tensor
     _spec: ShardTensorSpec
@@ -95,7 +100,8 @@ class ShardTensor(torch.Tensor):
             ValueError: sizes that do not add up or differ between ranks, or that are not those of this rank's tensor.
         """
         mesh = device_mesh or current_mesh(local_tensor.device.type)
-        return wrap(local_tensor, local_spec(local_tensor.shape, mesh, placements, sharding_shapes, global_shape))
+        spec = local_spec(local_tensor.shape, mesh, placements, sharding_shapes, global_shape)
+        return wrap(declared(local_tensor, spec), spec)
 
     @staticmethod
     def from_dtensor(x: Any) -> ShardTensor:
@@ -151,7 +157,7 @@ class ShardTensor(torch.Tensor):
         given = make_spec(self._spec.mesh, grad_placements, self._spec.shape, None)
         for m, (own, grad) in enumerate(zip(self._spec.placements, given.placements)):
             if isinstance(own, Replicate) and isinstance(grad, Partial):
-                local = convert(local, self._spec.mesh.communicator(m), src=I, dst=R)
+                local = spmd.convert(local, self._spec.mesh.communicator(m), src=I, dst=R)
             elif own != grad and not (isinstance(own, Partial) and isinstance(grad, Replicate)):
                 raise ValueError(
                     f"to_local: a gradient of {grad} for a tensor that is {own} on mesh dim {m}: redistribute() the "
@@ -222,14 +228,14 @@ class ShardTensor(torch.Tensor):
     def data(self, value: torch.Tensor) -> None:
         local = in_layout(value, self._spec)
         self._local.data = local
-        with DisableTorchFunctionSubclass():
-            torch.Tensor.data.__set__(self, wrap(local.detach(), self._spec))
+        with DisableTorchFunction():
+            _BASE.data.__set__(self, wrap(local.detach(), self._spec))
 
     def requires_grad_(self, requires_grad: bool = True) -> ShardTensor:
         self._local.requires_grad_(requires_grad)
-        with DisableTorchFunctionSubclass():
+        with DisableTorchFunction():
             torch.Tensor.requires_grad_(self, requires_grad)
-            if requires_grad and torch.Tensor.is_leaf.__get__(self):  # type: ignore[attr-defined]
+            if requires_grad and _BASE.is_leaf.__get__(self):
                 torch.Tensor.register_post_accumulate_grad_hook(self, _pass_on)
         return self
 
@@ -289,9 +295,9 @@ class _Link(torch.autograd.Function):
 def _pass_on(x: torch.Tensor) -> None:
     """Gives the gradient that a foreign autograd function sent to a leaf's wrapper to the leaf, its local tensor."""
     assert isinstance(x, ShardTensor)
-    with DisableTorchFunctionSubclass():
-        grad = torch.Tensor.grad.__get__(x)  # type: ignore[attr-defined]
-        torch.Tensor.grad.__set__(x, None)  # type: ignore[attr-defined]
+    with DisableTorchFunction():
+        grad = _BASE.grad.__get__(x)
+        _BASE.grad.__set__(x, None)
     x._local.backward(in_layout(grad, gradient_spec(x._spec)))
 
 
@@ -334,14 +340,25 @@ def local_of(x: ShardTensor) -> torch.Tensor:
 
 
 def _wrapper_requires_grad(x: ShardTensor) -> bool:
-    with DisableTorchFunctionSubclass():
-        return bool(torch.Tensor.requires_grad.__get__(x))  # type: ignore[attr-defined]
+    with DisableTorchFunction():
+        return bool(_BASE.requires_grad.__get__(x))
 
 
 def as_leaf(local: torch.Tensor, spec: ShardTensorSpec, requires_grad: bool) -> ShardTensor:
     """A ShardTensor that is a leaf; `local` is one."""
-    result = _new(local, spec)
+    with no_typecheck():  # how it was cut says nothing
+        local = local.detach()
+    result = _new(declared(local, spec), spec)
     return result.requires_grad_(True) if requires_grad else result
+
+
+def declared(local: torch.Tensor, spec: ShardTensorSpec) -> torch.Tensor:
+    """Tells the checker, where one is at work, the type of a local tensor by its layout. Returns the tensor."""
+    if active() is not None:
+        groups = spec.mesh.communicators or ()
+        types = {group: spmd_type(placement) for group, placement in zip(groups, spec.placements)}
+        assert_type(local, types)
+    return local
 
 
 def gradient_spec(spec: ShardTensorSpec) -> ShardTensorSpec:

@@ -163,6 +163,8 @@ class Interpolated:
         mode: nearest, nearest-exact, linear or cubic.
         step: inputs for an output, `1 / scale_factor`; None: `size / outputs`.
         dtype: that torch computes positions in: float32 or float64.
+        shortcuts: nearest copies or doubles inputs where there are as many outputs, or twice as many, whatever the
+            step: torch's operator of two dims does (the backward of all does, even where its forward does not).
     """
 
     size: int
@@ -172,6 +174,7 @@ class Interpolated:
     step: float | None = None
     antialias: bool = False
     dtype: torch.dtype = torch.float64
+    shortcuts: bool = False
 
     padding_mode = "zeros"
 
@@ -208,7 +211,7 @@ def _taps(windows: Interpolated) -> tuple[torch.Tensor, torch.Tensor]:
     if nearest:
         if windows.mode == "nearest-exact":
             indices = torch.floor((o + 0.5) * step)
-        elif outputs == size or outputs == 2 * size:  # torch's shortcuts, whatever the step
+        elif windows.shortcuts and outputs in (size, 2 * size):
             indices = torch.arange(outputs) // (outputs // max(1, size))
         else:
             indices = torch.floor(o * step)

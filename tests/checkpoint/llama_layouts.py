@@ -13,6 +13,7 @@ import torch.distributed.checkpoint as dcp
 from neuronx_dist import comm, hf
 from neuronx_dist.checkpoint import files, reading
 from neuronx_dist.checkpoint.state import collect
+from neuronx_dist.checkpoint.storage import LocalStorage
 from tests.support import llama_training
 from tests.support.llama_training import Case, Options
 
@@ -32,21 +33,15 @@ class Layout(Case):
         return Options(self.heads, self.tied, 4, self.labels, self.clip, self.dtype)
 
 
-class Folder:
-    """A storage for files of a local folder."""
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
+class Folder(LocalStorage):
+    """Files that are not synced."""
 
     def write(self, path: str, chunks: Any) -> None:
-        target = self.root / path
+        target = self._root / path
         target.parent.mkdir(parents=True, exist_ok=True)
         with target.open("wb") as file:
             for chunk in chunks:
                 file.write(chunk)
-
-    def map(self, path: str) -> memoryview:
-        return memoryview(bytearray((self.root / path).read_bytes()))
 
 
 def make(layout: Layout, zeros: bool = False) -> tuple[Any, Any]:

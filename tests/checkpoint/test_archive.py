@@ -8,7 +8,7 @@ import torch
 
 from neuronx_dist.checkpoint import archive as module
 from neuronx_dist.checkpoint.archive import ALIGNMENT, archive
-from neuronx_dist.checkpoint.memory import as_bytes, as_tensor
+from neuronx_dist.weights.host_memory import as_bytes, as_tensor
 
 DTYPES = [
     torch.float32,

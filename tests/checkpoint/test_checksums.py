@@ -6,7 +6,7 @@ import pytest
 
 from neuronx_dist.checkpoint import checksums
 from neuronx_dist.checkpoint.checksums import Blocks, with_checksums
-from neuronx_dist.checkpoint.errors import CheckpointCorrupted
+from neuronx_dist.checkpoint.errors import CheckpointCorrupted, CheckpointError
 
 SIZES = (5, 4096, 20000, 0, 8192, 4097)
 
@@ -22,13 +22,20 @@ def content(sizes=SIZES):
     return bytearray(b"".join(with_checksums(map(memoryview, chunks))))
 
 
+def verify(file, start=0, stop=None):
+    """Compares blocks of a file, each of those that bytes `start` to `stop` lie in."""
+    data = memoryview(file)
+    blocks = Blocks(lambda first, last: data[first:last], len(data), "name")
+    blocks.verify(data, start, blocks.starts[-1] if stop is None else stop)
+    return blocks
+
+
 def test_what_was_written_is_whole():
     file = content()
     generator = random.Random(0)
     assert file[: sum(SIZES)] == b"".join(generator.randbytes(size) for size in SIZES)
-    Blocks(memoryview(file), "name").verify()
-    Blocks(memoryview(bytes(file)), "name").verify(3, 9)
-    Blocks(memoryview(content(())), "name").verify()
+    assert not any(verify(file).wanted) and not any(verify(content(())).wanted)
+    assert verify(bytes(file), 3, 9).wanted == bytes([0, 0]) + bytes([1] * 5)
 
 
 def test_each_flipped_bit_is_noticed():
@@ -36,14 +43,14 @@ def test_each_flipped_bit_is_noticed():
     for bit in [*generator.sample(range(len(file) * 8), 200), 0, len(file) * 8 - 1]:
         file[bit // 8] ^= 1 << bit % 8
         with pytest.raises(CheckpointCorrupted, match="name is"):
-            Blocks(memoryview(file), "name").verify()
+            verify(file)
         file[bit // 8] ^= 1 << bit % 8
-    Blocks(memoryview(file), "name").verify()
+    verify(file)
 
 
 def is_noticed(file):
     try:
-        Blocks(memoryview(file), "name").verify()
+        verify(file)
     except CheckpointCorrupted:
         return True
     return False
@@ -65,21 +72,12 @@ def test_moved_lost_and_zeroed_parts_are_noticed(size):
         assert is_noticed(file[:other] + file[other + size :])
         assert is_noticed(file[:other] + bytes(size) + file[other:])
     with pytest.raises(CheckpointCorrupted, match="bytes 40960 to 49152 are not what was written"):
-        Blocks(memoryview(file[:40960] + bytes(4096) + file[45056:]), "name").verify()
+        verify(file[:40960] + bytes(4096) + file[45056:])
 
 
-def test_what_is_not_noticed():
-    """As the module says: words that change places in a sector, and bits that flip up and down in two of its words."""
+def test_words_that_change_places_are_noticed():
     file = content((65536,))
-    assert not is_noticed(swapped(file, 8, 16, 8)) and is_noticed(swapped(file, 8, 512, 8))
-    assert is_noticed(swapped(file, 8, 15, 8))
-    words = [int.from_bytes(file[start : start + 8], "little") for start in range(0, 512, 8)]
-    up, down = (8 * next(index for index, word in enumerate(words) if word & 1 == bit) for bit in (0, 1))
-    for second, noticed in ((down, False), (down + 1, True), (512 + down, True)):
-        wrong = bytearray(file)
-        wrong[up] ^= 1
-        wrong[second] ^= 1
-        assert is_noticed(wrong) is noticed
+    assert is_noticed(swapped(file, 8, 16, 8)) and is_noticed(swapped(file, 8, 512, 8))
 
 
 @pytest.mark.parametrize("length", [8192, 16384, 65536, 65536 + 8])
@@ -94,14 +92,41 @@ def test_a_file_that_ends_at_a_block_is_noticed(length):
 def test_truncated_files_are_noticed(length):
     for wrong in (content()[:length], content()[:-1], content() + b"\0"):
         with pytest.raises(CheckpointCorrupted, match="truncated"):
-            Blocks(memoryview(wrong), "name")
+            verify(wrong)
 
 
 def test_only_what_is_read_is_compared():
     file = content()
     file[4096 + 5 + 9000] ^= 1  # in the second block of the third chunk
-    blocks = Blocks(memoryview(file), "name")
-    blocks.verify(0, 4101 + 8192)
-    blocks.verify(4101 + 2 * 8192, sum(SIZES))
+    verify(file, 0, 4101 + 8192)
+    verify(file, 4101 + 2 * 8192, sum(SIZES))
     with pytest.raises(CheckpointCorrupted):
-        blocks.verify(4101 + 8191, 4101 + 8193)
+        verify(file, 4101 + 8191, 4101 + 8193)
+
+
+@pytest.mark.parametrize("start, stop", [(0, 36390), (3, 4), (5, 4101), (4102, 24000), (0, 0), (36389, 36390)])
+def test_what_is_copied_is_compared(start, stop):
+    """And copied also where another rank compares it."""
+    file = content()
+    data = memoryview(file)
+    blocks = verify(file, 0, 0)
+    target = bytearray(stop - start)
+    blocks.copy(data, start, stop, memoryview(target))
+    touched = {index for index in range(7) if blocks.starts[index] < stop and blocks.starts[index + 1] > start}
+    assert target == file[start:stop]
+    assert [index for index, wanted in enumerate(blocks.wanted) if not wanted] == sorted(touched if stop else ())
+    for index in touched if stop else ():
+        file[blocks.starts[index]] ^= 1
+        again = verify(file, 0, 0)
+        with pytest.raises(CheckpointCorrupted):
+            again.copy(data, start, stop, memoryview(target))
+        again.wanted[index] = 0
+        again.copy(data, start, stop, memoryview(target))
+        file[blocks.starts[index]] ^= 1
+
+
+def test_checksums_of_an_earlier_version_are_refused():
+    """By their magic, at the end of a file."""
+    with pytest.raises(CheckpointError, match="name has checksums of an earlier version of neuronx_dist") as error:
+        verify(content()[:-8] + b"nxdblks1")
+    assert not isinstance(error.value, CheckpointCorrupted)

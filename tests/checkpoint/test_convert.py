@@ -225,7 +225,7 @@ def test_large_tensors_are_written_in_pieces(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "src").mkdir()
     write_weights(StateDict(tensors), tmp_path / "src")
     convert(tmp_path / "src", tmp_path / "ours")
-    source = CheckpointFiles(LocalStorage(tmp_path / "ours"), "converted", True)
+    source = CheckpointFiles(LocalStorage(tmp_path / "ours"), "converted")
     assert len(source.catalog.tensors["model.a"].chunks) == 6
     weights = SavedWeights(source, "ours")
     assert all(torch.equal(weights.read(name), value) for name, value in tensors.items())

@@ -104,6 +104,29 @@ def test_state_of_frozen_parameters_that_only_some_optimizers_have(tmp_path: Pat
     on_ranks(rank)
 
 
+PAIRS, HALVES, SINGLES = [[0, 1], [2, 3]], [[0, 2], [1, 3]], [[0], [1], [2], [3]]
+
+
+@pytest.mark.parametrize("saved, loaded", [(PAIRS, None), (None, PAIRS), (PAIRS, HALVES), (HALVES, SINGLES)], ids=str)
+def test_any_sharding_groups_load_into_any_others(tmp_path: Path, saved: Any, loaded: Any) -> None:
+    """Ranks of several groups hold the same rows: one of them writes, all of them read."""
+
+    def make(groups: Any) -> Any:
+        return partial(nxd.NeuronZero1Optimizer, optimizer_class=AdamW, lr=0.1, sharding_groups=groups)
+
+    def rank() -> None:
+        model, optimizer = trained(make(saved))
+        nxd.save_checkpoint(tmp_path, "a", model, optimizer)
+        other, resumed = trained(make(loaded), steps=0)
+        nxd.load_checkpoint(tmp_path, "a", other, resumed)
+        for _ in range(2):
+            assert all(map(torch.equal, model.parameters(), other.parameters()))
+            step(model, optimizer)
+            step(other, resumed)
+
+    on_ranks(rank, 4)
+
+
 def test_options_that_a_checkpoint_lacks_stay(tmp_path: Path) -> None:
     """A later version of a class has more of them."""
 

@@ -218,13 +218,13 @@ def test_staged_memory_is_written_and_used_again(tmp_path):
     def run():
         model = Model()
         plan = files.plan(collect(model))
-        staged = plan.stage()
+        staged = plan.stage().buffer
         expected = {name: param.detach().clone() for name, param in model.named_parameters()}
         with torch.no_grad():
             for param in model.parameters():
                 param.add_(1)
         files.write(plan, Folder(tmp_path), "tag")
-        assert files.plan(collect(model)).stage(staged).data_ptr() == staged.data_ptr()
+        assert files.plan(collect(model)).stage(staged).buffer.data_ptr() == staged.data_ptr()
         comm.barrier()
         load(model, None, tmp_path)
         assert all(torch.equal(param.detach(), expected[name]) for name, param in model.named_parameters())

@@ -119,3 +119,12 @@ def test_a_map_is_private(tmp_path: Path) -> None:
     storage.write("file", [b"abc"])
     storage.map("file")[0] = 0
     assert storage.read("file") == b"abc"
+
+
+def test_a_remote_map_reads_the_bytes_that_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = open_storage(f"memory://{uuid.uuid4().hex}")
+    storage.write("file", [bytes(range(100))])
+    monkeypatch.setattr(RemoteStorage, "_BLOCK", 16)
+    content = storage.map("file", [(2, 5), (30, 70)])
+    assert bytes(content) == bytes(value if 2 <= value < 5 or 30 <= value < 70 else 0 for value in range(100))
+    assert bytes(storage.map("file")) == bytes(range(100))

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous.api import RendezvousError
 
 from neuronx_dist import __main__ as command
 from neuronx_dist.comm import run_command
@@ -20,13 +22,17 @@ from tests.support.paths import ROOT
 def run(tmp_path):
     """Runs a script on two processes; (exit code, stdout, stderr)."""
 
-    def start(script, **environment):
+    def start(script, *options, **environment):
         path = tmp_path / "script.py"
         path.write_text(script)
         words = [sys.executable, "-m", "neuronx_dist", "run", "--standalone", "--local-addr", "127.0.0.1"]
         env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environment}
         done = subprocess.run(
-            [*words, "--nproc-per-node", "2", str(path), "--flag"], env=env, capture_output=True, text=True, timeout=120
+            [*words, "--nproc-per-node", "2", *options, str(path), "--flag"],
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=120,
         )
         return done.returncode, done.stdout, done.stderr
 
@@ -51,6 +57,30 @@ def test_a_rank_that_a_signal_ended_is_named(run):
         "import os, signal, time\nif os.environ['RANK'] == '1': os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(60)"
     )
     assert run(script) == (128 + 9, "", "neuronx-dist run: rank 1 was ended by SIGKILL\n")
+
+
+@pytest.mark.process
+def test_who_has_ended_is_named_before_ranks_are_started_again(run):
+    script = """
+import os, signal, time
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)
+raise SystemExit(3)
+"""
+    again = "neuronx-dist run: rank 1 was ended by SIGKILL; all ranks are started again (restart 1 of 2)"
+    third = r"neuronx-dist run: rank [01] failed with exit code 3; all ranks are started again \(restart 2 of 2\)"
+    code, out, err = run(script, "--max-restarts", "2")
+    assert code == 3 and out == "" and err.splitlines()[0] == again
+    assert re.fullmatch(third, err.splitlines()[1]) and len(err.splitlines()) == 2
+
+
+@pytest.mark.process
+def test_a_wrong_flag_is_not_tried_again(run):
+    script = "import argparse, os\nif os.environ['RANK'] == '1': argparse.ArgumentParser('train').parse_args()"
+    code, _, err = run(script + "\nimport time; time.sleep(30)", "--max-restarts", "3")
+    assert code == 2 and err.splitlines()[1:] == ["train: error: unrecognized arguments: --flag"]
 
 
 @pytest.mark.process
@@ -87,6 +117,7 @@ def torchrun(monkeypatch):
                 raise error
 
         monkeypatch.setattr(run_command.torchrun, "run", run)
+        monkeypatch.setattr(run_command.run_network, "complete", lambda args: None)
         return levels
 
     yield raising
@@ -111,6 +142,7 @@ def failed(exitcode, rank=3):
         (SignalException("", signal.SIGINT), 130, ""),
         (SignalException("", signal.SIGTERM), 128 + 15, ""),
         (KeyboardInterrupt(), 130, ""),
+        (RendezvousError("late"), 1, "neuronx-dist run: the hosts did not come together: late\n"),
     ],
 )
 def test_exit_codes(torchrun, capsys, error, code, words):

@@ -241,3 +241,29 @@ def test_a_terminal_gets_a_bar(monkeypatch):
 def test_a_loss_curve_of_one_step(tmp_path):
     loss_curve([{"step": 1, "loss": 5.5}], tmp_path / "one.png", "tp 2")
     assert (tmp_path / "one.png").stat().st_size > 1000
+
+
+def test_metrics_that_could_not_be_written_are_written_later(tmp_path, capsys):
+    """Half of a line is on the full disk; the run goes on, and says so once."""
+    with Report(4, 128, out=tmp_path, terminal=False) as report:
+        report.step(1, loss=1.0, grad_norm=1.0, lr=1.0)
+        report.flush()
+        write = report._metrics.write
+
+        class Full(io.FileIO):
+            def write(self, data):
+                write(bytes(data)[:10])
+                raise OSError(28, "No space left on device")
+
+        whole, report._metrics = report._metrics, Full(tmp_path / "metrics.jsonl", "r+")
+        for step in (2, 3):
+            report.step(step, loss=float(step), grad_norm=1.0, lr=1.0)
+            report.flush()
+        report._metrics.close()
+        report._metrics = whole
+        report.step(4, loss=4.0, grad_norm=1.0, lr=1.0)
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4]
+    assert (
+        capsys.readouterr().out.count("warning: training goes on, metrics.jsonl waits: [Errno 28] No space left") == 1
+    )

@@ -25,6 +25,7 @@ import torch.distributed as dist
 import neuronx_dist as nxd
 from neuronx_dist import comm
 from neuronx_dist.checkpoint import api, reading, storage  # loaded before ranks are forked
+from neuronx_dist.checkpoint.checksums import Blocks
 from neuronx_dist.checkpoint.files import WritePlan
 from neuronx_dist.checkpoint.storage import LocalStorage, open_storage
 from neuronx_dist.checkpoint.tags import CheckpointFolder
@@ -131,7 +132,14 @@ def run_ranks(ranks: int, store: Path, answer: Callable[[int], str]) -> list[str
 
 def whole(folder: Path) -> list[str]:
     checkpoints = CheckpointFolder(open_storage(folder))
-    return [tag.name for tag in checkpoints.complete() if not checkpoints.damage(tag)]
+    complete = checkpoints.complete()
+    for tag in complete:
+        assert not checkpoints.damage(tag)
+        for name in [name for name, entry in (tag.files or {}).items() if entry.crc32 is None]:
+            content = memoryview((folder / tag.name / name).read_bytes())
+            blocks = Blocks(lambda start, stop, content=content: content[start:stop], len(content), name)
+            blocks.verify(content, 0, blocks.starts[-1])
+    return [tag.name for tag in complete]
 
 
 def main(root: Path, ranks: int, scenarios: list[Any]) -> None:

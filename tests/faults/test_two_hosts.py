@@ -42,9 +42,8 @@ def launched(hosts: list[Host], words: list[str], folder: Path, launcher: str) -
         else:
             own = ["--local-addr", host.address, "--rdzv-conf", f"is_host={int(number == 0)}"]
             network = {"GLOO_SOCKET_IFNAME": host.interface, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-            started.append(
-                host.start(["-m", "torch.distributed.run", *JOB, *endpoint, *own, *words], output, **network)
-            )
+            command = ["-m", "torch.distributed.run", *JOB, *endpoint, *own, *words]
+            started.append(host.start(command, output, **network))
     return started
 
 
@@ -84,16 +83,8 @@ def test_the_training_example(hosts: list[Host], tmp_path: Path, launcher: str) 
     pytest.importorskip("transformers")
     model_config(32).save_pretrained(tmp_path / "model")
     small = "--steps 60 --global-batch 4 --seq-len 32 --microbatches 2 --log-every 1 --save-every 5 --no-check"
-    flags = [
-        *small.split(),
-        "--tp",
-        "2",
-        "--zero1",
-        "--model",
-        str(tmp_path / "model"),
-        "--data",
-        str(ROOT / "LICENSE"),
-    ]
+    files = ["--model", str(tmp_path / "model"), "--data", str(ROOT / "LICENSE")]
+    flags = [*small.split(), "--tp", "2", "--zero1", *files]
     script = str(EXAMPLES / "train_llama.py")
 
     def train(out: str, disturb: Callable[[list[subprocess.Popen[bytes]]], None]) -> list[str]:

@@ -47,10 +47,9 @@ def linked_hosts() -> Iterator[list[Host]]:
     """
     if os.geteuid() or not (shutil.which("ip") and shutil.which("unshare")):
         raise NoHosts("network namespaces take root, ip (iproute2) and unshare (util-linux)")
-    hosts = [
-        Host(f"nxd{os.getpid()}{name}", f"10.77.0.{n}", f"nx{name}{os.getpid()}") for n, name in ((1, "a"), (2, "b"))
-    ]
-    first, second = hosts
+    own = os.getpid()
+    first, second = (Host(f"nxd{own}{name}", f"10.77.0.{n}", f"nx{name}{own}") for n, name in ((1, "a"), (2, "b")))
+    hosts = [first, second]
     with ExitStack() as stack:
         for host in hosts:
             _ip("netns", "add", host.namespace)

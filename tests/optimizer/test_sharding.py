@@ -14,6 +14,7 @@ from neuronx_dist import comm
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.optimizer import MasterWeightsOptimizer, NeuronEPZero1Optimizer, NeuronZero1Optimizer
 from tests.optimizer.zero1_training import OPTIMIZERS, STEPS, train, train_whole, weights_of
+from tests.support.pool import processes
 from tests.support.synthetic import Model, assemble, draw, relative_error
 
 DATA = ("dp", "cp")
@@ -93,6 +94,26 @@ def test_only_a_shard_of_the_gradients_leaves_the_group(size: int) -> None:
 
     mesh = Mesh(8)
     comm.threads.run(mesh, rank_main)
+
+
+def large_and_small(groups: list[list[int]]) -> list[float]:
+    """The elements of a large parameter (which gloo sends alone), of a small one and of an expert, after a step."""
+    params = [nn.Parameter(torch.zeros(shape)) for shape in ((512, 256), (3,), (5,))]
+    params[2].expert_model_parallel = True
+    for param in params:
+        param.grad = torch.full_like(param, 10.0 ** comm.rank("dp"))
+    optimizer = NeuronZero1Optimizer(params, torch.optim.SGD, lr=1.0, max_norm=math.inf, sharding_groups=groups)
+    optimizer.step()
+    assert all((param == param.flatten()[0]).all() for param in params)
+    return [param.flatten()[0].item() for param in params]
+
+
+@pytest.mark.process
+def test_processes_do_the_same() -> None:
+    """Groups, and the replicas across them, are made by their members alone; the two experts alternate over ranks."""
+    for groups in ([[0, 1], [2, 3]], [[0, 3], [1, 2]], [[0], [1], [2], [3]]):
+        results = processes(4).run(large_and_small, groups, mesh=dict(ep=2))
+        assert results == [pytest.approx([-1111 / 4] * 2 + [-(101, 1010)[rank % 2] / 4]) for rank in range(4)]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

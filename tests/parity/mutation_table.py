@@ -133,7 +133,7 @@ CASES: dict[str, Callable[[], None]] = {
     "_cross_entropy_of_operators:spmd.all_reduce#1": partial(cross_entropy, transform=True),
     "norm_of:comm.all_reduce#1": norms,
     "global_num_items:comm.all_reduce#1": number_of_labels,
-    "_all_reduce.start:comm.all_reduce#1": partial(one_step, Case(dp=2)),
+    "start_sum:comm.all_reduce#1": partial(one_step, Case(dp=2)),
     "gather_full:comm.all_gather#1": partial(one_step, TP),
     "gather_python_object:comm.gather_objects#1": python_objects,
     "_scatter_embedding.scatter:spmd.reduce_scatter#1": partial(one_step, TP_SP),
@@ -141,11 +141,9 @@ CASES: dict[str, Callable[[], None]] = {
     "_gather_vocabulary:spmd.all_gather#1": full_logits,
     "save_pretrained:comm.gather_objects#1": written_folder,
     "full_state_dict:comm.gather_objects#1": partial(steps_of_a_pipeline, Case(pp=2)),
-    "NeuronZero1Optimizer._reduce_scatter.start:comm.reduce_scatter#1": partial(
-        one_step, Case(dp=2, optimizer="zero1")
-    ),
-    "NeuronZero1Optimizer._all_gather.start:comm.all_gather#1": partial(one_step, Case(dp=2, optimizer="zero1")),
-    "NeuronZero1Optimizer._reduce_scatter.finish:comm.all_reduce#1": hybrid_step,
+    "start_reduce_scatter:comm.reduce_scatter#1": partial(one_step, Case(dp=2, optimizer="zero1")),
+    "start_all_gather:comm.all_gather#1": partial(one_step, Case(dp=2, optimizer="zero1")),
+    "finish_reduce_scatter:comm.all_reduce#1": hybrid_step,
     "report_loss:comm.all_reduce#1": partial(steps_of_a_pipeline, Case(dp=2)),
     "report_loss:comm.broadcast#1": partial(steps_of_a_pipeline, Case(pp=2)),
     "Lockstep._transfer:comm.permute#1": partial(steps_in_rounds, Case(pp=2)),
@@ -159,8 +157,8 @@ CASES: dict[str, Callable[[], None]] = {
     "load_nxd:comm.gather_objects#1": exchanges.parameters_of_other_stages,
     "plan:comm.gather_objects#1": exchanges.what_each_rank_holds,
     "_compare:comm.gather_objects#1": exchanges.a_model_that_fits_on_one_rank_only,
+    "save:comm.gather_objects#1": exchanges.a_rank_that_cannot_write_its_file,
     "load_checkpoint:comm.gather_objects#1": exchanges.the_newest,
-    "load_checkpoint:comm.gather_objects#2": exchanges.one_damaged_file,
     **{
         f"{move}#1": mutations.even_moves
         for move in (
@@ -179,6 +177,7 @@ CASES: dict[str, Callable[[], None]] = {
     "total:spmd.all_reduce#1": mutations.totals,
     **{f"_Extreme.forward:comm.all_reduce#{number}": mutations.extremes for number in (1, 2)},
     "counts.call:comm.all_reduce#1": mutations.counted,
+    "ShardTensor.to_local:spmd.convert#1": mutations.local_part,
     "_inferred:comm.gather_objects#1": mutations.inferred_shapes,
     "_broadcast_object:comm.broadcast_object#1": mutations.one_ranks_tensor,
     **{f"_sent:comm.{verb}#1": mutations.one_ranks_tensor for verb in ("send", "recv", "broadcast")},

@@ -29,6 +29,7 @@ _COMPARED = (
 _MASK = "a rank's own piece of a mask, which has no gradient: nothing is communicated"
 _MEASURES = "predicts memory: a stand-in whose values are not used"
 _CLOCKS = "no tensors: ranks agree on file and clock of a trace (tests/pipeline/run/test_trace.py)"
+_ERRORS = "no tensors: whether a rank could write (tests/hf/test_save_errors.py)"
 EXEMPT = {
     "C10dCommunicator.start_all_gather:_all_gather_single#1": _NCCL,
     "C10dCommunicator.start_reduce_scatter:_reduce_scatter_single#1": _NCCL,
@@ -41,9 +42,7 @@ EXEMPT = {
         for verb in ("all_reduce", "all_gather", "all_to_all", "permute", "exchange")
     },
     **{f"Watched.start_{verb}:?.start_{verb}#1": _PASSED_ON for verb in VERBS},
-    "save_pretrained:comm.barrier#1": _ORDER,
-    "save:comm.barrier#1": _ORDER,
-    "save_pretrained:comm.barrier#2": _ORDER,
+    "_written_together:comm.gather_objects#1": _ERRORS,
     **{
         f"{composition}#1": _COMPARED
         for composition in (

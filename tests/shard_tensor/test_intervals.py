@@ -111,6 +111,11 @@ def test_empty_shards_own_nothing() -> None:
     assert cut([Run(0, 1, 4)], (0, 0, 3, 3, 4)) == [Piece(1, 0, 1, 3, 0), Piece(3, 0, 1, 1, 3)]
 
 
+def test_a_run_has_one_piece_for_each_owner() -> None:
+    assert cut([Run(7, -2, 4)], (0, 4, 8)) == [Piece(1, 3, -2, 2, 0), Piece(0, 3, -2, 2, 2)]
+    assert cut([Run(0, 3, 3)], (0, 4, 8)) == [Piece(0, 0, 3, 2, 0), Piece(1, 2, 3, 1, 2)]
+
+
 def test_repeated_positions_travel_once() -> None:
     plan = Plan((0, 2, 4), [[Run(3, 0, 5)], [Run(2, 1, 2)]])
     assert plan.of(1).sent == (1, 0) and plan.of(0).length == 5 and plan.rows(0) == 1

@@ -13,13 +13,14 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from neuronx_dist import comm
+from neuronx_dist.comm.backends import threads
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.shard_tensor.chains import plan_chain
 from neuronx_dist.shard_tensor.intervals import PADDING_MODES
 from neuronx_dist.shard_tensor.ops import pooling, resample, window
 from neuronx_dist.shard_tensor.ops.local_windows import ShardedDim, chained, set_interior_threshold
 from neuronx_dist.shard_tensor.windows import Sliding
-from tests.shard_tensor.sharding import assert_like_one_process, split_of
+from tests.shard_tensor.sharding import assert_like_one_process, own_part, split_of
 
 FULL = os.environ.get("NXD_FULL") == "1"
 EXAMPLES = 350 if FULL else 50  # of each of eight properties: 2,800, or 400
@@ -170,6 +171,42 @@ def interpolations(draw: st.DrawFn) -> dict[str, Any]:
         options["align_corners"] = draw(st.booleans())
         options["antialias"] = draw(st.booleans())
     return options
+
+
+def test_a_window_of_nothing_but_minus_infinity_has_the_position_that_torch_gives() -> None:
+    x = torch.full((1, 1, 9), -torch.inf, dtype=torch.float64)
+    for dilation in (1, 2):
+        options: dict[str, Any] = dict(stride=2, padding=1, dilation=dilation)
+        _, expected = F.max_pool1d(x, 3, return_indices=True, **options)
+
+        def rank_main(options: dict[str, Any] = options, expected: torch.Tensor = expected) -> None:
+            sharded = (ShardedDim(2, (0, 4, 9), "tp"),)
+            _, positions, shards = pooling.max_pool(own_part(x, sharded), (3,), sharded, **options)
+            assert torch.equal(positions, own_part(expected, shards))
+
+        threads.run(Mesh(2, tp=2), rank_main, timeout=3.0)
+
+
+@pytest.mark.parametrize("factor, mode", [(2.05, "nearest"), (2.05, "nearest-exact"), (1.04, "nearest")])
+def test_scale_factors_near_those_that_torch_shortcuts(factor: float, mode: str) -> None:
+    """In two dims. In one and three torch takes none forward, and takes it backward: that is no adjoint."""
+    sharded, mesh = (ShardedDim(2, (0, 5, 18), "tp"),), Mesh(2, tp=2)
+    for shape in ((1, 1, 18), (1, 1, 18, 2), (1, 1, 18, 2, 1)):
+        x = torch.randn(shape, dtype=torch.float64)
+        options: dict[str, Any] = dict(scale_factor=(factor, *[1.0] * (len(shape) - 3)), mode=mode)
+        if len(shape) == 4:
+            assert_like_one_process(
+                lambda x, options=options: F.interpolate(x, **options),
+                lambda x, sharded, options=options: resample.interpolate(x, sharded, **options),
+                x, [], sharded, mesh,
+            )  # fmt: skip
+        expected = F.interpolate(x, **options)
+
+        def rank_main(x: torch.Tensor = x, expected: torch.Tensor = expected, options: Any = options) -> None:
+            result, shards = resample.interpolate(own_part(x, sharded), sharded, **options)
+            assert torch.equal(result, own_part(expected, shards))
+
+        threads.run(mesh, rank_main, timeout=3.0)
 
 
 @given_cases

@@ -142,6 +142,11 @@ class SpmdTypeMode(Session):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if types and not self.paused:
+            for class_ in types:
+                if getattr(class_, "checked_inside", False):  # a tensor of local ones: its handlers are followed
+                    with self:
+                        return class_.__torch_function__(func, types, args, kwargs or {})
         handler = HANDLERS.get(func, _JUDGED)
         if handler is None:
             return func(*args, **kwargs) if kwargs else func(*args)

@@ -1,8 +1,7 @@
-"""Attention: `scaled_dot_product_attention`, and `nn.MultiheadAttention` by its parts."""
+"""`scaled_dot_product_attention`: as `attention_plan.py` says, by torch's function or by blocks."""
 
 from __future__ import annotations
 
-import types as python_types
 from collections.abc import Callable
 from typing import Any
 
@@ -121,19 +120,3 @@ def _noise(plan: AttentionPlan, dropout_p: float, q: torch.Tensor) -> torch.Tens
     """This rank's part of the noise of one process: all ranks draw all of it."""
     whole = torch.dropout(torch.ones(plan.weights, dtype=q.dtype, device=q.device), dropout_p, True)
     return whole[tuple(slice(*part) for part in plan.noise)]
-
-
-_function = F.multi_head_attention_forward
-_by_parts = python_types.FunctionType(
-    _function.__code__,
-    {**vars(F), "has_torch_function": lambda tensors: False},
-    _function.__name__,
-    _function.__defaults__,
-)
-_by_parts.__kwdefaults__ = _function.__kwdefaults__
-
-
-@sharded(F.multi_head_attention_forward)
-def multi_head_attention_forward(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
-    """Torch's own code, whose parts have handlers; it would ask for a handler of the whole again."""
-    return _by_parts(*args, **kwargs)

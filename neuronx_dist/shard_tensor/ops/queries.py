@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._C import DisableTorchFunctionSubclass
+from torch._C import DisableTorchFunction
 
 from ..handlers import sharded
 from ..redistribute import redistributed
@@ -35,7 +35,7 @@ size dim ndimension numel nelement element_size is_floating_point is_complex is_
     torch.can_cast,
 )
 def of_the_whole(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
-    with DisableTorchFunctionSubclass():
+    with DisableTorchFunction():
         return func(*args, **kwargs)
 
 

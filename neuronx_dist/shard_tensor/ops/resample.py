@@ -68,6 +68,7 @@ def interpolate(
             steps[each.dim - 2],
             antialias,
             torch.float64 if x.dtype == torch.float64 else torch.float32,
+            count == 2,
         )
         for each in sharded
         if each.dim >= 2

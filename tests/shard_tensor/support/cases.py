@@ -134,6 +134,19 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor, what: str) -> Non
 
 def run_case(case: Case, mesh_shape: tuple[int, ...], most: int = MOST) -> int:
     """Checks a case at all layouts on one mesh, and returns in how many it was not refused."""
+    rank = _checks(case, mesh_shape, most)
+    outcomes = threads.run(Mesh(torch.Size(mesh_shape).numel()), rank)
+    assert all(each == outcomes[0] for each in outcomes), "some ranks refuse, and others do not"
+    return outcomes[0].count("")
+
+
+def check_on_this_rank(case: Case, mesh_shape: tuple[int, ...], most: int = MOST) -> int:
+    """The same on one rank, in a process of its own."""
+    return _checks(case, mesh_shape, most)().count("")
+
+
+def _checks(case: Case, mesh_shape: tuple[int, ...], most: int) -> Callable[[], list[str]]:
+    """What a rank does: it checks all layouts, and returns what each was refused with."""
     plain = operands(case)
     expected = tensors(case.function(*plain))
     weights = [torch.randn(y.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) for y in expected]
@@ -147,9 +160,7 @@ def run_case(case: Case, mesh_shape: tuple[int, ...], most: int = MOST) -> int:
         mesh = DeviceMesh("cpu", torch.arange(world).view(mesh_shape))
         return [_one(case, layout, mesh, plain, [y.detach() for y in expected], weights) for layout in todo]
 
-    outcomes = threads.run(Mesh(world), rank)
-    assert all(each == outcomes[0] for each in outcomes), "some ranks refuse, and others do not"
-    return outcomes[0].count("")
+    return rank
 
 
 def _one(

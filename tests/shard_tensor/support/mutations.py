@@ -23,6 +23,7 @@ __all__ = [
     "even_moves",
     "extremes",
     "inferred_shapes",
+    "local_part",
     "one_ranks_tensor",
     "partial_maximum",
     "summand",
@@ -162,6 +163,15 @@ def inferred_shapes() -> None:
     def step(mesh):
         x = ShardTensor.from_local(torch.ones(_UNEVEN[mesh.get_rank()]), mesh, [Shard(0)])
         assert x._spec.sizes == (_UNEVEN,)
+
+    on_ranks(2, step)
+
+
+def local_part() -> None:
+    def step(mesh):
+        w = _leaf(whole(4), mesh, Replicate())
+        (w.to_local(grad_placements=[Partial()]) * (mesh.get_rank() + 1)).sum().backward()
+        assert_close(w.grad.full_tensor(), torch.full((4,), 3.0, dtype=torch.float64), "summed over the ranks")
 
     on_ranks(2, step)
 

@@ -2,8 +2,8 @@
 
     PJRT_DEVICE=CPU CPU_NUM_DEVICES=4 python -m tests.xla.programs.saving FOLDER     # with the file `states`
 
-The one thing that stands in for another is `rendezvous`: torch_xla does it by a collective of the devices, which it does not
-execute between those of the CPU. Another collective would wait for ever.
+The one thing that stands in for another is `rendezvous`: torch_xla does it by a collective of the devices, which it
+does not execute between those of the CPU. Another collective would wait for ever.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ import torch
 import neuronx_dist as nxd
 from neuronx_dist import comm
 from neuronx_dist.checkpoint import files
+from neuronx_dist.checkpoint.storage import open_storage
+from neuronx_dist.checkpoint.tags import CheckpointFolder
 from neuronx_dist.xla_replay import training_state
 from tests.xla.programs import training
 from tests.xla.programs.foundation import state_dicts
@@ -100,6 +102,8 @@ def setup_and_save(*arguments: Any) -> tuple[Callable[..., Any], Callable[[], An
         values = state()
         with tempfile.TemporaryDirectory() as folder, _alone():
             model, optimizer = _of(step)
+            for tag in ("a", "b") if comm.rank("world") else ():  # rank 0 is not there to do it
+                CheckpointFolder(open_storage(folder)).begin(tag)
             nxd.save_checkpoint(folder, "a", model, optimizer)
             nxd.save_checkpoint(folder, "b", model, optimizer, async_save=True)
             nxd.finalize_checkpoint()

@@ -1,0 +1,99 @@
+"""What a rank writes, copied to memory that is kept between saves, most of it beside the run.
+
+Parameters and what their optimizer keeps do not change between two steps of it, so they are copied in the background,
+and the next step waits for what is not copied yet (CheckFreq: Mohan, Phanishayee and Chidambaram, FAST 2021). All else
+is copied at once. Version counters of tensors tell when something else than the optimizer has changed one too early.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from .errors import CheckpointError
+
+__all__ = ["Copy", "Staging", "changes_in_step_only"]
+
+
+class Copy(NamedTuple):
+    """A tensor and the memory that it is copied to, of its shape."""
+
+    target: torch.Tensor
+    source: torch.Tensor
+
+
+def changes_in_step_only(source: torch.Tensor, storages: Collection[int]) -> bool:
+    """Whether a tensor lies in one of these storages (by address), and a thread can copy it beside the run."""
+    if source.device.type not in ("cpu", "cuda") or source.is_inference():
+        return False
+    return source.untyped_storage().data_ptr() in storages
+
+
+class Staging:
+    """Copies that a background thread makes, for which the optimizer's next step waits.
+
+    Args:
+        buffer: the memory of all copies.
+        copies: those that are made in the background.
+        optimizer: which alone changes their sources.
+    """
+
+    def __init__(self, buffer: torch.Tensor, copies: Sequence[Copy], optimizer: torch.optim.Optimizer | None) -> None:
+        self.buffer = buffer
+        self._copies = [(copy, copy.source._version) for copy in copies]
+        self._copied = threading.Event()
+        self._event = None
+        self._hook: Any = None
+        if optimizer is not None and copies:
+            self._hook = optimizer.register_step_pre_hook(self._wait)
+        if any(copy.source.is_cuda for copy in copies):
+            self._event = torch.cuda.Event()  # what computes the sources comes before the copies
+            self._event.record()
+        elif not copies:
+            self._copied.set()
+
+    def finish(self) -> None:
+        """Makes the copies (in the background).
+
+        Raises:
+            CheckpointError: a tensor was changed before it was copied.
+        """
+        try:
+            if self._event is None:
+                self._copy()
+            else:
+                stream = torch.cuda.Stream()
+                stream.wait_event(self._event)
+                with torch.cuda.stream(stream):
+                    self._copy()
+        finally:
+            self._copies = []
+            self._copied.set()
+
+    def close(self) -> None:
+        """Lets the optimizer go on without asking."""
+        self._copied.set()
+        if self._hook is not None:
+            self._hook.remove()
+
+    @torch.no_grad()
+    def _copy(self) -> None:
+        changed = []
+        for (target, source), version in self._copies:
+            target.copy_(source, non_blocking=True)
+            if source.is_cuda:
+                torch.cuda.current_stream().synchronize()
+            if source._version != version:
+                changed.append(tuple(source.shape))
+        if changed:
+            raise CheckpointError(
+                f"{len(changed)} tensors of the model or the optimizer were changed by something else than "
+                f"optimizer.step() while they were copied, the first of shape {changed[0]}: call finalize_checkpoint() "
+                f"before, or save with async_save=False"
+            )
+
+    def _wait(self, *_: Any) -> None:
+        self._copied.wait()

@@ -1,0 +1,237 @@
+"""Reductions that start while backward still runs: that of a bucket when its last gradient is there.
+
+    reduction = BackwardReduction(buckets)      # buckets(): in the order in which they start, on all ranks the same
+    reduction.watch(param)                      # each of them, once
+    ...                                         # backward: hooks start one bucket after the other
+    reduction.finish(store)                     # starts those that are left, and awaits all
+
+What starts in backward is final: a gradient that is written afterwards is an error, at the next backward or at
+`finish`. So all backwards of a step but the last are inside of `no_sync(model)`, which pauses the hooks.
+
+Buckets start in one fixed order, as those of torch's DistributedDataParallel do (Li et al., 2020): a rank's autograd
+may finish them in another one, and a collective must be the same on all ranks. One that lacks a gradient therefore
+holds back those after it, and they start after backward.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakMethod, ref
+
+import torch
+
+from .. import comm
+from ..spmd.watching import active
+from .buckets import overlap
+from .gradient import ParameterGradient
+
+__all__ = ["BackwardReduction", "Bucket", "is_late", "paused", "release", "start_complete"]
+
+
+@dataclass
+class Bucket:
+    """Gradients that travel together.
+
+    Attributes:
+        gradients: of the parameters.
+        start: starts their reduction; returns what is awaited.
+        finish: awaits it and stores the result.
+        in_backward: whether they are complete as backward leaves them. Else something is added to them after it, over
+            tp for instance, and they start after those that are.
+    """
+
+    gradients: list[ParameterGradient]
+    start: Callable[[], Any]
+    finish: Callable[[Any], None]
+    in_backward: bool = True
+    handle: Any = None
+    sent: list[tuple[torch.Tensor | None, int]] = field(default_factory=list)  # the gradients, and their versions
+
+    def launch(self) -> None:
+        """Starts the reduction, if that was not done yet."""
+        if self.handle is None:
+            self.handle = self.start()
+            grads = [gradient.tensor for gradient in self.gradients]
+            self.sent = [(grad, 0 if grad is None else grad._version) for grad in grads]
+
+    def refuse_changes(self) -> None:
+        """Raises if a gradient is another one than that which was sent."""
+        for gradient, (sent, version) in zip(self.gradients, self.sent):
+            grad = gradient.tensor
+            if grad is not sent or (grad is not None and grad._version != version):
+                raise RuntimeError(
+                    f"the gradient of a parameter of shape {tuple(gradient.param.shape)} was written after its "
+                    f"reduction had started in backward (overlap=True): the change would be lost. Leave the clipping "
+                    f"and scaling to the optimizer, do it in a hook of the parameter, or switch overlap off"
+                )
+
+
+class BackwardReduction:
+    """The reductions of one step, started in its last backward; then those of the next one.
+
+    Args:
+        buckets: a method of the owner that makes the buckets of a step, in the order of their start. They depend on the
+            parameters alone, so that they are the same on all ranks. It is held weakly, as this object is by the hooks:
+            when the owner is gone, backward starts nothing.
+    """
+
+    def __init__(self, buckets: Callable[[], list[Bucket]]) -> None:
+        self._buckets = WeakMethod(buckets)
+        self._step: _Step | None = None
+        self._pauses = 0
+        self._lock = threading.RLock()  # autograd has a thread for each device
+
+    def watch(self, param: torch.Tensor) -> None:
+        """From now on backward tells of this parameter's gradient, and no other object of this class.
+
+        A hook that moves gradients elsewhere (`main_grad`) is registered before.
+        """
+        release(param)
+        param.register_post_accumulate_grad_hook(_Hook(self))
+
+    def start(self) -> None:
+        """Starts what has not started: gradients are complete."""
+        with self._lock:
+            self._begun().launch_all()
+
+    def finish(self) -> None:
+        """Starts what has not started, and stores all results. It ends the step.
+
+        Raises:
+            RuntimeError: a gradient was written after its reduction had started.
+        """
+        step, self._step = self._begun(), None
+        for bucket in step.buckets:
+            if bucket.handle is not None:
+                bucket.refuse_changes()
+        overlap(step.buckets, Bucket.launch, lambda bucket, _: bucket.finish(bucket.handle))
+
+    def drop(self) -> None:
+        """Ends a step that is left out: what has started is awaited, and forgotten."""
+        step, self._step = self._step, None
+        if step is not None:
+            step.launch_all()  # other ranks may have started more
+            for bucket in step.buckets:
+                bucket.handle.wait()
+
+    def _begun(self) -> _Step:
+        if self._step is None:
+            buckets = self._buckets()
+            assert buckets is not None  # the owner of this object has its method
+            self._step = _Step(buckets())
+        return self._step
+
+    @torch.no_grad()
+    def accumulated(self, param: torch.Tensor) -> None:
+        """Backward has added to the gradient of `param`. A type check sees all collectives in the step."""
+        if self._pauses or active() is not None:
+            return
+        with self._lock:
+            if self._step is not None and self._step.was_left_out(param):
+                self.drop()
+            self._begun().accumulated(param)
+
+
+class _Step:
+    """The buckets of one step, in the order of their start."""
+
+    def __init__(self, buckets: list[Bucket]) -> None:
+        early = [bucket for bucket in buckets if bucket.in_backward]
+        self.buckets = [*early, *(bucket for bucket in buckets if not bucket.in_backward)]
+        self._number = {id(each.param): i for i, bucket in enumerate(self.buckets) for each in bucket.gradients}
+        self._missing = [len(bucket.gradients) for bucket in early]
+        self._next = 0
+        self._arrived: dict[int, torch.Tensor | None] = {}  # by parameter, of the buckets that start in backward
+
+    def was_left_out(self, param: torch.Tensor) -> bool:
+        """Whether the gradient that this parameter had in this step is gone: it was cleared, without a step."""
+        arrived = self._arrived.get(id(param))
+        return arrived is not None and arrived is not ParameterGradient(param).tensor
+
+    def accumulated(self, param: torch.Tensor) -> None:
+        """The gradient of `param` is there: starts all buckets that are complete, in their order.
+
+        Raises:
+            RuntimeError: it was there already.
+        """
+        number = self._number.get(id(param))
+        if number is None:
+            return
+        if id(param) in self._arrived or self.buckets[number].handle is not None:
+            raise RuntimeError(
+                f"backward has added to the gradient of a parameter of shape {tuple(param.shape)} after its reduction "
+                f"over the data may have started (overlap=True). If this is another backward of one step, make all but "
+                f"the last inside of `with neuronx_dist.no_sync(model):`. If a step was left out, clear the gradients "
+                f"by the optimizer's zero_grad(). If a layer that is used several times is checkpointed, pass "
+                f"use_reentrant=False"
+            )
+        if number >= len(self._missing):
+            return
+        self._arrived[id(param)] = ParameterGradient(param).tensor
+        self._missing[number] -= 1
+        while self._next < len(self._missing) and not self._missing[self._next]:
+            self.buckets[self._next].launch()
+            self._next += 1
+
+    def launch_all(self) -> None:
+        for bucket in self.buckets:
+            bucket.launch()
+
+
+class _Hook:
+    """Tells a reduction of a gradient. It does not keep it."""
+
+    def __init__(self, reduction: BackwardReduction) -> None:
+        self.reduction = ref(reduction)
+
+    def __call__(self, param: torch.Tensor) -> None:
+        reduction = self.reduction()
+        if reduction is not None:
+            reduction.accumulated(param)
+
+
+def _hooks(param: torch.Tensor) -> dict[int, _Hook]:
+    hooks = param._post_accumulate_grad_hooks
+    return {key: hook for key, hook in hooks.items() if isinstance(hook, _Hook)} if hooks else {}
+
+
+def is_late(gradient: ParameterGradient) -> bool:
+    """Whether something is added to a gradient after backward: over tp, or over the stages that hold a tied weight."""
+    return comm.size("pp") > 1 or (gradient.is_partial_over_tp and comm.size("tp") > 1)
+
+
+def release(param: torch.Tensor) -> None:
+    """Nobody is told of this parameter's gradients any more."""
+    for key in _hooks(param):
+        del param._post_accumulate_grad_hooks[key]
+
+
+def start_complete(params: Iterable[torch.Tensor]) -> None:
+    """The gradients of these parameters are complete: their reductions start. A type check sees them in the step."""
+    for reduction in _reductions_of(params):
+        reduction.start()
+
+
+@contextmanager
+def paused(params: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Nothing starts in the backwards inside, in which gradients are not complete yet."""
+    reductions = _reductions_of(params)
+    for reduction in reductions:
+        reduction._pauses += 1
+    try:
+        yield
+    finally:
+        for reduction in reductions:
+            reduction._pauses -= 1
+
+
+def _reductions_of(params: Iterable[torch.Tensor]) -> list[BackwardReduction]:
+    """Who is told of the gradients of these parameters, in the order of the parameters."""
+    if active() is not None:
+        return []
+    known = (hook.reduction() for param in params for hook in _hooks(param).values())
+    return list(dict.fromkeys(reduction for reduction in known if reduction is not None))

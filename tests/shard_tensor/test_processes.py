@@ -1,0 +1,55 @@
+"""A sample on gloo processes, and what only processes have: process groups, torch's DTensor and DeviceMesh."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import distribute_tensor as distribute_dtensor
+
+from neuronx_dist import distributed
+from neuronx_dist.shard_tensor import DeviceMesh, Replicate, Shard, ShardTensor
+from tests.shard_tensor.support.cases import assert_close, check_on_this_rank
+from tests.shard_tensor.support.table import MATMUL, POINTWISE, REDUCE, VIEWS
+from tests.support.pool import processes
+
+pytestmark = pytest.mark.process
+SAMPLE = {case.name for family in (POINTWISE, MATMUL, VIEWS, REDUCE) for case in family[::5]}
+
+
+def whole(*shape: int) -> torch.Tensor:
+    return torch.linspace(1, 2, torch.Size(shape).numel(), dtype=torch.float64).view(shape)
+
+
+def sample() -> int:
+    cases = [case for case in (*POINTWISE, *MATMUL, *VIEWS, *REDUCE) if case.name in SAMPLE]
+    return sum(check_on_this_rank(case, (2,), 4) for case in cases)
+
+
+def test_a_sample_of_the_table():
+    first, second = processes(2).run(sample, mesh={})
+    assert first == second > 50
+
+
+def torchs_tensors():
+    mesh = distributed.init_device_mesh("cpu", (2,))
+    theirs = mesh.to_torch()
+    assert DeviceMesh.from_torch(theirs) is mesh
+    x = distribute_dtensor(whole(7, 3), theirs, [Shard(0)]).requires_grad_()
+    y = ShardTensor.from_dtensor(x)
+    assert y.placements == (Shard(0),) and y._spec.sizes == ((4, 3),)
+    (y * whole(3)).sum().backward()
+    assert_close(x.grad.full_tensor(), whole(3).expand(7, 3), "gradient of a DTensor")
+    z = distributed.distribute_tensor(whole(7, 3).requires_grad_(), mesh, [Shard(0)], sizes=[(1, 6)])
+    d = z.to_dtensor()
+    assert isinstance(d, DTensor) and d.shape == (7, 3)
+    assert_close(d.full_tensor().detach(), whole(7, 3), "as a DTensor")
+    local = whole(3) * (dist.get_rank() + 1)
+    dist.all_reduce(local, group=mesh.get_group())
+    assert_close(local, whole(3) * 3, "a raw collective on get_group()")
+    assert distributed.ones(4, device_mesh=mesh, placements=[Replicate()]).sum().item() == 4
+
+
+def test_torchs_tensors_and_groups():
+    processes(2).run(torchs_tensors, mesh={})
