@@ -1,8 +1,8 @@
 """Where rows stand in a sequence, for causal attention: a tensor's rows are runs of positions.
 
 The rows of a rank are mostly one run. In zig-zag order (Llama 3, arXiv:2407.21783, section 3.3.2) the sequence is cut
-into `2 * ranks` chunks, and rank r has chunks r and `2 * ranks - 1 - r`: under a causal mask every rank computes the same
-number of scores.
+into `2 * ranks` chunks, and rank r has chunks r and `2 * ranks - 1 - r`: every rank computes the same number of scores
+under a causal mask.
 """
 
 from __future__ import annotations

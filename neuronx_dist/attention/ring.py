@@ -4,8 +4,8 @@ Ring: queries and keys are sharded along the sequence. Blocks of keys and values
 queries' attention to each. The next block travels while one is computed. Backward sends keys and values around again,
 and their gradients after them, which arrive at home with the last pass.
 
-Sum: queries are whole on every rank, keys are sharded. Each rank attends to its own keys, and the outputs are merged by
-two all-reduces, of the highest log-sum-exp and of the weighted outputs. Backward communicates nothing.
+Merged: queries are whole on every rank, keys are sharded. Each rank attends to its own keys. Every rank gets all ranks'
+log-sum-exps, one number a row, and the outputs, weighted by them, are summed. Backward communicates nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Keys(NamedTuple):
 
     Attributes:
         sizes: how many keys each rank of the axis has; one size, if this rank has all of them.
-        merged: True: the queries are the same on all ranks (sum); False: they are sharded too (ring).
+        merged: True: the queries are the same on all ranks; False: they are sharded too, and keys go around the ring.
         queries, positions: under a causal mask the positions of this rank's queries, and of all keys in the order of
             the ranks; None: every query sees every key.
     """
@@ -182,7 +182,7 @@ class _Attention(torch.autograd.Function):
         dq, dmask = _zeros(q), torch.zeros_like(mask, dtype=_wide(mask)) if of_mask else None
         home = travelling = None
         for owner, keys, values in _turn(k, v, use):
-            dk, dv, flat = _pair(keys, values)
+            dk, dv = _zeros(keys), _zeros(values)
             for piece, block in use.blocks(q, keys, values, mask, noise, owner):
                 rows = piece.rows
                 grads = blocks.backward(block, _cut(grad, rows), _cut(out, rows), lse[..., rows[0] : rows[1]], of_mask)
@@ -193,14 +193,14 @@ class _Attention(torch.autograd.Function):
                     part = _cut(dmask, rows, (offset + piece.keys[0], offset + piece.keys[1]))
                     part.add_(grads[3].sum_to_size(part.shape))
             if home is None:
-                home = dk, dv, flat
+                home = dk, dv
                 continue
             if travelling is not None:
-                flat.add_(travelling.wait())
-            travelling = _Passing(flat, owner, use, _row(k, v))
+                dk, dv = _sum((dk, dv), travelling.wait())
+            travelling = _Passing(dk, dv, owner, use)
         assert home is not None
         if travelling is not None:
-            home[2].add_(travelling.wait())
+            home = _sum(home, travelling.wait())
         return (
             dq.to(q.dtype),
             home[0].to(k.dtype),
@@ -228,20 +228,12 @@ def _nothing(q: torch.Tensor, v: torch.Tensor, dtype: torch.dtype) -> tuple[torc
 
 def _merged(out: torch.Tensor, lse: torch.Tensor, group: Communicator) -> tuple[torch.Tensor, torch.Tensor]:
     """The attention to the keys of all ranks."""
-    base = blocks.without_infinity(comm.all_reduce(lse, group, op="max"))
-    weight = (lse - base).exp_().unsqueeze(-1)
-    total = comm.all_reduce(torch.cat([out * weight, weight], -1), group)
-    weight = total[..., -1:]
-    lse = weight.squeeze(-1).log() + base
-    return total[..., :-1] / weight.masked_fill(weight == 0, 1.0), lse
+    total = comm.all_gather(lse.unsqueeze(0), group).logsumexp(0)
+    weight = (lse - blocks.without_infinity(total)).exp_()
+    return comm.all_reduce(out * weight.unsqueeze(-1), group), total
 
 
 # --- around the ring --------------------------------------------------------------------------------------------------
-
-
-def _row(k: torch.Tensor, v: torch.Tensor) -> int:
-    """Elements of a key and a value, over batch and heads."""
-    return k.shape[0] * k.shape[1] * (k.shape[3] + v.shape[3])
 
 
 def _turn(k: torch.Tensor, v: torch.Tensor, use: _Use) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
@@ -250,44 +242,35 @@ def _turn(k: torch.Tensor, v: torch.Tensor, use: _Use) -> Iterator[tuple[int, to
     if group is None or group.size == 1 or use.keys.merged:
         yield use.rank, k, v
         return
-    flat = torch.cat([k.reshape(-1), v.reshape(-1)])
-    own_k, own_v = k, v
     for step in range(group.size):
         owner = (use.rank - step) % group.size
-        passing = _Passing(flat, owner, use, _row(k, v)) if step < group.size - 1 else None
-        yield owner, own_k, own_v
+        passing = _Passing(k, v, owner, use) if step < group.size - 1 else None
+        yield owner, k, v
         if passing is not None:
-            flat = passing.wait()
-            own_k, own_v = _views(flat, k, v, use.keys.sizes[(owner - 1) % group.size])
+            k, v = passing.wait()
 
 
 class _Passing:
-    """A block's tensor on its way to the next rank, while that of the rank before comes."""
+    """A block's keys and values on their way to the next rank, in one message, while those of the rank before come."""
 
-    def __init__(self, flat: torch.Tensor, owner: int, use: _Use, row: int) -> None:
+    def __init__(self, k: torch.Tensor, v: torch.Tensor, owner: int, use: _Use) -> None:
         group = use.group
         assert group is not None
         size, rank = group.size, int(group.rank)
-        self._sent = flat
-        self._received = flat.new_empty(row * use.keys.sizes[(owner - 1) % size])
-        nothing = flat.new_empty(0)
+        keys = use.keys.sizes[(owner - 1) % size]
+        self._width = k.shape[3]
+        self._received = k.new_empty((*k.shape[:2], keys, k.shape[3] + v.shape[3]))
+        nothing = k.new_empty(0)
         sends, recvs = [nothing] * size, [nothing] * size
-        sends[(rank + 1) % size], recvs[(rank - 1) % size] = flat, self._received
+        sends[(rank + 1) % size], recvs[(rank - 1) % size] = torch.cat([k, v], -1), self._received
         self._handle: Any = comm.exchange(sends, recvs, group, async_op=True)
 
-    def wait(self) -> torch.Tensor:
+    def wait(self) -> tuple[torch.Tensor, torch.Tensor]:
         self._handle.wait()
-        return self._received
+        return self._received[..., : self._width], self._received[..., self._width :]
 
 
-def _views(flat: torch.Tensor, k: torch.Tensor, v: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values in one tensor."""
-    shape_k, shape_v = (*k.shape[:2], size, k.shape[3]), (*v.shape[:2], size, v.shape[3])
-    middle = torch.Size(shape_k).numel()
-    return flat[:middle].view(shape_k), flat[middle:].view(shape_v)
-
-
-def _pair(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of keys and values, and the one tensor that holds both."""
-    flat = k.new_zeros(k.numel() + v.numel(), dtype=_wide(k))
-    return *_views(flat, k, v, k.shape[2]), flat
+def _sum(
+    a: tuple[torch.Tensor, torch.Tensor], b: tuple[torch.Tensor, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return a[0].add_(b[0]), a[1].add_(b[1])

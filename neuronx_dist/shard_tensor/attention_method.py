@@ -164,13 +164,11 @@ def predicted(
         return max(sent, received) * (2 if grad else 1)
 
     copies = 2 if grad else 1  # gradients are as large
-    costs = {
-        "ring": Cost(max(map(ring, rank_numbers)) * itemsize, 2 * max(sizes_k) * row_k * copies * itemsize),
-        "gather": Cost(max(map(gather, rank_numbers)) * itemsize, keys * row_k * copies * itemsize),
-    }
+    costs = {"ring": Cost(max(map(ring, rank_numbers)) * itemsize, 2 * max(sizes_k) * row_k * copies * itemsize)}
     if heads_divide:
         memory = (sum(sizes_q) * row_q + keys * row_k) // ranks * copies * itemsize
         costs["all_to_all"] = Cost(max(map(all_to_all, rank_numbers)) * itemsize, memory)
+    costs["gather"] = Cost(max(map(gather, rank_numbers)) * itemsize, keys * row_k * copies * itemsize)
     return costs
 
 
