@@ -2,8 +2,8 @@
 
 Shapes: q `[b, heads, rows, e]`, k `[b, kv heads, keys, e]`, v `[b, kv heads, keys, ev]`; `heads` is a multiple of
 `kv heads`. mask `[b or 1, heads or 1, rows, keys]`, boolean (True: seen) or added to the scores. noise, of dropout,
-`[b, heads, rows, keys]`: 0 or 1 / (1 - p). out `[b, heads, rows, ev]`, lse `[b, heads, rows]`, -inf where a row sees
-nothing.
+`[b, heads, rows, keys]`: 0 or 1 / (1 - p). out `[b, heads, rows, ev]`. lse `[b, heads, rows]`, which is -inf for rows
+that see nothing.
 
 torch's fused kernel for CPUs computes a block where it can; elsewhere its formula is written out. Both backwards take
 the log-sum-exp and the output of the *whole* row, so that blocks are differentiated one by one (Dao, arXiv:2307.08691;
