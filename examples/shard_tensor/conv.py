@@ -4,6 +4,7 @@ torchrun --nproc-per-node 2 examples/shard_tensor/conv.py [--size full]
 """
 
 import copy
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,8 +20,8 @@ def main() -> None:
     n, _ = size_of(128, full=1024)
 
     torch.manual_seed(0)
-    alone = nn.Conv2d(8, 8, 3, padding=1, device=manager.device)
-    conv = distribute_module(copy.deepcopy(alone), mesh)
+    alone: Any = nn.Conv2d(8, 8, 3, padding=1, device=manager.device)
+    conv: Any = distribute_module(copy.deepcopy(alone), mesh)
     image = torch.randn(1, 8, n, n, device=manager.device)
     x = scatter_tensor(image, 0, mesh, (Shard(2),), requires_grad=True)
 

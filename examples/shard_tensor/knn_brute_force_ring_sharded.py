@@ -6,6 +6,8 @@ While a rank searches one part of the points, the next part is on its way.
     torchrun --nproc-per-node 2 examples/shard_tensor/knn_brute_force_ring_sharded.py [--size full]
 """
 
+from typing import Any
+
 import knn_brute_force_baseline
 import torch
 from knn_brute_force_baseline import FULL, LAPTOP
@@ -23,13 +25,13 @@ def knn(x: torch.Tensor, y: torch.Tensor, n: int) -> tuple[torch.Tensor, torch.T
     return knn_brute_force_baseline.knn(x, y, n)
 
 
-def knn_ring(func, types, args, kwargs):
+def knn_ring(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     x, y, n = args
     mesh, ring = x._spec.mesh, RingPassingConfig(mesh_dim=0)
     size, rank = mesh.size(0), mesh.get_local_rank(0)
     rows = x._spec.sizes[0]
     part, queries = x.to_local(), y.to_local()
-    best = None
+    best: Any = None
     for step in range(size):
         following = None
         if step + 1 < size:  # what comes is the part of the rank that is one further behind
@@ -49,7 +51,7 @@ def knn_ring(func, types, args, kwargs):
     )
 
 
-def nearest(one, other, n):
+def nearest(one: Any, other: Any, n: int) -> Any:
     """The `n` nearest of two sets of neighbours."""
     points, distances = (torch.cat(pair, dim=1) for pair in zip(one, other))
     distances, indices = torch.topk(distances, k=min(n, distances.shape[1]), dim=1, largest=False)
@@ -66,7 +68,7 @@ def main() -> None:
     (to_search, targets, n), small = size_of(LAPTOP, FULL)
 
     torch.manual_seed(0)
-    whole = [
+    whole: list[Any] = [
         torch.randn(count, 3, device=manager.device) if small or manager.rank == 0 else None
         for count in (to_search, targets)
     ]
@@ -74,12 +76,12 @@ def main() -> None:
 
     with report() as r:
         neighbours, distances = knn(x, y, n)
-    rows, rank, size = x._spec.sizes[0], manager.rank, manager.world_size
+    rows, rank, size = x._spec.sizes[0] or (), manager.rank, manager.world_size
     hops = [(rows[(rank - step) % size], rows[(rank - step - 1) % size]) for step in range(size - 1)]
     steps = {"exchange": size - 1} if size > 1 else {}
     expect_traffic(r, steps, sum(max(hop) * 3 * 4 for hop in hops))
     if small:
-        expected, expected_distances = knn(*whole, n)
+        expected, expected_distances = knn(whole[0], whole[1], n)
         expect_equal("distances", distances, expected_distances)
         expect_equal("neighbours", neighbours, expected)
     say(f"{targets:,} points in {to_search:,}: {seconds(lambda: knn(x, y, n)) * 1e3:.2f} ms a call")

@@ -3,6 +3,8 @@
 torchrun --nproc-per-node 2 examples/shard_tensor/knn_brute_force_sharded.py [--size full]
 """
 
+from typing import Any
+
 import torch
 from knn_brute_force_baseline import FULL, LAPTOP, knn
 from tutorial import expect_equal, say, seconds, size_of
@@ -17,7 +19,7 @@ def main() -> None:
     (to_search, targets, n), small = size_of(LAPTOP, FULL)
 
     torch.manual_seed(0)
-    whole = [
+    whole: list[Any] = [
         torch.randn(count, 3, device=manager.device) if small or manager.rank == 0 else None
         for count in (to_search, targets)
     ]
@@ -27,7 +29,7 @@ def main() -> None:
         neighbours, distances = knn(x, y, n)
     say(r)
     if small:
-        expected, expected_distances = knn(*whole, n)
+        expected, expected_distances = knn(whole[0], whole[1], n)
         expect_equal("distances", distances, expected_distances)
         expect_equal("neighbours", neighbours, expected)
     say(f"{targets:,} points in {to_search:,}: {seconds(lambda: knn(x, y, n)) * 1e3:.2f} ms a call")

@@ -3,6 +3,8 @@
 torchrun --nproc-per-node 2 examples/shard_tensor/reshape_subtract.py [--size full]
 """
 
+from typing import Any
+
 import torch
 from tutorial import expect_equal, expect_traffic, say, size_of
 
@@ -17,6 +19,8 @@ def main() -> None:
 
     torch.manual_seed(0)
     a, b = (torch.randn(count, 3, device=manager.device) for count in (n, m))
+    a_sharded: Any
+    b_sharded: Any
     a_sharded, b_sharded = (scatter_tensor(each, 0, mesh, (Shard(0),)) for each in (a, b))
     say(f"a_sharded shape and placement: {a_sharded.shape}, {a_sharded.placements}")
     say(f"b_sharded shape and placement: {b_sharded.shape}, {b_sharded.placements}")

@@ -5,6 +5,7 @@ Changed are the imports, the device, and what is no Python there: `DeviceMesh(de
 
     torchrun --nproc-per-node 4 examples/shard_tensor/rfc.py
 """
+# mypy: ignore-errors
 
 import torch
 import torch.nn as nn

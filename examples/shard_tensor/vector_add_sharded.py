@@ -3,6 +3,8 @@
 torchrun --nproc-per-node 2 examples/shard_tensor/vector_add_sharded.py [--size full]
 """
 
+from typing import Any
+
 import torch
 from tutorial import expect_equal, expect_traffic, say, seconds, size_of
 from vector_add_baseline import f
@@ -17,7 +19,7 @@ def main() -> None:
     (n,), small = size_of((1_000_003,), full=(1_000_000_000,))
 
     torch.manual_seed(0)
-    whole = [torch.randn(n, device=manager.device) if small or manager.rank == 0 else None for _ in range(2)]
+    whole: list[Any] = [torch.randn(n, device=manager.device) if small or manager.rank == 0 else None for _ in range(2)]
     a, b = (scatter_tensor(each, 0, mesh, (Shard(0),), requires_grad=True) for each in whole)
 
     with report() as r:

@@ -6,6 +6,8 @@ gradients do not pass; `spmd.all_reduce` is the same sum with types, so that bot
     torchrun --nproc-per-node 2 examples/shard_tensor/vector_dot_sharded.py [--size full]
 """
 
+from typing import Any
+
 import torch
 from tutorial import expect_equal, expect_traffic, say, seconds, size_of
 from vector_dot_baseline import f
@@ -14,8 +16,8 @@ from neuronx_dist import spmd
 from neuronx_dist.shard_tensor import DistributedManager, Replicate, Shard, ShardTensor, report, scatter_tensor
 
 
-def sharded_dot_product(func, types, args, kwargs):
-    def extract_args(x, y, *args, **kwargs):
+def sharded_dot_product(func: Any, types: Any, args: Any, kwargs: Any) -> ShardTensor:
+    def extract_args(x: Any, y: Any, *args: Any, **kwargs: Any) -> Any:
         return x, y
 
     x, y = extract_args(*args, **kwargs)
@@ -41,7 +43,7 @@ def main() -> None:
 
     torch.manual_seed(0)
     dtype = torch.float64 if small else torch.float32
-    whole = [
+    whole: list[Any] = [
         torch.randn(n, device=manager.device, dtype=dtype) if small or manager.rank == 0 else None for _ in range(2)
     ]
     x, y = (scatter_tensor(each, 0, mesh, (Shard(0),), requires_grad=True) for each in whole)

@@ -62,6 +62,16 @@ def test_the_tutorial_s_scripts(size):
     assert all(not text for other in others for text in other.values())
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("size", "domain"), [(2, 2), (4, 2), (4, 4)])
+def test_training_a_u_net(size, domain):
+    """Every loss, gradient and weight is that of one process; rows that do not divide."""
+    flags = ["--domain", str(domain), "--verify", "--steps", "2", "--rows", "26"]
+    first, *_ = processes(size).run(run, "train_unet", *flags, initialize=False)
+    assert first.count("every gradient: equal to one process") == 2
+    assert "every weight: equal to one process" in first
+
+
 @pytest.mark.parametrize("name", BASELINES)
 def test_what_they_are_compared_with(name):
     assert "ms a call" in run(name)
