@@ -23,6 +23,7 @@ __all__ = [
     "even_moves",
     "extremes",
     "inferred_shapes",
+    "moved_to_another_mesh",
     "one_ranks_tensor",
     "partial_maximum",
     "summand",
@@ -186,5 +187,16 @@ def synchronised() -> None:
         module.weight = nn.Parameter(whole(3) * (mesh.get_rank() + 1))
         sync_module_over_mesh(module, mesh)
         assert_close(module.weight.detach(), whole(3), "a parameter of one rank")
+
+    on_ranks(2, step)
+
+
+def moved_to_another_mesh() -> None:
+    def step(mesh):
+        x = _leaf(whole(4, 2), mesh, Shard(0), _UNEVEN)
+        y = x.redistribute(DeviceMesh("cpu", [1, 0]), [Shard(1)])
+        assert_close(y.to_local().detach(), whole(4, 2)[:, 1 - mesh.get_rank()].view(4, 1), "a shard on another mesh")
+        y.backward(whole(4, 2))
+        assert_close(x.grad.to_local(), whole(4, 2).split(_UNEVEN)[mesh.get_rank()], "its gradient")
 
     on_ranks(2, step)
