@@ -26,7 +26,7 @@ from neuronx_dist import distributed
 from neuronx_dist.distributed import Shard
 from neuronx_dist.shard_tensor.attention_method import attention_method
 
-LENGTHS = (2048, 4096)  # of the whole sequence; transport grows with it, compute with its square
+LENGTHS = (4096, 2048)  # of the whole sequence; transport grows with it, compute with its square
 HEADS, FEATURES = 8, 64
 
 

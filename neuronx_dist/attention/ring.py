@@ -66,6 +66,8 @@ def attention(
 ) -> torch.Tensor:
     """Softmax attention, `[b, heads, rows, ev]`, exact. Differentiable once, in q, k, v and mask.
 
+    Under autocast it is computed in autocast's type, as torch's function is.
+
     Args:
         q: `[b, heads, rows, e]`, of this rank; empty ones too. Every rank of the axis calls this.
         k, v: `[b, kv heads, keys, e or ev]`, of this rank; `heads` is a multiple of `kv heads`.
@@ -77,6 +79,12 @@ def attention(
         ValueError: `k` has another number of keys than `keys` says.
         NotImplementedError: backward is to be differentiated again.
     """
+    device = q.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
+        with torch.autocast(device, enabled=False):
+            return attention(q, k, v, keys, axis, mask=mask, noise=noise, scale=scale)
     group = None if axis is None else comm.communicator(axis)
     own = keys.sizes[0 if group is None else int(group.rank)]
     if k.shape[2] != own or v.shape[2] != own or len(keys.sizes) != (1 if group is None else group.size):
