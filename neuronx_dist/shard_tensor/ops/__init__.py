@@ -3,8 +3,21 @@
 pointwise.py  one element by itself, with broadcasting    queries.py  shapes, numbers, hooks, backward
 matmul.py     linear, matmul, bmm, einsum                 reduce.py   sums, means, norms over any dims
 views.py      reshape, transpose, expand, select       spatial.py  convolutions, pooling, padding, interpolate
+normalise.py  layer, rms, group, instance, batch norm  softmax.py  softmax and its relatives; running sums
+losses.py     means over all ranks' elements           dropout.py  dropout, and random numbers in place
 """
 
-from . import matmul, pointwise, queries, reduce, spatial, views
+from . import dropout, losses, matmul, normalise, pointwise, queries, reduce, softmax, spatial, views
 
-__all__ = ["matmul", "pointwise", "queries", "reduce", "spatial", "views"]
+__all__ = [
+    "dropout",
+    "losses",
+    "matmul",
+    "normalise",
+    "pointwise",
+    "queries",
+    "reduce",
+    "softmax",
+    "spatial",
+    "views",
+]

@@ -148,12 +148,18 @@ def moments(x: torch.Tensor, spec: ShardTensorSpec, plan: Reduced) -> tuple[torc
         others = prod(sizes[d] for d in plan.dims if d != dim)
         counts = x.new_tensor([size * others for size in along]).view(-1, *[1] * x.dim())
         sizes[dim] = spec.shape[dim]
-        both = gather(torch.stack((mean, squares)).unsqueeze(0), group, 0, (1,) * group.size)
-        means = both[:, 0]
-        whole = counts.sum().clamp(min=1)
-        mean = (means * counts).sum(0) / whole
-        squares = both[:, 1].sum(0) + ((means - mean).square() * counts).sum(0)
+        mean, squares = merged(mean, squares, counts, group)
     return mean, squares
+
+
+def merged(
+    mean: torch.Tensor, squares: torch.Tensor, counts: torch.Tensor, group: Communicator
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Means and sums of squared differences of all ranks' elements, from each rank's; `counts[rank]` of them."""
+    both = gather(torch.stack((mean, squares)).unsqueeze(0), group, 0, (1,) * group.size)
+    means = both[:, 0]
+    mean = (means * counts).sum(0) / counts.sum(0).clamp(min=1)
+    return mean, both[:, 1].sum(0) + ((means - mean).square() * counts).sum(0)
 
 
 _VAR = frozenset((torch.var, _T.var, torch.var_mean))
