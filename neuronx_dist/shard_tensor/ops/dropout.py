@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.nn import init
 
 from ..construct import own_piece
 from ..handlers import sharded
@@ -62,16 +63,16 @@ def _dropout(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> An
     return call(*args, **kwargs)
 
 
+_INITS: tuple[Any, ...] = (init.uniform_, init.normal_, init.constant_, init.kaiming_uniform_)
 _DRAWS = "bernoulli_ cauchy_ exponential_ geometric_ log_normal_ normal_ random_ uniform_".split()
 
 
-@sharded(*(getattr(_T, name) for name in _DRAWS))
+@sharded(*_INITS, *(getattr(_T, name) for name in _DRAWS))
 def _drawn(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
-    x, *others = args
+    x, *others = args or (kwargs.pop("tensor"),)
     if any(isinstance(each, torch.Tensor) for each in others):
-        raise NotImplementedError(
-            f"{func.__name__} of a ShardTensor with a tensor of probabilities: full_tensor() first"
-        )
-    whole = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    x._local.copy_(own_piece(func(whole, *others, **kwargs), gradient_spec(x._spec)))
+        raise NotImplementedError(f"{func.__name__} with a tensor of probabilities: full_tensor() first")
+    whole = func(torch.empty(x.shape, dtype=x.dtype, device=x.device), *others, **kwargs)
+    with torch.set_grad_enabled(torch.is_grad_enabled() and func not in _INITS):
+        x._local.copy_(own_piece(whole, gradient_spec(x._spec)))
     return x

@@ -12,8 +12,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from ...spmd import P, V, no_typecheck, trust
 from ..handlers import sharded
 from ..labels import Labels, inside
+from ..own_shard import on_own_shard
 from ..placements import Partial
 from ..spec import ShardTensorSpec, make_spec
 from ..tensor import ShardTensor, wrap
@@ -200,17 +202,27 @@ def _of_targets(
         IndexError: a target is no class.
     """
     valid = target != ignore_index
-    if logs.device.type == "cpu" and bool((valid & ((target < 0) | (target >= spec.shape[dim]))).any()):
-        raise IndexError(f"a target is out of bounds: the classes are 0 to {spec.shape[dim] - 1}")
-    place = target - spec.offsets[dim]
-    own = valid & (place >= 0) & (place < logs.shape[dim])
-    if not logs.shape[dim]:
-        nothing = logs.sum(dim)
-        return nothing, torch.zeros_like(nothing)
-    place = torch.where(own, place, torch.zeros_like(place))
-    weights = own.to(logs.dtype) if weight is None else weight[place] * own
-    picked = logs.gather(dim, place.unsqueeze(dim)).squeeze(dim)
-    return -torch.where(own, picked, torch.zeros_like(picked)) * weights, weights
+    with no_typecheck():  # each rank looks at its own
+        if logs.device.type == "cpu" and bool((valid & ((target < 0) | (target >= spec.shape[dim]))).any()):
+            raise IndexError(f"a target is out of bounds: the classes are 0 to {spec.shape[dim] - 1}")
+
+    def picked(logs: torch.Tensor, target: torch.Tensor, weight: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        place = target - spec.offsets[dim]
+        own = valid & (place >= 0) & (place < logs.shape[dim])
+        if not logs.shape[dim]:
+            nothing = logs.sum(dim)
+            return nothing, torch.zeros_like(nothing)
+        place = torch.where(own, place, torch.zeros_like(place))
+        weights = own.to(logs.dtype) if weight is None else weight[place] * own
+        values = logs.gather(dim, place.unsqueeze(dim)).squeeze(dim)
+        return -torch.where(own, values, torch.zeros_like(values)) * weights, weights
+
+    m = spec.mesh_dim_of.get(dim)
+    if m is None:
+        return picked(logs, target, weight)
+    group = spec.mesh.communicator(m)
+    losses, weights = on_own_shard(picked, {group: V})(logs, target, weight)
+    return trust(losses, group, P), trust(weights, group, P)
 
 
 def _reduced(

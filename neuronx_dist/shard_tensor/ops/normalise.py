@@ -14,9 +14,10 @@ import torch
 import torch.nn.functional as F
 
 from ... import spmd
-from ...spmd import I, P, R
+from ...spmd import I, P, R, S, V
 from ..handlers import check_promotion, sharded
 from ..labels import Labels, inside
+from ..own_shard import on_own_shard
 from ..spec import ShardTensorSpec
 from ..tensor import ShardTensor, in_layout, wrap
 from .reduce import Reduced, merged, moments, reduced
@@ -153,10 +154,13 @@ def _by_groups(x: torch.Tensor, spec: ShardTensorSpec, plan: Reduced, width: int
     def summed(y: torch.Tensor) -> torch.Tensor:
         return y.new_zeros(y.shape[0], groups).index_add(1, place, y)
 
+    def own(flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        number = summed(flat.new_ones(1, flat.shape[1]))[0] * flat.shape[2]
+        mean = summed(flat.sum(-1)) / number.clamp(min=1)
+        return mean, summed((flat - mean[:, place, None]).square().sum(-1))
+
     sizes = list(x.shape)
-    own_channels = summed(x.new_ones(1, x.shape[1]))[0]
-    mean = summed(flat.sum(-1)) / (own_channels * flat.shape[2]).clamp(min=1)
-    squares = summed((flat - mean[:, place, None]).square().sum(-1))
+    mean, squares = on_own_shard(own, dict.fromkeys(plan.groups, V))(flat)
     # Channels first: after that each group has all of them, and dims behind differ by their sizes alone.
     for m in sorted(plan.mesh_dims, key=lambda m: spec.placements[m].dim):  # type: ignore[attr-defined]
         dim, along = spec.placements[m].dim, spec.sizes[m] or ()  # type: ignore[attr-defined]
@@ -168,8 +172,13 @@ def _by_groups(x: torch.Tensor, spec: ShardTensorSpec, plan: Reduced, width: int
         sizes[dim] = spec.shape[dim]
         mean, squares = merged(mean, squares, counts.unsqueeze(1), spec.mesh.communicator(m))
     both = _for_shards(torch.stack((mean, squares)), plan)
-    mean, squares = both[:, :, place, None].unbind(0)
-    return ((flat - mean) * torch.rsqrt(squares / (width * prod(spec.shape[2:])) + eps)).view(x.shape)
+
+    def standardised(x: torch.Tensor, both: torch.Tensor) -> torch.Tensor:
+        mean, squares = both[:, :, place].view(2, *x.shape[:2], *[1] * (x.dim() - 2)).unbind(0)
+        return (x - mean) * torch.rsqrt(squares / (width * prod(spec.shape[2:])) + eps)
+
+    types = {spec.mesh.communicator(m): S(spec.placements[m].dim) for m in plan.mesh_dims}  # type: ignore[attr-defined]
+    return on_own_shard(standardised, types)(x, both)
 
 
 def _channels_by_group(along: tuple[int, ...], width: int, groups: int) -> list[list[int]]:

@@ -7,16 +7,17 @@ logarithm in one all-reduce. A running sum needs the totals of the ranks before.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from ... import spmd
 from ...comm import Communicator
-from ...spmd import I, R
+from ...spmd import I, R, S, V
 from ..handlers import sharded
 from ..moves import gather
+from ..own_shard import on_own_shard
 from ..spec import ShardTensorSpec
 from ..tensor import ShardTensor, wrap
 from .reduce import operand
@@ -48,10 +49,14 @@ def _dim(dim: int | None, ndim: int, name: str) -> int:
 
 def log_softmax_of(x: torch.Tensor, dim: int, group: Communicator) -> torch.Tensor:
     """The log-softmax over a dim of which `x` is this rank's shard."""
-    with torch.no_grad():
-        largest = x.amax(dim, keepdim=True) if x.shape[dim] else x.sum(dim, keepdim=True) - float("inf")
-        shift = torch.where(largest == -float("inf"), torch.zeros_like(largest), largest)
-    both = _of_all_ranks(torch.stack((largest, (x - shift).exp().sum(dim, keepdim=True))), group)
+
+    def own(x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            largest = x.amax(dim, keepdim=True) if x.shape[dim] else x.sum(dim, keepdim=True) - float("inf")
+            shift = torch.where(largest == -float("inf"), torch.zeros_like(largest), largest)
+        return torch.stack((largest, (x - shift).exp().sum(dim, keepdim=True)))
+
+    both = _of_all_ranks(on_own_shard(own, {group: V})(x), group)
     each = both[:, 0].detach()
     top = each.amax(0)
     logarithm = (both[:, 1] * (each - top).exp()).sum(0).log() + top
@@ -108,39 +113,42 @@ def _gumbel_softmax(func: Callable[..., Any], types: Any, args: Any, kwargs: Any
 # --- running sums
 
 
-def _totals(own: torch.Tensor, group: Communicator) -> torch.Tensor:
-    """Those of all ranks, of which each uses others."""
-    return spmd.convert(_of_all_ranks(own, group), group, src=I, dst=R)
+def _of_ranks_before(own: torch.Tensor, group: Communicator, nothing: float) -> torch.Tensor:
+    """The ranks' totals, stacked, with `nothing` in place of those of this rank and of the ranks behind."""
+    totals = spmd.convert(_of_all_ranks(own, group), group, src=I, dst=R)
+    before = (torch.arange(group.size, device=own.device) < group.rank).view(-1, *[1] * own.dim())
+    return torch.where(before, totals, torch.full_like(totals, nothing))
 
 
-def _before(totals: torch.Tensor, group: Communicator) -> torch.Tensor:
-    """Which ranks' totals come before this rank's, as a mask of the stack."""
-    return (torch.arange(group.size, device=totals.device) < group.rank).view(-1, *[1] * (totals.dim() - 1))
+class _Running(NamedTuple):
+    """`within` a shard, its `total`, and how the totals of the ranks before are `merged` and `added`."""
+
+    within: Callable[..., torch.Tensor]
+    total: Callable[..., torch.Tensor]
+    nothing: float
+    merged: Callable[..., torch.Tensor]
+    added: Callable[..., torch.Tensor]
+
+    def __call__(self, x: torch.Tensor, dim: int, group: Communicator) -> torch.Tensor:
+        own = on_own_shard(lambda x: self.total(x, dim, keepdim=True), {group: V})(x)
+        before = _of_ranks_before(own, group, self.nothing)
+
+        def behind_them(x: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+            return self.added(self.within(x, dim), self.merged(before, 0))
+
+        return on_own_shard(behind_them, {group: S(dim)})(x, before)
 
 
-def _running_sum(x: torch.Tensor, dim: int, group: Communicator) -> torch.Tensor:
-    totals = _totals(x.sum(dim, keepdim=True), group)
-    return x.cumsum(dim) + torch.where(_before(totals, group), totals, torch.zeros_like(totals)).sum(0)
-
-
-def _running_product(x: torch.Tensor, dim: int, group: Communicator) -> torch.Tensor:
-    totals = _totals(x.prod(dim, keepdim=True), group)
-    return x.cumprod(dim) * torch.where(_before(totals, group), totals, torch.ones_like(totals)).prod(0)
-
-
-def _running_logsumexp(x: torch.Tensor, dim: int, group: Communicator) -> torch.Tensor:
-    totals = _totals(x.logsumexp(dim, keepdim=True), group)
-    before = torch.where(_before(totals, group), totals, torch.full_like(totals, -float("inf"))).logsumexp(0)
-    return torch.logaddexp(x.logcumsumexp(dim), before)
-
-
-_RUNNING: dict[Any, Callable[[torch.Tensor, int, Communicator], torch.Tensor]] = {
-    torch.cumsum: _running_sum,
-    _T.cumsum: _running_sum,
-    torch.cumprod: _running_product,
-    _T.cumprod: _running_product,
-    torch.logcumsumexp: _running_logsumexp,
-    _T.logcumsumexp: _running_logsumexp,
+_SUM = _Running(torch.cumsum, torch.sum, 0.0, torch.sum, torch.add)
+_PRODUCT = _Running(torch.cumprod, torch.prod, 1.0, torch.prod, torch.mul)
+_LOGSUMEXP = _Running(torch.logcumsumexp, torch.logsumexp, -float("inf"), torch.logsumexp, torch.logaddexp)
+_RUNNING: dict[Any, _Running] = {
+    torch.cumsum: _SUM,
+    _T.cumsum: _SUM,
+    torch.cumprod: _PRODUCT,
+    _T.cumprod: _PRODUCT,
+    torch.logcumsumexp: _LOGSUMEXP,
+    _T.logcumsumexp: _LOGSUMEXP,
 }
 
 

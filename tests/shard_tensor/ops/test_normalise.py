@@ -86,6 +86,40 @@ def test_modules_train_and_eval_as_in_one_process(name, distributed):
     on_ranks(2, step)
 
 
+@pytest.mark.parametrize("distributed", [False, True], ids=["plain parameters", "distributed parameters"])
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW], ids=["SGD", "AdamW"])
+def test_weights_after_several_steps(optimizer, distributed):
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 6), nn.BatchNorm1d(6), nn.GELU(), nn.LayerNorm(6), nn.Linear(6, 3), nn.RMSNorm(3)]
+    model = nn.Sequential(*layers).double()
+    x, targets = randn(7, 4), torch.tensor([0, 2, 1, -100, 2, 2, 0])
+
+    def train(model, given, labels):
+        steps = optimizer(model.parameters(), lr=0.05)
+        losses = []
+        for _ in range(4):
+            steps.zero_grad()
+            loss = F.cross_entropy(model(given), labels, label_smoothing=0.1)
+            loss.backward()
+            steps.step()
+            losses.append(whole(loss).item())
+        return losses
+
+    expected = copy.deepcopy(model)
+    losses = train(expected, x, targets)
+
+    def step(mesh):
+        own = copy.deepcopy(model)
+        own = distribute_module(own, mesh) if distributed else own
+        given = distribute_tensor(x, mesh, [Shard(0)], sizes=[(2, 5)], src=None)
+        labels = distribute_tensor(targets, mesh, [Shard(0)], sizes=[(2, 5)], src=None)
+        assert train(own, given, labels) == pytest.approx(losses, rel=1e-10)
+        for (key, actual), value in zip(own.state_dict().items(), expected.state_dict().values()):
+            assert_close(whole(actual), value, key)
+
+    on_ranks(2, step)
+
+
 def test_running_statistics_keep_the_layout_of_their_buffer():
     mean, variance = torch.zeros(4, dtype=torch.float64), torch.ones(4, dtype=torch.float64)
     x = randn(6, 4)
