@@ -15,6 +15,7 @@ from neuronx_dist.checkpoint.agreement import together
 from neuronx_dist.checkpoint.background import Save
 from neuronx_dist.checkpoint.storage import open_storage
 from neuronx_dist.checkpoint.tags import CheckpointFolder
+from neuronx_dist.parallel_layers import checkpointing
 from tests.checkpoint import nxd_folder
 
 RANKS = 2
@@ -90,19 +91,6 @@ def the_newest() -> None:
     _everywhere(None, load)
 
 
-def one_damaged_file() -> None:
-    """Files are shared out among the ranks: one finds it, all know it."""
-
-    def load(folder: Path) -> None:
-        _save(folder, "a", list(range(10000)))  # the largest: rank 0 looks at it
-        if comm.rank("world") == 0:
-            (folder / "a" / "user_content.pt").write_bytes(b"")
-        comm.barrier()
-        nxd.load_checkpoint(folder)
-
-    _everywhere("user_content.pt has 0 bytes", load)
-
-
 def what_each_rank_holds() -> None:
     """A layer on each rank, as on stages of a pipeline: the checkpoint lists both."""
 
@@ -158,3 +146,19 @@ def parameters_of_other_stages() -> None:
         assert torch.equal(loaded["exp_avg"], torch.ones(2, 2)) and loaded["step"] == 7
 
     _everywhere(None, load, pp=RANKS)
+
+
+def a_rank_that_cannot_write_its_file() -> None:
+    """Of `parallel_layers.checkpointing.save`."""
+
+    def save(folder: Path) -> None:
+        if comm.rank("tp") == 1:
+            (folder / "tp_rank_01_pp_rank_00").write_text("a file in the place of a folder")
+        try:
+            checkpointing.save({"step": 1}, folder)
+        except comm.CommError:
+            raise
+        except (RuntimeError, OSError) as error:
+            raise nxd.CheckpointError("it ended") from error
+
+    _everywhere("it ended", save, tp=2)

@@ -157,8 +157,8 @@ CASES: dict[str, Callable[[], None]] = {
     "load_nxd:comm.gather_objects#1": exchanges.parameters_of_other_stages,
     "plan:comm.gather_objects#1": exchanges.what_each_rank_holds,
     "_compare:comm.gather_objects#1": exchanges.a_model_that_fits_on_one_rank_only,
+    "save:comm.gather_objects#1": exchanges.a_rank_that_cannot_write_its_file,
     "load_checkpoint:comm.gather_objects#1": exchanges.the_newest,
-    "load_checkpoint:comm.gather_objects#2": exchanges.one_damaged_file,
     **{
         f"{move}#1": mutations.even_moves
         for move in (
@@ -169,6 +169,7 @@ CASES: dict[str, Callable[[], None]] = {
         )
     },
     "_exchanged:comm.exchange#1": mutations.uneven_moves,
+    "_exchange_boxes:comm.exchange#1": mutations.moved_to_another_mesh,
     "_used:spmd.convert#1": mutations.weights,
     "_summed:spmd.all_reduce#1": mutations.summed,
     "_as_summand:spmd.convert#1": mutations.summand,
@@ -181,8 +182,12 @@ CASES: dict[str, Callable[[], None]] = {
     "_rms_norm.call:spmd.all_reduce#1": mutations.normalised_by_squares,
     "log_softmax_of:spmd.convert#1": mutations.softmax,
     "_of_ranks_before:spmd.convert#1": mutations.running_totals,
+    "ShardTensor.to_local:spmd.convert#1": mutations.local_part,
     "_inferred:comm.gather_objects#1": mutations.inferred_shapes,
     "_broadcast_object:comm.broadcast_object#1": mutations.one_ranks_tensor,
     **{f"_sent:comm.{verb}#1": mutations.one_ranks_tensor for verb in ("send", "recv", "broadcast")},
     "sync_module_over_mesh:comm.broadcast#1": mutations.synchronised,
+    "_Passing.__init__:comm.exchange#1": mutations.attention_by_ring,
+    "_merged:comm.all_gather#1": mutations.attention_merged,
+    "_merged:comm.all_reduce#1": mutations.attention_merged,
 }

@@ -90,7 +90,14 @@ def test_modules_train_and_eval_as_in_one_process(name, distributed):
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW], ids=["SGD", "AdamW"])
 def test_weights_after_several_steps(optimizer, distributed):
     torch.manual_seed(0)
-    layers = [nn.Linear(4, 6), nn.BatchNorm1d(6), nn.GELU(), nn.LayerNorm(6), nn.Linear(6, 3), nn.RMSNorm(3)]
+    layers = [
+        nn.Linear(4, 6, bias=False),
+        nn.BatchNorm1d(6),
+        nn.GELU(),
+        nn.LayerNorm(6),
+        nn.Linear(6, 3),
+        nn.RMSNorm(3),
+    ]
     model = nn.Sequential(*layers).double()
     x, targets = randn(7, 4), torch.tensor([0, 2, 1, -100, 2, 2, 0])
 
