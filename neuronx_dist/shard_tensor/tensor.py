@@ -214,7 +214,10 @@ class ShardTensor(torch.Tensor):
 
     @property
     def is_leaf(self) -> bool:  # type: ignore[override]
-        return self._local.is_leaf and not (self._foreign and _wrapper_requires_grad(self))
+        if not self._foreign:
+            return self._local.is_leaf
+        with DisableTorchFunction():  # a parameter is a leaf in both graphs
+            return self._local.is_leaf and bool(_BASE.is_leaf.__get__(self))
 
     @property
     def grad(self) -> ShardTensor | None:
