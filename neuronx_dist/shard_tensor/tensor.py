@@ -18,15 +18,15 @@ import torch
 from torch._C import DisableTorchFunction
 from torch.distributed.tensor import DTensor
 
-from ..spmd import I, R, assert_type, convert, no_typecheck
-from ..spmd.watching import active
+from ..spmd import I, R, convert, no_typecheck
 from . import handlers
 from .device_mesh import DeviceMesh, current_mesh
 from .handlers import DISPATCH, FUNCTIONS, UNHANDLED
 from .local_shapes import local_spec
-from .placements import Partial, Placement, Replicate, spmd_type
+from .placements import Partial, Placement, Replicate
 from .redistribute import nothing_of, redistributed
 from .spec import ShardTensorSpec, gradient_spec, make_spec
+from .typed import declared
 
 __all__ = ["ShardTensor", "gradient_spec", "in_layout", "local_of", "wrap"]
 
@@ -359,15 +359,6 @@ def as_leaf(local: torch.Tensor, spec: ShardTensorSpec, requires_grad: bool) -> 
         local = local.detach()
     result = _new(declared(local, spec), spec)
     return result.requires_grad_(True) if requires_grad else result
-
-
-def declared(local: torch.Tensor, spec: ShardTensorSpec) -> torch.Tensor:
-    """Tells the checker, where one is at work, the type of a local tensor by its layout. Returns the tensor."""
-    if active() is not None:
-        groups = spec.mesh.communicators or ()
-        types = {group: spmd_type(placement) for group, placement in zip(groups, spec.placements)}
-        assert_type(local, types)
-    return local
 
 
 def in_layout(x: torch.Tensor, spec: ShardTensorSpec) -> torch.Tensor:
