@@ -18,7 +18,8 @@ import torch
 from torch._C import DisableTorchFunction
 from torch.distributed.tensor import DTensor
 
-from ..spmd import I, R, convert, no_typecheck
+from .. import spmd
+from ..spmd import I, R, no_typecheck
 from . import handlers
 from .device_mesh import DeviceMesh, current_mesh
 from .handlers import DISPATCH, FUNCTIONS, UNHANDLED
@@ -156,7 +157,7 @@ class ShardTensor(torch.Tensor):
         given = make_spec(self._spec.mesh, grad_placements, self._spec.shape, None)
         for m, (own, grad) in enumerate(zip(self._spec.placements, given.placements)):
             if isinstance(own, Replicate) and isinstance(grad, Partial):
-                local = convert(local, self._spec.mesh.communicator(m), src=I, dst=R)
+                local = spmd.convert(local, self._spec.mesh.communicator(m), src=I, dst=R)
             elif own != grad and not (isinstance(own, Partial) and isinstance(grad, Replicate)):
                 raise ValueError(
                     f"to_local: a gradient of {grad} for a tensor that is {own} on mesh dim {m}: redistribute() the "

@@ -91,19 +91,6 @@ def the_newest() -> None:
     _everywhere(None, load)
 
 
-def one_damaged_file() -> None:
-    """Files are shared out among the ranks: one finds it, all know it."""
-
-    def load(folder: Path) -> None:
-        _save(folder, "a", list(range(10000)))  # the largest: rank 0 looks at it
-        if comm.rank("world") == 0:
-            (folder / "a" / "user_content.pt").write_bytes(b"")
-        comm.barrier()
-        nxd.load_checkpoint(folder)
-
-    _everywhere("user_content.pt has 0 bytes", load)
-
-
 def what_each_rank_holds() -> None:
     """A layer on each rank, as on stages of a pipeline: the checkpoint lists both."""
 

@@ -159,7 +159,6 @@ CASES: dict[str, Callable[[], None]] = {
     "_compare:comm.gather_objects#1": exchanges.a_model_that_fits_on_one_rank_only,
     "save:comm.gather_objects#1": exchanges.a_rank_that_cannot_write_its_file,
     "load_checkpoint:comm.gather_objects#1": exchanges.the_newest,
-    "load_checkpoint:comm.gather_objects#2": exchanges.one_damaged_file,
     **{
         f"{move}#1": mutations.even_moves
         for move in (
@@ -179,8 +178,12 @@ CASES: dict[str, Callable[[], None]] = {
     "total:spmd.all_reduce#1": mutations.totals,
     **{f"_Extreme.forward:comm.all_reduce#{number}": mutations.extremes for number in (1, 2)},
     "counts.call:comm.all_reduce#1": mutations.counted,
+    "ShardTensor.to_local:spmd.convert#1": mutations.local_part,
     "_inferred:comm.gather_objects#1": mutations.inferred_shapes,
     "_broadcast_object:comm.broadcast_object#1": mutations.one_ranks_tensor,
     **{f"_sent:comm.{verb}#1": mutations.one_ranks_tensor for verb in ("send", "recv", "broadcast")},
     "sync_module_over_mesh:comm.broadcast#1": mutations.synchronised,
+    "_Passing.__init__:comm.exchange#1": mutations.attention_by_ring,
+    "_merged:comm.all_gather#1": mutations.attention_merged,
+    "_merged:comm.all_reduce#1": mutations.attention_merged,
 }

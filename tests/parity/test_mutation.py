@@ -42,7 +42,6 @@ EXEMPT = {
         for verb in ("all_reduce", "all_gather", "all_to_all", "permute", "exchange")
     },
     **{f"Watched.start_{verb}:?.start_{verb}#1": _PASSED_ON for verb in VERBS},
-    "save:comm.barrier#1": _ORDER,
     "_written_together:comm.gather_objects#1": _ERRORS,
     **{
         f"{composition}#1": _COMPARED

@@ -123,7 +123,6 @@ PROGRAM_OF: dict[str, str] = {
 # Sites that are no part of a training step, or not of the program.
 EXEMPT = {
     "save_pretrained": "writes weights",
-    "save:comm.barrier": "waits for files",
     "full_state_dict": "gives tests and files the whole of the weights",
     "NeuronZero1Optimizer.save_sharded_state_dict": "writes files",
     "NeuronZero1Optimizer.load_sharded_state_dict": "reads files",
