@@ -1,10 +1,37 @@
 """The handlers of torch's functions, one family a file. Importing this package registers them.
 
-pointwise.py  one element by itself, with broadcasting    queries.py  shapes, numbers, hooks, backward
-matmul.py     linear, matmul, bmm, einsum                 reduce.py   sums, means, norms over any dims
-views.py      reshape, transpose, expand, select       spatial.py  convolutions, pooling, padding, interpolate
+pointwise.py  one element by itself, with broadcasting    queries.py    shapes, numbers, hooks, backward
+matmul.py     linear, matmul, bmm, einsum                 reduce.py     sums, means, norms over any dims
+views.py      reshape, transpose, expand, select          spatial.py    convolutions, pooling, padding, interpolate
+select.py     topk, max and argmax of a dim, sort         indexing.py   x[index], gather, embedding, masks
+scatter.py    scatter, index_add, x[..] = y               rearrange.py  cat, roll, flip, repeat, unfold, tril
+distances.py  cdist, pairwise distances
 """
 
-from . import matmul, pointwise, queries, reduce, spatial, views
+from . import (
+    distances,
+    indexing,
+    matmul,
+    pointwise,
+    queries,
+    rearrange,
+    reduce,
+    scatter,
+    select,
+    spatial,
+    views,
+)
 
-__all__ = ["matmul", "pointwise", "queries", "reduce", "spatial", "views"]
+__all__ = [
+    "distances",
+    "indexing",
+    "matmul",
+    "pointwise",
+    "queries",
+    "rearrange",
+    "reduce",
+    "scatter",
+    "select",
+    "spatial",
+    "views",
+]
