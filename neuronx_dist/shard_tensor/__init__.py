@@ -6,6 +6,7 @@ local_shapes.py  a layout from one rank's part                  construct.py    
 moves.py         gather, split, exchange along one mesh dim     redistribute.py from one layout to another
 handlers.py      how functions get handlers; the recipe         labels.py       layouts by labels of dims
 module.py        distribute_module                              fallback.py     functions without a handler
+manager.py       DistributedManager                              report.py      what is communicated, by function
 ops/             the handlers of torch's functions, one family a file
 """
 
@@ -15,13 +16,16 @@ from .construct import distribute_tensor, scatter_tensor
 from .device_mesh import DeviceMesh, init_device_mesh
 from .fallback import fallback, set_fallback
 from .handlers import TensorPromotionMode, promotion_mode, sharded
+from .manager import DistributedManager
 from .module import distribute_module, sync_module_over_mesh
 from .placements import Partial, Placement, Replicate, Shard, spmd_type
+from .report import report
 from .spec import ShardTensorSpec
 from .tensor import ShardTensor
 
 __all__ = [
     "DeviceMesh",
+    "DistributedManager",
     "Partial",
     "Placement",
     "Replicate",
@@ -35,6 +39,7 @@ __all__ = [
     "init_device_mesh",
     "ops",
     "promotion_mode",
+    "report",
     "scatter_tensor",
     "set_fallback",
     "sharded",

@@ -1,6 +1,7 @@
 """The handlers of torch's functions, one family a file. Importing this package registers them.
 
 pointwise.py  one element by itself, with broadcasting    queries.py    shapes, numbers, hooks, backward
+attention.py  scaled_dot_product_attention                multihead.py  nn.MultiheadAttention
 matmul.py     linear, matmul, bmm, einsum                 reduce.py     sums, means, norms over any dims
 views.py      reshape, transpose, expand, select          spatial.py    convolutions, pooling, padding, interpolate
 select.py     topk, max and argmax of a dim, sort         indexing.py   x[index], gather, embedding, masks
@@ -9,9 +10,11 @@ distances.py  cdist, pairwise distances
 """
 
 from . import (
+    attention,
     distances,
     indexing,
     matmul,
+    multihead,
     pointwise,
     queries,
     rearrange,
@@ -23,9 +26,11 @@ from . import (
 )
 
 __all__ = [
+    "attention",
     "distances",
     "indexing",
     "matmul",
+    "multihead",
     "pointwise",
     "queries",
     "rearrange",
