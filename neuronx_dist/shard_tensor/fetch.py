@@ -16,7 +16,7 @@ from .. import comm
 from ..comm import Communicator
 from .intervals import bounds_of
 
-__all__ = ["ask", "fetch", "has_values"]
+__all__ = ["ask", "fetch", "has_values", "position_type"]
 
 
 class Questions(NamedTuple):
@@ -39,6 +39,11 @@ def has_values(x: torch.Tensor) -> bool:
     return not (x.is_meta or isinstance(x, FakeTensor))
 
 
+def position_type(size: int) -> torch.dtype:
+    """That in which positions of a dim of `size` travel."""
+    return torch.int32 if size <= torch.iinfo(torch.int32).max else torch.int64
+
+
 def ask(index: torch.Tensor, sizes: Sequence[int], communicator: Communicator) -> Questions:
     """Asks the owners of a dim that is sharded in `sizes` for the positions `index`, [n], each >= 0.
 
@@ -57,8 +62,8 @@ def ask(index: torch.Tensor, sizes: Sequence[int], communicator: Communicator) -
         raise IndexError(f"indices outside of a dim of {bounds[-1]} elements: {bad} of them by rank")
     order = torch.argsort(owner, stable=True)
     counts = table[communicator.rank][:count]
-    questions = list((index - starts[owner])[order].split(counts))
-    asked = [index.new_empty(row[communicator.rank]) for row in table]
+    questions = list((index - starts[owner])[order].to(position_type(max(sizes))).split(counts))
+    asked = [questions[0].new_empty(row[communicator.rank]) for row in table]
     comm.exchange(questions, asked, communicator)
     return Questions(communicator, order, counts, asked)
 

@@ -294,6 +294,8 @@ def _norm(x: ShardTensor, ord_: Any, dim: Any, keepdim: bool, dtype: torch.dtype
     local, spec = operand(x)
     local = local.to(dtype) if dtype is not None else local
     plan = reduced(spec, dim, keepdim)
+    if not plan.groups and plan.dims:
+        return wrap(torch.linalg.vector_norm(local, ord_, plan.dims, keepdim), plan.spec)
     size = local.abs()
     if ord_ in (float("inf"), float("-inf")):
         y = extreme(size, plan, "max" if ord_ > 0 else "min")

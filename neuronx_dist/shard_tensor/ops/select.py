@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ..fetch import position_type
 from ..handlers import FUNCTIONS, UNHANDLED, sharded
 from ..labels import planned
 from ..placements import Placement, Replicate, Shard
@@ -25,7 +26,6 @@ from .reduce import operand, reduced
 __all__: list[str] = []
 
 _T = torch.Tensor
-_INT32 = torch.iinfo(torch.int32).max
 
 
 def dim_of(x: torch.Tensor, dim: int) -> int:
@@ -81,9 +81,8 @@ def _gathered(
     """All ranks' candidates, in the order of ranks, and their layout. Indices are those of the shard before."""
     proposed = _proposed(spec, dim, k)
     target = layout(proposed, dim)
-    indices = indices + spec.offsets[dim]
-    narrow = spec.shape[dim] <= _INT32
-    indices = redistributed(indices.to(torch.int32) if narrow else indices, proposed, target)
+    indices = (indices + spec.offsets[dim]).to(position_type(spec.shape[dim]))
+    indices = redistributed(indices, proposed, target)
     return redistributed(values, proposed, target), indices.to(torch.int64), target
 
 
