@@ -6,6 +6,13 @@ matmul.py     linear, matmul, bmm, einsum                 reduce.py   sums, mean
 views.py      reshape, transpose, expand, select       spatial.py  convolutions, pooling, padding, interpolate
 normalise.py  layer, rms, group, instance, batch norm  softmax.py  softmax and its relatives; running sums
 losses.py     means over all ranks' elements           dropout.py  dropout, and random numbers in place
+pointwise.py  one element by itself, with broadcasting    queries.py    shapes, numbers, hooks, backward
+attention.py  scaled_dot_product_attention                multihead.py  nn.MultiheadAttention
+matmul.py     linear, matmul, bmm, einsum                 reduce.py     sums, means, norms over any dims
+views.py      reshape, transpose, expand, select          spatial.py    convolutions, pooling, padding, interpolate
+select.py     topk, max and argmax of a dim, sort         indexing.py   x[index], gather, embedding, masks
+scatter.py    scatter, index_add, x[..] = y               rearrange.py  cat, roll, flip, repeat, unfold, tril
+distances.py  cdist, pairwise distances
 """
 
 from . import (
@@ -19,6 +26,16 @@ from . import (
     queries,
     reduce,
     softmax,
+    distances,
+    indexing,
+    matmul,
+    multihead,
+    pointwise,
+    queries,
+    rearrange,
+    reduce,
+    scatter,
+    select,
     spatial,
     views,
 )
@@ -34,6 +51,16 @@ __all__ = [
     "queries",
     "reduce",
     "softmax",
+    "distances",
+    "indexing",
+    "matmul",
+    "multihead",
+    "pointwise",
+    "queries",
+    "rearrange",
+    "reduce",
+    "scatter",
+    "select",
     "spatial",
     "views",
 ]
