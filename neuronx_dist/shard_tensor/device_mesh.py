@@ -161,7 +161,7 @@ class DeviceMesh:
         return self
 
     def __reduce__(self) -> Any:
-        return _rebuilt, (self.device_type, self.mesh.tolist(), self.mesh_dim_names)
+        return rebuilt, (self.device_type, self.mesh.tolist(), self.mesh_dim_names)
 
 
 def init_device_mesh(
@@ -190,7 +190,7 @@ def current_mesh(device_type: str = "cpu") -> DeviceMesh:
     return DeviceMesh(device_type, list(range(_context().mesh.world_size)))
 
 
-def _rebuilt(device_type: str, ranks: Any, names: tuple[str, ...] | None) -> DeviceMesh:
+def rebuilt(device_type: str, ranks: Any, names: tuple[str, ...] | None) -> DeviceMesh:
     return DeviceMesh(device_type, ranks, mesh_dim_names=names)
 
 

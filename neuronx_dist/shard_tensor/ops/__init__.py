@@ -3,8 +3,9 @@
 pointwise.py  one element by itself, with broadcasting    queries.py  shapes, numbers, hooks, backward
 matmul.py     linear, matmul, bmm, einsum                 reduce.py   sums, means, norms over any dims
 views.py      reshape, transpose, expand, select       spatial.py  convolutions, pooling, padding, interpolate
+optimizers.py fused steps, gradient scaling
 """
 
-from . import matmul, pointwise, queries, reduce, spatial, views
+from . import matmul, optimizers, pointwise, queries, reduce, spatial, views
 
-__all__ = ["matmul", "pointwise", "queries", "reduce", "spatial", "views"]
+__all__ = ["matmul", "optimizers", "pointwise", "queries", "reduce", "spatial", "views"]
