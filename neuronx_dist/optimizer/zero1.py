@@ -330,7 +330,9 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
         if not hasattr(param, "placements"):
             return param
         if not param.to_local().is_leaf:
-            raise TypeError(f"{type(self).__name__}: a DTensor has an optimizer of torch; ShardTensor.from_dtensor(x) fits")
+            raise TypeError(
+                f"{type(self).__name__}: a DTensor has an optimizer of torch; ShardTensor.from_dtensor(x) fits"
+            )
         sharding = self._sharding.of(ParameterGradient(param.to_local()))
         data = {*sharding.group.ranks, *sharding.replicas.ranks}
         for m, placement in enumerate(param.placements):

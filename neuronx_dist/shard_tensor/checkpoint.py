@@ -15,6 +15,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from . import device_mesh, tensor
 from .placements import Partial, Replicate, Shard
@@ -24,11 +26,8 @@ from .tensor import ShardTensor
 __all__ = ["create_chunk_list", "create_write_items", "get_tensor_shard"]
 
 
-def create_write_items(self: ShardTensor, fqn: str, object: Any) -> list[Any]:
+def create_write_items(self: ShardTensor, fqn: str, object: Any) -> list[WriteItem]:
     """What this rank writes of the tensor named `fqn`."""
-    from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
-    from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-
     _check(self, fqn)
     return [
         WriteItem(
@@ -40,17 +39,15 @@ def create_write_items(self: ShardTensor, fqn: str, object: Any) -> list[Any]:
     ]
 
 
-def create_chunk_list(self: ShardTensor) -> list[Any]:
+def create_chunk_list(self: ShardTensor) -> list[ChunkStorageMetadata]:
     """This rank's block: its offsets and sizes."""
-    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
-
     _check(self, "a tensor")
     if self._spec.mesh.get_coordinate() is None or self._local.numel() == 0 < self._spec.shape.numel():
         return []
     return [ChunkStorageMetadata(offsets=torch.Size(self._spec.offsets), sizes=self._spec.local_shape)]
 
 
-def get_tensor_shard(self: ShardTensor, index: Any) -> torch.Tensor:
+def get_tensor_shard(self: ShardTensor, index: MetadataIndex) -> torch.Tensor:
     """The memory of this rank's block, which is read or written to."""
     if index.offset is not None and tuple(index.offset) != self._spec.offsets:
         raise ValueError(

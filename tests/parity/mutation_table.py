@@ -177,6 +177,7 @@ CASES: dict[str, Callable[[], None]] = {
     "total:spmd.all_reduce#1": mutations.totals,
     **{f"_Extreme.forward:comm.all_reduce#{number}": mutations.extremes for number in (1, 2)},
     "counts.call:comm.all_reduce#1": mutations.counted,
+    "unscale:comm.all_reduce#1": mutations.not_finite,
     "ShardTensor.to_local:spmd.convert#1": mutations.local_part,
     "_inferred:comm.gather_objects#1": mutations.inferred_shapes,
     "_broadcast_object:comm.broadcast_object#1": mutations.one_ranks_tensor,

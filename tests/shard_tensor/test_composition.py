@@ -84,9 +84,7 @@ def wrapped(wrapper: str, name: str) -> None:
     if wrapper == "ddp":
         module = DistributedDataParallel(module, process_group=data.get_group())
     elif wrapper == "fsdp1":
-        module = FullyShardedDataParallel(
-            module, device_mesh=data, use_orig_params=True, device_id=torch.device("cpu")
-        )
+        module = FullyShardedDataParallel(module, device_mesh=data, use_orig_params=True, device_id=torch.device("cpu"))
     else:
         for layer in module:
             if isinstance(layer, nn.Linear):
@@ -149,9 +147,7 @@ def tensor_parallel(name: str) -> None:
         if isinstance(layer, nn.Linear):
             dim = 0 if name == "0" else 1  # columns, then rows
             n = layer.weight.shape[dim]
-            weight = distribute_tensor(
-                layer.weight.detach(), mesh, [Replicate(), Shard(dim)], sizes=[None, (1, n - 1)]
-            )
+            weight = distribute_tensor(layer.weight.detach(), mesh, [Replicate(), Shard(dim)], sizes=[None, (1, n - 1)])
             layer.weight = nn.Parameter(weight)
 
     distribute_module(module, both, split)

@@ -13,13 +13,11 @@ import torch
 
 from ... import comm
 from ..handlers import sharded
-from ..tensor import ShardTensor, in_layout
+from ..tensor import ShardTensor
 
 __all__: list[str] = []
 
-_FUSED = [
-    getattr(torch, name) for name in ("_fused_sgd_", "_fused_adam_", "_fused_adamw_", "_fused_adagrad_")
-]
+_FUSED = [getattr(torch, name) for name in ("_fused_sgd_", "_fused_adam_", "_fused_adamw_", "_fused_adagrad_")]
 
 
 @sharded(*_FUSED)

@@ -24,6 +24,7 @@ __all__ = [
     "extremes",
     "inferred_shapes",
     "local_part",
+    "not_finite",
     "one_ranks_tensor",
     "partial_maximum",
     "summand",
@@ -198,3 +199,17 @@ def synchronised() -> None:
         assert_close(module.weight.detach(), whole(3), "a parameter of one rank")
 
     on_ranks(2, step)
+
+
+def not_finite() -> None:
+    """One rank's shard has an infinite gradient: all ranks are told."""
+
+    def scale(mesh):
+        grad = _leaf(whole(4), mesh, Shard(0)).detach()
+        if mesh.get_rank() == 1:
+            grad.to_local()[0] = torch.inf
+        found = torch.zeros(())
+        torch._amp_foreach_non_finite_check_and_unscale_([grad], found, torch.full((), 0.5))
+        assert found.item() == 1
+
+    on_ranks(2, scale)
