@@ -146,7 +146,7 @@ _POINTWISE = [
 ]
 _WRITING = [
     *_existing(torch.Tensor, [f"{name}_" for name in _NAMES] + _IN_PLACE),
-    *_existing(torch, [f"{name}_" for name in _NAMES]),
+    *_existing(torch, [f"{name}_" for name in [*_NAMES, "fill", "zero"]]),
     *_existing(F, [f"{name}_" for name in _ACTIVATIONS]),
 ]
 sharded(*_POINTWISE)(pointwise)
