@@ -32,6 +32,7 @@ TOWER = [
     ["comm/scopes", "comm/launch"],
     ["weights"],
     ["spmd"],
+    ["attention"],
     ["gradients", "shard_tensor"],
     ["distributed", "parallel_layers"],
     ["hf", "optimizer", "pipeline/schedule"],

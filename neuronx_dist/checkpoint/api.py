@@ -60,9 +60,9 @@ def save_checkpoint(
         user_content: plain data of rank 0 (numbers, strings, lists, dicts, tensors), which `load_checkpoint` returns:
             step, position in the data.
         num_kept_ckpts: how many complete checkpoints stay, this one included; None: all.
-        async_save: copy and write in the background. The next `optimizer.step()` waits until what it changes is copied;
-            all else is copied before this returns. An error is raised by the next call of a function of this file, also
-            that something else has changed weights that were not copied yet.
+        async_save: copy and write in the background. The next `optimizer.step()` waits until what it changes is copied,
+            and so does `load_state_dict`; all else is copied before this returns. An error is raised by the next call
+            of a function of this file, also that something else has changed weights that were not copied yet.
         when_busy: what becomes of an asynchronous save that is not complete yet: "wait" for it, or "supersede" it.
         num_workers, use_xser, zero1_optimizer, use_zero1_dcp, avoid_saving_lower_precision_weights: without effect:
             every rank writes its own share, in one format, weights and masters. Where that is another result than what
@@ -104,7 +104,7 @@ def save_checkpoint(
         with together(f"checkpoint {where} could not be begun"):
             _await_marker(folder, name)
             if async_save:
-                staging = plan.stage(io_state.staged, optimizer, changed_by(optimizer, state))
+                staging = plan.stage(io_state.staged, optimizer, changed_by(optimizer, state), model)
                 io_state.staged = staging.buffer
     except BaseException as error:
         if staging is not None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch import nn
 
 from .. import comm
 from ..comm.host import on_host
@@ -82,6 +83,7 @@ class WritePlan:
         buffer: torch.Tensor | None = None,
         optimizer: torch.optim.Optimizer | None = None,
         storages: Collection[int] = (),
+        model: nn.Module | None = None,
     ) -> Staging:
         """Copies what this rank writes into host memory: at once, or as the result's `finish` is called.
 
@@ -89,6 +91,7 @@ class WritePlan:
             buffer: of an earlier `Staging`; it is written anew if it is large enough. Pinned if there is CUDA.
             optimizer, storages: what lies in these storages (by address) is copied later, and the optimizer's next step
                 waits for it.
+            model: whose `load_state_dict` waits for it too.
         """
         if buffer is None or buffer.numel() < self.nbytes:
             buffer = torch.empty(self.nbytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
@@ -110,7 +113,7 @@ class WritePlan:
         if waits:
             torch.cuda.synchronize()
         self._staged = buffer
-        return Staging(buffer, later, optimizer)
+        return Staging(buffer, later, optimizer, model)
 
     def chunks(self, name: str) -> Iterator[memoryview | bytes]:
         """The content of a file, with its checksums: from staged memory if there is some, else from the tensors."""

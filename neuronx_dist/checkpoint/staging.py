@@ -1,8 +1,9 @@
 """What a rank writes, copied to memory that is kept between saves, most of it beside the run.
 
 Parameters and what their optimizer keeps do not change between two steps of it, so they are copied in the background,
-and the next step waits for what is not copied yet (CheckFreq: Mohan, Phanishayee and Chidambaram, FAST 2021). All else
-is copied at once. Version counters of tensors tell when something else than the optimizer has changed one too early.
+and the next step waits for what is not copied yet (CheckFreq: Mohan, Phanishayee and Chidambaram, FAST 2021); so does a
+`load_state_dict`. All else is copied at once. Version counters of tensors tell when something else has changed one too
+early.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from .errors import CheckpointError
 
@@ -32,23 +34,48 @@ def changes_in_step_only(source: torch.Tensor, storages: Collection[int]) -> boo
     return source.untyped_storage().data_ptr() in storages
 
 
+class _Wait:
+    """A hook that waits for an event. In a copy of the module that has the hook, it waits for nothing."""
+
+    def __init__(self, event: threading.Event | None = None) -> None:
+        self._event = event
+
+    def __call__(self, *_: Any) -> None:
+        if self._event is not None:
+            self._event.wait()
+
+    def __reduce__(self) -> tuple[type[_Wait], tuple[()]]:
+        return _Wait, ()
+
+
 class Staging:
-    """Copies that a background thread makes, for which the optimizer's next step waits.
+    """Copies that a background thread makes, for which the optimizer's next step waits, and a `load_state_dict`.
 
     Args:
         buffer: the memory of all copies.
         copies: those that are made in the background.
-        optimizer: which alone changes their sources.
+        optimizer: which changes their sources.
+        model: whose parameters they are.
     """
 
-    def __init__(self, buffer: torch.Tensor, copies: Sequence[Copy], optimizer: torch.optim.Optimizer | None) -> None:
+    def __init__(
+        self,
+        buffer: torch.Tensor,
+        copies: Sequence[Copy],
+        optimizer: torch.optim.Optimizer | None,
+        model: nn.Module | None = None,
+    ) -> None:
         self.buffer = buffer
         self._copies = [(copy, copy.source._version) for copy in copies]
         self._copied = threading.Event()
         self._event = None
-        self._hook: Any = None
+        self._hooks: list[Any] = []
+        wait = _Wait(self._copied)
         if optimizer is not None and copies:
-            self._hook = optimizer.register_step_pre_hook(self._wait)
+            self._hooks.append(optimizer.register_step_pre_hook(wait))
+            self._hooks.append(optimizer.register_load_state_dict_pre_hook(wait))
+        if model is not None and copies:
+            self._hooks += [module.register_load_state_dict_pre_hook(wait) for module in model.modules()]
         if any(copy.source.is_cuda for copy in copies):
             self._event = torch.cuda.Event()  # what computes the sources comes before the copies
             self._event.record()
@@ -74,10 +101,11 @@ class Staging:
             self._copied.set()
 
     def close(self) -> None:
-        """Lets the optimizer go on without asking."""
+        """Lets the optimizer and the model go on without asking."""
         self._copied.set()
-        if self._hook is not None:
-            self._hook.remove()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
 
     @torch.no_grad()
     def _copy(self) -> None:
@@ -91,9 +119,6 @@ class Staging:
         if changed:
             raise CheckpointError(
                 f"{len(changed)} tensors of the model or the optimizer were changed by something else than "
-                f"optimizer.step() while they were copied, the first of shape {changed[0]}: call finalize_checkpoint() "
-                f"before, or save with async_save=False"
+                f"optimizer.step() and load_state_dict() while they were copied, the first of shape {changed[0]}: call "
+                f"finalize_checkpoint() before, or save with async_save=False"
             )
-
-    def _wait(self, *_: Any) -> None:
-        self._copied.wait()

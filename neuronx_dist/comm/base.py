@@ -224,13 +224,11 @@ class Handle:
             CommError: another rank failed, was lost, or did not take part in time.
         """
         work, finish = self._work, self._finish
-        if work is not None:
-            self._communicator.waited(self._verb, self._operand, work.wait)
-        if finish is not None:
-            if has_torch_function_unary(None):  # a mode has seen the verb whole: this is its inside
-                with torch._C.DisableTorchFunction():
-                    self._result = finish()
-            else:
+        seen = has_torch_function_unary(None)  # a mode has seen the verb whole: this is its inside
+        with torch._C.DisableTorchFunction() if seen else nullcontext():
+            if work is not None:
+                self._communicator.waited(self._verb, self._operand, work.wait)
+            if finish is not None:
                 self._result = finish()
         if work is not None and recording.recorders:
             recording.note(self._communicator, "wait:" + self._verb, self._result)

@@ -7,6 +7,7 @@ moves.py         gather, split, exchange along one mesh dim     redistribute.py 
 handlers.py      how functions get handlers; the recipe         labels.py       layouts by labels of dims
 module.py        distribute_module                              fallback.py     functions without a handler
 checkpoint.py    torch.distributed.checkpoint             compiling.py    torch.compile
+manager.py       DistributedManager                              report.py      what is communicated, by function
 ops/             the handlers of torch's functions, one family a file
 """
 
@@ -16,13 +17,16 @@ from .construct import distribute_tensor, scatter_tensor
 from .device_mesh import DeviceMesh, init_device_mesh
 from .fallback import fallback, set_fallback
 from .handlers import TensorPromotionMode, promotion_mode, sharded
+from .manager import DistributedManager
 from .module import distribute_module, sync_module_over_mesh
 from .placements import Partial, Placement, Replicate, Shard, spmd_type
+from .report import report
 from .spec import ShardTensorSpec
 from .tensor import ShardTensor
 
 __all__ = [
     "DeviceMesh",
+    "DistributedManager",
     "Partial",
     "Placement",
     "Replicate",
@@ -37,6 +41,7 @@ __all__ = [
     "init_device_mesh",
     "ops",
     "promotion_mode",
+    "report",
     "scatter_tensor",
     "set_fallback",
     "sharded",

@@ -15,6 +15,7 @@ from .. import comm
 from ..comm import Communicator
 from ..comm.context import AxisLike
 from .intervals import FILL, Piece, Plan, RankPlan
+from .report import predict, watched
 
 __all__ = ["Started", "exchange", "linked", "planned_bytes", "start", "take"]
 
@@ -109,6 +110,8 @@ def _communicate(
     """Sends each rank its parts, one after the other along `dim`, and gets `rows[i]` positions from rank i."""
     if plan.is_local or communicator is None:
         return Started((), None)
+    if watched():
+        predict(planned_bytes(x, plan, int(communicator.rank), dim))
     shape = list(x.shape)
 
     def empty(count: int) -> torch.Tensor:

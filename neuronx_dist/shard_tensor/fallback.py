@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from ..call_site import call_site
 from .handlers import DISPATCH, FUNCTIONS, UNHANDLED, check_promotion, sharded
 from .redistribute import redistributed
+from .report import gathered
 from .spec import ShardTensorSpec
 from .tensor import ShardTensor, wrap
 
@@ -93,6 +94,7 @@ def _gathered(func: Any, args: Any, kwargs: Any) -> Any:
         )
         if mode == "error":
             raise NotImplementedError(text)
+        gathered(name, moved)
         site = call_site()
         if mode == "warn" and (name, site) not in _warned:
             _warned.add((name, site))

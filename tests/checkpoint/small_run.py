@@ -35,16 +35,21 @@ class Run:
     Args:
         width: of the hidden layer.
         seed: of the weights.
+        options: of NeuronZero1Optimizer.
     """
 
-    def __init__(self, width: int = 16, seed: int = 0, dropout: float = 0.0, zero1: bool = True) -> None:
-        self.model = Net(width, dropout)
+    def __init__(
+        self, width: int = 16, seed: int = 0, dropout: float = 0.0, zero1: bool = True, **options: Any
+    ) -> None:
+        self.model, self.zero1 = Net(width, dropout), zero1
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for param in self.model.parameters():
                 param.copy_(torch.randn(param.shape, generator=generator))
-        adamw = nxd.NeuronZero1Optimizer(self.model.parameters(), torch.optim.AdamW, lr=0.01) if zero1 else None
-        self.optimizer = adamw or torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        params, adamw = self.model.parameters(), torch.optim.AdamW
+        self.optimizer: torch.optim.Optimizer = (
+            nxd.NeuronZero1Optimizer(params, adamw, lr=0.01, **options) if zero1 else adamw(params, lr=0.01)
+        )
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, 0.5)
         self.step = 0
 
@@ -54,7 +59,7 @@ class Run:
             x = torch.randn(4, 8, generator=torch.Generator().manual_seed(100 * self.step + comm.rank("dp")))
             loss = self.model(x).square().mean()
             loss.backward()
-            nxd.reduce_gradients(self.model)
+            nxd.reduce_gradients(self.model, average_over_data=not self.zero1)
             self.optimizer.step()
             self.optimizer.zero_grad()
             self.scheduler.step()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import os
 import threading
 from pathlib import Path
@@ -15,7 +17,7 @@ import neuronx_dist as nxd
 from neuronx_dist import comm
 from neuronx_dist.checkpoint.errors import CheckpointError
 from neuronx_dist.checkpoint.files import WritePlan
-from neuronx_dist.checkpoint.staging import Copy, Staging, changes_in_step_only
+from neuronx_dist.checkpoint.staging import Copy, Staging, _Wait, changes_in_step_only
 from neuronx_dist.comm.backends import threads
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.optimizer import MasterWeightsOptimizer
@@ -31,19 +33,18 @@ def _no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 def late(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Copies in the background begin when it is set, and at the latest when somebody waits for them."""
     begin = threading.Event()
-    finish, wait = Staging.finish, Staging._wait
+    finish, wait = Staging.finish, _Wait.__call__
 
     def later(self: Staging) -> None:
         assert begin.wait(30)
         finish(self)
 
-    def waits(self: Staging, *args: Any) -> None:
-        assert not self._copied.is_set()
+    def waits(self: _Wait, *args: Any) -> None:
         begin.set()
         wait(self, *args)
 
     monkeypatch.setattr(Staging, "finish", later)
-    monkeypatch.setattr(Staging, "_wait", waits)
+    monkeypatch.setattr(_Wait, "__call__", waits)
     return begin
 
 
@@ -107,6 +108,50 @@ def test_what_changes_without_a_step_is_copied_at_once(tmp_path: Path, late: thr
             assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
 
     threads.run(Mesh(1), rank)
+
+
+@pytest.mark.parametrize("zero1", [False, True])
+@pytest.mark.parametrize("part", ["model", "layer", "optimizer"])
+def test_load_state_dict_waits_for_what_it_changes(
+    tmp_path: Path, late: threading.Event, part: str, zero1: bool
+) -> None:
+    def rank() -> None:
+        run, other = Run(zero1=zero1), Run(seed=1, zero1=zero1)
+        run.train(2)
+        other.train(1)
+        values = run.values()
+        run.save(tmp_path, "a", async_save=True)
+        if part == "optimizer":
+            run.optimizer.load_state_dict(other.optimizer.state_dict())
+        else:
+            names = ("model", "up") if part == "layer" else ("model",)
+            target, source = (functools.reduce(getattr, names, each) for each in (run, other))
+            target.load_state_dict(source.state_dict())
+        assert late.is_set() and not equal(run.values(), values)
+        nxd.finalize_checkpoint()
+        assert run.load(tmp_path) == {"step": 2} and equal(run.values(), values)
+
+    threads.run(Mesh(1), rank)
+
+
+def test_a_copy_of_a_model_that_is_being_saved_waits_for_nothing(tmp_path: Path, late: threading.Event) -> None:
+    """It has the hooks of the model, also after the save."""
+
+    def rank() -> None:
+        run = Run()
+        run.save(tmp_path, "a", async_save=True)
+        copied = copy.deepcopy(run.model)
+        assert list(map(len, _hooks(run.model))) == list(map(len, _hooks(copied))) == [1] * 3
+        late.set()
+        copied.load_state_dict(run.model.state_dict())
+        nxd.finalize_checkpoint()
+        assert not any(_hooks(run.model))
+
+    threads.run(Mesh(1), rank)
+
+
+def _hooks(model: nn.Module) -> list[Any]:
+    return [module._load_state_dict_pre_hooks for module in model.modules()]
 
 
 @pytest.mark.parametrize("change", ["weights", "state"])

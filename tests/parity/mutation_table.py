@@ -169,6 +169,7 @@ CASES: dict[str, Callable[[], None]] = {
         )
     },
     "_exchanged:comm.exchange#1": mutations.uneven_moves,
+    "_exchange_boxes:comm.exchange#1": mutations.moved_to_another_mesh,
     "_used:spmd.convert#1": mutations.weights,
     "_summed:spmd.all_reduce#1": mutations.summed,
     "_as_summand:spmd.convert#1": mutations.summand,
@@ -183,4 +184,7 @@ CASES: dict[str, Callable[[], None]] = {
     "_broadcast_object:comm.broadcast_object#1": mutations.one_ranks_tensor,
     **{f"_sent:comm.{verb}#1": mutations.one_ranks_tensor for verb in ("send", "recv", "broadcast")},
     "sync_module_over_mesh:comm.broadcast#1": mutations.synchronised,
+    "_Passing.__init__:comm.exchange#1": mutations.attention_by_ring,
+    "_merged:comm.all_gather#1": mutations.attention_merged,
+    "_merged:comm.all_reduce#1": mutations.attention_merged,
 }

@@ -46,7 +46,7 @@ nn.functional.fractional_max_pool2d nn.functional.fractional_max_pool3d nn.funct
 nn.functional.rrelu nn.functional.scaled_dot_product_attention normal normal.number_mean pca_lowrank rand_like
 randint_like randn_like svd_lowrank
 """.split()
-# Values of new memory; tensors that are no strided ones.
+# Values of new memory; no strided tensors; what one process refuses a copy of an operand, or has on a GPU alone.
 OTHERS = (
     "empty_like new_empty new_empty_strided empty empty_strided empty_permuted sparse.sampled_addmm sparse.mm.reduce"
 )

@@ -16,15 +16,19 @@ from neuronx_dist.shard_tensor import (
     scatter_tensor,
     sync_module_over_mesh,
 )
+from neuronx_dist.shard_tensor.attention_method import attention_method
 from tests.shard_tensor.support.cases import assert_close, on_ranks
 
 __all__ = [
+    "attention_by_ring",
+    "attention_merged",
     "counted",
     "even_moves",
     "extremes",
     "inferred_shapes",
     "local_part",
     "not_finite",
+    "moved_to_another_mesh",
     "one_ranks_tensor",
     "partial_maximum",
     "summand",
@@ -213,3 +217,49 @@ def not_finite() -> None:
         assert found.item() == 1
 
     on_ranks(2, scale)
+
+
+def _attention(queries):
+    """Queries of `queries`' placement and size, against four keys that are sharded."""
+
+    def step(mesh):
+        q, k, v = (whole(1, 1, 4, 2) * scale for scale in (1, -2, 3))
+        plain = [x.clone().requires_grad_() for x in (q, k, v)]
+        expected = F.scaled_dot_product_attention(*plain)
+        expected.backward(whole(1, 1, 4, 2))
+        split = [q, *(x.clone() for x in (k, v))]
+        given = [
+            _leaf(x, mesh, placement, _UNEVEN if isinstance(placement, Shard) else None)
+            for x, placement in zip(split, (queries, Shard(2), Shard(2)))
+        ]
+        with attention_method("ring"):
+            y = F.scaled_dot_product_attention(*given)
+        y.backward(whole(1, 1, 4, 2))
+        for name, actual, other in (
+            ("output", y, expected.detach()),
+            *((f"gradient of {name}", x.grad, own.grad) for name, x, own in zip("qkv", given, plain)),
+        ):
+            if isinstance(actual.placements[0], Shard):
+                other = other.narrow(2, actual.offsets[2], actual.to_local().shape[2])
+            assert_close(actual.to_local().detach(), other, name)
+
+    return step
+
+
+def attention_by_ring() -> None:
+    on_ranks(2, _attention(Shard(2)))
+
+
+def attention_merged() -> None:
+    on_ranks(2, _attention(Replicate()))
+
+
+def moved_to_another_mesh() -> None:
+    def step(mesh):
+        x = _leaf(whole(4, 2), mesh, Shard(0), _UNEVEN)
+        y = x.redistribute(DeviceMesh("cpu", [1, 0]), [Shard(1)])
+        assert_close(y.to_local().detach(), whole(4, 2)[:, 1 - mesh.get_rank()].view(4, 1), "a shard on another mesh")
+        y.backward(whole(4, 2))
+        assert_close(x.grad.to_local(), whole(4, 2).split(_UNEVEN)[mesh.get_rank()], "its gradient")
+
+    on_ranks(2, step)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 
+from neuronx_dist.shard_tensor.attention_method import attention_method
 from tests.shard_tensor.support.cases import Case
 
 N = 16
@@ -126,4 +130,31 @@ REDUCE = [
     Case("standardised", lambda x: (x - x.mean(0)) / x.std(0), [(N, 3)]),
 ]
 
-CASES = [*POINTWISE, *MATMUL, *VIEWS, *REDUCE]
+
+def _attention(method: str = "auto", **options: Any) -> Callable[..., torch.Tensor]:
+    def call(*operands: torch.Tensor) -> torch.Tensor:
+        with attention_method(method):
+            return F.scaled_dot_product_attention(*operands, **options)
+
+    return call
+
+
+def _blind(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    seen = mask > 0.1
+    row = torch.arange(mask.shape[-2])[:, None] == 3
+    return F.scaled_dot_product_attention(q, k, v, seen & ~row)
+
+
+_Q = (2, 4, N, 3)
+ATTENTION = [
+    Case("attention by ring", _attention("ring", is_causal=True), [_Q, _Q, _Q]),
+    Case("attention by gathers", _attention("gather", is_causal=True), [_Q, _Q, _Q]),
+    Case("attention by heads", _attention("all_to_all", is_causal=True), [_Q, _Q, _Q], refusals="be divided"),
+    Case("cross-attention", _attention(scale=0.3), [(2, N, 4), (2, 7, 4), (2, 7, 5)]),
+    Case("grouped heads", _attention(enable_gqa=True, is_causal=True), [_Q, (2, 2, N, 3), (2, 2, N, 3)]),
+    Case("attention, added mask", _attention("ring"), [_Q, _Q, _Q, (4, 1, N)]),
+    Case("attention, boolean mask", _blind, [_Q, _Q, _Q, (N, N)]),
+    Case("attention, plain keys", _attention(), [(N, 3), (N, 3), (N, 3)], plain=(1, 2)),
+]
+
+CASES = [*POINTWISE, *MATMUL, *VIEWS, *REDUCE, *ATTENTION]

@@ -1,0 +1,276 @@
+"""`attention` of a rank's queries to the keys of all ranks of an axis.
+
+Ring: queries and keys are sharded along the sequence. Blocks of keys and values go around, and each rank merges its
+queries' attention to each. The next block travels while one is computed. Backward sends keys and values around again,
+and their gradients after them, which arrive at home with the last pass.
+
+Merged: queries are whole on every rank, keys are sharded. Each rank attends to its own keys. Every rank gets all ranks'
+log-sum-exps, one number a row, and the outputs, weighted by them, are summed. Backward communicates nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from .. import comm
+from ..comm import Communicator
+from ..comm.context import AxisLike
+from . import blocks
+from .blocks import Block
+from .positions import Piece, Runs, visible
+
+__all__ = ["Keys", "attention", "ring_elements"]
+
+
+class Keys(NamedTuple):
+    """Where the keys are.
+
+    Attributes:
+        sizes: how many keys each rank of the axis has; one size, if this rank has all of them.
+        merged: True: the queries are the same on all ranks; False: they are sharded too, and keys go around the ring.
+        queries, positions: under a causal mask the positions of this rank's queries, and of all keys in the order of
+            the ranks; None: every query sees every key.
+    """
+
+    sizes: tuple[int, ...]
+    merged: bool = False
+    queries: Runs | None = None
+    positions: tuple[Runs, ...] | None = None
+
+
+def ring_elements(sizes: Sequence[int], rank: int, row: int, *, backward: bool = False) -> int:
+    """Elements that a rank is recorded with for one forward pass around the ring, or for the backward of it.
+
+    Args:
+        sizes: keys of each rank.
+        row: elements of a key and a value, over batch and heads.
+    """
+    count = len(sizes)
+    passes = [row * max(sizes[rank - step], sizes[rank - step - 1]) for step in range(count)]
+    return sum(passes[:-1]) + (sum(passes[1:]) if backward else 0)
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    keys: Keys,
+    axis: AxisLike | None = None,
+    *,
+    mask: torch.Tensor | None = None,
+    noise: torch.Tensor | None = None,
+    scale: float,
+) -> torch.Tensor:
+    """Softmax attention, `[b, heads, rows, ev]`, exact. Differentiable once, in q, k, v and mask.
+
+    Args:
+        q: `[b, heads, rows, e]`, of this rank; empty ones too. Every rank of the axis calls this.
+        k, v: `[b, kv heads, keys, e or ev]`, of this rank; `heads` is a multiple of `kv heads`.
+        axis: over which the keys are sharded; None: this rank has all of them.
+        mask: `[b or 1, heads or 1, rows, all keys]` (with `keys.merged`: own keys), boolean (True: seen) or added.
+        noise: of dropout, of the mask's shape for all b and heads: 0, or 1 / (1 - p).
+
+    Raises:
+        ValueError: `k` has another number of keys than `keys` says.
+        NotImplementedError: backward is to be differentiated again.
+    """
+    group = None if axis is None else comm.communicator(axis)
+    own = keys.sizes[0 if group is None else int(group.rank)]
+    if k.shape[2] != own or v.shape[2] != own or len(keys.sizes) != (1 if group is None else group.size):
+        raise ValueError(
+            f"attention: k has {k.shape[2]} keys and v {v.shape[2]}, and this rank's of {list(keys.sizes)} over "
+            f"{None if group is None else group.axis} are {own}"
+        )
+    result: torch.Tensor = _Attention.apply(q, k, v, mask, noise, _Use(keys, group, scale))
+    return result
+
+
+class _Use(NamedTuple):
+    """Everything about a call but its tensors."""
+
+    keys: Keys
+    group: Communicator | None
+    scale: float
+
+    @property
+    def rank(self) -> int:
+        return 0 if self.group is None else int(self.group.rank)
+
+    def pieces(self, q: torch.Tensor, owner: int) -> list[Piece]:
+        """What this rank's queries see of the keys of a rank."""
+        keys = self.keys
+        if keys.queries is None or keys.positions is None:
+            return [Piece((0, q.shape[2]), (0, keys.sizes[owner]), False)]
+        return visible(keys.queries, keys.positions[owner])
+
+    def blocks(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: torch.Tensor | None,
+        noise: torch.Tensor | None,
+        owner: int,
+    ) -> Iterator[tuple[Piece, Block]]:
+        """The blocks of this rank's queries and the keys of a rank."""
+        offset = 0 if self.keys.merged else sum(self.keys.sizes[:owner])
+        for piece in self.pieces(q, owner):
+            columns = offset + piece.keys[0], offset + piece.keys[1]
+            block = Block(
+                _cut(q, piece.rows),
+                _cut(k, piece.keys),
+                _cut(v, piece.keys),
+                None if mask is None else _cut(mask, piece.rows, columns),
+                None if noise is None else _cut(noise, piece.rows, columns),
+                piece.diagonal,
+                self.scale,
+            )
+            if not block.empty:
+                yield piece, block
+
+
+def _cut(x: torch.Tensor, rows: tuple[int, int], columns: tuple[int, int] | None = None) -> torch.Tensor:
+    if rows != (0, x.shape[2]):
+        x = x[:, :, rows[0] : rows[1]]
+    return x if columns is None or columns == (0, x.shape[3]) else x[..., columns[0] : columns[1]]
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: torch.Tensor | None,
+        noise: torch.Tensor | None,
+        use: _Use,
+    ) -> torch.Tensor:
+        whole = torch.promote_types(q.dtype, torch.float32)
+        out = lse = None
+        for owner, keys, values in _turn(k, v, use):
+            for piece, block in use.blocks(q, keys, values, mask, noise, owner):
+                new, new_lse = blocks.forward(block)
+                if lse is None and piece.rows == (0, q.shape[2]):
+                    out, lse = new.to(whole), new_lse
+                    continue
+                if out is None or lse is None:
+                    out, lse = _nothing(q, v, whole)
+                blocks.merge(_cut(out, piece.rows), lse[..., piece.rows[0] : piece.rows[1]], new, new_lse)
+        if out is None or lse is None:
+            out, lse = _nothing(q, v, whole)
+        if use.keys.merged and use.group is not None and use.group.size > 1:
+            out, lse = _merged(out, lse, use.group)
+        result = out.to(q.dtype)
+        ctx.use = use
+        ctx.save_for_backward(q, k, v, mask, noise, result, blocks.without_infinity(lse))
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise NotImplementedError(
+                "attention over several ranks has a first derivative only: leave out create_graph=True, or use "
+                "scaled_dot_product_attention on tensors that are sharded by batch or heads"
+            )
+        q, k, v, mask, noise, out, lse = ctx.saved_tensors
+        use: _Use = ctx.use
+        of_mask = mask is not None and ctx.needs_input_grad[3]
+        dq, dmask = _zeros(q), torch.zeros_like(mask, dtype=_wide(mask)) if of_mask else None
+        home = travelling = None
+        for owner, keys, values in _turn(k, v, use):
+            dk, dv = _zeros(keys), _zeros(values)
+            for piece, block in use.blocks(q, keys, values, mask, noise, owner):
+                rows = piece.rows
+                grads = blocks.backward(block, _cut(grad, rows), _cut(out, rows), lse[..., rows[0] : rows[1]], of_mask)
+                for total, part, own in ((dq, grads[0], rows), (dk, grads[1], piece.keys), (dv, grads[2], piece.keys)):
+                    _cut(total, own).add_(part)
+                if dmask is not None and grads[3] is not None:
+                    offset = 0 if use.keys.merged else sum(use.keys.sizes[:owner])
+                    part = _cut(dmask, rows, (offset + piece.keys[0], offset + piece.keys[1]))
+                    part.add_(grads[3].sum_to_size(part.shape))
+            if home is None:
+                home = dk, dv
+                continue
+            if travelling is not None:
+                dk, dv = _sum((dk, dv), travelling.wait())
+            travelling = _Passing(dk, dv, owner, use)
+        assert home is not None
+        if travelling is not None:
+            home = _sum(home, travelling.wait())
+        return (
+            dq.to(q.dtype),
+            home[0].to(k.dtype),
+            home[1].to(v.dtype),
+            None if dmask is None else dmask.to(mask.dtype),
+            None,
+            None,
+        )
+
+
+def _wide(x: torch.Tensor) -> torch.dtype:
+    """The type in which gradients of several blocks are added."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _zeros(x: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(x, dtype=_wide(x), memory_format=torch.contiguous_format)
+
+
+def _nothing(q: torch.Tensor, v: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """The output and log-sum-exp of rows that have seen no key."""
+    out = q.new_zeros((*q.shape[:3], v.shape[3]), dtype=dtype)
+    return out, q.new_full(q.shape[:3], -float("inf"), dtype=dtype)
+
+
+def _merged(out: torch.Tensor, lse: torch.Tensor, group: Communicator) -> tuple[torch.Tensor, torch.Tensor]:
+    """The attention to the keys of all ranks."""
+    total = comm.all_gather(lse.unsqueeze(0), group).logsumexp(0)
+    weight = (lse - blocks.without_infinity(total)).exp_()
+    return comm.all_reduce(out * weight.unsqueeze(-1), group), total
+
+
+# --- around the ring --------------------------------------------------------------------------------------------------
+
+
+def _turn(k: torch.Tensor, v: torch.Tensor, use: _Use) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    """The keys and values of each rank, this one's first. While a block is used, the next one is on its way."""
+    group = use.group
+    if group is None or group.size == 1 or use.keys.merged:
+        yield use.rank, k, v
+        return
+    for step in range(group.size):
+        owner = (use.rank - step) % group.size
+        passing = _Passing(k, v, owner, use) if step < group.size - 1 else None
+        yield owner, k, v
+        if passing is not None:
+            k, v = passing.wait()
+
+
+class _Passing:
+    """A block's keys and values on their way to the next rank, in one message, while those of the rank before come."""
+
+    def __init__(self, k: torch.Tensor, v: torch.Tensor, owner: int, use: _Use) -> None:
+        group = use.group
+        assert group is not None
+        size, rank = group.size, int(group.rank)
+        keys = use.keys.sizes[(owner - 1) % size]
+        self._width = k.shape[3]
+        self._received = k.new_empty((*k.shape[:2], keys, k.shape[3] + v.shape[3]))
+        nothing = k.new_empty(0)
+        sends, recvs = [nothing] * size, [nothing] * size
+        sends[(rank + 1) % size], recvs[(rank - 1) % size] = torch.cat([k, v], -1), self._received
+        self._handle: Any = comm.exchange(sends, recvs, group, async_op=True)
+
+    def wait(self) -> tuple[torch.Tensor, torch.Tensor]:
+        self._handle.wait()
+        return self._received[..., : self._width], self._received[..., self._width :]
+
+
+def _sum(
+    a: tuple[torch.Tensor, torch.Tensor], b: tuple[torch.Tensor, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return a[0].add_(b[0]), a[1].add_(b[1])

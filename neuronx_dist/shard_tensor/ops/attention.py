@@ -1,0 +1,122 @@
+"""`scaled_dot_product_attention`: as `attention_plan.py` says, by torch's function or by blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from ...attention import Keys, attention
+from ..attention_method import forced_method, note_choice, token_order
+from ..attention_plan import AttentionPlan, Call, plan_attention
+from ..exchange import linked
+from ..handlers import check_promotion, sharded
+from ..redistribute import redistributed, run
+from ..spec import ShardTensorSpec, make_spec
+from ..tensor import ShardTensor, local_of, wrap
+
+__all__: list[str] = []
+
+
+@sharded(F.scaled_dot_product_attention)
+def scaled_dot_product_attention(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
+    def call(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Any:
+        if is_causal and attn_mask is not None:
+            raise ValueError("scaled_dot_product_attention: is_causal and attn_mask: give one of both")
+        operands = [query, key, value, *([] if attn_mask is None else [attn_mask])]
+        specs = _specs(operands)
+        grad = torch.is_grad_enabled() and any(x.requires_grad for x in operands)
+        how = Call(is_causal, enable_gqa, dropout_p > 0.0, grad, query.element_size(), forced_method(), token_order())
+        plan: AttentionPlan = plan_attention(*specs[:3], specs[3] if attn_mask is not None else None, how)
+        if plan.choice is not None:
+            note_choice(plan.choice)
+        locals_ = [run(local_of(x) if isinstance(x, ShardTensor) else x, todo) for x, todo in zip(operands, plan.moved)]
+        if plan.heads is not None:
+            chosen = torch.tensor(plan.heads, dtype=torch.int64, device=locals_[1].device)
+            locals_[1:3] = [x.index_select(-3, chosen) for x in locals_[1:3]]
+        if plan.keys is None:
+            shape = plan.spec.local_shape
+            if not shape.numel() or not locals_[1].numel():
+                out = linked(locals_[0].new_zeros(shape), *locals_)
+            else:
+                out = func(
+                    *locals_[:3],
+                    *locals_[3:],
+                    is_causal=is_causal,
+                    scale=scale,
+                    **({"enable_gqa": True} if enable_gqa else {}),
+                )
+        else:
+            out = _blocks(plan, plan.keys, locals_, dropout_p, query.shape[-1] ** -0.5 if scale is None else scale)
+        return wrap(redistributed(out, plan.spec, plan.result), plan.result)
+
+    return call(*args, **kwargs)
+
+
+def _specs(operands: list[torch.Tensor]) -> list[ShardTensorSpec]:
+    mesh = next(x._spec.mesh for x in operands if isinstance(x, ShardTensor))
+    specs = []
+    for x in operands:
+        if isinstance(x, ShardTensor):
+            if x._spec.mesh is not mesh:
+                raise ValueError(
+                    f"operands are on {mesh} and {x._spec.mesh}: redistribute(mesh, placements) one of them"
+                )
+            specs.append(x._spec)
+        else:
+            check_promotion(x, "scaled_dot_product_attention")
+            specs.append(make_spec(mesh, None, x.shape))
+    return specs
+
+
+def _blocks(
+    plan: AttentionPlan, keys: Keys, operands: list[torch.Tensor], dropout_p: float, scale: float
+) -> torch.Tensor:
+    """Attention by blocks, of operands of any number of dims."""
+    shape = plan.spec.local_shape
+    batch = shape[:-2]
+    q, k, v = (
+        _with_heads(x, (*batch[:-1], x.shape[-3]) if len(x.shape) > 2 and _grouped(x, batch) else batch)
+        for x in operands[:3]
+    )
+    mask = None
+    if len(operands) > 3:
+        columns = plan.noise[-1][1] - plan.noise[-1][0]
+        mask = operands[3].expand(*operands[3].shape[:-2], shape[-2], columns)
+        mask = _with_heads(mask, batch if mask.dim() > 4 else mask.shape[:-2])
+    noise = None
+    if dropout_p > 0.0:
+        noise = _with_heads(_noise(plan, dropout_p, q), batch)
+    axis = None if plan.mesh_dim is None else plan.spec.mesh.communicator(plan.mesh_dim)
+    return attention(q, k, v, keys, axis, mask=mask, noise=noise, scale=scale).view(shape)
+
+
+def _grouped(x: torch.Tensor, batch: torch.Size) -> bool:
+    """Whether keys have fewer heads than queries, each for a group of these."""
+    return len(batch) > 0 and x.shape[-3] not in (1, batch[-1])
+
+
+def _with_heads(x: torch.Tensor, batch: Any) -> torch.Tensor:
+    """`[b, heads, .., ..]` of a tensor whose dims before the last two broadcast to `batch`."""
+    x = x.expand(*batch, *x.shape[-2:])
+    if x.dim() <= 4:
+        return x[(None,) * (4 - x.dim())]
+    return x.reshape(-1, *x.shape[-3:])
+
+
+def _noise(plan: AttentionPlan, dropout_p: float, q: torch.Tensor) -> torch.Tensor:
+    """This rank's part of the noise of one process: all ranks draw all of it."""
+    whole = torch.dropout(torch.ones(plan.weights, dtype=q.dtype, device=q.device), dropout_p, True)
+    return whole[tuple(slice(*part) for part in plan.noise)]

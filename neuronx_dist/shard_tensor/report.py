@@ -1,0 +1,206 @@
+"""What ShardTensors communicate, by the function that did: `with report() as r:`, then `print(r)`.
+
+It is built on the records of `comm`, whose collectives are attributed by looking at the stack. So a function that runs
+without a report pays nothing for it. The handlers tell what a record does not say: `gathered` by what was gathered
+because a function has no handler, `predict` the bytes that a plan has, `note` what was chosen and why.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from .. import comm
+from ..call_site import call_site, frames
+from ..comm import Call
+from ..comm.recording import attach, detach
+
+__all__ = ["Communicated", "Gathered", "Report", "Total", "gathered", "note", "predict", "report", "watched"]
+
+_FOLDER = str(Path(__file__).parent) + os.sep
+_OP = "neuronx_dist.shard_tensor.op"  # in the metadata of an autograd node: the function that made it
+
+
+class Communicated(NamedTuple):
+    """One collective: the function that it is part of, its record, and the user's line."""
+
+    op: str
+    call: Call
+    site: str
+
+
+class Gathered(NamedTuple):
+    """A function without a handler: how many bytes it gathers on every rank, and the user's line."""
+
+    op: str
+    bytes: int
+    site: str
+
+
+@dataclass
+class Total:
+    """All collectives of a function.
+
+    Attributes:
+        collectives: how many of each verb.
+        bytes: of all of them; each counts the larger of its input and result, as `comm.record` does.
+        planned: those of exchanges among them, which have a plan.
+        predicted: by the plans, before anything was sent.
+    """
+
+    collectives: dict[str, int] = field(default_factory=dict)
+    bytes: int = 0
+    planned: int = 0
+    predicted: int = 0
+
+
+class Report:
+    """What one rank has communicated while the report was open. `print` it, or read its lists.
+
+    Attributes:
+        calls: all collectives, in order.
+        gathers: functions without a handler, each time that they gathered; whether or not there was a warning.
+        notes: (function, text) of choices.
+    """
+
+    def __init__(self, rank: int | None) -> None:
+        self.rank = rank
+        self.calls: list[Communicated] = []
+        self.gathers: list[Gathered] = []
+        self.notes: list[tuple[str, str]] = []
+        self._predicted: list[tuple[str, int]] = []
+
+    def add(self, call: Call) -> None:
+        """Told by `comm`, in the thread of the collective."""
+        if ":" not in call.verb:
+            self.calls.append(Communicated(_current_op() or call.verb, call, call_site()))
+
+    @property
+    def collectives(self) -> int:
+        """How many there were."""
+        return len(self.calls)
+
+    @property
+    def bytes(self) -> int:
+        """Of all collectives."""
+        return sum(each.call.bytes for each in self.calls)
+
+    def by_op(self) -> dict[str, Total]:
+        """The totals of each function, in the order in which they first communicated."""
+        totals: dict[str, Total] = {}
+        for each in self.calls:
+            total = totals.setdefault(each.op, Total())
+            total.collectives[each.call.verb] = total.collectives.get(each.call.verb, 0) + 1
+            total.bytes += each.call.bytes
+            if each.call.verb == "exchange":
+                total.planned += each.call.bytes
+        for op, expected in self._predicted:
+            totals.setdefault(op, Total()).predicted += expected
+        return totals
+
+    def __str__(self) -> str:
+        lines = [f"{self.collectives} collectives, {self.bytes:,} bytes" + ("" if self.calls else ": nothing travels")]
+        for op, total in self.by_op().items():
+            verbs = ", ".join(f"{count} {verb}" for verb, count in total.collectives.items())
+            plan = f"; predicted {total.predicted:,} of {total.planned:,}" if total.predicted else ""
+            lines.append(f"  {op:24} {verbs:32} {total.bytes:>14,} bytes{plan}")
+        for each in self.gathers:
+            lines.append(f"  {each.op} has no handler: it gathers {each.bytes:,} bytes, at {each.site}")
+        lines += [f"  {op}: {text}" for op, text in self.notes]
+        return "\n".join(lines)
+
+
+_open: tuple[Report, ...] = ()  # replaced, never changed: other threads iterate over it
+
+
+@contextmanager
+def report(*, all_ranks: bool = False) -> Iterator[Report]:
+    """Collects what this rank's ShardTensors communicate, backward included.
+
+    Args:
+        all_ranks: of every rank of this process (ranks as threads).
+
+    Example:
+        >>> with report() as r:
+        ...     loss = model(x).mean()
+        ...     loss.backward()
+        >>> print(r)
+    """
+    global _open
+    result = Report(None if all_ranks or not comm.is_initialized() else comm.current().rank)
+    attach(result)
+    _open = (*_open, result)
+    try:
+        yield result
+    finally:
+        _open = tuple(other for other in _open if other is not result)
+        detach(result)
+
+
+def watched() -> bool:
+    """Whether a report is open: what is only for reports need not be computed otherwise."""
+    return bool(_open)
+
+
+def note(op: str, text: str) -> None:
+    """Tells open reports what a handler has chosen, and why."""
+    for each in _of_this_rank():
+        each.notes.append((op, text))
+
+
+def predict(num_bytes: int, op: str | None = None) -> None:
+    """Tells open reports how many bytes a plan has for this rank. `op`: None: the function that is being computed."""
+    for each in _of_this_rank():
+        each._predicted.append((op or _current_op() or "exchange", num_bytes))
+
+
+def gathered(op: str, num_bytes: int) -> None:
+    """Tells open reports that a function without a handler gathers."""
+    for each in _of_this_rank():
+        each.gathers.append(Gathered(op, num_bytes, call_site()))
+
+
+def _of_this_rank() -> Iterator[Report]:
+    if _open:
+        own = comm.current().rank if comm.is_initialized() else None
+        yield from (each for each in _open if each.rank is None or each.rank == own)
+
+
+def _current_op() -> str:
+    """The function of ShardTensors, or of this package, in which this thread is; "" if there is none.
+
+    Of several, one inside the other, the outermost; in backward, the one whose forward made the node.
+    """
+    named = entered = ""
+    node: Any = None
+    for _, frame in frames():
+        code = frame.f_code
+        if code.co_name == "backward" and "ctx" in code.co_varnames and not named:
+            context = frame.f_locals["ctx"]
+            return f"{context.metadata.get(_OP) or _name_of_node(context)}, backward"
+        if code.co_name == "forward" and code.co_varnames[:1] == ("ctx",):
+            node = node or frame.f_locals["ctx"]
+        if not code.co_filename.startswith(_FOLDER) or code.co_filename == __file__:
+            continue
+        if code.co_name == "__torch_function__":
+            func = frame.f_locals["func"]
+            named = getattr(func, "__name__", str(func))
+        elif not code.co_name.startswith("_"):
+            entered = code.co_name
+    result = named or entered
+    if node is not None and result:
+        node.metadata[_OP] = result
+    return result
+
+
+def _name_of_node(node: Any) -> str:
+    """Of one whose forward communicated nothing: `convert(I, R)`, or the name of its class."""
+    row = getattr(node, "row", None)
+    if row is None:
+        return type(node).__name__.removesuffix("Backward").lstrip("_")
+    verb, src, dst = row.key
+    return f"{verb}({src}, {dst})"

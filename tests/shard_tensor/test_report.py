@@ -1,0 +1,107 @@
+"""`report()`: collectives and bytes by function, forward and backward, and what records do not say."""
+
+from __future__ import annotations
+
+import inspect
+
+import torch
+import torch.nn.functional as F
+
+from neuronx_dist import comm
+from neuronx_dist.shard_tensor import Shard, ShardTensor, distribute_tensor, fallback, report
+from neuronx_dist.shard_tensor.report import note, predict, watched
+from tests.shard_tensor.support.cases import on_ranks
+
+HALO = 1 * 2 * 8 * 4  # bytes of a row of (1, 2, 16, 8) in fp32
+
+
+def image(mesh):
+    return distribute_tensor(torch.ones(1, 2, 16, 8, requires_grad=True), mesh, [Shard(2)], src=None)
+
+
+def test_collectives_and_bytes_by_function():
+    def run(mesh):
+        x, weight = image(mesh), torch.ones(2, 2, 3, 3, requires_grad=True)
+        with report() as r, comm.record() as calls:
+            F.conv2d(x, weight, padding=1).square().mean().backward()
+        assert [each.call for each in r.calls] == calls
+        assert r.collectives == 4 and r.bytes == sum(call.bytes for call in calls)
+        return {op: (total.collectives, total.bytes, total.predicted) for op, total in r.by_op().items()}, str(r)
+
+    for rank, (totals, text) in enumerate(on_ranks(3, run)):
+        halo = HALO * (2 if rank == 1 else 1)
+        assert totals == {
+            "conv2d": ({"exchange": 1}, halo, halo),
+            "mean": ({"all_reduce": 1}, 4, 0),
+            "conv2d, backward": ({"exchange": 1}, halo, halo),
+            "convert(I, R), backward": ({"all_reduce": 1}, 2 * 2 * 3 * 3 * 4, 0),
+        }
+        assert text.startswith(f"4 collectives, {2 * halo + 4 + 144} bytes\n")
+        assert f"predicted {halo} of {halo}" in text
+
+
+def test_a_handler_of_a_user_is_the_function_that_communicates():
+    def doubled(x):
+        return torch.overrides.handle_torch_function(doubled, (x,), x)
+
+    def handler(func, types, args, kwargs):
+        return ShardTensor.from_local(args[0].full_tensor() * 2, args[0].device_mesh)
+
+    def run(mesh):
+        ShardTensor.register_function_handler(doubled, handler)
+        with report() as r:
+            doubled(image(mesh))
+        with report() as methods:
+            image(mesh).full_tensor()
+        return list(r.by_op()), list(methods.by_op())
+
+    assert on_ranks(2, run) == [(["doubled"], ["full_tensor"])] * 2
+
+
+def test_gathers_are_listed_with_their_lines_also_silent_ones():
+    def run(mesh):
+        x = image(mesh)
+        with report() as r, fallback("gather"):
+            line = inspect.currentframe().f_lineno + 1
+            torch.kthvalue(x, 1, dim=2)
+        return r, line
+
+    for r, line in on_ranks(2, run):
+        (gather,) = r.gathers
+        assert (gather.op, gather.bytes) == ("kthvalue", 2 * 16 * 8 * 4)
+        assert gather.site == f"{__file__}:{line}"
+        assert f"kthvalue has no handler: it gathers {gather.bytes:,} bytes, at {__file__}" in str(r)
+
+
+def test_what_handlers_tell():
+    def run(mesh):
+        assert not watched()
+        note("attention", "nobody listens")
+        with report() as outer, report() as inner:
+            assert watched()
+            note("attention", "ring: 96 bytes, a gather 192")
+            predict(96, "attention")
+        assert inner.notes == outer.notes == [("attention", "ring: 96 bytes, a gather 192")]
+        assert inner.by_op()["attention"].predicted == 96
+        return str(inner)
+
+    for text in on_ranks(2, run):
+        assert text.startswith("0 collectives, 0 bytes: nothing travels")
+        assert text.endswith("attention: ring: 96 bytes, a gather 192")
+
+
+def test_all_ranks_of_this_process():
+    def run(mesh):
+        if mesh.get_rank():
+            comm.barrier("world")
+            image(mesh).full_tensor()
+            comm.barrier("world")
+            return None
+        with report(all_ranks=True) as r:
+            comm.barrier("world")
+            image(mesh).full_tensor()
+            comm.barrier("world")
+        return r
+
+    first, _ = on_ranks(2, run)
+    assert first.by_op()["full_tensor"].collectives == {"all_gather": 2}
