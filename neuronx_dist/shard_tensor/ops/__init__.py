@@ -64,3 +64,9 @@ __all__ = [
     "spatial",
     "views",
 ]
+optimizers.py fused steps, gradient scaling
+"""
+
+from . import attention, matmul, multihead, optimizers, pointwise, queries, reduce, spatial, views
+
+__all__ = ["attention", "matmul", "multihead", "optimizers", "pointwise", "queries", "reduce", "spatial", "views"]

@@ -104,7 +104,12 @@ def sums(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
         *,
         dtype: torch.dtype | None = None,
         axis: Any = None,
+        out: torch.Tensor | None = None,
     ) -> Any:
+        if out is not None:
+            raise ValueError(
+                f"{func.__name__}: out= is not written to; use the result: out.copy_(x.{func.__name__}(...))"
+            )
         dim = axis if dim is None else dim
         dim = tuple(dim) if isinstance(dim, list) else dim
         linear = sum_ is torch.sum and _only_sums(input._spec)
