@@ -61,8 +61,8 @@ def save_checkpoint(
             step, position in the data.
         num_kept_ckpts: how many complete checkpoints stay, this one included; None: all.
         async_save: copy and write in the background. The next `optimizer.step()` waits until what it changes is copied,
-            and so does `load_state_dict`; all else is copied before this returns. An error is raised by the next call of
-            a function of this file, also that something else has changed weights that were not copied yet.
+            and so does `load_state_dict`; all else is copied before this returns. An error is raised by the next call
+            of a function of this file, also that something else has changed weights that were not copied yet.
         when_busy: what becomes of an asynchronous save that is not complete yet: "wait" for it, or "supersede" it.
         num_workers, use_xser, zero1_optimizer, use_zero1_dcp, avoid_saving_lower_precision_weights: without effect:
             every rank writes its own share, in one format, weights and masters. Where that is another result than what

@@ -44,7 +44,7 @@ def distribute_tensor(
 
     Args:
         tensor: a leaf, of the same shape on all ranks; a meta tensor stays one, and nothing is communicated.
-        device_mesh: None: that of the innermost `with mesh:`, else one dim over the world.
+        device_mesh: None: that of the innermost `with mesh:`, else of the job (`current_mesh`).
         placements: None: Replicate everywhere.
         sizes: for each mesh dim the sizes of its shards, or None for chunks.
         src: the rank (its place in the mesh) whose values count, which sends each rank its part. None: all ranks have
@@ -118,20 +118,17 @@ def scatter_tensor(
 
 def own_piece(whole: torch.Tensor, spec: ShardTensorSpec) -> torch.Tensor:
     """This rank's part of a whole tensor, as a view."""
+    if spec.mesh.communicators is None:
+        return whole.reshape(-1)[:0].view(spec.local_shape)
     for _, dim in spec.sharded:
         whole = whole.narrow(dim, spec.offsets[dim], spec.local_shape[dim])
     return whole
 
 
 def _broadcast_object(obj: Any, mesh: DeviceMesh, src: int) -> Any:
-    for m, index in enumerate(_coordinate(mesh, src)):
+    for m, index in enumerate(mesh.coordinate_of(src)):
         obj = comm.broadcast_object(obj, mesh.communicator(m), src=index)
     return obj
-
-
-def _coordinate(mesh: DeviceMesh, index: int) -> list[int]:
-    """The coordinates of a place in the mesh."""
-    return [int(each) for each in torch.unravel_index(torch.tensor(index), mesh.shape)]
 
 
 def _sent(
@@ -143,9 +140,9 @@ def _sent(
         along these.
     """
     mesh = spec.mesh
-    own, source = mesh.get_coordinate(), _coordinate(mesh, src)
+    own, source = mesh.get_coordinate(), list(mesh.coordinate_of(src))
     if own is None:
-        raise RuntimeError(f"rank {mesh.get_rank()} is no part of {mesh}")
+        return torch.empty(spec.local_shape, dtype=dtype, device=device)
     shape = list(spec.shape)
     part = whole if own == source else None
     for m, placement in enumerate(spec.placements):

@@ -19,9 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 from .. import comm
 from ..comm import Communicator, launch
 from ..comm.context import Context
-from ..mesh import Axis, Mesh
+from ..mesh import DENSE_AXES, Axis, Mesh
 
-__all__ = ["DeviceMesh", "current_mesh", "init_device_mesh"]
+__all__ = ["DeviceMesh", "current_mesh", "group_over", "init_device_mesh"]
 
 _TABLE = "device_meshes"  # of a context
 _local = threading.local()
@@ -91,6 +91,14 @@ class DeviceMesh:
     def get_coordinate(self) -> list[int] | None:
         """This rank's index along each dim; None: it is no part of the mesh."""
         return None if self.communicators is None else [communicator.rank for communicator in self.communicators]
+
+    def coordinate_of(self, place: int) -> tuple[int, ...]:
+        """The index along each dim of a place in the mesh, counted row by row."""
+        result: list[int] = []
+        for size in reversed(self.shape):
+            place, index = divmod(place, size)
+            result.append(index)
+        return tuple(reversed(result))
 
     def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
         """This rank's index along a dim, which may be left out where there is one."""
@@ -183,11 +191,35 @@ def init_device_mesh(
 
 
 def current_mesh(device_type: str = "cpu") -> DeviceMesh:
-    """The mesh of the innermost `with mesh:`, else one dim over all ranks of the job."""
+    """The mesh of the innermost `with mesh:`, else that of the job's axes, else one dim over all of its ranks.
+
+    Axes of one rank are left out; where one axis has all ranks, the dim has no name, as that of `init_device_mesh`.
+    """
     stack: list[DeviceMesh] | None = getattr(_local, "stack", None)
     if stack:
         return stack[-1]
-    return DeviceMesh(device_type, list(range(_context().mesh.world_size)))
+    mesh = _context().mesh
+    axes = tuple(axis for axis in DENSE_AXES if mesh.size(axis) > 1)
+    if len(axes) > 1:
+        return DeviceMesh.from_axes(axes, device_type=device_type)
+    return DeviceMesh(device_type, list(range(mesh.world_size)))
+
+
+def group_over(first: DeviceMesh, second: DeviceMesh) -> Communicator | None:
+    """The group of all ranks of two meshes; None on a rank outside. Made once, by all ranks of the job."""
+    context = _context()
+    ranks = sorted({*first.mesh.flatten().tolist(), *second.mesh.flatten().tolist()})
+    for mesh in (first, second):
+        if mesh.ndim == 1 and mesh.size() == len(ranks):
+            return None if mesh.communicators is None else mesh.communicators[0]
+    table = context.extras.setdefault(f"{_TABLE}: groups", {})
+    key = tuple(ranks)
+    if key not in table:
+        axis = context.mesh.axis_of(ranks)
+        group = context.new_group([ranks], "ranks of two meshes") if axis is None else context.communicator(axis)
+        table[key] = group if context.rank in ranks else None
+    result: Communicator | None = table[key]
+    return result
 
 
 def _rebuilt(device_type: str, ranks: Any, names: tuple[str, ...] | None) -> DeviceMesh:

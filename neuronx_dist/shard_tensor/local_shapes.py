@@ -26,6 +26,11 @@ def local_spec(
     checked = checked_placements(placements, mesh.ndim, len(local))
     if isinstance(sharding_shapes, str) and sharding_shapes not in ("infer", "chunk"):
         raise ValueError(f'from_local: sharding_shapes={sharding_shapes!r} is not "infer", "chunk" or a dict of shapes')
+    if mesh.communicators is None and (global_shape is None or sharding_shapes == "infer"):
+        raise ValueError(
+            f"from_local: rank {mesh.get_rank()} is no part of {mesh}: it cannot infer the layout of its empty part; "
+            "give global_shape, and sharding_shapes as chunk or a dict"
+        )
     if sharding_shapes == "infer":
         spec = _inferred(local, mesh, checked)
     elif isinstance(sharding_shapes, str):
@@ -38,7 +43,7 @@ def local_spec(
             global_shape = shape
         spec = make_spec(mesh, checked, global_shape)
     else:
-        spec = _told(local, mesh, checked, sharding_shapes)
+        spec = _told(local, mesh, checked, sharding_shapes, global_shape)
     if spec.local_shape != local:
         raise ValueError(
             f"from_local: this rank's tensor has shape {tuple(local)}, and by its layout it must have "
@@ -74,8 +79,9 @@ def _told(
     mesh: DeviceMesh,
     placements: Sequence[Placement],
     sharding_shapes: Mapping[int, Sequence[Sequence[int]]],
+    global_shape: Sequence[int] | None,
 ) -> ShardTensorSpec:
-    shape = list(local)
+    shape = list(local if global_shape is None else global_shape)
     sizes: list[tuple[int, ...] | None] = []
     for m, placement in enumerate(placements):
         if not isinstance(placement, Shard):

@@ -5,6 +5,8 @@
 | `Shard(d)` | S(d) | S(d) | Shard(d), the same sizes |
 | `Replicate()` | I | R: `convert(I, R)`, whose backward is the one all-reduce | Replicate, reduced |
 | `Partial("sum")` | P | reduced by `all_reduce(P, I)` before what is not linear | Replicate |
+| `Partial("avg")` | P("avg") | divided by the number of ranks, and so made a sum | Replicate |
+| `Partial("max")` | P("max") | its maximum over the ranks; it is never added | Replicate |
 """
 
 from __future__ import annotations

@@ -17,10 +17,11 @@ from ..comm import Communicator
 from ..spmd import I, P, R
 from . import moves
 from .device_mesh import DeviceMesh
+from .other_mesh import moved_to_mesh
 from .placements import Partial, Placement, Replicate, Shard
-from .spec import ShardTensorSpec, make_spec
+from .spec import ShardTensorSpec, gradient_spec
 
-__all__ = ["Step", "redistributed", "run", "steps"]
+__all__ = ["Step", "nothing_of", "redistributed", "run", "steps"]
 
 Step = Callable[[torch.Tensor], torch.Tensor]
 
@@ -53,7 +54,9 @@ def steps(spec: ShardTensorSpec, target: ShardTensorSpec, used: Sequence[int] = 
             f"redistribute: a tensor of shape {tuple(spec.shape)} cannot have a layout of {tuple(target.shape)}"
         )
     if spec.mesh is not target.mesh:
-        return _to_another_mesh(spec, target)
+        return _to_another_mesh(spec, target, used)
+    if spec.mesh.communicators is None:
+        return (partial(nothing_of, shape=target.local_shape),)
     table = spec.mesh.tables.setdefault("steps", {})
     key = (spec, target, tuple(used))
     if key not in table:
@@ -79,6 +82,11 @@ def _steps(spec: ShardTensorSpec, target: ShardTensorSpec, used: Sequence[int]) 
         result += _along(spec.mesh, m, placements[m], sizes[m], target.placements[m], target.sizes[m], m in used)
         placements[m], sizes[m] = target.placements[m], target.sizes[m]
     return tuple(result)
+
+
+def nothing_of(x: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """The empty part that a rank outside of the mesh has, in the graph of `x`."""
+    return x if x.shape == shape else x.reshape(-1)[:0].view(shape)
 
 
 def _used(x: torch.Tensor, group: Communicator) -> torch.Tensor:
@@ -139,16 +147,19 @@ def _along(
         if isinstance(dst, Shard):
             assert dst_sizes is not None
             return [partial(moves.split, communicator=group, dim=dst.dim, sizes=dst_sizes)]
-        _check_reduction(dst, "sum", "max")
-        return [] if _op(dst) == "max" else [partial(_as_summand, group=group)]
+        return [partial(_as_summand, group=group)] if _op(dst) == "sum" else []  # it is its own mean, or maximum
     if isinstance(dst, Partial):
         if _op(src) == _op(dst):
             return []
+        if {_op(src), _op(dst)} == {"sum", "avg"}:
+            return [partial(_scaled, group=group, divide=_op(src) == "avg")]
         raise ValueError(f"redistribute: {src} cannot become {dst}; make it Replicate() first")
     if _op(src) == "max":
         reduced: list[Step] = [partial(_maximum, group=group)]
         return reduced + _along(mesh, mesh_dim, _REPLICATE, None, dst, dst_sizes, used)
-    _check_reduction(src, "sum")
+    if _op(src) == "avg":
+        summed = _along(mesh, mesh_dim, Partial(), None, dst, dst_sizes, used)
+        return [partial(_scaled, group=group, divide=True), *summed]
     if isinstance(dst, Replicate):
         return [partial(_summed, group=group, used=used)]
     assert isinstance(dst, Shard) and dst_sizes is not None
@@ -160,9 +171,9 @@ def _op(placement: Placement) -> str:
     return str(placement.reduce_op)
 
 
-def _check_reduction(placement: Placement, *known: str) -> None:
-    if _op(placement) not in known:
-        raise ValueError(f"redistribute: {placement} is not kept; a Partial is one of {', '.join(known)}")
+def _scaled(x: torch.Tensor, group: Communicator, divide: bool) -> torch.Tensor:
+    """Summands of a mean over the ranks as those of a sum, or the other way."""
+    return x * (1 / comm.size(group)) if divide else x * comm.size(group)
 
 
 class _Maximum(torch.autograd.Function):
@@ -189,11 +200,12 @@ def _maximum(x: torch.Tensor, group: Communicator) -> torch.Tensor:
     return comm.all_reduce(x, group, op="max")
 
 
-def _to_another_mesh(spec: ShardTensorSpec, target: ShardTensorSpec) -> tuple[Step, ...]:
-    """By way of the whole tensor, where both meshes have the same ranks."""
-    if sorted(spec.mesh.mesh.flatten().tolist()) != sorted(target.mesh.mesh.flatten().tolist()):
-        raise NotImplementedError(
-            f"redistribute from {spec.mesh} to {target.mesh}: both meshes must have the same ranks"
-        )
-    whole = spec.replicated()
-    return (*steps(spec, whole), *steps(make_spec(target.mesh, None, target.shape), target))
+def _to_another_mesh(spec: ShardTensorSpec, target: ShardTensorSpec, used: Sequence[int]) -> tuple[Step, ...]:
+    """By one exchange; only a maximum is taken before, on the mesh that has it."""
+    if used:
+        raise ValueError(f"an operand on {spec.mesh} cannot be used on {target.mesh}: redistribute() it first")
+    kinds = {_op(spec.placements[m]) for m in spec.partial} | {_op(target.placements[m]) for m in target.partial}
+    source = spec if kinds <= {"sum"} else gradient_spec(spec)
+    if any(_op(target.placements[m]) != "sum" for m in target.partial):
+        raise ValueError(f"redistribute: {list(target.placements)} on another mesh: only a sum is spread over ranks")
+    return (*steps(spec, source), partial(moved_to_mesh, spec=source, target=target))

@@ -14,7 +14,7 @@ import torch
 from .device_mesh import DeviceMesh
 from .placements import Partial, Placement, Replicate, Shard, checked_placements
 
-__all__ = ["ShardTensorSpec", "Sizes", "chunk_sizes", "make_spec"]
+__all__ = ["ShardTensorSpec", "Sizes", "chunk_sizes", "gradient_spec", "make_spec"]
 
 Sizes = tuple["tuple[int, ...] | None", ...]  # for each mesh dim: of its shards, None where it shards nothing
 
@@ -27,7 +27,7 @@ class ShardTensorSpec:
         placements: one for each mesh dim; dims are counted from the front.
         shape: of the whole tensor.
         sizes: for each mesh dim the sizes of all its shards along their tensor dim; None where it shards nothing.
-        local_shape: of this rank's shard.
+        local_shape: of this rank's shard; of a rank that is no part of the mesh, empty.
         offsets: where this rank's shard begins, for each tensor dim.
         sharded: `(mesh dim, tensor dim)` of every shard.
         partial: the mesh dims along which the tensor is a sum (maximum) over the ranks.
@@ -66,8 +66,10 @@ class ShardTensorSpec:
         for m, dim in self.sharded:
             along = sizes[m]
             assert along is not None
-            index = 0 if coordinate is None else coordinate[m]
-            local[dim], offsets[dim] = along[index], sum(along[:index])
+            if coordinate is not None:
+                local[dim], offsets[dim] = along[coordinate[m]], sum(along[: coordinate[m]])
+        if coordinate is None:  # no part of the mesh: it holds nothing
+            local[:1] = [0]
         self.local_shape, self.offsets = torch.Size(local), tuple(offsets)
 
     def sharding_shapes(self, mesh_dim: int | None = None) -> Any:
@@ -149,6 +151,14 @@ def make_spec(
         spec = specs.setdefault(full_key, ShardTensorSpec(mesh, checked, shape, tuple(complete)))
     specs[key] = spec
     return spec
+
+
+def gradient_spec(spec: ShardTensorSpec) -> ShardTensorSpec:
+    """The layout of a tensor's gradient: Replicate where the tensor is Partial."""
+    if not spec.partial:
+        return spec
+    placements = tuple(Replicate() if isinstance(each, Partial) else each for each in spec.placements)
+    return make_spec(spec.mesh, placements, spec.shape, spec.sizes)
 
 
 def chunk_sizes(size: int, count: int) -> tuple[int, ...]:

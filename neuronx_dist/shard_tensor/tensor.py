@@ -26,8 +26,8 @@ from .device_mesh import DeviceMesh, current_mesh
 from .handlers import DISPATCH, FUNCTIONS, UNHANDLED
 from .local_shapes import local_spec
 from .placements import Partial, Placement, Replicate, spmd_type
-from .redistribute import redistributed
-from .spec import ShardTensorSpec, make_spec
+from .redistribute import nothing_of, redistributed
+from .spec import ShardTensorSpec, gradient_spec, make_spec
 
 __all__ = ["ShardTensor", "gradient_spec", "in_layout", "local_of", "wrap"]
 
@@ -89,7 +89,7 @@ class ShardTensor(torch.Tensor):
         """The ShardTensor of which this rank's part is `local_tensor`, in its graph.
 
         Args:
-            device_mesh: None: that of the innermost `with mesh:`, else one dim over the world.
+            device_mesh: None: that of the innermost `with mesh:`, else of the job (`current_mesh`).
             placements: None: Replicate everywhere.
             sharding_shapes: "infer": all ranks tell one another their shapes, once. "chunk": shards are as
                 `torch.chunk` cuts them; nothing is communicated. A dict from mesh dim to the shapes of all shards
@@ -180,11 +180,21 @@ class ShardTensor(torch.Tensor):
         """The same tensor in another layout, differentiable; itself where the layout is equal.
 
         Args:
-            device_mesh: None: its own.
+            device_mesh: None: its own. To another mesh, of any ranks, every rank of the job calls this alike; one that
+                is no part of a mesh has an empty part of what lies there, and takes part in backward all the same.
             placements: None: Replicate everywhere, or its own if only `sizes` is given.
             sizes: for each mesh dim the sizes of its shards; None: chunks.
-            async_op: accepted for torch's signature; the result is complete when it is returned.
+            async_op: False. It stands here for torch's signature.
+
+        Raises:
+            NotImplementedError: `async_op=True`.
+            ValueError: see `make_spec`.
         """
+        if async_op:
+            raise NotImplementedError(
+                "redistribute(async_op=True): the result is complete when redistribute returns; leave async_op out. "
+                "comm.exchange(.., async_op=True) overlaps, and so do convolutions and the ring by themselves"
+            )
         if placements is None and sizes is not None:
             placements = self._spec.placements
         target = make_spec(device_mesh or self._spec.mesh, placements, self._spec.shape, sizes)
@@ -361,18 +371,13 @@ def declared(local: torch.Tensor, spec: ShardTensorSpec) -> torch.Tensor:
     return local
 
 
-def gradient_spec(spec: ShardTensorSpec) -> ShardTensorSpec:
-    """The layout of a tensor's gradient."""
-    if not spec.partial:
-        return spec
-    placements = tuple(Replicate() if isinstance(each, Partial) else each for each in spec.placements)
-    return make_spec(spec.mesh, placements, spec.shape, spec.sizes)
-
-
 def in_layout(x: torch.Tensor, spec: ShardTensorSpec) -> torch.Tensor:
     """The local tensor of `x` in a layout; a plain tensor counts as replicated."""
-    own = x._spec if isinstance(x, ShardTensor) else make_spec(spec.mesh, None, x.shape)
-    return redistributed(local_of(x) if isinstance(x, ShardTensor) else x, own, spec)
+    if isinstance(x, ShardTensor):
+        return redistributed(local_of(x), x._spec, spec)
+    if spec.mesh.communicators is None:
+        return nothing_of(x, spec.local_shape)
+    return redistributed(x, make_spec(spec.mesh, None, x.shape), spec)
 
 
 def _rebuilt(local: torch.Tensor, spec: ShardTensorSpec, requires_grad: bool, is_param: bool) -> ShardTensor:

@@ -169,6 +169,7 @@ CASES: dict[str, Callable[[], None]] = {
         )
     },
     "_exchanged:comm.exchange#1": mutations.uneven_moves,
+    "_exchange_boxes:comm.exchange#1": mutations.moved_to_another_mesh,
     "_used:spmd.convert#1": mutations.weights,
     "_summed:spmd.all_reduce#1": mutations.summed,
     "_as_summand:spmd.convert#1": mutations.summand,

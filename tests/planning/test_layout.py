@@ -211,6 +211,8 @@ def test_paths(tmp_path):
     assert str(missing) in the_problem(layout, data=[tmp_path, missing])
     (tmp_path / "run").mkdir()
     (tmp_path / "run-2").mkdir()
+    layout.check(out=tmp_path / "run")  # an empty folder may be written into
+    (tmp_path / "run" / "metrics.jsonl").write_text("")
     message = the_problem(layout, out=tmp_path / "run")
     assert str(tmp_path / "run-3") in message
     layout.check(data=[tmp_path], out=tmp_path / "run-3")

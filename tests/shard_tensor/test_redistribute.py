@@ -96,6 +96,34 @@ def test_a_partial_maximum_is_never_added():
     on_ranks(2, maxima)
 
 
+def means(mesh):
+    group = mesh.communicator()
+    for dst, split in [(Replicate(), None), (Shard(0), (11, 5)), (Partial(), None), (Partial("avg"), None)]:
+        local = (whole() * (group.rank + 1)).requires_grad_()
+        a = ShardTensor.from_local(local, mesh, [Partial("avg")])
+        b = a.redistribute(placements=[dst], sizes=[split])
+        assert b.placements == (dst,)
+        assert_close(b.full_tensor().detach(), whole() * 1.5, f"a mean as {dst}")
+        b.backward(whole().cos())
+        assert_close(local.grad, whole().cos() / 2, f"the gradient of a rank's part of a mean, by {dst}")
+        assert_close((a * 2).sum().full_tensor().detach(), whole().sum() * 3, "a mean in use")
+    same = distribute_tensor(whole(), mesh, src=None).redistribute(placements=[Partial("avg")])
+    assert_close(same.redistribute(placements=[Partial()]).full_tensor(), whole(), "a mean of equals")
+
+
+def test_a_partial_mean_is_divided_by_the_number_of_ranks():
+    on_ranks(2, means)
+
+
+def test_an_asynchronous_redistribute_is_refused_by_name():
+    def refuse(mesh):
+        x = distribute_tensor(whole(), mesh, [Shard(0)], src=None)
+        with pytest.raises(NotImplementedError, match=r"async_op=True.*complete when redistribute returns"):
+            x.redistribute(placements=[Replicate()], async_op=True)
+
+    on_ranks(2, refuse)
+
+
 def another_mesh(mesh):
     x = distribute_tensor(whole().requires_grad_(), mesh, [Shard(0)], sizes=[(1, 12, 0, 3)], src=None)
     grid = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("a", "b"))

@@ -92,8 +92,10 @@ def _loss(x: torch.Tensor) -> torch.Tensor:
 
 
 def _start(x: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor | None:
-    if gradient is None or not isinstance(x, ShardTensor):
+    if not isinstance(x, ShardTensor):
         return gradient
+    if gradient is None:  # a rank outside of the mesh starts from nothing
+        return None if x._spec.mesh.communicators is not None else torch.zeros_like(x._local)
     spec = gradient_spec(x._spec)
     return in_layout(gradient, spec.replicated() if spec.shape.numel() == 1 else spec)
 
@@ -115,7 +117,7 @@ def backward(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> No
             inputs = [inputs]
         torch.autograd.backward(
             [_loss(x)],
-            None if gradient is None else [_start(x, gradient)],
+            [_start(x, gradient)],
             retain_graph=retain_graph,
             create_graph=create_graph,
             inputs=None if inputs is None else [_local(each) for each in inputs],
@@ -139,7 +141,8 @@ def autograd_backward(func: Callable[..., Any], types: Any, args: Any, kwargs: A
         inputs: Any = None,
     ) -> None:
         outputs = _listed(tensors)
-        grads = None if grad_tensors is None else [_start(x, g) for x, g in zip(outputs, _listed(grad_tensors))]
+        given = [None] * len(outputs) if grad_tensors is None else _listed(grad_tensors)
+        grads = [_start(x, g) for x, g in zip(outputs, given)]
         chosen = None if inputs is None else [_local(each) for each in _listed(inputs)]
         torch.autograd.backward(
             [_loss(x) for x in outputs], grads, retain_graph=retain_graph, create_graph=create_graph, inputs=chosen
@@ -152,7 +155,8 @@ def autograd_backward(func: Callable[..., Any], types: Any, args: Any, kwargs: A
 def autograd_grad(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
     def call(outputs: Any, inputs: Any, grad_outputs: Any = None, *others: Any, **keywords: Any) -> Any:
         outs, ins = _listed(outputs), _listed(inputs)
-        grads = None if grad_outputs is None else [_start(x, g) for x, g in zip(outs, _listed(grad_outputs))]
+        given = [None] * len(outs) if grad_outputs is None else _listed(grad_outputs)
+        grads = [_start(x, g) for x, g in zip(outs, given)]
         results = torch.autograd.grad([_loss(x) for x in outs], [_local(x) for x in ins], grads, *others, **keywords)
         return tuple(
             wrap(grad, gradient_spec(x._spec)) if isinstance(x, ShardTensor) and grad is not None else grad

@@ -27,6 +27,7 @@ __all__ = [
     "extremes",
     "inferred_shapes",
     "local_part",
+    "moved_to_another_mesh",
     "one_ranks_tensor",
     "partial_maximum",
     "summand",
@@ -236,3 +237,14 @@ def attention_by_ring() -> None:
 
 def attention_merged() -> None:
     on_ranks(2, _attention(Replicate()))
+
+
+def moved_to_another_mesh() -> None:
+    def step(mesh):
+        x = _leaf(whole(4, 2), mesh, Shard(0), _UNEVEN)
+        y = x.redistribute(DeviceMesh("cpu", [1, 0]), [Shard(1)])
+        assert_close(y.to_local().detach(), whole(4, 2)[:, 1 - mesh.get_rank()].view(4, 1), "a shard on another mesh")
+        y.backward(whole(4, 2))
+        assert_close(x.grad.to_local(), whole(4, 2).split(_UNEVEN)[mesh.get_rank()], "its gradient")
+
+    on_ranks(2, step)

@@ -1,0 +1,174 @@
+"""From a layout on one mesh to a layout on another one, of other ranks or another number of them: one exchange.
+
+Every rank of either mesh owns a box of the tensor by each layout: an interval along each dim. From the boxes of all
+places follows what each rank sends to each: where two boxes meet. Of several ranks that have the same box one sends it
+(the receiver itself, where it is one of them), and summands of a Partial are all sent, and added. The gradient goes the
+same way back, from the target's layout of gradients to the source's.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from .. import comm
+from .device_mesh import group_over
+from .spec import ShardTensorSpec, gradient_spec
+
+__all__ = ["moved_to_mesh", "planned_bytes"]
+
+Box = tuple[tuple[int, int], ...]  # (first, behind the last) along each dim
+
+
+class Piece(NamedTuple):
+    """What rank `src` sends to rank `dst`, both by their index in the group: a box of the whole tensor."""
+
+    src: int
+    dst: int
+    box: Box
+
+
+class Move(NamedTuple):
+    """From one layout to another.
+
+    Attributes:
+        ranks: of both meshes, ascending.
+        source, target: the box of each rank; None where it is no part of the mesh.
+        pieces: all that travels or is copied.
+    """
+
+    ranks: tuple[int, ...]
+    source: tuple[Box | None, ...]
+    target: tuple[Box | None, ...]
+    pieces: tuple[Piece, ...]
+
+    @property
+    def is_local(self) -> bool:
+        return all(piece.src == piece.dst for piece in self.pieces)
+
+
+def moved_to_mesh(local: torch.Tensor, spec: ShardTensorSpec, target: ShardTensorSpec) -> torch.Tensor:
+    """This rank's part of a tensor by a layout on another mesh; empty where it is no part of that mesh. Differentiable.
+
+    Every rank of the job calls it, in the same order, also one that is a part of neither mesh.
+    """
+    result: torch.Tensor = _ToMesh.apply(local, spec, target)
+    return result
+
+
+def planned_bytes(local: torch.Tensor, spec: ShardTensorSpec, target: ShardTensorSpec, rank: int) -> int:
+    """Bytes with which the exchange is recorded on a rank of the job."""
+    move = _plan(spec, target)
+    if rank not in move.ranks:
+        return 0
+    index = move.ranks.index(rank)
+    sent = sum(_count(each.box) for each in move.pieces if each.src == index != each.dst)
+    received = sum(_count(each.box) for each in move.pieces if each.dst == index != each.src)
+    return max(sent, received) * local.element_size()
+
+
+class _ToMesh(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, spec: ShardTensorSpec, target: ShardTensorSpec) -> torch.Tensor:
+        ctx.back = gradient_spec(target), gradient_spec(spec)
+        return _exchange_boxes(x, spec, target)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return moved_to_mesh(grad, *ctx.back), None, None
+
+
+def _exchange_boxes(x: torch.Tensor, spec: ShardTensorSpec, target: ShardTensorSpec) -> torch.Tensor:
+    move = _plan(spec, target)
+    group = None if move.is_local else group_over(spec.mesh, target.mesh)
+    rank = target.mesh.get_rank()
+    result = x.new_zeros(target.local_shape)
+    if rank not in move.ranks:
+        return result
+    me = move.ranks.index(rank)
+    source, own = move.source[me], move.target[me]
+    sends = [x.new_empty(0)] * len(move.ranks)
+    received = list(sends)
+    for piece in move.pieces:
+        if piece.src == me:
+            assert source is not None
+            sends[piece.dst] = _part(x, source, piece.box)
+        if piece.dst == me:
+            received[piece.src] = x.new_empty([high - low for low, high in piece.box])
+    if group is None:
+        received = sends  # each rank keeps what it has
+    else:
+        order = [move.ranks.index(each) for each in group.ranks]
+        comm.exchange([sends[i] for i in order], [received[i] for i in order], group)
+    for piece in move.pieces:
+        if piece.dst == me:
+            assert own is not None
+            _part(result, own, piece.box).add_(received[piece.src])
+    return result
+
+
+def _part(x: torch.Tensor, own: Box, box: Box) -> torch.Tensor:
+    """A view of a box in the tensor that holds the box `own`."""
+    return x[tuple(slice(low - first, high - first) for (first, _), (low, high) in zip(own, box))]
+
+
+def _count(box: Box) -> int:
+    count = 1
+    for low, high in box:
+        count *= high - low
+    return count
+
+
+def _plan(spec: ShardTensorSpec, target: ShardTensorSpec) -> Move:
+    """Computed once for two layouts."""
+    table = spec.mesh.tables.setdefault("moves to other meshes", {})
+    if (spec, target) not in table:
+        table[spec, target] = _planned(spec, target)
+    move: Move = table[spec, target]
+    return move
+
+
+def _planned(spec: ShardTensorSpec, target: ShardTensorSpec) -> Move:
+    sources, targets = _boxes(spec), _boxes(target)
+    ranks = tuple(sorted({*sources, *targets}))
+    index = {rank: i for i, rank in enumerate(ranks)}
+    summed = {rank for rank in targets if _is_summand(target, rank)}
+    pieces = []
+    # The ranks that have each box: one of them sends it, and for each summand one.
+    holders: dict[tuple[Box, tuple[int, ...]], list[int]] = {}
+    for rank, box in sources.items():
+        holders.setdefault((box, _summand(spec, rank)), []).append(rank)
+    for dst, wanted in targets.items():
+        if dst in summed:
+            continue
+        for (box, _), having in holders.items():
+            both = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, wanted))
+            if all(low < high for low, high in both):
+                src = dst if dst in having else having[index[dst] % len(having)]
+                pieces.append(Piece(index[src], index[dst], both))
+    return Move(ranks, tuple(map(sources.get, ranks)), tuple(map(targets.get, ranks)), tuple(pieces))
+
+
+def _boxes(spec: ShardTensorSpec) -> dict[int, Box]:
+    """The box of each rank of the mesh."""
+    result = {}
+    for place, rank in enumerate(spec.mesh.mesh.flatten().tolist()):
+        box = [(0, size) for size in spec.shape]
+        coordinate = spec.mesh.coordinate_of(place)
+        for m, dim in spec.sharded:
+            along, i = spec.sizes[m] or (), coordinate[m]
+            box[dim] = sum(along[:i]), sum(along[: i + 1])
+        result[rank] = tuple(box)
+    return result
+
+
+def _summand(spec: ShardTensorSpec, rank: int) -> tuple[int, ...]:
+    """Which summand of a Partial tensor a rank has: its index along each Partial mesh dim."""
+    place = spec.mesh.mesh.flatten().tolist().index(rank)
+    return tuple(spec.mesh.coordinate_of(place)[m] for m in spec.partial)
+
+
+def _is_summand(spec: ShardTensorSpec, rank: int) -> bool:
+    """Whether a rank's summand of a new Partial tensor is zero, as it is of all but the first."""
+    return any(_summand(spec, rank))
