@@ -16,6 +16,7 @@ from ..handlers import check_promotion, sharded
 from ..redistribute import redistributed, run
 from ..spec import ShardTensorSpec, make_spec
 from ..tensor import ShardTensor, local_of, wrap
+from ..typed import shards
 
 __all__: list[str] = []
 
@@ -60,6 +61,7 @@ def scaled_dot_product_attention(func: Callable[..., Any], types: Any, args: Any
                 )
         else:
             out = _blocks(plan, plan.keys, locals_, dropout_p, query.shape[-1] ** -0.5 if scale is None else scale)
+        out = shards(out, {plan.spec.mesh.communicator(m): dim for m, dim in plan.spec.sharded})
         return wrap(redistributed(out, plan.spec, plan.result), plan.result)
 
     return call(*args, **kwargs)
