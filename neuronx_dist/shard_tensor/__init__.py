@@ -7,6 +7,7 @@ moves.py         gather, split, exchange along one mesh dim     redistribute.py 
 handlers.py      how functions get handlers; the recipe         labels.py       layouts by labels of dims
 module.py        distribute_module                              fallback.py     functions without a handler
 manager.py       DistributedManager                              report.py      what is communicated, by function
+own_shard.py     a shard's own numbers, for the checker
 ops/             the handlers of torch's functions, one family a file
 """
 
