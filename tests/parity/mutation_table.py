@@ -182,6 +182,7 @@ CASES: dict[str, Callable[[], None]] = {
     "_rms_norm.call:spmd.all_reduce#1": mutations.normalised_by_squares,
     "log_softmax_of:spmd.convert#1": mutations.softmax,
     "_of_ranks_before:spmd.convert#1": mutations.running_totals,
+    "unscale:comm.all_reduce#1": mutations.not_finite,
     "ShardTensor.to_local:spmd.convert#1": mutations.local_part,
     "_inferred:comm.gather_objects#1": mutations.inferred_shapes,
     "_broadcast_object:comm.broadcast_object#1": mutations.one_ranks_tensor,

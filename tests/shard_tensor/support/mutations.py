@@ -27,6 +27,7 @@ __all__ = [
     "extremes",
     "inferred_shapes",
     "local_part",
+    "not_finite",
     "moved_to_another_mesh",
     "normalised",
     "normalised_by_squares",
@@ -238,6 +239,20 @@ def softmax() -> None:
 
 def running_totals() -> None:
     _like_one_process(lambda x: x.cumsum(0), whole(4, 2))
+
+
+def not_finite() -> None:
+    """One rank's shard has an infinite gradient: all ranks are told."""
+
+    def scale(mesh):
+        grad = _leaf(whole(4), mesh, Shard(0)).detach()
+        if mesh.get_rank() == 1:
+            grad.to_local()[0] = torch.inf
+        found = torch.zeros(())
+        torch._amp_foreach_non_finite_check_and_unscale_([grad], found, torch.full((), 0.5))
+        assert found.item() == 1
+
+    on_ranks(2, scale)
 
 
 def _attention(queries):

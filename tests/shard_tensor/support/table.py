@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from neuronx_dist.shard_tensor.attention_method import attention_method
 from tests.shard_tensor.support.cases import Case, quietly
+from tests.shard_tensor.support.selection import CASES as SELECTION
 
 N = 16
 
@@ -266,3 +267,4 @@ ATTENTION = [
 ]
 
 CASES = [*POINTWISE, *MATMUL, *VIEWS, *REDUCE, *NORMALISE, *SOFTMAX, *LOSSES, *ATTENTION]
+CASES = [*POINTWISE, *MATMUL, *VIEWS, *REDUCE, *ATTENTION, *SELECTION]
