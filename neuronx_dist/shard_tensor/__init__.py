@@ -8,6 +8,7 @@ handlers.py      how functions get handlers; the recipe         labels.py       
 module.py        distribute_module                              fallback.py     functions without a handler
 checkpoint.py    torch.distributed.checkpoint             compiling.py    torch.compile
 manager.py       DistributedManager                              report.py      what is communicated, by function
+own_shard.py     a shard's own numbers, for the checker
 ops/             the handlers of torch's functions, one family a file
 """
 

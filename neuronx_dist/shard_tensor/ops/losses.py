@@ -259,11 +259,3 @@ def _cosine_similarity(func: Callable[..., Any], types: Any, args: Any, kwargs: 
         return wrap(products[0] / (squares[0].sqrt() * squares[1].sqrt()), plan.spec)
 
     return call(*args, **kwargs)
-
-
-@sharded(F.pairwise_distance)
-def _pairwise_distance(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
-    def call(x1: Any, x2: Any, p: float = 2.0, eps: float = 1e-6, keepdim: bool = False) -> Any:
-        return torch.linalg.vector_norm(x1 - x2 + eps, p, -1, keepdim)
-
-    return call(*args, **kwargs)

@@ -297,7 +297,8 @@ def _update(running: Any, value: Any, momentum: float) -> None:
 @sharded(F.normalize)
 def _normalize(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
     def call(input: Any, p: float = 2.0, dim: int = 1, eps: float = 1e-12, out: Any = None) -> Any:
-        return torch.div(input, torch.norm(input, p, dim, keepdim=True).clamp_min(eps), **({"out": out} if out else {}))
+        norm = torch.norm(input, p, dim, keepdim=True).clamp_min(eps)
+        return torch.div(input, norm) if out is None else torch.div(input, norm, out=out)
 
     return call(*args, **kwargs)
 

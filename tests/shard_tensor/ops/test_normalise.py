@@ -290,6 +290,18 @@ def test_types_under_the_checker():
     assert threads.run(Mesh(2), rank) == [[S(2), I, S(2), I, I]] * 2
 
 
+def test_normalize_into_a_tensor():
+    x = randn(6, 4)
+
+    def step(mesh):
+        given = distribute_tensor(x, mesh, [Shard(1)], sizes=[(3, 1)], src=None)
+        out = distribute_tensor(torch.zeros_like(x), mesh, [Shard(0)], sizes=[(1, 5)], src=None)
+        F.normalize(given, out=out)
+        assert_close(out.full_tensor(), F.normalize(x), "normalize")
+
+    on_ranks(2, step)
+
+
 # --- defects of other packages, by name
 
 

@@ -219,7 +219,6 @@ LOSSES = [
     Case("margin_ranking_loss", lambda x, y: F.margin_ranking_loss(x, y, y.sign(), 0.2), [(N,), (N,)]),
     Case("cosine_similarity", lambda x, y: F.cosine_similarity(x, y, dim=-1), [(3, N), (3, N)]),
     Case("cosine_similarity broadcast", lambda x, y: F.cosine_similarity(x, y, dim=1), [(3, N), (1, N)]),
-    Case("pairwise_distance", F.pairwise_distance, [(3, N), (3, N)]),
     *(
         Case(f"cross_entropy{name} {reduction}", _of_classes(F.cross_entropy, reduction, **options), [(5, N, 3), (N,)])
         for name, options in {
@@ -266,5 +265,4 @@ ATTENTION = [
     Case("attention, plain keys", _attention(), [(N, 3), (N, 3), (N, 3)], plain=(1, 2)),
 ]
 
-CASES = [*POINTWISE, *MATMUL, *VIEWS, *REDUCE, *NORMALISE, *SOFTMAX, *LOSSES, *ATTENTION]
-CASES = [*POINTWISE, *MATMUL, *VIEWS, *REDUCE, *ATTENTION, *SELECTION]
+CASES = [*POINTWISE, *MATMUL, *VIEWS, *REDUCE, *NORMALISE, *SOFTMAX, *LOSSES, *ATTENTION, *SELECTION]
