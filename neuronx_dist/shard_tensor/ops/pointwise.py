@@ -12,7 +12,7 @@ from ..handlers import sharded
 from ..labels import Labels, inside
 from ..redistribute import redistributed
 from ..spec import ShardTensorSpec
-from ..tensor import ShardTensor, gradient_spec, local_of, wrap
+from ..tensor import ShardTensor, gradient_spec, local_of, wrap, written
 
 __all__: list[str] = []
 
@@ -48,7 +48,7 @@ def _in_place(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> A
         )
     locals_, keywords, _ = _operands(args, kwargs, x._spec)
     func(*locals_, **keywords)
-    return x
+    return written(x)
 
 
 def _into(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:

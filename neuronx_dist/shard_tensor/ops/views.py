@@ -15,6 +15,7 @@ from ..placements import Placement, Replicate, Shard
 from ..redistribute import redistributed
 from ..spec import ShardTensorSpec, make_spec
 from ..tensor import ShardTensor, local_of, wrap
+from ..typed import own_positions, shards
 
 __all__: list[str] = []
 
@@ -208,7 +209,10 @@ def _slice_plan(spec: ShardTensorSpec, dim: int, start: int, stop: int, step: in
 def sliced(x: ShardTensor, dim: int, start: int, stop: int, step: int = 1) -> ShardTensor:
     """`x[start:stop:step]` along a dim, `0 <= start`, `step > 0`: nothing is communicated."""
     cut, spec = _slice_plan(x._spec, dim, start, max(start, stop), step)
-    return wrap(local_of(x)[(slice(None),) * dim + (cut,)], spec)
+    groups = [spec.mesh.communicator(spec.mesh_dim_of[dim])] if dim in spec.mesh_dim_of else []
+    with own_positions(groups):
+        local = local_of(x)[(slice(None),) * dim + (cut,)]
+    return wrap(shards(local, dict.fromkeys(groups, dim)), spec)
 
 
 def selected(x: ShardTensor, dim: int, index: int) -> ShardTensor:

@@ -29,8 +29,12 @@ __all__ = [
     "local_part",
     "not_finite",
     "moved_to_another_mesh",
+    "normalised",
+    "normalised_by_squares",
     "one_ranks_tensor",
     "partial_maximum",
+    "running_totals",
+    "softmax",
     "summand",
     "summed",
     "synchronised",
@@ -205,6 +209,36 @@ def synchronised() -> None:
     on_ranks(2, step)
 
 
+def _like_one_process(function, x, sizes=_UNEVEN):
+    """Value and gradient of a function of a tensor that is sharded along dim 0."""
+    expected = x.clone().requires_grad_()
+    y = function(expected)
+    y.backward(whole(*y.shape))
+
+    def step(mesh):
+        given = _leaf(x.clone(), mesh, Shard(0), sizes)
+        actual = function(given)
+        assert_close(actual.full_tensor().detach(), y.detach(), "value")
+        actual.backward(whole(*y.shape))
+        assert_close(given.grad.full_tensor(), expected.grad, "gradient")
+
+    on_ranks(2, step)
+
+
+def normalised() -> None:
+    _like_one_process(lambda x: F.layer_norm(x, (4, 2)), whole(4, 2).square())
+
+
+def normalised_by_squares() -> None:
+    _like_one_process(lambda x: F.rms_norm(x, (4, 2)), whole(4, 2).square())
+
+
+def softmax() -> None:
+    _like_one_process(lambda x: x.softmax(0), whole(4, 2).square())
+
+
+def running_totals() -> None:
+    _like_one_process(lambda x: x.cumsum(0), whole(4, 2))
 def not_finite() -> None:
     """One rank's shard has an infinite gradient: all ranks are told."""
 
