@@ -239,6 +239,8 @@ def softmax() -> None:
 
 def running_totals() -> None:
     _like_one_process(lambda x: x.cumsum(0), whole(4, 2))
+
+
 def not_finite() -> None:
     """One rank's shard has an infinite gradient: all ranks are told."""
 

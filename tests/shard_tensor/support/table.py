@@ -10,7 +10,6 @@ import torch.nn.functional as F
 
 from neuronx_dist.shard_tensor.attention_method import attention_method
 from tests.shard_tensor.support.cases import Case, quietly
-from tests.shard_tensor.support.cases import Case
 from tests.shard_tensor.support.selection import CASES as SELECTION
 
 N = 16
