@@ -46,10 +46,12 @@ nn.functional.fractional_max_pool2d nn.functional.fractional_max_pool3d nn.funct
 nn.functional.rrelu nn.functional.scaled_dot_product_attention normal normal.number_mean pca_lowrank rand_like
 randint_like randn_like svd_lowrank
 """.split()
-# Values of new memory; no strided tensors; what one process refuses a copy of an operand, or has on a GPU alone.
-OTHERS = (
-    "empty_like new_empty new_empty_strided empty empty_strided empty_permuted sparse.sampled_addmm sparse.mm.reduce"
-)
+# Values of new memory; no strided tensors; views of larger memory; what is on a GPU alone.
+OTHERS = """
+empty_like new_empty new_empty_strided empty empty_strided empty_permuted sparse.sampled_addmm sparse.mm.reduce
+as_strided.partial_views jiterator_2inputs_2outputs jiterator_4inputs_with_extra_args jiterator_binary
+jiterator_binary_return_by_ref jiterator_unary
+"""
 
 
 def operators(part: int) -> list[Any]:

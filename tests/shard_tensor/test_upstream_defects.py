@@ -97,6 +97,8 @@ DEFECTS = {
 }
 TOLERATED = {"group_norm at mean 1e4": 1e-8, "var at mean 1e6": 1e-6}  # of a sum of squares of such numbers
 
+MOVES = {"causal attention", "grouped-query attention", "cat"}  # keys and values travel; joined shards change ranks
+
 
 @pytest.mark.parametrize("name", DEFECTS)
 def test_it_is_right_here(name):
@@ -122,7 +124,7 @@ def test_it_is_right_here(name):
             else:
                 assert_close(value.detach(), wanted.detach(), f"{name}: {what}")
         received = sum(call.bytes for call in calls if call.verb in ("all_gather", "exchange"))
-        assert received < x.numel() * x.element_size(), verbs(calls)
+        assert name in MOVES or received < x.numel() * x.element_size(), verbs(calls)
         return ""
 
     told = on_ranks(2, rank)[0]
