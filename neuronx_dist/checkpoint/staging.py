@@ -2,8 +2,7 @@
 
 Parameters and what their optimizer keeps do not change between two steps of it, so they are copied in the background,
 and the next step waits for what is not copied yet (CheckFreq: Mohan, Phanishayee and Chidambaram, FAST 2021); so does a
-`load_state_dict`. All else is copied at once. Version counters of tensors tell when something else has changed one too
-early.
+`load_state_dict`. All else is copied at once. By tensors' version counters it is seen if something else changed one.
 """
 
 from __future__ import annotations
