@@ -15,9 +15,11 @@ from typing import Any, NamedTuple
 import torch
 
 from ..comm import Communicator
+from ..call_site import call_site
 from .handlers import check_promotion
 from .placements import Partial, Placement, Replicate, Shard
 from .redistribute import Step, steps, used_by, used_together
+from .report import note, watched
 from .spec import ShardTensorSpec, make_spec
 from .tensor import ShardTensor, local_of
 
@@ -56,10 +58,12 @@ class Plan(NamedTuple):
 
     Attributes:
         together: groups, and the operands whose gradients are summed over them by one all-reduce.
+        gathered: operands of which shards are put together, since the operation needs them whole.
     """
 
     moved: tuple[tuple[int, tuple[Step, ...]], ...]
     together: tuple[tuple[Communicator, tuple[int, ...]], ...]
+    gathered: tuple[int, ...]
     spec: ShardTensorSpec
 
 
@@ -118,6 +122,10 @@ def inside(
         ]
         labels = rule(*(None if each is None else each.shape for each in specs), *extras)
         plan = mesh.plans[full_key] = _plan(labels, specs, result)
+    if plan.gathered and watched():
+        for x in (operands[i] for i in plan.gathered):
+            num_bytes = x.numel() * x.element_size()
+            note(rule.__name__.strip("_"), f"gathers {num_bytes:,} bytes, of {tuple(x.shape)}, at {call_site()}")
     for i, todo in plan.moved:
         local = locals_[i]
         for step in todo:
@@ -184,7 +192,12 @@ def _plan(labels: Labels, specs: Sequence[ShardTensorSpec | None], result: Shard
             users.setdefault(group, []).append(i)
     together = tuple((group, tuple(indices)) for group, indices in users.items() if len(indices) > 1)
     alone = tuple(each for each in operands if not any(each[0] in indices for _, indices in together))
-    return Plan(alone, together, make_spec(mesh, out_placements, out_shape, out_sizes))
+    gathered = tuple(
+        i
+        for i, spec in enumerate(specs)
+        if spec is not None and any(isinstance(placements[i][m], Replicate) for m, _ in spec.sharded)
+    )
+    return Plan(alone, together, gathered, make_spec(mesh, out_placements, out_shape, out_sizes))
 
 
 def _sharded_label(

@@ -128,6 +128,8 @@ def used_by(step: Step) -> Communicator | None:
 
 def used_together(xs: Sequence[torch.Tensor], group: Communicator) -> Sequence[torch.Tensor]:
     """I as R, of several tensors that are used by one operation."""
+    if not torch.is_grad_enabled() and not has_torch_function_variadic(*xs):
+        return xs
     first = xs[0]
     if (
         group.size > 1
