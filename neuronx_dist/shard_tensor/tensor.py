@@ -22,6 +22,7 @@ from .. import spmd
 from ..spmd import I, R, no_typecheck
 from ..spmd.watching import active
 from . import handlers
+from .compiling import run_as_it_is
 from .device_mesh import DeviceMesh, current_mesh
 from .handlers import DISPATCH, FUNCTIONS, UNHANDLED
 from .local_shapes import local_spec
@@ -57,6 +58,7 @@ class ShardTensor(torch.Tensor):
     # --- the protocol of torch
 
     @classmethod
+    @run_as_it_is
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         handler = FUNCTIONS.get(func)
         if handler is None:
@@ -64,6 +66,7 @@ class ShardTensor(torch.Tensor):
         return handler(func, types, args, kwargs or {})
 
     @classmethod
+    @run_as_it_is
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         handler = DISPATCH.get(func)
         if handler is not None:
@@ -79,6 +82,7 @@ class ShardTensor(torch.Tensor):
     # --- from and to other tensors
 
     @staticmethod
+    @run_as_it_is
     def from_local(
         local_tensor: torch.Tensor,
         device_mesh: DeviceMesh | None = None,
@@ -145,6 +149,7 @@ class ShardTensor(torch.Tensor):
     def _local_tensor(self) -> torch.Tensor:
         return self._local
 
+    @run_as_it_is
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """This rank's part, a plain tensor in the same autograd graph.
 
@@ -173,10 +178,12 @@ class ShardTensor(torch.Tensor):
                 )
         return local
 
+    @run_as_it_is
     def full_tensor(self) -> torch.Tensor:
         """The whole tensor on every rank, differentiable."""
         return redistributed(local_of(self), self._spec, self._spec.replicated())
 
+    @run_as_it_is
     def redistribute(
         self,
         device_mesh: DeviceMesh | None = None,
@@ -222,7 +229,10 @@ class ShardTensor(torch.Tensor):
 
     @property
     def is_leaf(self) -> bool:  # type: ignore[override]
-        return self._local.is_leaf and not (self._foreign and _wrapper_requires_grad(self))
+        if not self._foreign:
+            return self._local.is_leaf
+        with DisableTorchFunction():  # a parameter is a leaf in both graphs
+            return self._local.is_leaf and bool(_BASE.is_leaf.__get__(self))
 
     @property
     def grad(self) -> ShardTensor | None:
@@ -250,7 +260,8 @@ class ShardTensor(torch.Tensor):
             _BASE.data.__set__(self, wrap(local.detach(), self._spec))
 
     def requires_grad_(self, requires_grad: bool = True) -> ShardTensor:
-        self._local.requires_grad_(requires_grad)
+        local_of(self).requires_grad_(requires_grad)
+        self._foreign = self._foreign and not requires_grad  # made while gradients were off, and a leaf all the same
         with DisableTorchFunction():
             torch.Tensor.requires_grad_(self, requires_grad)
             if requires_grad and _BASE.is_leaf.__get__(self):
@@ -275,7 +286,7 @@ class ShardTensor(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         is_param = bool(getattr(self, "_is_param", False))
-        return _rebuilt, (self._local.detach(), self._spec, self._local.requires_grad, is_param)
+        return rebuilt, (self._local.detach(), self._spec, self._local.requires_grad, is_param)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return (
@@ -419,7 +430,7 @@ def in_layout(x: torch.Tensor, spec: ShardTensorSpec) -> torch.Tensor:
     return redistributed(x, make_spec(spec.mesh, None, x.shape), spec)
 
 
-def _rebuilt(local: torch.Tensor, spec: ShardTensorSpec, requires_grad: bool, is_param: bool) -> ShardTensor:
+def rebuilt(local: torch.Tensor, spec: ShardTensorSpec, requires_grad: bool, is_param: bool) -> ShardTensor:
     result = as_leaf(local, spec, requires_grad)
     if is_param:
         result._is_param = True

@@ -146,7 +146,7 @@ _POINTWISE = [
 ]
 _WRITING = [
     *_existing(torch.Tensor, [f"{name}_" for name in _NAMES] + _IN_PLACE),
-    *_existing(torch, [f"{name}_" for name in _NAMES]),
+    *_existing(torch, [f"{name}_" for name in [*_NAMES, "fill", "zero"]]),
     *_existing(F, [f"{name}_" for name in _ACTIVATIONS]),
 ]
 sharded(*_POINTWISE)(pointwise)
@@ -171,12 +171,18 @@ def detach(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
     return wrap(args[0]._local.detach(), args[0]._spec)
 
 
+_REDUCING: dict[Any, Callable[..., Any]] = {
+    torch._foreach_norm: torch.linalg.vector_norm,
+    torch._foreach_max: torch.max,
+}
 _FOREACH = [getattr(torch, name) for name in dir(torch) if name.startswith("_foreach_")]
 
 
 @sharded(*_FOREACH)
 def foreach(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
     """Lists of tensors, each of which is computed with the others at its place in operands of one layout."""
+    if func in _REDUCING:
+        return tuple(_REDUCING[func](x, *args[1:], **kwargs) for x in args[0])
     lists = [x for x in args if isinstance(x, (list, tuple)) and x and isinstance(x[0], torch.Tensor)]
     columns = list(zip(*lists))
     specs: list[ShardTensorSpec | None] = []
@@ -192,7 +198,10 @@ def foreach(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any
         for row, value in zip(locals_, values):
             row.append(value)
     replaced = iter(locals_)
-    arguments = [next(replaced) if any(x is each for each in lists) else x for x in args]
+    arguments = [
+        next(replaced) if any(x is each for each in lists) else x.full_tensor() if isinstance(x, ShardTensor) else x
+        for x in args
+    ]
     results = func(*arguments, **kwargs)
     if writes or results is None:
         return results

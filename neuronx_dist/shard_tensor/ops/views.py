@@ -140,6 +140,8 @@ def reshaped(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> An
     if func is _T.view_as and others[0] is x and not torch.is_grad_enabled():
         return wrap(x._local.detach(), x._spec)  # autograd asks for it where a function returns an input
     if func in (_T.view_as, _T.reshape_as):
+        if not isinstance(x, ShardTensor):
+            return x.reshape(others[0]._spec.shape)
         return reshaped(_T.reshape, types, (x, tuple(others[0].shape)), {})
     if func is _T.view and isinstance(others[0], torch.dtype):
         if others[0].itemsize != x.dtype.itemsize:
@@ -166,6 +168,8 @@ def _expanded(shape: torch.Size, func: Callable[..., Any], args: Any) -> Labels:
 @sharded(_T.expand, torch.broadcast_to, _T.broadcast_to, _T.expand_as)
 def expanded(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
     x, *others = args
+    if not isinstance(x, ShardTensor):
+        return x.expand(others[0]._spec.shape)
     if func is _T.expand_as:
         func, others = _T.expand, [tuple(others[0].shape)]
     (local,), spec = inside(_expanded, (x,), func, hashable(others))
@@ -294,6 +298,10 @@ def narrow(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
 def split(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
     def call(x: ShardTensor, count: Any = None, dim: int = 0, **named: Any) -> Any:
         count = next(iter(named.values())) if count is None else count
+        if isinstance(count, torch.Tensor):
+            count = (count.full_tensor() if isinstance(count, ShardTensor) else count).tolist()
+        if not isinstance(x, ShardTensor):
+            return func(x, count, dim)
         dim = _dim(x, dim)
         pieces = func(torch.empty(x.shape[dim], device="meta"), count)
         bounds = _bounds([piece.shape[0] for piece in pieces])
@@ -348,7 +356,8 @@ def _joined(*arguments: Any) -> Labels:
 def cat(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
     def call(tensors: Sequence[Any], dim: int = 0, axis: int | None = None) -> Any:
         dim = dim if axis is None else axis
-        tensors = [x for x in tensors if x.dim() != 1 or x.shape[0] or tensors[0].dim() == 1]
+        ndim = max(x.dim() for x in tensors)
+        tensors = [x for x in tensors if x.dim() == ndim or x.shape[0]]  # as torch, which lets empty vectors be
         dim = dim + tensors[0].dim() if dim < 0 else dim
         locals_, spec = inside(_joined, tensors, dim)
         return wrap(torch.cat(locals_, dim), spec)
