@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..comm import Communicator
 from ..call_site import call_site
+from ..comm import Communicator
 from .handlers import check_promotion
 from .placements import Partial, Placement, Replicate, Shard
 from .redistribute import Step, steps, used_by, used_together

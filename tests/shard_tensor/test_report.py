@@ -64,14 +64,14 @@ def test_gathers_are_listed_with_their_lines_also_silent_ones():
         x = image(mesh)
         with report() as r, fallback("gather"):
             line = inspect.currentframe().f_lineno + 1
-            torch.kthvalue(x, 1, dim=2)
+            torch.trapezoid(x, dim=2)
         return r, line
 
     for r, line in on_ranks(2, run):
         (gather,) = r.gathers
-        assert (gather.op, gather.bytes) == ("kthvalue", 2 * 16 * 8 * 4)
+        assert (gather.op, gather.bytes) == ("trapezoid", 2 * 16 * 8 * 4)
         assert gather.site == f"{__file__}:{line}"
-        assert f"kthvalue has no handler: it gathers {gather.bytes:,} bytes, at {__file__}" in str(r)
+        assert f"trapezoid has no handler: it gathers {gather.bytes:,} bytes, at {__file__}" in str(r)
 
 
 def test_what_handlers_tell():
@@ -122,7 +122,7 @@ def test_all_ranks_of_this_process():
 
 def test_operands_that_a_handler_needs_whole_are_told():
     def run(mesh):
-        x = distribute_tensor(torch.ones(5, 4), mesh, [Shard(1)], sizes=[(3, 1)], src=None)
+        x = distribute_tensor(torch.ones(5, 4), mesh, [Shard(0)], sizes=[(4, 1)], src=None)
         w = distribute_tensor(torch.ones(2, 4), mesh, [Shard(0)], src=None)
         with report() as r:
             line = inspect.currentframe().f_lineno + 1
@@ -132,5 +132,5 @@ def test_operands_that_a_handler_needs_whole_are_told():
         return r.notes, line, nothing.notes
 
     for notes, line, nothing in on_ranks(2, run):
-        assert notes == [("linear", f"gathers {2 * 4 * 4} bytes, of (2, 4), at {__file__}:{line}")]
+        assert notes == [("linear_labels", f"gathers {2 * 4 * 4} bytes, of (2, 4), at {__file__}:{line}")]
         assert nothing == []
