@@ -16,6 +16,7 @@ from .. import comm, spmd
 from ..comm import Communicator
 from ..comm.transforms import transforming
 from ..spmd import I, P, R
+from ..spmd.rows import ROWS
 from . import moves
 from .device_mesh import DeviceMesh
 from .other_mesh import moved_to_mesh
@@ -97,6 +98,9 @@ def _used(x: torch.Tensor, group: Communicator) -> torch.Tensor:
     return x
 
 
+_CONVERT = ROWS["convert", "I", "R"]  # by which a report names the node
+
+
 class _Together(torch.autograd.Function):
     """Several tensors, I as R: their gradients are summed by one all-reduce."""
 
@@ -104,7 +108,7 @@ class _Together(torch.autograd.Function):
     def forward(
         ctx: torch.autograd.function.FunctionCtx, group: Communicator, *xs: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        ctx.group = group  # type: ignore[attr-defined]
+        ctx.group, ctx.row = group, _CONVERT  # type: ignore[attr-defined]
         return tuple(x.view_as(x) for x in xs)
 
     @staticmethod
