@@ -6,10 +6,10 @@ local_shapes.py  a layout from one rank's part                  construct.py    
 moves.py         gather, split, exchange along one mesh dim     redistribute.py from one layout to another
 handlers.py      how functions get handlers; the recipe         labels.py       layouts by labels of dims
 module.py        distribute_module                              fallback.py     functions without a handler
+other_mesh.py    to a mesh of other ranks                       typed.py        what the type checker is told
 checkpoint.py    torch.distributed.checkpoint                   compiling.py    torch.compile
-xla.py           XLA's partition specs
+xla.py           XLA's partition specs                          own_shard.py    a shard's own numbers, for the checker
 manager.py       DistributedManager                              report.py      what is communicated, by function
-own_shard.py     a shard's own numbers, for the checker
 ops/             the handlers of torch's functions, one family a file
 """
 

@@ -314,7 +314,11 @@ class _Link(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, spec: ShardTensorSpec) -> ShardTensor:
         ctx.spec = spec
-        return _new(local, spec)
+        result: ShardTensor = _make_wrapper(ShardTensor, spec.shape, dtype=local.dtype, device=local.device)
+        result._local = local
+        result._spec = spec
+        result._foreign = False
+        return result
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:

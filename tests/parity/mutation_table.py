@@ -171,6 +171,8 @@ CASES: dict[str, Callable[[], None]] = {
     "_exchanged:comm.exchange#1": mutations.uneven_moves,
     "_exchange_boxes:comm.exchange#1": mutations.moved_to_another_mesh,
     "_used:spmd.convert#1": mutations.weights,
+    "_Together.backward:comm.all_reduce#1": mutations.gradients_together,
+    "_Together.backward:spmd.all_reduce#1": mutations.gradients_with_a_graph,
     "_summed:spmd.all_reduce#1": mutations.summed,
     "_as_summand:spmd.convert#1": mutations.summand,
     **{f"_Maximum.forward:comm.all_reduce#{number}": mutations.partial_maximum for number in (1, 2)},

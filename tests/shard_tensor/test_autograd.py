@@ -295,3 +295,37 @@ def local_in_place(mesh):
 
 def test_local_tensors_in_place():
     on_ranks(2, local_in_place)
+
+
+def together(mesh):
+    """One all-reduce for weight and bias, to the byte; second derivatives as in one process."""
+    whole = torch.linspace(-1, 1, 15, dtype=torch.float64).view(5, 3)
+    weight, bias = torch.linspace(0, 1, 6, dtype=torch.float64).view(2, 3), torch.ones(2, dtype=torch.float64)
+
+    def program(x, w, b):
+        y = F.linear(x, w, b).tanh()
+        grads = torch.autograd.grad(y.square().sum(), (w, b), create_graph=True)
+        return sum(grad.square().sum() for grad in grads)
+
+    x = distribute_tensor(whole.clone().requires_grad_(), mesh, [Shard(0)], sizes=[(4, 1)], src=None)
+    w, b = (distribute_tensor(each.clone().requires_grad_(), mesh, src=None) for each in (weight, bias))
+    y = F.linear(x, w, b)
+    with comm.record() as calls:
+        y.backward(torch.ones_like(y.detach()))
+    assert [(call.verb, call.bytes) for call in calls] == [("all_reduce", (6 + 2) * 8)]
+    assert_close(w.grad.to_local(), whole.sum(0).expand(2, 3), "gradient of the weight")
+    assert_close(b.grad.to_local(), torch.full_like(bias, 5), "gradient of the bias")
+    x.grad = w.grad = b.grad = None
+    program(x, w, b).backward()
+    plain = [each.clone().requires_grad_() for each in (whole, weight, bias)]
+    program(*plain).backward()
+    for ours, each in zip((x, w, b), plain):
+        assert_close(ours.grad.full_tensor(), each.grad, "gradient of a gradient")
+    b.requires_grad_(False)
+    with comm.record() as calls:
+        F.linear(x, w, b).sum().backward()
+    assert [call.bytes for call in calls if call.verb == "all_reduce"][-1] == 6 * 8
+
+
+def test_gradients_of_weight_and_bias_share_an_all_reduce():
+    on_ranks(2, together)

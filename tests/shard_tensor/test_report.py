@@ -118,3 +118,19 @@ def test_all_ranks_of_this_process():
 
     first, _ = on_ranks(2, run)
     assert first.by_op()["full_tensor"].collectives == {"all_gather": 2}
+
+
+def test_operands_that_a_handler_needs_whole_are_told():
+    def run(mesh):
+        x = distribute_tensor(torch.ones(5, 4), mesh, [Shard(0)], sizes=[(4, 1)], src=None)
+        w = distribute_tensor(torch.ones(2, 4), mesh, [Shard(0)], src=None)
+        with report() as r:
+            line = inspect.currentframe().f_lineno + 1
+            torch.nn.functional.linear(x, w)
+        with report() as nothing:
+            x * 2
+        return r.notes, line, nothing.notes
+
+    for notes, line, nothing in on_ranks(2, run):
+        assert notes == [("linear_labels", f"gathers {2 * 4 * 4} bytes, of (2, 4), at {__file__}:{line}")]
+        assert nothing == []

@@ -25,6 +25,8 @@ __all__ = [
     "counted",
     "even_moves",
     "extremes",
+    "gradients_together",
+    "gradients_with_a_graph",
     "inferred_shapes",
     "local_part",
     "not_finite",
@@ -99,6 +101,29 @@ def weights() -> None:
         assert_close(w.grad, whole(4, 2).T @ whole(4, 3), "gradient of a weight")
 
     on_ranks(2, step)
+
+
+def _gradients_together(create_graph):
+    def step(mesh):
+        x = _leaf(whole(4, 3), mesh, Shard(0), _UNEVEN)
+        w, b = whole(2, 3).requires_grad_(), whole(2).requires_grad_()
+        grads = torch.autograd.grad(F.linear(x, w, b).square(), (w, b), whole(4, 2), create_graph=create_graph)
+        w_, b_ = whole(2, 3).requires_grad_(), whole(2).requires_grad_()
+        expected = torch.autograd.grad(
+            F.linear(whole(4, 3), w_, b_).square(), (w_, b_), whole(4, 2), create_graph=create_graph
+        )
+        for grad, each in zip(grads, expected):
+            assert_close(grad.detach(), each.detach(), "gradient of a weight and its bias")
+
+    return step
+
+
+def gradients_together() -> None:
+    on_ranks(2, _gradients_together(False))
+
+
+def gradients_with_a_graph() -> None:
+    on_ranks(2, _gradients_together(True))
 
 
 def summed() -> None:
