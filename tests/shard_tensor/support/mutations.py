@@ -20,6 +20,8 @@ from neuronx_dist.shard_tensor.attention_method import attention_method
 from tests.shard_tensor.support.cases import assert_close, on_ranks
 
 __all__ = [
+    "asked_rows",
+    "masked_rows",
     "attention_by_ring",
     "attention_merged",
     "counted",
@@ -30,6 +32,7 @@ __all__ = [
     "moved_to_another_mesh",
     "one_ranks_tensor",
     "partial_maximum",
+    "replicated_points",
     "summand",
     "summed",
     "synchronised",
@@ -246,5 +249,48 @@ def moved_to_another_mesh() -> None:
         assert_close(y.to_local().detach(), whole(4, 2)[:, 1 - mesh.get_rank()].view(4, 1), "a shard on another mesh")
         y.backward(whole(4, 2))
         assert_close(x.grad.to_local(), whole(4, 2).split(_UNEVEN)[mesh.get_rank()], "its gradient")
+
+    on_ranks(2, step)
+
+
+def asked_rows() -> None:
+    def step(mesh):
+        x = _leaf(whole(4, 2), mesh, Shard(0), _UNEVEN)
+        index = distribute_tensor(torch.tensor([3, 0, 1, 3]), mesh, [Shard(0)], src=None)
+        y = x[index]
+        assert_close(y.full_tensor().detach(), whole(4, 2)[[3, 0, 1, 3]], "rows of other ranks")
+        y.backward(torch.ones(4, 2, dtype=torch.float64))
+        expected = torch.tensor([1.0, 1.0, 0.0, 2.0], dtype=torch.float64).split(_UNEVEN)[mesh.get_rank()]
+        assert_close(x.grad.to_local(), expected[:, None].expand(-1, 2), "their gradients")
+        try:
+            x[index + 1]
+        except IndexError:
+            return
+        raise AssertionError("a position that there is not")
+
+    on_ranks(2, step)
+
+
+def replicated_points() -> None:
+    """Sharded over one mesh dim, indexed over both: what ranks of the other one use has its gradients added."""
+
+    def step(mesh):
+        x = distribute_tensor(
+            whole(4, 2).requires_grad_(), mesh, [Replicate(), Shard(0)], sizes=[None, _UNEVEN], src=None
+        )
+        index = distribute_tensor(torch.tensor([[3, 0], [1, 3]]), mesh, [Shard(0), Shard(1)], src=None)
+        x[index].backward(torch.ones(2, 2, 2, dtype=torch.float64))
+        assert_close(
+            x.grad.full_tensor()[:, 0], torch.tensor([1.0, 1.0, 0.0, 2.0], dtype=torch.float64), "added gradients"
+        )
+
+    on_ranks(4, step, (2, 2))
+
+
+def masked_rows() -> None:
+    def step(mesh):
+        x = _leaf(whole(4), mesh, Shard(0), _UNEVEN)
+        y = x[distribute_tensor(whole(4) > 1.2, mesh, [Shard(0)], sizes=[_UNEVEN], src=None)]
+        assert_close(y.full_tensor().detach(), whole(4)[1:], "what a mask takes")
 
     on_ranks(2, step)
