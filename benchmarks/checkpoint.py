@@ -4,7 +4,8 @@
              DCP            torch.distributed.checkpoint.save of DTensors
              DCP async      async_save, awaited; and what of it keeps the training waiting
              ours           save_checkpoint
-             ours async     with async_save=True, awaited; and what of it keeps the training waiting
+             ours async     with async_save=True, awaited; and what of it keeps the training waiting: the call, and
+                            (wall time) the next optimizer.step(), if it comes at once, for what is not copied yet
     load     mmap           a rank copies its slices of a memory-mapped file of whole tensors: the least there is to do
              DCP, ours      the same layout: shards of dim 0
              ours read      ours without the look at all files that load_checkpoint takes before it changes anything
@@ -23,11 +24,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import statistics
+import sys
 import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -86,9 +90,15 @@ def fresh(folder: Path) -> Path:
 
 
 def save_variants(
-    root: Path, model: Model, mesh: DeviceMesh, blocked: dict[str, list[float]]
+    root: Path, model: Model, mesh: DeviceMesh, blocked: dict[str, list[Seconds]]
 ) -> dict[str, Callable[[], None]]:
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)  # without state; who is given one copies in the background
+
+    def block(name: str, call: Callable[[], Any]) -> Any:
+        wall, thread = time.perf_counter(), time.thread_time()
+        result = call()
+        blocked[name].append(Seconds(time.perf_counter() - wall, 0.0, time.thread_time() - thread))
+        return result
 
     def torch_save() -> None:
         with open(root / "torch" / f"{dist.get_rank()}.pt", "wb") as file:
@@ -100,18 +110,15 @@ def save_variants(
         dcp.save(model.dtensors(mesh), checkpoint_id=root / "DCP")
 
     def dcp_async() -> None:
-        start = time.thread_time()
-        future = dcp.async_save(model.dtensors(mesh), checkpoint_id=root / "DCP async")
-        blocked["DCP async"].append(time.thread_time() - start)
-        future.result()
+        save = partial(dcp.async_save, model.dtensors(mesh), checkpoint_id=root / "DCP async")
+        block("DCP async", save).result()
 
     def ours() -> None:
         api.save_checkpoint(root / "ours", "tag", model)
 
     def ours_async() -> None:
-        start = time.thread_time()
-        api.save_checkpoint(root / "ours async", "tag", model, optimizer, async_save=True)
-        blocked["ours async"].append(time.thread_time() - start)
+        block("ours async", partial(api.save_checkpoint, root / "ours async", "tag", model, optimizer, async_save=True))
+        block("next step", optimizer.step)
         api.finalize_checkpoint()
 
     return {
@@ -162,7 +169,7 @@ def measure(root: str, quick: bool, rounds: int) -> dict[str, dict[str, list[Sec
     nxd.initialize_model_parallel(tensor_model_parallel_size=dist.get_world_size())
     mesh = DeviceMesh("cpu", list(range(dist.get_world_size())))
     folder, sizes = Path(root), shapes(quick)
-    blocked: dict[str, list[float]] = {"DCP async": [], "ours async": []}
+    blocked: dict[str, list[Seconds]] = {"DCP async": [], "ours async": [], "next step": []}
     model = Model(sizes, 0)
     for name in ("torch", "DCP", "DCP async", "ours", "ours async"):
         fresh(folder / name)
@@ -171,10 +178,10 @@ def measure(root: str, quick: bool, rounds: int) -> dict[str, dict[str, list[Sec
         fresh(folder / name.removesuffix(" again"))
 
     saves = save_variants(folder, model, mesh, blocked)
-    results = {"save": take_turns(saves, rounds)}
-    results["blocked"] = {
-        name: [Seconds(0.0, 0.0, value) for value in values[-rounds:]] for name, values in blocked.items()
-    }
+    results = {"save": take_turns(saves, rounds, between=clear)}  # one checkpoint at a time: tmpfs is memory
+    results["blocked"] = {name: values[-rounds:] for name, values in blocked.items()}
+    for name in ("DCP", "ours"):
+        saves[name]()
     write_whole(folder, sizes)
     for what, dim in (("load", 0), ("reshard", 1)):
         target = Model(sizes, dim)
@@ -198,6 +205,9 @@ def main() -> None:
     options.add_argument("--rounds", type=int, default=5)
     options.add_argument("--folder", default=tempfile.gettempdir(), help="where files are written")
     args = options.parse_args()
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(1)
+    )  # as `timeout` ends it: what lies in memory is removed then too
     heading("Saving and loading checkpoints: CPU time of all ranks")
     found: dict[str, Any] = {}
     for ranks in args.ranks:
@@ -214,11 +224,13 @@ def main() -> None:
                 goal = f"  goal {GOALS[what][1]}" if GOALS[what][0] == name else ""
                 print(f"    {what:8} {name:11} {value:6.2f} ± {width:.2f} of {base}  {cost:7.0f} ms a rank{goal}")
                 figures[what][name] = round(value, 3)
-        sync = statistics.median(s.cpu for s in results["save"]["ours"]) / ranks
         for name, seconds in results["blocked"].items():
-            cost = statistics.median(s.thread for s in seconds)
+            is_wait = name == "next step"  # which takes no CPU
+            sync = statistics.median(s.wall if is_wait else s.cpu / ranks for s in results["save"]["ours"])
+            cost = statistics.median(s.wall if is_wait else s.thread for s in seconds)
+            what = "wall" if is_wait else "CPU"
             goal = "  goal 0.1" if name == "ours async" else ""
-            print(f"    blocked  {name:11} {cost / sync:6.2f} of ours   {cost * 1e3:7.0f} ms of CPU on rank 0{goal}")
+            print(f"    blocked  {name:11} {cost / sync:6.2f} of ours   {cost * 1e3:7.0f} ms of {what} on rank 0{goal}")
             figures.setdefault("blocked", {})[name] = round(cost / sync, 3)
         found[f"{ranks} ranks"] = figures
     print(json.dumps(found))

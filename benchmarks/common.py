@@ -56,7 +56,7 @@ def on_ranks(function: Callable[..., Any], size: int, *args: Any) -> Any:
     """`function(*args)` on `size` real processes joined by gloo on loopback; returns what rank 0 returned."""
     with tempfile.TemporaryDirectory() as folder:
         results = mp.get_context("spawn").SimpleQueue()
-        mp.spawn(_rank, (function, size, os.path.join(folder, "store"), results, args), nprocs=size)
+        mp.spawn(_rank, (function, size, os.path.join(folder, "store"), results, args), nprocs=size, daemon=True)
         return results.get()
 
 

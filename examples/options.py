@@ -37,6 +37,7 @@ def arguments(description: str | None, argv: list[str] | None = None) -> argpars
     flag("--virtual-pipeline-size", 1, "pieces of the model (chunks) on each pipeline stage")
     switch("--sequence-parallel", "between tp blocks, split activations along the sequence")
     switch("--zero1", "split the optimizer's state over data-parallel ranks")
+    switch("--overlap", "with --zero1: reduce gradients in backward, await updated weights in the next forward")
     switch("--pad-heads", "add zero heads where tp does not divide the heads")
     switch("--pad-vocab", "add zero rows where tp does not divide the vocabulary")
     switch("--checkpoint-activations", "recompute layers in backward: less memory, a third more computation")
@@ -95,11 +96,11 @@ def arguments(description: str | None, argv: list[str] | None = None) -> argpars
     return args
 
 
-def check_numbers(args: argparse.Namespace) -> None:
-    """Refuses numbers that no layout knows of.
+def check_flags(args: argparse.Namespace) -> None:
+    """Refuses flags that no layout knows of.
 
     Raises:
-        ValueError: one is too small; the message names the flag.
+        ValueError: a number is too small, or a flag needs another one; the message names the flag.
     """
     least = {"steps": 1, "seq_len": 2, "warmup": 0, "grad_clip": 0, "log_every": 1, "data_limit": 0, "check_limit": 0}
     least |= {"save_every": 0, "keep": 0, "eval_every": 0, "min_lr": 0}
@@ -109,6 +110,8 @@ def check_numbers(args: argparse.Namespace) -> None:
             raise ValueError(f"--{name.replace('_', '-')} must be at least {value}, not {getattr(args, name)}{why}")
     if args.resume is not None and args.out is None:
         raise ValueError("--resume needs --out, the folder of the run that goes on")
+    if args.overlap and not args.zero1:
+        raise ValueError("--overlap needs --zero1, whose collectives it overlaps with backward and forward")
     if args.lr <= 0:
         raise ValueError(f"--lr must be above 0, not {args.lr:g}")
     if args.min_lr > args.lr:

@@ -13,6 +13,7 @@ import copy
 import math
 import os
 from argparse import Namespace
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,7 +21,7 @@ import job
 import run_folder
 import torch
 from checkpoints import Checkpoints, Run
-from options import arguments, check_numbers, layout_of, record_of
+from options import arguments, check_flags, layout_of, record_of
 from reporting import Report
 from text_data import TextData, data_parallel_rows
 
@@ -99,7 +100,7 @@ def make_optimizer(args: Namespace, model: Any, device: torch.device | None = No
     params = [p for p in model.local_parameters() if p.requires_grad]
     matrices, vectors = [p for p in params if p.dim() > 1], [p for p in params if p.dim() <= 1]
     groups = [dict(params=matrices, weight_decay=args.weight_decay), dict(params=vectors, weight_decay=0.0)]
-    sharded = NeuronZero1Optimizer if args.zero1 else MasterWeightsOptimizer
+    sharded = partial(NeuronZero1Optimizer, overlap=args.overlap) if args.zero1 else MasterWeightsOptimizer
     clip = args.grad_clip or math.inf
     options: dict[str, Any] = dict(lr=args.lr, betas=(0.9, 0.95))
     if device is not None and device.type not in ("cpu", "cuda"):  # a host step number would be a constant
@@ -198,7 +199,7 @@ def main() -> None:
     if args.check is not None and world == 1:
         world = args.check or args.tp * args.pp
     try:  # refuse what cannot work before anything is allocated
-        check_numbers(args)
+        check_flags(args)
         config, tokenizer = load_config(args)
         layout = layout_of(args, world)
         layout.check(config, data=args.data or ())

@@ -11,7 +11,7 @@ import torch
 
 from .errors import CheckpointMismatch
 from .nxd_source import NxdSource, WholeParameter
-from .nxd_writing import DividedTensor, Part, RankedTensor, file_of
+from .nxd_writing import DividedTensor, Part, RankedTensor, file_of, padded_rows
 from .optimizer_state import GROUPS
 from .pieces import Piece, whole_piece
 from .reading import fill
@@ -201,8 +201,7 @@ def _keys(where: Sequence[str], number: int) -> tuple[Any, ...]:
 
 def _own_rows(tensor: RankedTensor, tp: int, start: int, count: int, whole: torch.Tensor) -> torch.Tensor:
     shard = tensor.spec.local_slice(whole, tp)
-    own = (shard if shard.dim() else shard.view(1))[start : start + count]
-    return torch.cat([own, own.new_zeros(count - own.shape[0], *own.shape[1:])]) if own.shape[0] < count else own
+    return padded_rows(shard if shard.dim() else shard.view(1), start, count)
 
 
 def _saved_name(tensor: RankedTensor, group_of: Mapping[str, int]) -> str:

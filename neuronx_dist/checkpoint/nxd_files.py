@@ -65,9 +65,15 @@ class StoredTensor:
 
     Attributes:
         shape, dtype: of it.
+
+    Args:
+        file: its file, for messages.
     """
 
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, read: Callable[[], torch.Tensor]) -> None:
+    def __init__(
+        self, shape: tuple[int, ...], dtype: torch.dtype, read: Callable[[], torch.Tensor], file: str = "a file"
+    ) -> None:
+        self._file = file
         self.shape = shape
         self.dtype = dtype
         self._read = read
@@ -95,7 +101,7 @@ class StoredTensor:
         value = self._read()
         if not isinstance(value, torch.Tensor) or (tuple(value.shape), value.dtype) != (self.shape, self.dtype):
             has = f"{tuple(value.shape)} of {value.dtype}" if isinstance(value, torch.Tensor) else type(value).__name__
-            raise CheckpointCorrupted(f"a file of a tensor {self.shape} of {self.dtype} holds {has}")
+            raise CheckpointCorrupted(f"{self._file} holds {has}, in place of a tensor {self.shape} of {self.dtype}")
         return value
 
 
@@ -217,12 +223,14 @@ def stored_state(storage: Storage, path: str, apart: list[StoredTensor]) -> Any:
             return StoredTensor.of(leaf.detach())
         if not isinstance(leaf, TensorReference):
             return leaf
-        read = partial(_loaded, storage, f"{path}.tensors/tensor_{leaf.tid}.pt")
+        file = f"{path}.tensors/tensor_{leaf.tid}.pt"
+        read = partial(_loaded, storage, file)
         if leaf.tid not in info:
             return StoredTensor.of(read())
         if is_of_other_experts and not info[leaf.tid].get("expert_model_parallel"):
             return None  # which ep rank 0 has written
-        apart.append(StoredTensor(tuple(info[leaf.tid]["shape"]), info[leaf.tid]["dtype"], read))
+        shape, dtype = tuple(info[leaf.tid]["shape"]), info[leaf.tid]["dtype"]
+        apart.append(StoredTensor(shape, dtype, read, storage.describe(file)))
         return apart[-1]
 
     return pytree.tree_map(stored, state, is_leaf=lambda leaf: isinstance(leaf, (TensorReference, torch.Size)))

@@ -17,7 +17,7 @@ import torch
 from ..weights.shard_spec import ShardSpec
 from .nxd_files import TensorReference
 
-__all__ = ["DividedTensor", "Part", "RankedTensor", "file_of", "write_files"]
+__all__ = ["DividedTensor", "Part", "RankedTensor", "file_of", "padded_rows", "write_files"]
 
 
 class Part(NamedTuple):
@@ -73,6 +73,13 @@ class RankedTensor(NamedTuple):
 
     def _shard(self, rank: int, whole: torch.Tensor) -> torch.Tensor:
         return self.spec.local_slice(whole, rank)
+
+
+def padded_rows(whole: torch.Tensor, start: int, count: int) -> torch.Tensor:
+    """`count` rows of a tensor from `start` on, with zeros behind its last one: a dp rank's part under ZeRO-1."""
+    rows = whole[start : start + count]
+    missing = count - rows.shape[0]
+    return torch.cat([rows, rows.new_zeros(missing, *rows.shape[1:])]) if missing else rows
 
 
 def file_of(part: str, tp: int, pp: int, dp: int = 0, ep: int | None = None) -> str:

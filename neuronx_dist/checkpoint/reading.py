@@ -249,8 +249,8 @@ class CheckpointFiles:
     def object(self, extent: Extent) -> Any:
         return unpacked(extent.file, self._file(extent.file).bytes(extent.start, extent.start + extent.length))
 
-    def open(self, chunk: Chunk, dtype: torch.dtype) -> _Source:
-        return _Source(self._file(chunk.extent.file), chunk, dtype)
+    def open(self, chunk: Chunk, dtype: torch.dtype) -> _SavedRectangle:
+        return _SavedRectangle(self._file(chunk.extent.file), chunk, dtype)
 
     def finish(self) -> None:
         for file in self._files.values():
@@ -293,7 +293,7 @@ def fill(target: ShardedTensor, saved: SavedTensor, source: Source) -> None:
 def _bytes_of(read: Read) -> Iterator[tuple[int, int]]:
     """The parts of a file that a read touches."""
     extent, around = read.chunk.extent, archive(read.dtype, read.chunk.shape)
-    if extent.length != around.length:  # of another version: see `_Source`
+    if extent.length != around.length:  # of another version: see `_SavedRectangle`
         return
     start = extent.start + len(around.head)
     yield extent.start, start
@@ -302,7 +302,7 @@ def _bytes_of(read: Read) -> Iterator[tuple[int, int]]:
     yield start + rows.start * row, start + rows.stop * row
 
 
-class _Source:
+class _SavedRectangle:
     """A saved rectangle."""
 
     def __init__(self, file: _File, chunk: Chunk, dtype: torch.dtype) -> None:

@@ -20,7 +20,7 @@ import torch
 
 from ..checkpoint.errors import CheckpointCorrupted, CheckpointError, CheckpointMismatch
 from ..checkpoint.nxd_files import StoredTensor, stored_state
-from ..checkpoint.nxd_writing import DividedTensor, Part, write_files
+from ..checkpoint.nxd_writing import DividedTensor, Part, padded_rows, write_files
 from ..checkpoint.progress import progress_bar
 from ..checkpoint.storage import LocalStorage
 
@@ -83,7 +83,9 @@ def convert_zero_checkpoints(
     for (tp, pp), paths in sorted(by_rank.items()):
         missing = sorted(set(range(degree)) - paths.keys())
         if missing:
-            raise CheckpointCorrupted(f"{input_dir}/optim lacks dp rank {missing[0]} of {degree}, beside {paths}")
+            raise CheckpointCorrupted(
+                f"{input_dir}/optim lacks dp rank {missing[0]} of {degree}, beside {paths[min(paths)]}"
+            )
         states = [stored_state(storage, paths[dp], apart) for dp in range(degree)]
         if "base_state" not in states[0] or "shape_info" not in states[0]:
             raise CheckpointMismatch(
@@ -170,14 +172,10 @@ def _divided(rows: _Rows, files: Sequence[str]) -> DividedTensor:
     count, *rest = rows.shape or (1,)
     own = -(-count // len(files))
     parts = [
-        Part(file, rows.keys, (own, *rest), partial(_own_rows, index * own, own)) for index, file in enumerate(files)
+        Part(file, rows.keys, (own, *rest), partial(padded_rows, start=index * own, count=own))
+        for index, file in enumerate(files)
     ]
     return DividedTensor(rows.shards[0].dtype, rows.read, parts)
-
-
-def _own_rows(start: int, count: int, whole: torch.Tensor) -> torch.Tensor:
-    own = whole[start : start + count]
-    return torch.cat([own, own.new_zeros(count - own.shape[0], *own.shape[1:])]) if own.shape[0] < count else own
 
 
 def _as_it_is(value: torch.Tensor) -> torch.Tensor:

@@ -77,11 +77,12 @@ def results(root: Path) -> dict[str, tuple[int, str]]:
             "flags": flags("ended", f"{every_2} --resume auto"),
             "signal": signal.SIGTERM,
             "at": "step 3/6",
-            "copies": [str(root / name) for name in ("resumed", "tp", "dp", "lr")],
+            "copies": [str(root / name) for name in ("resumed", "tp", "dp", "overlap", "lr")],
         },
         "resumed": {"flags": flags("resumed", f"{every_2} --resume")},
         "tp": {"flags": flags("tp", f"{every_2} --resume --tp 2"), "ranks": 2},
         "dp": {"flags": flags("dp", "--resume step_2 --zero1 --checkpoint-activations"), "ranks": 2},
+        "overlap": {"flags": flags("overlap", f"{every_2} --async-save --resume --zero1 --overlap"), "ranks": 2},
         "lr": {"flags": flags("lr", "--resume --steps 4 --lr 1e-4 --min-lr 1e-4 --seed 3 --eval-every 0")},
         "interrupted": {
             "flags": flags("interrupted", "--save-every 1 --keep 1 --async-save"),
@@ -98,6 +99,7 @@ def results(root: Path) -> dict[str, tuple[int, str]]:
         "no_tag": {"flags": flags("ended", "--resume step_5")},
         "nothing": {"flags": flags("nothing", "--resume")},
         "nowhere": {"flags": flags(None, "--resume")},
+        "nothing_to_overlap": {"flags": flags("nothing", "--overlap")},
         "foreign": {"flags": flags("foreign", "--resume auto")},
         "over": {"flags": flags("whole", "--resume auto")},
         "full": {"flags": flags("full", "--resume auto --steps 2 --save-every 1")},
@@ -140,7 +142,7 @@ def test_it_goes_on_to_the_bit(results: dict[str, tuple[int, str]], root: Path) 
     assert record["flags"]["resume"] == "auto" and [each["after_step"] for each in record["resumed"]] == [3]
 
 
-@pytest.mark.parametrize("name, step", [("tp", 3), ("dp", 2)])
+@pytest.mark.parametrize("name, step", [("tp", 3), ("dp", 2), ("overlap", 3)])
 def test_it_goes_on_in_another_layout(results: dict[str, tuple[int, str]], root: Path, name: str, step: int) -> None:
     """With `--resume step_2` step 3 is made again."""
     code, text = results[name]
@@ -163,7 +165,8 @@ def test_killed_ranks_are_started_again_and_go_on(results: dict[str, tuple[int, 
 
 def test_keep_is_how_many_checkpoints_stay(results: dict[str, tuple[int, str]], root: Path) -> None:
     assert tags(root / "interrupted") == ["step_3"]
-    assert tags(root / "resumed") == ["step_2", "step_3", "step_4", "step_6"]
+    for name in ("resumed", "overlap"):
+        assert tags(root / name) == ["step_2", "step_3", "step_4", "step_6"]
 
 
 def test_a_tag_that_was_named_is_the_newest_from_then_on(results: dict[str, tuple[int, str]], root: Path) -> None:
@@ -187,6 +190,7 @@ def test_what_cannot_be_resumed(results: dict[str, tuple[int, str]], root: Path)
         "no_tag": "there is no checkpoint 'step_5'",
         "nothing": f"there is no complete checkpoint in {root / 'nothing' / 'checkpoints'}; --resume auto starts anew",
         "nowhere": "--resume needs --out",
+        "nothing_to_overlap": "--overlap needs --zero1",
         "foreign": f"{root / 'foreign'} is not the folder of a run",
         "over": f"{root / 'whole'} has a run that has ended, and no checkpoint",
     }

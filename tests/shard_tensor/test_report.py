@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from neuronx_dist import comm
 from neuronx_dist.shard_tensor import Shard, ShardTensor, distribute_tensor, fallback, report
+from neuronx_dist.shard_tensor.attention_method import attention_method
 from neuronx_dist.shard_tensor.report import note, predict, watched
 from tests.shard_tensor.support.cases import on_ranks
 
@@ -88,6 +89,18 @@ def test_what_handlers_tell():
     for text in on_ranks(2, run):
         assert text.startswith("0 collectives, 0 bytes: nothing travels")
         assert text.endswith("attention: ring: 96 bytes, a gather 192")
+
+
+def test_the_choice_of_attention():
+    def run(mesh):
+        q, k, v = (image(mesh) for _ in range(3))
+        with report() as r, attention_method("ring"):
+            F.scaled_dot_product_attention(q, k, v)
+        return r.notes
+
+    for ((op, text),) in on_ranks(2, run):
+        assert op == "scaled_dot_product_attention"
+        assert text.startswith("ring, forced: ring ") and "gather " in text and " bytes, holds " in text
 
 
 def test_all_ranks_of_this_process():

@@ -1,5 +1,11 @@
 """The handlers of torch's functions, one family a file. Importing this package registers them.
 
+pointwise.py  one element by itself, with broadcasting    queries.py  shapes, numbers, hooks, backward
+attention.py  scaled_dot_product_attention              multihead.py  nn.MultiheadAttention
+matmul.py     linear, matmul, bmm, einsum                 reduce.py   sums, means, norms over any dims
+views.py      reshape, transpose, expand, select       spatial.py  convolutions, pooling, padding, interpolate
+normalise.py  layer, rms, group, instance, batch norm  softmax.py  softmax and its relatives; running sums
+losses.py     means over all ranks' elements           dropout.py  dropout, and random numbers in place
 pointwise.py  one element by itself, with broadcasting    queries.py    shapes, numbers, hooks, backward
 attention.py  scaled_dot_product_attention                multihead.py  nn.MultiheadAttention
 matmul.py     linear, matmul, bmm, einsum                 reduce.py     sums, means, norms over any dims
@@ -11,6 +17,15 @@ distances.py  cdist, pairwise distances
 
 from . import (
     attention,
+    dropout,
+    losses,
+    matmul,
+    multihead,
+    normalise,
+    pointwise,
+    queries,
+    reduce,
+    softmax,
     distances,
     indexing,
     matmul,
@@ -27,6 +42,15 @@ from . import (
 
 __all__ = [
     "attention",
+    "dropout",
+    "losses",
+    "matmul",
+    "multihead",
+    "normalise",
+    "pointwise",
+    "queries",
+    "reduce",
+    "softmax",
     "distances",
     "indexing",
     "matmul",
@@ -40,3 +64,9 @@ __all__ = [
     "spatial",
     "views",
 ]
+optimizers.py fused steps, gradient scaling
+"""
+
+from . import attention, matmul, multihead, optimizers, pointwise, queries, reduce, spatial, views
+
+__all__ = ["attention", "matmul", "multihead", "optimizers", "pointwise", "queries", "reduce", "spatial", "views"]

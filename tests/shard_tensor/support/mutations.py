@@ -29,10 +29,15 @@ __all__ = [
     "extremes",
     "inferred_shapes",
     "local_part",
+    "not_finite",
     "moved_to_another_mesh",
+    "normalised",
+    "normalised_by_squares",
     "one_ranks_tensor",
     "partial_maximum",
     "replicated_points",
+    "running_totals",
+    "softmax",
     "summand",
     "summed",
     "synchronised",
@@ -205,6 +210,50 @@ def synchronised() -> None:
         assert_close(module.weight.detach(), whole(3), "a parameter of one rank")
 
     on_ranks(2, step)
+
+
+def _like_one_process(function, x, sizes=_UNEVEN):
+    """Value and gradient of a function of a tensor that is sharded along dim 0."""
+    expected = x.clone().requires_grad_()
+    y = function(expected)
+    y.backward(whole(*y.shape))
+
+    def step(mesh):
+        given = _leaf(x.clone(), mesh, Shard(0), sizes)
+        actual = function(given)
+        assert_close(actual.full_tensor().detach(), y.detach(), "value")
+        actual.backward(whole(*y.shape))
+        assert_close(given.grad.full_tensor(), expected.grad, "gradient")
+
+    on_ranks(2, step)
+
+
+def normalised() -> None:
+    _like_one_process(lambda x: F.layer_norm(x, (4, 2)), whole(4, 2).square())
+
+
+def normalised_by_squares() -> None:
+    _like_one_process(lambda x: F.rms_norm(x, (4, 2)), whole(4, 2).square())
+
+
+def softmax() -> None:
+    _like_one_process(lambda x: x.softmax(0), whole(4, 2).square())
+
+
+def running_totals() -> None:
+    _like_one_process(lambda x: x.cumsum(0), whole(4, 2))
+def not_finite() -> None:
+    """One rank's shard has an infinite gradient: all ranks are told."""
+
+    def scale(mesh):
+        grad = _leaf(whole(4), mesh, Shard(0)).detach()
+        if mesh.get_rank() == 1:
+            grad.to_local()[0] = torch.inf
+        found = torch.zeros(())
+        torch._amp_foreach_non_finite_check_and_unscale_([grad], found, torch.full((), 0.5))
+        assert found.item() == 1
+
+    on_ranks(2, scale)
 
 
 def _attention(queries):
