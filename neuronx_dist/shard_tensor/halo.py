@@ -59,9 +59,7 @@ def halo_padding(tensor: torch.Tensor, mesh: DeviceMesh, halo_config: HaloConfig
         return exchange(tensor, plan, communicator, halo_config.tensor_dim)
     except comm.CommError as error:
         if halo_config.sizes is None:
-            error.add_note(
-                "HaloConfig(sizes=None): shards shorter than the halo count as equal; give the sizes"
-            )
+            error.add_note("HaloConfig(sizes=None): shards shorter than the halo count as equal; give the sizes")
         raise
 
 

@@ -242,6 +242,8 @@ def softmax() -> None:
 
 def running_totals() -> None:
     _like_one_process(lambda x: x.cumsum(0), whole(4, 2))
+
+
 def not_finite() -> None:
     """One rank's shard has an infinite gradient: all ranks are told."""
 
@@ -304,18 +306,16 @@ def moved_to_another_mesh() -> None:
 
 def asked_rows() -> None:
     def step(mesh):
-        x = _leaf(whole(4, 2), mesh, Shard(0), _UNEVEN)
-        index = distribute_tensor(torch.tensor([3, 0, 1, 3]), mesh, [Shard(0)], src=None)
-        y = x[index]
-        assert_close(y.full_tensor().detach(), whole(4, 2)[[3, 0, 1, 3]], "rows of other ranks")
-        y.backward(torch.ones(4, 2, dtype=torch.float64))
-        expected = torch.tensor([1.0, 1.0, 0.0, 2.0], dtype=torch.float64).split(_UNEVEN)[mesh.get_rank()]
-        assert_close(x.grad.to_local(), expected[:, None].expand(-1, 2), "their gradients")
+        x = _leaf(whole(8, 2), mesh, Shard(0), (6, 2))
+        index = distribute_tensor(torch.tensor([6, 0, 0, 2]), mesh, [Shard(0)], sizes=[(3, 1)], src=None)
         try:
-            x[index + 1]
-        except IndexError:
-            return
-        raise AssertionError("a position that there is not")
+            y = x[index]
+        except Exception as error:
+            raise AssertionError("the ranks did not agree on who asks whom") from error
+        assert_close(y.full_tensor().detach(), whole(8, 2)[[6, 0, 0, 2]], "rows of other ranks")
+        y.backward(torch.ones(4, 2, dtype=torch.float64))
+        expected = torch.tensor([2.0, 0, 1, 0, 0, 0, 1, 0], dtype=torch.float64).split((6, 2))[mesh.get_rank()]
+        assert_close(x.grad.to_local(), expected[:, None].expand(-1, 2), "their gradients")
 
     on_ranks(2, step)
 
@@ -339,7 +339,11 @@ def replicated_points() -> None:
 def masked_rows() -> None:
     def step(mesh):
         x = _leaf(whole(4), mesh, Shard(0), _UNEVEN)
-        y = x[distribute_tensor(whole(4) > 1.2, mesh, [Shard(0)], sizes=[_UNEVEN], src=None)]
+        mask = distribute_tensor(whole(4) > 1.2, mesh, [Shard(0)], sizes=[_UNEVEN], src=None)
+        try:
+            y = x[mask].redistribute(placements=[Shard(0)], sizes=[(1, 2)])
+        except Exception as error:
+            raise AssertionError("the ranks did not agree on the sizes") from error
         assert_close(y.full_tensor().detach(), whole(4)[1:], "what a mask takes")
 
     on_ranks(2, step)
