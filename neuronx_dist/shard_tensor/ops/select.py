@@ -216,14 +216,10 @@ def msort(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
     return sort(torch.sort, types, (*args, 0), kwargs)[0]
 
 
-@sharded(
-    *(torch.cummax, _T.cummax, torch.cummin, _T.cummin, torch.cumsum, _T.cumsum, torch.cumprod, _T.cumprod),
-    *(torch.logcumsumexp, _T.logcumsumexp),
-)
+@sharded(torch.cummax, _T.cummax, torch.cummin, _T.cummin)
 def cumulative(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
-    def call(input: ShardTensor, dim: int, **options: Any) -> Any:
-        results = _along(func, input, dim_of(input, dim), dim, **options)
-        return results[0] if len(results) == 1 else _named(func, results)
+    def call(input: ShardTensor, dim: int) -> Any:
+        return _named(func, _along(func, input, dim_of(input, dim), dim))
 
     return call(*args, **kwargs)
 

@@ -43,7 +43,6 @@ SELECT = [
     Case("kthvalue", lambda x: torch.kthvalue(x, 4, 0), [(N, 3)]),
     Case("median", lambda x: x.median(1, True), [(4, N)]),
     Case("mode", lambda x: torch.mode(x.round(), 0).values, [(N, 3)]),
-    Case("cumsum", lambda x: x.cumsum(0), [(N, 3)]),
     Case("cummax", lambda x: torch.cummax(x, 1), [(4, N)]),
 ]
 INDEXING = [
