@@ -40,7 +40,7 @@ from neuronx_dist import comm, distributed
 from neuronx_dist.distributed import Replicate, Shard
 from neuronx_dist.shard_tensor.points import knn
 
-PARTS = ("tiny", "block", "conv", "memory")
+PARTS = ("tiny", "block", "conv", "memory", "knn")
 GOALS = {"8 pointwise, both ways / DTensor": 0.30, "8 pointwise, both ways / plain": 2.5, "linear / DTensor": 0.5}
 CHANNELS, CONVS = 8, 10
 
@@ -364,12 +364,22 @@ def neighbours(quick: bool) -> dict[str, float]:
     }
 
 
+def nearest_neighbours(quick: bool) -> dict[str, float]:
+    taken = on_ranks(neighbours, 2, quick)
+    print("nearest neighbours, ms of CPU: " + ", ".join(f"{name} {each:.0f}" for name, each in taken.items()))
+    return {
+        f"kNN {name} / {other}": verdict(f"kNN {name} / {other}", taken[name] / taken[other], goal)
+        for name in ("ring", "unmodified")
+        for other, goal in (("DTensor", 0.80), ("one process", 0.60))
+    }
+
+
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="parts to measure")
     args = options.parse_args()
     heading("What ShardTensor costs")
-    functions = {"tiny": tiny, "block": llama_block, "conv": convolution, "memory": memory}
+    functions = {"tiny": tiny, "block": llama_block, "conv": convolution, "memory": memory, "knn": nearest_neighbours}
     results: dict[str, Any] = {}
     for part in args.only:
         results |= functions[part](args.quick)

@@ -326,10 +326,14 @@ def _norm(x: ShardTensor, ord_: Any, dim: Any, keepdim: bool, dtype: torch.dtype
     local = local.to(dtype) if dtype is not None else local
     plan = reduced(spec, dim, keepdim)
     if not plan.groups and plan.dims:
-        short = (
-            ord_ == 2 and plan.dims == (local.dim() - 1,) and 0 < local.shape[-1] <= 4 and local.device.type == "cpu"
-        )
-        if short and local.dtype in (torch.float32, torch.float64) and local.dim() > 2 and not local.requires_grad:
+        short = ord_ == 2 and plan.dims == (local.dim() - 1,) and 0 < local.shape[-1] <= 4
+        if (
+            short
+            and local.device.type == "cpu"
+            and local.dtype in (torch.float32, torch.float64)
+            and local.dim() > 2
+            and not local.requires_grad
+        ):
             return wrap(_norm_of_coordinates(local, keepdim), plan.spec)
         return wrap(torch.linalg.vector_norm(local, ord_, plan.dims, keepdim), plan.spec)
     size = local.abs()
