@@ -38,8 +38,9 @@ from tp_block import COLUMNS, ROWS, Variant, block, check, dtensor, ours
 import neuronx_dist as nxd
 from neuronx_dist import comm, distributed
 from neuronx_dist.distributed import Replicate, Shard
+from neuronx_dist.shard_tensor.points import knn
 
-PARTS = ("tiny", "block", "conv", "memory")
+PARTS = ("tiny", "block", "conv", "memory", "knn")
 GOALS = {"8 pointwise, both ways / DTensor": 0.30, "8 pointwise, both ways / plain": 2.5, "linear / DTensor": 0.5}
 CHANNELS, CONVS = 8, 10
 
@@ -338,12 +339,47 @@ def memory(quick: bool) -> dict[str, float]:
     return {what: verdict(what, (each - halos) / alone, 0.30)}
 
 
+def brute_force(x: torch.Tensor, y: torch.Tensor, k: int) -> torch.Tensor:
+    """The tutorial's nearest neighbours, as they are written for one device."""
+    distance = torch.norm(x[None, :, :] - y[:, None, :], dim=2)
+    return x[torch.topk(distance, k=k, dim=1, largest=False)[1]]
+
+
+def neighbours(quick: bool) -> dict[str, float]:
+    """Milliseconds of CPU for the 17 nearest of 23,456 points to each of 1,234."""
+    mesh, theirs = distributed.init_device_mesh("cpu", (2,)), init_device_mesh("cpu", (2,))
+    torch.manual_seed(0)
+    points = [torch.randn(2345 if quick else 23_456, 3), torch.randn(123 if quick else 1234, 3)]
+    ours = [distributed.distribute_tensor(each, mesh, [Shard(0)]) for each in points]
+    dtensors = [distribute_dtensor(each, theirs, [Shard(0)]) for each in points]
+    variants: dict[str, Callable[[], Any]] = {
+        "one process": lambda: brute_force(*points, 17),
+        "DTensor": lambda: brute_force(*dtensors, 17),
+        "unmodified": lambda: brute_force(*ours, 17),
+        "ring": lambda: knn(*ours, 17),
+    }
+    return {
+        name: min(each.thread for each in taken) * 1e3
+        for name, taken in take_turns(variants, 1 if quick else 6).items()
+    }
+
+
+def nearest_neighbours(quick: bool) -> dict[str, float]:
+    taken = on_ranks(neighbours, 2, quick)
+    print("nearest neighbours, ms of CPU: " + ", ".join(f"{name} {each:.0f}" for name, each in taken.items()))
+    return {
+        f"kNN {name} / {other}": verdict(f"kNN {name} / {other}", taken[name] / taken[other], goal)
+        for name in ("ring", "unmodified")
+        for other, goal in (("DTensor", 0.80), ("one process", 0.60))
+    }
+
+
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="parts to measure")
     args = options.parse_args()
     heading("What ShardTensor costs")
-    functions = {"tiny": tiny, "block": llama_block, "conv": convolution, "memory": memory}
+    functions = {"tiny": tiny, "block": llama_block, "conv": convolution, "memory": memory, "knn": nearest_neighbours}
     results: dict[str, Any] = {}
     for part in args.only:
         results |= functions[part](args.quick)

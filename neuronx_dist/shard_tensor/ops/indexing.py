@@ -13,8 +13,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ... import comm
-from ...spmd import I, R, convert
+from ... import comm, spmd
+from ...spmd import I, R
 from ..exchange import linked
 from ..fetch import ask, fetch, has_values
 from ..handlers import FUNCTIONS, UNHANDLED, sharded
@@ -123,7 +123,7 @@ def _fetched(x: Any, dim: int, index: Any) -> ShardTensor | None:
         if isinstance(its, Shard):
             placements.append(Shard(dim + its.dim))
             if i != m:
-                local = convert(local, spec.mesh.communicator(i), src=I, dst=R)
+                local = spmd.convert(local, spec.mesh.communicator(i), src=I, dst=R)
         elif isinstance(own, Shard):
             placements.append(Shard(own.dim if own.dim < dim else own.dim + index.dim() - 1))
         else:

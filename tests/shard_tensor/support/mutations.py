@@ -20,6 +20,8 @@ from neuronx_dist.shard_tensor.attention_method import attention_method
 from tests.shard_tensor.support.cases import assert_close, on_ranks
 
 __all__ = [
+    "asked_rows",
+    "masked_rows",
     "attention_by_ring",
     "attention_merged",
     "counted",
@@ -35,6 +37,7 @@ __all__ = [
     "normalised_by_squares",
     "one_ranks_tensor",
     "partial_maximum",
+    "replicated_points",
     "running_totals",
     "softmax",
     "summand",
@@ -322,5 +325,50 @@ def moved_to_another_mesh() -> None:
         assert_close(y.to_local().detach(), whole(4, 2)[:, 1 - mesh.get_rank()].view(4, 1), "a shard on another mesh")
         y.backward(whole(4, 2))
         assert_close(x.grad.to_local(), whole(4, 2).split(_UNEVEN)[mesh.get_rank()], "its gradient")
+
+    on_ranks(2, step)
+
+
+def asked_rows() -> None:
+    def step(mesh):
+        x = _leaf(whole(8, 2), mesh, Shard(0), (6, 2))
+        index = distribute_tensor(torch.tensor([6, 0, 0, 2]), mesh, [Shard(0)], sizes=[(3, 1)], src=None)
+        try:
+            y = x[index]
+        except Exception as error:
+            raise AssertionError("the ranks did not agree on who asks whom") from error
+        assert_close(y.full_tensor().detach(), whole(8, 2)[[6, 0, 0, 2]], "rows of other ranks")
+        y.backward(torch.ones(4, 2, dtype=torch.float64))
+        expected = torch.tensor([2.0, 0, 1, 0, 0, 0, 1, 0], dtype=torch.float64).split((6, 2))[mesh.get_rank()]
+        assert_close(x.grad.to_local(), expected[:, None].expand(-1, 2), "their gradients")
+
+    on_ranks(2, step)
+
+
+def replicated_points() -> None:
+    """Sharded over one mesh dim, indexed over both: what ranks of the other one use has its gradients added."""
+
+    def step(mesh):
+        x = distribute_tensor(
+            whole(4, 2).requires_grad_(), mesh, [Replicate(), Shard(0)], sizes=[None, _UNEVEN], src=None
+        )
+        index = distribute_tensor(torch.tensor([[3, 0], [1, 3]]), mesh, [Shard(0), Shard(1)], src=None)
+        x[index].backward(torch.ones(2, 2, 2, dtype=torch.float64))
+        assert_close(
+            x.grad.full_tensor()[:, 0], torch.tensor([1.0, 1.0, 0.0, 2.0], dtype=torch.float64), "added gradients"
+        )
+
+    on_ranks(4, step, (2, 2))
+
+
+def masked_rows() -> None:
+    def step(mesh):
+        x = _leaf(whole(4), mesh, Shard(0), _UNEVEN)
+        mask = distribute_tensor(whole(4) > 1.2, mesh, [Shard(0)], sizes=[_UNEVEN], src=None)
+        try:
+            y = x[mask].redistribute(placements=[Shard(0)], sizes=[(1, 2)])
+        except Exception as error:
+            raise AssertionError("the ranks did not agree on the sizes") from error
+        assert_close(y.full_tensor().detach(), whole(4)[1:], "what a mask takes")
 
     on_ranks(2, step)
