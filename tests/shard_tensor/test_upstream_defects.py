@@ -111,10 +111,7 @@ def test_it_is_right_here(name):
     def rank(mesh):
         own = distribute_tensor(x.detach().requires_grad_(), mesh, [Shard(dim)], sizes=[sizes], src=None)
         with fallback("error"), comm.record() as calls:
-            try:
-                y = function(own)
-            except NotImplementedError as error:
-                return str(error)
+            y = function(own)
             (actual,) = torch.autograd.grad((y * weight).sum(), own)
         assert isinstance(y, ShardTensor) and actual._spec is own._spec
         results = ((y.full_tensor(), expected, "value"), (actual.full_tensor(), grad, "gradient"))
@@ -125,12 +122,8 @@ def test_it_is_right_here(name):
                 assert_close(value.detach(), wanted.detach(), f"{name}: {what}")
         received = sum(call.bytes for call in calls if call.verb in ("all_gather", "exchange"))
         assert name in MOVES or received < x.numel() * x.element_size(), verbs(calls)
-        return ""
 
-    told = on_ranks(2, rank)[0]
-    if "has no handler" in told:
-        pytest.skip(told)
-    assert told == ""
+    on_ranks(2, rank)
 
 
 def test_random_factories_work_on_cpu():
