@@ -28,6 +28,9 @@ _T = torch.Tensor
 def _written(*arguments: Any) -> Labels:
     """Operands: the tensor, the index, and values (None: a number). `rows`: the index is of one dim."""
     x, index, values, dim, rows, is_sum = arguments
+    if not x:
+        one = [("index",) * len(each or ()) for each in (index, values)]
+        return Labels([(), *one], (), frozenset(("index",)))
     names = tuple(range(len(x)))
     own = (*names[:dim], "written", *names[dim + 1 :])
     entries = (*names[:dim], "index", *names[dim + 1 :])
