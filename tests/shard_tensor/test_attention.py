@@ -447,7 +447,8 @@ def test_the_checker_steps_in(method, dims, types):
             y.square().sum().backward()
             return [spmd.get_local_type(x.to_local())["dp"] for x in (y, given[0].grad, given[1].grad)]
 
-    assert threads.run(Mesh(2), rank) == [types] * 2
+    moved = method == "all_to_all" and types[0] is V  # its uneven moves are typed
+    assert threads.run(Mesh(2), rank) == [[S(2), *types[1:]] if moved else types] * 2
 
 
 # --- refusals
