@@ -1,5 +1,8 @@
 """Example 2, on all ranks, with the function of one device as it is.
 
+`y` is gathered, since `x` is larger; of the distances each rank sends its nearest ones alone, and then the points that
+were chosen travel. No rank is sent the distances.
+
 torchrun --nproc-per-node 2 examples/shard_tensor/knn_brute_force_sharded.py [--size full]
 """
 
@@ -28,6 +31,9 @@ def main() -> None:
     with report() as r:
         neighbours, distances = knn(x, y, n)
     say(r)
+    distance_bytes = to_search * targets * 4
+    if r.gathers or r.bytes > distance_bytes // 4:
+        raise SystemExit(f"more travels than candidates, where all distances are {distance_bytes:,} bytes:\n{r}")
     if small:
         expected, expected_distances = knn(whole[0], whole[1], n)
         expect_equal("distances", distances, expected_distances)

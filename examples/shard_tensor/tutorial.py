@@ -40,7 +40,7 @@ def expect_equal(what: str, actual: Any, expected: Any, tolerance: float = 1e-5)
     """Stops the script where a result is not that of one process. A ShardTensor is gathered for it."""
     if isinstance(actual, ShardTensor):
         actual = actual.full_tensor()
-    difference = float((actual - expected).abs().max())
+    difference = float((actual - expected).detach().abs().max())
     if not (actual.shape == expected.shape and difference <= tolerance * (1 + float(expected.abs().max()))):
         raise SystemExit(f"{what}: differs from one process by {difference:.3g}, more than {tolerance:g}")
     say(f"{what}: equal to one process")

@@ -99,7 +99,7 @@ def backward(
             attn_mask=_additive(block),
             scale=block.scale,
         )
-        return dq, _summed_heads(dk, block), _summed_heads(dv, block), None
+        return dq, _summed_heads(dk, block.k), _summed_heads(dv, block.v), None
     weights = _scores(block).sub_(lse.unsqueeze(-1)).exp_()
     dtype = weights.dtype
     grad = grad.to(dtype)
@@ -109,7 +109,7 @@ def backward(
     scores = weights * (upstream - delta)
     dq = scores @ _heads(block.k, block).to(dtype) * block.scale
     dk = scores.transpose(-1, -2) @ block.q.to(dtype) * block.scale
-    return dq, _summed_heads(dk, block), _summed_heads(dv, block), scores if mask_gradient else None
+    return dq, _summed_heads(dk, block.k), _summed_heads(dv, block.v), scores if mask_gradient else None
 
 
 def _scores(block: Block) -> torch.Tensor:
@@ -151,6 +151,6 @@ def _heads(x: torch.Tensor, block: Block) -> torch.Tensor:
     return _rows(x) if groups == 1 else x.repeat_interleave(groups, 1)
 
 
-def _summed_heads(grad: torch.Tensor, block: Block) -> torch.Tensor:
-    heads = block.k.shape[1]
+def _summed_heads(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    heads = x.shape[1]
     return grad if grad.shape[1] == heads else grad.unflatten(1, (heads, -1)).sum(2)

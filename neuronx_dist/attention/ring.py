@@ -66,6 +66,8 @@ def attention(
 ) -> torch.Tensor:
     """Softmax attention, `[b, heads, rows, ev]`, exact. Differentiable once, in q, k, v and mask.
 
+    Under autocast it is computed in autocast's type, as torch's function is.
+
     Args:
         q: `[b, heads, rows, e]`, of this rank; empty ones too. Every rank of the axis calls this.
         k, v: `[b, kv heads, keys, e or ev]`, of this rank; `heads` is a multiple of `kv heads`.
@@ -77,6 +79,12 @@ def attention(
         ValueError: `k` has another number of keys than `keys` says.
         NotImplementedError: backward is to be differentiated again.
     """
+    device = q.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
+        with torch.autocast(device, enabled=False):
+            return attention(q, k, v, keys, axis, mask=mask, noise=noise, scale=scale)
     group = None if axis is None else comm.communicator(axis)
     own = keys.sizes[0 if group is None else int(group.rank)]
     if k.shape[2] != own or v.shape[2] != own or len(keys.sizes) != (1 if group is None else group.size):
@@ -179,19 +187,20 @@ class _Attention(torch.autograd.Function):
         q, k, v, mask, noise, out, lse = ctx.saved_tensors
         use: _Use = ctx.use
         of_mask = mask is not None and ctx.needs_input_grad[3]
-        dq, dmask = _zeros(q), torch.zeros_like(mask, dtype=_wide(mask)) if of_mask else None
+        dq, dmask = None, torch.zeros_like(mask, dtype=_wide(mask)) if of_mask else None
         home = travelling = None
         for owner, keys, values in _turn(k, v, use):
-            dk, dv = _zeros(keys), _zeros(values)
+            dk = dv = None
             for piece, block in use.blocks(q, keys, values, mask, noise, owner):
                 rows = piece.rows
                 grads = blocks.backward(block, _cut(grad, rows), _cut(out, rows), lse[..., rows[0] : rows[1]], of_mask)
-                for total, part, own in ((dq, grads[0], rows), (dk, grads[1], piece.keys), (dv, grads[2], piece.keys)):
-                    _cut(total, own).add_(part)
+                dq = _added(dq, q, rows, grads[0])
+                dk, dv = _added(dk, keys, piece.keys, grads[1]), _added(dv, values, piece.keys, grads[2])
                 if dmask is not None and grads[3] is not None:
                     offset = 0 if use.keys.merged else sum(use.keys.sizes[:owner])
                     part = _cut(dmask, rows, (offset + piece.keys[0], offset + piece.keys[1]))
                     part.add_(grads[3].sum_to_size(part.shape))
+            dk, dv = _zeros(keys) if dk is None else dk, _zeros(values) if dv is None else dv
             if home is None:
                 home = dk, dv
                 continue
@@ -202,7 +211,7 @@ class _Attention(torch.autograd.Function):
         if travelling is not None:
             home = _sum(home, travelling.wait())
         return (
-            dq.to(q.dtype),
+            (_zeros(q) if dq is None else dq).to(q.dtype),
             home[0].to(k.dtype),
             home[1].to(v.dtype),
             None if dmask is None else dmask.to(mask.dtype),
@@ -218,6 +227,16 @@ def _wide(x: torch.Tensor) -> torch.dtype:
 
 def _zeros(x: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(x, dtype=_wide(x), memory_format=torch.contiguous_format)
+
+
+def _added(total: torch.Tensor | None, like: torch.Tensor, rows: tuple[int, int], part: torch.Tensor) -> torch.Tensor:
+    """`total`, a gradient of `like` (None: 0), with the gradient of some of its rows added."""
+    if total is None:
+        if rows == (0, like.shape[2]):
+            return part.to(_wide(like))
+        total = _zeros(like)
+    _cut(total, rows).add_(part)
+    return total
 
 
 def _nothing(q: torch.Tensor, v: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

@@ -319,11 +319,31 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
 
     def _shard_group(self, group: dict[str, Any]) -> dict[str, Any]:
         """Makes the shards of a parameter group; returns the base optimizer's group of them, with the same options."""
-        shards = [self._shard(param) for param in group["params"] if param.requires_grad]
+        shards = [self._shard(self._own_part(param)) for param in group["params"] if param.requires_grad]
         self.shards += shards
         self._group_sizes.append(len(shards))
         options = {name: value for name, value in group.items() if name != "param_names"}
         return {**options, "params": [shard.master for shard in shards]}
+
+    def _own_part(self, param: Any) -> Any:
+        """What this rank has of a ShardTensor: a plain leaf that shares its memory and its gradient."""
+        if not hasattr(param, "placements"):
+            return param
+        if not param.to_local().is_leaf:
+            raise TypeError(
+                f"{type(self).__name__}: a DTensor has an optimizer of torch; ShardTensor.from_dtensor(x) fits"
+            )
+        sharding = self._sharding.of(ParameterGradient(param.to_local()))
+        data = {*sharding.group.ranks, *sharding.replicas.ranks}
+        for m, placement in enumerate(param.placements):
+            ranks = param.device_mesh.communicator(m).ranks
+            if not placement.is_replicate() and (self.grad_clipping or len(data & set(ranks)) > 1):
+                raise ValueError(
+                    f"{type(self).__name__}: a parameter of shape {tuple(param.shape)} is {placement} over ranks "
+                    f"{ranks}: give grad_clipping=False, and a mesh that shards it over none of the data-parallel "
+                    f"ranks {sorted(data)}, such as DeviceMesh.from_axes('tp')"
+                )
+        return param.to_local()
 
     def _shard(self, param: nn.Parameter) -> ParameterShard:
         gradient = ParameterGradient(param)

@@ -6,12 +6,15 @@ local_shapes.py  a layout from one rank's part                  construct.py    
 moves.py         gather, split, exchange along one mesh dim     redistribute.py from one layout to another
 handlers.py      how functions get handlers; the recipe         labels.py       layouts by labels of dims
 module.py        distribute_module                              fallback.py     functions without a handler
+other_mesh.py    to a mesh of other ranks                       typed.py        what the type checker is told
+checkpoint.py    torch.distributed.checkpoint                   compiling.py    torch.compile
+xla.py           XLA's partition specs                          own_shard.py    a shard's own numbers, for the checker
 manager.py       DistributedManager                              report.py      what is communicated, by function
 ops/             the handlers of torch's functions, one family a file
 """
 
 from ..call_site import hide
-from . import ops
+from . import checkpoint, ops
 from .construct import distribute_tensor, scatter_tensor
 from .device_mesh import DeviceMesh, init_device_mesh
 from .fallback import fallback, set_fallback
@@ -33,6 +36,7 @@ __all__ = [
     "ShardTensor",
     "ShardTensorSpec",
     "TensorPromotionMode",
+    "checkpoint",
     "distribute_module",
     "distribute_tensor",
     "fallback",

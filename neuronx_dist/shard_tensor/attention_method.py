@@ -16,6 +16,7 @@ from contextvars import ContextVar
 from typing import NamedTuple
 
 from ..attention import ring_elements
+from .report import note
 
 __all__ = [
     "Choice",
@@ -122,9 +123,12 @@ def attention_choices() -> Iterator[list[Choice]]:
 
 
 def note_choice(choice: Choice) -> None:
-    """Tells who collects choices."""
+    """Tells who collects choices, and open reports."""
     for choices in _notes.get():
         choices.append(choice)
+    why = "forced" if choice.forced else "of least cost"
+    costs = "; ".join(f"{method} {cost.bytes:,} bytes, holds {cost.memory:,}" for method, cost in choice.costs.items())
+    note("scaled_dot_product_attention", f"{choice.method}, {why}: {costs}")
 
 
 def predicted(

@@ -169,7 +169,7 @@ class DeviceMesh:
         return self
 
     def __reduce__(self) -> Any:
-        return _rebuilt, (self.device_type, self.mesh.tolist(), self.mesh_dim_names)
+        return rebuilt, (self.device_type, self.mesh.tolist(), self.mesh_dim_names)
 
 
 def init_device_mesh(
@@ -222,7 +222,7 @@ def group_over(first: DeviceMesh, second: DeviceMesh) -> Communicator | None:
     return result
 
 
-def _rebuilt(device_type: str, ranks: Any, names: tuple[str, ...] | None) -> DeviceMesh:
+def rebuilt(device_type: str, ranks: Any, names: tuple[str, ...] | None) -> DeviceMesh:
     return DeviceMesh(device_type, ranks, mesh_dim_names=names)
 
 

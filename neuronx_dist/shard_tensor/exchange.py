@@ -14,8 +14,10 @@ import torch
 from .. import comm
 from ..comm import Communicator
 from ..comm.context import AxisLike
+from ..spmd import no_typecheck
 from .intervals import FILL, Piece, Plan, RankPlan
 from .report import predict, watched
+from .typed import exchanged
 
 __all__ = ["Started", "exchange", "linked", "planned_bytes", "start", "take"]
 
@@ -42,8 +44,7 @@ def exchange(
     dim = _checked(x, plan, own, communicator, dim)
     if plan.is_local and own.is_identity:
         return x
-    result: torch.Tensor = _Exchange.apply(x, plan, communicator, dim, fill, False, started)
-    return result
+    return exchanged(lambda: _Exchange.apply(x, plan, communicator, dim, fill, False, started), x, communicator, dim)
 
 
 def take(x: torch.Tensor, plan: Plan, dim: int, fill: float | int | bool = 0) -> torch.Tensor:
@@ -91,7 +92,8 @@ def start(x: torch.Tensor, plan: Plan, axis: AxisLike, dim: int) -> Started:
     communicator = comm.communicator(axis)
     own = plan.of(int(communicator.rank))
     dim = _checked(x, plan, own, communicator, dim)
-    return _start(x.detach(), plan, own, communicator, dim)
+    with no_typecheck():  # it is judged where it is awaited
+        return _start(x.detach(), plan, own, communicator, dim)
 
 
 def _start(x: torch.Tensor, plan: Plan, own: RankPlan, communicator: Communicator | None, dim: int) -> Started:

@@ -112,6 +112,10 @@ def _gathered(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _split_again(whole: torch.Tensor, like: ShardTensorSpec) -> ShardTensor:
     """A result with the shape of an operand gets its layout."""
+    if whole.layout is not torch.strided:
+        raise NotImplementedError(
+            f"a result is {whole.layout}, and shards are strided: full_tensor() the operands first"
+        )
     target = like if whole.shape == like.shape and not like.partial else None
     spec = like.replicated() if whole.shape == like.shape else like.replicated().with_shape(whole.shape)
     return wrap(whole, spec) if target is None else wrap(redistributed(whole, spec, target), target)

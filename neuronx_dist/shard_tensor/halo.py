@@ -8,6 +8,7 @@ from functools import cache
 
 import torch
 
+from .. import comm
 from .device_mesh import DeviceMesh
 from .exchange import exchange
 from .intervals import Bounds, Plan, bounds_of, virtual_runs
@@ -24,7 +25,8 @@ class HaloConfig:
         tensor_dim: the dim that is sharded along it.
         halo_size: positions of each neighbour; more than a shard has come from several ranks.
         edge_padding_size: of zeros, before the first shard and behind the last.
-        sizes: of all shards along the dim; None: every rank's is as this one's.
+        sizes: of all shards along the dim. None: they are equal, or none is shorter than the halo; else the exchange
+            raises on every rank.
 
     Raises:
         ValueError: a negative size, or more padding than halo.
@@ -48,11 +50,17 @@ def halo_padding(tensor: torch.Tensor, mesh: DeviceMesh, halo_config: HaloConfig
 
     Raises:
         ValueError: `tensor` is not of this rank's size, or there is not a size for each rank.
+        CommError: no sizes are given, and shards that are shorter than the halo are not equal.
     """
     communicator = mesh.communicator(halo_config.mesh_dim)
     sizes = _sizes(halo_config, communicator.size, tensor.shape[halo_config.tensor_dim])
     plan = _plan(bounds_of(sizes), halo_config.halo_size, halo_config.edge_padding_size)
-    return exchange(tensor, plan, communicator, halo_config.tensor_dim)
+    try:
+        return exchange(tensor, plan, communicator, halo_config.tensor_dim)
+    except comm.CommError as error:
+        if halo_config.sizes is None:
+            error.add_note("HaloConfig(sizes=None): shards shorter than the halo count as equal; give the sizes")
+        raise
 
 
 def unhalo_padding(tensor: torch.Tensor, mesh: DeviceMesh, halo_config: HaloConfig) -> torch.Tensor:

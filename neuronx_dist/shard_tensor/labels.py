@@ -14,9 +14,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..call_site import call_site
+from ..comm import Communicator
 from .handlers import check_promotion
 from .placements import Partial, Placement, Replicate, Shard
-from .redistribute import Step, steps
+from .redistribute import Step, steps, used_by, used_together
+from .report import note, watched
 from .spec import ShardTensorSpec, make_spec
 from .tensor import ShardTensor, local_of
 
@@ -51,9 +54,16 @@ class Labels(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """How operands are brought where they are used, by their index, and the layout of the result."""
+    """How operands are brought where they are used, by their index, and the layout of the result.
+
+    Attributes:
+        together: groups, and the operands whose gradients are summed over them by one all-reduce.
+        gathered: operands of which shards are put together, since the operation needs them whole.
+    """
 
     moved: tuple[tuple[int, tuple[Step, ...]], ...]
+    together: tuple[tuple[Communicator, tuple[int, ...]], ...]
+    gathered: tuple[int, ...]
     spec: ShardTensorSpec
 
 
@@ -112,11 +122,18 @@ def inside(
         ]
         labels = rule(*(None if each is None else each.shape for each in specs), *extras)
         plan = mesh.plans[full_key] = _plan(labels, specs, result)
+    if plan.gathered and watched():
+        for x in (operands[i] for i in plan.gathered):
+            num_bytes = x.numel() * x.element_size()
+            note(rule.__name__.strip("_"), f"gathers {num_bytes:,} bytes, of {tuple(x.shape)}, at {call_site()}")
     for i, todo in plan.moved:
         local = locals_[i]
         for step in todo:
             local = step(local)
         locals_[i] = local
+    for group, indices in plan.together:
+        for i, local in zip(indices, used_together([locals_[i] for i in indices], group)):
+            locals_[i] = local
     return locals_, plan.spec
 
 
@@ -168,7 +185,19 @@ def _plan(labels: Labels, specs: Sequence[ShardTensorSpec | None], result: Shard
         if spec is not None:
             todo = steps(spec, make_spec(mesh, placements[i], spec.shape, sizes[i]), used)
             operands += [(i, todo)] if todo else []
-    return Plan(tuple(operands), make_spec(mesh, out_placements, out_shape, out_sizes))
+    users: dict[Communicator, list[int]] = {}
+    for i, todo in operands:
+        group = used_by(todo[0]) if len(todo) == 1 else None
+        if group is not None:
+            users.setdefault(group, []).append(i)
+    together = tuple((group, tuple(indices)) for group, indices in users.items() if len(indices) > 1)
+    alone = tuple(each for each in operands if not any(each[0] in indices for _, indices in together))
+    gathered = tuple(
+        i
+        for i, spec in enumerate(specs)
+        if spec is not None and any(isinstance(placements[i][m], Replicate) for m, _ in spec.sharded)
+    )
+    return Plan(alone, together, gathered, make_spec(mesh, out_placements, out_shape, out_sizes))
 
 
 def _sharded_label(

@@ -15,14 +15,17 @@ is run by `_Move`, with shards of the sizes that every rank knows, and its backw
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 
 from .. import comm, spmd
 from ..comm import Communicator
-from ..spmd import I, P, R, S
+from ..spmd import I, P, R, S, SpmdType
+from ..spmd.watching import active
+from . import typed
 from .exchange import exchange
 from .intervals import bounds_of, repartition
 
@@ -75,7 +78,8 @@ def transpose(
 ) -> torch.Tensor:
     """Shards along one dim in place of another, or along the same with other sizes."""
     if src_dim == dst_dim:
-        return exchange(x, repartition(bounds_of(src_sizes), bounds_of(dst_sizes)), communicator, src_dim)
+        x = exchange(x, repartition(bounds_of(src_sizes), bounds_of(dst_sizes)), communicator, src_dim)
+        return typed.shards(x, {communicator: src_dim})
     src, dst = Shards(src_dim, src_sizes), Shards(dst_dim, dst_sizes)
     if src.equal and dst.equal:
         return spmd.all_to_all(x, communicator, src=S(src_dim), dst=S(dst_dim))
@@ -105,6 +109,17 @@ _BACKWARD = {
 }
 
 
+# The operator of `spmd` of which a move is the row, and its types; None: S(dim).
+_OPERATORS: dict[str, tuple[Callable[..., torch.Tensor], SpmdType | None, SpmdType | None]] = {
+    "gather_I": (spmd.all_gather, None, I),
+    "split_I": (spmd.convert, I, None),
+    "gather_R": (spmd.all_gather, None, R),
+    "scatter_sum": (spmd.reduce_scatter, P, None),
+    "split_R": (spmd.convert, R, None),
+    "transpose": (spmd.all_to_all, None, None),
+}
+
+
 class _Move(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, use: _Use) -> torch.Tensor:
@@ -116,7 +131,24 @@ class _Move(torch.autograd.Function):
         return _apply(grad, ctx.use.reversed()), None
 
 
+@cache
+def _unseen(use: _Use) -> Callable[..., torch.Tensor]:
+    """The move as the function that the checker runs and judges in the operator's name."""
+
+    def move(x: torch.Tensor, *_: Any, **types: Any) -> torch.Tensor:
+        return _apply(x, use)
+
+    move.__name__ = _OPERATORS[use.name][0].__name__
+    return move
+
+
 def _apply(x: torch.Tensor, use: _Use) -> torch.Tensor:
+    if active() is not None and use.name in _OPERATORS:
+        operator, src, dst = _OPERATORS[use.name]
+        types = (each or S(shards.dim) for each, shards in ((src, use.src), (dst, use.dst)))
+        judged = typed.moved(operator, _unseen(use), x, use.communicator, *types)
+        if judged is not None:
+            return judged
     if x.requires_grad and torch.is_grad_enabled():
         result: torch.Tensor = _Move.apply(x, use)
         return result

@@ -13,8 +13,10 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import comm
+from ..spmd import no_typecheck
 from .device_mesh import group_over
 from .spec import ShardTensorSpec, gradient_spec
+from .typed import declared
 
 __all__ = ["moved_to_mesh", "planned_bytes"]
 
@@ -53,8 +55,10 @@ def moved_to_mesh(local: torch.Tensor, spec: ShardTensorSpec, target: ShardTenso
 
     Every rank of the job calls it, in the same order, also one that is a part of neither mesh.
     """
-    result: torch.Tensor = _ToMesh.apply(local, spec, target)
-    return result
+    declared(local, spec)
+    with no_typecheck():
+        result: torch.Tensor = _ToMesh.apply(local, spec, target)
+    return declared(result, target)
 
 
 def planned_bytes(local: torch.Tensor, spec: ShardTensorSpec, target: ShardTensorSpec, rank: int) -> int:

@@ -10,18 +10,20 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
-from torch.overrides import has_torch_function_unary
+from torch.overrides import has_torch_function_unary, has_torch_function_variadic
 
 from .. import comm, spmd
 from ..comm import Communicator
+from ..comm.transforms import transforming
 from ..spmd import I, P, R
+from ..spmd.rows import ROWS
 from . import moves
 from .device_mesh import DeviceMesh
 from .other_mesh import moved_to_mesh
 from .placements import Partial, Placement, Replicate, Shard
 from .spec import ShardTensorSpec, gradient_spec
 
-__all__ = ["Step", "nothing_of", "redistributed", "run", "steps"]
+__all__ = ["Step", "nothing_of", "redistributed", "run", "steps", "used_by", "used_together"]
 
 Step = Callable[[torch.Tensor], torch.Tensor]
 
@@ -94,6 +96,53 @@ def _used(x: torch.Tensor, group: Communicator) -> torch.Tensor:
     if (x.requires_grad and torch.is_grad_enabled()) or has_torch_function_unary(x):
         return spmd.convert(x, group, src=I, dst=R)
     return x
+
+
+_CONVERT = ROWS["convert", "I", "R"]  # by which a report names the node
+
+
+class _Together(torch.autograd.Function):
+    """Several tensors, I as R: their gradients are summed by one all-reduce."""
+
+    @staticmethod
+    def forward(
+        ctx: torch.autograd.function.FunctionCtx, group: Communicator, *xs: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.group, ctx.row = group, _CONVERT  # type: ignore[attr-defined]
+        return tuple(x.view_as(x) for x in xs)
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        group: Communicator = ctx.group  # type: ignore[attr-defined]
+        if torch.is_grad_enabled():  # these have a graph in their turn
+            return None, *(spmd.all_reduce(grad, group, src=P, dst=I) for grad in grads)
+        flat = torch.cat([grad.reshape(-1) for grad in grads])
+        pieces = comm.all_reduce(flat, group, out=flat).split([grad.numel() for grad in grads])
+        return None, *(piece.view(grad.shape) for piece, grad in zip(pieces, grads))
+
+
+_use_together: Callable[..., tuple[torch.Tensor, ...]] = super(torch.autograd.Function, _Together).apply
+
+
+def used_by(step: Step) -> Communicator | None:
+    """The group over which a step makes I to R, if it is one that does."""
+    group: Communicator | None = step.keywords["group"] if isinstance(step, partial) and step.func is _used else None
+    return group
+
+
+def used_together(xs: Sequence[torch.Tensor], group: Communicator) -> Sequence[torch.Tensor]:
+    """I as R, of several tensors that are used by one operation."""
+    if not torch.is_grad_enabled() and not has_torch_function_variadic(*xs):
+        return xs
+    first = xs[0]
+    if (
+        group.size > 1
+        and torch.is_grad_enabled()
+        and all(x.requires_grad and x.dtype is first.dtype and x.device == first.device for x in xs)
+        and not (has_torch_function_variadic(*xs) or transforming())
+    ):
+        return _use_together(group, *xs)
+    return [_used(x, group) for x in xs]
 
 
 def _summed(x: torch.Tensor, group: Communicator, used: bool) -> torch.Tensor:

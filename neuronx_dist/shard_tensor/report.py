@@ -103,7 +103,8 @@ class Report:
         return totals
 
     def __str__(self) -> str:
-        lines = [f"{self.collectives} collectives, {self.bytes:,} bytes" + ("" if self.calls else ": nothing travels")]
+        noun = "collective" if self.collectives == 1 else "collectives"
+        lines = [f"{self.collectives} {noun}, {self.bytes:,} bytes" + ("" if self.calls else ": nothing travels")]
         for op, total in self.by_op().items():
             verbs = ", ".join(f"{count} {verb}" for verb, count in total.collectives.items())
             plan = f"; predicted {total.predicted:,} of {total.planned:,}" if total.predicted else ""

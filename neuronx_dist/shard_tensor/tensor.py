@@ -19,17 +19,19 @@ from torch._C import DisableTorchFunction
 from torch.distributed.tensor import DTensor
 
 from .. import spmd
-from ..spmd import I, R, assert_type, no_typecheck
+from ..spmd import I, R, no_typecheck
 from ..spmd.watching import active
 from . import handlers
+from .compiling import run_as_it_is
 from .device_mesh import DeviceMesh, current_mesh
 from .handlers import DISPATCH, FUNCTIONS, UNHANDLED
 from .local_shapes import local_spec
-from .placements import Partial, Placement, Replicate, spmd_type
+from .placements import Partial, Placement, Replicate
 from .redistribute import nothing_of, redistributed
 from .spec import ShardTensorSpec, gradient_spec, make_spec
+from .typed import declared
 
-__all__ = ["ShardTensor", "gradient_spec", "in_layout", "local_of", "wrap"]
+__all__ = ["ShardTensor", "gradient_spec", "in_layout", "local_of", "wrap", "written"]
 
 _make_wrapper = torch.Tensor._make_wrapper_subclass
 _BASE: Any = torch.Tensor  # its properties, which this class has in another way
@@ -56,6 +58,7 @@ class ShardTensor(torch.Tensor):
     # --- the protocol of torch
 
     @classmethod
+    @run_as_it_is
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         handler = FUNCTIONS.get(func)
         if handler is None:
@@ -63,6 +66,7 @@ class ShardTensor(torch.Tensor):
         return handler(func, types, args, kwargs or {})
 
     @classmethod
+    @run_as_it_is
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         handler = DISPATCH.get(func)
         if handler is not None:
@@ -78,6 +82,7 @@ class ShardTensor(torch.Tensor):
     # --- from and to other tensors
 
     @staticmethod
+    @run_as_it_is
     def from_local(
         local_tensor: torch.Tensor,
         device_mesh: DeviceMesh | None = None,
@@ -144,14 +149,22 @@ class ShardTensor(torch.Tensor):
     def _local_tensor(self) -> torch.Tensor:
         return self._local
 
+    @run_as_it_is
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """This rank's part, a plain tensor in the same autograd graph.
+
+        It shares memory with this tensor, but for a Partial one: what is reduced in place there would be reduced again.
+        Where it has a graph, torch refuses to modify it in place: use the functions of the ShardTensor, or clone().
 
         Args:
             grad_placements: what the gradient that comes back is, where it is not of this tensor's own layout: Partial
                 for a Replicate tensor that each rank uses on its own.
         """
         local = local_of(self)
+        if self._spec.partial:
+            local = local.clone()
+        elif local.grad_fn is not None and torch.is_grad_enabled() and active() is None:
+            local = _handed(local)
         if grad_placements is None:
             return local
         given = make_spec(self._spec.mesh, grad_placements, self._spec.shape, None)
@@ -165,10 +178,12 @@ class ShardTensor(torch.Tensor):
                 )
         return local
 
+    @run_as_it_is
     def full_tensor(self) -> torch.Tensor:
         """The whole tensor on every rank, differentiable."""
         return redistributed(local_of(self), self._spec, self._spec.replicated())
 
+    @run_as_it_is
     def redistribute(
         self,
         device_mesh: DeviceMesh | None = None,
@@ -214,7 +229,10 @@ class ShardTensor(torch.Tensor):
 
     @property
     def is_leaf(self) -> bool:  # type: ignore[override]
-        return self._local.is_leaf and not (self._foreign and _wrapper_requires_grad(self))
+        if not self._foreign:
+            return self._local.is_leaf
+        with DisableTorchFunction():  # a parameter is a leaf in both graphs
+            return self._local.is_leaf and bool(_BASE.is_leaf.__get__(self))
 
     @property
     def grad(self) -> ShardTensor | None:
@@ -242,7 +260,8 @@ class ShardTensor(torch.Tensor):
             _BASE.data.__set__(self, wrap(local.detach(), self._spec))
 
     def requires_grad_(self, requires_grad: bool = True) -> ShardTensor:
-        self._local.requires_grad_(requires_grad)
+        local_of(self).requires_grad_(requires_grad)
+        self._foreign = self._foreign and not requires_grad  # made while gradients were off, and a leaf all the same
         with DisableTorchFunction():
             torch.Tensor.requires_grad_(self, requires_grad)
             if requires_grad and _BASE.is_leaf.__get__(self):
@@ -267,7 +286,7 @@ class ShardTensor(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         is_param = bool(getattr(self, "_is_param", False))
-        return _rebuilt, (self._local.detach(), self._spec, self._local.requires_grad, is_param)
+        return rebuilt, (self._local.detach(), self._spec, self._local.requires_grad, is_param)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return (
@@ -295,11 +314,41 @@ class _Link(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, spec: ShardTensorSpec) -> ShardTensor:
         ctx.spec = spec
-        return _new(local, spec)
+        result: ShardTensor = _make_wrapper(ShardTensor, spec.shape, dtype=local.dtype, device=local.device)
+        result._local = local
+        result._spec = spec
+        result._foreign = False
+        return result
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         return in_layout(grad, gradient_spec(ctx.spec)), None
+
+
+class _Relink(torch.autograd.Function):
+    """From a local tensor that was modified in place to the wrapper that it has."""
+
+    @staticmethod
+    def forward(ctx: Any, x: ShardTensor, local: torch.Tensor) -> ShardTensor:
+        ctx.spec = x._spec
+        ctx.mark_dirty(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor]:
+        return None, in_layout(grad, gradient_spec(ctx.spec))
+
+
+class _Handed(torch.autograd.Function):
+    """A local tensor as a view that torch lets nobody modify in place: the wrapper's graph would not know."""
+
+    @staticmethod
+    def forward(ctx: Any, local: torch.Tensor) -> torch.Tensor:
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad
 
 
 def _pass_on(x: torch.Tensor) -> None:
@@ -327,6 +376,16 @@ class _Unlink(torch.autograd.Function):
 # `Function.apply` without its look at functorch's transforms, which do not go through wrappers.
 _link: Callable[..., ShardTensor] = super(torch.autograd.Function, _Link).apply
 _unlink: Callable[..., torch.Tensor] = super(torch.autograd.Function, _Unlink).apply
+_relink: Callable[..., ShardTensor] = super(torch.autograd.Function, _Relink).apply
+_handed: Callable[..., torch.Tensor] = super(torch.autograd.Function, _Handed).apply
+
+
+def written(x: ShardTensor) -> ShardTensor:
+    """`x`, whose local tensor an operation has modified in place."""
+    if x._local.grad_fn is not None and torch.is_grad_enabled():
+        with DisableTorchFunction():
+            _relink(x, x._local)
+    return x
 
 
 def wrap(local: torch.Tensor, spec: ShardTensorSpec) -> ShardTensor:
@@ -362,15 +421,6 @@ def as_leaf(local: torch.Tensor, spec: ShardTensorSpec, requires_grad: bool) -> 
     return result.requires_grad_(True) if requires_grad else result
 
 
-def declared(local: torch.Tensor, spec: ShardTensorSpec) -> torch.Tensor:
-    """Tells the checker, where one is at work, the type of a local tensor by its layout. Returns the tensor."""
-    if active() is not None:
-        groups = spec.mesh.communicators or ()
-        types = {group: spmd_type(placement) for group, placement in zip(groups, spec.placements)}
-        assert_type(local, types)
-    return local
-
-
 def in_layout(x: torch.Tensor, spec: ShardTensorSpec) -> torch.Tensor:
     """The local tensor of `x` in a layout; a plain tensor counts as replicated."""
     if isinstance(x, ShardTensor):
@@ -380,7 +430,7 @@ def in_layout(x: torch.Tensor, spec: ShardTensorSpec) -> torch.Tensor:
     return redistributed(x, make_spec(spec.mesh, None, x.shape), spec)
 
 
-def _rebuilt(local: torch.Tensor, spec: ShardTensorSpec, requires_grad: bool, is_param: bool) -> ShardTensor:
+def rebuilt(local: torch.Tensor, spec: ShardTensorSpec, requires_grad: bool, is_param: bool) -> ShardTensor:
     result = as_leaf(local, spec, requires_grad)
     if is_param:
         result._is_param = True

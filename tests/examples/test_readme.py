@@ -23,7 +23,7 @@ def blocks():
 
 
 def test_its_blocks_run_in_the_order_of_the_page(tmp_path, capsys):
-    loop, pipeline, check = blocks()
+    loop, pipeline, check, sharded = blocks()
     names = {}
     try:
         exec(compile(loop.replace("range(100)", "range(3)"), "README, the loop", "exec"), names)
@@ -46,6 +46,9 @@ def test_its_blocks_run_in_the_order_of_the_page(tmp_path, capsys):
 
         exec(compile(check, "README, the check", "exec"), names)
         assert capsys.readouterr().out.startswith("check ok: ")
+
+        exec(compile(sharded, "README, ShardTensor", "exec"), {})
+        assert capsys.readouterr().out == "0 collectives, 0 bytes: nothing travels\n"  # in a world of one
     finally:
         if nxd.parallel_state.model_parallel_is_initialized():
             nxd.destroy_model_parallel()
@@ -55,7 +58,7 @@ def test_its_blocks_run_in_the_order_of_the_page(tmp_path, capsys):
 
 def test_the_check_is_of_the_model_above():
     """It finds the mistake that the README's reader makes first: whole logits."""
-    loop, _, check = blocks()
+    loop, _, check, _ = blocks()
     definitions = loop.partition("device = ")[0]
     names = {}
     exec(compile(definitions.replace("bias=False, gather_output=False", "bias=False"), "README", "exec"), names)

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.process
 FOLDER = EXAMPLES / "shard_tensor"
 ON_ALL_RANKS = {
     "vector_add_sharded": ["0 collectives, 0 bytes: nothing travels", "gradient of a: equal to one process"],
-    "vector_dot_sharded": ["1 collectives, 8 bytes", "gradient of x: equal to one process"],
+    "vector_dot_sharded": ["1 collective, 8 bytes", "gradient of x: equal to one process"],
     "knn_brute_force_sharded": ["distances: equal to one process", "neighbours: equal to one process"],
     "knn_brute_force_ring_sharded": ["distances: equal to one process", "neighbours: equal to one process"],
     "reshape_subtract": ["torch.Size([124, 2344, 3]), (Shard(dim=1),)", "displacements: equal to one process"],

@@ -287,6 +287,60 @@ def test_shorter_types(dtype, tolerance):
     on_ranks(3, rank)
 
 
+def test_autocast():
+    plain = [x.detach().float().requires_grad_() for x in triple()]
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = F.scaled_dot_product_attention(*plain, is_causal=True)
+    expected.sum().backward()
+
+    def rank(mesh):
+        given = [distributed(x, mesh, [2], "uneven") for x in plain]
+        with attention_method("ring"), torch.autocast("cpu", torch.bfloat16):
+            y = F.scaled_dot_product_attention(*given, is_causal=True)
+        assert y.dtype == expected.dtype == torch.bfloat16
+        y.backward(torch.ones_like(expected))
+        for actual, other in ((y, expected), *zip((x.grad for x in given), (x.grad for x in plain))):
+            assert actual.dtype == other.dtype
+            assert (actual.full_tensor().detach() - other.detach()).norm() / other.norm() < 2e-2
+
+    on_ranks(2, rank)
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+def test_key_heads_travel_as_they_are(heads):
+    """Not once for each head of the queries."""
+    plain = [normal(2, 4, 16, 3), normal(2, heads, 16, 3), normal(2, heads, 16, 3)]
+    expected = F.scaled_dot_product_attention(*plain, enable_gqa=True)
+
+    def rank(mesh):
+        given = [distributed(x, mesh, [2], "chunk") for x in plain]
+        with attention_method("ring"), attention_choices() as choices, comm.record() as calls, torch.no_grad():
+            y = F.scaled_dot_product_attention(*given, enable_gqa=True)
+        assert [call.bytes for call in calls] == [8 * 2 * heads * 8 * 6] == [choices[0].costs["ring"].bytes]
+        assert_close(y.full_tensor(), expected, "output")
+
+    on_ranks(2, rank)
+
+
+def test_more_dims_and_fewer():
+    for shapes in ([(16, 3), (16, 3), (16, 3)], [(2, 2, 2, 16, 3), (2, 1, 2, 16, 3), (1, 2, 1, 16, 3)]):
+        plain = [normal(*shape, seed=seed).requires_grad_() for seed, shape in enumerate(shapes)]
+        mask = normal(16, 16) > 0
+        expected = F.scaled_dot_product_attention(*plain, mask)
+        expected.backward(torch.ones_like(expected))
+
+        def rank(mesh, plain=plain, mask=mask, expected=expected):
+            given = [distributed(x, mesh, [x.dim() - 2], "uneven") for x in plain]
+            with attention_method("ring"):
+                y = F.scaled_dot_product_attention(*given, mask)
+            assert_close(y.full_tensor().detach(), expected.detach(), "output")
+            y.backward(torch.ones_like(expected))
+            for x, own in zip(plain, given):
+                assert_close(own.grad.full_tensor(), x.grad, "gradient")
+
+        on_ranks(2, rank)
+
+
 def _dropped(seed: int) -> list[torch.Tensor]:
     """Attention with dropout on this process, at several layouts."""
     mesh = DeviceMesh("cpu", [0, 1])
@@ -347,6 +401,27 @@ def test_multihead_attention(batch_first, masks):
     on_ranks(3, rank)
 
 
+@pytest.mark.parametrize("average", [False, True])
+def test_weights_of_multihead_attention(average):
+    plain = nn.MultiheadAttention(8, 2, batch_first=True).double()
+    x = normal(2, 16, 8)
+    options = {"average_attn_weights": average, "key_padding_mask": torch.arange(16) > torch.tensor([[15], [9]])}
+    expected, expected_weights = plain(x, x, x, **options)
+
+    def rank(mesh):
+        module = nn.MultiheadAttention(8, 2, batch_first=True).double()
+        module.load_state_dict(plain.state_dict())
+        distribute_module(module, mesh)
+        for dim in (0, 1):
+            own = distributed(x, mesh, [dim], "uneven")
+            with fallback("gather"):
+                y, weights = module(own, own, own, **options)
+            assert_close(y.full_tensor().detach(), expected.detach(), "output")
+            assert_close(weights.full_tensor().detach(), expected_weights.detach(), "weights")
+
+    on_ranks(2, rank)
+
+
 # --- types
 
 
@@ -372,7 +447,8 @@ def test_the_checker_steps_in(method, dims, types):
             y.square().sum().backward()
             return [spmd.get_local_type(x.to_local())["dp"] for x in (y, given[0].grad, given[1].grad)]
 
-    assert threads.run(Mesh(2), rank) == [types] * 2
+    moved = method == "all_to_all" and types[0] is V  # its uneven moves are typed
+    assert threads.run(Mesh(2), rank) == [[S(2), *types[1:]] if moved else types] * 2
 
 
 # --- refusals
@@ -393,6 +469,10 @@ def test_refusals():
                 call()
         with attention_method("all_to_all"), pytest.raises(ValueError, match=r"q \[2, 3, 16, 3\].*use one of ring, ga"):
             F.scaled_dot_product_attention(*given)
+        added = nn.MultiheadAttention(4, 2, add_zero_attn=True, batch_first=True)
+        x = distributed(torch.ones(2, 16, 4), mesh, [1], "chunk")
+        with pytest.raises(NotImplementedError, match="add_bias_kv, add_zero_attn, static_k and static_v have no rule"):
+            added(x, x, x)
         with attention_method("ring"):
             y = F.scaled_dot_product_attention(*given)
         with pytest.raises(NotImplementedError, match="a first derivative only"):

@@ -237,3 +237,95 @@ def test_copies():
         assert x.full_tensor().abs().sum() == 0
 
     on_ranks(2, copied)
+
+
+class Foreign(torch.autograd.Function):
+    """A function that is not asked by `__torch_function__`, as those of FSDP and DDP."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+def written_in_place(mesh):
+    whole = torch.linspace(1, 2, 5, dtype=torch.float64)
+    for write, factor in [
+        (lambda y: y.mul_(3), 6.0),
+        (lambda y: y.mul_(3).add_(1).mul_(2), 12.0),
+        (lambda y: torch.nn.functional.relu(y, inplace=True), 2.0),
+    ]:
+        x = distribute_tensor(whole.clone().requires_grad_(), mesh, [Shard(0)], sizes=[(4, 1)], src=None)
+        y = x * 2
+        write(y)
+        Foreign.apply(y).sum().backward()
+        assert_close(x.grad.full_tensor(), torch.full_like(whole, factor), "gradient through a foreign function")
+    x = distribute_tensor(whole.clone().requires_grad_(), mesh, [Shard(0)], sizes=[(4, 1)], src=None)
+    y = torch.zeros_like(x.detach())
+    y.add_(x * 2)
+    Foreign.apply(y).sum().backward()
+    assert_close(x.grad.full_tensor(), torch.full_like(whole, 2), "of a tensor that had no graph")
+
+
+def test_foreign_functions_see_what_was_written_in_place():
+    on_ranks(2, written_in_place)
+
+
+def local_in_place(mesh):
+    whole = torch.linspace(1, 2, 5, dtype=torch.float64)
+    x = distribute_tensor(whole.clone(), mesh, [Shard(0)], sizes=[(4, 1)], src=None)
+    x.to_local().mul_(2)
+    assert_close(x.full_tensor(), whole * 2, "without a graph it is the tensor's own memory")
+    y = x.requires_grad_() * 2
+    with pytest.raises(RuntimeError, match="is a view and is being modified inplace"):
+        y.to_local().mul_(2)
+    y.to_local().sum().backward()
+    assert_close(x.grad.full_tensor(), torch.full_like(whole, 2), "gradient")
+    summands = whole * (mesh.get_rank() + 1)
+    z = ShardTensor.from_local(summands, mesh, [Partial()], sharding_shapes="chunk")
+    local = z.to_local()
+    comm.all_reduce(local, mesh.communicator(), out=local)
+    assert_close(z.full_tensor(), whole * 3, "a sum, once")
+    with pytest.raises(ValueError, match=r"in place on .*Partial.*redistribute"):
+        z.add_(1)
+
+
+def test_local_tensors_in_place():
+    on_ranks(2, local_in_place)
+
+
+def together(mesh):
+    """One all-reduce for weight and bias, to the byte; second derivatives as in one process."""
+    whole = torch.linspace(-1, 1, 15, dtype=torch.float64).view(5, 3)
+    weight, bias = torch.linspace(0, 1, 6, dtype=torch.float64).view(2, 3), torch.ones(2, dtype=torch.float64)
+
+    def program(x, w, b):
+        y = F.linear(x, w, b).tanh()
+        grads = torch.autograd.grad(y.square().sum(), (w, b), create_graph=True)
+        return sum(grad.square().sum() for grad in grads)
+
+    x = distribute_tensor(whole.clone().requires_grad_(), mesh, [Shard(0)], sizes=[(4, 1)], src=None)
+    w, b = (distribute_tensor(each.clone().requires_grad_(), mesh, src=None) for each in (weight, bias))
+    y = F.linear(x, w, b)
+    with comm.record() as calls:
+        y.backward(torch.ones_like(y.detach()))
+    assert [(call.verb, call.bytes) for call in calls] == [("all_reduce", (6 + 2) * 8)]
+    assert_close(w.grad.to_local(), whole.sum(0).expand(2, 3), "gradient of the weight")
+    assert_close(b.grad.to_local(), torch.full_like(bias, 5), "gradient of the bias")
+    x.grad = w.grad = b.grad = None
+    program(x, w, b).backward()
+    plain = [each.clone().requires_grad_() for each in (whole, weight, bias)]
+    program(*plain).backward()
+    for ours, each in zip((x, w, b), plain):
+        assert_close(ours.grad.full_tensor(), each.grad, "gradient of a gradient")
+    b.requires_grad_(False)
+    with comm.record() as calls:
+        F.linear(x, w, b).sum().backward()
+    assert [call.bytes for call in calls if call.verb == "all_reduce"][-1] == 6 * 8
+
+
+def test_gradients_of_weight_and_bias_share_an_all_reduce():
+    on_ranks(2, together)

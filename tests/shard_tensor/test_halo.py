@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 
+from neuronx_dist.comm import CommError
 from neuronx_dist.shard_tensor.halo import HaloConfig, halo_padding, unhalo_padding
 from tests.shard_tensor.support.cases import on_ranks
 
@@ -54,3 +55,25 @@ def test_refusals() -> None:
             unhalo_padding(torch.zeros(5), mesh, HaloConfig(0, 0, 1, sizes=(2, 2)))
 
     on_ranks(2, rank)
+
+
+def test_without_sizes_shards_may_differ_where_none_is_shorter_than_the_halo() -> None:
+    whole = torch.randn(11, dtype=F64)
+    bounds = (0, 3, 8, 11)
+
+    def rank(mesh):
+        r = mesh.get_local_rank()
+        x = whole[bounds[r] : bounds[r + 1]]
+        result = halo_padding(x, mesh, HaloConfig(0, 0, 2))
+        assert torch.equal(result, whole[max(0, bounds[r] - 2) : bounds[r + 1] + 2])
+        assert torch.equal(unhalo_padding(result, mesh, HaloConfig(0, 0, 2)), x)
+
+    on_ranks(3, rank)
+
+    def refused(mesh):
+        r = mesh.get_local_rank()
+        with pytest.raises(CommError) as caught:
+            halo_padding(whole[bounds[r] : bounds[r + 1]], mesh, HaloConfig(0, 0, 4))
+        return "".join(getattr(caught.value, "__notes__", ()))
+
+    assert any("give the sizes" in notes for notes in on_ranks(3, refused))

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from neuronx_dist import comm
 from neuronx_dist.shard_tensor import Shard, ShardTensor, distribute_tensor, fallback, report
+from neuronx_dist.shard_tensor.attention_method import attention_method
 from neuronx_dist.shard_tensor.report import note, predict, watched
 from tests.shard_tensor.support.cases import on_ranks
 
@@ -63,14 +64,14 @@ def test_gathers_are_listed_with_their_lines_also_silent_ones():
         x = image(mesh)
         with report() as r, fallback("gather"):
             line = inspect.currentframe().f_lineno + 1
-            torch.kthvalue(x, 1, dim=2)
+            torch.histc(x.detach(), 4)
         return r, line
 
     for r, line in on_ranks(2, run):
         (gather,) = r.gathers
-        assert (gather.op, gather.bytes) == ("kthvalue", 2 * 16 * 8 * 4)
+        assert (gather.op, gather.bytes) == ("histc", 2 * 16 * 8 * 4)
         assert gather.site == f"{__file__}:{line}"
-        assert f"kthvalue has no handler: it gathers {gather.bytes:,} bytes, at {__file__}" in str(r)
+        assert f"histc has no handler: it gathers {gather.bytes:,} bytes, at {__file__}" in str(r)
 
 
 def test_what_handlers_tell():
@@ -90,6 +91,18 @@ def test_what_handlers_tell():
         assert text.endswith("attention: ring: 96 bytes, a gather 192")
 
 
+def test_the_choice_of_attention():
+    def run(mesh):
+        q, k, v = (image(mesh) for _ in range(3))
+        with report() as r, attention_method("ring"):
+            F.scaled_dot_product_attention(q, k, v)
+        return r.notes
+
+    for ((op, text),) in on_ranks(2, run):
+        assert op == "scaled_dot_product_attention"
+        assert text.startswith("ring, forced: ring ") and "gather " in text and " bytes, holds " in text
+
+
 def test_all_ranks_of_this_process():
     def run(mesh):
         if mesh.get_rank():
@@ -105,3 +118,19 @@ def test_all_ranks_of_this_process():
 
     first, _ = on_ranks(2, run)
     assert first.by_op()["full_tensor"].collectives == {"all_gather": 2}
+
+
+def test_operands_that_a_handler_needs_whole_are_told():
+    def run(mesh):
+        x = distribute_tensor(torch.ones(5, 4), mesh, [Shard(0)], sizes=[(4, 1)], src=None)
+        w = distribute_tensor(torch.ones(2, 4), mesh, [Shard(0)], src=None)
+        with report() as r:
+            line = inspect.currentframe().f_lineno + 1
+            torch.nn.functional.linear(x, w)
+        with report() as nothing:
+            x * 2
+        return r.notes, line, nothing.notes
+
+    for notes, line, nothing in on_ranks(2, run):
+        assert notes == [("linear_labels", f"gathers {2 * 4 * 4} bytes, of (2, 4), at {__file__}:{line}")]
+        assert nothing == []

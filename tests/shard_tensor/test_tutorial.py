@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 from neuronx_dist import comm
-from neuronx_dist.shard_tensor import Shard, scatter_tensor
+from neuronx_dist.shard_tensor import Shard, distribute_tensor, fallback, scatter_tensor
 from tests.shard_tensor.support.cases import on_ranks
+from tests.shard_tensor.support.selection import brute_force_knn
 
 
 def _vectors(mesh, *shapes):
@@ -58,3 +59,36 @@ def test_shards_that_disagree_keep_the_larger_one():
             ((123, 2345, 3), (Shard(1),)),
         ]
         assert calls == [("all_gather", 123 * 3 * 4)]
+
+
+def test_the_unmodified_nearest_neighbours_move_candidates():
+    """Queries to all, candidates to the owners of their rows, then what these ask for: 2.0 MB a rank at full size."""
+    points, queries, k, ranks = 2000, 160, 5, 8
+
+    def run(mesh):
+        generator = torch.Generator().manual_seed(0)
+        x, y = (torch.randn(count, 3, generator=generator) for count in (points, queries))
+        expected = brute_force_knn(x, y, k)
+        x, y = (distribute_tensor(each, mesh, [Shard(0)], src=None) for each in (x, y))
+        with fallback("error"), comm.record() as calls:
+            neighbours = brute_force_knn(x, y, k)
+        assert neighbours.placements == (Shard(0),) and torch.equal(neighbours.full_tensor(), expected)
+        return [(call.verb, call.bytes) for call in calls]
+
+    for calls in on_ranks(ranks, run):
+        *fixed, asked, rows = calls
+        candidates = queries * k * 4  # of every rank, of which one in `ranks` stays: distances, and indices as int32
+        assert fixed == [
+            ("all_gather", queries * 3 * 4),
+            ("all_to_all", candidates),
+            ("all_to_all", candidates),
+            ("all_gather", ranks * (ranks + 1) * 8),
+        ]
+        assert asked[0] == rows[0] == "exchange" and rows[1] == 3 * asked[1]
+        assert asked[1] <= 2 * queries // ranks * k * 4
+
+    def at_full_size(points: int, queries: int, k: int, ranks: int) -> float:
+        moved = (ranks - 1) / ranks
+        return moved * (queries * 3 * 4 + queries * k * 8 + queries / ranks * k * (4 + 12))
+
+    assert 1.9e6 < at_full_size(234_567, 12_345, 17, 8) < 3.0e6

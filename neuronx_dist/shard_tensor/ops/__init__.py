@@ -1,11 +1,63 @@
 """The handlers of torch's functions, one family a file. Importing this package registers them.
 
-pointwise.py  one element by itself, with broadcasting    queries.py  shapes, numbers, hooks, backward
-attention.py  scaled_dot_product_attention              multihead.py  nn.MultiheadAttention
-matmul.py     linear, matmul, bmm, einsum                 reduce.py   sums, means, norms over any dims
-views.py      reshape, transpose, expand, select       spatial.py  convolutions, pooling, padding, interpolate
+pointwise.py   one element by itself, with broadcasting    queries.py    shapes, numbers, hooks, backward
+attention.py   scaled_dot_product_attention                multihead.py  nn.MultiheadAttention
+matmul.py      linear, matmul, bmm, einsum                 reduce.py     sums, means, norms over any dims
+views.py       reshape, transpose, expand, select          spatial.py    convolutions, pooling, padding, interpolate
+normalise.py   layer, rms, group, instance, batch norm     softmax.py    softmax and its relatives; running sums
+losses.py      means over all ranks' elements              dropout.py    dropout, and random numbers in place
+select.py      topk, max and argmax of a dim, sort         indexing.py   x[index], gather, embedding, masks
+scatter.py     scatter, index_add, x[..] = y               rearrange.py  cat, roll, flip, repeat, unfold, tril
+optimizers.py  fused steps, gradient scaling               distances.py  cdist, pairwise distances
+pointwise.py  one element by itself, with broadcasting    queries.py     shapes, numbers, hooks, backward
+matmul.py     linear, matmul, bmm, einsum                 reduce.py      sums, means, norms over any dims
+views.py      reshape, transpose, expand, select          spatial.py     convolutions, pooling, padding, interpolate
+normalise.py  layer, rms, group, instance, batch norm     softmax.py     softmax and its relatives; running sums
+losses.py     means over all ranks' elements              dropout.py     dropout, and random numbers in place
+attention.py  scaled_dot_product_attention                multihead.py   nn.MultiheadAttention
+select.py     topk, max and argmax of a dim, sort         indexing.py    x[index], gather, embedding, masks
+scatter.py    scatter, index_add, x[..] = y               rearrange.py   cat, roll, flip, repeat, unfold, tril
+distances.py  cdist, pairwise distances                   optimizers.py  fused steps, gradient scaling
 """
 
-from . import attention, matmul, multihead, pointwise, queries, reduce, spatial, views
+from . import (
+    attention,
+    distances,
+    dropout,
+    indexing,
+    losses,
+    matmul,
+    multihead,
+    normalise,
+    optimizers,
+    pointwise,
+    queries,
+    rearrange,
+    reduce,
+    scatter,
+    select,
+    softmax,
+    spatial,
+    views,
+)
 
-__all__ = ["attention", "matmul", "multihead", "pointwise", "queries", "reduce", "spatial", "views"]
+__all__ = [
+    "attention",
+    "distances",
+    "dropout",
+    "indexing",
+    "losses",
+    "matmul",
+    "multihead",
+    "normalise",
+    "optimizers",
+    "pointwise",
+    "queries",
+    "rearrange",
+    "reduce",
+    "scatter",
+    "select",
+    "softmax",
+    "spatial",
+    "views",
+]

@@ -16,6 +16,7 @@ from ..handlers import check_promotion, sharded
 from ..redistribute import redistributed, run
 from ..spec import ShardTensorSpec, make_spec
 from ..tensor import ShardTensor, local_of, wrap
+from ..typed import shards
 
 __all__: list[str] = []
 
@@ -60,6 +61,7 @@ def scaled_dot_product_attention(func: Callable[..., Any], types: Any, args: Any
                 )
         else:
             out = _blocks(plan, plan.keys, locals_, dropout_p, query.shape[-1] ** -0.5 if scale is None else scale)
+        out = shards(out, {plan.spec.mesh.communicator(m): dim for m, dim in plan.spec.sharded})
         return wrap(redistributed(out, plan.spec, plan.result), plan.result)
 
     return call(*args, **kwargs)
@@ -87,10 +89,12 @@ def _blocks(
     """Attention by blocks, of operands of any number of dims."""
     shape = plan.spec.local_shape
     batch = shape[:-2]
-    q, k, v = (
-        _with_heads(x, (*batch[:-1], x.shape[-3]) if len(x.shape) > 2 and _grouped(x, batch) else batch)
-        for x in operands[:3]
-    )
+    q, k, v = operands[:3]
+    heads = [x.shape[-3] if x.dim() > 2 else 1 for x in (k, v)]
+    if heads[0] != heads[1]:
+        heads = [*batch[-1:], *batch[-1:]]
+    q = _with_heads(q, batch)
+    k, v = (_with_heads(x, (*batch[:-1], count) if batch else ()) for x, count in zip((k, v), heads))
     mask = None
     if len(operands) > 3:
         columns = plan.noise[-1][1] - plan.noise[-1][0]
@@ -100,12 +104,7 @@ def _blocks(
     if dropout_p > 0.0:
         noise = _with_heads(_noise(plan, dropout_p, q), batch)
     axis = None if plan.mesh_dim is None else plan.spec.mesh.communicator(plan.mesh_dim)
-    return attention(q, k, v, keys, axis, mask=mask, noise=noise, scale=scale).view(shape)
-
-
-def _grouped(x: torch.Tensor, batch: torch.Size) -> bool:
-    """Whether keys have fewer heads than queries, each for a group of these."""
-    return len(batch) > 0 and x.shape[-3] not in (1, batch[-1])
+    return attention(q, k, v, keys, axis, mask=mask, noise=noise, scale=scale).reshape(shape)
 
 
 def _with_heads(x: torch.Tensor, batch: Any) -> torch.Tensor:

@@ -12,7 +12,7 @@ from ..handlers import sharded
 from ..labels import Labels, inside
 from ..redistribute import redistributed
 from ..spec import ShardTensorSpec
-from ..tensor import ShardTensor, gradient_spec, local_of, wrap
+from ..tensor import ShardTensor, gradient_spec, local_of, wrap, written
 
 __all__: list[str] = []
 
@@ -48,7 +48,7 @@ def _in_place(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> A
         )
     locals_, keywords, _ = _operands(args, kwargs, x._spec)
     func(*locals_, **keywords)
-    return x
+    return written(x)
 
 
 def _into(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
@@ -146,7 +146,7 @@ _POINTWISE = [
 ]
 _WRITING = [
     *_existing(torch.Tensor, [f"{name}_" for name in _NAMES] + _IN_PLACE),
-    *_existing(torch, [f"{name}_" for name in _NAMES]),
+    *_existing(torch, [f"{name}_" for name in [*_NAMES, "fill", "zero"]]),
     *_existing(F, [f"{name}_" for name in _ACTIVATIONS]),
 ]
 sharded(*_POINTWISE)(pointwise)
@@ -171,12 +171,18 @@ def detach(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
     return wrap(args[0]._local.detach(), args[0]._spec)
 
 
+_REDUCING: dict[Any, Callable[..., Any]] = {
+    torch._foreach_norm: torch.linalg.vector_norm,
+    torch._foreach_max: torch.max,
+}
 _FOREACH = [getattr(torch, name) for name in dir(torch) if name.startswith("_foreach_")]
 
 
 @sharded(*_FOREACH)
 def foreach(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
     """Lists of tensors, each of which is computed with the others at its place in operands of one layout."""
+    if func in _REDUCING:
+        return tuple(_REDUCING[func](x, *args[1:], **kwargs) for x in args[0])
     lists = [x for x in args if isinstance(x, (list, tuple)) and x and isinstance(x[0], torch.Tensor)]
     columns = list(zip(*lists))
     specs: list[ShardTensorSpec | None] = []
@@ -192,7 +198,10 @@ def foreach(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any
         for row, value in zip(locals_, values):
             row.append(value)
     replaced = iter(locals_)
-    arguments = [next(replaced) if any(x is each for each in lists) else x for x in args]
+    arguments = [
+        next(replaced) if any(x is each for each in lists) else x.full_tensor() if isinstance(x, ShardTensor) else x
+        for x in args
+    ]
     results = func(*arguments, **kwargs)
     if writes or results is None:
         return results

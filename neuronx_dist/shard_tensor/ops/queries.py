@@ -106,6 +106,12 @@ def _listed(x: Any) -> list[Any]:
 
 @sharded(_T.backward)
 def backward(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> None:
+    if len(args) == 2 and not kwargs and type(args[0]) is type(args[1]) is ShardTensor:
+        x, start = args
+        if x._spec is start._spec and not x._spec.partial and x._spec.shape.numel() != 1:  # the usual call
+            torch.autograd.backward((local_of(x),), (local_of(start),))
+            return
+
     def call(
         x: torch.Tensor,
         gradient: torch.Tensor | None = None,

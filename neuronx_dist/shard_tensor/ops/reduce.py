@@ -14,10 +14,11 @@ import torch
 
 from ... import comm, spmd
 from ...comm import Communicator
-from ...spmd import I, P
+from ...spmd import I, P, V
 from ..handlers import FUNCTIONS, UNHANDLED, sharded
 from ..labels import planned
 from ..moves import gather
+from ..own_shard import on_own_shard
 from ..placements import Partial, Placement, Replicate, Shard
 from ..redistribute import redistributed
 from ..spec import ShardTensorSpec, make_spec
@@ -103,7 +104,12 @@ def sums(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
         *,
         dtype: torch.dtype | None = None,
         axis: Any = None,
+        out: torch.Tensor | None = None,
     ) -> Any:
+        if out is not None:
+            raise ValueError(
+                f"{func.__name__}: out= is not written to; use the result: out.copy_(x.{func.__name__}(...))"
+            )
         dim = axis if dim is None else dim
         dim = tuple(dim) if isinstance(dim, list) else dim
         linear = sum_ is torch.sum and _only_sums(input._spec)
@@ -140,20 +146,30 @@ def moments(x: torch.Tensor, spec: ShardTensorSpec, plan: Reduced) -> tuple[torc
     """Mean and sum of squared differences over `plan.dims`, kept with size 1; one gather for each mesh dim."""
     sizes = list(x.shape)
     count = prod(sizes[d] for d in plan.dims)
-    mean = x.sum(plan.dims, keepdim=True) / max(count, 1)
-    squares = (x - mean).square().sum(plan.dims, keepdim=True)
+
+    def own(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        mean = x.mean(plan.dims, keepdim=True) if count else x.sum(plan.dims, keepdim=True)
+        return mean, (x - mean).square().sum(plan.dims, keepdim=True)
+
+    mean, squares = on_own_shard(own, dict.fromkeys(plan.groups, V))(x)
     for group, m in zip(plan.groups, plan.mesh_dims):
         dim = spec.placements[m].dim  # type: ignore[attr-defined]
         along = spec.sizes[m] or ()
         others = prod(sizes[d] for d in plan.dims if d != dim)
         counts = x.new_tensor([size * others for size in along]).view(-1, *[1] * x.dim())
         sizes[dim] = spec.shape[dim]
-        both = gather(torch.stack((mean, squares)).unsqueeze(0), group, 0, (1,) * group.size)
-        means = both[:, 0]
-        whole = counts.sum().clamp(min=1)
-        mean = (means * counts).sum(0) / whole
-        squares = both[:, 1].sum(0) + ((means - mean).square() * counts).sum(0)
+        mean, squares = merged(mean, squares, counts, group)
     return mean, squares
+
+
+def merged(
+    mean: torch.Tensor, squares: torch.Tensor, counts: torch.Tensor, group: Communicator
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Means and sums of squared differences of all ranks' elements, from each rank's; `counts[rank]` of them."""
+    both = gather(torch.stack((mean, squares)).unsqueeze(0), group, 0, (1,) * group.size)
+    means = both[:, 0]
+    mean = (means * counts).sum(0) / counts.sum(0).clamp(min=1)
+    return mean, both[:, 1].sum(0) + ((means - mean).square() * counts).sum(0)
 
 
 _VAR = frozenset((torch.var, _T.var, torch.var_mean))
@@ -284,6 +300,21 @@ def logsumexp(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> A
 # --- norms
 
 
+def _norm_of_coordinates(x: torch.Tensor, keepdim: bool) -> torch.Tensor:
+    """The norm over a last dim of few elements, [m, .., d] -> [m, ..]; in 0.7 of the time of torch's on a CPU.
+
+    A few rows at a time, so that what is read once for each coordinate is in the cache.
+    """
+    y = x.new_empty(x.shape[:-1])
+    for rows, out in zip(x.split(8), y.split(8)):
+        first, *others = rows.unbind(-1)
+        torch.mul(first, first, out=out)
+        for each in others:
+            out.addcmul_(each, each)
+        out.sqrt_()
+    return y.unsqueeze(-1) if keepdim else y
+
+
 def _norm(x: ShardTensor, ord_: Any, dim: Any, keepdim: bool, dtype: torch.dtype | None) -> ShardTensor:
     ord_ = 2 if ord_ is None else ord_
     if isinstance(ord_, str):
@@ -294,6 +325,17 @@ def _norm(x: ShardTensor, ord_: Any, dim: Any, keepdim: bool, dtype: torch.dtype
     local, spec = operand(x)
     local = local.to(dtype) if dtype is not None else local
     plan = reduced(spec, dim, keepdim)
+    if not plan.groups and plan.dims:
+        short = ord_ == 2 and plan.dims == (local.dim() - 1,) and 0 < local.shape[-1] <= 4
+        if (
+            short
+            and local.device.type == "cpu"
+            and local.dtype in (torch.float32, torch.float64)
+            and local.dim() > 2
+            and not local.requires_grad
+        ):
+            return wrap(_norm_of_coordinates(local, keepdim), plan.spec)
+        return wrap(torch.linalg.vector_norm(local, ord_, plan.dims, keepdim), plan.spec)
     size = local.abs()
     if ord_ in (float("inf"), float("-inf")):
         y = extreme(size, plan, "max" if ord_ > 0 else "min")

@@ -18,6 +18,8 @@ from ..intervals import bounds_of
 from ..labels import Labels, New, inside, planned
 from ..spec import ShardTensorSpec, make_spec
 from ..tensor import ShardTensor, wrap
+from ..typed import own_positions
+from ..typed import shards as typed_shards
 from . import pooling, resample, window
 from .local_windows import ShardedDim
 
@@ -59,7 +61,10 @@ def _sharded_dims(spec: ShardTensorSpec, first: int) -> tuple[ShardedDim, ...]:
 def _computed(local: torch.Tensor, spec: ShardTensorSpec, count: int, op: Callable[..., Any]) -> list[ShardTensor]:
     """`op(local, sharded dims)` with the layout of `spec`, but for the spatial dims, the last `count`."""
     first = len(spec.shape) - count
-    *results, shards = op(local, _sharded_dims(spec, first))
+    sharded = _sharded_dims(spec, first)
+    with own_positions(each.axis for each in sharded):
+        *results, shards = op(local, sharded)
+    results = [typed_shards(each, {own.axis: own.dim for own in sharded}) for each in results]
     shape = [*spec.shape[:first], *results[0].shape[first:]]
     sizes = list(spec.sizes)
     for (m, _), (dim, bounds, _) in zip([each for each in spec.sharded if each[1] >= first], shards, strict=True):

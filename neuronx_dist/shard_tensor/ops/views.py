@@ -15,6 +15,7 @@ from ..placements import Placement, Replicate, Shard
 from ..redistribute import redistributed
 from ..spec import ShardTensorSpec, make_spec
 from ..tensor import ShardTensor, local_of, wrap
+from ..typed import own_positions, shards
 
 __all__: list[str] = []
 
@@ -139,6 +140,8 @@ def reshaped(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> An
     if func is _T.view_as and others[0] is x and not torch.is_grad_enabled():
         return wrap(x._local.detach(), x._spec)  # autograd asks for it where a function returns an input
     if func in (_T.view_as, _T.reshape_as):
+        if not isinstance(x, ShardTensor):
+            return x.reshape(others[0]._spec.shape)
         return reshaped(_T.reshape, types, (x, tuple(others[0].shape)), {})
     if func is _T.view and isinstance(others[0], torch.dtype):
         if others[0].itemsize != x.dtype.itemsize:
@@ -165,6 +168,8 @@ def _expanded(shape: torch.Size, func: Callable[..., Any], args: Any) -> Labels:
 @sharded(_T.expand, torch.broadcast_to, _T.broadcast_to, _T.expand_as)
 def expanded(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
     x, *others = args
+    if not isinstance(x, ShardTensor):
+        return x.expand(others[0]._spec.shape)
     if func is _T.expand_as:
         func, others = _T.expand, [tuple(others[0].shape)]
     (local,), spec = inside(_expanded, (x,), func, hashable(others))
@@ -204,7 +209,10 @@ def _slice_plan(spec: ShardTensorSpec, dim: int, start: int, stop: int, step: in
 def sliced(x: ShardTensor, dim: int, start: int, stop: int, step: int = 1) -> ShardTensor:
     """`x[start:stop:step]` along a dim, `0 <= start`, `step > 0`: nothing is communicated."""
     cut, spec = _slice_plan(x._spec, dim, start, max(start, stop), step)
-    return wrap(local_of(x)[(slice(None),) * dim + (cut,)], spec)
+    groups = [spec.mesh.communicator(spec.mesh_dim_of[dim])] if dim in spec.mesh_dim_of else []
+    with own_positions(groups):
+        local = local_of(x)[(slice(None),) * dim + (cut,)]
+    return wrap(shards(local, dict.fromkeys(groups, dim)), spec)
 
 
 def selected(x: ShardTensor, dim: int, index: int) -> ShardTensor:
@@ -290,6 +298,10 @@ def narrow(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
 def split(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
     def call(x: ShardTensor, count: Any = None, dim: int = 0, **named: Any) -> Any:
         count = next(iter(named.values())) if count is None else count
+        if isinstance(count, torch.Tensor):
+            count = (count.full_tensor() if isinstance(count, ShardTensor) else count).tolist()
+        if not isinstance(x, ShardTensor):
+            return func(x, count, dim)
         dim = _dim(x, dim)
         pieces = func(torch.empty(x.shape[dim], device="meta"), count)
         bounds = _bounds([piece.shape[0] for piece in pieces])
@@ -344,7 +356,8 @@ def _joined(*arguments: Any) -> Labels:
 def cat(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
     def call(tensors: Sequence[Any], dim: int = 0, axis: int | None = None) -> Any:
         dim = dim if axis is None else axis
-        tensors = [x for x in tensors if x.dim() != 1 or x.shape[0] or tensors[0].dim() == 1]
+        ndim = max(x.dim() for x in tensors)
+        tensors = [x for x in tensors if x.dim() == ndim or x.shape[0]]  # as torch, which lets empty vectors be
         dim = dim + tensors[0].dim() if dim < 0 else dim
         locals_, spec = inside(_joined, tensors, dim)
         return wrap(torch.cat(locals_, dim), spec)

@@ -20,16 +20,26 @@ from neuronx_dist.shard_tensor.attention_method import attention_method
 from tests.shard_tensor.support.cases import assert_close, on_ranks
 
 __all__ = [
+    "asked_rows",
+    "masked_rows",
     "attention_by_ring",
     "attention_merged",
     "counted",
     "even_moves",
     "extremes",
+    "gradients_together",
+    "gradients_with_a_graph",
     "inferred_shapes",
     "local_part",
+    "not_finite",
     "moved_to_another_mesh",
+    "normalised",
+    "normalised_by_squares",
     "one_ranks_tensor",
     "partial_maximum",
+    "replicated_points",
+    "running_totals",
+    "softmax",
     "summand",
     "summed",
     "synchronised",
@@ -94,6 +104,29 @@ def weights() -> None:
         assert_close(w.grad, whole(4, 2).T @ whole(4, 3), "gradient of a weight")
 
     on_ranks(2, step)
+
+
+def _gradients_together(create_graph):
+    def step(mesh):
+        x = _leaf(whole(4, 3), mesh, Shard(0), _UNEVEN)
+        w, b = whole(2, 3).requires_grad_(), whole(2).requires_grad_()
+        grads = torch.autograd.grad(F.linear(x, w, b).square(), (w, b), whole(4, 2), create_graph=create_graph)
+        w_, b_ = whole(2, 3).requires_grad_(), whole(2).requires_grad_()
+        expected = torch.autograd.grad(
+            F.linear(whole(4, 3), w_, b_).square(), (w_, b_), whole(4, 2), create_graph=create_graph
+        )
+        for grad, each in zip(grads, expected):
+            assert_close(grad.detach(), each.detach(), "gradient of a weight and its bias")
+
+    return step
+
+
+def gradients_together() -> None:
+    on_ranks(2, _gradients_together(False))
+
+
+def gradients_with_a_graph() -> None:
+    on_ranks(2, _gradients_together(True))
 
 
 def summed() -> None:
@@ -204,6 +237,52 @@ def synchronised() -> None:
     on_ranks(2, step)
 
 
+def _like_one_process(function, x, sizes=_UNEVEN):
+    """Value and gradient of a function of a tensor that is sharded along dim 0."""
+    expected = x.clone().requires_grad_()
+    y = function(expected)
+    y.backward(whole(*y.shape))
+
+    def step(mesh):
+        given = _leaf(x.clone(), mesh, Shard(0), sizes)
+        actual = function(given)
+        assert_close(actual.full_tensor().detach(), y.detach(), "value")
+        actual.backward(whole(*y.shape))
+        assert_close(given.grad.full_tensor(), expected.grad, "gradient")
+
+    on_ranks(2, step)
+
+
+def normalised() -> None:
+    _like_one_process(lambda x: F.layer_norm(x, (4, 2)), whole(4, 2).square())
+
+
+def normalised_by_squares() -> None:
+    _like_one_process(lambda x: F.rms_norm(x, (4, 2)), whole(4, 2).square())
+
+
+def softmax() -> None:
+    _like_one_process(lambda x: x.softmax(0), whole(4, 2).square())
+
+
+def running_totals() -> None:
+    _like_one_process(lambda x: x.cumsum(0), whole(4, 2))
+
+
+def not_finite() -> None:
+    """One rank's shard has an infinite gradient: all ranks are told."""
+
+    def scale(mesh):
+        grad = _leaf(whole(4), mesh, Shard(0)).detach()
+        if mesh.get_rank() == 1:
+            grad.to_local()[0] = torch.inf
+        found = torch.zeros(())
+        torch._amp_foreach_non_finite_check_and_unscale_([grad], found, torch.full((), 0.5))
+        assert found.item() == 1
+
+    on_ranks(2, scale)
+
+
 def _attention(queries):
     """Queries of `queries`' placement and size, against four keys that are sharded."""
 
@@ -246,5 +325,50 @@ def moved_to_another_mesh() -> None:
         assert_close(y.to_local().detach(), whole(4, 2)[:, 1 - mesh.get_rank()].view(4, 1), "a shard on another mesh")
         y.backward(whole(4, 2))
         assert_close(x.grad.to_local(), whole(4, 2).split(_UNEVEN)[mesh.get_rank()], "its gradient")
+
+    on_ranks(2, step)
+
+
+def asked_rows() -> None:
+    def step(mesh):
+        x = _leaf(whole(8, 2), mesh, Shard(0), (6, 2))
+        index = distribute_tensor(torch.tensor([6, 0, 0, 2]), mesh, [Shard(0)], sizes=[(3, 1)], src=None)
+        try:
+            y = x[index]
+        except Exception as error:
+            raise AssertionError("the ranks did not agree on who asks whom") from error
+        assert_close(y.full_tensor().detach(), whole(8, 2)[[6, 0, 0, 2]], "rows of other ranks")
+        y.backward(torch.ones(4, 2, dtype=torch.float64))
+        expected = torch.tensor([2.0, 0, 1, 0, 0, 0, 1, 0], dtype=torch.float64).split((6, 2))[mesh.get_rank()]
+        assert_close(x.grad.to_local(), expected[:, None].expand(-1, 2), "their gradients")
+
+    on_ranks(2, step)
+
+
+def replicated_points() -> None:
+    """Sharded over one mesh dim, indexed over both: what ranks of the other one use has its gradients added."""
+
+    def step(mesh):
+        x = distribute_tensor(
+            whole(4, 2).requires_grad_(), mesh, [Replicate(), Shard(0)], sizes=[None, _UNEVEN], src=None
+        )
+        index = distribute_tensor(torch.tensor([[3, 0], [1, 3]]), mesh, [Shard(0), Shard(1)], src=None)
+        x[index].backward(torch.ones(2, 2, 2, dtype=torch.float64))
+        assert_close(
+            x.grad.full_tensor()[:, 0], torch.tensor([1.0, 1.0, 0.0, 2.0], dtype=torch.float64), "added gradients"
+        )
+
+    on_ranks(4, step, (2, 2))
+
+
+def masked_rows() -> None:
+    def step(mesh):
+        x = _leaf(whole(4), mesh, Shard(0), _UNEVEN)
+        mask = distribute_tensor(whole(4) > 1.2, mesh, [Shard(0)], sizes=[_UNEVEN], src=None)
+        try:
+            y = x[mask].redistribute(placements=[Shard(0)], sizes=[(1, 2)])
+        except Exception as error:
+            raise AssertionError("the ranks did not agree on the sizes") from error
+        assert_close(y.full_tensor().detach(), whole(4)[1:], "what a mask takes")
 
     on_ranks(2, step)

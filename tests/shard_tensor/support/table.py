@@ -9,9 +9,45 @@ import torch
 import torch.nn.functional as F
 
 from neuronx_dist.shard_tensor.attention_method import attention_method
-from tests.shard_tensor.support.cases import Case
+from tests.shard_tensor.support.cases import Case, quietly
+from tests.shard_tensor.support.selection import CASES as SELECTION
 
 N = 16
+
+
+def _batch_norm_in_eval(x, mean, variance, weight):
+    return F.batch_norm(x, mean.detach(), variance.detach().square() + 0.1, weight)
+
+
+def _binary_cross_entropy(x, y, weight):
+    return F.binary_cross_entropy(x.sigmoid(), y.sigmoid(), weight.detach().abs())
+
+
+def _bce_with_logits(x, y, positive):
+    return F.binary_cross_entropy_with_logits(x, y.sigmoid(), pos_weight=positive.detach())
+
+
+def _targets(shape):
+    """Classes for logits of a shape, some of them ignored."""
+    classes, places = shape[1], shape[0] * torch.Size(shape[2:]).numel()
+    targets = torch.arange(places).mul(5).remainder(classes)
+    return torch.where(torch.arange(places) % 4 == 1, -100, targets).view(shape[0], *shape[2:])
+
+
+def _of_classes(loss, reduction, **options):
+    return lambda x, w: loss(x, _targets(x.shape), w.detach().abs(), reduction=reduction, **options)
+
+
+def _of_probabilities(reduction):
+    def loss(x, y, w):
+        return F.cross_entropy(x, y.softmax(1), w.detach().abs(), reduction=reduction, label_smoothing=0.2)
+
+    return loss
+
+
+def _unweighted(x):
+    return F.cross_entropy(x, _targets(x.shape), ignore_index=-100, label_smoothing=0.3)
+
 
 POINTWISE = [
     Case("relu", torch.relu, [(N, 3)]),
@@ -129,6 +165,78 @@ REDUCE = [
     Case("a sum in further use", lambda x, y: (x / x.sum(0)) * y, [(N, 3), (N, 3)]),
     Case("standardised", lambda x: (x - x.mean(0)) / x.std(0), [(N, 3)]),
 ]
+NORMALISE = [
+    Case("layer_norm", lambda x, w, b: F.layer_norm(x, (3,), w, b), [(N, 3), (3,), (3,)]),
+    Case("layer_norm of long rows", lambda x, w, b: F.layer_norm(x, (N,), w, b), [(4, N), (N,), (N,)]),
+    Case("layer_norm of two dims", lambda x, w: F.layer_norm(x, (N, 3), w), [(2, N, 3), (N, 3)]),
+    Case("layer_norm at mean 1e4", lambda x: F.layer_norm(x + 1e4, (N, 3)), [(2, N, 3)]),
+    Case("layer_norm of plain weights", lambda x, w: F.layer_norm(x, (N,), w), [(4, N), (N,)], plain=(1,)),
+    Case("rms_norm", lambda x, w: F.rms_norm(x, (N,), w), [(4, N), (N,)]),
+    Case("rms_norm of two dims", lambda x: F.rms_norm(x, (N, 3), eps=1e-3), [(2, N, 3)]),
+    Case("group_norm", lambda x, w, b: F.group_norm(x, 2, w, b), [(4, 6, N), (6,), (6,)]),
+    Case("group_norm of many channels", lambda x, w, b: F.group_norm(x, 4, w, b), [(3, N, 2, 4), (N,), (N,)]),
+    Case("group_norm of one group", lambda x: F.group_norm(x, 1), [(N, 4, 3)]),
+    Case("group_norm at mean 1e4", lambda x: F.group_norm(x + 1e4, 2), [(2, 4, N)]),
+    Case("instance_norm", lambda x, w: F.instance_norm(x, weight=w), [(3, N, 4, 4), (N,)]),
+    Case("instance_norm at mean 1e4", lambda x: F.instance_norm(x + 1e4), [(2, 3, N)]),
+    Case("batch_norm", lambda x, w, b: F.batch_norm(x, None, None, w, b, True), [(N, 4, 3), (4,), (4,)]),
+    Case("batch_norm of channels", lambda x, w: F.batch_norm(x, None, None, w, None, True), [(5, N), (N,)]),
+    Case("batch_norm in eval", _batch_norm_in_eval, [(N, 4), (4,), (4,), (4,)]),
+    Case("batch_norm at mean 1e4", lambda x: F.batch_norm(x + 1e4, None, None, training=True), [(N, 2, 3)]),
+    Case("normalize", F.normalize, [(3, N)]),
+    Case("local_response_norm", lambda x: F.local_response_norm(x, 3), [(2, 6, N)], refusals="redistribute"),
+]
+SOFTMAX = [
+    Case("softmax", lambda x: F.softmax(x, 0), [(N, 3)]),
+    Case("softmax of the last", lambda x: x.softmax(-1), [(2, 3, N)]),
+    Case("softmax with -inf", lambda x: x.masked_fill(x > 0.3, -float("inf")).softmax(0), [(N, 3)]),
+    Case("softmax of large values", lambda x: torch.softmax(x * 1e3, 0), [(N, 3)]),
+    Case("softmin", lambda x: F.softmin(x, 0), [(N, 3)]),
+    Case("log_softmax", lambda x: F.log_softmax(x, 1), [(3, N, 2)]),
+    Case("log_softmax of the dtype", lambda x: torch.log_softmax(x, 0, torch.float64), [(N, 3)]),
+    Case("softmax of a product", lambda x, y: (x @ y).softmax(-1), [(3, N), (N, 4)]),
+    Case("cumsum", lambda x: x.cumsum(0), [(N, 3)]),
+    Case("cumsum of integers", lambda x: (x > 0).cumsum(0), [(N, 3)], gradients=False),
+    Case("cumprod", lambda x: torch.cumprod(x, 1), [(3, N)]),
+    Case("cumprod with zeros", lambda x: (x * (x > -1)).cumprod(0), [(N, 3)]),
+    Case("logcumsumexp", lambda x: torch.logcumsumexp(x, 0), [(N, 3)]),
+]
+LOSSES = [
+    Case("mse_loss", F.mse_loss, [(N, 3), (N, 3)]),
+    Case("mse_loss sum", lambda x, y: F.mse_loss(x, y, reduction="sum"), [(N, 3), (N, 3)]),
+    Case("mse_loss none", lambda x, y: F.mse_loss(x, y, reduction="none"), [(N, 3), (N, 3)]),
+    Case("mse_loss of a plain target", F.mse_loss, [(N, 3), (N, 3)], plain=(1,)),
+    Case("mse_loss with weights", lambda x, y, w: F.mse_loss(x, y, weight=w), [(N, 3)] * 3, positive=True),
+    Case("l1_loss", F.l1_loss, [(N, 3), (N, 3)]),
+    Case("smooth_l1_loss", lambda x, y: F.smooth_l1_loss(x, y, beta=0.5), [(N, 3), (N, 3)]),
+    Case("huber_loss", lambda x, y: F.huber_loss(x, y, delta=0.7), [(N, 3), (N, 3)]),
+    Case("kl_div", quietly(lambda x, y: F.kl_div(x, y.softmax(1))), [(N, 3), (N, 3)]),
+    Case("kl_div batchmean", lambda x, y: F.kl_div(x, y, reduction="batchmean", log_target=True), [(N, 3), (N, 3)]),
+    Case("binary_cross_entropy", _binary_cross_entropy, [(N, 3), (N, 3), (3,)]),
+    Case("bce_with_logits", _bce_with_logits, [(N, 3), (N, 3), (3,)], positive=True),
+    Case("poisson_nll_loss", F.poisson_nll_loss, [(N, 3), (N, 3)]),
+    Case("soft_margin_loss", lambda x, y: F.soft_margin_loss(x, y.detach().sign()), [(N, 3), (N, 3)]),
+    Case("margin_ranking_loss", lambda x, y: F.margin_ranking_loss(x, y, y.sign(), 0.2), [(N,), (N,)]),
+    Case("cosine_similarity", lambda x, y: F.cosine_similarity(x, y, dim=-1), [(3, N), (3, N)]),
+    Case("cosine_similarity broadcast", lambda x, y: F.cosine_similarity(x, y, dim=1), [(3, N), (1, N)]),
+    *(
+        Case(f"cross_entropy{name} {reduction}", _of_classes(F.cross_entropy, reduction, **options), [(5, N, 3), (N,)])
+        for name, options in {
+            "": {},
+            ", smoothed,": {"label_smoothing": 0.1},
+        }.items()
+        for reduction in ("mean", "sum", "none")
+    ),
+    Case("cross_entropy of rows", _of_classes(F.cross_entropy, "mean"), [(N, 5), (5,)]),
+    Case("nll_loss", _of_classes(F.nll_loss, "mean"), [(5, N, 3), (N,)]),
+    Case("nll_loss of none", _of_classes(F.nll_loss, "none"), [(N, 5), (5,)]),
+    Case("cross_entropy of unweighted classes", _unweighted, [(5, N, 3)]),
+    Case("cross_entropy of a vector", lambda x: F.cross_entropy(x, torch.tensor(7)), [(N,)]),
+    *(
+        Case(f"cross_entropy of probabilities {reduction}", _of_probabilities(reduction), [(5, N, 3), (5, N, 3), (N,)])
+        for reduction in ("mean", "none")
+    ),
+]
 
 
 def _attention(method: str = "auto", **options: Any) -> Callable[..., torch.Tensor]:
@@ -157,4 +265,4 @@ ATTENTION = [
     Case("attention, plain keys", _attention(), [(N, 3), (N, 3), (N, 3)], plain=(1, 2)),
 ]
 
-CASES = [*POINTWISE, *MATMUL, *VIEWS, *REDUCE, *ATTENTION]
+CASES = [*POINTWISE, *MATMUL, *VIEWS, *REDUCE, *NORMALISE, *SOFTMAX, *LOSSES, *ATTENTION, *SELECTION]

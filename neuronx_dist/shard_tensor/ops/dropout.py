@@ -1,0 +1,78 @@
+"""Dropout, and tensors that are filled with random numbers in place.
+
+Every rank draws the numbers of the whole tensor from the default stream, which is seeded alike on all ranks
+(`spmd.manual_seed`, `torch.manual_seed`), and keeps its part. So the values are those of one process at any layout, and
+ranks with the same part have the same mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.nn import init
+
+from ..construct import own_piece
+from ..handlers import sharded
+from ..tensor import ShardTensor, gradient_spec, wrap
+
+__all__: list[str] = []
+
+_T = torch.Tensor
+_ALPHA = 1.7580993408473766  # of SELU: scale * alpha
+_FEATURES: tuple[Any, ...] = (
+    *(F.dropout1d, F.dropout2d, F.dropout3d, F.feature_alpha_dropout),
+    *(torch.feature_dropout, torch.feature_alpha_dropout),
+)
+_ALPHAS: tuple[Any, ...] = (
+    *(F.alpha_dropout, F.feature_alpha_dropout),
+    *(torch.alpha_dropout, torch.feature_alpha_dropout),
+)
+
+
+def _kept(x: ShardTensor, p: float, drawn: int) -> ShardTensor:
+    """1 for what is kept and 0 elsewhere, drawn for each element of the first `drawn` dims."""
+    mask = torch.empty(x.shape[:drawn], dtype=x.dtype, device=x.device).bernoulli_(1 - p)
+    spec = gradient_spec(x._spec)
+    mask = mask.view(*mask.shape, *[1] * (x.dim() - mask.dim())).expand(x.shape)
+    return wrap(own_piece(mask, spec).clone(), spec)
+
+
+@sharded(F.dropout, torch.dropout, *_FEATURES, *_ALPHAS)
+def _dropout(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
+    def call(
+        input: ShardTensor, p: float = 0.5, training: bool = func not in _ALPHAS, inplace: bool = False, **train: bool
+    ) -> Any:
+        if not 0 <= p <= 1:
+            raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
+        if not train.get("train", training) or p == 0:
+            return input
+        drawn = input.dim()
+        if func in _FEATURES:
+            drawn = 1 if func is F.dropout1d and drawn == 2 else 2  # channels of a sample, or of a batch
+        mask = _kept(input, p, drawn)
+        if func in _ALPHAS:
+            a = 0.0 if p == 1 else ((_ALPHA**2 * p + 1) * (1 - p)) ** -0.5
+            y = input * (mask * a) + ((mask - 1) * (_ALPHA * a) + _ALPHA * a * p)
+        else:
+            y = input * (mask / (1 - p) if p < 1 else mask)
+        return input.copy_(y) if inplace else y
+
+    return call(*args, **kwargs)
+
+
+_INITS: tuple[Any, ...] = (init.uniform_, init.normal_, init.constant_, init.kaiming_uniform_)
+_DRAWS = "bernoulli_ cauchy_ exponential_ geometric_ log_normal_ normal_ random_ uniform_".split()
+
+
+@sharded(*_INITS, *(getattr(_T, name) for name in _DRAWS))
+def _drawn(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
+    x, *others = args or (kwargs.pop("tensor"),)
+    if any(isinstance(each, torch.Tensor) for each in others):
+        raise NotImplementedError(f"{func.__name__} with a tensor of probabilities: full_tensor() first")
+    whole = func(torch.empty(x.shape, dtype=x.dtype, device=x.device), *others, **kwargs)
+    with torch.set_grad_enabled(torch.is_grad_enabled() and func not in _INITS):
+        x._local.copy_(own_piece(whole, gradient_spec(x._spec)))
+    return x

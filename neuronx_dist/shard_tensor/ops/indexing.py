@@ -1,0 +1,336 @@
+"""Elements by their positions: x[index], index_select, gather, take_along_dim, embedding, one_hot, and masks.
+
+Where the indexed dim is sharded, the tensor stays where it is. An index that is sharded over the same ranks fetches its
+rows from their owners (`fetch.py`). One that every rank has takes what each rank owns, 0 elsewhere, and the sum is
+reduced: a vocabulary-parallel embedding. The result is sharded as the index is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from ... import comm, spmd
+from ...spmd import I, R
+from ..exchange import linked
+from ..fetch import ask, fetch, has_values
+from ..handlers import FUNCTIONS, UNHANDLED, sharded
+from ..labels import Labels, New, inside
+from ..placements import Placement, Replicate, Shard
+from ..redistribute import redistributed
+from ..spec import ShardTensorSpec, make_spec
+from ..tensor import ShardTensor, local_of, wrap
+from . import views
+from .select import dim_of
+
+__all__: list[str] = []
+
+_T = torch.Tensor
+
+
+# --- what is owned
+
+
+def check_positions(index: torch.Tensor, size: int, dim: int) -> None:
+    """Raises an IndexError for a position outside of a dim."""
+    if not index.numel() or not has_values(index):
+        return
+    if index.device.type != "cpu":
+        torch._assert_async(((index >= 0) & (index < size)).all())
+        return
+    low, high = index.aminmax()
+    if low < 0 or high >= size:
+        raise IndexError(f"indices from {int(low)} to {int(high)} for dim {dim}, which has {size} elements")
+
+
+def own_positions(index: torch.Tensor, start: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Positions in a shard of `size` that begins at `start`, 0 for those outside of it; and which are inside."""
+    owned = (index >= start) & (index < start + size)
+    return torch.where(owned, index - start, 0), owned
+
+
+def sharded_along(x: Any, dim: int, spec: ShardTensorSpec) -> bool:
+    """Whether `x` is still sharded along `dim` in an operation whose result is Partial there."""
+    m = x._spec.mesh_dim_of.get(dim) if isinstance(x, ShardTensor) else None
+    return m is not None and m in spec.partial
+
+
+def in_layout_of(y: torch.Tensor, spec: ShardTensorSpec, like: Any, shift: Callable[[int], int]) -> ShardTensor:
+    """The sum of a Partial result, on each mesh dim sharded as `like` is: its dim d is dim `shift(d)`."""
+    placements: list[Placement] = list(spec.placements)
+    sizes = list(spec.sizes)
+    for m in spec.partial:
+        own = like._spec.placements[m] if isinstance(like, ShardTensor) else None
+        placements[m] = Replicate()
+        if isinstance(own, Shard) and Shard(shift(own.dim)) not in placements:
+            placements[m], sizes[m] = Shard(shift(own.dim)), like._spec.sizes[m]
+    target = make_spec(spec.mesh, placements, spec.shape, sizes)
+    if spec.partial and y.dtype is torch.bool:
+        return wrap(redistributed(y.to(torch.uint8), spec, target).bool(), target)
+    return wrap(redistributed(y, spec, target), target)
+
+
+# --- positions along one dim
+
+
+def _taken(x: torch.Size, index: torch.Size, dim: int) -> Labels:
+    names = tuple(range(len(x)))
+    positions = tuple(("index", i) for i in range(len(index)))
+    return Labels(
+        [(*names[:dim], "taken", *names[dim + 1 :]), positions], (*names[:dim], *positions, *names[dim + 1 :])
+    )
+
+
+def take(x: Any, dim: int, index: Any) -> ShardTensor:
+    """`x[:, .., index, .., :]` with an index of any shape at `dim`: [before, *index.shape, after]."""
+    fetched = _fetched(x, dim, index)
+    if fetched is not None:
+        return fetched
+    (local, positions), spec = inside(_taken, (x, index), dim)
+    check_positions(positions, x.shape[dim], dim)
+    shape = (*local.shape[:dim], *positions.shape, *local.shape[dim + 1 :])
+    if not sharded_along(x, dim, spec):
+        return wrap(local.index_select(dim, positions.reshape(-1)).reshape(shape), spec)
+    positions, owned = own_positions(positions, x._spec.offsets[dim], local.shape[dim])
+    if not local.shape[dim]:
+        rows = linked(local.new_zeros(shape), local)
+    else:
+        rows = local.index_select(dim, positions.reshape(-1)).reshape(shape)
+        rows = torch.where(owned.reshape(*owned.shape, *[1] * (x.dim() - dim - 1)), rows, rows.new_zeros(()))
+    return in_layout_of(rows, spec, index, lambda d: dim + d)
+
+
+def _fetched(x: Any, dim: int, index: Any) -> ShardTensor | None:
+    """`take` where tensor and index are sharded over the same ranks, and not both over others as well."""
+    if not (isinstance(x, ShardTensor) and isinstance(index, ShardTensor)) or x._spec.mesh is not index._spec.mesh:
+        return None
+    spec, positions = x._spec, local_of(index)
+    m = spec.mesh_dim_of.get(dim)
+    if m is None or spec.partial or index._spec.partial or not has_values(positions):
+        return None
+    pairs = list(zip(spec.placements, index._spec.placements))
+    if not isinstance(pairs[m][1], Shard):
+        return None
+    if any(isinstance(a, Shard) and isinstance(b, Shard) for i, (a, b) in enumerate(pairs) if i != m):
+        return None
+    local = local_of(x)
+    placements: list[Placement] = []
+    sizes = []
+    for i, (own, its) in enumerate(pairs):
+        if isinstance(its, Shard):
+            placements.append(Shard(dim + its.dim))
+            if i != m:
+                local = spmd.convert(local, spec.mesh.communicator(i), src=I, dst=R)
+        elif isinstance(own, Shard):
+            placements.append(Shard(own.dim if own.dim < dim else own.dim + index.dim() - 1))
+        else:
+            placements.append(Replicate())
+        sizes.append(index._spec.sizes[i] if isinstance(its, Shard) else spec.sizes[i])
+    questions = ask(positions.reshape(-1), spec.sizes[m] or (), spec.mesh.communicator(m))
+    rows = fetch(local.movedim(dim, 0), questions)
+    rows = rows.movedim(0, dim).reshape((*local.shape[:dim], *positions.shape, *local.shape[dim + 1 :]))
+    shape = (*spec.shape[:dim], *index.shape, *spec.shape[dim + 1 :])
+    return wrap(rows, make_spec(spec.mesh, placements, shape, sizes))
+
+
+@sharded(torch.index_select, _T.index_select)
+def index_select(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
+    def call(input: Any, dim: int, index: Any) -> Any:
+        return take(input, dim_of(input, dim), index)
+
+    return call(*args, **kwargs)
+
+
+@sharded(F.embedding, torch.embedding)
+def embedding(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
+    if func is torch.embedding:  # the weight comes first
+        args = (args[1], args[0], *args[2:])
+
+    def call(input: Any, weight: Any, padding_idx: int | None = None, *options: Any, **named: Any) -> Any:
+        if any(options) or any(value for name, value in named.items() if name != "norm_type"):
+            raise NotImplementedError(
+                "embedding of ShardTensors has no max_norm, scale_grad_by_freq or sparse: leave them out"
+            )
+        rows = take(weight, 0, input)
+        if padding_idx is None or padding_idx == -1 and func is torch.embedding or not rows.requires_grad:
+            return rows
+        is_padding = (input == padding_idx % weight.shape[0]).unsqueeze(-1)
+        return torch.where(is_padding, rows.detach(), rows)
+
+    return call(*args, **kwargs)
+
+
+def _one_hot(index: torch.Size, count: int) -> Labels:
+    names = tuple(range(len(index)))
+    return Labels([names], (*names, New(count)))
+
+
+@sharded(F.one_hot)
+def one_hot(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
+    def call(tensor: ShardTensor, num_classes: int = -1) -> Any:
+        count = int(tensor.max().item()) + 1 if num_classes < 0 else num_classes
+        (local,), spec = inside(_one_hot, (tensor,), count)
+        return wrap(F.one_hot(local, count), spec)
+
+    return call(*args, **kwargs)
+
+
+# --- positions for each element
+
+
+def gathered_labels(x: torch.Size, index: torch.Size, dim: int) -> Labels:
+    names = tuple(range(len(x)))
+    own = (*names[:dim], "index", *names[dim + 1 :])
+    return Labels([(*names[:dim], "taken", *names[dim + 1 :]), own], own)
+
+
+def shortened(x: Any, shape: Sequence[int], dim: int | None) -> Any:
+    """`x` up to `shape`, along all dims but `dim`."""
+    for d, size in enumerate(shape):
+        if d != dim and x.shape[d] > size:
+            x = x.narrow(d, 0, size)
+    return x
+
+
+@sharded(torch.gather, _T.gather)
+def gather(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
+    def call(input: Any, dim: int, index: Any, *, sparse_grad: bool = False) -> Any:
+        dim = dim_of(input, dim)
+        if input.dim() != index.dim():
+            raise ValueError(f"gather: a tensor of {input.dim()} dims, an index of {index.dim()}: give them as many")
+        x = shortened(input, index.shape, dim)
+        (local, positions), spec = inside(gathered_labels, (x, index), dim)
+        check_positions(positions, x.shape[dim], dim)
+        if not sharded_along(x, dim, spec):
+            return wrap(local.gather(dim, positions), spec)
+        positions, owned = own_positions(positions, x._spec.offsets[dim], local.shape[dim])
+        if local.shape[dim]:
+            values = torch.where(owned, local.gather(dim, positions), local.new_zeros(()))
+        else:
+            values = linked(local.new_zeros(positions.shape), local)
+        return in_layout_of(values, spec, index, lambda d: d)
+
+    return call(*args, **kwargs)
+
+
+@sharded(torch.take_along_dim, _T.take_along_dim)
+def take_along_dim(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
+    def call(input: Any, indices: Any, dim: int | None = None) -> Any:
+        if dim is None:
+            return torch.gather(input.reshape(-1), 0, indices.reshape(-1))
+        dim = dim_of(input, dim)
+        shape = torch.broadcast_shapes(*((*each.shape[:dim], 1, *each.shape[dim + 1 :]) for each in (input, indices)))
+        x, index = (each.expand(*shape[:dim], each.shape[dim], *shape[dim + 1 :]) for each in (input, indices))
+        return torch.gather(x, dim, torch.where(index < 0, index + x.shape[dim], index))
+
+    return call(*args, **kwargs)
+
+
+# --- x[...]
+
+
+def expanded(index: Any, ndim: int) -> list[Any]:
+    """The entries of an index, Ellipsis replaced, lists as tensors."""
+    entries = list(index) if isinstance(index, tuple) else [index]
+    entries = [torch.tensor(each) if isinstance(each, list) else each for each in entries]
+    entries = [int(each) if type(each).__name__ in ("int64", "int32") else each for each in entries]
+    used = sum(each.dim() if _is_mask(each) else 1 for each in entries if each is not None and each is not Ellipsis)
+    at = next((i for i, each in enumerate(entries) if each is Ellipsis), None)
+    if at is None:
+        return entries
+    return [*entries[:at], *[slice(None)] * (ndim - used), *entries[at + 1 :]]
+
+
+def _is_mask(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and x.dtype in (torch.bool, torch.uint8)
+
+
+def is_basic(entries: Sequence[Any]) -> bool:
+    return all(each is None or each is Ellipsis or type(each) in (int, slice) for each in entries)
+
+
+@sharded(_T.__getitem__)
+def getitem(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
+    x, index = args
+    entries = list(index) if isinstance(index, tuple) else [index]
+    if is_basic(entries):
+        return views.getitem(func, types, args, kwargs)
+    entries = expanded(index, x.dim())
+    if len(entries) == 1 and _is_mask(entries[0]) and entries[0].dim():
+        return _masked(x, entries[0])
+    if any(_is_mask(each) or isinstance(each, bool) or _is_odd(each) for each in entries):
+        return FUNCTIONS[UNHANDLED](func, types, args, kwargs)
+    basic = [slice(None) if isinstance(each, torch.Tensor) else each for each in entries]
+    if not all(each == slice(None) for each in basic if each is not None) or None in basic:
+        x = x[tuple(basic)]
+    dims = [
+        sum(not isinstance(other, int) for other in entries[:i])
+        for i, each in enumerate(entries)
+        if isinstance(each, torch.Tensor)
+    ]
+    indices = [each for each in entries if isinstance(each, torch.Tensor)]
+    if dims != list(range(dims[0], dims[0] + len(dims))):  # one after the other, in front
+        x = torch.movedim(x, dims, list(range(len(dims))))
+        dims = list(range(len(dims)))
+    return _at_positions(x, dims[0], indices)
+
+
+def _is_odd(x: Any) -> bool:
+    return not (x is None or isinstance(x, (int, slice, torch.Tensor)))
+
+
+def _at_positions(x: Any, dim: int, indices: Sequence[Any]) -> Any:
+    """`x` at an index for each of the dims from `dim` on, which are taken as one."""
+    flat: Any = 0
+    for i, index in enumerate(indices):
+        size = x.shape[dim + i]
+        position = torch.where(index < 0, index + size, index)
+        if len(indices) > 1 and not isinstance(position, ShardTensor):
+            check_positions(position, size, dim + i)
+        flat = flat * size + position
+    if len(indices) > 1:
+        x = x.flatten(dim, dim + len(indices) - 1)
+    return take(x, dim, flat)
+
+
+# --- masks: as many elements as are True
+
+
+def _aligned(x: torch.Size, mask: torch.Size) -> Labels:
+    if tuple(mask) != tuple(x[: len(mask)]):
+        raise IndexError(f"a mask of shape {tuple(mask)} for a tensor of shape {tuple(x)}: the first dims differ")
+    names = tuple(range(len(x)))
+    return Labels([names, names[: len(mask)]], names)
+
+
+def _masked(x: Any, mask: Any) -> ShardTensor:
+    """`x[mask]`, sharded where `x` is: each rank has what is True in its shard; their numbers are gathered."""
+    (local, chosen), spec = inside(_aligned, (x, mask))
+    for m, dim in spec.sharded:
+        if 0 < dim < mask.dim():
+            raise ValueError(
+                f"x[mask] with shards of dim {dim} (mesh dim {m}): the elements of the ranks would be interleaved; "
+                "redistribute() tensor and mask first, to shards of dim 0 or none"
+            )
+    y = local[chosen.bool()]
+    placements = [Shard(p.dim - mask.dim() + 1) if isinstance(p, Shard) and p.dim else p for p in spec.placements]
+    sizes = list(spec.sizes)
+    total = y.shape[0]
+    along = spec.mesh_dim_of.get(0)
+    if along is not None:
+        counts = comm.all_gather(torch.tensor([total], device=y.device), spec.mesh.communicator(along), dim=0)
+        sizes[along] = tuple(counts.tolist())
+        total = sum(sizes[along] or ())
+    return wrap(y, make_spec(spec.mesh, placements, (total, *spec.shape[mask.dim() :]), sizes))
+
+
+@sharded(torch.masked_select, _T.masked_select)
+def masked_select(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
+    def call(input: Any, mask: Any) -> Any:
+        shape = torch.broadcast_shapes(input.shape, mask.shape)
+        return _masked(*(each if each.shape == shape else each.expand(shape) for each in (input, mask)))
+
+    return call(*args, **kwargs)

@@ -1,0 +1,314 @@
+"""Normalisations: layer, rms, group, instance, batch norm, and their relatives.
+
+Where a dim that is normalised over is sharded, the ranks' (mean, sum of squared differences) travel in one gather, and
+their gradients in one all-reduce; elsewhere torch's own function runs on the shard. Never `E[x^2] - E[x]^2`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from ... import spmd
+from ...spmd import I, P, R, S, V
+from ..handlers import check_promotion, sharded
+from ..labels import Labels, inside
+from ..own_shard import on_own_shard
+from ..spec import ShardTensorSpec
+from ..tensor import ShardTensor, in_layout, wrap
+from .reduce import Reduced, merged, moments, reduced
+
+__all__: list[str] = []
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def layer_norm(x: torch.Size, weight: torch.Size | None, bias: torch.Size | None) -> Labels:
+    """`weight` and `bias` have the last dims of `x`."""
+    names = tuple(range(-len(x), 0))
+    return Labels([names, *(names[len(x) - len(each or ()) :] for each in (weight, bias))], names)
+
+
+def channels(x: torch.Size, *parameters: torch.Size | None) -> Labels:
+    """Parameters have one value for each channel, dim 1 of `x`."""
+    names = tuple(range(len(x)))
+    return Labels([names, *((1,) for _ in parameters)], names)
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    """As torch's kernels compute: half precision in float32."""
+    return x.float() if x.dtype in _HALF else x
+
+
+def _for_shards(x: torch.Tensor, plan: Reduced) -> torch.Tensor:
+    """What all ranks computed alike, used by each on its shard."""
+    for group in plan.groups:
+        x = spmd.convert(x, group, src=I, dst=R)
+    return x
+
+
+def _standardised(
+    x: torch.Tensor, mean: torch.Tensor, squares: torch.Tensor, plan: Reduced, eps: float
+) -> torch.Tensor:
+    mean, squares = _for_shards(torch.stack((mean, squares)), plan).unbind(0)
+    return (x - mean) * torch.rsqrt(squares / max(plan.elements, 1) + eps)
+
+
+def _scaled(y: torch.Tensor, weight: Any, bias: Any, dtype: torch.dtype, behind: int = 0) -> torch.Tensor:
+    """`y * weight + bias`; both have `behind` dims less than `y` at the end."""
+    ones = (1,) * behind
+    y = y if weight is None else y * weight.view(*weight.shape, *ones)
+    y = y if bias is None else y + bias.view(*bias.shape, *ones)
+    return y.to(dtype)
+
+
+def _last_dims(x: torch.Tensor, normalized_shape: Any) -> tuple[int, ...]:
+    shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+    if not shape or tuple(x.shape[-len(shape) :]) != shape:
+        raise RuntimeError(f"a normalisation over {list(shape)} of a tensor of {list(x.shape)}: they are its last dims")
+    return tuple(range(x.dim() - len(shape), x.dim()))
+
+
+@sharded(F.layer_norm, torch.layer_norm)
+def _layer_norm(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
+    def call(
+        input: Any, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5, *_: bool
+    ) -> ShardTensor:
+        dims = _last_dims(input, normalized_shape)
+        (x, weight, bias), spec = inside(layer_norm, (input, weight, bias))
+        plan = reduced(spec, dims, True)
+        if not plan.groups:
+            return wrap(torch.layer_norm(x, x.shape[dims[0] :], weight, bias, eps), spec)
+        y = _standardised(_wide(x), *moments(_wide(x), spec, plan), plan, eps)
+        return wrap(_scaled(y, weight, bias, x.dtype), spec)
+
+    return call(*args, **kwargs)
+
+
+def rms_norm(x: torch.Size, weight: torch.Size | None) -> Labels:
+    return layer_norm(x, weight, None)._replace(operands=layer_norm(x, weight, None).operands[:2])
+
+
+@sharded(F.rms_norm, torch.rms_norm)
+def _rms_norm(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
+    def call(input: Any, normalized_shape: Any, weight: Any = None, eps: float | None = None) -> ShardTensor:
+        dims = _last_dims(input, normalized_shape)
+        (x, weight), spec = inside(rms_norm, (input, weight))
+        plan = reduced(spec, dims, True)
+        if not plan.groups:
+            return wrap(torch.rms_norm(x, x.shape[dims[0] :], weight, eps), spec)
+        wide = _wide(x)
+        squares = wide.square().sum(dims, keepdim=True)
+        for group in plan.groups:
+            squares = spmd.all_reduce(squares, group, src=P, dst=R)
+        eps = torch.finfo(wide.dtype).eps if eps is None else eps
+        return wrap(_scaled(wide * torch.rsqrt(squares / plan.elements + eps), weight, None, x.dtype), spec)
+
+    return call(*args, **kwargs)
+
+
+# --- groups of channels
+
+
+def group_norm(x: torch.Size, weight: torch.Size | None, bias: torch.Size | None) -> Labels:
+    return channels(x, weight, bias)
+
+
+@sharded(F.group_norm, torch.group_norm)
+def _group_norm(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
+    def call(
+        input: Any, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5, *_: bool
+    ) -> ShardTensor:
+        shape = input.shape
+        if len(shape) < 2 or shape[1] % num_groups:
+            raise RuntimeError(f"group_norm: {num_groups} groups of the channels (dim 1) of a tensor of {list(shape)}")
+        _check_several(prod(shape) // num_groups, shape)
+        (x, weight, bias), spec = inside(group_norm, (input, weight, bias))
+        width = shape[1] // num_groups
+        plan = reduced(spec, tuple(range(1, len(shape))), True)
+        own_groups = x.shape[1] // width
+        cut = [
+            m for m, dim in spec.sharded if dim > 1 or (dim == 1 and any(size % width for size in spec.sizes[m] or ()))
+        ]
+        if cut:
+            y = _by_groups(_wide(x), spec, plan, width, eps)
+        elif own_groups:
+            return wrap(torch.group_norm(x, own_groups, weight, bias, eps), spec)
+        else:
+            y = x  # empty
+        return wrap(_scaled(y, weight, bias, x.dtype, len(shape) - 2), spec)
+
+    return call(*args, **kwargs)
+
+
+def _by_groups(x: torch.Tensor, spec: ShardTensorSpec, plan: Reduced, width: int, eps: float) -> torch.Tensor:
+    """`x` standardised by groups of `width` channels, of which a rank may have a part."""
+    groups = spec.shape[1] // width
+    place = torch.div(torch.arange(x.shape[1], device=x.device) + spec.offsets[1], width, rounding_mode="floor")
+    flat = x.reshape(x.shape[0], x.shape[1], prod(x.shape[2:]))
+
+    def summed(y: torch.Tensor) -> torch.Tensor:
+        return y.new_zeros(y.shape[0], groups).index_add(1, place, y)
+
+    def own(flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        number = summed(flat.new_ones(1, flat.shape[1]))[0] * flat.shape[2]
+        mean = summed(flat.sum(-1)) / number.clamp(min=1)
+        return mean, summed((flat - mean[:, place, None]).square().sum(-1))
+
+    sizes = list(x.shape)
+    mean, squares = on_own_shard(own, dict.fromkeys(plan.groups, V))(flat)
+    # Channels first: after that each group has all of them, and dims behind differ by their sizes alone.
+    for m in sorted(plan.mesh_dims, key=lambda m: spec.placements[m].dim):  # type: ignore[attr-defined]
+        dim, along = spec.placements[m].dim, spec.sizes[m] or ()  # type: ignore[attr-defined]
+        if dim == 1:
+            counts = x.new_tensor(_channels_by_group(along, width, groups)) * flat.shape[2]
+        else:
+            others = prod(size for d, size in enumerate(sizes) if d not in (0, 1, dim))
+            counts = x.new_tensor([[width * size * others] for size in along])
+        sizes[dim] = spec.shape[dim]
+        mean, squares = merged(mean, squares, counts.unsqueeze(1), spec.mesh.communicator(m))
+    both = _for_shards(torch.stack((mean, squares)), plan)
+
+    def standardised(x: torch.Tensor, both: torch.Tensor) -> torch.Tensor:
+        mean, squares = both[:, :, place].view(2, *x.shape[:2], *[1] * (x.dim() - 2)).unbind(0)
+        return (x - mean) * torch.rsqrt(squares / (width * prod(spec.shape[2:])) + eps)
+
+    types = {spec.mesh.communicator(m): S(spec.placements[m].dim) for m in plan.mesh_dims}  # type: ignore[attr-defined]
+    return on_own_shard(standardised, types)(x, both)
+
+
+def _channels_by_group(along: tuple[int, ...], width: int, groups: int) -> list[list[int]]:
+    """How many channels of each group each rank has."""
+    starts = [sum(along[:rank]) for rank in range(len(along))]
+    return [
+        [max(0, min(start + size, (g + 1) * width) - max(start, g * width)) for g in range(groups)]
+        for start, size in zip(starts, along)
+    ]
+
+
+def _check_several(values: int, shape: torch.Size) -> None:
+    if values == 1:
+        raise ValueError(f"Expected more than 1 value per channel when training, got input size {list(shape)}")
+
+
+# --- with running statistics
+
+
+def batch_norm(x: torch.Size, *parameters: torch.Size | None) -> Labels:
+    return channels(x, *parameters)
+
+
+@sharded(F.batch_norm)
+def _batch_norm(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
+    def call(
+        input: Any,
+        running_mean: Any,
+        running_var: Any,
+        weight: Any = None,
+        bias: Any = None,
+        training: bool = False,
+        momentum: float = 0.1,
+        eps: float = 1e-5,
+    ) -> ShardTensor:
+        if not training:
+            locals_, spec = inside(batch_norm, (input, running_mean, running_var, weight, bias))
+            return wrap(_by_running(eps, *locals_), spec)
+        shape = input.shape
+        _check_several(prod(shape) // max(shape[1], 1), shape)
+        (x, weight, bias), spec = inside(batch_norm, (input, weight, bias))
+        dims = (0, *range(2, len(shape)))
+        plan = reduced(spec, dims, True)
+        wide = _wide(x)
+        mean, squares = moments(wide, spec, plan)
+        y = _standardised(wide, mean, squares, plan, eps)
+        with torch.no_grad():
+            own = reduced(spec, dims, False).spec
+            for running, value in ((running_mean, mean), (running_var, squares / max(plan.elements - 1, 1))):
+                _update(running, wrap(value.reshape(own.local_shape), own), momentum)
+        return wrap(_scaled(y, weight, bias, x.dtype, len(shape) - 2), spec)
+
+    return call(*args, **kwargs)
+
+
+def _by_running(eps: float, x: torch.Tensor, mean: Any, variance: Any, weight: Any, bias: Any) -> torch.Tensor:
+    if x.numel():
+        return F.batch_norm(x, mean, variance, weight, bias, False, eps=eps)
+    behind = (1,) * (x.dim() - 2)  # torch's function does not take a tensor without elements
+    y = (x - mean.view(-1, *behind)) * (variance.view(-1, *behind) + eps).rsqrt()
+    return _scaled(y, weight, bias, x.dtype, len(behind))
+
+
+def instance_norm(x: torch.Size, *parameters: torch.Size | None) -> Labels:
+    return channels(x, *parameters)
+
+
+@sharded(F.instance_norm)
+def _instance_norm(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
+    def call(
+        input: Any,
+        running_mean: Any = None,
+        running_var: Any = None,
+        weight: Any = None,
+        bias: Any = None,
+        use_input_stats: bool = True,
+        momentum: float = 0.1,
+        eps: float = 1e-5,
+    ) -> ShardTensor:
+        if not use_input_stats:
+            return _batch_norm(func, types, (input, running_mean, running_var, weight, bias, False, momentum, eps), {})
+        shape = input.shape
+        if prod(shape[2:]) == 1:
+            raise ValueError(f"Expected more than 1 spatial element when training, got input size {list(shape)}")
+        (x, weight, bias), spec = inside(instance_norm, (input, weight, bias))
+        dims = tuple(range(2, len(shape)))
+        plan = reduced(spec, dims, True)
+        wide = _wide(x)
+        mean, squares = moments(wide, spec, plan)
+        y = _standardised(wide, mean, squares, plan, eps)
+        with torch.no_grad():
+            own = reduced(spec, dims, False).spec
+            for running, value in ((running_mean, mean), (running_var, squares / max(plan.elements - 1, 1))):
+                if running is not None:
+                    _update(running, wrap(value.reshape(own.local_shape), own).mean(0), momentum)
+        return wrap(_scaled(y, weight, bias, x.dtype, len(shape) - 2), spec)
+
+    return call(*args, **kwargs)
+
+
+def _update(running: Any, value: Any, momentum: float) -> None:
+    """Moves a running statistic, a plain tensor or one in any layout, towards this batch's value."""
+    if running is None:
+        return
+    if isinstance(running, ShardTensor):
+        local, target = running._local, running._spec
+    else:
+        check_promotion(running, "batch_norm")
+        local, target = running, value._spec.replicated()
+    local.mul_(1 - momentum).add_(in_layout(value, target).to(local.dtype), alpha=momentum)
+
+
+# --- of other functions
+
+
+@sharded(F.normalize)
+def _normalize(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
+    def call(input: Any, p: float = 2.0, dim: int = 1, eps: float = 1e-12, out: Any = None) -> Any:
+        norm = torch.norm(input, p, dim, keepdim=True).clamp_min(eps)
+        return torch.div(input, norm) if out is None else torch.div(input, norm, out=out)
+
+    return call(*args, **kwargs)
+
+
+@sharded(F.local_response_norm)
+def _local_response_norm(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
+    def call(input: Any, size: int, alpha: float = 1e-4, beta: float = 0.75, k: float = 1.0) -> Any:
+        squares = input.square().flatten(2).unsqueeze(1)
+        padded = F.pad(squares, (0, 0, size // 2, (size - 1) // 2))
+        mean = F.avg_pool2d(padded, (size, 1), stride=1).squeeze(1).view(input.shape)
+        return input / (mean * alpha + k) ** beta
+
+    return call(*args, **kwargs)

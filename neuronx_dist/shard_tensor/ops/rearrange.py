@@ -1,0 +1,278 @@
+"""Elements at other places: cat along any dim, roll, flip, repeat, diff, unfold, tril and triu, meshgrid.
+
+Of a sharded dim every rank sends what others need, by a plan from sizes alone (`intervals.py`). Results are sharded as
+the operands are, in shards of about the same length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from ..exchange import exchange, linked
+from ..handlers import FUNCTIONS, sharded
+from ..intervals import Bounds, Plan, Run, bounds_of, divided, flipped, rolled
+from ..labels import planned
+from ..redistribute import redistributed
+from ..spec import ShardTensorSpec, make_spec
+from ..tensor import ShardTensor, gradient_spec, local_of, wrap
+from .reduce import operand
+from .select import dim_of
+
+__all__: list[str] = []
+
+_T = torch.Tensor
+
+
+def _along(spec: ShardTensorSpec, dim: int) -> tuple[int, Bounds]:
+    """The mesh dim that shards `dim`, and the bounds of its shards."""
+    m = spec.mesh_dim_of[dim]
+    return m, bounds_of(spec.sizes[m] or ())
+
+
+def _sized(spec: ShardTensorSpec, dim: int, sizes: Sequence[int] | int) -> ShardTensorSpec:
+    """The layout with another size of `dim`, in shards of `sizes` if it is sharded."""
+    total = sizes if isinstance(sizes, int) else sum(sizes)
+    m = spec.mesh_dim_of.get(dim)
+    own = [sizes if i == m else each for i, each in enumerate(spec.sizes)]
+    return make_spec(spec.mesh, spec.placements, (*spec.shape[:dim], total, *spec.shape[dim + 1 :]), own)  # type: ignore[arg-type]
+
+
+def placed(x: ShardTensor, dim: int, runs: tuple[Run, ...], out_sizes: Sequence[int]) -> ShardTensor:
+    """The positions `runs` of a sharded dim, in shards of `out_sizes`."""
+    local, spec = operand(x)
+    m, bounds = _along(spec, dim)
+    local = exchange(local, divided(bounds, runs, bounds_of(out_sizes)), spec.mesh.communicator(m), dim)
+    return wrap(local, _sized(spec, dim, tuple(out_sizes)))
+
+
+# --- joined
+
+
+@planned
+def _joined(spec: ShardTensorSpec, dim: int, *others: ShardTensorSpec) -> Any:
+    """The plan of a cat, from the parts that each rank has joined."""
+    m = spec.mesh_dim_of[dim]
+    parts = [each.sizes[m] or () for each in (spec, *others)]
+    own = tuple(sum(sizes) for sizes in zip(*parts))
+    bounds = bounds_of(own)
+    runs = []
+    for i in range(len(parts)):
+        for rank, size in enumerate(parts[i]):
+            if size:
+                runs.append(Run(bounds[rank] + sum(each[rank] for each in parts[:i]), 1, size))
+    return divided(bounds, tuple(runs), bounds), _sized(spec, dim, own)
+
+
+_cat_of_other_dims = FUNCTIONS[torch.cat]
+
+
+@sharded(torch.cat, torch.concat, torch.concatenate)
+def cat(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
+    def call(tensors: Sequence[Any], dim: int = 0, axis: int | None = None) -> Any:
+        dim = dim if axis is None else axis
+        tensors = [x for x in tensors if x.dim() != 1 or x.shape[0] or tensors[0].dim() == 1]
+        dim = dim_of(tensors[0], dim)
+        along = [x for x in tensors if isinstance(x, ShardTensor) and dim in x._spec.mesh_dim_of]
+        if not along:
+            return _cat_of_other_dims(torch.cat, types, (tensors, dim), {})
+        like = gradient_spec(max(along, key=lambda x: x.numel())._spec)
+        m = like.mesh_dim_of[dim]
+        locals_, specs = [], []
+        for x in tensors:
+            own = x._spec if isinstance(x, ShardTensor) else make_spec(like.mesh, None, x.shape)
+            keeps = own.mesh is like.mesh and own.mesh_dim_of.get(dim) == m
+            sizes = [(own.sizes[m] if keeps else None) if i == m else each for i, each in enumerate(like.sizes)]
+            specs.append(make_spec(like.mesh, like.placements, x.shape, sizes))
+            locals_.append(redistributed(local_of(x) if isinstance(x, ShardTensor) else x, own, specs[-1]))
+        plan, spec = _joined(specs[0], dim, *specs[1:])
+        return wrap(exchange(torch.cat(locals_, dim), plan, like.mesh.communicator(m), dim), spec)
+
+    return call(*args, **kwargs)
+
+
+# --- moved and repeated
+
+
+@sharded(torch.roll, _T.roll)
+def roll(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
+    def call(input: ShardTensor, shifts: Any, dims: Any = None) -> Any:
+        if dims is None or dims == ():
+            return torch.roll(input.reshape(-1), shifts, 0).reshape(input.shape)
+        shifts, dims = ((each,) if isinstance(each, int) else tuple(each) for each in (shifts, dims))
+        if len(shifts) != len(dims):
+            raise ValueError(f"roll: {len(shifts)} shifts for {len(dims)} dims: give one each")
+        x = input
+        for shift, dim in zip(shifts, dims):
+            dim = dim_of(x, dim)
+            m = x._spec.mesh_dim_of.get(dim)
+            if m is None:
+                x = wrap(torch.roll(local_of(x), shift, dim), x._spec)
+            else:
+                x = placed(x, dim, rolled(x.shape[dim], shift), x._spec.sizes[m] or ())
+        return x
+
+    return call(*args, **kwargs)
+
+
+@sharded(torch.flip, _T.flip, torch.fliplr, _T.fliplr, torch.flipud, _T.flipud)
+def flip(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
+    def call(input: Any, *dims: Any) -> Any:
+        if func.__name__ != "flip":
+            dims = (1 if func.__name__ == "fliplr" else 0,)
+        dims = tuple(dims[0]) if dims and isinstance(dims[0], (list, tuple)) else dims
+        x = input
+        for dim in dims:
+            dim = dim_of(x, dim)
+            m = x._spec.mesh_dim_of.get(dim)
+            if m is None:
+                x = wrap(local_of(x).flip(dim), x._spec)
+            else:
+                x = placed(x, dim, flipped(x.shape[dim]), x._spec.sizes[m] or ())
+        return x
+
+    return call(*args, **kwargs)
+
+
+@sharded(_T.repeat, torch.tile, _T.tile)
+def repeat(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
+    def call(x: Any, *counts: Any) -> Any:
+        counts = tuple(counts[0]) if isinstance(counts[0], (list, tuple)) else counts
+        if func.__name__ == "tile":
+            counts = (1,) * (x.dim() - len(counts)) + counts
+        if len(counts) < x.dim():
+            raise ValueError(f"repeat: {len(counts)} counts for a tensor of {x.dim()} dims: give one each, or more")
+        for _ in range(len(counts) - x.dim()):
+            x = x.unsqueeze(0)
+        for dim, count in enumerate(counts):
+            if count == 1:
+                continue
+            m = x._spec.mesh_dim_of.get(dim)
+            if m is None:
+                each = [count if d == dim else 1 for d in range(x.dim())]
+                x = wrap(local_of(x).repeat(each), _sized(x._spec, dim, x.shape[dim] * count))
+            else:
+                runs = (Run(0, 1, x.shape[dim]),) * (count if x.shape[dim] else 0)
+                x = placed(x, dim, runs, [size * count for size in x._spec.sizes[m] or ()])
+        return x
+
+    return call(*args, **kwargs)
+
+
+@sharded(torch.repeat_interleave, _T.repeat_interleave)
+def repeat_interleave(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
+    def call(input: Any, repeats: Any, dim: int | None = None, *, output_size: int | None = None) -> Any:
+        if dim is None:
+            input, dim = input.reshape(-1), 0
+        if not isinstance(repeats, int):
+            index = torch.repeat_interleave(
+                repeats.full_tensor() if isinstance(repeats, ShardTensor) else repeats, output_size=output_size
+            )
+            return torch.index_select(input, dim, index)
+        dim = dim_of(input, dim)
+        m = input._spec.mesh_dim_of.get(dim)
+        own = input.shape[dim] if m is None else input._spec.sizes[m] or ()
+        sizes = own * repeats if isinstance(own, int) else tuple(size * repeats for size in own)
+        return wrap(local_of(input).repeat_interleave(repeats, dim), _sized(input._spec, dim, sizes))
+
+    return call(*args, **kwargs)
+
+
+@sharded(torch.diff, _T.diff)
+def diff(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
+    def call(input: Any, n: int = 1, dim: int = -1, prepend: Any = None, append: Any = None) -> Any:
+        dim = dim_of(input, dim)
+        ends = [each for each in (prepend, input, append) if each is not None]
+        x = torch.cat(ends, dim) if len(ends) > 1 else input
+        for _ in range(n):
+            after, before = x.narrow(dim, 1, x.shape[dim] - 1), x.narrow(dim, 0, x.shape[dim] - 1)
+            x = torch.ne(after, before) if x.dtype is torch.bool else after - before
+        return x
+
+    return call(*args, **kwargs)
+
+
+# --- windows as a dim of their own
+
+
+@planned
+def _windows(spec: ShardTensorSpec, dim: int, size: int, step: int) -> Any:
+    """Who needs what for its windows: those that begin in its shard."""
+    _, bounds = _along(spec, dim)
+    count = (bounds[-1] - size) // step + 1
+    out = tuple(min(count, -(-bound // step)) for bound in bounds[:-1]) + (count,)
+    needs = [(Run(low * step, 1, (high - low - 1) * step + size),) if low < high else () for low, high in pairwise(out)]
+    sizes = tuple(high - low for low, high in pairwise(out))
+    shaped = _sized(spec, dim, sizes)
+    return Plan(bounds, needs), make_spec(spec.mesh, spec.placements, (*shaped.shape, size), shaped.sizes)
+
+
+@sharded(_T.unfold)
+def unfold(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
+    def call(x: ShardTensor, dimension: int, size: int, step: int) -> Any:
+        dim = dim_of(x, dimension)
+        if not 0 < size <= x.shape[dim] or step < 1:
+            raise ValueError(f"unfold: windows of {size}, {step} apart, of dim {dim}, which has {x.shape[dim]}")
+        local, spec = operand(x)
+        if dim not in spec.mesh_dim_of:
+            count = (x.shape[dim] - size) // step + 1
+            out = _sized(spec, dim, count)
+            return wrap(local.unfold(dim, size, step), out.with_shape(torch.Size((*out.shape, size))))
+        plan, out = _windows(spec, dim, size, step)
+        needed = exchange(local, plan, spec.mesh.communicator(spec.mesh_dim_of[dim]), dim)
+        if needed.shape[dim]:
+            return wrap(needed.unfold(dim, size, step), out)
+        return wrap(linked(needed.new_zeros(out.local_shape), needed), out)
+
+    return call(*args, **kwargs)
+
+
+def _pair(x: Any) -> tuple[int, int]:
+    return (x, x) if isinstance(x, int) else (x[0], x[-1])
+
+
+@sharded(F.unfold)
+def image_windows(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
+    def call(input: ShardTensor, kernel_size: Any, dilation: Any = 1, padding: Any = 0, stride: Any = 1) -> Any:
+        kernel, dilations, pads, strides = (_pair(each) for each in (kernel_size, dilation, padding, stride))
+        x = F.pad(input, (pads[1], pads[1], pads[0], pads[0])) if any(pads) else input
+        first = x.dim() - 2
+        for i in range(2):
+            x = x.unfold(first + i, (kernel[i] - 1) * dilations[i] + 1, strides[i])
+        x = x[..., :: dilations[0], :: dilations[1]]
+        batch = range(first - 1)
+        x = x.permute(*batch, first - 1, first + 2, first + 3, first, first + 1)
+        return x.reshape(*x.shape[: first - 1], -1, x.shape[-2] * x.shape[-1])
+
+    return call(*args, **kwargs)
+
+
+# --- triangles and grids
+
+
+@sharded(torch.tril, _T.tril, torch.triu, _T.triu)
+def triangle(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
+    def call(input: ShardTensor, diagonal: int = 0) -> Any:
+        local, spec = local_of(input), input._spec
+        return wrap(func(local, diagonal + spec.offsets[-2] - spec.offsets[-1]), spec)
+
+    return call(*args, **kwargs)
+
+
+@sharded(torch.meshgrid)
+def meshgrid(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
+    def call(*tensors: Any, indexing: str = "ij") -> Any:
+        tensors = tuple(tensors[0]) if isinstance(tensors[0], (list, tuple)) else tensors
+        shape = [x.numel() for x in tensors]
+        grids = []
+        for i, x in enumerate(tensors):
+            x = x.reshape(-1)[(None,) * i + (slice(None),) + (None,) * (len(tensors) - 1 - i)]
+            x = x.expand(shape)
+            grids.append(x.transpose(0, 1) if indexing == "xy" and len(tensors) > 1 else x)
+        return tuple(grids)
+
+    return call(*args, **kwargs)

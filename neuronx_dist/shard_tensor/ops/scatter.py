@@ -1,0 +1,194 @@
+"""Writing at positions: scatter, scatter_add, index_add, index_copy, index_fill, index_put, and x[..] = y.
+
+Where the dim that is written to is sharded, every rank has the index and the values, and writes what it owns. Sums of
+values that are larger than the tensor, and sharded, are added up by each rank, and these sums are reduced. The result
+has the layout of the tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ..handlers import sharded
+from ..labels import Labels, inside
+from ..redistribute import redistributed
+from ..tensor import ShardTensor, gradient_spec, local_of
+from .indexing import check_positions, expanded, in_layout_of, is_basic, own_positions, shortened
+from .select import dim_of
+from .views import sliced
+
+__all__: list[str] = []
+
+_T = torch.Tensor
+
+
+def _written(*arguments: Any) -> Labels:
+    """Operands: the tensor, the index, and values (None: a number). `rows`: the index is of one dim."""
+    x, index, values, dim, rows, is_sum = arguments
+    if not x:
+        one = [("index",) * len(each or ()) for each in (index, values)]
+        return Labels([(), *one], (), frozenset(("index",)))
+    names = tuple(range(len(x)))
+    own = (*names[:dim], "written", *names[dim + 1 :])
+    entries = (*names[:dim], "index", *names[dim + 1 :])
+    if not rows:
+        entries = tuple(name if d == dim or index[d] == x[d] else ("part", d) for d, name in enumerate(entries))
+    parts = {d for d in names if d != dim and entries[d] != d}
+    own = tuple(("cut", d) if d in parts else name for d, name in enumerate(own))
+    whole = {("part", d) for d in parts} | {("cut", d) for d in parts} | (set() if is_sum else {"index"})
+    operands = [own, ("index",) if rows else entries, () if values is None else entries]
+    return Labels(operands, own, frozenset(whole), added=frozenset((0,)))
+
+
+def _write(
+    func: Callable[..., Any], x: Any, dim: int, index: Any, values: Any, rows: bool, is_sum: bool, **options: Any
+) -> Any:
+    """`func(x, dim, index, values)` with what each rank owns; another index than its own is an additional row."""
+    dim = dim_of(x, dim)
+    if not rows and x.dim() == index.dim() and isinstance(x, ShardTensor):
+        for d in x._spec.mesh_dim_of:
+            if d != dim and index.shape[d] != x.shape[d]:
+                raise ValueError(
+                    f"{func.__name__}: an index of {index.shape[d]} along dim {d} for a tensor of {x.shape[d]}, which "
+                    "is sharded there: x.narrow() the part that is written first, or redistribute() x"
+                )
+    tensor = values if isinstance(values, torch.Tensor) and values.dim() else None
+    (local, positions, own), spec = inside(_written, (x, index, tensor), dim, rows, is_sum)
+    check_positions(positions, x.shape[dim], dim)
+    m = x._spec.mesh_dim_of.get(dim) if isinstance(x, ShardTensor) else None
+    own = values if own is None else own
+    if m is None or m not in dict(spec.sharded) or spec.mesh_dim_of.get(dim) != m:
+        return in_layout_of(func(local, dim, positions, own, **options), spec, x, lambda d: d)
+    size = local.shape[dim]
+    positions, owned = own_positions(positions, x._spec.offsets[dim], size)
+    positions = torch.where(owned, positions, size)
+    padded = torch.cat([local, local.new_zeros((*local.shape[:dim], 1, *local.shape[dim + 1 :]))], dim)
+    return in_layout_of(func(padded, dim, positions, own, **options).narrow(dim, 0, size), spec, x, lambda d: d)
+
+
+def _scatter(func: Callable[..., Any], name: str) -> Callable[..., Any]:
+    def scatter(input: Any, dim: int, index: Any, src: Any = None, *reduce: Any, **options: Any) -> Any:
+        values = options.pop("value", src) if src is None else src
+        if reduce:
+            options["reduce"] = reduce[0]
+        values = shortened(values, index.shape, None) if isinstance(values, torch.Tensor) else values
+        return _write(func, input, dim, index, values, False, name == "scatter_add", **options)
+
+    return scatter
+
+
+def _index_write(func: Callable[..., Any], name: str) -> Callable[..., Any]:
+    def write(input: Any, dim: int, index: Any, source: Any = None, *mode: Any, **options: Any) -> Any:
+        values = options.pop("value", source) if source is None else source
+        if mode:
+            options["reduce"] = mode[0]
+        return _write(func, input, dim, index, values, True, name == "index_add", **options)
+
+    return write
+
+
+def _handler(call: Callable[..., Any], in_place: bool) -> Callable[..., Any]:
+    def handler(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
+        if in_place and not isinstance(args[0], ShardTensor):
+            raise ValueError(
+                f"{func.__name__} would write a ShardTensor's values into a plain tensor of shape "
+                f"{tuple(args[0].shape)}: distribute it first, or use the form that returns a tensor"
+            )
+        result = call(*args, **kwargs)
+        return args[0].copy_(result) if in_place else result
+
+    return handler
+
+
+for _make, _names in (
+    (_scatter, ("scatter", "scatter_add", "scatter_reduce")),
+    (_index_write, ("index_add", "index_copy", "index_fill", "index_reduce")),
+):
+    for _name in _names:
+        _call = _make(getattr(torch, _name), _name)
+        sharded(getattr(torch, _name), getattr(_T, _name))(_handler(_call, False))
+        sharded(getattr(_T, f"{_name}_"))(_handler(_call, True))
+
+
+@sharded(torch.index_put, _T.index_put, _T.index_put_)
+def index_put(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
+    def call(input: Any, indices: Sequence[Any], values: Any, accumulate: bool = False) -> Any:
+        if len(indices) != 1 or indices[0].dtype is torch.bool:
+            raise NotImplementedError("index_put of ShardTensors takes one index of positions: use masks with where()")
+        (index,) = indices
+        index = torch.where(index < 0, index + input.shape[0], index)
+        values = torch.broadcast_to(values, (*index.shape, *input.shape[1:]))
+        index, values = index.reshape(-1), values.reshape(-1, *input.shape[1:])
+        result = (torch.index_add if accumulate else torch.index_copy)(input, 0, index, values)
+        return input.copy_(result) if func is _T.index_put_ else result
+
+    return call(*args, **kwargs)
+
+
+@sharded(_T.__setitem__)
+def setitem(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> None:
+    """`x[slices, ints] = value`: each rank writes what it owns. Masks with a number, and one index at the first dim."""
+    x, index, value = args
+    if not isinstance(x, ShardTensor):
+        raise ValueError(
+            f"x[..] = y of a ShardTensor in a plain x of shape {tuple(x.shape)}: distribute x, or take y.full_tensor()"
+        )
+    entries = expanded(index, x.dim())
+    if len(entries) == 1 and isinstance(entries[0], torch.Tensor):
+        (only,) = entries
+        if only.dtype is torch.bool:
+            if isinstance(value, torch.Tensor) and value.dim():
+                raise NotImplementedError("x[mask] = y: which elements of y go where is data; use torch.where()")
+            mask = only[(..., *[None] * (x.dim() - only.dim()))]
+            x.copy_(torch.where(mask, value, x))
+        else:
+            value = value if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=x.dtype, device=x.device)
+            index_put(_T.index_put_, types, (x, (only,), value), {})
+        return
+    if not is_basic(entries):
+        raise NotImplementedError("x[index, ..] = y: use one index at the first dim, index_copy or scatter")
+    if x._spec.partial:
+        raise ValueError(f"x[..] = y on {x._spec.placements}: redistribute() the tensor to Replicate first")
+    if x.requires_grad and x.is_leaf and torch.is_grad_enabled():
+        raise RuntimeError("x[..] = y on a leaf that requires gradients: x.clone() first, or torch.no_grad()")
+    _set_slices(x, [each for each in entries if each is not None], value, index)
+
+
+def _set_slices(x: ShardTensor, entries: Sequence[Any], value: Any, index: Any) -> None:
+    part, cut = x, []  # of the local tensor; ints stay dims of one
+    for dim, each in enumerate(entries):
+        if isinstance(each, int):
+            if not -x.shape[dim] <= each < x.shape[dim]:
+                raise IndexError(f"index {each} is out of bounds for dim {dim} with size {x.shape[dim]}")
+            each = slice(each % x.shape[dim], each % x.shape[dim] + 1)
+        part = sliced(part, dim, *each.indices(x.shape[dim]))
+        cut.append(each)
+    target = local_of(x)
+    for dim, each in enumerate(cut):
+        target = target[(slice(None),) * dim + (_local_slice(x, dim, each),)]
+    if isinstance(value, torch.Tensor) and value.dim():
+        shape = [size for size, each in zip(part.shape, [*entries, *[slice(None)] * x.dim()]) if type(each) is not int]
+        if value.dim() > len(shape):
+            value = value.reshape(value.shape[value.dim() - len(shape) :])
+        value = value.expand(shape)
+        for dim, each in enumerate(entries):
+            value = value.unsqueeze(dim) if type(each) is int else value
+    if isinstance(value, ShardTensor):
+        value = redistributed(local_of(value), value._spec, gradient_spec(part._spec))
+    elif isinstance(value, torch.Tensor) and value.dim():
+        value = value[
+            tuple(slice(offset, offset + size) for offset, size in zip(part._spec.offsets, part._spec.local_shape))
+        ]
+    target.copy_(value if isinstance(value, torch.Tensor) else torch.as_tensor(value, device=target.device))
+
+
+def _local_slice(x: ShardTensor, dim: int, each: slice) -> slice:
+    """What a rank writes of a slice of the whole dim."""
+    start, stop, step = each.indices(x.shape[dim])
+    offset, size = x._spec.offsets[dim], x._spec.local_shape[dim]
+    first = start if offset <= start else start + -(-(offset - start) // step) * step
+    low, high = first - offset, min(max(start, stop) - offset, size)
+    return slice(low, high, step) if low < high else slice(0, 0)

@@ -1,0 +1,248 @@
+"""topk, extremes with their positions, sorting.
+
+Along a sharded dim candidates travel, (value, global index), and not the tensor: each rank proposes k, or all that it
+has. For `topk` they go to the rank that owns the row in the result, which is sharded along another dim if one is long
+enough; `max(dim)` and `argmax` propose one and give each rank the result, as `amax` does. Of equal candidates the one
+with the smaller index is taken. Sorting needs every element: the tensor is sharded along another dim (all to all;
+gathered if there is none), sorted, and brought back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ..fetch import position_type
+from ..handlers import FUNCTIONS, UNHANDLED, sharded
+from ..labels import planned
+from ..placements import Placement, Replicate, Shard
+from ..redistribute import redistributed
+from ..spec import ShardTensorSpec, make_spec
+from ..tensor import ShardTensor, wrap
+from .reduce import operand, reduced
+
+__all__: list[str] = []
+
+_T = torch.Tensor
+
+
+def dim_of(x: torch.Tensor, dim: int) -> int:
+    """`dim`, counted from the front.
+
+    Raises:
+        IndexError: the tensor has no such dim.
+    """
+    ndim = max(1, x.dim())
+    if not -ndim <= dim < ndim:
+        raise IndexError(f"dim {dim} is none of a tensor of {x.dim()} dims")
+    return dim % ndim
+
+
+@planned
+def elsewhere(spec: ShardTensorSpec, dim: int) -> ShardTensorSpec:
+    """The layout without shards of `dim`: of the longest other dim that is not sharded, or whole if all are short."""
+    m = spec.mesh_dim_of.get(dim)
+    if m is None:
+        return spec
+    free = [d for d in range(len(spec.shape)) if d != dim and d not in spec.mesh_dim_of]
+    longest = max(free, key=lambda d: spec.shape[d], default=None)
+    placements: list[Placement] = list(spec.placements)
+    sizes = list(spec.sizes)
+    fits = longest is not None and spec.shape[longest] >= spec.mesh.shape[m]
+    placements[m], sizes[m] = Shard(longest) if fits else Replicate(), None  # type: ignore[arg-type]
+    return make_spec(spec.mesh, placements, spec.shape, sizes)
+
+
+@planned
+def _proposed(spec: ShardTensorSpec, dim: int, k: int) -> ShardTensorSpec:
+    """The layout of the candidates of all ranks: of a dim as long as all together, each rank's where its shard is."""
+    m = spec.mesh_dim_of[dim]
+    counts = tuple(min(k, size) for size in spec.sizes[m] or ())
+    shape = (*spec.shape[:dim], sum(counts), *spec.shape[dim + 1 :])
+    return make_spec(spec.mesh, spec.placements, shape, [counts if i == m else own for i, own in enumerate(spec.sizes)])
+
+
+@planned
+def _whole(spec: ShardTensorSpec, dim: int) -> ShardTensorSpec:
+    placements = [Replicate() if isinstance(p, Shard) and p.dim == dim else p for p in spec.placements]
+    return make_spec(spec.mesh, placements, spec.shape, spec.sizes)
+
+
+def _gathered(
+    values: torch.Tensor,
+    indices: torch.Tensor,
+    spec: ShardTensorSpec,
+    dim: int,
+    k: int,
+    layout: Callable[[ShardTensorSpec, int], ShardTensorSpec],
+) -> tuple[torch.Tensor, torch.Tensor, ShardTensorSpec]:
+    """All ranks' candidates, in the order of ranks, and their layout. Indices are those of the shard before."""
+    proposed = _proposed(spec, dim, k)
+    target = layout(proposed, dim)
+    indices = (indices + spec.offsets[dim]).to(position_type(spec.shape[dim]))
+    indices = redistributed(indices, proposed, target)
+    return redistributed(values, proposed, target), indices.to(torch.int64), target
+
+
+def _resized(spec: ShardTensorSpec, dim: int, size: int) -> ShardTensorSpec:
+    return make_spec(spec.mesh, spec.placements, (*spec.shape[:dim], size, *spec.shape[dim + 1 :]), spec.sizes)
+
+
+@sharded(torch.topk, _T.topk)
+def topk(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
+    def call(input: ShardTensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
+        dim = dim_of(input, dim)
+        if input.dim() and not 0 <= k <= input.shape[dim]:
+            raise ValueError(f"topk: k={k} of dim {dim}, which has {input.shape[dim]} elements")
+        local, spec = operand(input)
+        if dim not in spec.mesh_dim_of:
+            values, indices = torch.topk(local, k, dim, largest, sorted)
+            out = _resized(spec, dim, k) if input.dim() else spec
+        else:
+            values, indices = torch.topk(local, min(k, local.shape[dim]), dim, largest)
+            values, indices, out = _gathered(values, indices, spec, dim, k, elsewhere)
+            indices, order = indices.sort(dim=dim)
+            values, order = values.gather(dim, order).sort(dim=dim, descending=largest, stable=True)
+            values, indices = values.narrow(dim, 0, k), indices.gather(dim, order.narrow(dim, 0, k))
+            out = _resized(out, dim, k)
+        return torch.return_types.topk((wrap(values, out), wrap(indices, out)))
+
+    return call(*args, **kwargs)
+
+
+# --- extremes and where they are
+
+_MAXIMA = frozenset((torch.max, _T.max, torch.argmax, _T.argmax))
+
+
+def extreme_along(x: ShardTensor, dim: int, keepdim: bool, maximum: bool) -> tuple[ShardTensor, ShardTensor]:
+    """The extreme along a dim and its first position."""
+    dim = dim_of(x, dim)
+    if x.dim() and not x.shape[dim]:
+        raise IndexError(f"a maximum or minimum of dim {dim}, which has no elements")
+    best = torch.max if maximum else torch.min
+    local, spec = operand(x)
+    out = reduced(spec, dim, keepdim).spec
+    if dim not in spec.mesh_dim_of:
+        values, indices = best(local, dim, keepdim)
+        return wrap(values, out), wrap(indices, out)
+    if local.shape[dim]:
+        values, indices = best(local, dim, True)
+    else:
+        values, indices = local, torch.zeros_like(local, dtype=torch.int64)
+    values, indices, _ = _gathered(values, indices, spec, dim, 1, _whole)
+    values, chosen = best(values, dim, True)
+    indices = indices.gather(dim, chosen)
+    return wrap(values.reshape(out.local_shape), out), wrap(indices.reshape(out.local_shape), out)
+
+
+_of_all_or_two = FUNCTIONS[torch.max]
+
+
+@sharded(torch.max, _T.max, torch.min, _T.min)
+def max_along(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
+    """Of one dim; all others are of all elements, or of two tensors."""
+    if not (isinstance(args[1], int) if len(args) > 1 else "dim" in kwargs):
+        return _of_all_or_two(func, types, args, kwargs)
+
+    def call(input: ShardTensor, dim: int, keepdim: bool = False) -> Any:
+        maximum = func in _MAXIMA
+        pair = extreme_along(input, dim, keepdim, maximum)
+        return torch.return_types.max(pair) if maximum else torch.return_types.min(pair)
+
+    return call(*args, **kwargs)
+
+
+@sharded(torch.argmax, _T.argmax, torch.argmin, _T.argmin)
+def argmax(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
+    def call(input: ShardTensor, dim: int | None = None, keepdim: bool = False) -> Any:
+        maximum = func in _MAXIMA
+        with torch.no_grad():
+            if dim is not None:
+                return extreme_along(input, dim, keepdim, maximum)[1]
+            return _position_of_all(input, keepdim, maximum)
+
+    return call(*args, **kwargs)
+
+
+def _position_of_all(x: ShardTensor, keepdim: bool, maximum: bool) -> torch.Tensor:
+    """The first position of the extreme in the flattened tensor: along one dim after the other, from the last."""
+    if not x.numel():
+        raise IndexError(f"a maximum or minimum of a tensor of shape {tuple(x.shape)}, which has no elements")
+    values, position = x, None
+    stride = 1
+    for dim in reversed(range(x.dim())):
+        values, along = extreme_along(values, dim, True, maximum)
+        before = along * stride
+        position = before if position is None else torch.gather(position, dim, along) + before
+        stride *= x.shape[dim]
+    if position is None:
+        return wrap(torch.zeros_like(x._local, dtype=torch.int64), x._spec)
+    return position if keepdim else position.reshape(())
+
+
+# --- what needs every element of a dim
+
+
+def _along(func: Callable[..., Any], x: ShardTensor, dim: int, /, *others: Any, **options: Any) -> list[Any]:
+    """`func` of `x` in a layout without shards of `dim`; of its results those of the same shape are brought back."""
+    local, spec = operand(x)
+    moved = elsewhere(spec, dim)
+    results = func(redistributed(local, spec, moved), *others, **options)
+    wrapped = []
+    for each in results if isinstance(results, (tuple, list)) else [results]:
+        if each.shape == moved.local_shape:
+            wrapped.append(wrap(redistributed(each, moved, spec), spec))
+        else:
+            wrapped.append(wrap(each, reduced(moved, dim, each.dim() == x.dim()).spec))
+    return wrapped
+
+
+@sharded(torch.sort, _T.sort, torch.argsort, _T.argsort)
+def sort(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
+    def call(input: ShardTensor, dim: int = -1, descending: bool = False, stable: bool = False) -> Any:
+        options = {"dim": dim, "descending": descending, "stable": stable}
+        if func in (torch.argsort, _T.argsort):
+            return _along(torch.argsort, input, dim_of(input, dim), **options)[0]
+        return _named(torch.sort, _along(torch.sort, input, dim_of(input, dim), **options))
+
+    return call(*args, **kwargs)
+
+
+@sharded(torch.msort, _T.msort)
+def msort(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
+    return sort(torch.sort, types, (*args, 0), kwargs)[0]
+
+
+@sharded(torch.cummax, _T.cummax, torch.cummin, _T.cummin)
+def cumulative(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
+    def call(input: ShardTensor, dim: int, **options: Any) -> Any:
+        results = _along(func, input, dim_of(input, dim), dim, **options)
+        return _named(func, results)
+
+    return call(*args, **kwargs)
+
+
+@sharded(
+    *(torch.median, _T.median, torch.nanmedian, _T.nanmedian, torch.mode, _T.mode),
+    *(torch.kthvalue, _T.kthvalue),
+)
+def median(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
+    """Along a dim. `median()` of all elements has no handler."""
+    name = func.__name__
+    if name.endswith("median") and len(args) + len(kwargs) == 1:
+        return FUNCTIONS[UNHANDLED](func, types, args, kwargs)
+
+    def kth(input: ShardTensor, k: int, dim: int = -1, keepdim: bool = False) -> Any:
+        return _along(func, input, dim_of(input, dim), k, dim, keepdim)
+
+    def call(input: ShardTensor, dim: int = -1, keepdim: bool = False) -> Any:
+        return _along(func, input, dim_of(input, dim), dim, keepdim)
+
+    return _named(func, (kth if name == "kthvalue" else call)(*args, **kwargs))
+
+
+def _named(func: Callable[..., Any], pair: Sequence[torch.Tensor]) -> Any:
+    return getattr(torch.return_types, func.__name__)(tuple(pair))

@@ -1,0 +1,157 @@
+"""Nearest neighbours of points, by rings: the points travel around, and every rank keeps its queries.
+
+No rank ever holds more than two shards of the points, and the distances of its queries to one.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from .handlers import check_promotion
+from .labels import planned
+from .placements import Placement, Replicate, Shard
+from .redistribute import redistributed
+from .ring import RingPassingConfig, perform_ring_iteration_async
+from .spec import ShardTensorSpec, make_spec
+from .tensor import ShardTensor, local_of, wrap
+
+__all__ = ["Neighbours", "knn", "radius_search"]
+
+
+class Neighbours(NamedTuple):
+    """The neighbours of m queries, in the layout of the queries.
+
+    Attributes:
+        indices: [m, k], of points; -1 where `radius_search` found fewer.
+        distances: [m, k], ascending, differentiable; infinite where there is none.
+        points: [m, k, d], differentiable; 0 where there is none.
+    """
+
+    indices: torch.Tensor
+    distances: torch.Tensor
+    points: torch.Tensor
+
+
+def knn(x: Any, y: Any, k: int) -> Neighbours:
+    """The `k` points of `x` that are nearest to each point of `y`; of equal distances the one with the smaller index.
+
+    Args:
+        x: points, [n, d]; plain, or sharded in shards of any sizes.
+        y: queries, [m, d]; the same. Those that every rank has are split among the ranks of sharded points.
+
+    Raises:
+        ValueError: shapes that do not fit, or fewer than `k` points; on all ranks.
+    """
+    if x.dim() != 2 or y.dim() != 2 or x.shape[1] != y.shape[1]:
+        raise ValueError(f"knn: points {tuple(x.shape)} and queries {tuple(y.shape)} must be [n, d] and [m, d]")
+    if not 0 < k <= x.shape[0]:
+        raise ValueError(f"knn: k={k} of {x.shape[0]} points")
+    if isinstance(x, ShardTensor) or isinstance(y, ShardTensor):
+        x, y = _in_rows(x, y)
+    with torch.no_grad():
+        indices = _ring(x.detach(), y.detach(), k)
+    points = x[indices]
+    return Neighbours(indices, torch.linalg.vector_norm(points - y.unsqueeze(1), dim=-1), points)
+
+
+def radius_search(x: Any, y: Any, radius: float, max_points: int) -> Neighbours:
+    """The points of `x` within `radius` of each point of `y`; the nearest `max_points`, where there are more.
+
+    Raises:
+        ValueError: a negative radius or number of points, and those of `knn`.
+    """
+    if radius < 0 or max_points < 1:
+        raise ValueError(f"radius_search: radius={radius}, max_points={max_points}: 0 or more, and 1 or more")
+    indices, distances, points = knn(x, y, min(max_points, x.shape[0]))
+    found = distances.detach() <= radius
+    return Neighbours(
+        torch.where(found, indices, -1),
+        torch.where(found, distances, float("inf")),
+        torch.where(found.unsqueeze(-1), points, 0.0),
+    )
+
+
+def _in_rows(x: Any, y: Any) -> tuple[ShardTensor, ShardTensor]:
+    """Points and queries that are sharded by rows alone; queries over the ranks of the points where they are free."""
+    mesh = next(each._spec.mesh for each in (x, y) if isinstance(each, ShardTensor))
+    if any(isinstance(each, ShardTensor) and each._spec.mesh is not mesh for each in (x, y)):
+        raise ValueError(f"knn: points on {x._spec.mesh}, queries on {y._spec.mesh}: redistribute(mesh) one of them")
+    both = []
+    for each in (x, y):
+        if not isinstance(each, ShardTensor):
+            check_promotion(each, "knn")
+            each = wrap(each, make_spec(mesh, None, each.shape))
+        both.append(each)
+    x, y = both
+    points, queries = _layouts(x._spec, y._spec)
+    return tuple(
+        wrap(redistributed(local_of(each), each._spec, spec), spec) for each, spec in ((x, points), (y, queries))
+    )  # type: ignore[return-value]
+
+
+@planned
+def _layouts(points: ShardTensorSpec, queries: ShardTensorSpec) -> tuple[ShardTensorSpec, ShardTensorSpec]:
+    def by_rows(spec: ShardTensorSpec) -> list[Placement]:
+        return [p if isinstance(p, Shard) and p.dim == 0 else Replicate() for p in spec.placements]
+
+    x, y = by_rows(points), by_rows(queries)
+    sizes = list(queries.sizes)
+    m = points.mesh_dim_of.get(0)
+    if m is not None and not any(isinstance(each, Shard) for each in y):
+        y[m], sizes[m] = Shard(0), None
+    return (
+        make_spec(points.mesh, x, points.shape, points.sizes),
+        make_spec(queries.mesh, y, queries.shape, sizes),
+    )
+
+
+def _nearest(distances: torch.Tensor, indices: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The `k` smallest of candidates, which of equal distances are in the order of their indices."""
+    distances, order = distances.sort(dim=1, stable=True)
+    return distances[:, :k], indices.gather(1, order[:, :k])
+
+
+def _ring(x: Any, y: Any, k: int) -> Any:
+    """The indices of the nearest points, [m, k]; the points of the other ranks come one shard after the other."""
+    queries = y._local if isinstance(y, ShardTensor) else y
+    block = x._local if isinstance(x, ShardTensor) else x
+    m = x._spec.mesh_dim_of.get(0) if isinstance(x, ShardTensor) else None
+    if m is None:
+        _, indices = _block(queries, block, 0, k)
+        return wrap(indices, _result(y._spec, k)) if isinstance(y, ShardTensor) else indices
+    spec = x._spec
+    sizes, group = spec.sizes[m] or (), spec.mesh.communicator(m)
+    count, own = group.size, int(group.rank)
+    none = queries.new_empty((len(queries), 0))
+    best = none, none.to(torch.int64)
+    for iteration in range(count):
+        source = (own - iteration) % count
+        passing = None
+        if iteration < count - 1:
+            shape = (sizes[(source - 1) % count], spec.shape[1])
+            passing = perform_ring_iteration_async(block, spec.mesh, RingPassingConfig(m), recv_shape=shape)
+        candidates = _block(queries, block, sum(sizes[:source]), k)
+        best = _merged(best, candidates, k)
+        if passing is not None:
+            block = passing.wait()
+    return wrap(best[1], _result(y._spec, k))
+
+
+def _block(queries: torch.Tensor, points: torch.Tensor, offset: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    distances = torch.cdist(queries, points, compute_mode="donot_use_mm_for_euclid_dist")
+    nearest, indices = distances.topk(min(k, len(points)), 1, largest=False)
+    return nearest, indices + offset
+
+
+def _merged(
+    one: tuple[torch.Tensor, torch.Tensor], other: tuple[torch.Tensor, torch.Tensor], k: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    distances, indices = (torch.cat(pair, 1) for pair in zip(one, other))
+    indices, order = indices.sort(1)
+    return _nearest(distances.gather(1, order), indices, k)
+
+
+def _result(spec: ShardTensorSpec, k: int) -> ShardTensorSpec:
+    return spec.with_shape(torch.Size((spec.shape[0], k)))

@@ -1,0 +1,52 @@
+"""Placements as XLA's compiler takes them: a partition spec, and back.
+
+GSPMD names, for every dim of a tensor, the mesh axis that shards it, or None. It cuts a dim into equal parts, so that
+only even shards have one; a Partial has none.
+
+    mark_sharding(x, xla_mesh, partition_spec(spec))        # torch_xla.distributed.spmd
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .placements import Placement, Replicate, Shard, checked_placements
+from .spec import ShardTensorSpec
+
+__all__ = ["partition_spec", "placements_of"]
+
+
+def partition_spec(spec: ShardTensorSpec) -> tuple[int | None, ...]:
+    """For each tensor dim the mesh dim that shards it, or None.
+
+    Raises:
+        ValueError: shards of different sizes, or a Partial.
+    """
+    for m in spec.partial:
+        raise ValueError(f"partition_spec: {spec.placements[m]} on mesh dim {m} has none: redistribute() it first")
+    for m, dim in spec.sharded:
+        if len(set(spec.sizes[m] or ())) > 1:
+            raise ValueError(
+                f"partition_spec: dim {dim} has shards of {list(spec.sizes[m] or ())}, and XLA's are equal: pad the "
+                f"dim to a multiple of {spec.mesh.shape[m]}, or redistribute() it"
+            )
+    return tuple(spec.mesh_dim_of.get(dim) for dim in range(len(spec.shape)))
+
+
+def placements_of(partition: Sequence[int | None], mesh_ndim: int) -> tuple[Placement, ...]:
+    """The placements that a partition spec stands for, one for each mesh dim.
+
+    Raises:
+        ValueError: a mesh dim that there is not, or that shards two dims.
+    """
+    placements: list[Placement] = [Replicate()] * mesh_ndim
+    for dim, mesh_dim in enumerate(partition):
+        if mesh_dim is None:
+            continue
+        if not 0 <= mesh_dim < mesh_ndim or isinstance(placements[mesh_dim], Shard):
+            raise ValueError(
+                f"partition spec {tuple(partition)}: {mesh_dim} for dim {dim} must be one of {mesh_ndim} mesh dims, "
+                "each for one dim of the tensor"
+            )
+        placements[mesh_dim] = Shard(dim)
+    return checked_placements(placements, mesh_ndim, len(partition))

@@ -1,0 +1,114 @@
+"""What selection along sharded dims communicates, and what is refused on all ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from neuronx_dist import comm
+from neuronx_dist.shard_tensor import Replicate, Shard, distribute_tensor, fallback
+from neuronx_dist.shard_tensor.points import knn, radius_search
+from tests.shard_tensor.support.cases import on_ranks
+
+
+def sharded(x, mesh, dim=0, sizes=None):
+    return distribute_tensor(x, mesh, [Shard(dim)], sizes=[sizes], src=None)
+
+
+def traffic(calls):
+    return [(call.verb, call.bytes) for call in calls]
+
+
+@pytest.mark.parametrize(
+    "function, expected",
+    [
+        (lambda x: x.topk(2, 0), [("all_gather", 3 * 2 * 4), ("all_gather", 3 * 2 * 8)]),
+        (lambda x: x.max(0), [("all_gather", 3 * 4), ("all_gather", 3 * 8)]),
+        (lambda x: x[torch.tensor([1, 2, 1])], [("all_reduce", 3 * 8)]),
+        (lambda x: x.index_fill(0, torch.tensor([5]), 1.0), []),
+        (lambda x: x.roll(1, 0), [("exchange", 8)]),
+        (lambda x: torch.cat([x, x]), [("exchange", 2 * 4 * 8)]),
+        (lambda x: x.unfold(0, 3, 1), [("exchange", 2 * 8)]),
+        (lambda x: x.diff(), [("exchange", 8)]),
+    ],
+    ids=["topk", "max", "index", "scatter", "roll", "cat", "unfold", "diff"],
+)
+def test_what_travels(function, expected):
+    def rank(mesh):
+        x = sharded(torch.arange(12.0, dtype=torch.float64), mesh)
+        with fallback("error"), comm.record() as calls:
+            function(x)
+        return traffic(calls)
+
+    assert max(on_ranks(3, rank), key=lambda calls: sum(size for _, size in calls)) == expected
+
+
+def test_of_equal_elements_the_first_is_taken():
+    def rank(mesh):
+        x = sharded(torch.tensor([1.0, 7, 2, 7, 7, 0]), mesh, sizes=(1, 3, 2))
+        assert x.max(0).indices.item() == x.argmax().item() == 1
+        assert x.topk(3, 0).indices.full_tensor().tolist() == [1, 3, 4]
+        y = sharded(torch.ones(6, 1), mesh, sizes=(1, 3, 2))
+        assert knn(y, y, 2).indices.full_tensor().tolist() == [[0, 1]] * 6
+
+    on_ranks(3, rank)
+
+
+def test_a_ring_moves_each_shard_of_the_points_around():
+    def rank(mesh):
+        x, y = (sharded(torch.arange(3.0 * count).view(count, 3), mesh) for count in (12, 6))
+        with comm.record() as calls:
+            knn(x, y, 2)
+        return traffic(calls)[:2], [call.verb for call in calls][2:]
+
+    assert on_ranks(3, rank) == [([("exchange", 4 * 3 * 4)] * 2, ["all_gather", "exchange", "exchange"])] * 3
+
+
+def test_a_radius_without_enough_points():
+    def rank(mesh):
+        x = sharded(torch.tensor([[0.0], [1], [5]]), mesh, sizes=(0, 3))
+        found = radius_search(x, sharded(torch.tensor([[0.5], [9.0]]), mesh), 1.0, 3)
+        assert found.indices.full_tensor().tolist() == [[0, 1, -1], [-1, -1, -1]]
+        assert found.distances.full_tensor().tolist() == [[0.5, 0.5, float("inf")], [float("inf")] * 3]
+
+    on_ranks(2, rank)
+
+
+REFUSED = [
+    (ValueError, "topk: k=9 of dim 0, which has 8", lambda x, i: x.topk(9, 0)),
+    (IndexError, "dim 2 is none of a tensor of 2 dims", lambda x, i: x.argmax(2)),
+    (IndexError, "from 1 to 8 for dim 0, which has 8", lambda x, i: x[torch.tensor([1, 8])]),
+    (IndexError, "outside of a dim of 8 elements: {1: 1}", lambda x, i: x[i]),
+    (IndexError, "from 9 to 9 for dim 0", lambda x, i: F.embedding(torch.tensor([9]), x)),
+    (NotImplementedError, "no max_norm", lambda x, i: F.embedding(i, x, max_norm=1.0)),
+    (ValueError, "interleaved; redistribute", lambda x, i: x.mT[(x > 0).mT]),
+    (ValueError, "narrow", lambda x, i: x.scatter(1, torch.zeros(2, 1, dtype=torch.int64), 1.0)),
+    (ValueError, "plain x", lambda x, i: torch.zeros(8, 3).__setitem__(slice(0, 8), x)),
+    (NotImplementedError, "torch.where", lambda x, i: x.__setitem__(x > 0, torch.ones(24))),
+    (ValueError, "roll: 2 shifts for 1 dims", lambda x, i: x.roll((1, 2), (0,))),
+    (ValueError, "windows of 9", lambda x, i: x.unfold(0, 9, 1)),
+    (ValueError, "k=9 of 8 points", lambda x, i: knn(x, x, 9)),
+    (ValueError, "must be [n, d] and [m, d]", lambda x, i: knn(x, i, 1)),
+    (ValueError, "radius=-1", lambda x, i: radius_search(x, x, -1.0, 2)),
+]
+
+
+@pytest.mark.parametrize("error, text, function", REFUSED, ids=[each[1] for each in REFUSED])
+def test_refusals_on_all_ranks(error, text, function):
+    def rank(mesh):
+        x = sharded(torch.ones(8, 3), mesh, sizes=(5, 3))
+        with pytest.raises(error) as caught:
+            function(x, sharded(torch.tensor([0, 1, 2, 8]), mesh))
+        return text in str(caught.value) or str(caught.value)
+
+    assert on_ranks(2, rank) == [True, True]
+
+
+def test_a_boolean_is_taken_from_the_rank_that_has_it():
+    def rank(mesh):
+        x = sharded(torch.tensor([True, False, True, True]), mesh)
+        y = x[distribute_tensor(torch.tensor([2, 1]), mesh, [Replicate()], src=None)]
+        assert y.dtype is torch.bool and y.full_tensor().tolist() == [True, False]
+
+    on_ranks(2, rank)

@@ -1,0 +1,67 @@
+"""`torch.compile` of functions and modules that get ShardTensors gives the results of eager ones."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from neuronx_dist import distributed
+from neuronx_dist.shard_tensor import Shard
+from tests.shard_tensor.support.cases import assert_close
+from tests.support.pool import processes
+
+pytestmark = [pytest.mark.process, pytest.mark.slow]
+
+
+def whole() -> torch.Tensor:
+    return torch.linspace(-1, 1, 4 * 7 * 3, dtype=torch.float64).view(4, 7, 3)
+
+
+def function(x: torch.Tensor) -> torch.Tensor:
+    y = torch.tanh(x) * 2
+    return (y @ y.transpose(-1, -2)).sum(0)
+
+
+def with_plain_work(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    w = torch.sin(w) * 2  # compiled
+    return (x * w).mean()
+
+
+def compiled() -> None:
+    mesh = distributed.init_device_mesh("cpu", (2,))
+    torch.manual_seed(0)
+    twin = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)).double()
+    module = torch.compile(twin, backend="eager")
+    xx = whole().requires_grad_()
+    twin(xx).square().mean().backward()
+    expected = [param.grad for param in twin.parameters()]
+    twin.zero_grad()
+    x = distributed.distribute_tensor(whole().requires_grad_(), mesh, [Shard(1)], sizes=[(5, 2)])
+    module(x).square().mean().backward()
+    assert_close(x.grad.full_tensor(), xx.grad, "gradient of the input")
+    for param, grad in zip(twin.parameters(), expected):
+        assert_close(param.grad, grad, "gradient of a weight")
+    result = torch.compile(function, backend="eager")(x)
+    assert result._spec is function(x)._spec
+    assert_close(result.full_tensor().detach(), function(xx).detach(), "function")
+    w = torch.linspace(1, 2, 3, dtype=torch.float64).requires_grad_()
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    loss = torch.compile(with_plain_work, backend=backend)(x, w)
+    loss.backward()
+    (grad,) = torch.autograd.grad(with_plain_work(whole(), w), w)
+    assert_close(w.grad, grad, "gradient of a plain operand")
+    assert graphs, "what lies between ShardTensors is compiled"
+    local = torch.compile(lambda x: x.to_local() + 1, backend="eager")(x)
+    assert_close(local.detach(), x.to_local().detach() + 1, "to_local")
+    whole_again = torch.compile(lambda x: x.redistribute(placements=[Shard(0)]).full_tensor(), backend="eager")(x)
+    assert_close(whole_again.detach(), whole(), "redistribute")
+
+
+def test_compiled_functions_and_modules():
+    processes(2).run(compiled, mesh={})

@@ -1,0 +1,97 @@
+"""docs/shard-tensor.md: its blocks run in order on 4 ranks, its table is what travels, its files are there."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from neuronx_dist.shard_tensor import Replicate, Shard, distribute_tensor, report
+from tests.shard_tensor.support.cases import on_ranks
+from tests.support.paths import ROOT
+
+PAGE = (ROOT / "docs" / "shard-tensor.md").read_text()
+TABLE = re.findall(
+    r"^\| `(.+?)` \| (.+?) \| (.+?) \|$", PAGE.partition("| function | forward |")[2].partition("\n\n")[0], re.M
+)
+
+
+def operands(mesh: Any) -> dict[str, Any]:
+    def part(*shape):
+        whole = torch.linspace(0, 1, torch.Size(shape).numel()).view(shape)
+        return distribute_tensor(whole.requires_grad_(), mesh, [Shard(2)], src=None)
+
+    def weight(*shape):
+        return torch.linspace(-1, 1, torch.Size(shape).numel()).view(shape).requires_grad_()
+
+    return {
+        **{name: part(1, 4, 16, 8) for name in "xts"},
+        "w": weight(4, 4, 3, 3),
+        "v": weight(8, 8),
+        "h": weight(16, 5),
+        "F": F,
+        "torch": torch,
+        "Shard": Shard,
+        "Replicate": Replicate,
+        "mesh": mesh,
+    }
+
+
+def told(r: Any) -> str:
+    """As the table says it: `1 exchange, 256`."""
+    verbs: dict[str, int] = {}
+    for each in r.calls:
+        verbs[each.call.verb] = verbs.get(each.call.verb, 0) + 1
+    counts = " + ".join(f"{count} {verb}" for verb, count in verbs.items())
+    return f"{counts}, {r.bytes:,}" if counts else "-"
+
+
+def traffic(code: str, mesh: Any) -> tuple[str, str]:
+    with report() as forward:
+        result = eval(code, operands(mesh))
+    with report() as backward:
+        if result.requires_grad:
+            result.backward(torch.ones_like(result))
+    assert not forward.gathers and not backward.gathers
+    for r in (forward, backward):
+        for total in r.by_op().values():
+            assert total.predicted in (0, total.planned)  # where there is a plan, it is what was sent
+    return told(forward), told(backward)
+
+
+@pytest.mark.parametrize(("code", "forward", "backward"), TABLE, ids=[row[0] for row in TABLE])
+def test_what_travels(code, forward, backward):
+    assert on_ranks(4, partial(traffic, code))[1] == (forward, backward)
+
+
+def test_the_table_is_read():
+    assert len(TABLE) >= 20
+
+
+def test_the_blocks_run_in_the_order_of_the_page():
+    blocks = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+
+    def run(mesh):
+        names: dict[str, Any] = {}
+        for number, block in enumerate(blocks):
+            exec(compile(block, f"docs/shard-tensor.md, block {number}", "exec"), names)
+
+    on_ranks(4, run)
+    assert len(blocks) == 6
+
+
+def test_the_files_that_it_names_are_there():
+    places = [
+        ROOT,
+        ROOT / "docs",
+        ROOT / "neuronx_dist",
+        ROOT / "neuronx_dist" / "shard_tensor",
+        ROOT / "examples" / "shard_tensor",
+    ]
+    named = set(re.findall(r"`([\w/]+\.py)`", PAGE)) | set(re.findall(r"\]\(([^)#]+)\)", PAGE))
+    assert len(named) > 25
+    assert [name for name in sorted(named) if not any((place / name).exists() for place in places)] == []

@@ -1,0 +1,174 @@
+"""torch's own samples of its operators, with one sharded operand on two ranks: plain torch's values, or a refusal.
+
+`REFUSED` is the table of what is refused, and with what words. Gathering is allowed here: an operator without a handler
+is computed on the whole tensor, and what comes back must be right all the same.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import types
+import unittest
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from neuronx_dist.comm import threads
+from neuronx_dist.mesh import Mesh
+from neuronx_dist.shard_tensor import DeviceMesh, Shard, ShardTensor, distribute_tensor, fallback
+
+pytestmark = pytest.mark.slow
+
+FULL = bool(os.environ.get("NXD_FULL"))
+PARTS = 8  # a run checks the first, a full one all
+SAMPLES = 6 if FULL else 3
+
+_IN_PLACE = "has no handler and writes in place: use the form of it that returns a tensor"
+_VIEW = "which would be cut or interleaved: x.redistribute(placements=[Replicate()]) first"
+REFUSED = {
+    **dict.fromkeys(
+        ["cauchy", "exponential", "geometric", "log_normal", "normal.in_place", "resize_", "resize_as_", "uniform"],
+        _IN_PLACE,
+    ),
+    **dict.fromkeys(["flatten", "ravel", "reshape", "reshape_as", "unflatten", "view", "view_as"], _VIEW),
+    "nn.functional.multi_head_attention_forward": "have no rule; leave them out, or call it with full_tensor()",
+    "norm.nuc": "norm of order 'nuc': full_tensor() first",
+    "to_sparse": "shards are strided: full_tensor() the operands first",
+}
+# Ranks that are threads draw from one generator. In processes each rank draws what the others do.
+RANDOM = """
+bernoulli multinomial nn.functional.alpha_dropout nn.functional.dropout nn.functional.dropout2d nn.functional.dropout3d
+nn.functional.feature_alpha_dropout.with_train nn.functional.feature_alpha_dropout.without_train
+nn.functional.fractional_max_pool2d nn.functional.fractional_max_pool3d nn.functional.multi_head_attention_forward
+nn.functional.rrelu nn.functional.scaled_dot_product_attention normal normal.number_mean pca_lowrank rand_like
+randint_like randn_like svd_lowrank
+""".split()
+# Values of new memory; no strided tensors; views of larger memory; what is on a GPU alone.
+OTHERS = """
+empty_like new_empty new_empty_strided empty empty_strided empty_permuted sparse.sampled_addmm sparse.mm.reduce
+as_strided.partial_views jiterator_2inputs_2outputs jiterator_4inputs_with_extra_args jiterator_binary
+jiterator_binary_return_by_ref jiterator_unary
+"""
+
+
+def operators(part: int) -> list[Any]:
+    """A part of torch's operators that take float64."""
+    if "expecttest" not in sys.modules:  # which torch's file of them imports for its own test class
+        stand_in: Any = types.ModuleType("expecttest")
+        stand_in.TestCase = unittest.TestCase
+        sys.modules["expecttest"] = stand_in
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    left_out = {*RANDOM, *OTHERS.split()}
+    chosen = [op for op in op_db if torch.float64 in op.dtypes and name_of(op) not in left_out]
+    return chosen[part::PARTS]
+
+
+def name_of(op: Any) -> str:
+    return f"{op.name}.{op.variant_test_name}" if op.variant_test_name else op.name
+
+
+def sharded(x: torch.Tensor, mesh: DeviceMesh, dim: int) -> ShardTensor:
+    n = x.shape[dim]
+    whole = x.detach().clone().requires_grad_(x.requires_grad)
+    return distribute_tensor(whole, mesh, [Shard(dim)], sizes=[(n - n // 3, n // 3)], src=None)
+
+
+def value(x: torch.Tensor) -> torch.Tensor:
+    return (x.full_tensor() if isinstance(x, ShardTensor) else x).detach()
+
+
+def computed(op: Any, sample: Any, position: int | None = None, dim: int = 0, mesh: Any = None) -> tuple[list, list]:
+    """Results and gradients; the tensor at `position` among all arguments is sharded."""
+    flat, tree = tree_flatten((sample.input, sample.args, sample.kwargs))
+    for i, x in enumerate(flat):
+        if isinstance(x, torch.Tensor):
+            flat[i] = sharded(x, mesh, dim) if i == position else x.detach().clone().requires_grad_(x.requires_grad)
+    leaves = [x for x in flat if isinstance(x, torch.Tensor) and x.requires_grad]
+    first, args, kwargs = tree_unflatten(flat, tree)
+    result = sample.output_process_fn_grad(op.op(first, *args, **kwargs))
+    results = [x for x in tree_flatten(result)[0] if isinstance(x, torch.Tensor)]
+    graded = [x for x in results if x.requires_grad and x.is_floating_point()]
+    if not leaves or not graded:
+        return results, []
+    loss = sum((x * x).sum() for x in graded)
+    grads = torch.autograd.grad(loss, leaves, allow_unused=True)
+    return results, [torch.zeros_like(x) if grad is None else grad for x, grad in zip(leaves, grads)]
+
+
+def places(sample: Any) -> list[tuple[int, int]]:
+    """The first two tensors that can be sharded, along their first and last dims."""
+    flat, _ = tree_flatten((sample.input, sample.args, sample.kwargs))
+    fit = [
+        i
+        for i, x in enumerate(flat)
+        if isinstance(x, torch.Tensor) and x.layout is torch.strided and x.ndim and x.numel() and x.is_leaf
+    ]
+    return [(i, dim) for i in fit[:2] for dim in sorted({0, flat[i].ndim - 1})]
+
+
+def difference(actual: torch.Tensor, expected: torch.Tensor) -> str:
+    actual, expected = value(actual), expected.detach()
+    if actual.shape != expected.shape or actual.dtype != expected.dtype:
+        return f"{tuple(actual.shape)} {actual.dtype} for {tuple(expected.shape)} {expected.dtype}"
+    same = torch.allclose(actual, expected, rtol=1e-9, atol=1e-9, equal_nan=True)
+    return "" if same else f"{actual} for {expected}"
+
+
+def outcome(op: Any, sample: Any, position: int, dim: int, mesh: DeviceMesh, expected: Any) -> tuple[str, str]:
+    """ "right", "wrong" or "refused", and what was said."""
+    try:
+        with fallback("gather"):
+            results, grads = computed(op, sample, position, dim, mesh)
+    except (ValueError, NotImplementedError) as error:
+        return "refused", str(error)
+    if len(results) != len(expected[0]) or len(grads) != len(expected[1]):
+        return "wrong", f"{len(results)} results and {len(grads)} gradients"
+    for actual, whole in zip([*results, *grads], [*expected[0], *expected[1]]):
+        if told := difference(actual, whole):
+            return "wrong", told
+    return "right", ""
+
+
+def check(op: Any) -> list[tuple[str, str]]:
+    samples = list(op.sample_inputs("cpu", torch.float64, requires_grad=op.supports_autograd))
+    samples = samples[:: max(1, len(samples) // SAMPLES)][:SAMPLES]
+    todo = []
+    for sample in samples:
+        if not (where := places(sample)):
+            continue
+        expected = computed(op, sample)
+        todo += [(sample, position, dim, expected) for position, dim in where]
+
+    def rank() -> list[tuple[str, str]]:
+        mesh = DeviceMesh("cpu", [0, 1])
+        return [outcome(op, sample, position, dim, mesh, known) for sample, position, dim, known in todo]
+
+    first, second = threads.run(Mesh(2), rank, timeout=20.0)
+    assert [kind for kind, _ in first] == [kind for kind, _ in second], f"{name_of(op)}: the ranks differ"
+    return first
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("part", range(PARTS if FULL else 1))
+def test_samples_of_torchs_operators(part):
+    wrong, unknown, checked = [], [], 0
+    for op in operators(part):
+        try:
+            outcomes = check(op)
+        except Exception as error:
+            error.add_note(name_of(op))
+            raise
+        checked += len(outcomes)
+        wrong += [f"{name_of(op)}: {told}" for kind, told in outcomes if kind == "wrong"]
+        refusals = {told for kind, told in outcomes if kind == "refused"}
+        words = REFUSED.get(name_of(op))
+        unknown += [f"{name_of(op)}: {told}" for told in refusals if words is None or words not in told]
+        if words is not None and FULL:
+            assert refusals or not outcomes, f"{name_of(op)} is not refused any more: take it out of the table"
+    assert wrong == []
+    assert unknown == [], "refused, and not in the table"
+    assert checked > 200

@@ -1,0 +1,29 @@
+"""ShardTensors as the replayed ranks run them."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from neuronx_dist.shard_tensor import DeviceMesh, Replicate, Shard, ShardTensor
+
+
+def sharded(x: torch.Tensor, dim: int | None) -> ShardTensor:
+    mesh = DeviceMesh.from_axes("tp", device_type=x.device.type)
+    placement = Replicate() if dim is None else Shard(dim)
+    return ShardTensor.from_local(x, mesh, [placement], sharding_shapes="chunk")
+
+
+def pointwise_and_linear(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> dict[str, torch.Tensor]:
+    """A linear layer of shards of rows, an activation, a mean; gradients of the weights are reduced."""
+    y = torch.tanh(F.linear(sharded(x, 0), sharded(w, None), sharded(b, None)) * 2.0)
+    loss = y.square().mean()
+    loss.backward()
+    return {"y": y.to_local().detach(), "loss": loss.full_tensor().detach(), "x": x.grad, "w": w.grad, "b": b.grad}
+
+
+def redistributed(x: torch.Tensor) -> dict[str, torch.Tensor]:
+    y = sharded(x, 0)
+    whole = y.full_tensor()
+    (whole * whole).sum().backward()
+    return {"whole": whole.detach(), "x": x.grad}
