@@ -48,14 +48,14 @@ def test_check_alone_takes_tp_x_pp_processes_and_refuses_what_cannot_be():
     code, text = run("--tp", "2", "--pp", "2", "--check")
     assert code == 0 and "programs on 4 ranks" in text, text
     code, text = run("--tp", "3", "--check")
-    assert code == 1 and "cannot be split over tp 3" in text and "Traceback" not in text
+    assert code == 2 and "cannot be split over tp 3" in text and "Traceback" not in text
 
 
 def test_the_schedule_is_the_one_that_the_flags_ask_for():
     code, text = run("--pp", "2", "--schedule", "zb_v", "--check")
     assert code == 0 and "programs on 2 ranks" in text, text
     code, text = run("--pp", "4", "--virtual-pipeline-size", "2", "--check")
-    assert code == 1 and "4 pipeline stages with 2 chunks each (Interleaved(" in text and "use pp 2" in text, text
+    assert code == 2 and "4 pipeline stages with 2 chunks each (Interleaved(" in text and "use pp 2" in text, text
 
 
 def test_every_launch_is_checked_on_rank_0(tmp_path):
