@@ -22,7 +22,7 @@ from neuronx_dist.shard_tensor import (
     fallback,
     scatter_tensor,
 )
-from tests.shard_tensor.support.cases import assert_close, on_ranks, verbs
+from tests.shard_tensor.support.cases import TOLERANCE, assert_close, on_ranks, verbs
 
 
 def draw(*shape: int, shift: float = 0.0) -> torch.Tensor:
@@ -41,7 +41,7 @@ def conv(**options):
 
 IMAGE = (2, 4, 16, 6)
 ROWS = (16, 4)
-# name: (function, shape, sharded dim, sizes). The whole tensor must not be gathered.
+# name: (function, shape, sharded dim, sizes). No collective carries as much as a gather of the tensor would.
 DEFECTS = {
     # torch's DTensor
     "conv2d k3p1 (no halo, labelled Replicate, silent)": (conv(kernel=3, stride=1, padding=1), IMAGE, 2, (9, 7)),
@@ -95,9 +95,9 @@ DEFECTS = {
         (9, 7),
     ),
 }
-TOLERATED = {"group_norm at mean 1e4": 1e-8, "var at mean 1e6": 1e-6}  # of a sum of squares of such numbers
-
-MOVES = {"causal attention", "grouped-query attention", "cat"}  # keys and values travel; joined shards change ranks
+# A rank knows its mean of 1e6 to eps * 1e6 = 2.2e-10, which enters the merged variance times 2 * (0.3, the difference of
+# the ranks' means). Measured: ours and torch 4e-11 apart, torch 6e-11 from the exact value, E[x^2] - E[x]^2 6e-4.
+TOLERATED = {"var at mean 1e6": 1e-9}
 
 
 @pytest.mark.parametrize("name", DEFECTS)
@@ -116,12 +116,10 @@ def test_it_is_right_here(name):
         assert isinstance(y, ShardTensor) and actual._spec is own._spec
         results = ((y.full_tensor(), expected, "value"), (actual.full_tensor(), grad, "gradient"))
         for value, wanted, what in results:
-            if name in TOLERATED:
-                torch.testing.assert_close(value.detach(), wanted.detach(), rtol=TOLERATED[name], atol=TOLERATED[name])
-            else:
-                assert_close(value.detach(), wanted.detach(), f"{name}: {what}")
-        received = sum(call.bytes for call in calls if call.verb in ("all_gather", "exchange"))
-        assert name in MOVES or received < x.numel() * x.element_size(), verbs(calls)
+            assert_close(value.detach(), wanted.detach(), f"{name}: {what}", TOLERATED.get(name, TOLERANCE))
+        whole = x.numel() * x.element_size()
+        limits = {"all_gather": whole, "exchange": whole * max(sizes) // sum(sizes)}  # of the rank that sends most
+        assert all(call.bytes < limits.get(call.verb, whole) for call in calls), verbs(calls)
 
     on_ranks(2, rank)
 

@@ -117,7 +117,7 @@ def tensors(result: Any) -> list[torch.Tensor]:
     return [result] if isinstance(result, torch.Tensor) else [x for x in result if isinstance(x, torch.Tensor)]
 
 
-def assert_close(actual: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+def assert_close(actual: torch.Tensor, expected: torch.Tensor, what: str, tolerance: float = TOLERANCE) -> None:
     assert actual.shape == expected.shape, f"{what}: shape {tuple(actual.shape)} for {tuple(expected.shape)}"
     assert actual.dtype == expected.dtype, f"{what}: {actual.dtype} for {expected.dtype}"
     if not expected.is_floating_point():
@@ -127,7 +127,7 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor, what: str) -> Non
     same = both_nan | (actual == expected)
     difference = torch.where(same, torch.zeros_like(actual), actual - expected)
     scale = torch.where(expected.isfinite(), expected, torch.zeros_like(expected)).norm().item()
-    assert difference.norm().item() <= TOLERANCE * max(scale, 1.0), (
+    assert difference.norm().item() <= tolerance * max(scale, 1.0), (
         f"{what}: off by {difference.norm().item()} of {scale}"
     )
 
