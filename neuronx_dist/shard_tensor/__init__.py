@@ -8,8 +8,10 @@ handlers.py      how functions get handlers; the recipe         labels.py       
 module.py        distribute_module                              fallback.py     functions without a handler
 other_mesh.py    to a mesh of other ranks                       typed.py        what the type checker is told
 checkpoint.py    torch.distributed.checkpoint                   compiling.py    torch.compile
-xla.py           XLA's partition specs                          own_shard.py    a shard's own numbers, for the checker
-manager.py       DistributedManager                              report.py      what is communicated, by function
+xla.py           XLA's partition specs                          manager.py      DistributedManager
+report.py        what is communicated, by function              attention_plan.py, attention_method.py  attention
+exchange.py      the exchange of a plan, differentiable         intervals.py, windows.py, chains.py  the plans
+halo.py, ring.py halos and rings of plain tensors               points.py, fetch.py  neighbours; rows by position
 ops/             the handlers of torch's functions, one family a file
 """
 

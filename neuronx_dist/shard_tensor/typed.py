@@ -1,4 +1,4 @@
-"""What the type checker is told where it cannot follow: exchanges of a plan, and code on a rank's own positions.
+"""What the type checker is told where it cannot follow: exchanges of a plan, and code on a rank's own shard.
 
 Without a checker at work each of these is a look at a thread-local.
 
@@ -6,15 +6,14 @@ Without a checker at work each of these is a look at a thread-local.
 | --- | --- | --- |
 | `moved` by a row of `spmd`'s table, for shards of any sizes | the row's `src` | the row's `dst` |
 | `exchanged` by a plan, which may give positions twice | S(dim), or V | V |
-| `own_positions`: a scope, in which shards are a rank's own numbers | S | V inside |
-| `shards`: what such code computed is the shards of a whole | V | S(dim) |
+| `on_own_shard`: code whose result on a shard is no shard of its result on the whole | S; V inside | V, P, S(dim) |
+| `shards`: what an exchange gives is the shards of a whole | V | S(dim) |
 | `declared`: a layout that somebody states | none, or the layout's | the layout's |
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,12 +24,12 @@ from ..comm import Communicator
 from ..comm.context import AxisLike
 from ..spmd import S, SpmdType, SpmdTypeError, V, assert_type
 from ..spmd.axes import atoms_of
-from ..spmd.tensor_type import Origin, TensorType
+from ..spmd.tensor_type import Origin, TensorType, tensors_in
 from ..spmd.watching import HANDLERS, Watcher, active
 from .placements import spmd_type
 from .spec import ShardTensorSpec
 
-__all__ = ["declared", "exchanged", "moved", "own_positions", "shards"]
+__all__ = ["declared", "exchanged", "moved", "on_own_shard", "shards"]
 
 
 def moved(
@@ -90,30 +89,46 @@ def _axes(group: AxisLike, watcher: Watcher) -> Sequence[str]:
     return atoms_of(group, watcher.mesh) if comm.communicator(group).size > 1 else ()
 
 
-@contextmanager
-def own_positions(groups: Iterable[AxisLike]) -> Iterator[None]:
-    """Inside, what is sharded over the groups is this rank's own numbers, of which it knows the positions."""
+def on_own_shard(function: Callable[..., Any], types: Mapping[Any, SpmdType]) -> Callable[..., Any]:
+    """`function` of this rank's shards, such as their maximum or a slice by position, whose results have these types.
+
+    What the checker knows to be P or I keeps its type, by which all that follows is judged.
+
+    Args:
+        types: group or axis -> V, P or S(dim), of every tensor that the function returns.
+    """
     watcher = active()
-    if watcher is None:
-        yield
-        return
-    with watcher.local_scope([axis for each in groups for axis in _axes(each, watcher)]):
-        yield
+    if not types or watcher is None:
+        return function
+
+    def own(*args: Any) -> Any:
+        with watcher.local_scope([axis for group in types for axis in _axes(group, watcher)]):
+            result = function(*args)
+        for x in tensors_in(result):
+            _stamp(x, types, watcher)
+        return result
+
+    return own
 
 
-def shards(x: torch.Tensor, dims: Mapping[AxisLike, int]) -> torch.Tensor:
+def shards(x: torch.Tensor, dims: Mapping[Communicator, int]) -> torch.Tensor:
     """Says that `x`, which varies over the groups, is this rank's shard along a dim. Returns it."""
     watcher = active()
-    note: Any = None if watcher is None else watcher.note(x, "shards")
-    if watcher is None or note is None:
-        return x
-    types = dict(note.type.types)
-    for group, dim in dims.items():
-        for axis in _axes(group, watcher):
-            if types.get(axis, V).letter in "VS0":
-                types[axis] = S(dim) if watcher.level == "G" else V
-    watcher.stamp(x, TensorType.of(types, note.type.rest), note.origins)
+    if watcher is not None:
+        _stamp(x, {group: S(dim) for group, dim in dims.items()}, watcher)
     return x
+
+
+def _stamp(x: torch.Tensor, declared: Mapping[Any, SpmdType], watcher: Watcher) -> None:
+    note: Any = watcher.note(x, "shards")
+    if note is None:  # in a backward pass
+        return
+    types = dict(note.type.types)
+    for group, wanted in declared.items():
+        for axis in _axes(group, watcher):
+            if types.get(axis, V).letter in "VSR0":
+                types[axis] = V if wanted.letter == "S" and watcher.level != "G" else wanted
+    watcher.stamp(x, TensorType.of(types, note.type.rest), note.origins)
 
 
 def declared(local: torch.Tensor, spec: ShardTensorSpec) -> torch.Tensor:

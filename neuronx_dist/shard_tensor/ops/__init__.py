@@ -9,15 +9,6 @@ losses.py      means over all ranks' elements              dropout.py    dropout
 select.py      topk, max and argmax of a dim, sort         indexing.py   x[index], gather, embedding, masks
 scatter.py     scatter, index_add, x[..] = y               rearrange.py  cat, roll, flip, repeat, unfold, tril
 optimizers.py  fused steps, gradient scaling               distances.py  cdist, pairwise distances
-pointwise.py  one element by itself, with broadcasting    queries.py     shapes, numbers, hooks, backward
-matmul.py     linear, matmul, bmm, einsum                 reduce.py      sums, means, norms over any dims
-views.py      reshape, transpose, expand, select          spatial.py     convolutions, pooling, padding, interpolate
-normalise.py  layer, rms, group, instance, batch norm     softmax.py     softmax and its relatives; running sums
-losses.py     means over all ranks' elements              dropout.py     dropout, and random numbers in place
-attention.py  scaled_dot_product_attention                multihead.py   nn.MultiheadAttention
-select.py     topk, max and argmax of a dim, sort         indexing.py    x[index], gather, embedding, masks
-scatter.py    scatter, index_add, x[..] = y               rearrange.py   cat, roll, flip, repeat, unfold, tril
-distances.py  cdist, pairwise distances                   optimizers.py  fused steps, gradient scaling
 """
 
 from . import (

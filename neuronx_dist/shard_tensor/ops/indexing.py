@@ -257,7 +257,7 @@ def getitem(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any
     x, index = args
     entries = list(index) if isinstance(index, tuple) else [index]
     if is_basic(entries):
-        return views.getitem(func, types, args, kwargs)
+        return views.basic_index(x, index)
     entries = expanded(index, x.dim())
     if len(entries) == 1 and _is_mask(entries[0]) and entries[0].dim():
         return _masked(x, entries[0])

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ...spmd import P, V, no_typecheck, trust
+from ...spmd import P, no_typecheck
 from ..handlers import sharded
 from ..labels import Labels, inside
-from ..own_shard import on_own_shard
 from ..placements import Partial
 from ..spec import ShardTensorSpec, make_spec
 from ..tensor import ShardTensor, wrap
+from ..typed import on_own_shard
 from .pointwise import aligned
 from .reduce import reduced, total
 from .softmax import log_softmax_of
@@ -221,8 +221,7 @@ def _of_targets(
     if m is None:
         return picked(logs, target, weight)
     group = spec.mesh.communicator(m)
-    losses, weights = on_own_shard(picked, {group: V})(logs, target, weight)
-    return trust(losses, group, P), trust(weights, group, P)
+    return on_own_shard(picked, {group: P})(logs, target, weight)
 
 
 def _reduced(

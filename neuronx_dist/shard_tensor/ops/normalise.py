@@ -17,9 +17,9 @@ from ... import spmd
 from ...spmd import I, P, R, S, V
 from ..handlers import check_promotion, sharded
 from ..labels import Labels, inside
-from ..own_shard import on_own_shard
 from ..spec import ShardTensorSpec
 from ..tensor import ShardTensor, in_layout, wrap
+from ..typed import on_own_shard
 from .reduce import Reduced, merged, moments, reduced
 
 __all__: list[str] = []

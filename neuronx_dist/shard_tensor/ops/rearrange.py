@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from ..exchange import exchange, linked
-from ..handlers import FUNCTIONS, sharded
+from ..handlers import sharded
 from ..intervals import Bounds, Plan, Run, bounds_of, divided, flipped, rolled
 from ..labels import planned
 from ..redistribute import redistributed
@@ -22,6 +22,7 @@ from ..spec import ShardTensorSpec, make_spec
 from ..tensor import ShardTensor, gradient_spec, local_of, wrap
 from .reduce import operand
 from .select import dim_of
+from .views import cat_unsharded
 
 __all__: list[str] = []
 
@@ -68,9 +69,6 @@ def _joined(spec: ShardTensorSpec, dim: int, *others: ShardTensorSpec) -> Any:
     return divided(bounds, tuple(runs), bounds), _sized(spec, dim, own)
 
 
-_cat_of_other_dims = FUNCTIONS[torch.cat]
-
-
 @sharded(torch.cat, torch.concat, torch.concatenate)
 def cat(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
     def call(tensors: Sequence[Any], dim: int = 0, axis: int | None = None) -> Any:
@@ -79,7 +77,7 @@ def cat(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
         dim = dim_of(tensors[0], dim)
         along = [x for x in tensors if isinstance(x, ShardTensor) and dim in x._spec.mesh_dim_of]
         if not along:
-            return _cat_of_other_dims(torch.cat, types, (tensors, dim), {})
+            return cat_unsharded(tensors, dim)
         like = gradient_spec(max(along, key=lambda x: x.numel())._spec)
         m = like.mesh_dim_of[dim]
         locals_, specs = [], []

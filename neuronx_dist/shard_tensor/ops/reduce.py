@@ -15,14 +15,14 @@ import torch
 from ... import comm, spmd
 from ...comm import Communicator
 from ...spmd import I, P, V
-from ..handlers import FUNCTIONS, UNHANDLED, sharded
+from ..handlers import sharded
 from ..labels import planned
 from ..moves import gather
-from ..own_shard import on_own_shard
 from ..placements import Partial, Placement, Replicate, Shard
 from ..redistribute import redistributed
 from ..spec import ShardTensorSpec, make_spec
 from ..tensor import ShardTensor, gradient_spec, local_of, wrap
+from ..typed import on_own_shard
 
 __all__: list[str] = []
 
@@ -256,30 +256,16 @@ def extreme(x: torch.Tensor, plan: Reduced, op: str) -> torch.Tensor:
     return result
 
 
-_MAXIMA = frozenset((torch.amax, _T.amax, torch.max, _T.max))
-
-
 @sharded(torch.amax, _T.amax, torch.amin, _T.amin)
 def amax(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
     def call(input: ShardTensor, dim: Any = (), keepdim: bool = False) -> Any:
         dim = tuple(dim) if isinstance(dim, list) else dim
         local, spec = operand(input)
         plan = reduced(spec, dim, keepdim)
-        y = extreme(local, plan, "max" if func in _MAXIMA else "min")
+        y = extreme(local, plan, "max" if func in (torch.amax, _T.amax) else "min")
         return wrap(y.reshape(plan.spec.local_shape), plan.spec)
 
     return call(*args, **kwargs)
-
-
-@sharded(torch.max, _T.max, torch.min, _T.min)
-def max_of_all(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
-    """Of one tensor; two are compared element by element, and one along a dim is `argmax`'s family."""
-    if len(args) + len(kwargs) == 1:
-        return amax(func, types, args, kwargs)
-    other = args[1] if len(args) > 1 else kwargs.get("other")
-    if isinstance(other, torch.Tensor):
-        return (torch.maximum if func in _MAXIMA else torch.minimum)(args[0], other)
-    return FUNCTIONS[UNHANDLED](func, types, args, kwargs)
 
 
 @sharded(torch.logsumexp, _T.logsumexp, torch.special.logsumexp)

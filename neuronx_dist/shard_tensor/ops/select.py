@@ -138,17 +138,17 @@ def extreme_along(x: ShardTensor, dim: int, keepdim: bool, maximum: bool) -> tup
     return wrap(values.reshape(out.local_shape), out), wrap(indices.reshape(out.local_shape), out)
 
 
-_of_all_or_two = FUNCTIONS[torch.max]
-
-
 @sharded(torch.max, _T.max, torch.min, _T.min)
-def max_along(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
-    """Of one dim; all others are of all elements, or of two tensors."""
-    if not (isinstance(args[1], int) if len(args) > 1 else "dim" in kwargs):
-        return _of_all_or_two(func, types, args, kwargs)
+def maximum(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
+    """Of all elements, along one dim, or of two tensors element by element."""
+    maximum = func in _MAXIMA
+    if len(args) + len(kwargs) == 1:
+        return (torch.amax if maximum else torch.amin)(*args, **kwargs)
+    other = args[1] if len(args) > 1 else kwargs.get("other")
+    if isinstance(other, torch.Tensor):
+        return (torch.maximum if maximum else torch.minimum)(*args, **kwargs)
 
     def call(input: ShardTensor, dim: int, keepdim: bool = False) -> Any:
-        maximum = func in _MAXIMA
         pair = extreme_along(input, dim, keepdim, maximum)
         return torch.return_types.max(pair) if maximum else torch.return_types.min(pair)
 

@@ -17,9 +17,9 @@ from ...comm import Communicator
 from ...spmd import I, R, S, V
 from ..handlers import sharded
 from ..moves import gather
-from ..own_shard import on_own_shard
 from ..spec import ShardTensorSpec
 from ..tensor import ShardTensor, wrap
+from ..typed import on_own_shard
 from .reduce import operand
 
 __all__ = ["log_softmax_of"]

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from ...spmd import S
 from ..handlers import sharded
 from ..intervals import bounds_of
 from ..labels import Labels, New, inside, planned
 from ..spec import ShardTensorSpec, make_spec
 from ..tensor import ShardTensor, wrap
-from ..typed import own_positions
-from ..typed import shards as typed_shards
+from ..typed import on_own_shard
 from . import pooling, resample, window
 from .local_windows import ShardedDim
 
@@ -62,9 +62,7 @@ def _computed(local: torch.Tensor, spec: ShardTensorSpec, count: int, op: Callab
     """`op(local, sharded dims)` with the layout of `spec`, but for the spatial dims, the last `count`."""
     first = len(spec.shape) - count
     sharded = _sharded_dims(spec, first)
-    with own_positions(each.axis for each in sharded):
-        *results, shards = op(local, sharded)
-    results = [typed_shards(each, {own.axis: own.dim for own in sharded}) for each in results]
+    *results, shards = on_own_shard(op, {each.axis: S(each.dim) for each in sharded})(local, sharded)
     shape = [*spec.shape[:first], *results[0].shape[first:]]
     sizes = list(spec.sizes)
     for (m, _), (dim, bounds, _) in zip([each for each in spec.sharded if each[1] >= first], shards, strict=True):

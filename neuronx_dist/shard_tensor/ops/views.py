@@ -8,14 +8,15 @@ from typing import Any
 
 import torch
 
-from ..handlers import FUNCTIONS, UNHANDLED, sharded
+from ...spmd import S
+from ..handlers import sharded
 from ..labels import Labels, New, inside, planned
 from ..moves import gather
 from ..placements import Placement, Replicate, Shard
 from ..redistribute import redistributed
 from ..spec import ShardTensorSpec, make_spec
 from ..tensor import ShardTensor, local_of, wrap
-from ..typed import own_positions, shards
+from ..typed import on_own_shard
 
 __all__: list[str] = []
 
@@ -209,10 +210,9 @@ def _slice_plan(spec: ShardTensorSpec, dim: int, start: int, stop: int, step: in
 def sliced(x: ShardTensor, dim: int, start: int, stop: int, step: int = 1) -> ShardTensor:
     """`x[start:stop:step]` along a dim, `0 <= start`, `step > 0`: nothing is communicated."""
     cut, spec = _slice_plan(x._spec, dim, start, max(start, stop), step)
-    groups = [spec.mesh.communicator(spec.mesh_dim_of[dim])] if dim in spec.mesh_dim_of else []
-    with own_positions(groups):
-        local = local_of(x)[(slice(None),) * dim + (cut,)]
-    return wrap(shards(local, dict.fromkeys(groups, dim)), spec)
+    m = spec.mesh_dim_of.get(dim)
+    types = {} if m is None else {spec.mesh.communicator(m): S(dim)}
+    return wrap(on_own_shard(torch.Tensor.__getitem__, types)(local_of(x), (slice(None),) * dim + (cut,)), spec)
 
 
 def selected(x: ShardTensor, dim: int, index: int) -> ShardTensor:
@@ -229,12 +229,10 @@ def selected(x: ShardTensor, dim: int, index: int) -> ShardTensor:
     return wrap(local.squeeze(dim), make_spec(spec.mesh, placements, shape, sizes))
 
 
-@sharded(_T.__getitem__)
-def getitem(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
-    x, index = args
+def basic_index(source: Any, index: Any) -> Any:
+    """`source[index]` of ints, slices, None and Ellipsis."""
+    x = source
     entries = list(index) if isinstance(index, tuple) else [index]
-    if not all(each is None or each is Ellipsis or type(each) in (int, slice) for each in entries):
-        return FUNCTIONS[UNHANDLED](func, types, args, kwargs)
     if Ellipsis in entries:
         at = entries.index(Ellipsis)
         missing = x.dim() - sum(each is not None for each in entries) + 1
@@ -250,9 +248,9 @@ def getitem(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any
             dim += 1
         else:
             if dim >= x.dim():
-                raise IndexError(f"too many indices for a tensor of {args[0].dim()} dims")
+                raise IndexError(f"too many indices for a tensor of {source.dim()} dims")
             x = selected(x, dim, _position(each, x.shape[dim], dim))
-    return x if x is not args[0] else wrap(local_of(x), x._spec)
+    return x if x is not source else wrap(local_of(x), x._spec)
 
 
 def _position(index: int, size: int, dim: int) -> int:
@@ -352,14 +350,7 @@ def _joined(*arguments: Any) -> Labels:
     return Labels(operands, out, whole=frozenset(("joined", i) for i in range(len(shapes))))
 
 
-@sharded(torch.cat, torch.concat, torch.concatenate)
-def cat(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
-    def call(tensors: Sequence[Any], dim: int = 0, axis: int | None = None) -> Any:
-        dim = dim if axis is None else axis
-        ndim = max(x.dim() for x in tensors)
-        tensors = [x for x in tensors if x.dim() == ndim or x.shape[0]]  # as torch, which lets empty vectors be
-        dim = dim + tensors[0].dim() if dim < 0 else dim
-        locals_, spec = inside(_joined, tensors, dim)
-        return wrap(torch.cat(locals_, dim), spec)
-
-    return call(*args, **kwargs)
+def cat_unsharded(tensors: Sequence[Any], dim: int) -> ShardTensor:
+    """`torch.cat` along a dim that no operand shards, counted from the front. Nothing is communicated for it."""
+    locals_, spec = inside(_joined, tensors, dim)
+    return wrap(torch.cat(locals_, dim), spec)
