@@ -5,7 +5,7 @@ nothing travels and nothing is merged. The variants take turns; a ratio is the m
 
     python benchmarks/ring_attention.py [--quick]
 
-The last line is JSON: the ratios. Goal: ring / blocks <= 1.10 at the greater length.
+The last line is JSON: the ratios. Goal: ring / blocks <= 1.10, at each length.
 """
 
 from __future__ import annotations
