@@ -266,23 +266,29 @@ def test_the_formula_equals_the_kernel(diagonal, masked):
         assert_close(actual, other, "backward")
 
 
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)])
-def test_shorter_types(dtype, tolerance):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_shorter_types(dtype):
+    """The error against float64 is at most twice that of torch's own function in the type; measured 0.9 to 1.3 of it."""
     plain = [x.detach().to(dtype).requires_grad_() for x in triple()]
     precise = [x.detach().double().requires_grad_() for x in plain]
-    expected = F.scaled_dot_product_attention(*precise, is_causal=True)
-    expected.sum().backward()
+
+    def error(actual, expected):
+        return (actual.detach().double() - expected.detach()).norm() / expected.norm()
+
+    def attend(operands):
+        y = F.scaled_dot_product_attention(*operands, is_causal=True)
+        assert y.dtype == operands[0].dtype
+        return [y, *torch.autograd.grad(y, operands, torch.ones(y.shape, dtype=y.dtype))]
+
+    expected = attend(precise)
+    own = [error(*pair) for pair in zip(attend(plain), expected)]
 
     def rank(mesh):
-        given = [distributed(x, mesh, [2], "uneven") for x in plain]
         with attention_method("ring"):
-            y = F.scaled_dot_product_attention(*given, is_causal=True)
-        assert y.dtype == dtype
-        y.backward(torch.ones_like(plain[0]))
-        for actual, other in ((y, expected), *zip((x.grad for x in given), (x.grad for x in precise))):
-            assert actual.dtype == dtype
-            error = (actual.full_tensor().detach().double() - other.detach()).norm() / other.norm()
-            assert error < tolerance
+            actual = attend([distributed(x, mesh, [2], "uneven") for x in plain])
+        for x, wanted, limit in zip(actual, expected, own):
+            assert x.dtype == dtype
+            assert error(x.full_tensor(), wanted) < 2 * limit
 
     on_ranks(3, rank)
 

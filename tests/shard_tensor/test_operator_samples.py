@@ -114,7 +114,7 @@ def difference(actual: torch.Tensor, expected: torch.Tensor) -> str:
     actual, expected = value(actual), expected.detach()
     if actual.shape != expected.shape or actual.dtype != expected.dtype:
         return f"{tuple(actual.shape)} {actual.dtype} for {tuple(expected.shape)} {expected.dtype}"
-    same = torch.allclose(actual, expected, rtol=1e-9, atol=1e-9, equal_nan=True)
+    same = torch.allclose(actual, expected, rtol=1e-10, atol=1e-10, equal_nan=True)
     return "" if same else f"{actual} for {expected}"
 
 
