@@ -53,7 +53,7 @@ class Choice(NamedTuple):
         method: the one that is used.
         forced: whether `attention_method` said so.
         costs: of all that are possible.
-        shape: of the queries and the keys.
+        shapes: of the queries and the keys.
     """
 
     method: str

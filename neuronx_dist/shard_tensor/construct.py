@@ -47,8 +47,8 @@ def distribute_tensor(
         device_mesh: None: that of the innermost `with mesh:`, else of the job (`current_mesh`).
         placements: None: Replicate everywhere.
         sizes: for each mesh dim the sizes of its shards, or None for chunks.
-        src: the rank (its place in the mesh) whose values count, which sends each rank its part. None: all ranks have
-            the same values, and nothing is sent.
+        src: the rank, by its index in `mesh.mesh.flatten()`, that sends each rank its part. None: all ranks have the
+            same values, and nothing is sent.
 
     Raises:
         RuntimeError: the tensor has a graph.
@@ -102,11 +102,11 @@ def scatter_tensor(
     src = ranks.index(global_src)
     is_source = mesh.get_rank() == global_src
     if global_shape is None or dtype is None:
-        told: Any = None if tensor is None else (tuple(tensor.shape), tensor.dtype, tensor.device.type)
-        told = _broadcast_object(told, mesh, src)
-        if told is None:
-            raise ValueError(f"scatter_tensor: rank {global_src}, global_src, has no tensor (None)")
-        global_shape, dtype = told[0], told[1]
+        shape_and_dtype: Any = None if tensor is None else (tuple(tensor.shape), tensor.dtype)
+        shape_and_dtype = _broadcast_object(shape_and_dtype, mesh, src)
+        if shape_and_dtype is None:
+            raise ValueError(f"scatter_tensor: rank {global_src}, global_src, has no tensor (None): give it there")
+        global_shape, dtype = shape_and_dtype
     spec = make_spec(mesh, placements, global_shape, sizes)
     device = tensor.device if tensor is not None else torch.device(mesh.device_type)
     whole = None
@@ -134,10 +134,10 @@ def _broadcast_object(obj: Any, mesh: DeviceMesh, src: int) -> Any:
 def _sent(
     whole: torch.Tensor | None, spec: ShardTensorSpec, src: int, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """This rank's part of the tensor that place `src` of the mesh has.
+    """This rank's part of the tensor that rank `src` of the mesh has, by its index in `mesh.mesh.flatten()`.
 
     One mesh dim after the other: after each, the ranks that differ from `src` along the dims so far have their parts
-        along these.
+    along these.
     """
     mesh = spec.mesh
     own, source = mesh.get_coordinate(), list(mesh.coordinate_of(src))

@@ -92,11 +92,11 @@ class DeviceMesh:
         """This rank's index along each dim; None: it is no part of the mesh."""
         return None if self.communicators is None else [communicator.rank for communicator in self.communicators]
 
-    def coordinate_of(self, place: int) -> tuple[int, ...]:
-        """The index along each dim of a place in the mesh, counted row by row."""
+    def coordinate_of(self, number: int) -> tuple[int, ...]:
+        """The index along each dim of the rank `mesh.flatten()[number]`."""
         result: list[int] = []
         for size in reversed(self.shape):
-            place, index = divmod(place, size)
+            number, index = divmod(number, size)
             result.append(index)
         return tuple(reversed(result))
 

@@ -20,7 +20,7 @@ from ..call_site import call_site
 from .handlers import DISPATCH, FUNCTIONS, UNHANDLED, check_promotion, sharded
 from .redistribute import redistributed
 from .report import gathered
-from .spec import ShardTensorSpec
+from .spec import ShardTensorSpec, make_spec
 from .tensor import ShardTensor, wrap
 
 __all__ = ["fallback", "set_fallback"]
@@ -81,6 +81,10 @@ def _function_of(func: Any) -> Any:
 def _gathered(func: Any, args: Any, kwargs: Any) -> Any:
     name = getattr(func, "__name__", str(func))
     mode = _mode.get() or _default[0]
+    if (name.endswith("_") and not name.endswith("__")) or kwargs.get("out") is not None:
+        raise NotImplementedError(
+            f"{name} has no handler and writes in place: use the form of it that returns a tensor"
+        )
     flat, tree = tree_flatten((args, kwargs))
     operands = [x for x in flat if isinstance(x, ShardTensor)]
     first = operands[0]._spec
@@ -99,10 +103,6 @@ def _gathered(func: Any, args: Any, kwargs: Any) -> Any:
         if mode == "warn" and (name, site) not in _warned:
             _warned.add((name, site))
             warnings.warn(f"{text}; at {site}", stacklevel=3)
-    if (name.endswith("_") and not name.endswith("__")) or kwargs.get("out") is not None:
-        raise NotImplementedError(
-            f"{name} has no handler and writes in place: use the form of it that returns a tensor"
-        )
     for x in flat:
         if isinstance(x, torch.Tensor) and not isinstance(x, ShardTensor):
             check_promotion(x, name)
@@ -116,9 +116,9 @@ def _split_again(whole: torch.Tensor, like: ShardTensorSpec) -> ShardTensor:
         raise NotImplementedError(
             f"a result is {whole.layout}, and shards are strided: full_tensor() the operands first"
         )
-    target = like if whole.shape == like.shape and not like.partial else None
-    spec = like.replicated() if whole.shape == like.shape else like.replicated().with_shape(whole.shape)
-    return wrap(whole, spec) if target is None else wrap(redistributed(whole, spec, target), target)
+    spec = make_spec(like.mesh, None, whole.shape)
+    target = like if whole.shape == like.shape and not like.partial else spec
+    return wrap(redistributed(whole, spec, target), target)
 
 
 _aten = torch.ops.aten

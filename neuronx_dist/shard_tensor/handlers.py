@@ -23,7 +23,8 @@ How a handler is written (`ops/` has one family of functions a file):
 * **Communication** inside a handler is typed: `spmd.all_reduce(y, group, src=P, dst=I)` for a sum over the ranks,
   `src=P, dst=R` if what follows differs by rank; `moves.gather / split / scatter_sum / transpose` for shards of any
   sizes; `redistributed(local, spec, target)` for a whole layout. Their backward is the table's. Every rank calls them,
-  also one whose shard is empty. What is of a shard alone, as its maximum, is computed by `on_own_shard`.
+  also one whose shard is empty. What is computed of a shard alone, such as its maximum, goes through
+  `on_own_shard`.
 * **Results**: `wrap(local, make_spec(mesh, placements, shape, sizes))`; what is no tensor is returned as it is.
 * **Tests**: one line in `tests/shard_tensor/support/table.py` (see `support/cases.py`) runs it at all layouts.
 

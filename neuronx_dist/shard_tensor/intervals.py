@@ -23,7 +23,6 @@ __all__ = [
     "RankPlan",
     "Run",
     "bounds_of",
-    "chunk_bounds",
     "cut",
     "divided",
     "flipped",
@@ -253,9 +252,3 @@ def flipped(size: int) -> tuple[Run, ...]:
 def bounds_of(sizes: Iterable[int]) -> Bounds:
     """`(0, .., n)` of the sizes of shards."""
     return tuple(accumulate(sizes, initial=0))
-
-
-def chunk_bounds(size: int, count: int) -> Bounds:
-    """The bounds of torch's chunks: `ceil(size / count)` each, the last ones shorter or empty."""
-    chunk = -(-size // count)
-    return tuple(min(size, index * chunk) for index in range(count + 1))

@@ -89,7 +89,7 @@ def inside(
     """The local operands of an operation, and the layout of its result. At least one is a ShardTensor.
 
     Args:
-        rule: `rule(*shapes, *extras)` gives the labels.
+        rule: `rule(*shapes, *extras)` gives the labels. Its name stands for the function in warnings and reports.
         operands: ShardTensors, plain tensors, and None for one that is left out.
         result: what the layout of the result must be (in place).
     """

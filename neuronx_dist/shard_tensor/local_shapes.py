@@ -1,4 +1,4 @@
-"""The spec of a tensor from one rank's part of it: inferred from all ranks' shapes, by chunks, or as it is told."""
+"""The spec of a tensor from one rank's part of it: inferred from all ranks' shapes, by chunks, or as a dict says."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def local_spec(
             global_shape = shape
         spec = make_spec(mesh, checked, global_shape)
     else:
-        spec = _told(local, mesh, checked, sharding_shapes, global_shape)
+        spec = _stated(local, mesh, checked, sharding_shapes, global_shape)
     if spec.local_shape != local:
         raise ValueError(
             f"from_local: this rank's tensor has shape {tuple(local)}, and by its layout it must have "
@@ -60,21 +60,21 @@ def _inferred(local: torch.Size, mesh: DeviceMesh, placements: Sequence[Placemen
     shape = list(local)
     sizes: list[tuple[int, ...] | None] = []
     for m, placement in enumerate(placements):
-        told = comm.gather_objects((tuple(local), tuple(sizes)), mesh.communicator(m))
+        shapes = comm.gather_objects((tuple(local), tuple(sizes)), mesh.communicator(m))
         dim = placement.dim if isinstance(placement, Shard) else None
-        others = {(len(each), *(size for d, size in enumerate(each) if d != dim)) for each, _ in told}
-        if len(others) > 1 or len({each for _, each in told}) > 1:
+        others = {(len(each), *(size for d, size in enumerate(each) if d != dim)) for each, _ in shapes}
+        if len(others) > 1 or len({each for _, each in shapes}) > 1:
             raise ValueError(
                 f"from_local: shapes along mesh dim {m} ({placement!r}) must be equal"
-                f"{'' if dim is None else f' but for dim {dim}'}, and the ranks have {[each for each, _ in told]}"
+                f"{'' if dim is None else f' but for dim {dim}'}, and the ranks have {[each for each, _ in shapes]}"
             )
-        sizes.append(None if dim is None else tuple(each[dim] for each, _ in told))
+        sizes.append(None if dim is None else tuple(each[dim] for each, _ in shapes))
         if dim is not None:
             shape[dim] = sum(sizes[-1] or ())
     return make_spec(mesh, placements, shape, sizes)
 
 
-def _told(
+def _stated(
     local: torch.Size,
     mesh: DeviceMesh,
     placements: Sequence[Placement],
@@ -88,7 +88,7 @@ def _told(
             sizes.append(None)
             continue
         if m not in sharding_shapes:
-            raise ValueError(f"from_local: sharding_shapes has no entry for mesh dim {m}, which is {placement}")
+            raise ValueError(f"from_local: sharding_shapes has no entry for mesh dim {m}, which is {placement!r}")
         along = tuple(int(each[placement.dim]) for each in sharding_shapes[m])
         sizes.append(along)
         shape[placement.dim] = sum(along)

@@ -88,7 +88,7 @@ def _replicate(module: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def sync_module_over_mesh(module: nn.Module, mesh: DeviceMesh, src: int = 0) -> None:
-    """Gives plain parameters and buffers the values that place `src` of the mesh has, in place."""
+    """Gives plain parameters and buffers the values that rank `mesh.mesh.flatten()[src]` has, in place."""
     coordinate = [int(each) for each in torch.unravel_index(torch.tensor(src), mesh.shape)]
     with torch.no_grad():
         for x in (*module.parameters(), *module.buffers()):

@@ -1,7 +1,7 @@
 """From a layout on one mesh to a layout on another one, of other ranks or another number of them: one exchange.
 
 Every rank of either mesh owns a box of the tensor by each layout: an interval along each dim. From the boxes of all
-places follows what each rank sends to each: where two boxes meet. Of several ranks that have the same box one sends it
+ranks follows what each rank sends to each: where two boxes meet. Of several ranks that have the same box one sends it
 (the receiver itself, where it is one of them), and summands of a Partial are all sent, and added. The gradient goes the
 same way back, from the target's layout of gradients to the source's.
 """
@@ -137,14 +137,14 @@ def _planned(spec: ShardTensorSpec, target: ShardTensorSpec) -> Move:
     sources, targets = _boxes(spec), _boxes(target)
     ranks = tuple(sorted({*sources, *targets}))
     index = {rank: i for i, rank in enumerate(ranks)}
-    summed = {rank for rank in targets if _is_summand(target, rank)}
+    zeros = {rank for rank in targets if _is_zero_summand(target, rank)}
     pieces = []
     # The ranks that have each box: one of them sends it, and for each summand one.
     holders: dict[tuple[Box, tuple[int, ...]], list[int]] = {}
     for rank, box in sources.items():
         holders.setdefault((box, _summand(spec, rank)), []).append(rank)
     for dst, wanted in targets.items():
-        if dst in summed:
+        if dst in zeros:
             continue
         for (box, _), having in holders.items():
             both = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, wanted))
@@ -157,9 +157,9 @@ def _planned(spec: ShardTensorSpec, target: ShardTensorSpec) -> Move:
 def _boxes(spec: ShardTensorSpec) -> dict[int, Box]:
     """The box of each rank of the mesh."""
     result = {}
-    for place, rank in enumerate(spec.mesh.mesh.flatten().tolist()):
+    for number, rank in enumerate(spec.mesh.mesh.flatten().tolist()):
         box = [(0, size) for size in spec.shape]
-        coordinate = spec.mesh.coordinate_of(place)
+        coordinate = spec.mesh.coordinate_of(number)
         for m, dim in spec.sharded:
             along, i = spec.sizes[m] or (), coordinate[m]
             box[dim] = sum(along[:i]), sum(along[: i + 1])
@@ -169,10 +169,10 @@ def _boxes(spec: ShardTensorSpec) -> dict[int, Box]:
 
 def _summand(spec: ShardTensorSpec, rank: int) -> tuple[int, ...]:
     """Which summand of a Partial tensor a rank has: its index along each Partial mesh dim."""
-    place = spec.mesh.mesh.flatten().tolist().index(rank)
-    return tuple(spec.mesh.coordinate_of(place)[m] for m in spec.partial)
+    number = spec.mesh.mesh.flatten().tolist().index(rank)
+    return tuple(spec.mesh.coordinate_of(number)[m] for m in spec.partial)
 
 
-def _is_summand(spec: ShardTensorSpec, rank: int) -> bool:
+def _is_zero_summand(spec: ShardTensorSpec, rank: int) -> bool:
     """Whether a rank's summand of a new Partial tensor is zero, as it is of all but the first."""
     return any(_summand(spec, rank))

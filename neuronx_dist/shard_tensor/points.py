@@ -24,7 +24,7 @@ class Neighbours(NamedTuple):
     """The neighbours of m queries, in the layout of the queries.
 
     Attributes:
-        indices: [m, k], of points; -1 where `radius_search` found fewer.
+        indices: [m, k], of points; -1 where `radius_search` finds fewer.
         distances: [m, k], ascending, differentiable; infinite where there is none.
         points: [m, k, d], differentiable; 0 where there is none.
     """
@@ -65,11 +65,11 @@ def radius_search(x: Any, y: Any, radius: float, max_points: int) -> Neighbours:
     if radius < 0 or max_points < 1:
         raise ValueError(f"radius_search: radius={radius}, max_points={max_points}: 0 or more, and 1 or more")
     indices, distances, points = knn(x, y, min(max_points, x.shape[0]))
-    found = distances.detach() <= radius
+    within = distances.detach() <= radius
     return Neighbours(
-        torch.where(found, indices, -1),
-        torch.where(found, distances, float("inf")),
-        torch.where(found.unsqueeze(-1), points, 0.0),
+        torch.where(within, indices, -1),
+        torch.where(within, distances, float("inf")),
+        torch.where(within.unsqueeze(-1), points, 0.0),
     )
 
 

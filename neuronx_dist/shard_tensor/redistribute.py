@@ -1,7 +1,7 @@
 """From one layout to another: the moves between two placements on each mesh dim, one mesh dim after the other.
 
-`moves(spec, target)` is the list of steps, computed once for two specs. `used` says that the result is used by every
-rank in another way (type R in place of I), so that its gradients are summed.
+`steps(spec, target)` are functions of the local tensor, computed once for two specs; they call the operations of
+`moves.py`. `used` says that each rank uses the result on its own (type R in place of I): its gradients are summed.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ def _along(
             return []
         if {_op(src), _op(dst)} == {"sum", "avg"}:
             return [partial(_scaled, group=group, divide=_op(src) == "avg")]
-        raise ValueError(f"redistribute: {src} cannot become {dst}; make it Replicate() first")
+        raise ValueError(f"redistribute: {src!r} cannot become {dst!r}; make it Replicate() first")
     if _op(src) == "max":
         reduced: list[Step] = [partial(_maximum, group=group)]
         return reduced + _along(mesh, mesh_dim, _REPLICATE, None, dst, dst_sizes, used)
@@ -253,8 +253,8 @@ def _to_another_mesh(spec: ShardTensorSpec, target: ShardTensorSpec, used: Seque
     """By one exchange; only a maximum is taken before, on the mesh that has it."""
     if used:
         raise ValueError(f"an operand on {spec.mesh} cannot be used on {target.mesh}: redistribute() it first")
-    kinds = {_op(spec.placements[m]) for m in spec.partial} | {_op(target.placements[m]) for m in target.partial}
-    source = spec if kinds <= {"sum"} else gradient_spec(spec)
+    operations = {_op(spec.placements[m]) for m in spec.partial} | {_op(target.placements[m]) for m in target.partial}
+    source = spec if operations <= {"sum"} else gradient_spec(spec)
     if any(_op(target.placements[m]) != "sum" for m in target.partial):
         raise ValueError(f"redistribute: {list(target.placements)} on another mesh: only a sum is spread over ranks")
     return (*steps(spec, source), partial(moved_to_mesh, spec=source, target=target))

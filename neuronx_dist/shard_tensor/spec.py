@@ -137,8 +137,8 @@ def make_spec(
         if not isinstance(placement, Shard):
             complete.append(None)
             continue
-        given = None if sizes is None else sizes[m]
-        along = chunk_sizes(shape[placement.dim], mesh.shape[m]) if given is None else tuple(map(int, given))
+        own = None if sizes is None else sizes[m]
+        along = chunk_sizes(shape[placement.dim], mesh.shape[m]) if own is None else tuple(map(int, own))
         if len(along) != mesh.shape[m] or sum(along) != shape[placement.dim] or min(along) < 0:
             raise ValueError(
                 f"sizes {list(along)} on mesh dim {m}: they must be {mesh.shape[m]}, none below 0, and add up to "

@@ -53,7 +53,7 @@ class ShardTensor(torch.Tensor):
 
     _local: torch.Tensor
     _spec: ShardTensorSpec
-    _foreign: bool  # made while gradients were off: a foreign autograd function may have given it a graph
+    _foreign: bool  # made while gradients were off: a foreign autograd function may have wanted it a graph
 
     # --- the protocol of torch
 
@@ -167,14 +167,14 @@ class ShardTensor(torch.Tensor):
             local = _handed(local)
         if grad_placements is None:
             return local
-        given = make_spec(self._spec.mesh, grad_placements, self._spec.shape, None)
-        for m, (own, grad) in enumerate(zip(self._spec.placements, given.placements)):
+        wanted = make_spec(self._spec.mesh, grad_placements, self._spec.shape, None)
+        for m, (own, grad) in enumerate(zip(self._spec.placements, wanted.placements)):
             if isinstance(own, Replicate) and isinstance(grad, Partial):
                 local = spmd.convert(local, self._spec.mesh.communicator(m), src=I, dst=R)
             elif own != grad and not (isinstance(own, Partial) and isinstance(grad, Replicate)):
                 raise ValueError(
-                    f"to_local: a gradient of {grad} for a tensor that is {own} on mesh dim {m}: redistribute() the "
-                    "tensor first, so that its own placement is that of the gradient"
+                    f"to_local: a gradient of {grad!r} for a tensor that is {own!r} on mesh dim {m}: redistribute() "
+                    "the tensor first, so that its own placement is that of the gradient"
                 )
         return local
 
@@ -197,7 +197,7 @@ class ShardTensor(torch.Tensor):
         Args:
             device_mesh: None: its own. To another mesh, of any ranks, every rank of the job calls this alike; one that
                 is no part of a mesh has an empty part of what lies there, and takes part in backward all the same.
-            placements: None: Replicate everywhere, or its own if only `sizes` is given.
+            placements: None: Replicate everywhere, or its own if only `sizes` is wanted.
             sizes: for each mesh dim the sizes of its shards; None: chunks.
             async_op: False. It stands here for torch's signature.
 

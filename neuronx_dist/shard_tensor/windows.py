@@ -218,13 +218,13 @@ def _taps(windows: Interpolated) -> tuple[torch.Tensor, torch.Tensor]:
         return indices.long().clamp(max=size - 1)[:, None], torch.ones(outputs, 1, dtype=windows.dtype)
     if windows.antialias:
         return _antialiased(o, step, size, windows.mode)
-    place = step * o if windows.align_corners else step * (o + 0.5) - 0.5
+    position = step * o if windows.align_corners else step * (o + 0.5) - 0.5
     if windows.mode == "linear":
-        place = place.clamp(min=0)
-    below = torch.floor(place)
+        position = position.clamp(min=0)
+    below = torch.floor(position)
     if windows.mode == "linear":
         below = below.clamp(max=size - 1)
-    t = (place - below).clamp(0, 1)
+    t = (position - below).clamp(0, 1)
     if windows.mode == "linear":
         offsets, weights = torch.arange(2), torch.stack([1 - t, t], 1)
     else:

@@ -23,7 +23,7 @@ def partition_spec(spec: ShardTensorSpec) -> tuple[int | None, ...]:
         ValueError: shards of different sizes, or a Partial.
     """
     for m in spec.partial:
-        raise ValueError(f"partition_spec: {spec.placements[m]} on mesh dim {m} has none: redistribute() it first")
+        raise ValueError(f"partition_spec: {spec.placements[m]!r} on mesh dim {m} has none: redistribute() it first")
     for m, dim in spec.sharded:
         if len(set(spec.sizes[m] or ())) > 1:
             raise ValueError(

@@ -17,7 +17,6 @@ from neuronx_dist.shard_tensor.intervals import (
     Plan,
     Run,
     bounds_of,
-    chunk_bounds,
     cut,
     divided,
     flipped,
@@ -26,6 +25,7 @@ from neuronx_dist.shard_tensor.intervals import (
     rolled,
     virtual_runs,
 )
+from neuronx_dist.shard_tensor.spec import chunk_sizes
 from tests.shard_tensor.sharding import split_of
 
 quick = settings(max_examples=60, deadline=None, derandomize=True)
@@ -126,7 +126,7 @@ def test_bounds() -> None:
     for n in range(12):
         for count in (1, 2, 3, 5):
             chunks = [len(chunk) for chunk in torch.arange(n).chunk(count)] if n else []
-            assert chunk_bounds(n, count) == bounds_of(chunks + [0] * (count - len(chunks)))
+            assert chunk_sizes(n, count) == tuple(chunks + [0] * (count - len(chunks)))
 
 
 @pytest.mark.parametrize("begin, end", [(-4, 2), (2, 8)])

@@ -59,20 +59,19 @@ class _Elementwise:
         self.divided_by_weights = divided
 
     def __call__(self, func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> ShardTensor:
-        given = dict(zip(self.names, args)) | kwargs
-        reduction = _reduction(
-            given.pop("reduction", "mean"), given.pop("size_average", None), given.pop("reduce", None), "batchmean"
-        )
+        options = dict(zip(self.names, args)) | kwargs
+        reduction, size_average = options.pop("reduction", "mean"), options.pop("size_average", None)
+        reduction = _reduction(reduction, size_average, options.pop("reduce", None), "batchmean")
         if reduction == "batchmean" and func is not F.kl_div:
             raise ValueError(f"reduction {reduction!r} is none of {', '.join(_REDUCTIONS)}")
-        operands = [given.pop(name, None) for name in self.tensors]
+        operands = [options.pop(name, None) for name in self.tensors]
         if func in _EQUAL and operands[0].shape != operands[1].shape:
             raise ValueError(
                 f"{func.__name__}: input has shape {tuple(operands[0].shape)}, target {tuple(operands[1].shape)}; they "
                 "must be equal"
             )
         locals_, spec = inside(aligned, operands)
-        keywords = {name: x for name, x in zip(self.tensors[2:], locals_[2:]) if x is not None} | given
+        keywords = {name: x for name, x in zip(self.tensors[2:], locals_[2:]) if x is not None} | options
         y = self.function(*locals_[:2], reduction="none" if reduction == "none" else "sum", **keywords)
         if reduction == "none":
             return wrap(y, spec)
@@ -207,14 +206,14 @@ def _of_targets(
             raise IndexError(f"a target is out of bounds: the classes are 0 to {spec.shape[dim] - 1}")
 
     def picked(logs: torch.Tensor, target: torch.Tensor, weight: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        place = target - spec.offsets[dim]
-        own = valid & (place >= 0) & (place < logs.shape[dim])
+        position = target - spec.offsets[dim]
+        own = valid & (position >= 0) & (position < logs.shape[dim])
         if not logs.shape[dim]:
             nothing = logs.sum(dim)
             return nothing, torch.zeros_like(nothing)
-        place = torch.where(own, place, torch.zeros_like(place))
-        weights = own.to(logs.dtype) if weight is None else weight[place] * own
-        values = logs.gather(dim, place.unsqueeze(dim)).squeeze(dim)
+        position = torch.where(own, position, torch.zeros_like(position))
+        weights = own.to(logs.dtype) if weight is None else weight[position] * own
+        values = logs.gather(dim, position.unsqueeze(dim)).squeeze(dim)
         return -torch.where(own, values, torch.zeros_like(values)) * weights, weights
 
     m = spec.mesh_dim_of.get(dim)

@@ -148,16 +148,16 @@ def _group_norm(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) ->
 def _by_groups(x: torch.Tensor, spec: ShardTensorSpec, plan: Reduced, width: int, eps: float) -> torch.Tensor:
     """`x` standardised by groups of `width` channels, of which a rank may have a part."""
     groups = spec.shape[1] // width
-    place = torch.div(torch.arange(x.shape[1], device=x.device) + spec.offsets[1], width, rounding_mode="floor")
+    group_of = torch.div(torch.arange(x.shape[1], device=x.device) + spec.offsets[1], width, rounding_mode="floor")
     flat = x.reshape(x.shape[0], x.shape[1], prod(x.shape[2:]))
 
     def summed(y: torch.Tensor) -> torch.Tensor:
-        return y.new_zeros(y.shape[0], groups).index_add(1, place, y)
+        return y.new_zeros(y.shape[0], groups).index_add(1, group_of, y)
 
     def own(flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         number = summed(flat.new_ones(1, flat.shape[1]))[0] * flat.shape[2]
         mean = summed(flat.sum(-1)) / number.clamp(min=1)
-        return mean, summed((flat - mean[:, place, None]).square().sum(-1))
+        return mean, summed((flat - mean[:, group_of, None]).square().sum(-1))
 
     sizes = list(x.shape)
     mean, squares = on_own_shard(own, dict.fromkeys(plan.groups, V))(flat)
@@ -174,7 +174,7 @@ def _by_groups(x: torch.Tensor, spec: ShardTensorSpec, plan: Reduced, width: int
     both = _for_shards(torch.stack((mean, squares)), plan)
 
     def standardised(x: torch.Tensor, both: torch.Tensor) -> torch.Tensor:
-        mean, squares = both[:, :, place].view(2, *x.shape[:2], *[1] * (x.dim() - 2)).unbind(0)
+        mean, squares = both[:, :, group_of].view(2, *x.shape[:2], *[1] * (x.dim() - 2)).unbind(0)
         return (x - mean) * torch.rsqrt(squares / (width * prod(spec.shape[2:])) + eps)
 
     types = {spec.mesh.communicator(m): S(spec.placements[m].dim) for m in plan.mesh_dims}  # type: ignore[attr-defined]

@@ -133,8 +133,8 @@ __itruediv__ __ixor__ copy_ fill_ zero_".split()
 
 
 def _existing(holder: Any, names: list[str]) -> list[Any]:
-    found = [getattr(holder, name) for name in names if hasattr(holder, name)]
-    return [each if callable(each) else each.__get__ for each in found]
+    functions = [getattr(holder, name) for name in names if hasattr(holder, name)]
+    return [each if callable(each) else each.__get__ for each in functions]
 
 
 _POINTWISE = [

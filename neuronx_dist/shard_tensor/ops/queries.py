@@ -147,8 +147,8 @@ def autograd_backward(func: Callable[..., Any], types: Any, args: Any, kwargs: A
         inputs: Any = None,
     ) -> None:
         outputs = _listed(tensors)
-        given = [None] * len(outputs) if grad_tensors is None else _listed(grad_tensors)
-        grads = [_start(x, g) for x, g in zip(outputs, given)]
+        starts = [None] * len(outputs) if grad_tensors is None else _listed(grad_tensors)
+        grads = [_start(x, g) for x, g in zip(outputs, starts)]
         chosen = None if inputs is None else [_local(each) for each in _listed(inputs)]
         torch.autograd.backward(
             [_loss(x) for x in outputs], grads, retain_graph=retain_graph, create_graph=create_graph, inputs=chosen
@@ -161,8 +161,8 @@ def autograd_backward(func: Callable[..., Any], types: Any, args: Any, kwargs: A
 def autograd_grad(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
     def call(outputs: Any, inputs: Any, grad_outputs: Any = None, *others: Any, **keywords: Any) -> Any:
         outs, ins = _listed(outputs), _listed(inputs)
-        given = [None] * len(outs) if grad_outputs is None else _listed(grad_outputs)
-        grads = [_start(x, g) for x, g in zip(outs, given)]
+        starts = [None] * len(outs) if grad_outputs is None else _listed(grad_outputs)
+        grads = [_start(x, g) for x, g in zip(outs, starts)]
         results = torch.autograd.grad([_loss(x) for x in outs], [_local(x) for x in ins], grads, *others, **keywords)
         return tuple(
             wrap(grad, gradient_spec(x._spec)) if isinstance(x, ShardTensor) and grad is not None else grad

@@ -103,8 +103,8 @@ def _gumbel_softmax(func: Callable[..., Any], types: Any, args: Any, kwargs: Any
             return soft
         with torch.no_grad():
             ends = torch.full_like(soft, soft.shape[dim])
-            places = torch.where(soft == soft.amax(dim, keepdim=True), torch.ones_like(soft).cumsum(dim) - 1, ends)
-            one_hot = (places == places.amin(dim, keepdim=True)).to(soft.dtype)
+            positions = torch.where(soft == soft.amax(dim, keepdim=True), torch.ones_like(soft).cumsum(dim) - 1, ends)
+            one_hot = (positions == positions.amin(dim, keepdim=True)).to(soft.dtype)
         return one_hot - soft.detach() + soft
 
     return call(*args, **kwargs)

@@ -10,6 +10,7 @@ import torch
 
 from ...spmd import S
 from ..handlers import sharded
+from ..intervals import bounds_of
 from ..labels import Labels, New, inside, planned
 from ..moves import gather
 from ..placements import Placement, Replicate, Shard
@@ -17,6 +18,7 @@ from ..redistribute import redistributed
 from ..spec import ShardTensorSpec, make_spec
 from ..tensor import ShardTensor, local_of, wrap
 from ..typed import on_own_shard
+from .select import dim_of
 
 __all__: list[str] = []
 
@@ -180,13 +182,6 @@ def expanded(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> An
 # --- slices and single positions
 
 
-def _bounds(sizes: Sequence[int]) -> list[int]:
-    bounds = [0]
-    for size in sizes:
-        bounds.append(bounds[-1] + size)
-    return bounds
-
-
 @planned
 def _slice_plan(spec: ShardTensorSpec, dim: int, start: int, stop: int, step: int) -> Any:
     """Where this rank's shard is cut, and the layout of the result: every element stays where it is."""
@@ -196,7 +191,7 @@ def _slice_plan(spec: ShardTensorSpec, dim: int, start: int, stop: int, step: in
     if m is None:
         return slice(start, stop, step), make_spec(spec.mesh, spec.placements, shape, spec.sizes)
     cuts = []
-    bounds = _bounds(spec.sizes[m] or ())
+    bounds = bounds_of(spec.sizes[m] or ())
     for low, high in zip(bounds, bounds[1:]):
         first = start if low <= start else start + -(-(low - start) // step) * step
         last = min(stop, high)
@@ -259,17 +254,10 @@ def _position(index: int, size: int, dim: int) -> int:
     return index % size
 
 
-def _dim(x: ShardTensor, dim: int) -> int:
-    ndim = max(1, x.dim())
-    if not -ndim <= dim < ndim:
-        raise IndexError(f"dim {dim} is none of a tensor of {x.dim()} dims")
-    return dim % ndim
-
-
 @sharded(torch.select, _T.select)
 def select(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
     def call(input: ShardTensor, dim: int, index: int) -> Any:
-        dim = _dim(input, dim)
+        dim = dim_of(input, dim)
         return selected(input, dim, _position(int(index), input.shape[dim], dim))
 
     return call(*args, **kwargs)
@@ -278,7 +266,7 @@ def select(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
 @sharded(torch.narrow, _T.narrow)
 def narrow(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
     def call(input: ShardTensor, dim: int, start: int, length: int) -> Any:
-        dim = _dim(input, dim)
+        dim = dim_of(input, dim)
         start = start + input.shape[dim] if start < 0 else start
         if not 0 <= start <= start + length <= input.shape[dim]:
             raise IndexError(
@@ -300,9 +288,9 @@ def split(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
             count = (count.full_tensor() if isinstance(count, ShardTensor) else count).tolist()
         if not isinstance(x, ShardTensor):
             return func(x, count, dim)
-        dim = _dim(x, dim)
+        dim = dim_of(x, dim)
         pieces = func(torch.empty(x.shape[dim], device="meta"), count)
-        bounds = _bounds([piece.shape[0] for piece in pieces])
+        bounds = bounds_of([piece.shape[0] for piece in pieces])
         return tuple(sliced(x, dim, low, high) for low, high in zip(bounds, bounds[1:]))
 
     return call(*args, **kwargs)
@@ -311,7 +299,7 @@ def split(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
 @sharded(torch.unbind, _T.unbind)
 def unbind(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
     def call(x: ShardTensor, dim: int = 0) -> Any:
-        dim = _dim(x, dim)
+        dim = dim_of(x, dim)
         return tuple(selected(x, dim, index) for index in range(x.shape[dim]))
 
     return call(*args, **kwargs)
