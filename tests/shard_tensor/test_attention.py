@@ -268,7 +268,7 @@ def test_the_formula_equals_the_kernel(diagonal, masked):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_shorter_types(dtype):
-    """The error against float64 is at most twice that of torch's own function in the type; measured 0.9 to 1.3 of it."""
+    """The error against float64 is at most twice that of torch's own function; measured 0.9 to 1.3 of it."""
     plain = [x.detach().to(dtype).requires_grad_() for x in triple()]
     precise = [x.detach().double().requires_grad_() for x in plain]
 
