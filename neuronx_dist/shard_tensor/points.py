@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .fetch import has_values
 from .handlers import check_promotion
 from .labels import planned
 from .placements import Placement, Replicate, Shard
@@ -140,9 +141,17 @@ def _ring(x: Any, y: Any, k: int) -> Any:
 
 
 def _block(queries: torch.Tensor, points: torch.Tensor, offset: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The `k` nearest of some points, ascending, of equal distances in the order of their indices from `offset` on."""
     distances = torch.cdist(queries, points, compute_mode="donot_use_mm_for_euclid_dist")
-    nearest, indices = distances.topk(min(k, len(points)), 1, largest=False)
-    return nearest, indices + offset
+    count = min(k, len(points))
+    nearest, indices = distances.topk(min(k + 1, len(points)), 1, largest=False)
+    if has_values(distances) and count < len(
+        points
+    ):  # topk takes any of equal ones: rows that end among them are sorted
+        tied = (nearest[:, count - 1] == nearest[:, count]).nonzero()[:, 0]
+        indices[tied] = distances[tied].sort(dim=1, stable=True)[1][:, : count + 1]
+    indices = indices[:, :count].sort(1)[0]
+    return _nearest(distances.gather(1, indices), indices + offset, count)
 
 
 def _merged(

@@ -3,8 +3,9 @@
 Along a sharded dim candidates travel, (value, global index), and not the tensor: each rank proposes k, or all that it
 has. For `topk` they go to the rank that owns the row in the result, which is sharded along another dim if one is long
 enough; `max(dim)` and `argmax` propose one and give each rank the result, as `amax` does. Of equal candidates the one
-with the smaller index is taken. Sorting needs every element: the tensor is sharded along another dim (all to all;
-gathered if there is none), sorted, and brought back.
+with the smaller index is taken; which of more than k equal elements a shard's `topk` proposes, torch does not say.
+Sorting needs every element: the tensor is sharded along another dim (all to all; gathered if there is none), sorted,
+and brought back.
 """
 
 from __future__ import annotations

@@ -55,6 +55,19 @@ def test_of_equal_elements_the_first_is_taken():
     on_ranks(3, rank)
 
 
+def test_of_equally_near_points_those_with_the_smaller_indices_are_taken():
+    generator = torch.Generator().manual_seed(0)
+    x, y = (torch.randint(0, 3, (count, 2), generator=generator).double() for count in (40, 9))
+    expected = torch.cdist(y, x).sort(dim=1, stable=True)[1][:, :5]
+    assert torch.equal(knn(x, y, 5).indices, expected)
+
+    def rank(mesh):
+        points, queries = sharded(x, mesh, sizes=(23, 0, 17)), sharded(y, mesh, sizes=(1, 6, 2))
+        assert torch.equal(knn(points, queries, 5).indices.full_tensor(), expected)
+
+    on_ranks(3, rank)
+
+
 def test_a_ring_moves_each_shard_of_the_points_around():
     def rank(mesh):
         x, y = (sharded(torch.arange(3.0 * count).view(count, 3), mesh) for count in (12, 6))
