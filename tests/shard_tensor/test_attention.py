@@ -24,7 +24,7 @@ from neuronx_dist.shard_tensor.attention_method import (
     zigzag,
 )
 from neuronx_dist.shard_tensor.placements import Shard
-from neuronx_dist.spmd import I, S, V
+from neuronx_dist.spmd import I, S
 from tests.shard_tensor.support.cases import assert_close, distributed, on_ranks, sizes, verbs
 from tests.support.pool import processes
 
@@ -426,7 +426,7 @@ def test_weights_of_multihead_attention(average):
 
 
 @pytest.mark.parametrize(
-    "dims, types", [((2, 2, 2), [V, S(2), S(2)]), ((None, 2, 2), [I, I, S(2)]), ((1, 1, 1), [S(1), S(1), S(1)])]
+    "dims, types", [((2, 2, 2), [S(2), S(2), S(2)]), ((None, 2, 2), [I, I, S(2)]), ((1, 1, 1), [S(1), S(1), S(1)])]
 )
 @pytest.mark.parametrize("method", ["ring", "gather", "all_to_all"])
 def test_the_checker_steps_in(method, dims, types):
@@ -447,8 +447,7 @@ def test_the_checker_steps_in(method, dims, types):
             y.square().sum().backward()
             return [spmd.get_local_type(x.to_local())["dp"] for x in (y, given[0].grad, given[1].grad)]
 
-    moved = method == "all_to_all" and types[0] is V  # its uneven moves are typed
-    assert threads.run(Mesh(2), rank) == [[S(2), *types[1:]] if moved else types] * 2
+    assert threads.run(Mesh(2), rank) == [types] * 2
 
 
 # --- refusals

@@ -57,7 +57,7 @@ def _write(
                 )
     tensor = values if isinstance(values, torch.Tensor) and values.dim() else None
     (local, positions, own), spec = inside(_written, (x, index, tensor), dim, rows, is_sum)
-    check_positions(positions, x.shape[dim], dim)
+    check_positions(positions, x.shape[dim] if x.dim() else 1, dim)
     m = x._spec.mesh_dim_of.get(dim) if isinstance(x, ShardTensor) else None
     own = values if own is None else own
     if m is None or m not in dict(spec.sharded) or spec.mesh_dim_of.get(dim) != m:
