@@ -277,7 +277,9 @@ def _meetings(
 @torch.no_grad()
 def fill(target: ShardedTensor, saved: SavedTensor, source: Source) -> None:
     """Reads this rank's pieces of a tensor."""
-    local = target.tensor if target.tensor.device.type == "cpu" else torch.zeros_like(target.tensor, device="cpu")
+    local = target.tensor
+    if local.device.type != "cpu":  # torch.zeros_like(xla_tensor, device="cpu") has data_ptr 0
+        local = torch.zeros(local.shape, dtype=local.dtype)
     if sum(math.prod(piece.shape) for piece in target.pieces) < local.numel():
         local.zero_()  # the padding
     opened: tuple[Chunk, Rectangle] | None = None

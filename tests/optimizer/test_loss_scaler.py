@@ -128,7 +128,7 @@ def test_gradients_that_are_finite_at_no_scale_end_the_run_on_all_ranks() -> Non
     assert comm.threads.run(Mesh(2), rank_main) == [f"28 {2.0**-25}"] * 2
 
 
-@pytest.mark.parametrize("options", [{"skip_nonfinite": True}, {"loss_scaler": LossScaler()}, {}], ids=str)
+@pytest.mark.parametrize("options", [{"skip_nonfinite": True}, {"loss_scaler": LossScaler()}, {}], ids=", ".join)
 def test_two_programs_of_an_xla_step_are_warned_of_once(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

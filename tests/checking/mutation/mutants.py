@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-from neuronx_dist import checking, checkpoint, comm, spmd, xla_replay
+from neuronx_dist import attention, checking, checkpoint, comm, shard_tensor, spmd, xla_replay
 from neuronx_dist.checking.types.handlers import autograd
 from neuronx_dist.comm.backends import threads
 from neuronx_dist.planning import memory
@@ -123,6 +123,8 @@ PROGRAM_OF: dict[str, str] = {
 # Sites that are no part of a training step, or not of the program.
 EXEMPT = {
     "save_pretrained": "writes weights",
+    "_written_together": "writes weights",
+    "save:comm.gather_objects": "writes files",
     "full_state_dict": "gives tests and files the whole of the weights",
     "NeuronZero1Optimizer.save_sharded_state_dict": "writes files",
     "NeuronZero1Optimizer.load_sharded_state_dict": "reads files",
@@ -137,8 +139,9 @@ EXEMPT = {
     "_cross_entropy_of_operators": "under torch.func only",
     "_Highest": "under torch.func only",
 }
-# Everything else is part of a training step, in whatever folder it is.
-OUTSIDE = (checking, checkpoint, comm, memory, spmd, xla_replay)
+# Everything else is part of a training step, in whatever folder it is. Calls of ShardTensors and of their attention are
+# made wrong in tests/parity/mutation_table.py, where values show it.
+OUTSIDE = (attention, checking, checkpoint, comm, memory, shard_tensor, spmd, xla_replay)
 
 # Mutants that numbers show and types do not.
 _WHICH = "which rank has the value: types say that the ranks differ, and not in what"
