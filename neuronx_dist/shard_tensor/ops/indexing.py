@@ -34,8 +34,8 @@ _T = torch.Tensor
 # --- what is owned
 
 
-def check_positions(index: torch.Tensor, size: int, dim: int) -> None:
-    """Raises an IndexError for a position outside of a dim."""
+def check_positions(index: torch.Tensor, size: int, dim: int, what: str = "indices") -> None:
+    """Raises an IndexError for a position outside of a dim, on the rank that has it."""
     if not index.numel() or not has_values(index):
         return
     if index.device.type != "cpu":
@@ -43,7 +43,7 @@ def check_positions(index: torch.Tensor, size: int, dim: int) -> None:
         return
     low, high = index.aminmax()
     if low < 0 or high >= size:
-        raise IndexError(f"indices from {int(low)} to {int(high)} for dim {dim}, which has {size} elements")
+        raise IndexError(f"{what} from {int(low)} to {int(high)} for dim {dim}, which has {size} elements")
 
 
 def own_positions(index: torch.Tensor, start: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -19,6 +19,7 @@ from ..placements import Partial
 from ..spec import ShardTensorSpec, make_spec
 from ..tensor import ShardTensor, wrap
 from ..typed import on_own_shard
+from .indexing import check_positions
 from .pointwise import aligned
 from .reduce import reduced, total
 from .softmax import log_softmax_of
@@ -202,8 +203,7 @@ def _of_targets(
     """
     valid = target != ignore_index
     with no_typecheck():  # each rank looks at its own
-        if logs.device.type == "cpu" and bool((valid & ((target < 0) | (target >= spec.shape[dim]))).any()):
-            raise IndexError(f"a target is out of bounds: the classes are 0 to {spec.shape[dim] - 1}")
+        check_positions(torch.where(valid, target, 0), spec.shape[dim], dim, "targets")
 
     def picked(logs: torch.Tensor, target: torch.Tensor, weight: Any) -> tuple[torch.Tensor, torch.Tensor]:
         position = target - spec.offsets[dim]
