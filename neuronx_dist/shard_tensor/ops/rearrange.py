@@ -73,7 +73,8 @@ def _joined(spec: ShardTensorSpec, dim: int, *others: ShardTensorSpec) -> Any:
 def cat(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
     def call(tensors: Sequence[Any], dim: int = 0, axis: int | None = None) -> Any:
         dim = dim if axis is None else axis
-        tensors = [x for x in tensors if x.dim() != 1 or x.shape[0] or tensors[0].dim() == 1]
+        ndim = max(x.dim() for x in tensors)
+        tensors = [x for x in tensors if x.dim() == ndim or x.shape != (0,)]  # as torch, which lets empty vectors be
         dim = dim_of(tensors[0], dim)
         along = [x for x in tensors if isinstance(x, ShardTensor) and dim in x._spec.mesh_dim_of]
         if not along:

@@ -55,6 +55,18 @@ def test_of_equal_elements_the_first_is_taken():
     on_ranks(3, rank)
 
 
+@pytest.mark.parametrize("dim", [0, 1])
+def test_cat_leaves_out_empty_vectors_wherever_they_are(dim):
+    whole = torch.arange(12.0, dtype=torch.float64).view(6, 2)
+
+    def rank(mesh):
+        x = sharded(whole, mesh, sizes=(1, 3, 2))
+        for tensors in ([torch.empty(0), x], [x, torch.empty(0)]):
+            assert torch.equal(torch.cat(tensors, dim).full_tensor(), whole)
+
+    on_ranks(3, rank)
+
+
 def test_of_equally_near_points_those_with_the_smaller_indices_are_taken():
     generator = torch.Generator().manual_seed(0)
     x, y = (torch.randint(0, 3, (count, 2), generator=generator).double() for count in (40, 9))
