@@ -49,6 +49,10 @@ def pytest_configure(config):
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
 def pytest_collection_modifyitems(items):
     fast.mark(items)
+    if os.environ.get("NXD_FULL") != "1":
+        for item in items:
+            if item.get_closest_marker("full"):
+                item.add_marker(pytest.mark.skip(reason="runs with NXD_FULL=1 (make test-full)"))
 
 
 @pytest.hookimpl(wrapper=True)

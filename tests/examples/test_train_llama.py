@@ -148,7 +148,7 @@ def test_what_cannot_work_is_refused_with_the_numbers(tmp_path):
     assert code == 0, text
     results = json.loads(text.splitlines()[-1])
     for (flags, messages), (code, text) in zip(refusals, results, strict=True):
-        assert code == 1 and all(message in text for message in messages) and "Traceback" not in text, (flags, text)
+        assert code == 2 and all(message in text for message in messages) and "Traceback" not in text, (flags, text)
 
 
 def readme_block(number):

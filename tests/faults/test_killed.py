@@ -54,6 +54,7 @@ def test_killed_at_the_corners(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.timeout(500)
 def test_killed_anywhere(tmp_path: Path) -> None:
     """Four ranks, 40 points at random."""
     chance = random.Random(0)
@@ -73,10 +74,10 @@ def test_killed_anywhere(tmp_path: Path) -> None:
         point = [point for point in POINTS if point != "load"][number % (len(POINTS) - 1)]
         rank = 0 if point in ("remove", "replace") else chance.randrange(4)
         scenarios.append([rank, point, chance.randint(1, most[point])])
-    check(tmp_path, 4, scenarios, timeout=280)
+    check(tmp_path, 4, scenarios, timeout=480)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_it_is_started_again(tmp_path: Path) -> None:
     """`neuronx-dist run --max-restarts`: nothing else is needed to resume."""
     (undisturbed,) = results(tmp_path, 2, [[]], timeout=120)

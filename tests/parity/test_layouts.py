@@ -69,7 +69,6 @@ def test_as_one_process_in_float32(case: Case) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.skipif(not FULL, reason="the whole matrix runs with NXD_FULL=1 (make test-full)")
 @pytest.mark.parametrize("case", FULL or COVERING[:1], ids=str)
 def test_whole_matrix(case: Case) -> None:
     check(case, comm.threads.run(case.mesh, train, case, timeout=240.0))

@@ -45,7 +45,6 @@ def test_as_one_process(setting: Setting) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.skipif(not FULL, reason="the whole matrix runs with NXD_FULL=1 (make test-full)")
 @pytest.mark.parametrize("setting", FULL or MATRIX[:1], ids=str)
 def test_whole_matrix(setting: Setting) -> None:
     check(setting, train_on_threads(setting))

@@ -82,7 +82,6 @@ def test_what_is_not_seen_is_listed_for_what_it_is(site, name):
 
 
 @pytest.mark.full
-@pytest.mark.skipif(not FULL, reason="NXD_FULL=1")
 @pytest.mark.timeout(1200)
 def test_numbers_agree():
     """At least 95 % of the mutants that numbers show are seen."""

@@ -13,7 +13,7 @@ import neuronx_dist as nxd
 from neuronx_dist import comm, spmd
 from neuronx_dist.gradients import buckets
 from neuronx_dist.gradients import norm as grad_norm
-from neuronx_dist.optimizer import shards, zero1
+from neuronx_dist.optimizer import shard_buckets, shards
 from neuronx_dist.parallel_layers import embedding, linear, loss_functions, mappings
 from tests.checking.programs import layer_models as models
 from tests.support.paths import file_name
@@ -27,7 +27,9 @@ MESH = {"dp": 2, "cp": 2, "tp": 4}
 
 # What cannot be proven, by file: each line here is a hole. Shapes and axes are left out.
 FLAGS = {f"{file_name(buckets)}: that [] is P on *"}  # which ranks have a gradient
-FLAGS |= {f"{file_name(file)}: local: sharding over * is not followed" for file in (zero1, shards)}  # flat buffers
+FLAGS |= {
+    f"{file_name(file)}: local: sharding over * is not followed" for file in (shard_buckets, shards)
+}  # flat buffers
 NORM = {f"{file_name(grad_norm)}: that [] is P on *"}  # gradients of one rank of several with the same
 NORM |= {f"{file_name(grad_norm)}: local: sharding over * is not followed"}
 MASKED = "that what it looks up for positions of other ranks over * is masked"
