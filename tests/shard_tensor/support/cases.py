@@ -10,7 +10,7 @@ import itertools
 import os
 import random
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -237,7 +237,3 @@ def quietly(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*args)
 
     return call
-
-
-def every(cases: Sequence[Case]) -> Iterator[tuple[Case, tuple[int, ...]]]:
-    return itertools.product(cases, MESHES)
