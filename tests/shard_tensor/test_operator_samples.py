@@ -147,7 +147,7 @@ def check(op: Any) -> list[tuple[str, str]]:
         mesh = DeviceMesh("cpu", [0, 1])
         return [outcome(op, sample, position, dim, mesh, known) for sample, position, dim, known in todo]
 
-    first, second = threads.run(Mesh(2), rank, timeout=20.0)
+    first, second = threads.run(Mesh(2), rank, timeout=60.0)
     assert [kind for kind, _ in first] == [kind for kind, _ in second], f"{name_of(op)}: the ranks differ"
     return first
 

@@ -18,7 +18,7 @@ from neuronx_dist.shard_tensor import (
     promotion_mode,
 )
 
-TIMEOUT = 5.0
+TIMEOUT = 60.0
 
 
 def x(mesh, *sizes, shape=(7, 6), dim=0):
