@@ -74,7 +74,10 @@ def cat(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
     def call(tensors: Sequence[Any], dim: int = 0, axis: int | None = None) -> Any:
         dim = dim if axis is None else axis
         ndim = max(x.dim() for x in tensors)
+        mesh = next(x._spec.mesh for x in tensors if isinstance(x, ShardTensor))
         tensors = [x for x in tensors if x.dim() == ndim or x.shape != (0,)]  # as torch, which lets empty vectors be
+        if not any(isinstance(x, ShardTensor) for x in tensors):
+            tensors[0] = wrap(tensors[0], make_spec(mesh, None, tensors[0].shape))
         dim = dim_of(tensors[0], dim)
         along = [x for x in tensors if isinstance(x, ShardTensor) and dim in x._spec.mesh_dim_of]
         if not along:

@@ -67,6 +67,15 @@ def test_cat_leaves_out_empty_vectors_wherever_they_are(dim):
     on_ranks(3, rank)
 
 
+def test_cat_of_plain_tensors_and_an_empty_distributed_vector():
+    def join(mesh):
+        empty = distribute_tensor(torch.empty(0), mesh, [Shard(0)], src=None)
+        y = torch.cat([torch.ones(2, 3), empty, torch.zeros(1, 3)])
+        assert torch.equal(y.full_tensor(), torch.tensor([[1.0] * 3, [1.0] * 3, [0.0] * 3]))
+
+    on_ranks(2, join)
+
+
 def test_of_equally_near_points_those_with_the_smaller_indices_are_taken():
     generator = torch.Generator().manual_seed(0)
     x, y = (torch.randint(0, 3, (count, 2), generator=generator).double() for count in (40, 9))
