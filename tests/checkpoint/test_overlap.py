@@ -38,6 +38,7 @@ def awaited(run: Run) -> int:
     return sum(type(param) is not nn.Parameter for param in run.model.parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("in_background", [False, True])
 def test_a_save_and_a_load_await_the_parameters(tmp_path: Path, case: str, in_background: bool) -> None:

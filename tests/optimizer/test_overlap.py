@@ -100,6 +100,7 @@ def backward(model: Model, step: int) -> None:
     loss.backward()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize(
     "mesh",
@@ -210,6 +211,7 @@ def test_a_step_that_is_skipped(options: dict[str, Any]) -> None:
     both(Mesh(2), use)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb_h1"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_pipelines(schedule: str, tied: bool) -> None:

@@ -49,6 +49,7 @@ GROUPS: dict[str, tuple[Mesh, Callable[[Mesh], Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("averaged", [False, True], ids=["", "averaged before"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("groups", GROUPS)
@@ -246,6 +247,7 @@ EXPERT_GROUPS: dict[str, tuple[Mesh, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("layout", EXPERT_GROUPS)
 def test_experts_are_divided_over_the_ranks_that_have_them(layout: str, optimizer: str) -> None:

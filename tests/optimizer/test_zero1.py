@@ -21,6 +21,7 @@ from tests.support.synthetic import LAYOUTS, MESHES, Model, assemble, draw, rela
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["zero1", "masters"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("mesh", MESHES, ids=str)

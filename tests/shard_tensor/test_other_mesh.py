@@ -67,6 +67,7 @@ def pairs(_):
         assert_close(leaf.grad.to_local(), own_of(leaf, weight), f"gradient of {what} on rank {rank}")
 
 
+@pytest.mark.slow
 def test_every_pair():
     on_ranks(4, pairs)
 

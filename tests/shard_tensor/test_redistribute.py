@@ -45,6 +45,7 @@ def all_pairs(mesh, most=400):
         assert (b is a) == (a._spec is b._spec)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(2,), (3,), (4,), (2, 2)], ids=str)
 def test_all_pairs(shape):
     on_ranks(torch.Size(shape).numel(), all_pairs, shape)

@@ -45,12 +45,14 @@ KNOWN = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_execution_confirms_what_the_program_is(name):
     ran = execute(name)
     assert ran.confirms(PROGRAMS[name]), f"{PROGRAMS[name].bug or 'right'}: {ran}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_verdict(name):
     told = verdict(name)

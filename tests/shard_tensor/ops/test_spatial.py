@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from neuronx_dist import comm
 from neuronx_dist.shard_tensor import Replicate, Shard, distribute_tensor
-from tests.shard_tensor.support.cases import MARKED_MESHES, Case, on_ranks, run_case
+from tests.shard_tensor.support.cases import MESHES, Case, on_ranks, run_case
 
 N = 16
 IMAGE = (2, 2, N, 6)
@@ -55,7 +55,8 @@ CASES = [
 REFLECTING = torch.nn.Conv2d(2, 2, 3, padding=2, padding_mode="reflect", bias=False)
 
 
-@pytest.mark.parametrize("mesh", MARKED_MESHES, ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_equals_one_process(case: Case, mesh: tuple[int, ...]) -> None:
     assert run_case(case, mesh, most=6) > 0

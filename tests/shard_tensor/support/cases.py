@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import pytest
 import torch
 
 from neuronx_dist import comm
@@ -24,8 +23,6 @@ from neuronx_dist.shard_tensor import DeviceMesh, Replicate, Shard, ShardTensor,
 
 TOLERANCE = 1e-10
 MESHES = [(2,), (3,), (4,), (2, 2)]
-# For every save the mesh whose shards differ most; the others belong to the slow tests.
-MARKED_MESHES = [each if each == (3,) else pytest.param(each, marks=pytest.mark.slow) for each in MESHES]
 SPLITS = ("chunk", "uneven", "one")  # 16: 8/8; 11/5, 2/9/5, 1/12/0/3; 0/16
 _UNEVEN = {1: (16,), 2: (11, 5), 3: (2, 9, 5), 4: (1, 12, 0, 3)}
 # Combinations of placements for a mesh; of more, as many are drawn.
