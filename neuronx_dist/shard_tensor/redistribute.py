@@ -19,6 +19,7 @@ from ..spmd import I, P, R
 from ..spmd.rows import ROWS
 from . import moves
 from .device_mesh import DeviceMesh
+from .extremes import extreme
 from .other_mesh import moved_to_mesh
 from .placements import Partial, Placement, Replicate, Shard
 from .spec import ShardTensorSpec, gradient_spec
@@ -204,7 +205,7 @@ def _along(
             return [partial(_scaled, group=group, divide=_op(src) == "avg")]
         raise ValueError(f"redistribute: {src!r} cannot become {dst!r}; make it Replicate() first")
     if _op(src) == "max":
-        reduced: list[Step] = [partial(_maximum, group=group)]
+        reduced: list[Step] = [partial(extreme, dims=(), groups=(group,), op="max")]
         return reduced + _along(mesh, mesh_dim, _REPLICATE, None, dst, dst_sizes, used)
     if _op(src) == "avg":
         summed = _along(mesh, mesh_dim, Partial(), None, dst, dst_sizes, used)
@@ -223,30 +224,6 @@ def _op(placement: Placement) -> str:
 def _scaled(x: torch.Tensor, group: Communicator, divide: bool) -> torch.Tensor:
     """Summands of a mean over the ranks as those of a sum, or the other way."""
     return x * (1 / comm.size(group)) if divide else x * comm.size(group)
-
-
-class _Maximum(torch.autograd.Function):
-    """The maximum over a group; the gradient is divided among the ranks that have it, as `torch.amax` does."""
-
-    @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, x: torch.Tensor, group: Communicator) -> torch.Tensor:
-        whole = comm.all_reduce(x, group, op="max")
-        own = x == whole
-        ctx.share = own / comm.all_reduce(own.to(x.dtype), group)  # type: ignore[attr-defined]
-        return whole
-
-    @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grads[0] * ctx.share, None  # type: ignore[attr-defined]
-
-
-def _maximum(x: torch.Tensor, group: Communicator) -> torch.Tensor:
-    if group.size == 1:
-        return x
-    if x.requires_grad and torch.is_grad_enabled():
-        result: torch.Tensor = _Maximum.apply(x, group)
-        return result
-    return comm.all_reduce(x, group, op="max")
 
 
 def _to_another_mesh(spec: ShardTensorSpec, target: ShardTensorSpec, used: Sequence[int]) -> tuple[Step, ...]:

@@ -175,8 +175,6 @@ CASES: dict[str, Callable[[], None]] = {
     "_Together.backward:spmd.all_reduce#1": mutations.gradients_with_a_graph,
     "_summed:spmd.all_reduce#1": mutations.summed,
     "_as_summand:spmd.convert#1": mutations.summand,
-    **{f"_Maximum.forward:comm.all_reduce#{number}": mutations.partial_maximum for number in (1, 2)},
-    "_maximum:comm.all_reduce#1": mutations.partial_maximum,
     "total:spmd.all_reduce#1": mutations.totals,
     **{f"_Extreme.forward:comm.all_reduce#{number}": mutations.extremes for number in (1, 2)},
     "counts.call:comm.all_reduce#1": mutations.counted,

@@ -15,6 +15,7 @@ import torch
 from ... import comm, spmd
 from ...comm import Communicator
 from ...spmd import I, P, V
+from ..extremes import extreme
 from ..handlers import sharded
 from ..labels import planned
 from ..moves import gather
@@ -214,57 +215,13 @@ def variance(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> An
 # --- extremes
 
 
-class _Extreme(torch.autograd.Function):
-    """The maximum (minimum) over dims and groups; the gradient is shared evenly by all elements that are it."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, dims: tuple[int, ...], groups: tuple[Communicator, ...], op: str
-    ) -> torch.Tensor:
-        if dims and not prod(x.shape[d] for d in dims):
-            shape = [1 if d in dims else size for d, size in enumerate(x.shape)]
-            y = x.new_full(shape, worst(x.dtype, op))
-        else:
-            y = (x.amax if op == "max" else x.amin)(dims, keepdim=True) if dims else x.clone()
-        for group in groups:
-            y = comm.all_reduce(y, group, op=op)
-        if ctx.needs_input_grad[0]:
-            mask = (x == y).to(x.dtype)
-            count = mask.sum(dims, keepdim=True) if dims else mask
-            for group in groups:
-                count = comm.all_reduce(count, group)
-            ctx.save_for_backward(mask / count)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        (share,) = ctx.saved_tensors
-        return grad * share, None, None, None
-
-
-def worst(dtype: torch.dtype, op: str) -> float:
-    """What no element is beyond, on the other side of the extreme."""
-    if dtype is torch.bool:
-        return op == "min"
-    info = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
-    if dtype.is_floating_point:
-        return float("-inf") if op == "max" else float("inf")
-    return info.min if op == "max" else info.max
-
-
-def extreme(x: torch.Tensor, plan: Reduced, op: str) -> torch.Tensor:
-    """The extreme over `plan.dims`, which are kept with size 1."""
-    result: torch.Tensor = _Extreme.apply(x, plan.dims, plan.groups, op)
-    return result
-
-
 @sharded(torch.amax, _T.amax, torch.amin, _T.amin)
 def amax(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
     def call(input: ShardTensor, dim: Any = (), keepdim: bool = False) -> Any:
         dim = tuple(dim) if isinstance(dim, list) else dim
         local, spec = operand(input)
         plan = reduced(spec, dim, keepdim)
-        y = extreme(local, plan, "max" if func in (torch.amax, _T.amax) else "min")
+        y = extreme(local, plan.dims, plan.groups, "max" if func in (torch.amax, _T.amax) else "min")
         return wrap(y.reshape(plan.spec.local_shape), plan.spec)
 
     return call(*args, **kwargs)
@@ -277,7 +234,7 @@ def logsumexp(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> A
         local, spec = operand(input)
         plan = reduced(spec, dim, keepdim)
         with torch.no_grad():
-            largest = extreme(local, plan, "max")
+            largest = extreme(local, plan.dims, plan.groups, "max")
             largest = torch.where(largest.isfinite(), largest, torch.zeros_like(largest))
         y = total((local - largest).exp().sum(plan.dims, keepdim=True), plan.groups).log() + largest
         return wrap(y.reshape(plan.spec.local_shape), plan.spec)
@@ -327,7 +284,7 @@ def _norm(x: ShardTensor, ord_: Any, dim: Any, keepdim: bool, dtype: torch.dtype
         return wrap(torch.linalg.vector_norm(local, ord_, plan.dims, keepdim), plan.spec)
     size = local.abs()
     if ord_ in (float("inf"), float("-inf")):
-        y = extreme(size, plan, "max" if ord_ > 0 else "min")
+        y = extreme(size, plan.dims, plan.groups, "max" if ord_ > 0 else "min")
     elif ord_ == 0:
         y = total((size != 0).to(size.dtype).sum(plan.dims, keepdim=True), plan.groups)
     else:

@@ -36,7 +36,6 @@ __all__ = [
     "normalised",
     "normalised_by_squares",
     "one_ranks_tensor",
-    "partial_maximum",
     "replicated_points",
     "running_totals",
     "softmax",
@@ -145,23 +144,6 @@ def summand() -> None:
         x = _leaf(whole(3), mesh, Replicate())
         y = x.redistribute(placements=[Partial()])
         assert_close(y.to_local().detach(), whole(3) * (mesh.get_rank() == 0), "a summand")
-
-    on_ranks(2, step)
-
-
-def partial_maximum() -> None:
-    def step(mesh):
-        local = (whole(3) * (mesh.get_rank() + 1)).requires_grad_()
-        x = ShardTensor.from_local(local, mesh, [Partial("max")], sharding_shapes="chunk")
-        y = x.full_tensor()
-        assert_close(y.detach(), whole(3) * 2, "a maximum")
-        y.backward(whole(3))
-        assert_close(local.grad, whole(3) * mesh.get_rank(), "its gradient")
-        with torch.no_grad():
-            assert_close(x.full_tensor(), whole(3) * 2, "a maximum without a gradient")
-        equal = torch.ones(3, dtype=torch.float64, requires_grad=True)
-        ShardTensor.from_local(equal, mesh, [Partial("max")], sharding_shapes="chunk").full_tensor().sum().backward()
-        assert_close(equal.grad, torch.full((3,), 0.5, dtype=torch.float64), "a gradient that is shared")
 
     on_ranks(2, step)
 
