@@ -52,7 +52,7 @@ def distribute_tensor(
 
     Raises:
         RuntimeError: the tensor has a graph.
-        ValueError: see `checked_placements` and `make_spec`.
+        ValueError: `src` is no rank of the mesh; and see `checked_placements` and `make_spec`.
     """
     if isinstance(tensor, ShardTensor):
         return tensor.redistribute(device_mesh, placements, sizes=sizes)
@@ -65,6 +65,8 @@ def distribute_tensor(
     spec = make_spec(mesh, placements, tensor.shape, sizes)
     if spec.partial:
         raise ValueError(f"distribute_tensor: {list(spec.placements)}: a Partial is made by redistribute()")
+    if src is not None and not 0 <= src < mesh.size():
+        raise ValueError(f"distribute_tensor: src={src} is none of the {mesh.size()} ranks of {mesh}; count from 0")
     if tensor.is_meta:
         local = torch.empty(spec.local_shape, dtype=tensor.dtype, device="meta")
     elif src is None:

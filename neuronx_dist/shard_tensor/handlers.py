@@ -134,6 +134,9 @@ _mode: ContextVar[TensorPromotionMode] = ContextVar("promotion_mode", default=Te
 @contextmanager
 def promotion_mode(mode: TensorPromotionMode | str) -> Iterator[None]:
     """Sets the promotion mode for this thread: `with promotion_mode("disabled"):`."""
+    modes = {each.value: each for each in TensorPromotionMode}
+    if not isinstance(mode, TensorPromotionMode) and mode not in modes:
+        raise ValueError(f"promotion_mode {mode!r} is none of {', '.join(modes)}")
     token = _mode.set(TensorPromotionMode(mode))
     try:
         yield

@@ -48,7 +48,7 @@ def knn(x: Any, y: Any, k: int) -> Neighbours:
     if x.dim() != 2 or y.dim() != 2 or x.shape[1] != y.shape[1]:
         raise ValueError(f"knn: points {tuple(x.shape)} and queries {tuple(y.shape)} must be [n, d] and [m, d]")
     if not 0 < k <= x.shape[0]:
-        raise ValueError(f"knn: k={k} of {x.shape[0]} points")
+        raise ValueError(f"knn: k={k} of {x.shape[0]} points: k must be from 1 to that number")
     if isinstance(x, ShardTensor) or isinstance(y, ShardTensor):
         x, y = _in_rows(x, y)
     with torch.no_grad():

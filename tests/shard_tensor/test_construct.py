@@ -236,3 +236,11 @@ def test_meshes():
         assert (part.get_coordinate() is None) == (rank not in (1, 2))
 
     threads.run(Mesh(4, tp=2), make)
+
+
+def test_a_source_that_is_no_rank_of_the_mesh_is_refused():
+    def refused(mesh):
+        with pytest.raises(ValueError, match="src=7 is none of the 2 ranks"):
+            distribute_tensor(torch.ones(4), mesh, [Shard(0)], src=7)
+
+    on_ranks(2, refused)

@@ -155,7 +155,7 @@ def test_promotion():
         return [str(each.message).partition(":")[0] for each in seen]
 
     assert on_ranks(1, meet) == [["aligned"]]
-    with pytest.raises(ValueError, match="loud"), promotion_mode("loud"):
+    with pytest.raises(ValueError, match="'loud' is none of disabled, warn, silent"), promotion_mode("loud"):
         pass
 
 
