@@ -6,7 +6,8 @@ import ast
 import re
 from collections.abc import Iterable
 
-from .provenance import Site, syntax_tree
+from .provenance import Site
+from .syntax import syntax_tree
 from .trials import Edit, Repair
 
 __all__ = ["importing"]

@@ -18,7 +18,8 @@ from torch import nn
 from ....spmd.axes import DATA_ATOMS
 from ....spmd.tensor_type import Origin, origins_of
 from ....spmd.types import SAME, I, P, R, Shard, SpmdType
-from .provenance import Named, Site, syntax_tree, value_of
+from .provenance import Named, Site, value_of
+from .syntax import syntax_tree
 from .trials import JudgedCall, Repair, call_of, edit_of, written
 
 __all__ = ["ParameterLoop", "changes_with_the_turn", "loop_repairs", "parameter_loop"]

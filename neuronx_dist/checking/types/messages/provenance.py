@@ -21,9 +21,10 @@ from torch import Tensor, nn
 
 from ....call_site import MACHINERY, TRANSPORT, USER, call_site, owner_of
 from ....spmd.tensor_type import NAME
+from .syntax import syntax_tree
 
 __all__ = ["Named", "Site", "editable", "leaf_of", "module_path", "name_of", "name_operands", "site",
-           "syntax_tree", "value_of"]  # fmt: skip
+           "value_of"]  # fmt: skip
 
 
 def module_path(names: Mapping[int, str]) -> str:
@@ -136,15 +137,6 @@ def _given_to(frame: FrameType) -> tuple[Tensor, ...]:
         values = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else (value,)
         tensors += [item for item in values if isinstance(item, Tensor)]
     return tuple(tensors)
-
-
-@lru_cache(maxsize=16)
-def syntax_tree(source: str) -> ast.Module | None:
-    """The source as a tree, always the same one; None: it is not Python."""
-    try:
-        return ast.parse(source)
-    except SyntaxError:
-        return None
 
 
 _EVALUATED = (ast.Call, ast.BinOp, ast.UnaryOp, ast.Compare, ast.Subscript, ast.Attribute, ast.AugAssign)

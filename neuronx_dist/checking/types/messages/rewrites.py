@@ -21,6 +21,7 @@ from ....spmd.tensor_type import Origin, origins_of, type_of
 from ....spmd.types import DIFFERING, SAME, I, P, R, Shard, SpmdType, V
 from ..rules import RULES
 from .provenance import Named, Site, editable, value_of
+from .syntax import syntax_tree
 from .trials import Change, Edit, JudgedCall, Repair, call_of, contracted, edit_of, legal, misfit, on_meta, written
 
 __all__ = ["SPECIAL", "clipping", "declared", "fitting_sizes", "local_code", "origin_repair", "otherwise"]
@@ -126,9 +127,8 @@ def origin_repair(origin: Origin, dst: SpmdType) -> Repair | None:
         return None
     file, _, line = origin.where.rpartition(":")
     text = f"{operator}(..., dst={written(dst)}) at {origin.where}"
-    try:
-        tree = ast.parse("".join(linecache.getlines(file)))
-    except SyntaxError:
+    tree = syntax_tree("".join(linecache.getlines(file)))
+    if tree is None:
         return Repair(text)
     for node in ast.walk(tree):
         name = getattr(node.func, "attr", getattr(node.func, "id", "")) if isinstance(node, ast.Call) else ""

@@ -23,6 +23,7 @@ from ..judge import Operand, judge
 from ..rules import Rule
 from ..rules.spec import Spec
 from .provenance import Named, Site, contracts
+from .syntax import expression_of
 
 __all__ = [
     "JudgedCall",
@@ -219,9 +220,8 @@ def blocks_gathered(name: Named, axis: str, shard: Shard, dst: SpmdType | None) 
 
 def atom_of(code: str) -> str:
     """An expression in parentheses, if it needs them as an operand."""
-    try:
-        body = ast.parse(code or "x", mode="eval").body
-    except SyntaxError:
+    body = expression_of(code or "x")
+    if body is None:
         return code
     alone = isinstance(body, (ast.Name, ast.Attribute, ast.Call, ast.Subscript, ast.Constant))
     return code or "x" if alone else f"({code})"

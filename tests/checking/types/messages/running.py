@@ -230,11 +230,12 @@ def parity(program: Program, body: Any, loss_type: dict[str, Any], inputs: dict[
     """
     inputs = inputs or program.inputs
     whole = values(program)
+    by_itself = backwards(program)  # read here: CPython 3.11 cannot parse source on two threads at once
 
     def step(shown: Any) -> dict[str, torch.Tensor]:
         given = {name: local(inputs[name], value) for name, value in whole.items()}
         loss = _call(shown, given)
-        if not backwards(program):
+        if not by_itself:
             loss.backward()
         return {"loss": loss.detach(), **{n: x.grad for n, x in given.items() if x.grad is not None}}
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import ast
+import gc
 import sys
+import threading
+import time
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from neuronx_dist.checking.types.messages import imports, provenance, trials
+from neuronx_dist.checking.types.messages import imports, provenance, syntax, trials
 from neuronx_dist.checking.types.messages.provenance import Named, Site, editable, name_operands, value_of
 from neuronx_dist.checking.types.messages.trials import Edit, Repair, atom_of, blocks_gathered, call_of, edit_of, route
 from neuronx_dist.spmd import I, P, R, S, V
@@ -24,7 +27,7 @@ box = {"x": x, "list": [x, y]}
 
 def site(source: str, statement: int = -1) -> Site:
     """As if the last expression of a source were evaluated in this module."""
-    tree = provenance.syntax_tree(source)
+    tree = syntax.syntax_tree(source)
     node: Any = tree.body[statement]
     while isinstance(node, (ast.Expr, ast.Assign, ast.Return)):
         node = node.value
@@ -54,7 +57,7 @@ def test_parts_that_may_be_operands(source):
 
 def test_parts_of_statements():
     source = "x[y] = torch.ones(2)\nx += y\n"
-    tree = provenance.syntax_tree(source)
+    tree = syntax.syntax_tree(source)
     target, augmented = tree.body[0].targets[0], tree.body[1]
     here = Site(sys._getframe(), __file__, source, target)
     assert [here.text(part) for part in provenance.arguments(here)] == ["x", "y", "torch.ones(2)"]
@@ -120,7 +123,7 @@ def test_a_long_expression_is_cut_in_labels_alone():
 
 def test_statements_and_what_follows():
     source = "def f(x):\n    g(1)\n    y = h(\n        x)\n    k(y)\n    return g(h(2))\nh(3)\n"
-    tree = provenance.syntax_tree(source)
+    tree = syntax.syntax_tree(source)
     assign = tree.body[0].body[1]
     here = Site(sys._getframe(), __file__, source, assign.value)
     assert here.statement() is assign and here.text(here.node) == "h( x)" and here.text(None) == ""
@@ -209,3 +212,26 @@ def test_edits_of_the_users_own_code_alone():
     assert edit_of(None, here.node, "z") is None and edit_of(here, None, "z") is None
     assert edit_of(here._replace(file=torch.__file__), here.node, "z") is None
     assert edit_of(here, ast.parse("x = 1").body[0].targets[0], "z") is None, "what is assigned to is no operand"
+
+
+def test_ranks_on_threads_read_source_at_once():
+    """CPython 3.11 fails where the garbage collector lets another thread in while a tree is built."""
+    sources = [f"x{n} = f(a, b + c * d)\n" * 50 for n in range(32)]
+    trees, threshold = [], gc.get_threshold()
+
+    def give_way(*_):
+        time.sleep(0)
+
+    gc.callbacks.append(give_way)
+    gc.set_threshold(100)
+    try:
+        threads = [
+            threading.Thread(target=lambda part=part: trees.extend(map(syntax.syntax_tree, part)))
+            for part in (sources[:16], sources[16:])
+        ]
+        [thread.start() for thread in threads]
+        [thread.join() for thread in threads]
+    finally:
+        gc.callbacks.remove(give_way)
+        gc.set_threshold(*threshold)
+    assert len(trees) == 32 and all(len(tree.body) == 50 for tree in trees)
