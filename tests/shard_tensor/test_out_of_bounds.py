@@ -1,4 +1,4 @@
-"""Positions out of bounds on one rank of real processes: that rank says which, and the others, which wait, say it too."""
+"""Positions out of bounds on one rank of real processes: it says which, and the others, which wait, say it too."""
 
 from __future__ import annotations
 
