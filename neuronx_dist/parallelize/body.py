@@ -10,10 +10,11 @@ import torch
 import torch.utils._pytree as pytree
 
 from ..spmd.types import I, R, Shard, SpmdType
+from .conversions import conversion
 from .program import Call, Division, Program, Value, operands_of
 from .source_text import Imports, attribute, call_text, literal
 
-__all__ = ["INDENT", "body", "conversion"]
+__all__ = ["INDENT", "body"]
 
 INDENT = "    "
 _WIDTH = 120
@@ -43,24 +44,6 @@ def body(division: Division, imports: Imports, constants: Mapping[Value, str]) -
         ValueError: a conversion that no operator does, a function or container that a file cannot name.
     """
     return _Body(division, imports, constants).lines()
-
-
-def conversion(value: str, axis: str, src: SpmdType, dst: SpmdType) -> str:
-    """The operator that changes a type, as source.
-
-    Raises:
-        ValueError: there is none: to P from a shard, from R to I, of a shard in blocks.
-    """
-    strided = any(isinstance(each, Shard) and each.stride > 1 for each in (src, dst))
-    letters = src.letter + dst.letter
-    function = {
-        "PR": "all_reduce", "PI": "all_reduce", "PS": "reduce_scatter", "SR": "all_gather", "SI": "all_gather",
-        "SS": "all_to_all", "IR": "convert", "IS": "convert", "RS": "convert", "RP": "convert", "IP": "convert",
-    }.get(letters)  # fmt: skip
-    if function is None or strided:
-        raise ValueError(f"{value}: no operator makes {dst} of {src}")
-    expert = ", expert_mode=True" if letters in ("RP", "IP") else ""
-    return f'spmd.{function}({value}, "{axis}", src={src}, dst={dst}{expert})'
 
 
 class _Body:
@@ -136,7 +119,12 @@ class _Body:
         source = self._name(value, has)
         suffix = wanted.letter + (str(wanted.dim) if isinstance(wanted, Shard) else "")
         name = _fresh(f"{value.name}_{suffix}", self.taken)
-        text = f"{name} = {conversion(source, self.division.axis, has, wanted)}"
+        division = self.division
+        how = conversion(value, has, wanted, division.size)
+        if how is None:
+            raise ValueError(f"{value!r}: no operator makes {wanted} of {has}, at {above or 'the result'}")
+        expert = ", expert_mode=True" if wanted.letter == "P" else ""
+        text = f'{name} = spmd.{how.operator}({source}, "{division.axis}", src={how.src}, dst={how.dst}{expert})'
         used = frozenset([source]) if source.isidentifier() else frozenset()
         self.steps.append(_Step(text, self._described(value, wanted), used, (name,), above=above, span=span))
         self.names[value, wanted] = name

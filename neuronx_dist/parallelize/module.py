@@ -10,13 +10,8 @@ Parameters and buffers stand in containers under their original names, so that s
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
-import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from hashlib import sha256
-from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
 
@@ -28,10 +23,9 @@ from .. import comm
 from ..gradients.norm import clip_grad_norm
 from ..weights.shard_spec import ShardedModule, set_spec
 from .config import ComputeConfig
-from .initial_weights import CONSTANTS, WEIGHTS, open_weights, read_part
 from .stored import Stored
 
-__all__ = ["Container", "ParallelModule", "load"]
+__all__ = ["Container", "ParallelModule", "parallel_class"]
 
 
 class Container(ShardedModule):
@@ -83,24 +77,18 @@ class ParallelModule(Container):
     STORED: ClassVar[dict[str, Stored]] = {}
     INPUTS: ClassVar[dict[str, tuple[list[int], torch.dtype]]] = {}
     FIXED: ClassVar[dict[str, Any]] = {}
-    FOLDER: ClassVar[Path | None] = None
-    compute_config: ClassVar[ComputeConfig] = ComputeConfig(1, 1)
+    WEIGHTS: ClassVar[Callable[[], Mapping[str, torch.Tensor]]]  # whole initial parameters and buffers, by name
+    CONSTANTS: ClassVar[Mapping[str, torch.Tensor]]
+    compute_config: ClassVar[ComputeConfig]
     run: ClassVar[Callable[..., Any]]  # the emitted forward; `forward` refuses on an end2end module
 
     def __init__(self, init_params: bool = True) -> None:
         super().__init__()
         self._index = self._own_index()
-        weights = open_weights(self.FOLDER, WEIGHTS) if self.FOLDER is not None and init_params else None
-        constants = open_weights(self.FOLDER, CONSTANTS) if self.FOLDER is not None else None
-        if init_params and weights is None and any(each.kind != "constant" for each in self.STORED.values()):
-            raise FileNotFoundError(
-                f"{type(self).__name__}(init_params=True): there is no {WEIGHTS} in {self.FOLDER}: make the module "
-                "with init_params=False and load its weights, or broadcast_weights from ranks that have them"
-            )
+        weights = type(self).WEIGHTS() if init_params else None
         for name, stored in self.STORED.items():
-            source = constants if stored.kind == "constant" else weights
             if stored.kind != "tied":
-                self._register(name, stored, source)
+                self._register(name, stored, self.CONSTANTS if stored.kind == "constant" else weights)
         for name, stored in self.STORED.items():
             if stored.kind == "tied":
                 self._tie(name, stored.same_as)
@@ -122,15 +110,19 @@ class ParallelModule(Container):
             )
         return comm.rank(self.AXIS)
 
-    def _register(self, name: str, stored: Stored, source: Any) -> None:
+    def _register(self, name: str, stored: Stored, source: Mapping[str, torch.Tensor] | None) -> None:
         owner, attribute = self._owner(name)
         spec = stored.spec(self.AXIS, self.SIZE)
         if source is None:
             tensor = torch.empty(spec.local_shape, dtype=stored.dtype)
         else:
-            key = name.removeprefix("constants.") if stored.kind == "constant" else name
-            tensor = read_part(source, key, stored, self.AXIS, self.SIZE, self._index)
-            tensor = tensor.to(torch.get_default_device())
+            whole = source[name].detach()
+            if tuple(whole.shape) != stored.shape:
+                raise ValueError(
+                    f"{type(self).__name__}: the initial {name} has shape {list(whole.shape)}, and the program was "
+                    f"emitted for {list(stored.shape)}: these are weights of another model"
+                )
+            tensor = spec.local_slice(whole, self._index).to(torch.get_default_device(), copy=True).contiguous()
         if stored.kind == "parameter":
             owner.register_parameter(attribute, nn.Parameter(tensor, requires_grad=stored.trained))
             set_spec(owner, attribute, spec)
@@ -261,50 +253,28 @@ class ParallelModule(Container):
         return clip_grad_norm(self.parameters(), float("inf") if max_norm is None else max_norm)
 
 
-def load(file: Path, compute_config: ComputeConfig) -> type[ParallelModule]:
-    """The class that an emitted file defines, for one configuration.
+def parallel_class(
+    module: ModuleType,
+    compute_config: ComputeConfig,
+    weights: Callable[[], Mapping[str, torch.Tensor]],
+    constants: Mapping[str, torch.Tensor],
+) -> type[ParallelModule]:
+    """The class that an emitted file defines, with its values and its configuration.
 
-    The file is imported by its path, under a name of its own: `sys.path` stays as it is.
+    Args:
+        module: the file, imported.
+        weights: reads the initial values, whole, by name; called when a module is made with `init_params=True`.
+        constants: tensors of the program that no name of the original leads to.
 
     Raises:
         ImportError: the file defines no `ParallelModule`.
     """
-    file = file.resolve()
-    key = sha256(b"\0".join([str(file).encode(), file.read_bytes(), repr(compute_config).encode()]))
-    name = f"neuronx_dist_parallelized_{key.hexdigest()[:16]}"
-    with _IMPORTING:  # ranks may be threads
-        module = sys.modules.get(name)
-        if module is None:
-            module = _imported(name, file)
-            emitted = _class_of(module)
-            emitted.FOLDER = file.parent
-            emitted.compute_config = compute_config
-            emitted.run = emitted.forward
-            if compute_config.use_end2end:
-                emitted.forward = _refused
-        return _class_of(module)
-
-
-_IMPORTING = threading.Lock()
-
-
-def _imported(name: str, file: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, file)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-        _class_of(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module
-
-
-def _class_of(module: ModuleType) -> type[ParallelModule]:
     for each in vars(module).values():
         if inspect.isclass(each) and issubclass(each, ParallelModule) and each.__module__ == module.__name__:
+            each.WEIGHTS, each.CONSTANTS, each.compute_config = staticmethod(weights), constants, compute_config
+            each.run = each.forward
+            if compute_config.use_end2end:
+                each.forward = _refused
             return each
     raise ImportError(f"{module.__file__} defines no ParallelModule: it is not a file that parallelize wrote")
 
