@@ -9,10 +9,12 @@ losses.py      means over all ranks' elements              dropout.py    dropout
 select.py      topk, max and argmax of a dim, sort         indexing.py   x[index], gather, embedding, masks
 scatter.py     scatter, index_add, x[..] = y               rearrange.py  cat, roll, flip, repeat, unfold, tril
 optimizers.py  fused steps, gradient scaling               distances.py  cdist, pairwise distances
+composed.py    functions that are made of others
 """
 
 from . import (
     attention,
+    composed,
     distances,
     dropout,
     indexing,
@@ -34,6 +36,7 @@ from . import (
 
 __all__ = [
     "attention",
+    "composed",
     "distances",
     "dropout",
     "indexing",
