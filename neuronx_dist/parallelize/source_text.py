@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import math
 import operator
@@ -147,10 +148,21 @@ def call_text(
         written = _operator(function, name, args, text)
         if written is not None:
             return written
-    arguments = [*map(text, args), *(f"{key}={text(item)}" for key, item in kwargs.items())]
+    defaults = _defaults(function)
+    keywords = {key: item for key, item in kwargs.items() if key not in defaults or defaults[key] is not item}
+    arguments = [*map(text, args), *(f"{key}={text(item)}" for key, item in keywords.items())]
     if _method(function, name) and args:
         return f"{_grouped(arguments[0])}.{name}({', '.join(arguments[1:])})"
     return f"{_function(function, name, imports)}({', '.join(arguments)})"
+
+
+def _defaults(function: Any) -> dict[str, Any]:
+    """The default values of a function that is written in Python."""
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return {}
+    parameters = inspect.signature(function).parameters.values()
+    return {each.name: each.default for each in parameters if each.default is not each.empty}
 
 
 def _method(function: Any, name: str) -> bool:
