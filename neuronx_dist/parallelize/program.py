@@ -99,7 +99,8 @@ class Program:
     """A forward, recorded once for one set of shapes.
 
     Attributes:
-        inputs: the tensors among forward's arguments, in order; `structure`: how they make up the arguments.
+        inputs: the tensors among forward's arguments, in order.
+        arguments: the leaves of forward's arguments, values and constants; `structure`: how they make up the arguments.
         parameters, buffers, constants: what the calls read beside; a tied parameter once.
         outputs: the leaves of the result, values and constants; `output_structure`: how they make up the result.
         training: `module.training` when it was recorded.
@@ -114,6 +115,7 @@ class Program:
     outputs: list[Any]
     output_structure: pytree.TreeSpec
     training: bool = True
+    arguments: list[Any] = field(default_factory=list)
 
     @property
     def leaves(self) -> Iterator[Value]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -51,6 +51,8 @@ class Info:
         autocast: `(device type, dtype, enabled)` where that differed from around the forward.
         checkpoint: the number of the activation checkpoint, around several calls, that it lies in.
         constant: the tensor itself, for `constant`.
+        function: what was called, for `function`: the object that a `TorchFunctionMode` receives.
+        module: qualified name of the module whose forward was running; known if no module is a leaf.
     """
 
     where: str
@@ -67,6 +69,8 @@ class Info:
     autocast: tuple[str, torch.dtype, bool] | None = None
     checkpoint: int | None = None
     constant: torch.Tensor | None = None
+    function: Callable[..., Any] | None = None
+    module: str = ""
 
 
 @dataclass
@@ -78,12 +82,14 @@ class Recording:
         result: what the forward returned, with fake tensors.
         outputs: the leaves of the result: nodes and constants.
         structure: how they make up the result.
+        rebound: buffers that the forward put another tensor in the place of, and those; known if no module is a leaf.
     """
 
     graph: fx.Graph
     result: Any
     outputs: list[Any]
     structure: pytree.TreeSpec
+    rebound: list[tuple[fx.Node, fx.Node]] = field(default_factory=list)
 
     def calls(self) -> list[fx.Node]:
         """The calls of leaf modules, in order."""
