@@ -114,7 +114,7 @@ class _Body:
     def _converted(self, value: Value, wanted: SpmdType, above: str = "", span: int | None = None) -> str:
         """The name of a value as `wanted`; a conversion is written where it is first asked for."""
         has = self.division.type_of(value)
-        if _is(has, wanted, value) or (value, wanted) in self.names:
+        if self.division.size == 1 or _is(has, wanted, value) or (value, wanted) in self.names:
             return self._name(value, wanted)
         source = self._name(value, has)
         suffix = wanted.letter + (str(wanted.dim) if isinstance(wanted, Shard) else "")
