@@ -23,12 +23,13 @@ from ..weights.shard_spec import gather_full, spec_of
 from .emitted import imported
 from .interpret import run_program
 from .module import ParallelModule
-from .program import Division, Program, Value
+from .program import Division, Program, Value, operands_of
 
 __all__ = ["EmittedProgramError", "Verdict", "check_types", "check_values", "verify"]
 
 MOST_FLOPS = 2e10  # of a forward that is run for real
 MOST_ELEMENTS = 1e8  # of its parameters
+# Of the coarsest dtype of a program.
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
 
 
@@ -140,7 +141,12 @@ def check_values(
             ranks = threads.run(Mesh(division.size, tp=division.size), rank)
         except Exception as error:
             raise EmittedProgramError(f"an emitted program fails: {type(error).__name__}: {error}") from error
-    errors = {(number, name): error for number, has in enumerate(ranks) for name, error in _errors(has, wanted).items()}
+    tolerance = max(TOLERANCES.get(x.dtype, 0.0) for call in program.calls for x in (*call.results, *operands_of(call)))
+    errors = {
+        (number, name): error
+        for number, has in enumerate(ranks)
+        for name, error in _errors(has, wanted, tolerance).items()
+    }
     wrong = [f"{name} on rank {number}: {error:.2g}" for (number, name), error in errors.items() if not error <= 1]
     if wrong:
         more = f", and {len(wrong) - 8} more" if len(wrong) > 8 else ""
@@ -164,6 +170,9 @@ class _Deterministic(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if func in _DROPOUT:
             return args[0] if args else (kwargs or {})["input"]
+        if func is F.scaled_dot_product_attention:
+            args, kwargs = (*args[:4], *([0.0] if len(args) > 4 else ()), *args[5:]), dict(kwargs or {})
+            kwargs.pop("dropout_p", None)
         result = func(*args, **(kwargs or {}))
         if name.rstrip("_") in _DRAWN and isinstance(result, torch.Tensor):
             return torch.full_like(result, 0.5) if result.is_floating_point() else torch.zeros_like(result)
@@ -242,8 +251,10 @@ def _backward(result: Any, training: bool) -> None:
         torch.autograd.backward(results, weights)
 
 
-def _errors(has: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> dict[str, float]:
-    """For each tensor its error over what rounding explains, against the largest of its family where it is tiny."""
+def _errors(
+    has: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor], tolerance: float
+) -> dict[str, float]:
+    """For each tensor its relative error over the tolerance; a tiny gradient's against the largest of all."""
     norms = {name: float(x.double().norm()) for name, x in wanted.items()}
     largest = max((norms[name] for name in norms if name.startswith("the gradient")), default=0.0)
     errors = {}
@@ -252,7 +263,6 @@ def _errors(has: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor])
         if own is None or own.shape != x.shape or own.dtype != x.dtype:
             errors[name] = math.inf
             continue
-        tolerance = TOLERANCES.get(x.dtype, 0.0)
         floor = 1e-4 * largest if name.startswith("the gradient") else 1e-30
         same = bool(torch.equal(torch.nan_to_num(own), torch.nan_to_num(x)))
         distance = 0.0 if same else float((own.double() - x.double()).norm())
