@@ -284,7 +284,9 @@ class IRGraph:
             try:
                 seconds = problem.solve(0.0, {node.call: strategy})[2]
             except PlanError:
-                lines.append(f"{mark} {strategy.name}: {types[0]} -> {types[1]}, not together with the rest of the plan")
+                lines.append(
+                    f"{mark} {strategy.name}: {types[0]} -> {types[1]}, not together with the rest of the plan"
+                )
                 continue
             extra = f"the program takes {seconds * 1e3:.3f} ms, {(seconds - least) * 1e3:+.3f}"
             lines.append(f"{mark} {strategy.name}: {types[0]} -> {types[1]}; {extra}")

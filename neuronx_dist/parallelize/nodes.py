@@ -1,7 +1,7 @@
 """What a policy handles: the operations of a recorded program, under nnScaler's names.
 
-    IRFwOperation    one call; `IRDataOperation`: the inputs; `IRSegment`: the operations of one pipeline stage
-    SubNode          the part of an operation that one rank of a stage computes, to be assigned to a device
+IRFwOperation    one call; `IRDataOperation`: the inputs; `IRSegment`: the operations of one pipeline stage
+SubNode          the part of an operation that one rank of a stage computes, to be assigned to a device
 """
 
 from __future__ import annotations
