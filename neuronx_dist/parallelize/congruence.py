@@ -3,20 +3,22 @@
 A rule describes the call that it is shown. So a local call is right if its label spec is that of the whole call with
 one label cut, and wrong otherwise: `view(b, s, heads, width)` of a shard of the heads names too many of them, and
 `group_norm` of a shard of the channels takes groups of another size without any error. The integers among the
-arguments are divided until the specs agree.
+arguments are divided until the specs agree, and the results that torch gives (on meta tensors) have the shapes of
+shards.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from fractions import Fraction
 from itertools import combinations
 from typing import Any
 
 import torch
 
-from ..checking.types.rules import Rule, Spec
+from ..checking.types.rules import RULES, Rule, Spec
 
-__all__ = ["Arguments", "local_arguments", "normal_form", "spec_of", "substituted"]
+__all__ = ["Arguments", "local_arguments", "normal_form", "spec_of", "substituted", "tensors_of"]
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Path = tuple[Any, ...]
@@ -63,17 +65,31 @@ def normal_form(spec: Spec, label: int | None = None, size: int = 1) -> Any:
     ins, outs = tuple(map(dims, spec.ins)), tuple(map(dims, spec.outs))
     fixed = frozenset(numbers[x] for x in spec.fixed if x in numbers)
     reduced = frozenset((numbers[x], how) for x, how in spec.reduced.items() if x in numbers)
-    return ins, outs, tuple(sizes[x] for x in numbers), fixed, reduced
+    ranges = frozenset(
+        (numbers[x], dim, Fraction(start, length), Fraction(stop, length))
+        for x, taken in spec.ranges.items()
+        for dim, start, stop, length in taken
+        if x in numbers
+    )
+    return ins, outs, tuple(sizes[x] for x in numbers), fixed, reduced, ranges
+
+
+def tensors_of(result: Any) -> list[torch.Tensor]:
+    """The tensors among the results of a call."""
+    if isinstance(result, torch.Tensor):
+        return [result]
+    return [item for item in result if isinstance(item, torch.Tensor)] if isinstance(result, (tuple, list)) else []
 
 
 def local_arguments(
-    rule: Rule,
+    function: Callable[..., Any],
     whole: Spec,
     label: int,
     size: int,
     arguments: Arguments,
     of: type[Any],
     local_tensor: Callable[[Any], torch.Tensor],
+    shapes: Sequence[tuple[int, ...]],
 ) -> Arguments | None:
     """The arguments of the local call, as little changed as it takes; None: no change of integers makes it right.
 
@@ -82,17 +98,30 @@ def local_arguments(
         label: that is cut in `size`.
         arguments: of the whole call, with items of class `of` in the place of tensors, in the result too.
         local_tensor: the (meta) tensor that a rank has of such an item.
+        shapes: of a rank's results.
     """
     wanted = normal_form(whole, label, size)
     for paths in _edits(arguments, size):
         edited = _divided(arguments, paths, size)
+        local = substituted(edited, of, local_tensor)
         try:
-            spec = spec_of(rule, substituted(edited, of, local_tensor))
+            congruent = normal_form(spec_of(RULES[function], local)) == wanted
         except Exception:  # a view of a shard to the whole sizes, say: whatever the rule says of such arguments
             continue
-        if normal_form(spec) == wanted:
+        if congruent and _gives(function, local, shapes):
             return edited
     return None
+
+
+def _gives(function: Callable[..., Any], arguments: Arguments, shapes: Sequence[tuple[int, ...]]) -> bool:
+    """Whether the results of a call on meta tensors have these shapes; or nobody knows, for there is no such call."""
+    try:
+        results = tensors_of(function(*arguments[0], **arguments[1]))
+    except NotImplementedError:  # a function without a kernel for meta tensors
+        return True
+    except (RuntimeError, ValueError, TypeError, IndexError):
+        return False
+    return [tuple(x.shape) for x in results] == list(shapes)
 
 
 def _edits(arguments: Arguments, size: int) -> Iterator[Sequence[Path]]:

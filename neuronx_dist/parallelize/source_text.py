@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import math
 import operator
@@ -12,12 +13,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import torch.utils._pytree as pytree
 from torch import Tensor
 
 from .. import spmd
 from ..spmd.types import LocalType, Shard
+from .program import Program, Value
 
-__all__ = ["Imports", "attribute", "call_text", "literal"]
+__all__ = ["Imports", "attribute", "call_text", "literal", "program_text"]
 
 # Where a function is looked for, and how the emitted file calls that place.
 _NAMESPACES: tuple[tuple[Any, str], ...] = (
@@ -147,10 +150,37 @@ def call_text(
         written = _operator(function, name, args, text)
         if written is not None:
             return written
-    arguments = [*map(text, args), *(f"{key}={text(item)}" for key, item in kwargs.items())]
+    defaults = _defaults(function)
+    keywords = {key: item for key, item in kwargs.items() if key not in defaults or defaults[key] is not item}
+    arguments = [*map(text, args), *(f"{key}={text(item)}" for key, item in keywords.items())]
     if _method(function, name) and args:
         return f"{_grouped(arguments[0])}.{name}({', '.join(arguments[1:])})"
     return f"{_function(function, name, imports)}({', '.join(arguments)})"
+
+
+def program_text(program: Program) -> str:
+    """All that a program does, as text: two programs of the same text do the same."""
+    imports = Imports()
+
+    def variable(x: Any) -> str | None:
+        return x.name if isinstance(x, Value) else None
+
+    lines = [f"{value!r} {value.path}" for value in program.leaves]
+    for call in program.calls:
+        results = ", ".join(map(repr, call.results))
+        context = f"{call.grad} {call.autocast} {call.checkpoint}"
+        lines.append(f"{results} = {call_text(call.function, call.args, call.kwargs, imports, variable)}  {context}")
+    outputs = pytree.tree_unflatten(program.outputs, program.output_structure)
+    return "\n".join([*lines, literal(outputs, imports, variable), *imports.lines.values()])
+
+
+def _defaults(function: Any) -> dict[str, Any]:
+    """The default values of a function that is written in Python."""
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return {}
+    parameters = inspect.signature(function).parameters.values()
+    return {each.name: each.default for each in parameters if each.default is not each.empty}
 
 
 def _method(function: Any, name: str) -> bool:

@@ -10,7 +10,7 @@ parameter) that a call takes as R is converted, and the backward of that convers
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -26,7 +26,7 @@ from ..spmd.types import I, P, R, Shard, SpmdType
 from .congruence import Arguments, local_arguments, spec_of, substituted
 from .program import Call, LocalCall, Strategy, Value
 
-__all__ = ["Refusal", "candidates", "cuts", "refusals"]
+__all__ = ["Refusal", "candidates", "cuts", "local_shape", "refusals"]
 
 
 class Refusal(NamedTuple):
@@ -63,6 +63,7 @@ class _Derivation(NamedTuple):
 class _Facts(NamedTuple):
     """What is read of a call, and of all calls that look like it."""
 
+    function: Callable[..., Any]
     rule: Rule | None
     arguments: Arguments  # with slots
     slots: tuple[Slot, ...]  # the operands, in the order of the rules
@@ -116,6 +117,7 @@ def _facts(call: Call, axis: str, size: int, strides: tuple[int, ...], values: l
 
     arguments: Arguments = substituted((call.args, call.kwargs), Value, slot)
     return _Facts(
+        call.function,
         RULES.get(call.function),
         arguments,
         tuple(operands(*arguments, Slot)),
@@ -131,7 +133,7 @@ def _facts(call: Call, axis: str, size: int, strides: tuple[int, ...], values: l
 
 def _derivation(call: Call, facts: _Facts) -> _Derivation:
     try:
-        key = call.function, _frozen(facts.arguments), facts[3:]
+        key = facts.function, _frozen(facts.arguments), facts[4:]
         hash(key)
     except TypeError:  # an argument that cannot be hashed
         return _derive(facts)
@@ -168,7 +170,7 @@ def _derive(facts: _Facts) -> _Derivation:
         arguments = None
         if not reason and label is not None:
             assert facts.rule is not None and spec is not None and not isinstance(results, str)
-            arguments = _local(facts, spec, label, types)
+            arguments = _local(facts, spec, label, types, results)
             reason = "" if arguments else "no change of its integers makes the local call that of a shard"
         if reason:
             derivation.refusals.append(Refusal(name, reason))
@@ -187,6 +189,8 @@ def _described(facts: _Facts) -> tuple[Spec | None, bool, str]:
         return None, False, "the function has no rule: describe it by register_op(annotation)"
     if rule.kind != "op" or rule.spec is None:
         return None, False, f"its rule says nothing of the dims of its results ({rule.kind})"
+    if any(0 in shape for shape in (*(slot.shape for slot in facts.slots), *facts.results)):
+        return None, False, "it has an empty tensor"
     args, kwargs = substituted(facts.arguments, Slot, whole_tensor)
     try:
         spec = spec_of(rule, (args, kwargs))
@@ -220,7 +224,7 @@ def _assignments(facts: _Facts, spec: Spec | None) -> Iterator[tuple[str, tuple[
         return
     assert facts.rule is not None
     for group in _groups(facts.rule, count):
-        if group:
+        if group and not any(facts.slots[index].dtype is torch.bool for index in group):
             name = f"P of {', '.join(map(str, group))}"
             yield name, tuple(P if index in group else R for index in range(count)), None
     for label, length in spec.sizes.items():
@@ -323,15 +327,21 @@ def _unwanted(facts: _Facts, types: Sequence[SpmdType], results: Sequence[SpmdTy
     return ""
 
 
-def _local(facts: _Facts, spec: Spec, label: int, types: Sequence[SpmdType]) -> Arguments | None:
+def _local(
+    facts: _Facts, spec: Spec, label: int, types: Sequence[SpmdType], results: Sequence[SpmdType]
+) -> Arguments | None:
     """The arguments of the local call, with slots."""
-    assert facts.rule is not None
-    shards = {slot: spmd_type for slot, spmd_type in zip(facts.slots, types) if isinstance(spmd_type, Shard)}
+    types_of = dict(zip(facts.slots, types))
 
     def local_tensor(slot: Slot) -> torch.Tensor:
-        shape = list(slot.shape)
-        if slot in shards:
-            shape[shards[slot].dim] //= facts.size
-        return _meta(tuple(shape), slot.dtype)
+        return _meta(local_shape(slot.shape, types_of.get(slot, R), facts.size), slot.dtype)
 
-    return local_arguments(facts.rule, spec, label, facts.size, facts.arguments, Slot, local_tensor)
+    shapes = [local_shape(shape, spmd_type, facts.size) for shape, spmd_type in zip(facts.results, results)]
+    return local_arguments(facts.function, spec, label, facts.size, facts.arguments, Slot, local_tensor, shapes)
+
+
+def local_shape(shape: tuple[int, ...], spmd_type: SpmdType, size: int) -> tuple[int, ...]:
+    """What a rank has of a tensor of `shape`."""
+    if not isinstance(spmd_type, Shard):
+        return shape
+    return *shape[: spmd_type.dim], shape[spmd_type.dim] // size, *shape[spmd_type.dim + 1 :]

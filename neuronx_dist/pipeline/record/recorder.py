@@ -43,7 +43,7 @@ from .effects import Effects, has_tensors, storage_of, tensors_in
 from .fake_mode import QuietFakeMode
 from .nodes import Nodes, refuse_hidden
 from .on_values import run_on_values
-from .recording import Info, Recording, TracingError, is_leaf
+from .recording import Info, Recording, TracingError, is_leaf, register_dataclasses
 from .surroundings import ShapesOfStage, restored, without_cache
 
 __all__ = ["record"]
@@ -97,6 +97,10 @@ _READS_VALUES = {torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.data_p
 # Calls that return no tensor, and yet are made for their effect.
 _EFFECTS = {torch.Tensor.register_hook, torch.Tensor.retain_grad}
 
+# About a tensor that comes from a call that was not seen.
+_ADVICE = "If it is made by a module of yours, list its class in leaf_module_cls."
+_ADVICE_ON_FUNCTIONS = "If it is made by a function of yours, register that: register_op."
+
 
 class _Recorder(TorchFunctionMode):
     def __init__(self, module: nn.Module, leaf_classes: Sequence[type], device: torch.device, leaves: bool) -> None:
@@ -106,7 +110,7 @@ class _Recorder(TorchFunctionMode):
         self.leaves = leaves
         self.running = [""]  # paths of the modules whose forward is running, innermost last; without leaves
         self.device = device
-        self.nodes = Nodes()
+        self.nodes = Nodes(_ADVICE if leaves else _ADVICE_ON_FUNCTIONS)
         self.fake_mode = QuietFakeMode()
         self.paused = False
         self.originals: dict[int, torch.Tensor] = {}  # by id of the fake one in the place of a parameter or buffer
@@ -120,6 +124,8 @@ class _Recorder(TorchFunctionMode):
 
     def run(self, inputs: dict[str, Any]) -> Recording:
         self._replace_attributes()
+        if not self.leaves:
+            register_dataclasses(inputs)
         leaves, structure = pytree.tree_flatten(inputs)
         paths = [pytree.keystr(path).strip("[]'\"") for path, _ in pytree.tree_flatten_with_path(inputs)[0]]
         for index, (path, leaf) in enumerate(zip(paths, leaves)):
@@ -137,6 +143,8 @@ class _Recorder(TorchFunctionMode):
                 result = self.module(*by_position, **given)
         finally:
             _local.recorder = None
+        if not self.leaves:
+            register_dataclasses(result)
         flat, result_structure = pytree.tree_flatten(result)
         outputs = [self.nodes.argument(leaf, "the result of the model") for leaf in flat]
         rebound = self._rebound_buffers() if not self.leaves else []
@@ -199,7 +207,7 @@ class _Recorder(TorchFunctionMode):
                 self.nodes.argument(dict(kwargs), where),
             )
             buffers = self._buffers_of(module)
-            read = {storage_of(x) for x in tensors}
+            read = {self.nodes.memory_of(x) for x in tensors}
             # A real argument takes part as a fake one, of memory of its own; the mode forgets it when nobody holds it.
             stand_ins = [(self.fake_mode.from_tensor(x), x) for x in tensors if not isinstance(x, FakeTensor)]
             real = {storage_of(fake): storage_of(x) for fake, x in stand_ins}
@@ -212,11 +220,15 @@ class _Recorder(TorchFunctionMode):
                     result, effects = self._evaluate_layer(module, target, args, kwargs, where)
                 else:
                     result, effects = self._evaluate(func, args, kwargs, known, where, target)
-            written = {real.get(storage, storage) for storage in effects.writes} & self.nodes.storages
+            for x in tensors_in(result):
+                if storage_of(x) in real:
+                    self.nodes.add_view(storage_of(x), real[storage_of(x)])
+            memory = {storage_of(x): self.nodes.memory_of(x) for x in tensors} | real
+            written = {memory.get(storage, storage) for storage in effects.writes} & self.nodes.storages
             if module is not None and [*map(id, before)] != [*map(id, module.buffers())]:
                 written |= buffers  # it put other tensors in their place
             if not known:
-                self.stale |= {storage_of(x) for x in tensors if not isinstance(x, FakeTensor)} & written
+                self.stale |= written & {*memory.values()}
             if not (written or target is setattr or func in _EFFECTS or has_tensors(result)):
                 refuse_hidden(result, f"the result of {_name(target)}", where)
                 return result  # a shape, a dtype, a number: a constant of this recording
