@@ -14,7 +14,7 @@ from .conversions import conversion
 from .program import Call, Division, Program, Value, operands_of
 from .source_text import Imports, attribute, call_text, literal
 
-__all__ = ["INDENT", "body"]
+__all__ = ["INDENT", "body", "dotted"]
 
 INDENT = "    "
 _WIDTH = 120
@@ -114,7 +114,7 @@ class _Body:
     def _converted(self, value: Value, wanted: SpmdType, above: str = "", span: int | None = None) -> str:
         """The name of a value as `wanted`; a conversion is written where it is first asked for."""
         has = self.division.type_of(value)
-        if _is(has, wanted, value) or (value, wanted) in self.names:
+        if self.division.size == 1 or _is(has, wanted, value) or (value, wanted) in self.names:
             return self._name(value, wanted)
         source = self._name(value, has)
         suffix = wanted.letter + (str(wanted.dim) if isinstance(wanted, Shard) else "")
@@ -146,7 +146,7 @@ class _Body:
                 continue
             has = self.division.type_of(output)
             wanted = has if has.letter in "RI" else I if output.requires_grad else R
-            if has is R and output.requires_grad:
+            if has is R and output.requires_grad and self.division.size > 1:
                 raise ValueError(
                     f"{output.name} is a result of the module and R on {self.division.axis}: what is computed of it "
                     "alike on every rank would count its gradient once for each; it must be I"
@@ -233,17 +233,18 @@ def _unpacked(program: Program) -> Iterator[tuple[str, str]]:
     """For each input that is inside of an argument its name, and the line that takes it out."""
     numbered = pytree.tree_unflatten(list(range(program.structure.num_leaves)), program.structure)
     paths = [path for path, _ in pytree.tree_flatten_with_path(numbered)[0]]
-    by_path = {_dotted(path): path for path in paths}
+    by_path = {dotted(path): path for path in paths}
     for value in program.inputs:
         path = by_path.get(value.path)
         if path is None:
             raise ValueError(f"input {value.name}: forward has no argument {value.path!r}")
-        text = _dotted(path[:1]) + "".join(map(_step_text, path[1:]))
+        text = dotted(path[:1]) + "".join(map(_step_text, path[1:]))
         if text != value.name:
             yield value.name, f"{value.name} = {text}"
 
 
-def _dotted(path: Sequence[Any]) -> str:
+def dotted(path: Sequence[Any]) -> str:
+    """A path of pytree as programs write it: `data.target`, `layers.0`."""
     return ".".join(str(getattr(entry, "key", getattr(entry, "idx", getattr(entry, "name", "")))) for entry in path)
 
 

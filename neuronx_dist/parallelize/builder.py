@@ -5,7 +5,7 @@ from __future__ import annotations
 import builtins
 import keyword
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -35,9 +35,10 @@ class Builder:
         calls: so far, in order.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, values: Iterable[Value] = ()) -> None:
+        """`values`: what the program has already."""
         self.calls: list[Call] = []
-        self._names: dict[str, int] = dict.fromkeys(_TAKEN, 0)
+        self._names: dict[str, int] = dict.fromkeys([*_TAKEN, *(value.name for value in values)], 0)
 
     def name(self, wish: str) -> str:
         """An identifier that no other value has: the wish, or the wish and a number."""

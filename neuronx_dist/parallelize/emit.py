@@ -12,12 +12,13 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch.utils._pytree as pytree
 
-from .body import INDENT, body
-from .program import Division, Program
+from .body import INDENT, body, dotted
+from .program import Division, Program, Value
 from .source_text import Imports, literal
 from .stored import Stored, constants_of, stored_of
 
@@ -46,7 +47,7 @@ def emit(
     """
     divisions = [division] if evaluation is None else [division, evaluation]
     stored = stored if stored is not None else stored_of(None, *divisions)
-    imports = Imports()
+    imports = Imports(name for each in divisions for name in _names(each.program))
     arguments = _arguments(division.program, signature)
     constants = constants_of(*divisions)
     bodies = [body(each, imports, constants) for each in divisions]
@@ -56,7 +57,7 @@ def emit(
         lines.append(f"{INDENT * 2}{json.dumps(path)}: {_stored_text(each)},")
     lines += [f"{INDENT}}}", f"{INDENT}INPUTS = {{"]
     lines += [f"{INDENT * 2}{json.dumps(v.path)}: ({list(v.shape)}, {v.dtype})," for v in division.program.inputs]
-    lines += [f"{INDENT}}}", ""]
+    lines += [f"{INDENT}}}", *_fixed(division.program, arguments), ""]
     head = f"{INDENT}def forward({', '.join(['self', *_parameters(arguments, imports)])}):"
     given = ", ".join(f"{argument}={argument}" for argument in arguments)
     lines += [head, f"{INDENT * 2}self.check_arguments({given})"]
@@ -70,6 +71,11 @@ def emit(
             lines += ["", f"{INDENT}def {mode}_forward({', '.join(['self', *arguments])}):", *own]
     text = "\n".join(lines)
     return "\n".join(_header(text, imports)) + "\n\n\n" + text + "\n"
+
+
+def _names(program: Program) -> Iterator[str]:
+    yield from (value.name for value in program.leaves)
+    yield from (value.name for call in program.calls for value in call.results)
 
 
 def _header(text: str, imports: Imports) -> list[str]:
@@ -103,25 +109,42 @@ def _stored_text(stored: Stored) -> str:
 
 def _arguments(program: Program, signature: inspect.Signature | None) -> dict[str, Any]:
     """The names of forward's arguments in order, and their defaults (`inspect.Parameter.empty`: none)."""
-    recorded = list(pytree.tree_unflatten([None] * program.structure.num_leaves, program.structure))
+    recorded = pytree.tree_unflatten(program.arguments, program.structure)
     arguments: dict[str, Any] = {}
     if signature is not None:
         for parameter in signature.parameters.values():
             if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
                 arguments[parameter.name] = parameter.default
     for name in recorded:
-        arguments.setdefault(name, inspect.Parameter.empty)
+        arguments.setdefault(name, _NONE)
     return arguments
+
+
+def _fixed(program: Program, arguments: Mapping[str, Any]) -> list[str]:
+    """The lines of the table of arguments that are no tensors: the program holds for these values alone."""
+    tree = pytree.tree_unflatten(program.arguments, program.structure)
+    fixed = {name: default for name, default in arguments.items() if name not in tree and default is not _NONE}
+    for path, leaf in pytree.tree_flatten_with_path(tree)[0]:
+        if not isinstance(leaf, Value):
+            fixed[dotted(path)] = leaf
+    lines = []
+    for name, value in fixed.items():
+        with suppress(ValueError):  # what no file can name is not compared
+            lines.append(f"{INDENT * 2}{json.dumps(name)}: {literal(value, Imports())},")
+    return [f"{INDENT}FIXED = {{", *lines, f"{INDENT}}}"] if lines else []
+
+
+_NONE = inspect.Parameter.empty
 
 
 def _parameters(arguments: Mapping[str, Any], imports: Imports) -> Iterator[str]:
     optional = False
     for name, default in arguments.items():
-        if default is inspect.Parameter.empty and not optional:
+        if default is _NONE and not optional:
             yield name
             continue
         optional = True
         try:
-            yield f"{name}={literal(None if default is inspect.Parameter.empty else default, imports)}"
+            yield f"{name}={literal(None if default is _NONE else default, imports)}"
         except ValueError:  # a default that no file can name: it is taken as not given
             yield f"{name}=None"

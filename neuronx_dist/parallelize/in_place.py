@@ -32,16 +32,16 @@ def writes_first(call: Call) -> bool:
     return name.endswith("_") and (not name.endswith("__") or name in {*_OPERATORS, "__setitem__"}) or _option(call)
 
 
-def written_value(builder: Builder, call: Call, before: Value, fresh: bool) -> Value:
+def written_value(builder: Builder, call: Call, before: Value, is_fresh: Callable[[], bool]) -> Value:
     """The value of what `call` writes, after it; `before`: what it has before.
 
     Args:
-        fresh: nobody has read it.
+        is_fresh: whether nobody has read it.
 
     Raises:
         TracingError: no function has that value and writes nothing.
     """
-    value = _value(builder, call, before, fresh)
+    value = _value(builder, call, before, is_fresh)
     if value.producer is not None and value.producer is builder.calls[-1]:
         value.producer.flops, value.producer.random = call.flops, call.random
     if value.dtype != before.dtype:
@@ -51,7 +51,7 @@ def written_value(builder: Builder, call: Call, before: Value, fresh: bool) -> V
     return value
 
 
-def _value(builder: Builder, call: Call, before: Value, fresh: bool) -> Value:
+def _value(builder: Builder, call: Call, before: Value, is_fresh: Callable[[], bool]) -> Value:
     name, args, kwargs = call.name, call.args, call.kwargs
     if name == "__setitem__":
         index, value = args[1:]
@@ -73,7 +73,7 @@ def _value(builder: Builder, call: Call, before: Value, fresh: bool) -> Value:
     function = _twin(call)
     if function is not None:
         return builder.compute(call, function, *args, **kwargs)
-    if fresh:
+    if is_fresh():
         kept = replace(call, results=[])
         return builder.add(kept, [Result(before.shape, before.dtype, False)])[0]
     raise TracingError(
@@ -96,9 +96,11 @@ def _option(call: Call) -> bool:
 
 
 def _twin(call: Call) -> Callable[..., Any] | None:
+    if call.name == "bernoulli_":  # the function without "_" takes its operand for the probabilities
+        return None
     name = _OPERATORS.get(call.name, call.name.removesuffix("_"))
     for namespace in (torch.Tensor, torch, F):
-        function = getattr(namespace, call.name, None)
-        if function is call.function or function == call.function:
+        forms = [getattr(namespace, form, None) for form in (call.name, f"__i{name}__")]  # `__ipow__` is called `pow_`
+        if call.function in forms:
             return getattr(namespace, name, None)
     return None

@@ -118,25 +118,35 @@ def _write_view(builder: Builder, like: Call, base: Value, view: Tensor, same: b
         return builder.compute(like, torch.Tensor.reshape, value, base.shape)
     if call.name in _SWAPS:
         return builder.compute(like, torch.Tensor.transpose, value, *call.args[1:], **call.kwargs)
+    if call.name == "t" or getattr(call.function, "__self__", None) in (torch.Tensor.T, torch.Tensor.mT):
+        return builder.compute(like, torch.Tensor.transpose, value, -2, -1)
     index = _index(call, view.index, base)
     return None if index is None else builder.compute(like, write, base, value, index)
 
 
 def _index(call: Call, number: int, base: Value) -> Any:
     """The index that takes from `base` what result `number` of the call is; None: there is none."""
-    name, args = call.name, call.args
-    if name == "__getitem__":
-        return args[1]
-    if name not in ("select", "narrow", "chunk", "split", "unbind") or call.kwargs:
+    if call.name == "__getitem__":
+        return call.args[1]
+    if call.name not in _PARTS:
         return None
+    options = {"dim": 0, **dict(zip(_PARTS[call.name], call.args[1:])), **call.kwargs}
+    dim = options["dim"] % len(base.shape)
     part: Any = number
-    if name in ("select", "narrow"):
-        dim, start = args[1], args[2]
-        part = start if name == "select" else slice(start, start + args[3])
-    elif name == "unbind":
-        dim = args[1] if len(args) > 1 else 0
-    else:
-        dim = args[2] if len(args) > 2 else 0
+    if call.name == "select":
+        part = options["index"]
+    elif call.name == "narrow":
+        part = slice(options["start"], options["start"] + options["length"])
+    elif call.name != "unbind":
         ends = [0, *itertools.accumulate(result.shape[dim] for result in call.results)]
         part = slice(ends[number], ends[number + 1])
-    return (*[slice(None)] * (dim % len(base.shape)), part)
+    return (*[slice(None)] * dim, part)
+
+
+_PARTS = {
+    "select": ("dim", "index"),
+    "narrow": ("dim", "start", "length"),
+    "chunk": ("chunks", "dim"),
+    "split": ("split_size", "dim"),
+    "unbind": ("dim",),
+}

@@ -170,9 +170,10 @@ class ParallelModule(Container):
                     "call parallelize with dummy_forward_args of these shapes, or pad the input"
                 )
         for name, value in self.FIXED.items():
-            if given[name] is not value and given[name] != value:
+            x = _at(given, name)
+            if x is not value and (isinstance(x, torch.Tensor) or x != value):
                 raise ValueError(
-                    f"{type(self).__name__}: {name}={given[name]!r}, and the program was recorded with {value!r}: "
+                    f"{type(self).__name__}: {name}={x!r}, and the program was recorded with {value!r}: "
                     "call parallelize with this value among dummy_forward_args"
                 )
 

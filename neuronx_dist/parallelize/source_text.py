@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import math
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import EllipsisType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+import torch.utils._pytree as pytree
 from torch import Tensor
 
 from .. import spmd
 from ..spmd.types import LocalType, Shard
+from .program import Program, Value
 
-__all__ = ["Imports", "attribute", "call_text", "literal"]
+__all__ = ["Imports", "attribute", "call_text", "literal", "program_text"]
 
 # Where a function is looked for, and how the emitted file calls that place.
 _NAMESPACES: tuple[tuple[Any, str], ...] = (
@@ -43,8 +46,10 @@ _METHODS = {"add", "sub", "mul", "matmul", "eq", "ne", "lt", "le", "gt", "ge"}
 class Imports:
     """The names that an emitted file imports beside those that all do."""
 
-    def __init__(self) -> None:
+    def __init__(self, taken: Iterable[str] = ()) -> None:
+        """`taken`: names that the program has for its values."""
         self.lines: dict[str, str] = {}  # name -> line
+        self.taken = set(taken)
 
     def name(self, target: Any) -> str:
         """The name of a class or function of a module's top level.
@@ -59,7 +64,7 @@ class Imports:
                 + (" other than the script that runs" if module == "__main__" else "")
             )
         alias, line, number = name, f"from {module} import {name}", 2
-        while self.lines.get(alias, line) != line:
+        while alias in self.taken or self.lines.get(alias, line) != line:
             alias, line = f"{name}_{number}", f"from {module} import {name} as {name}_{number}"
             number += 1
         self.lines[alias] = line
@@ -147,10 +152,37 @@ def call_text(
         written = _operator(function, name, args, text)
         if written is not None:
             return written
-    arguments = [*map(text, args), *(f"{key}={text(item)}" for key, item in kwargs.items())]
+    defaults = _defaults(function)
+    keywords = {key: item for key, item in kwargs.items() if key not in defaults or defaults[key] is not item}
+    arguments = [*map(text, args), *(f"{key}={text(item)}" for key, item in keywords.items())]
     if _method(function, name) and args:
         return f"{_grouped(arguments[0])}.{name}({', '.join(arguments[1:])})"
     return f"{_function(function, name, imports)}({', '.join(arguments)})"
+
+
+def program_text(program: Program) -> str:
+    """All that a program does, as text: two programs of the same text do the same."""
+    imports = Imports()
+
+    def variable(x: Any) -> str | None:
+        return x.name if isinstance(x, Value) else None
+
+    lines = [f"{value!r} {value.path}" for value in program.leaves]
+    for call in program.calls:
+        results = ", ".join(map(repr, call.results))
+        context = f"{call.grad} {call.autocast} {call.checkpoint}"
+        lines.append(f"{results} = {call_text(call.function, call.args, call.kwargs, imports, variable)}  {context}")
+    outputs = pytree.tree_unflatten(program.outputs, program.output_structure)
+    return "\n".join([*lines, literal(outputs, imports, variable), *imports.lines.values()])
+
+
+def _defaults(function: Any) -> dict[str, Any]:
+    """The default values of a function that is written in Python."""
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return {}
+    parameters = inspect.signature(function).parameters.values()
+    return {each.name: each.default for each in parameters if each.default is not each.empty}
 
 
 def _method(function: Any, name: str) -> bool:

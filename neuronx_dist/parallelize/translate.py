@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import linecache
 from dataclasses import replace
 from typing import Any
@@ -200,7 +201,7 @@ class _Translator:
         value = None
         if tensor is not None and tensor.memory.storage in info.writes and writes_first(call):
             self._refuse_write(tensor.memory, call)
-            value = written_value(self.builder, call, tensor.value, fresh=self._is_fresh(tensor))
+            value = written_value(self.builder, call, tensor.value, functools.partial(self._is_fresh, tensor))
         if tensor is None or value is None:
             self._add_buffer_write(node, call)
             return

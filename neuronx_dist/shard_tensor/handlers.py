@@ -26,7 +26,8 @@ How a handler is written (`ops/` has one family of functions a file):
   also one whose shard is empty. What is computed of a shard alone, such as its maximum, goes through
   `on_own_shard`.
 * **Results**: `wrap(local, make_spec(mesh, placements, shape, sizes))`; what is no tensor is returned as it is.
-* **Tests**: one line in `tests/shard_tensor/support/table.py` (see `support/cases.py`) runs it at all layouts.
+* **Tests**: one line in `tests/shard_tensor/support/table.py` (see `support/cases.py`) runs it at all layouts, one in
+  `support/refusals.py` each error that it raises, on all ranks.
 
 A user's handler is the same: `ShardTensor.register_function_handler(target, handler)`.
 """

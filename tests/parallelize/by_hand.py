@@ -63,6 +63,6 @@ def pair(size: int) -> tuple[nn.Module, Division, dict[str, Any]]:
     loss = call("sum_1", (), (I,), I, torch.Tensor.sum, p)
     structure = pytree.tree_structure(arguments)
     result = pytree.tree_structure({"loss": 0, "rows": (0,)})
-    program = Program([x, target], structure, [w0, b0, w1], [], [], calls, [loss, y], result)
+    program = Program([x, target], structure, [w0, b0, w1], [], [], calls, [loss, y], result, True, [x, target])
     types = {x: R, target: R, w0: S(0), b0: S(0), w1: S(1)}
     return module, Division(program, "tp", size, strategies, types), arguments

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -10,7 +11,8 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx, nn
 
-__all__ = ["Info", "Recording", "TensorSpec", "TracingError", "describe", "info_of", "is_leaf", "pack", "part"]
+__all__ = ["Info", "Recording", "TensorSpec", "TracingError", "describe", "info_of", "is_leaf", "pack", "part",
+           "register_dataclasses"]  # fmt: skip
 
 
 class TracingError(RuntimeError):
@@ -130,6 +132,15 @@ def pack(leaves: Sequence[Any], structure: pytree.TreeSpec) -> Any:
 def part(container: Any, index: int) -> Any:
     """Leaf number `index` of a container of a registered class."""
     return pytree.tree_leaves(container)[index]
+
+
+def register_dataclasses(x: Any) -> None:
+    """Makes containers, for torch's pytrees, of the dataclasses in `x` whose class nobody has registered yet."""
+    if dataclasses.is_dataclass(x) and not isinstance(x, type) and type(x) not in pytree.SUPPORTED_NODES:
+        pytree.register_dataclass(type(x))
+    for item in pytree.tree_flatten(x, is_leaf=lambda y: y is not x)[0]:
+        if item is not x:
+            register_dataclasses(item)
 
 
 def describe(x: Any) -> str:
