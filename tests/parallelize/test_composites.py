@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from neuronx_dist import comm
 from neuronx_dist.comm.backends import threads
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.parallelize import composites as composites_module
@@ -21,7 +20,8 @@ from neuronx_dist.parallelize.congruence import substituted
 from neuronx_dist.parallelize.program import Value, operands_of
 from neuronx_dist.parallelize.strategies import candidates
 from neuronx_dist.spmd import I, P, R, S
-from tests.parallelize.pieces import Case, cut, wrong_pieces, wrong_types
+from tests.parallelize.mutations import running_statistics
+from tests.parallelize.pieces import Case, wrong_pieces, wrong_types
 
 lock = Lock()
 
@@ -131,27 +131,9 @@ def test_bytes(name):
         assert tuple(sent) == strategy.bytes_moved, (strategy, events)
 
 
-@pytest.mark.parametrize("sharded", ["samples", "channels"])
-def test_running_statistics(sharded):
-    """Those of one process, whole on every rank, written in place."""
-    x, whole = f(8, 4, 5), [torch.zeros(4).double(), torch.ones(4).double()]
-    expected = F.batch_norm(x, *whole, training=True, momentum=0.3)
-    call = Case(F.batch_norm, (x, f(4), f(4), None, None, True, 0.3), {}).call
-    call.writes = (1, 2)
-    name = {"samples": "batch_norm of S(0) of operand 0", "channels": "batch_norm_of_channels of S(1) of operand 0"}
-    (strategy,) = [one for one in candidates(call, "tp", 2) if one.name == name[sharded]]
-    assert strategy.operands[1:] == (R, R)
-
-    def run() -> Any:
-        values = [cut(x, strategy.operands[0], 2, comm.rank("tp")), torch.zeros(4).double(), torch.ones(4).double()]
-        leaves = dict(zip(operands_of(call), values, strict=True))
-        args, kwargs = substituted(strategy.local[1:], Value, leaves.__getitem__)
-        return strategy.local.function(*args, **kwargs), *values[1:]
-
-    pieces, means, variances = zip(*threads.run(Mesh(2, tp=2), run))
-    torch.testing.assert_close(torch.cat(pieces, strategy.operands[0].dim), expected, rtol=1e-10, atol=1e-10)
-    for mean, variance in zip(means, variances):
-        torch.testing.assert_close([mean, variance], whole, rtol=1e-10, atol=1e-10)
+@pytest.mark.parametrize("name", ["batch_norm of S(0)", "batch_norm_of_channels of S(1)"])
+def test_running_statistics(name):
+    running_statistics(f"{name} of operand 0")
 
 
 @pytest.mark.parametrize(
