@@ -80,8 +80,7 @@ class Problem:
     def _leaf_types(self, found: Mapping[Call, Sequence[Strategy]]) -> dict[Value, list[SpmdType]]:
         """The types that each leaf may have: of a parameter I, and the shards that its consumers want."""
         types: dict[Value, list[SpmdType]] = {value: [R] for value in self.program.leaves}
-        if self.program.training:
-            types |= {value: [I] for value in self.program.inputs if value.requires_grad}
+        types |= {value: [I] for value in self.program.inputs if value.requires_grad}
         types |= {value: [I] for value in self.program.parameters}
         parameters = set(self.program.parameters)
         for call, options in found.items():

@@ -283,7 +283,7 @@ class Tables:
 
     def whole(self, value: Value, src: int) -> tuple[float, SpmdType]:
         """Seconds to make an output whole, and as which type."""
-        ends = (I,) if value.requires_grad and self.backward else (R, I)
+        ends = (I,) if value.requires_grad else (R, I)
         return min(((self.conversion(value, src, self.number(end)), end) for end in ends), key=lambda pair: pair[0])
 
     # What was chosen.
