@@ -13,6 +13,7 @@ from ..labels import Labels, inside
 from ..redistribute import redistributed
 from ..spec import ShardTensorSpec
 from ..tensor import ShardTensor, gradient_spec, local_of, wrap, written
+from .deferred import Deferred, mapped
 
 __all__: list[str] = []
 
@@ -94,6 +95,11 @@ def pointwise(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> A
                     return wrap(func(local, local_of(y) if y._foreign else y._local), spec)
             elif not isinstance(y, torch.Tensor):
                 return wrap(func(local_of(x) if x._foreign else x._local, y), spec)
+    if isinstance(x, Deferred) and func in _KEEPING and not kwargs.get("inplace"):
+        if all(isinstance(each, (int, float)) for each in (*args[1:], *kwargs.values())):
+            result = mapped(x, lambda local: func(local, *args[1:], **kwargs))
+            if result is not None:
+                return result
     if kwargs.get("out") is not None:
         return _into(func, types, args, kwargs)
     if kwargs.get("inplace"):
@@ -144,6 +150,16 @@ _POINTWISE = [
     *_existing(torch.special, _SPECIAL),
     *_existing(torch._C._nn, _ACTIVATIONS),
 ]
+# Of a floating point tensor, and of numbers: the result has its dtype.
+_CALCULATIONS = "abs add clamp cos div erf exp log mul neg pow sigmoid sin sqrt square sub tanh relu".split()
+_KEEPING = {
+    *_existing(torch, _CALCULATIONS),
+    *_existing(
+        torch.Tensor, [*_CALCULATIONS, *"__add__ __mul__ __radd__ __rmul__ __rsub__ __sub__ __truediv__".split()]
+    ),
+    *_existing(F, _ACTIVATIONS),
+    *_existing(torch._C._nn, _ACTIVATIONS),
+}
 _WRITING = [
     *_existing(torch.Tensor, [f"{name}_" for name in _NAMES] + _IN_PLACE),
     *_existing(torch, [f"{name}_" for name in [*_NAMES, "fill", "zero"]]),
