@@ -24,6 +24,7 @@ from neuronx_dist.shard_tensor import (
     distribute_tensor,
     fallback,
     init_device_mesh,
+    one_exchange,
     promotion_mode,
     scatter_tensor,
     spmd_type,
@@ -159,6 +160,14 @@ def _enter(manager: Any) -> None:
 def _multihead(mesh: DeviceMesh, causal: bool = False, **options: Any) -> None:
     q = x(mesh, shape=(2, 4, 6))
     nn.MultiheadAttention(6, 2, batch_first=True, **options)(q, q, q, is_causal=causal, need_weights=False)
+
+
+def _modified_in_one_exchange(mesh: DeviceMesh) -> None:
+    weight = torch.ones(1, 1, 3)
+    with one_exchange():
+        y = F.conv1d(x(mesh, shape=(1, 1, 16), dim=2), weight)
+        weight.mul_(2)
+    y.full_tensor()
 
 
 def _partial_written(mesh: DeviceMesh) -> None:
@@ -463,6 +472,7 @@ _MORE: list[tuple[Callable[[DeviceMesh], Any], type[Exception], str]] = [
         ValueError,
         "a window of 5 does not fit into 2 inputs",
     ),
+    (_modified_in_one_exchange, RuntimeError, "modified in place before the result was computed"),
     (lambda mesh: partition_spec(summand(mesh, 4)._spec), ValueError, "partition_spec: Partial"),
     (lambda mesh: partition_spec(x(mesh)._spec), ValueError, r"dim 0 has shards of \[4, 3\], and XLA's are equal"),
     (lambda mesh: placements_of((0, 0), 1), ValueError, "each for one dim of the tensor"),
