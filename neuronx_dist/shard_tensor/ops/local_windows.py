@@ -22,6 +22,7 @@ from ..windows import IndexMap, Range, Sliding, plan_edges, plan_windows
 __all__ = [
     "LocalWindow",
     "ShardedDim",
+    "Windows",
     "as_tuple",
     "bring_windows",
     "chained",
@@ -59,6 +60,20 @@ class LocalWindow(NamedTuple):
     inputs: Range
     outputs: Range
     out_bounds: Bounds
+
+
+class Windows(NamedTuple):
+    """A function over windows of the spatial dims.
+
+    Attributes:
+        maps: of every spatial dim, by dim.
+        op: computes the windows: each sharded dim, without its padding, has the inputs of whole windows alone.
+        fill: what stands outside of the inputs of a sharded dim.
+    """
+
+    maps: dict[int, Sliding]
+    op: Callable[[torch.Tensor], Any]
+    fill: float = 0.0
 
 
 def bring_windows(
