@@ -119,8 +119,8 @@ class DeviceMesh:
     def groups_over(self, mesh_dims: tuple[int, ...]) -> tuple[tuple[Communicator, tuple[int, ...]], ...]:
         """The groups that reduce over some dims, one after the other, and the dims of each.
 
-        It is one group over all of these dims, row-major, where the job's axes have it. The type checker knows dims that are no
-        axes one by one only.
+        It is one group over all of these dims, row-major, where the job's axes have it. The type checker knows dims
+        that are no axes one by one only.
         """
         checked = active() is not None
         table = self.tables.setdefault("groups over dims", {})

@@ -222,13 +222,17 @@ def _along(
         if isinstance(dst, Shard):
             assert dst_sizes is not None
             return [partial(moves.split, communicator=group, dim=dst.dim, sizes=dst_sizes)]
-        return [partial(_as_summand, group=group)] if _op(dst) == "sum" else []  # it is its own mean, or maximum
+        if _op(dst) == "max":  # of equal values, each of which has its share of the gradient
+            return [partial(_used, mesh=mesh, mesh_dims=(mesh_dim,))]
+        summand: list[Step] = [partial(_as_summand, group=group)]
+        return summand if _op(dst) == "sum" else [*summand, partial(_scaled, group=group, divide=False)]
     if isinstance(dst, Partial):
         if _op(src) == _op(dst):
             return []
         if {_op(src), _op(dst)} == {"sum", "avg"}:
             return [partial(_scaled, group=group, divide=_op(src) == "avg")]
-        raise ValueError(f"redistribute: {src!r} cannot become {dst!r}; make it Replicate() first")
+        whole = _along(mesh, mesh_dim, src, None, _REPLICATE, None, False)
+        return whole + _along(mesh, mesh_dim, _REPLICATE, None, dst, None, False)
     if _op(src) == "max":
         reduced: list[Step] = [partial(extreme, dims=(), groups=(group,), op="max")]
         return reduced + _along(mesh, mesh_dim, _REPLICATE, None, dst, dst_sizes, used)
@@ -252,11 +256,12 @@ def _scaled(x: torch.Tensor, group: Communicator, divide: bool) -> torch.Tensor:
 
 
 def _to_another_mesh(spec: ShardTensorSpec, target: ShardTensorSpec, used: Sequence[int]) -> tuple[Step, ...]:
-    """By one exchange; only a maximum is taken before, on the mesh that has it."""
+    """By one exchange; only a maximum is taken before, on the mesh that has it. A whole tensor is its own maximum."""
     if used:
         raise ValueError(f"an operand on {spec.mesh} cannot be used on {target.mesh}: redistribute() it first")
-    operations = {_op(spec.placements[m]) for m in spec.partial} | {_op(target.placements[m]) for m in target.partial}
-    source = spec if operations <= {"sum"} else gradient_spec(spec)
-    if any(_op(target.placements[m]) != "sum" for m in target.partial):
-        raise ValueError(f"redistribute: {list(target.placements)} on another mesh: only a sum is spread over ranks")
-    return (*steps(spec, source), partial(moved_to_mesh, spec=source, target=target))
+    source, sent = (each if _only_sums(each) else gradient_spec(each) for each in (spec, target))
+    return (*steps(spec, source), partial(moved_to_mesh, spec=source, target=sent), *steps(sent, target))
+
+
+def _only_sums(spec: ShardTensorSpec) -> bool:
+    return all(_op(spec.placements[m]) == "sum" for m in spec.partial)
