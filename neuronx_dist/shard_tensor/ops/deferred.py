@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ... import comm
+from ...comm.select import in_one_program
 from ...spmd import S
 from ..chains import plan_chain
 from ..exchange import planned_bytes
@@ -93,8 +94,8 @@ def one_exchange() -> Iterator[None]:
     """Consecutive convolutions and max poolings in the block exchange halos once, not once each. Exact.
 
     What is composed: functions over windows of one sharded dim, with activations and numbers in between. All else runs
-    as it does outside of the block: other functions, several sharded dims, channels that are sharded, autocast, and
-    inference mode. Outputs near the bounds of shards are computed on several ranks; `report()` says how many.
+    as it does outside of the block: other functions, several sharded dims, channels that are sharded, autocast,
+    inference mode, and XLA. Outputs near the bounds of shards are computed on several ranks; `report()` says how many.
 
     Raises:
         RuntimeError: an input or a weight was modified in place before the result was computed, at the end of the
@@ -128,6 +129,7 @@ def deferrable(x: Any, count: int) -> bool:
         and 0 not in spec.shape
         and not torch.is_autocast_enabled(x.device.type)
         and not torch.is_inference_mode_enabled()
+        and not in_one_program(x)
     )
 
 
