@@ -10,10 +10,12 @@ select.py      topk, max and argmax of a dim, sort         indexing.py   x[index
 scatter.py     scatter, index_add, x[..] = y               rearrange.py  cat, roll, flip, repeat, unfold, tril
 optimizers.py  fused steps, gradient scaling               distances.py  cdist, pairwise distances
 deferred.py    one_exchange: windows computed together
+composed.py    functions that are made of others
 """
 
 from . import (
     attention,
+    composed,
     distances,
     dropout,
     indexing,
@@ -35,6 +37,7 @@ from . import (
 
 __all__ = [
     "attention",
+    "composed",
     "distances",
     "dropout",
     "indexing",

@@ -244,3 +244,16 @@ def pad(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
         return _computed(x, spec, len(pad) // 2, lambda x, dims: window.pad(x, pad, dims, mode=mode, value=value))[0]
 
     return call(*args, **kwargs)
+
+
+@sharded(F.local_response_norm)
+def local_response_norm(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
+    def call(input: Any, size: int, alpha: float = 1e-4, beta: float = 0.75, k: float = 1.0) -> Any:
+        if input.dim() < 3:
+            raise ValueError(f"local_response_norm of shape {tuple(input.shape)}: it takes 3 or more dims")
+        squares = input.square()
+        (x,), spec = inside(_spatial, (squares,), input.dim() - 1)
+        means = _computed(x, spec, input.dim() - 1, lambda x, dims: pooling.mean_of_windows(x, 1, size, dims))[0]
+        return input / (means * alpha + k) ** beta
+
+    return call(*args, **kwargs)

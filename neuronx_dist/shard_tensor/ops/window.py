@@ -173,7 +173,7 @@ def conv_transpose(
     if any(sides):
         result = F.pad(result, sides)
     if bias is not None:
-        result = result + bias.view(-1, *[1] * count)
+        result = result + bias.view(-1, *[1] * count).to(result.dtype)  # under autocast they differ
     return result, sharded_result(sharded, windows)
 
 
