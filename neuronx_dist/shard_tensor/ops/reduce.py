@@ -294,7 +294,7 @@ def _norm(x: ShardTensor, ord_: Any, dim: Any, keepdim: bool, dtype: torch.dtype
     if ord_ in (float("inf"), float("-inf")):
         y = extreme(size, plan.dims, plan.groups, "max" if ord_ > 0 else "min")
     elif ord_ == 0:
-        y = total((size != 0).to(size.dtype).sum(plan.dims, keepdim=True), plan.groups)
+        y = total(torch.linalg.vector_norm(local, 0, plan.dims, keepdim=True), plan.groups)
     else:
         s = total(size.pow(ord_).sum(plan.dims, keepdim=True), plan.groups)
         positive = s != 0
