@@ -257,6 +257,11 @@ class _Translator:
         assert buffer is not None
         if memory.lost:
             raise TracingError(f"{call.where}: {call.name} writes a view of buffer {buffer.path}. {memory.lost}")
+        if (whole.shape, whole.dtype) != (buffer.shape, buffer.dtype):
+            raise TracingError(
+                f"{call.where}: buffer {buffer.path} gets a tensor of another shape or dtype, {whole!r}, in the place "
+                f"of {buffer!r}."
+            )
         if whole.requires_grad:
             raise TracingError(
                 f"{call.where}: {call.name} writes a value that requires a gradient to buffer {buffer.path}, so that "
