@@ -47,7 +47,7 @@ def emit(
     """
     divisions = [division] if evaluation is None else [division, evaluation]
     stored = stored if stored is not None else stored_of(None, *divisions)
-    imports = Imports()
+    imports = Imports(name for each in divisions for name in _names(each.program))
     arguments = _arguments(division.program, signature)
     constants = constants_of(*divisions)
     bodies = [body(each, imports, constants) for each in divisions]
@@ -71,6 +71,11 @@ def emit(
             lines += ["", f"{INDENT}def {mode}_forward({', '.join(['self', *arguments])}):", *own]
     text = "\n".join(lines)
     return "\n".join(_header(text, imports)) + "\n\n\n" + text + "\n"
+
+
+def _names(program: Program) -> Iterator[str]:
+    yield from (value.name for value in program.leaves)
+    yield from (value.name for call in program.calls for value in call.results)
 
 
 def _header(text: str, imports: Imports) -> list[str]:
