@@ -19,17 +19,16 @@ from torch import nn
 from .. import comm
 from ..nearest import nearest
 from ..parallel_layers.parallel_state import initialize_model_parallel
-from ..planning.costs import CPU
-from ..spmd.types import SpmdType
-from .choose import Constraints, choose
 from .config import BroadcastGenFilesStrategy, ComputeConfig, ReuseType
 from .constants import constants_from_text, constants_text
+from .decompose import decomposed
 from .emit import emit
 from .files import Generated, GeneratedFolder
 from .generation import Emitted, generate
 from .keys import key_of
 from .module import ParallelModule, parallel_class
-from .program import Division, Program, Value
+from .policies import divide, divide_like
+from .program import Division
 from .record import record_program
 from .source_text import program_text
 from .stored import constants_of, stored_of
@@ -170,15 +169,11 @@ def _check_arguments(module: nn.Module, arguments: Mapping[str, Any], config: Co
         )
 
 
-def _emitted(
-    module: nn.Module, arguments: dict[str, Any], policy: Any, config: ComputeConfig, folder: Path
-) -> Emitted:
+def _emitted(module: nn.Module, arguments: dict[str, Any], policy: Any, config: ComputeConfig, folder: Path) -> Emitted:
     """What is generated: recorded, divided, emitted, proven."""
     divisions = _divisions(module, arguments, policy, config)
     stored = stored_of(module, *divisions)
-    source = emit(
-        *divisions, name=type(module).__name__, stored=stored, signature=inspect.signature(module.forward)
-    )
+    source = emit(*divisions, name=type(module).__name__, stored=stored, signature=inspect.signature(module.forward))
     constants = {name: value.constant for value, name in constants_of(*divisions).items() if value.constant is not None}
     tensors = {
         **dict(module.named_parameters(remove_duplicate=False)),
@@ -187,7 +182,7 @@ def _emitted(
     held = {name: tensors[name].detach() for name, each in stored.items() if each.kind in ("parameter", "buffer")}
     try:
         for division in divisions:
-            verify(source, division, held, constants, arguments)
+            verify(source, division, module, constants, arguments)
     except EmittedProgramError as error:
         kept = folder / f"refused_{type(module).__name__}.py"
         kept.parent.mkdir(parents=True, exist_ok=True)
@@ -202,20 +197,11 @@ def _emitted(
 def _divisions(module: nn.Module, arguments: dict[str, Any], policy: Any, config: ComputeConfig) -> list[Division]:
     """The division in training mode, and that in evaluation mode if the module runs something else there."""
     if config.inference_only:
-        return [_divided(record_program(module, arguments, training=False), config)]
-    training, evaluation = (record_program(module, arguments, training=mode) for mode in (True, False))
-    division = _divided(training, config)
-    if program_text(evaluation) == program_text(training):
-        return [division]
-    types = {value.path: division.types[value] for value in training.parameters}
-    fixed: dict[Value, tuple[SpmdType, ...]] = {
-        value: (types[value.path],) for value in evaluation.parameters if value.path in types
-    }
-    return [division, _divided(evaluation, config, Constraints(types=fixed))]
-
-
-def _divided(program: Program, config: ComputeConfig, constraints: Constraints | None = None) -> Division:
-    return choose(program, "tp", config.plan_ngpus, costs=CPU, constraints=constraints)
+        return [divide(decomposed(record_program(module, arguments, training=False)), policy, config)]
+    training, evaluation = (decomposed(record_program(module, arguments, training=mode)) for mode in (True, False))
+    same = program_text(evaluation) == program_text(training)
+    division = divide(training, policy, config)
+    return [division] if same else [division, divide_like(division, evaluation, config)]
 
 
 def _initial(name: str, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor] | None:

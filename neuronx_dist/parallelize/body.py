@@ -146,7 +146,7 @@ class _Body:
                 continue
             has = self.division.type_of(output)
             wanted = has if has.letter in "RI" else I if output.requires_grad else R
-            if has is R and output.requires_grad:
+            if has is R and output.requires_grad and self.division.size > 1:
                 raise ValueError(
                     f"{output.name} is a result of the module and R on {self.division.axis}: what is computed of it "
                     "alike on every rank would count its gradient once for each; it must be I"

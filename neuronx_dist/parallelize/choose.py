@@ -10,20 +10,23 @@ what is kept for backward. The price is raised from 0 until the predicted memory
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
+from typing import NamedTuple
 
 from ..planning.choice import Impossible, minimize
 from ..planning.costs import Costs
 from ..planning.plan import PlanError
+from ..planning.stages import balanced
 from ..spmd.types import I, R, S, Shard, SpmdType
+from .blocks import strides_of
 from .program import Call, Division, Program, Strategy, Value, operands_of
 from .strategies import candidates
 from .tables import Constraints, Held, Tables, bytes_of, reachable
 
-__all__ = ["Constraints", "choose", "strides_of"]
+__all__ = ["Constraints", "Problem", "Solution", "choose", "is_whole", "stage_starts"]
 
-Candidates = Callable[..., Sequence[Strategy]]
+Candidates = Callable[[Call, int], Sequence[Strategy]]
 NEGLIGIBLE = 0.01  # of all seconds
-CUTS = ("chunk", "split", "unsafe_chunk", "unsafe_split", "tensor_split")
 
 
 def choose(
@@ -34,7 +37,6 @@ def choose(
     costs: Costs,
     constraints: Constraints | None = None,
     memory: float | None = None,
-    candidates: Candidates = candidates,
 ) -> Division:
     """Divides a program over the `size` ranks of an axis, at the least cost.
 
@@ -43,12 +45,24 @@ def choose(
     Args:
         constraints: strategies and types that are decided already.
         memory: bytes that a rank may hold at most: parameters, gradients, optimizer state, what is kept for backward.
-        candidates: the strategies of a call.
 
     Raises:
         PlanError: the constraints contradict one another, or nothing fits the memory; with the calls and the numbers.
     """
-    return Problem(program, axis, size, costs, constraints or Constraints(), candidates).fitting(memory)
+    strides = strides_of(program)
+
+    def strategies(call: Call, size: int) -> list[Strategy]:
+        return candidates(call, axis, size, strides=strides)
+
+    return Problem(program, axis, size, costs, constraints or Constraints(), strategies).fitting(memory)
+
+
+class Solution(NamedTuple):
+    """A division, what a rank holds under it, and what it costs: seconds, and the price of memory."""
+
+    division: Division
+    held: Held
+    cost: float
 
 
 class Problem:
@@ -58,8 +72,7 @@ class Problem:
         self, program: Program, axis: str, size: int, costs: Costs, constraints: Constraints, candidates: Candidates
     ) -> None:
         self.program, self.axis, self.size, self.costs, self.constraints = program, axis, size, costs, constraints
-        strides = strides_of(program)
-        found = {call: list(candidates(call, axis, size, strides=strides)) for call in program.calls}
+        found = {call: list(candidates(call, size)) for call in program.calls}
         self.types = self._leaf_types(found)
         self.options = self._possible(found)
         self.tables = Tables(program, size, costs, self.options, self.types, backward=program.training)
@@ -67,8 +80,7 @@ class Problem:
     def _leaf_types(self, found: Mapping[Call, Sequence[Strategy]]) -> dict[Value, list[SpmdType]]:
         """The types that each leaf may have: of a parameter I, and the shards that its consumers want."""
         types: dict[Value, list[SpmdType]] = {value: [R] for value in self.program.leaves}
-        if self.program.training:
-            types |= {value: [I] for value in self.program.inputs if value.requires_grad}
+        types |= {value: [I] for value in self.program.inputs if value.requires_grad}
         types |= {value: [I] for value in self.program.parameters}
         parameters = set(self.program.parameters)
         for call, options in found.items():
@@ -95,7 +107,9 @@ class Problem:
             operands = operands_of(call)
             best: dict[tuple[tuple[SpmdType, ...], tuple[SpmdType, ...]], Strategy] = {}
             for strategy in found[call]:
-                if not self.constraints.allows(call, strategy) or (call in fixed and not _is_whole(strategy)):
+                if not self.constraints.allows(call, strategy):
+                    continue
+                if (call in fixed or self.size == 1) and not is_whole(strategy):
                     continue
                 wants = zip(operands, strategy.operands, strict=True)
                 if all(reachable(value, made[value], want, self.size) for value, want in wants):
@@ -136,62 +150,90 @@ class Problem:
             f"{call!r} has no strategy over {self.size} ranks that the plan allows; its strategies: {_listed(names)}"
         )
 
-    def solve(self, price: float) -> tuple[Division, Held]:
-        """The cheapest division at a price of memory, in seconds a byte, and what a rank holds under it."""
-        tables = list(self.tables.all(price))
+    def solve(self, price: float, forced: Mapping[Call, Strategy] | None = None) -> Solution:
+        """The cheapest division at a price of memory, in seconds a byte.
+
+        Args:
+            forced: the strategies of some calls.
+
+        Raises:
+            PlanError: no strategies fit together.
+        """
+        tables = self.tables.all(price)
+        tables += [self.tables.only(call, strategy) for call, strategy in (forced or {}).items()]
         try:
-            values = minimize(self.tables.sizes, tables).values
+            choice = minimize(self.tables.sizes, tables)
         except Impossible as impossible:
             owners = [self.tables.owner[variable] for variable in impossible.variables]
             raise PlanError(f"the plan contradicts itself: no strategies fit together at {_listed(owners)}") from None
-        strategies = {call: self.options[call][values[self.tables.variable[call]]] for call in self.program.calls}
+        values, variable = choice.values, self.tables.variable
+        strategies = {call: self.options[call][values[variable[call]]] for call in self.program.calls}
         types = {
-            value: options[values[self.tables.variable[value]] if value in self.tables.variable else 0]
-            for value, options in self.types.items()
+            value: options[values[variable[value]] if value in variable else 0] for value, options in self.types.items()
         }
         division = Division(self.program, self.axis, self.size, strategies, types)
-        return division, self.tables.held(strategies, types)
+        return Solution(division, self.tables.held(strategies, types), choice.cost)
 
-    def fitting(self, memory: float | None) -> Division:
+    def fitting(self, memory: float | None, *, stages: int = 1) -> Division:
         """The cheapest division that fits the memory: the lowest price of memory that makes it fit, within 10 %."""
-        division, held = self.solve(0.0)
-        if memory is None or held.total <= memory:
+        division, held, _ = self.solve(0.0)
+        if memory is None or held.total(stages) <= memory:
             return division
-        price = 1e-3 / max(held.total, 1.0)  # a millisecond for all of it
+        price = 1e-3 / max(held.total(stages), 1.0)  # a millisecond for all of it
         least = held
         for _ in range(24):  # to a price at which seconds no longer matter
-            division, held = self.solve(price)
-            least = min(least, held, key=lambda h: h.total)
-            if held.total <= memory:
-                return self._cheaper(division, price / 4, price, memory)
+            division, held, _ = self.solve(price)
+            least = min(least, held, key=lambda h: h.total(stages))
+            if held.total(stages) <= memory:
+                return self._cheaper(division, price / 4, price, memory, stages)
             price *= 4
         raise PlanError(
-            f"no division over {self.size} ranks holds less than {least.total:.3g} bytes on a rank "
+            f"no division over {self.size} ranks holds less than {least.total(stages):.3g} bytes on a rank "
             f"({least.parameters:.3g} of parameters, gradients and optimizer state, {least.activations:.3g} kept for "
             f"backward), more than the {memory:.3g} that are allowed: more ranks, smaller microbatches or recomputing "
             "would need less"
         )
 
-    def _cheaper(self, division: Division, low: float, high: float, memory: float) -> Division:
+    def _cheaper(self, division: Division, low: float, high: float, memory: float, stages: int) -> Division:
         """Between a price that is too low and one that fits the lowest that fits, within 10 %."""
         while high > 1.1 * low:
             middle = (low * high) ** 0.5
-            found, held = self.solve(middle)
-            if held.total <= memory:
+            found, held, _ = self.solve(middle)
+            if held.total(stages) <= memory:
                 division, high = found, middle
             else:
                 low = middle
         return division
 
 
-def strides_of(program: Program) -> tuple[int, ...]:
-    """Into how many equal blocks the program cuts tensors (3: one weight of queries, keys and values)."""
-    found = {
-        len(call.results)
-        for call in program.calls
-        if call.name in CUTS and len({result.shape for result in call.results}) == 1
-    }
-    return tuple(sorted(found - {0, 1}))
+def stage_starts(problem: Problem, division: Division, count: int) -> list[int]:
+    """The number of the first call of each pipeline stage, at the least time of the slowest one.
+
+    What depends on the inputs alone is computed on every stage that reads it, and is not sent.
+
+    Raises:
+        PlanError: there are fewer calls than stages.
+    """
+    program, costs = problem.program, problem.costs
+    dependent = set(program.parameters)
+    last: dict[Value, int] = {}
+    for number, call in enumerate(program.calls):
+        last.update(dict.fromkeys(operands_of(call), number))
+        if not dependent.isdisjoint(operands_of(call)):
+            dependent.update(call.results)
+    change = [0.0] * (len(program.calls) + 1)  # of the seconds that sending takes, from one call to the next
+    for number, call in enumerate(program.calls):
+        for value in call.results:
+            if value in dependent and last.get(value, number) > number:
+                share = problem.size if isinstance(division.type_of(value), Shard) else 1
+                seconds = costs.communicate(bytes_of(value) / share, 1)
+                change[number + 1] += seconds
+                change[last[value] + 1] -= seconds
+    times = problem.tables.times(division.strategies, division.type_of)
+    try:
+        return balanced(times, list(accumulate(change))[: len(times)], count)
+    except ValueError as error:
+        raise PlanError(f"pipeline: {error}") from None
 
 
 def _is_layout(type_: SpmdType) -> bool:
@@ -199,8 +241,9 @@ def _is_layout(type_: SpmdType) -> bool:
     return isinstance(type_, Shard) and type_ == S(type_.dim, stride=type_.stride)
 
 
-def _is_whole(strategy: Strategy) -> bool:
-    return all(type_ is R for type_ in (*strategy.operands, *strategy.results))
+def is_whole(strategy: Strategy) -> bool:
+    """Every rank computes the whole call."""
+    return all(type_ in (R, I) for type_ in (*strategy.operands, *strategy.results))
 
 
 def _listed(items: Sequence[object]) -> str:

@@ -20,9 +20,10 @@ from ..nearest import nearest
 from ..planning.costs import H100, Costs
 from ..planning.plan import PlanError
 from ..spmd.types import I, S, SpmdType
-from .choose import Problem, strides_of
+from .blocks import strides_of
+from .choose import Problem, is_whole, stage_starts
 from .config import ComputeConfig, Pipeline
-from .nodes import Algorithm, IRDataOperation, IRFwOperation, IRSegment, Node, SubNode, cuts_operand, is_whole
+from .nodes import Algorithm, IRDataOperation, IRFwOperation, IRSegment, Node, SubNode, cuts_operand
 from .program import Call, Division, Program, Strategy, Value
 from .strategies import candidates, refusals
 from .tables import Constraints
@@ -36,10 +37,12 @@ class IRGraph:
     """A program, and what a policy has decided about it.
 
     Attributes:
-        program: as it was recorded.
+        program: as it was recorded; `operations`: its calls, as nodes.
         constraints: on strategies and types.
         pipeline: what `config.apply_pipeline_scheduler` set; None: no pipeline.
+        pipeline_ranks: on how many groups of ranks the stages lie; None: each on its own, as far as there are ranks.
         costs, memory: what the choice counts with.
+        stage_seconds: of each stage, forward and backward, once the program is divided.
     """
 
     def __init__(
@@ -55,12 +58,15 @@ class IRGraph:
         self.costs, self.memory = costs, memory
         self.constraints = Constraints()
         self.pipeline: Pipeline | None = None
+        self.pipeline_ranks: int | None = None
+        self.stage_seconds: list[float] = []
+        self._found: dict[tuple[Call, int], list[Strategy]] = {}
         self._data = IRDataOperation("data", "", values=program.inputs)
         self._strides = strides_of(program)
-        self._operations = [
+        self.operations = [
             IRFwOperation(call.name, call.module, call=call, strategies=self._strategies) for call in program.calls
         ]
-        self._number = {node: number for number, node in enumerate(self._operations)}
+        self._number = {node: number for number, node in enumerate(self.operations)}
         self._segments: list[IRSegment] = []
 
     # What there is.
@@ -71,13 +77,18 @@ class IRGraph:
         return self.pipeline.nstages if self.pipeline else max(len(self._segments), 1)
 
     @property
+    def groups(self) -> int:
+        """On how many groups of ranks the stages lie."""
+        return self.pipeline_ranks or min(self.stages, self.config.plan_ngpus)
+
+    @property
     def size(self) -> int:
         """How many ranks a stage has."""
-        return max(self.config.plan_ngpus // self.stages, 1)
+        return self.config.plan_ngpus // self.groups
 
     def nodes(self, flatten: bool = True) -> list[Node]:
         """The inputs and the operations, in order; `flatten=False`: segments in the place of their operations."""
-        inside: Sequence[Node] = self._segments if self._segments and not flatten else self._operations
+        inside: Sequence[Node] = self._segments if self._segments and not flatten else self.operations
         return [self._data, *inside]
 
     def select(
@@ -88,8 +99,7 @@ class IRGraph:
         Args:
             name: of the function.
             ntype: IRFwOperation, IRDataOperation, IRSegment, or a tuple of these.
-            module: qualified name of a module, whose own calls and those of modules in it are taken; `*` stands for
-                anything.
+            module: qualified name of a module, with `*` for anything: its own calls and those of modules in it.
         """
         wanted = ntype if isinstance(ntype, tuple) else (ntype,)
         every = [*self.nodes(), *self._segments] if flatten and IRSegment in wanted else self.nodes(flatten)
@@ -106,7 +116,10 @@ class IRGraph:
         return self._strategies(node.call)
 
     def _strategies(self, call: Call, size: int | None = None) -> list[Strategy]:
-        return candidates(call, self.axis, size or self.size, strides=self._strides)
+        key = call, size or self.size
+        if key not in self._found:
+            self._found[key] = candidates(call, self.axis, key[1], strides=self._strides)
+        return self._found[key]
 
     # Verbs.
 
@@ -150,8 +163,8 @@ class IRGraph:
             PlanError: there is no such rank, or the part is on one already.
         """
         if not 0 <= device < self.config.plan_ngpus:
-            raise PlanError(f"{node!r} cannot be on device {device}: plan_ngpus={self.config.plan_ngpus}, so there are 0 "
-                            f"to {self.config.plan_ngpus - 1}")  # fmt: skip
+            last = self.config.plan_ngpus - 1
+            raise PlanError(f"{node!r} cannot be on device {device}: plan_ngpus={last + 1}, so there are 0 to {last}")
         if isinstance(node, IRSegment):
             for operation in node.operations:
                 self.assign(operation, device)
@@ -182,14 +195,14 @@ class IRGraph:
         starts = [self._number[node] for node in nodes]
         if not starts or sorted(set(starts)) != starts:
             raise PlanError(f"staging needs the first operation of each stage, in their order; got numbers {starts}")
-        if self.config.plan_ngpus % len(starts):
+        if self.pipeline is None and self.config.plan_ngpus % len(starts):
             raise PlanError(
                 f"{len(starts)} stages do not divide plan_ngpus={self.config.plan_ngpus}: all stages have equally many "
                 f"ranks; {nearest_divisors(self.config.plan_ngpus, len(starts))} do"
             )
-        bounds = [0, *starts[1:], len(self._operations)]
+        bounds = [0, *starts[1:], len(self.operations)]
         self._segments = [
-            IRSegment(f"stage {number}", "", operations=self._operations[first:last])
+            IRSegment(f"stage {number}", "", operations=self.operations[first:last])
             for number, (first, last) in enumerate(zip(bounds, bounds[1:], strict=False))
         ]
 
@@ -227,7 +240,31 @@ class IRGraph:
         Raises:
             PlanError: what was decided cannot be carried out.
         """
-        return self.problem().fitting(self.memory)
+        self._check_pipeline()
+        problem = self.problem()
+        division = problem.fitting(self.memory, stages=self.groups)
+        if self.pipeline:
+            division.schedule, division.microbatches = self.pipeline.schedule, self.pipeline.nmicros
+            division.pipeline_ranks = self.groups
+            division.stages = [self._number[segment.operations[0]] for segment in self._segments]
+            division.stages = division.stages or stage_starts(problem, division, self.pipeline.nstages)
+        division.recompute = self._recomputed()
+        times = problem.tables.times(division.strategies, division.type_of)
+        bounds = [*division.stages, len(times)]
+        self.stage_seconds = [sum(times[first:last]) for first, last in zip(bounds, bounds[1:], strict=False)]
+        return division
+
+    def _check_pipeline(self) -> None:
+        cut = len(self._segments)
+        if cut > 1 and self.pipeline is None:
+            raise PlanError(
+                f"graph.staging made {cut} stages, and nothing says how they take turns: call "
+                f'config.apply_pipeline_scheduler(graph, {cut}, nmicros, "1f1b")'
+            )
+        if cut and self.pipeline and self.pipeline.nstages != cut:
+            raise PlanError(
+                f"graph.staging made {cut} stages, and apply_pipeline_scheduler was told {self.pipeline.nstages}"
+            )
 
     def problem(self) -> Problem:
         """What is left to choose.
@@ -235,10 +272,10 @@ class IRGraph:
         Raises:
             PlanError: an operation has parts without a device, or on devices that one program cannot serve.
         """
-        for node in (self._data, *self._operations):
+        for node in (self._data, *self.operations):
             if node.parts:
                 self._check_devices(node)
-        return Problem(self.program, self.axis, self.size, self.costs, self.constraints, candidates)
+        return Problem(self.program, self.axis, self.size, self.costs, self.constraints, self._strategies)
 
     def _check_devices(self, node: Node) -> None:
         devices = [part.device for part in node.parts]
@@ -247,12 +284,12 @@ class IRGraph:
             raise PlanError(f"{node!r} has no device for parts {missing} of {len(devices)}: graph.assign(part, device)")
         if isinstance(node, IRDataOperation):
             return
-        first = self._stage_of(node) * self.size
+        first = self._stage_of(node) % self.groups * self.size
         expected = list(range(first, first + self.size))
         if devices != expected:
             raise PlanError(
-                f"{node!r} is on devices {devices}, and its stage consists of {expected}: one program runs on all ranks "
-                f"of a stage, so it needs {self.size} part(s), part i on device {first} + i"
+                f"{node!r} is on devices {devices}, and its stage consists of {expected}: one program runs on all "
+                f"ranks of a stage, so it needs {self.size} part(s), part i on device {first} + i"
                 + (f"; replicate(node, times={self.size}) computes it on each" if len(devices) != self.size else "")
                 + ("; graph.staging makes pipeline stages" if not self._segments and len(devices) == 1 else "")
             )
@@ -260,21 +297,17 @@ class IRGraph:
     def _stage_of(self, node: Node) -> int:
         return next((n for n, segment in enumerate(self._segments) if node in segment.operations), 0)
 
-    def starts(self) -> list[int] | None:
-        """The number of the first call of each stage; None: `staging` was not called."""
-        return [self._number[segment.operations[0]] for segment in self._segments] or None
-
-    def recomputed(self) -> list[tuple[int, int]]:
+    def _recomputed(self) -> list[tuple[int, int]]:
         """The spans of calls, from and to, that are computed again in backward."""
         spans: list[tuple[int, int]] = []
-        for number, node in enumerate(self._operations):
+        for number, node in enumerate(self.operations):
             if node.recompute:
                 first = spans.pop()[0] if spans and spans[-1][1] == number else number
                 spans.append((first, number + 1))
         return spans
 
     def explain(self, node: IRFwOperation) -> str:
-        """Each strategy of an operation with what the whole program takes under it, and what no strategy is and why."""
+        """Each strategy of an operation and what the whole program takes under it; what is no strategy, and why."""
         problem = self.problem()
         chosen, _, least = problem.solve(0.0)
         lines = [f"{node!r}, over {self.size} ranks:"]
@@ -284,7 +317,9 @@ class IRGraph:
             try:
                 seconds = problem.solve(0.0, {node.call: strategy})[2]
             except PlanError:
-                lines.append(f"{mark} {strategy.name}: {types[0]} -> {types[1]}, not together with the rest of the plan")
+                lines.append(
+                    f"{mark} {strategy.name}: {types[0]} -> {types[1]}, not together with the rest of the plan"
+                )
                 continue
             extra = f"the program takes {seconds * 1e3:.3f} ms, {(seconds - least) * 1e3:+.3f}"
             lines.append(f"{mark} {strategy.name}: {types[0]} -> {types[1]}; {extra}")

@@ -21,7 +21,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from .. import comm
-from ..gradients.accumulation import no_sync
+from ..gradients.in_backward import paused
 from ..gradients.norm import clip_grad_norm
 from ..weights.shard_spec import ShardedModule, set_spec
 from .config import ComputeConfig
@@ -213,12 +213,13 @@ class ParallelModule(Container):
             raise ValueError(f"train_step: {len(samples)} samples, and is_dummy_batch has {len(dummies)} entries")
         self.zero_grad()
         results = []
-        last = max((index for index, dummy in enumerate(dummies) if not dummy), default=-1)
-        for index, (sample, dummy) in enumerate(zip(samples, dummies)):
+        last = max((number for number, dummy in enumerate(dummies) if not dummy), default=None)
+        for number, sample in enumerate(samples):
             result = self.run(sample)
-            if not dummy:
+            if not dummies[number]:
                 loss = _loss_of(result)
-                with nullcontext() if index == last else no_sync(self):  # reductions start in the last backward
+                # Reductions that start in backward start in the last one.
+                with nullcontext() if number == last else paused(self.parameters()):
                     (loss if scale_fn is None else scale_fn(loss)).backward()
             results.append(_detached(result))
         if all(dummies):  # the other units have gradients, with which these are summed

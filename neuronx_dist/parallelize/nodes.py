@@ -1,7 +1,7 @@
 """What a policy handles: the operations of a recorded program, under nnScaler's names.
 
-    IRFwOperation    one call; `IRDataOperation`: the inputs; `IRSegment`: the operations of one pipeline stage
-    SubNode          the part of an operation that one rank of a stage computes, to be assigned to a device
+IRFwOperation    one call; `IRDataOperation`: the inputs; `IRSegment`: the operations of one pipeline stage
+SubNode          the part of an operation that one rank of a stage computes, to be assigned to a device
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from ..planning.plan import PlanError
-from ..spmd.types import I, R, Shard
+from ..spmd.types import Shard
 from .program import Call, Strategy, Value, operands_of
 
-__all__ = ["Algorithm", "IRDataOperation", "IRFwOperation", "IRSegment", "Node", "SubNode", "cuts_operand", "is_whole"]
+__all__ = ["Algorithm", "IRDataOperation", "IRFwOperation", "IRSegment", "Node", "SubNode", "cuts_operand"]
 
 
 class Strategies(Protocol):
@@ -173,8 +173,3 @@ def cuts_operand(index: int, dim: int) -> Callable[[Strategy], bool]:
         return isinstance(type_, Shard) and type_.dim == dim
 
     return cuts
-
-
-def is_whole(strategy: Strategy) -> bool:
-    """Every rank computes the whole call."""
-    return all(type_ in (R, I) for type_ in (*strategy.operands, *strategy.results))

@@ -169,6 +169,8 @@ class Division:
             operand's type differs from its value's, a conversion stands between, once for all who want it.
         stages: number of the first call of each stage; `[0]`: one stage.
         recompute: spans of calls, from and to, whose values are computed again in backward.
+        schedule, microbatches: how stages take turns; a name of `pipeline.schedule`.
+        pipeline_ranks: stage s is on group s % pipeline_ranks of `size` ranks.
     """
 
     program: Program
@@ -178,6 +180,9 @@ class Division:
     types: dict[Value, SpmdType]
     stages: list[int] = field(default_factory=lambda: [0])
     recompute: list[tuple[int, int]] = field(default_factory=list)
+    schedule: str = "1f1b"
+    microbatches: int = 1
+    pipeline_ranks: int = 1
 
     def type_of(self, value: Value) -> SpmdType:
         if value.producer is None:

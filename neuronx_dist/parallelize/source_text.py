@@ -7,7 +7,7 @@ import inspect
 import json
 import math
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import EllipsisType
 from typing import Any
 
@@ -46,8 +46,10 @@ _METHODS = {"add", "sub", "mul", "matmul", "eq", "ne", "lt", "le", "gt", "ge"}
 class Imports:
     """The names that an emitted file imports beside those that all do."""
 
-    def __init__(self) -> None:
+    def __init__(self, taken: Iterable[str] = ()) -> None:
+        """`taken`: names that the program has for its values."""
         self.lines: dict[str, str] = {}  # name -> line
+        self.taken = set(taken)
 
     def name(self, target: Any) -> str:
         """The name of a class or function of a module's top level.
@@ -62,7 +64,7 @@ class Imports:
                 + (" other than the script that runs" if module == "__main__" else "")
             )
         alias, line, number = name, f"from {module} import {name}", 2
-        while self.lines.get(alias, line) != line:
+        while alias in self.taken or self.lines.get(alias, line) != line:
             alias, line = f"{name}_{number}", f"from {module} import {name} as {name}_{number}"
             number += 1
         self.lines[alias] = line

@@ -51,9 +51,9 @@ class Held(NamedTuple):
     parameters: float
     activations: float
 
-    @property
-    def total(self) -> float:
-        return self.parameters + self.activations
+    def total(self, stages: int = 1) -> float:
+        """On one of so many pipeline stages: each keeps its activations of as many microbatches as there are stages."""
+        return self.parameters / stages + self.activations
 
 
 def bytes_of(value: Value) -> int:
@@ -158,6 +158,25 @@ class Tables:
             yield from self._conversions(value, wants, price if value in self._saved else 0.0)
         yield from self._outputs()
 
+    def only(self, call: Call, strategy: Strategy) -> tuple[torch.Tensor, Scope]:
+        """A table that allows a call no other strategy."""
+        return _rounded_row([0.0 if option is strategy else inf for option in self.options[call]]), (
+            self.variable[call],
+        )
+
+    def times(self, chosen: Mapping[Call, Strategy], made: Callable[[Value], SpmdType]) -> list[float]:
+        """Seconds of each call in a division, with the conversions that it is the first to want."""
+        paid: set[tuple[Value, int]] = set()
+        found = []
+        for call in self.program.calls:
+            seconds = float(self._seconds(call)[self.options[call].index(chosen[call])])
+            for value, want in zip(operands_of(call), map(self.number, chosen[call].operands), strict=True):
+                if (value, want) not in paid:
+                    seconds += self.conversion(value, self.number(made(value)), want)
+                    paid.add((value, want))
+            found.append(seconds)
+        return found
+
     def _once(self, key: object, build: Callable[[], torch.Tensor]) -> torch.Tensor:
         """One tensor for equal tables: `planning.choice` knows it again without looking into it."""
         table = self._cache.get(key)
@@ -202,14 +221,19 @@ class Tables:
         return self._local(whole, type_)
 
     def conversion(self, value: Value, src: int, dst: int) -> float:
-        """Seconds of a value from one type to another, types by number; infinite where there is no way."""
+        """Seconds of a value from one type to another, types by number; infinite where there is no way.
+
+        One that moves nothing counts next to nothing, so that none is made without need.
+        """
         if src == dst:
             return 0.0
         found = conversion(value, self._types[src], self._types[dst], self.size)
         if found is None:
             return inf
-        forward = self.costs.communicate(found.forward, found.collectives[0])
-        return forward + (self.costs.communicate(found.backward, found.collectives[1]) if self.backward else 0.0)
+        seconds = self.costs.communicate(found.forward, found.collectives[0])
+        if self.backward:
+            seconds += self.costs.communicate(found.backward, found.collectives[1])
+        return max(seconds, GRAIN) if value.requires_grad else seconds
 
     def _conversions(
         self, value: Value, wants: Sequence[tuple[Call, Wants]], price: float
@@ -259,7 +283,7 @@ class Tables:
 
     def whole(self, value: Value, src: int) -> tuple[float, SpmdType]:
         """Seconds to make an output whole, and as which type."""
-        ends = (I,) if value.requires_grad and self.backward else (R, I)
+        ends = (I,) if value.requires_grad else (R, I)
         return min(((self.conversion(value, src, self.number(end)), end) for end in ends), key=lambda pair: pair[0])
 
     # What was chosen.

@@ -14,11 +14,16 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 import torch.utils._pytree as pytree
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ..checking.api import check
 from ..comm.backends import threads
 from ..mesh import Mesh
+from ..pipeline.record.surroundings import restored
+from ..spmd.declarations import get_local_type
+from ..spmd.errors import SpmdTypeError
+from ..spmd.types import R
 from ..weights.shard_spec import gather_full, spec_of
 from .emitted import imported
 from .interpret import run_program
@@ -54,15 +59,15 @@ class Verdict(NamedTuple):
 def verify(
     source: str,
     division: Division,
-    state: Mapping[str, torch.Tensor],
+    module: nn.Module,
     constants: Mapping[str, torch.Tensor],
     arguments: Mapping[str, Any],
 ) -> Verdict:
     """Checks the types of an emitted source, then its values, in the mode in which its program was recorded.
 
     Args:
-        state: parameters and buffers of the original, by name; those on meta are drawn.
-        constants: of its programs, by the names that the module has for them.
+        module: the original. One on meta is not run: the program stands for it, with values that are drawn.
+        constants: of its programs, by the names that the emitted module has for them.
         arguments: of forward, by name.
 
     Raises:
@@ -70,7 +75,7 @@ def verify(
     """
     report = check_types(source, division, arguments)
     reason = too_large(division.program)
-    error = math.nan if reason else check_values(source, division, state, constants, arguments)
+    error = math.nan if reason else check_values(source, division, module, constants, arguments)
     return Verdict(report, reason, error)
 
 
@@ -93,7 +98,10 @@ def check_types(source: str, division: Division, arguments: Mapping[str, Any]) -
 
     def step(model: torch.nn.Module, optimizer: Any, inputs: Any) -> None:
         model.train(training)
-        results = [x for x in pytree.tree_leaves(model(**inputs)) if isinstance(x, torch.Tensor) and x.requires_grad]
+        tensors = [x for x in pytree.tree_leaves(model(**inputs)) if isinstance(x, torch.Tensor)]
+        for number, x in enumerate(tensors if division.size > 1 else ()):
+            _check_whole(x, f"result {number}", division.axis)
+        results = [x for x in tensors if x.requires_grad]
         if training and results:
             sum(x.sum() for x in results).backward()  # type: ignore[union-attr]
             optimizer.step()
@@ -108,23 +116,32 @@ def check_types(source: str, division: Division, arguments: Mapping[str, Any]) -
     return str(report)
 
 
+def _check_whole(x: torch.Tensor, name: str, axis: str) -> None:
+    """Results are whole on every rank; those with a gradient are one value, I, for each rank computes on with it."""
+    spmd_type = get_local_type(x).get(axis, R)
+    if spmd_type.letter != "I" and (spmd_type.letter != "R" or x.requires_grad):
+        wanted = "I" if x.requires_grad else "R or I"
+        raise SpmdTypeError(f"{name} {list(x.shape)}", f"it is {spmd_type} on {axis}, and results are {wanted}")
+
+
 def check_values(
     source: str,
     division: Division,
-    state: Mapping[str, torch.Tensor],
+    module: nn.Module,
     constants: Mapping[str, torch.Tensor],
     arguments: Mapping[str, Any],
 ) -> float:
-    """Runs the source on threads and the program in one process, and compares. Returns the largest relative error.
+    """Runs the source on threads and the original in one process, and compares. Returns the largest relative error.
 
     Raises:
         EmittedProgramError: they differ; the message names the tensors.
     """
     program = division.program
-    tensors = _values(program, state, arguments)
+    tensors = _values(program, module, arguments)
     inputs = [tensors[leaf] if isinstance(leaf, Value) else leaf for leaf in program.arguments]
     stored = {value.path: tensors[value] for value in (*program.parameters, *program.buffers)}
-    wanted = _run_whole(program, tensors)
+    on_meta = any(x.is_meta for x in (*module.parameters(), *module.buffers()))
+    wanted = _run_program(program, tensors) if on_meta else _run_original(module, program, inputs, stored)
 
     def rank() -> dict[str, torch.Tensor]:
         module = emitted()
@@ -185,11 +202,10 @@ _DROPOUT = {
 _DRAWN = {"rand", "rand_like", "randn", "randn_like", "randint", "randint_like", "bernoulli", "normal", "uniform"}
 
 
-def _values(
-    program: Program, state: Mapping[str, torch.Tensor], arguments: Mapping[str, Any]
-) -> dict[Value, torch.Tensor]:
+def _values(program: Program, module: nn.Module, arguments: Mapping[str, Any]) -> dict[Value, torch.Tensor]:
     """A tensor for each leaf of the program: the one that there is; for one on meta it is drawn."""
     generator = torch.Generator().manual_seed(0)
+    state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     given = dict(zip(program.arguments, pytree.tree_leaves(dict(arguments)), strict=True) if program.arguments else ())
     tensors: dict[Value, torch.Tensor] = {}
     for value in program.leaves:
@@ -206,33 +222,56 @@ def _values(
     return tensors
 
 
-def _run_whole(program: Program, tensors: Mapping[Value, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _run_program(program: Program, tensors: Mapping[Value, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Results, gradients and buffers of the program in one process, by name."""
     tensors = {value: _copy(x) for value, x in tensors.items()}
     with torch.set_grad_enabled(program.training), _Deterministic():
         result = run_program(program, tensors)
         results = _results(result)
         _backward(result, program.training)
-    return {
-        **results,
-        **{f"the gradient of {v.path}": _grad(x) for v, x in tensors.items() if v.requires_grad and program.training},
-        **{f"buffer {value.path}": tensors[value].detach() for value in program.buffers},
-    }
+    leaves = {value.path: x for value, x in tensors.items() if value.kind in ("parameter", "input")}
+    buffers = {value.path: tensors[value] for value in program.buffers}
+    return {**results, **_gradients(leaves, program.training), **_buffers(buffers)}
+
+
+def _run_original(
+    module: nn.Module, program: Program, inputs: list[Any], stored: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """The same of the original, which is not changed."""
+    state = {name: _copy(x) for name, x in stored.items()}
+    own = [_copy(x) for x in inputs]
+    with restored(module), torch.set_grad_enabled(program.training), _Deterministic():
+        module.train(program.training)
+        arguments = pytree.tree_unflatten(own, program.structure)
+        result = torch.func.functional_call(module, state, (), arguments)
+        results = _results(result)
+        _backward(result, program.training)
+    leaves = {value.path: state[value.path] for value in program.parameters}
+    leaves |= {leaf.path: x for leaf, x in zip(program.arguments, own) if isinstance(leaf, Value)}
+    buffers = {value.path: state[value.path] for value in program.buffers}
+    return {**results, **_gradients(leaves, program.training), **_buffers(buffers)}
+
+
+def _gradients(leaves: Mapping[str, torch.Tensor], training: bool) -> dict[str, torch.Tensor]:
+    return {f"the gradient of {name}": _grad(x) for name, x in leaves.items() if x.requires_grad and training}
+
+
+def _buffers(buffers: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {f"buffer {name}": x.detach() for name, x in buffers.items()}
 
 
 def _outcome(result: Any, inputs: list[Any], module: ParallelModule, training: bool) -> dict[str, torch.Tensor]:
     """The same of an emitted module, from this rank's parts."""
     results = _results(result)
     _backward(result, training)
-    gradients: dict[str, torch.Tensor] = {}
+    gradients = {}
     if training:
         for name, parameter in module.named_parameters():
             if parameter.requires_grad:
                 gradients[f"the gradient of {name}"] = gather_full(_grad(parameter), spec_of(parameter))
-        paths = list(module.INPUTS)
-        given = [x for x in inputs if isinstance(x, torch.Tensor)]
-        gradients |= {f"the gradient of {path}": _grad(x) for path, x in zip(paths, given) if x.requires_grad}
-    return {**results, **gradients, **{f"buffer {name}": x.detach() for name, x in module.named_buffers()}}
+    given = [x for x in inputs if isinstance(x, torch.Tensor)]
+    gradients |= _gradients(dict(zip(module.INPUTS, given)), training)
+    return {**results, **gradients, **_buffers(dict(module.named_buffers()))}
 
 
 def _results(result: Any) -> dict[str, torch.Tensor]:
@@ -251,9 +290,7 @@ def _backward(result: Any, training: bool) -> None:
         torch.autograd.backward(results, weights)
 
 
-def _errors(
-    has: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor], tolerance: float
-) -> dict[str, float]:
+def _errors(has: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor], tolerance: float) -> dict[str, float]:
     """For each tensor its relative error over the tolerance; a tiny gradient's against the largest of all."""
     norms = {name: float(x.double().norm()) for name, x in wanted.items()}
     largest = max((norms[name] for name in norms if name.startswith("the gradient")), default=0.0)

@@ -126,9 +126,8 @@ class Plan:
     def check(
         self,
         *,
-        tp: int,
-        pp: int,
-        dp: int,
+        unit: int,
+        units: int,
         calls: Sequence[tuple[str, str]],
         parameters: Mapping[str, tuple[Sequence[int], str]],
         inputs: Mapping[str, tuple[Sequence[int], str]],
@@ -136,17 +135,18 @@ class Plan:
         """That the plan was made for this cluster and this program.
 
         Args:
+            unit: ranks that hold one model; `units`: how many of them train together.
             calls: function and module of each call.
             parameters, inputs: shape and dtype of each, by name.
 
         Raises:
             PlanError: it was not; each difference, with the plan's and the given.
         """
-        differences = [
-            f"{name}: {planned} in the plan, {given} here"
-            for name, planned, given in (("tp", self.tp, tp), ("pp", self.pp, pp), ("dp", self.dp, dp))
-            if planned != given
-        ]
+        differences = []
+        if self.tp * self.pp != unit:
+            differences.append(f"ranks of a unit: tp={self.tp} x pp={self.pp} in the plan, {unit} here")
+        if self.dp != units:
+            differences.append(f"units: dp={self.dp} in the plan, {units} here")
         for what, planned_tensors, given_tensors in (
             ("parameter", self.parameters or {}, parameters),
             ("input", self.inputs or {}, inputs),

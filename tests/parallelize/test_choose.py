@@ -11,7 +11,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from neuronx_dist.parallelize.choose import Constraints, Problem, choose, strides_of
+from neuronx_dist.parallelize.blocks import strides_of
+from neuronx_dist.parallelize.choose import Constraints, Problem, choose
 from neuronx_dist.parallelize.conversions import conversion
 from neuronx_dist.parallelize.program import Division, operands_of
 from neuronx_dist.parallelize.strategies import candidates
@@ -19,6 +20,10 @@ from neuronx_dist.planning.costs import CPU, H100, Costs
 from neuronx_dist.planning.plan import PlanError
 from neuronx_dist.spmd.types import I, P, R, S
 from tests.parallelize.lines import Lines, llama, mlp
+
+
+def strategies(call, size):
+    return candidates(call, "tp", size)
 
 
 def conversions_of(division):
@@ -111,18 +116,19 @@ FAST_LINK = Costs(flops=1e7, bandwidth=1e9, launch=1e-7, link_bandwidth=1e9, lin
 @pytest.mark.parametrize("program", [lambda: mlp(1, 4, 4), shared_input], ids=["mlp", "shared input"])
 def test_equals_brute_force(program, costs):
     """Against the cost's definition, written a second time above, over all combinations."""
-    full = Problem(program(), "tp", 2, costs, Constraints(), candidates)
+    full = Problem(program(), "tp", 2, costs, Constraints(), strategies)
     random = Random(costs.link_bandwidth)  # some strategies of each call, so that there are not too many combinations
     few = {
         call: options[:2] + random.sample(options[2:], min(2, len(options) - 2))
         for call, options in full.options.items()
     }
-    problem = Problem(full.program, "tp", 2, costs, Constraints(), lambda call, *_, **__: few[call])
-    division, _ = problem.solve(0.0)
+    problem = Problem(full.program, "tp", 2, costs, Constraints(), lambda call, size: few[call])
+    division = problem.solve(0.0).division
     best = inf
     for chosen in combinations(problem):
         best = min(best, cost_of(problem, chosen))
-    assert cost_of(problem, division) == pytest.approx(best, rel=1e-9, abs=1e-11)
+    assert cost_of(problem, division) == pytest.approx(best, rel=1e-9, abs=1e-10)
+    assert problem.solve(0.0).cost == pytest.approx(best, rel=1e-9, abs=1e-10)
 
 
 def combinations(problem):
@@ -149,12 +155,12 @@ def combinations(problem):
 
 def test_memory_raises_the_price_until_it_fits():
     program = mlp(4, 64, batch=512)  # much data, small weights: cut the batch, keep the weights
-    free = Problem(program, "tp", 4, SLOW_LINK, Constraints(), candidates)
-    division, held = free.solve(0.0)
+    free = Problem(program, "tp", 4, SLOW_LINK, Constraints(), strategies)
+    division, held, _ = free.solve(0.0)
     assert all(division.types[value] == I for value in program.parameters)
-    tight = held.total * 0.8
+    tight = held.total() * 0.8
     fitting = choose(program, "tp", 4, costs=SLOW_LINK, memory=tight)
-    assert free.tables.held(fitting.strategies, fitting.types).total <= tight
+    assert free.tables.held(fitting.strategies, fitting.types).total() <= tight
     assert any(isinstance(fitting.types[value], S) for value in program.parameters)
     with pytest.raises(PlanError, match=r"no division over 4 ranks holds less than .* more than the 10 that are"):
         choose(program, "tp", 4, costs=SLOW_LINK, memory=10)
@@ -194,13 +200,22 @@ def test_one_rank_converts_nothing():
     assert all(isinstance(t, S) or t in (R, I) for t in division.types.values())
 
 
-def test_strides_are_those_of_equal_cuts():
+def test_strides_are_those_of_blocks():
     lines = Lines()
     x = lines.input("x", 4, 12)
     lines(torch.chunk, x, 3, -1)
-    lines(torch.split, x, [4, 8], -1)
     lines(torch.split, x, 6, -1)
     assert strides_of(lines.program()) == (2, 3)
+    lines(torch.split, x, [6, 3, 3], -1)  # more queries than keys
+    assert strides_of(lines.program()) == (2, 3, 4)
+    lines(torch.chunk, x, 1, -1)
+    qkv = lines(torch.Tensor.view, lines.input("y", 2, 10), 2, 5, 2)
+    lines(torch.unbind, qkv, 1)
+    lines(torch.unbind, lines.input("z", 2, 16), 1)  # steps
+    assert strides_of(lines.program()) == (2, 3, 4, 5)
+    lines(torch.Tensor.__getitem__, lines.input("u", 6, 2), 1)
+    lines(torch.Tensor.__getitem__, x, (slice(None), 1))
+    assert strides_of(lines.program()) == (2, 3, 4, 5, 6)
 
 
 def test_a_fused_weight_is_cut_in_blocks():
