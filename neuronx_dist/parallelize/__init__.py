@@ -32,13 +32,25 @@ verify.py     the source's types and values (emitted.py imports it without a fil
 module.py     what an emitted class inherits (constants.py)
 config.py     `ComputeConfig` and options
 generation.py files: written once in a job, reused (files.py, keys.py, fingerprint.py)
+state_dicts.py checkpoints merged and deduped: layouts.py, optimizer_layout.py; broadcast.py: weights to who has none
+register.py    functions without a typing rule: annotation.py
 """
 
 from .api import parallelize
+from .broadcast import broadcast_weights
 from .config import BroadcastGenFilesStrategy, ComputeConfig, ReuseType
 from .graph import IRGraph
 from .module import ParallelModule
 from .optimizer import ParallelOptimizer, build_optimizer, sync_grad_when
+from .register import register_op
+from .state_dicts import (
+    deduped_state_dict,
+    deduped_state_dicts,
+    load_deduped_state_dict,
+    load_merged_state_dict,
+    load_merged_state_dicts,
+    merge_state_dicts,
+)
 from .verify import EmittedProgramError
 
 __all__ = [
@@ -49,7 +61,15 @@ __all__ = [
     "ParallelModule",
     "ParallelOptimizer",
     "ReuseType",
+    "broadcast_weights",
     "build_optimizer",
+    "deduped_state_dict",
+    "deduped_state_dicts",
+    "load_deduped_state_dict",
+    "load_merged_state_dict",
+    "load_merged_state_dicts",
+    "merge_state_dicts",
     "parallelize",
+    "register_op",
     "sync_grad_when",
 ]
