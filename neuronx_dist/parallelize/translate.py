@@ -149,7 +149,8 @@ class _Translator:
             nodes = [node]
         else:
             nodes = sorted((user for user in node.users if info_of(user).kind == "part"), key=_number)
-            if [_number(n) for n in nodes] != [*range(len(nodes))] or any(info_of(n).spec is None for n in nodes):
+            whole = [_number(n) for n in nodes] == [*range(info.items)]
+            if not whole or any(info_of(n).spec is None for n in nodes):
                 raise TracingError(
                     f"{info.where}: {call.name} returns tensors in containers, or with other things between them. "
                     f"Return a tensor, or a tuple of tensors."
@@ -202,6 +203,11 @@ class _Translator:
         value = None
         if tensor is not None and tensor.memory.storage in info.writes and writes_first(call):
             self._refuse_write(tensor.memory, call)
+            if tensor.value.requires_grad and not call.grad:
+                raise TracingError(
+                    f"{call.where}: {call.name} writes a tensor that requires a gradient, inside no_grad: its gradient "
+                    f"would not know. Write to a detached copy, or outside of no_grad."
+                )
             value = written_value(self.builder, call, tensor.value, functools.partial(self._is_fresh, tensor))
         if tensor is None or value is None:
             self._add_buffer_write(node, call)
@@ -253,6 +259,11 @@ class _Translator:
         assert buffer is not None
         if memory.lost:
             raise TracingError(f"{call.where}: {call.name} writes a view of buffer {buffer.path}. {memory.lost}")
+        if (whole.shape, whole.dtype) != (buffer.shape, buffer.dtype):
+            raise TracingError(
+                f"{call.where}: buffer {buffer.path} gets a tensor of another shape or dtype, {whole!r}, in the place "
+                f"of {buffer!r}."
+            )
         if whole.requires_grad:
             raise TracingError(
                 f"{call.where}: {call.name} writes a value that requires a gradient to buffer {buffer.path}, so that "

@@ -50,7 +50,7 @@ def _copies(self: Function, x: torch.Tensor) -> torch.Tensor:
     y.copy_(self.weight[0])
     z.copy_(self.weight)  # in float32
     w = (x * self.weight).zero_() + (self.weight + 1).fill_(3)
-    return y * z * w + (x * 2).fill_(self.weight.sum())
+    return y * z * w + (x * 2).fill_(self.weight.sum()) + y.sum()
 
 
 def _views_read_what_was_written(self: Function, x: torch.Tensor) -> torch.Tensor:
@@ -186,7 +186,8 @@ def test_statistics_that_batch_norm_wrote_are_read_after_it() -> None:
 
     module = Function(forward)
     module.norm = torch.nn.BatchNorm1d(5).double()
-    assert_equal(module, {"x": sample()})
+    names = [call.name for call in assert_equal(module, {"x": sample()}).calls]
+    assert names[-2:] == ["detach", "add"]  # another value: what was made of the buffer before is not it
 
 
 def test_random_numbers_are_drawn_into_what_is_made_for_them() -> None:
@@ -214,6 +215,18 @@ def _drawn_over(self: Function, x: torch.Tensor) -> torch.Tensor:
     return y.sin() + y.normal_()
 
 
+def _unrecorded(self: Function, x: torch.Tensor) -> torch.Tensor:
+    y = x * self.weight
+    with torch.no_grad():
+        y.mul_(2)
+    return y
+
+
+def _other_shape(self: Function, x: torch.Tensor) -> torch.Tensor:
+    self.total = x[0]
+    return x * self.weight
+
+
 def _kept_graph(self: Function, x: torch.Tensor) -> torch.Tensor:
     self.total.add_(self.weight)
     return self.total
@@ -239,6 +252,8 @@ REFUSED: dict[str, tuple[Callable[[Function, torch.Tensor], Any], str]] = {
     "a detached view": (_detached, "wrote a detach of this tensor in place"),
     "random numbers over others": (_drawn_over, r"normal_ writes .* torch\.empty_like\(x\)\.normal_"),
     "a graph in a buffer": (_kept_graph, "requires a gradient to buffer total, .* detach"),
+    "a gradient that is not recorded": (_unrecorded, r"mul_ writes a tensor that requires a gradient, inside no_grad"),
+    "another shape in a buffer": (_other_shape, r"buffer total gets a tensor of another shape .*\[5\], in .*\[6, 5\]"),
     "data": (_data, r"forward sets \.data of a tensor"),
     "a hook on a tensor": (lambda self, x: (x * self.weight).register_hook(print), "registers a hook on a tensor"),
 }
@@ -251,3 +266,14 @@ def test_what_cannot_be_a_value(name: str) -> None:
     module.plain = torch.ones(5, dtype=torch.float64)
     with pytest.raises(TracingError, match=rf"{__file__}:\d+.*{message}"):
         record_program(module, {"x": sample()}, training=True)
+
+
+def test_flops_and_random_numbers_are_those_of_the_value() -> None:
+    def forward(self: Function, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            y = torch.mm(x, self.weight.T, out=torch.empty(6, 6, dtype=torch.float64))
+        return F.dropout(y @ self.weight, 0.5, True, True)
+
+    calls = {call.name: call for call in assert_equal(Function(forward), {"x": sample()}).calls}
+    assert calls["mm"].flops == calls["matmul"].flops == 2 * 6 * 6 * 5
+    assert calls["dropout"].random and not calls["mm"].random

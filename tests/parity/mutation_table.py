@@ -172,6 +172,7 @@ CASES: dict[str, Callable[[], None]] = {
             "transpose:spmd.all_to_all",
         )
     },
+    "_around:comm.exchange#1": mutations.halos_by_one_program,
     "_exchanged:comm.exchange#1": mutations.uneven_moves,
     "_exchange_boxes:comm.exchange#1": mutations.moved_to_another_mesh,
     "_used:spmd.convert#1": mutations.weights,
