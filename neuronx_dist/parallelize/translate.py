@@ -14,6 +14,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx
 
+from ..checking.types.rules import RULES
 from ..pipeline.record.recording import Recording, TracingError, info_of, pack
 from .builder import Builder, Result, without_dead_calls
 from .in_place import writes_first, written_value
@@ -129,7 +130,7 @@ class _Translator:
             source=_source(where),
             module=info.module,
             flops=info.flops,
-            random=info.random,
+            random=info.random and _draws(info.function, args, kwargs),
             grad=info.grad,
             autocast=info.autocast,
             checkpoint=info.checkpoint,
@@ -285,3 +286,9 @@ def _number(node: fx.Node) -> Any:
 def _source(where: str) -> str:
     file, _, line = where.rpartition(":")
     return linecache.getline(file, int(line)).strip() if line.isdigit() else ""
+
+
+def _draws(function: Any, args: Any, kwargs: Any) -> bool:
+    """With these arguments a function that may draw random numbers does: attention without dropout does not."""
+    rule = RULES.get(function)
+    return rule is None or not callable(rule.random) or bool(rule.random(*args, **kwargs))

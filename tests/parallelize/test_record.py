@@ -231,3 +231,15 @@ def test_a_module_is_recorded_where_its_weights_are() -> None:
         record_program(Function(forward).to(device), {"x": sample().to("meta")}, training=True)
         record_program(Function(forward).to(device), {"x": sample()}, training=True)
     assert seen == [("cpu", "cpu")] * 4
+
+
+def test_attention_draws_where_it_drops() -> None:
+    """The operator is marked random in either case."""
+
+    def forward(self: Function, x: torch.Tensor) -> torch.Tensor:
+        y = F.scaled_dot_product_attention(x, x, x)
+        return F.scaled_dot_product_attention(y, y, y, dropout_p=0.5)
+
+    program = record_program(Function(forward), {"x": torch.randn(1, 2, 4, 8)}, training=True)
+    calls = [call for call in program.calls if call.name == "scaled_dot_product_attention"]
+    assert [call.random for call in calls] == [False, True]

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from neuronx_dist.shard_tensor import Replicate, Shard, distribute_tensor, report
+from neuronx_dist.shard_tensor import Replicate, Shard, distribute_tensor, one_exchange, report
 from tests.shard_tensor.support.cases import on_ranks
 from tests.support.paths import ROOT
 
@@ -28,7 +28,12 @@ def operands(mesh: Any) -> dict[str, Any]:
     def weight(*shape):
         return torch.linspace(-1, 1, torch.Size(shape).numel()).view(shape).requires_grad_()
 
+    def composed(function):
+        with one_exchange():
+            return function()
+
     return {
+        "composed": composed,
         **{name: part(1, 4, 16, 8) for name in "xts"},
         "w": weight(4, 4, 3, 3),
         "v": weight(8, 8),
@@ -81,7 +86,7 @@ def test_the_blocks_run_in_the_order_of_the_page():
             exec(compile(block, f"docs/shard-tensor.md, block {number}", "exec"), names)
 
     on_ranks(4, run)
-    assert len(blocks) == 8
+    assert len(blocks) == 9
 
 
 def test_the_files_that_it_names_are_there():

@@ -9,6 +9,7 @@ losses.py      means over all ranks' elements              dropout.py    dropout
 select.py      topk, max and argmax of a dim, sort         indexing.py   x[index], gather, embedding, masks
 scatter.py     scatter, index_add, x[..] = y               rearrange.py  cat, roll, flip, repeat, unfold, tril
 optimizers.py  fused steps, gradient scaling               distances.py  cdist, pairwise distances
+deferred.py    one_exchange: windows computed together
 composed.py    functions that are made of others
 """
 

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from neuronx_dist import spmd
+from neuronx_dist.comm import CommError
 from neuronx_dist.shard_tensor import (
     DeviceMesh,
     DistributedManager,
@@ -24,6 +25,8 @@ from neuronx_dist.shard_tensor import (
     distribute_tensor,
     fallback,
     init_device_mesh,
+    one_exchange,
+    one_program,
     promotion_mode,
     scatter_tensor,
     spmd_type,
@@ -161,6 +164,14 @@ def _multihead(mesh: DeviceMesh, causal: bool = False, **options: Any) -> None:
     nn.MultiheadAttention(6, 2, batch_first=True, **options)(q, q, q, is_causal=causal, need_weights=False)
 
 
+def _modified_in_one_exchange(mesh: DeviceMesh) -> None:
+    weight = torch.ones(1, 1, 3)
+    with one_exchange():
+        y = F.conv1d(x(mesh, shape=(1, 1, 16), dim=2), weight)
+        weight.mul_(2)
+    y.full_tensor()
+
+
 def _partial_written(mesh: DeviceMesh) -> None:
     summand(mesh, 4)[0] = 1.0
 
@@ -201,6 +212,18 @@ def _exchange(mesh: DeviceMesh, y: torch.Tensor) -> None:
     exchange(y, repartition((0, 3, 6), (0, 1, 6)), mesh.communicator(), 0)
 
 
+def _modified(mesh: DeviceMesh) -> None:
+    image = x(mesh, shape=(1, 1, 8), dim=2)
+    with one_exchange():
+        y = F.conv1d(image, torch.ones(1, 1, 3))
+        image.mul_(2)
+        y.sum()
+
+
+def _uneven_program(mesh: DeviceMesh) -> None:
+    one_program.gathered(torch.ones(3), repartition((0, 3, 8), (0, 4, 8)), mesh.communicator(), 0, 0)
+
+
 _OF_3 = Sliding(8, 3)
 _MORE: list[tuple[Callable[[DeviceMesh], Any], type[Exception], str]] = [
     (lambda mesh: _enter(attention_method("tree")), ValueError, "attention_method 'tree' is none of"),
@@ -223,7 +246,13 @@ _MORE: list[tuple[Callable[[DeviceMesh], Any], type[Exception], str]] = [
         ValueError,
         "give one of both",
     ),
-    (lambda mesh: plan_chain((_OF_3, _OF_3), (0, 4, 8)), ValueError, "windows over 8 inputs cannot follow 6 outputs"),
+    (
+        lambda mesh: plan_chain((_OF_3, _OF_3), (0, 4, 8)),
+        ValueError,
+        "^shards of 6 positions in all, and windows over 8",
+    ),
+    (_modified, RuntimeError, "one_exchange: conv1d: an input or a weight was modified in place"),
+    (_uneven_program, CommError, r"shards of sizes \[3, 5\]: on XLA all ranks run one program"),
     (lambda mesh: plan_chain((_OF_3,), (0, 4, 9)), ValueError, "^shards of 9 positions in all, and windows over 8"),
     (
         lambda mesh: checkpoint.get_tensor_shard(x(mesh), MetadataIndex("w", (1, 1))),
@@ -423,19 +452,9 @@ _MORE: list[tuple[Callable[[DeviceMesh], Any], type[Exception], str]] = [
         r"of shape \(4,\) cannot have a layout of \(5,\)",
     ),
     (
-        lambda mesh: summand(mesh, 4, op="max").redistribute(mesh, [Partial("sum")]),
-        ValueError,
-        r"cannot become .*make it Replicate\(\) first",
-    ),
-    (
         lambda mesh: steps(make_spec(mesh, None, (4,)), make_spec(DeviceMesh("cpu", [1, 0]), None, (4,)), (0,)),
         ValueError,
         "cannot be used on",
-    ),
-    (
-        lambda mesh: whole(mesh, 4).redistribute(DeviceMesh("cpu", [1, 0]), [Partial("max")]),
-        ValueError,
-        "only a sum is spread over ranks",
     ),
     (
         lambda mesh: perform_ring_iteration(torch.ones(2), mesh, RingPassingConfig(mesh_size=3)),
@@ -463,6 +482,7 @@ _MORE: list[tuple[Callable[[DeviceMesh], Any], type[Exception], str]] = [
         ValueError,
         "a window of 5 does not fit into 2 inputs",
     ),
+    (_modified_in_one_exchange, RuntimeError, "modified in place before the result was computed"),
     (lambda mesh: partition_spec(summand(mesh, 4)._spec), ValueError, "partition_spec: Partial"),
     (lambda mesh: partition_spec(x(mesh)._spec), ValueError, r"dim 0 has shards of \[4, 3\], and XLA's are equal"),
     (lambda mesh: placements_of((0, 0), 1), ValueError, "each for one dim of the tensor"),
