@@ -25,6 +25,7 @@ from ..gradients.in_backward import paused
 from ..gradients.norm import clip_grad_norm
 from ..weights.shard_spec import ShardedModule, set_spec
 from .config import ComputeConfig
+from .layouts import LAYOUT, layout_data
 from .stored import Stored
 
 __all__ = ["Container", "ParallelModule", "parallel_class"]
@@ -147,6 +148,13 @@ class ParallelModule(Container):
                 owner.add_module(part, Container())
             owner = owner._modules[part]  # type: ignore[assignment]
         return owner, attribute
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        """What `merge_state_dicts` needs goes into the state dict's metadata, so that its keys are the original's."""
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        metadata: Any = getattr(destination, "_metadata", {}).get(prefix[:-1])
+        if metadata is not None:
+            metadata[LAYOUT] = layout_data(self, self._index, self.compute_config)
 
     @property
     def device(self) -> torch.device:
