@@ -19,6 +19,8 @@ emit.py        Python source: body.py, its lines; source_text.py, calls and valu
 verify.py      the source's types, and its values beside one process; emitted.py: a source imported without a file
 module.py      what an emitted class inherits; constants.py: tensors that are a part of the code
 generation.py  files, written once in a job and reused: files.py, keys.py, fingerprint.py
+register.py    rules for functions of users: annotation.py, their notation
+state_dicts.py merged and deduped state dicts: layouts.py, optimizer_layout.py; broadcast.py: weights sent to other units
 optimizer.py   optimizers whose gradients are summed over units: gradient_sync.py, reducer.py
 api.py        `parallelize`, from end to end
 program.py    the program and its division: what every step works on
