@@ -79,6 +79,7 @@ class ParallelModule(Container):
     SIZE: ClassVar[int] = 1
     STORED: ClassVar[dict[str, Stored]] = {}
     INPUTS: ClassVar[dict[str, tuple[list[int], torch.dtype]]] = {}
+    SOURCE: ClassVar[str] = ""  # the text of the file
     FIXED: ClassVar[dict[str, Any]] = {}
     WEIGHTS: ClassVar[Callable[[], Mapping[str, torch.Tensor]]]  # whole initial parameters and buffers, by name
     CONSTANTS: ClassVar[Mapping[str, torch.Tensor]]

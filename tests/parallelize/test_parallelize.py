@@ -19,7 +19,9 @@ from neuronx_dist.weights.shard_spec import spec_of
 from tests.parallelize.models import WIDTH, Mlp, model
 
 
-def made(module: Any, arguments: dict[str, Any], tmp_path: Path, config: ComputeConfig | None = None, **options: Any) -> Any:
+def made(
+    module: Any, arguments: dict[str, Any], tmp_path: Path, config: ComputeConfig | None = None, **options: Any
+) -> Any:
     """What `parallelize` returns in a world of one."""
     return parallelize(module, arguments, "dp", config or ComputeConfig(1, 1), gen_savedir=tmp_path, **options)
 
