@@ -29,7 +29,7 @@ from .local_shapes import local_spec
 from .placements import Partial, Placement, Replicate
 from .redistribute import nothing_of, redistributed
 from .spec import ShardTensorSpec, gradient_spec, make_spec
-from .typed import declared
+from .typed import declared, promoted
 
 __all__ = ["ShardTensor", "gradient_spec", "in_layout", "local_of", "wrap", "written"]
 
@@ -49,7 +49,7 @@ class ShardTensor(torch.Tensor):
 
     __slots__ = ("_foreign", "_local", "_spec")
 
-    checked_inside = True  # SpmdTypeMode follows the handlers
+    holds_local = True  # SpmdTypeMode follows the handlers, and parallel layers hand them their functions
 
     _local: torch.Tensor
     _spec: ShardTensorSpec
@@ -427,7 +427,7 @@ def in_layout(x: torch.Tensor, spec: ShardTensorSpec) -> torch.Tensor:
         return redistributed(local_of(x), x._spec, spec)
     if spec.mesh.communicators is None:
         return nothing_of(x, spec.local_shape)
-    return redistributed(x, make_spec(spec.mesh, None, x.shape), spec)
+    return redistributed(promoted(x, spec.mesh), make_spec(spec.mesh, None, x.shape), spec)
 
 
 def rebuilt(local: torch.Tensor, spec: ShardTensorSpec, requires_grad: bool, is_param: bool) -> ShardTensor:

@@ -8,6 +8,7 @@ Without a checker at work each of these is a look at a thread-local.
 | `exchanged` by a plan, which may give positions twice | S(dim), or V | V |
 | `on_own_shard`: code whose result on a shard is no shard of its result on the whole | S; V inside | V, P, S(dim) |
 | `shards`: what an exchange gives is the shards of a whole | V | S(dim) |
+| `promoted`: a plain parameter that meets a ShardTensor | R | I |
 | `declared`: a layout that somebody states | none, or the layout's | the layout's |
 """
 
@@ -22,14 +23,15 @@ from .. import comm
 from ..call_site import call_site
 from ..comm import Communicator
 from ..comm.context import AxisLike
-from ..spmd import S, SpmdType, SpmdTypeError, V, assert_type
+from ..spmd import I, R, S, SpmdType, SpmdTypeError, V, assert_type
 from ..spmd.axes import atoms_of
-from ..spmd.tensor_type import Origin, TensorType, tensors_in
+from ..spmd.tensor_type import Origin, TensorType, note_of, tensors_in
 from ..spmd.watching import HANDLERS, Watcher, active
+from .device_mesh import DeviceMesh
 from .placements import spmd_type
 from .spec import ShardTensorSpec
 
-__all__ = ["declared", "exchanged", "moved", "on_own_shard", "shards"]
+__all__ = ["carried", "declared", "exchanged", "moved", "on_own_shard", "promoted", "shards"]
 
 
 def moved(
@@ -129,6 +131,30 @@ def _stamp(x: torch.Tensor, declared: Mapping[Any, SpmdType], watcher: Watcher) 
             if types.get(axis, V).letter in "VSR0":
                 types[axis] = V if wanted.letter == "S" and watcher.level != "G" else wanted
     watcher.stamp(x, TensorType.of(types, note.type.rest), note.origins)
+
+
+def promoted(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """Tells that a plain parameter is Replicate, I on every mesh dim: its gradient is summed where it is used.
+
+    Elsewhere the ranks of dp and cp use a parameter on their own data, and it is R there.
+    """
+    watcher = active()
+    note = watcher.note(x, "promotion") if watcher is not None and isinstance(x, torch.nn.Parameter) else None
+    if watcher is not None and note is not None:
+        types = dict(note.type.types)
+        axes = [axis for group in mesh.communicators or () for axis in _axes(group, watcher) if types.get(axis) is R]
+        if axes:
+            watcher.stamp(x, TensorType.of({**types, **dict.fromkeys(axes, I)}, note.type.rest), note.origins)
+    return x
+
+
+def carried(x: torch.Tensor, local: torch.Tensor) -> None:
+    """Tells that along the axes that `local`'s type does not name it has the type of `x`, of which it is a part."""
+    watcher, note = active(), note_of(x)
+    known = note_of(local)
+    if watcher is not None and note is not None and known is not None:
+        types = {**dict(note.type.types), **dict(known.type.types)}
+        watcher.stamp(local, TensorType.of(types, note.type.rest), {**(note.origins or {}), **(known.origins or {})})
 
 
 def declared(local: torch.Tensor, spec: ShardTensorSpec) -> torch.Tensor:

@@ -81,7 +81,7 @@ def test_the_blocks_run_in_the_order_of_the_page():
             exec(compile(block, f"docs/shard-tensor.md, block {number}", "exec"), names)
 
     on_ranks(4, run)
-    assert len(blocks) == 8
+    assert len(blocks) == 9
 
 
 def test_the_files_that_it_names_are_there():

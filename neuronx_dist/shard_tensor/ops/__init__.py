@@ -9,6 +9,7 @@ losses.py      means over all ranks' elements              dropout.py    dropout
 select.py      topk, max and argmax of a dim, sort         indexing.py   x[index], gather, embedding, masks
 scatter.py     scatter, index_add, x[..] = y               rearrange.py  cat, roll, flip, repeat, unfold, tril
 optimizers.py  fused steps, gradient scaling               distances.py  cdist, pairwise distances
+tensor_parallel.py  parallel layers, operators of spmd
 """
 
 from . import (
@@ -29,6 +30,7 @@ from . import (
     select,
     softmax,
     spatial,
+    tensor_parallel,
     views,
 )
 
@@ -49,6 +51,7 @@ __all__ = [
     "scatter",
     "select",
     "softmax",
+    "tensor_parallel",
     "spatial",
     "views",
 ]

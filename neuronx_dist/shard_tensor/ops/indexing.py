@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from ... import comm, spmd
-from ...spmd import I, R
+from ...spmd import I, R, no_typecheck
 from ..exchange import linked
 from ..fetch import ask, fetch, has_values
 from ..handlers import FUNCTIONS, UNHANDLED, sharded
@@ -34,6 +34,7 @@ _T = torch.Tensor
 # --- what is owned
 
 
+@no_typecheck()  # each rank looks at its own
 def check_positions(index: torch.Tensor, size: int, dim: int, what: str = "indices") -> None:
     """Raises an IndexError for a position outside of a dim, on the rank that has it."""
     if not index.numel() or not has_values(index):
