@@ -20,7 +20,7 @@ from itertools import combinations
 from typing import overload
 
 from .axis_sizes import size_along, tracking
-from .topology import LINEAR, fitting_node, place_of, rank_at
+from .topology import LINEAR, UNITS, fitting_node, place_in_units, place_of, rank_at, rank_in_units
 
 __all__ = ["Axis", "DENSE_AXES", "EXPERT_AXES", "Groups", "Mesh", "part_of"]
 
@@ -53,7 +53,8 @@ class Mesh:
     `tp_replicas` is for types alone: with 4 they are written on `"tp/4"` and `"tp%4"` in place of `"tp"`.
 
     `topology` is the order in which ranks fill the grid: "linear", or that of a device ("trn1", "trn2"), whose nodes
-    have `ranks_per_node` ranks (None: those of the usual instance; "linear" has no use for it).
+    have `ranks_per_node` ranks (None: those of the usual instance; the other orders have no use for it), or "units":
+    the ranks of one model replica are adjacent.
 
     Raises:
         ValueError: a size is not positive, the sizes do not divide the world (nothing is clamped), there is no such
@@ -150,10 +151,14 @@ class Mesh:
         """The place of a global rank in the grid, counted row-major over the dense axes."""
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank {rank} is not in a world of {self.world_size} ranks (0..{self.world_size - 1})")
+        if self.topology == UNITS:
+            return place_in_units(rank, world_size=self.world_size, dp=self.dp, pp=self.pp)
         return rank if self.ranks_per_node is None else place_of(self.topology, self.ranks_per_node, rank)
 
     def rank_at_place(self, place: int) -> int:
         """The global rank at a place of the grid; see `place`."""
+        if self.topology == UNITS:
+            return rank_in_units(place, world_size=self.world_size, dp=self.dp, pp=self.pp)
         return place if self.ranks_per_node is None else rank_at(self.topology, self.ranks_per_node, place)
 
     def groups(self, axis: Axis) -> Groups:
@@ -200,7 +205,8 @@ class Mesh:
         if self.ep == 1:
             names = [name for name in names if name not in ("ep", "edp")]
         sizes = " × ".join(f"{name}={getattr(self, name)}" for name in names)
-        order = "" if self.ranks_per_node is None else f", {self.topology} order in nodes of {self.ranks_per_node}"
+        order = "" if self.topology == LINEAR else f", {self.topology} order"
+        order += "" if self.ranks_per_node is None else f" in nodes of {self.ranks_per_node}"
         return f"Mesh({sizes}{order})"
 
 

@@ -10,8 +10,12 @@ every node; groups, coordinates and neighbours follow from the grid, as always.
             of equal index in the two groups touch as well (or all rows in that order, where the node is one group).
             n = 64: tp groups [0..15, 48..63], [16..31, 32..47]; groups of the next axis [0, 16], ..., [48, 32], ...
 
-These are the orders of NeuronX Distributed for those devices. (But it takes the expert view from the linear order on
-trn2, where edp groups then hold ranks of different tp index. Here both views are of one order.)
+`UNITS` is an order for any device: the ranks of one model replica, all its stages, are adjacent. Rank r has part
+r % n of replica r // n, for replicas of n ranks. (nnScaler's order.)
+    n = 4, pp = 2: replicas [0, 1, 2, 3], [4, 5, 6, 7]; stages [0, 1, 4, 5], [2, 3, 6, 7]
+
+The first two are the orders of NeuronX Distributed for those devices. (But it takes the expert view from the linear
+order on trn2, where edp groups then hold ranks of different tp index. Here both views are of one order.)
 """
 
 from __future__ import annotations
@@ -20,9 +24,20 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
 
-__all__ = ["LINEAR", "TOPOLOGIES", "Topology", "fitting_node", "place_of", "rank_at"]
+__all__ = [
+    "LINEAR",
+    "TOPOLOGIES",
+    "UNITS",
+    "Topology",
+    "fitting_node",
+    "place_in_units",
+    "place_of",
+    "rank_at",
+    "rank_in_units",
+]
 
 LINEAR = "linear"
+UNITS = "units"
 
 
 class Topology(NamedTuple):
@@ -52,6 +67,7 @@ def _rows(ranks: int) -> list[int]:
 
 TOPOLOGIES: dict[str, Topology | None] = {
     LINEAR: None,
+    UNITS: None,
     "trn1": Topology(32, _strided, lambda ranks: (4,)),
     "trn2": Topology(64, _rows, lambda ranks: (ranks // 2, ranks)),
 }
@@ -90,6 +106,23 @@ def place_of(name: str, ranks_per_node: int, rank: int) -> int:
     """The place of a rank in the grid."""
     node, index = divmod(rank, ranks_per_node)
     return node * ranks_per_node + _order(name, ranks_per_node)[1][index]
+
+
+def place_in_units(rank: int, *, world_size: int, dp: int, pp: int) -> int:
+    """The place of a rank in the grid, in the order `UNITS`."""
+    return _swapped(rank, dp, pp, world_size // (dp * pp))
+
+
+def rank_in_units(position: int, *, world_size: int, dp: int, pp: int) -> int:
+    """The rank at a place of the grid, in the order `UNITS`."""
+    return _swapped(position, pp, dp, world_size // (dp * pp))
+
+
+def _swapped(index: int, outer: int, middle: int, inner: int) -> int:
+    """From an index into `[outer, middle, inner]` to the same element's index in `[middle, outer, inner]`."""
+    rest, last = divmod(index, inner)
+    first, second = divmod(rest, middle)
+    return (second * outer + first) * inner + last
 
 
 @lru_cache(maxsize=64)

@@ -54,6 +54,7 @@ TOWER = [
     ["checking/report"],
     ["checking/programs"],
     ["checking", "planning", "xla_replay"],
+    ["parallelize"],
     ["__main__"],
 ]
 FLOOR = {room: floor for floor, rooms in enumerate(TOWER) for room in rooms}

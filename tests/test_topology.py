@@ -114,6 +114,16 @@ def test_expert_data_parallel_groups_hold_equal_shards_on_trn2():
     same(mesh.groups("ep"), SINGLE)
 
 
+def test_in_units_the_ranks_of_one_replica_are_adjacent():
+    mesh = Mesh(8, tp=2, pp=2, topology="units")
+    assert mesh.groups(("pp", "tp")) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert mesh.groups("tp") == [[0, 1], [4, 5], [2, 3], [6, 7]]
+    assert mesh.groups("pp") == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert mesh.groups("dp") == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert Mesh(8, tp=4, topology="units").groups("tp") == Mesh(8, tp=4).groups("tp")
+    assert str(mesh) == "Mesh(pp=2 × dp=2 × tp=2, units order)"
+
+
 MESHES = [
     Mesh(8, tp=4, topology="trn1", ranks_per_node=8),
     Mesh(8, tp=4, pp=2, topology="trn1", ranks_per_node=8),
@@ -123,6 +133,8 @@ MESHES = [
     Mesh(8, tp=4, pp=2, topology="trn2", ranks_per_node=8),
     Mesh(16, tp=8, topology="trn2", ranks_per_node=8),
     Mesh(256, tp=32, pp=2, cp=2, topology="trn2"),
+    Mesh(8, tp=2, pp=2, topology="units"),
+    Mesh(36, tp=2, pp=3, cp=3, topology="units"),
 ]
 AXES = [axes for view in (DENSE_AXES, EXPERT_AXES) for n in range(5) for axes in itertools.permutations(view, n)]
 
@@ -160,8 +172,8 @@ def test_a_topology_is_part_of_the_value():
 @pytest.mark.parametrize(
     "arguments, parts",
     [
-        (dict(world_size=8, topology="ring"), ["'ring'", "linear, trn1, trn2"]),
-        (dict(world_size=8, topology=None), ["None", "linear, trn1, trn2"]),
+        (dict(world_size=8, topology="ring"), ["'ring'", "linear, units, trn1, trn2"]),
+        (dict(world_size=8, topology=None), ["None", "linear, units, trn1, trn2"]),
         (dict(world_size=32, tp=8, topology="trn1"), ["'trn1'", "tp=4", "got world size 32, tp=8"]),
         (dict(world_size=32, tp=4, ep=2, topology="trn1"), ["'trn1'", "ep=1", "ep=2"]),
         (dict(world_size=16, tp=4, topology="trn1"), ["nodes of 32", "world size 16", "ranks_per_node"]),

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from ..call_site import call_sites
 from ..mesh import DENSE_AXES, Axis, Groups, Mesh, part_of
+from ..topology import LINEAR
 from .rank_numbers import concrete
 from .rank_tables import RankTable
 from .rank_values import ORDER, RankValue, applied, combine
@@ -103,7 +104,7 @@ class ObservedRank:
             sums = applied(operator.add, (places, table))
             assert sums is not None
             places = sums
-        return places if mesh.ranks_per_node is None else places.map(mesh.rank_at_place)
+        return places if mesh.topology == LINEAR else places.map(mesh.rank_at_place)
 
     def read(self, answers: RankTable) -> Any:
         """This rank's answer; reported if it is not everyone's."""

@@ -24,6 +24,7 @@ from .fallback import fallback, set_fallback
 from .handlers import TensorPromotionMode, promotion_mode, sharded
 from .manager import DistributedManager
 from .module import distribute_module, sync_module_over_mesh
+from .ops.deferred import one_exchange
 from .placements import Partial, Placement, Replicate, Shard, spmd_type
 from .report import report
 from .spec import ShardTensorSpec
@@ -44,6 +45,7 @@ __all__ = [
     "distribute_tensor",
     "fallback",
     "init_device_mesh",
+    "one_exchange",
     "ops",
     "promotion_mode",
     "report",

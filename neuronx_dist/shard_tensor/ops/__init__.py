@@ -10,10 +10,12 @@ select.py      topk, max and argmax of a dim, sort         indexing.py   x[index
 scatter.py     scatter, index_add, x[..] = y               rearrange.py  cat, roll, flip, repeat, unfold, tril
 optimizers.py  fused steps, gradient scaling               distances.py  cdist, pairwise distances
 tensor_parallel.py  parallel layers, operators of spmd
+composed.py    functions that are made of others
 """
 
 from . import (
     attention,
+    composed,
     distances,
     dropout,
     indexing,
@@ -36,6 +38,7 @@ from . import (
 
 __all__ = [
     "attention",
+    "composed",
     "distances",
     "dropout",
     "indexing",

@@ -21,21 +21,32 @@ from ..tensor import ShardTensor, wrap
 from ..typed import on_own_shard
 from .indexing import check_positions
 from .pointwise import aligned
-from .reduce import reduced, total
+from .reduce import reduced, total, wide
 from .softmax import log_softmax_of
 
-__all__: list[str] = []
+__all__ = ["as_autocast", "reduction_name"]
 
-_REDUCTIONS = ("none", "mean", "sum")
+_REDUCTIONS = ("none", "mean", "sum")  # by torch's numbers
 
 
-def _reduction(reduction: str, size_average: bool | None, reduce: bool | None, *more: str) -> str:
-    """The name of a reduction; torch's old arguments come first."""
+def reduction_name(reduction: str | int, size_average: bool | None, reduce: bool | None, *more: str) -> str:
+    """The name of a reduction; torch's old arguments come first.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if isinstance(reduction, int):
+        return _REDUCTIONS[reduction]
     if size_average is not None or reduce is not None:
         return "none" if reduce is False else "sum" if size_average is False else "mean"
     if reduction not in (*_REDUCTIONS, *more):
         raise ValueError(f"reduction {reduction!r} is none of {', '.join((*_REDUCTIONS, *more))}")
     return reduction
+
+
+def as_autocast(x: torch.Tensor) -> torch.Tensor:
+    """As torch computes losses under autocast: half precision in float32."""
+    return wide(x) if torch.is_autocast_enabled(x.device.type) else x
 
 
 def _scalar(spec: ShardTensorSpec) -> ShardTensorSpec:
@@ -62,7 +73,7 @@ class _Elementwise:
     def __call__(self, func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> ShardTensor:
         options = dict(zip(self.names, args)) | kwargs
         reduction, size_average = options.pop("reduction", "mean"), options.pop("size_average", None)
-        reduction = _reduction(reduction, size_average, options.pop("reduce", None), "batchmean")
+        reduction = reduction_name(reduction, size_average, options.pop("reduce", None), "batchmean")
         if reduction == "batchmean" and func is not F.kl_div:
             raise ValueError(f"reduction {reduction!r} is none of {', '.join(_REDUCTIONS)}")
         operands = [options.pop(name, None) for name in self.tensors]
@@ -149,8 +160,9 @@ def _cross_entropy(func: Callable[..., Any], types: Any, args: Any, kwargs: Any)
         reduction: str = "mean",
         label_smoothing: float = 0.0,
     ) -> ShardTensor:
-        reduction = _reduction(reduction, size_average, reduce)
+        reduction = reduction_name(reduction, size_average, reduce)
         (x, target, weight), spec = inside(class_losses, (input, target, weight))
+        x, weight = as_autocast(x), None if weight is None else as_autocast(weight)
         dim = min(1, x.dim() - 1)
         m = spec.mesh_dim_of.get(dim)
         logs = torch.log_softmax(x, dim) if m is None else log_softmax_of(x, dim, spec.mesh.communicator(m))
@@ -180,8 +192,9 @@ def _nll_loss(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> A
         reduce: bool | None = None,
         reduction: str = "mean",
     ) -> ShardTensor:
-        reduction = _reduction(reduction, size_average, reduce)
+        reduction = reduction_name(reduction, size_average, reduce)
         (x, target, weight), spec = inside(class_losses, (input, target, weight))
+        x, weight = as_autocast(x), None if weight is None else as_autocast(weight)
         dim = min(1, x.dim() - 1)
         losses, divisors = _of_targets(x, target, weight, ignore_index, spec, dim)
         return _reduced(losses, spec, dim, reduction, divisors)

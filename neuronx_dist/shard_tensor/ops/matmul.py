@@ -122,4 +122,15 @@ def einsum(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
     if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
         operands = list(operands[0])
     locals_, spec = inside(_einsum, operands, equation)
+    if len(locals_) > 1 and torch.is_autocast_enabled(
+        locals_[0].device.type
+    ):  # else the dtype would depend on the sizes of shards
+        locals_ = [_as_matmul(each) for each in locals_]
     return wrap(torch.einsum(equation, *locals_), spec)
+
+
+def _as_matmul(x: torch.Tensor) -> torch.Tensor:
+    """As autocast gives operands to `matmul`."""
+    if not x.is_floating_point() or x.dtype is torch.float64:
+        return x
+    return x.to(torch.get_autocast_dtype(x.device.type))

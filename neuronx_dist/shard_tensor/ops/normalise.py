@@ -20,11 +20,9 @@ from ..labels import Labels, inside
 from ..spec import ShardTensorSpec
 from ..tensor import ShardTensor, in_layout, wrap
 from ..typed import on_own_shard
-from .reduce import Reduced, merged, moments, reduced
+from .reduce import Reduced, merged, moments, reduced, wide
 
 __all__: list[str] = []
-
-_HALF = (torch.float16, torch.bfloat16)
 
 
 def layer_norm(x: torch.Size, weight: torch.Size | None, bias: torch.Size | None) -> Labels:
@@ -37,11 +35,6 @@ def channels(x: torch.Size, *parameters: torch.Size | None) -> Labels:
     """Parameters have one value for each channel, dim 1 of `x`."""
     names = tuple(range(len(x)))
     return Labels([names, *((1,) for _ in parameters)], names)
-
-
-def _wide(x: torch.Tensor) -> torch.Tensor:
-    """As torch's kernels compute: half precision in float32."""
-    return x.float() if x.dtype in _HALF else x
 
 
 def _for_shards(x: torch.Tensor, plan: Reduced) -> torch.Tensor:
@@ -83,7 +76,7 @@ def _layer_norm(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) ->
         plan = reduced(spec, dims, True)
         if not plan.groups:
             return wrap(torch.layer_norm(x, x.shape[dims[0] :], weight, bias, eps), spec)
-        y = _standardised(_wide(x), *moments(_wide(x), spec, plan), plan, eps)
+        y = _standardised(wide(x), *moments(wide(x), spec, plan), plan, eps)
         return wrap(_scaled(y, weight, bias, x.dtype), spec)
 
     return call(*args, **kwargs)
@@ -101,12 +94,12 @@ def _rms_norm(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> A
         plan = reduced(spec, dims, True)
         if not plan.groups:
             return wrap(torch.rms_norm(x, x.shape[dims[0] :], weight, eps), spec)
-        wide = _wide(x)
-        squares = wide.square().sum(dims, keepdim=True)
+        inner = wide(x)
+        squares = inner.square().sum(dims, keepdim=True)
         for group in plan.groups:
             squares = spmd.all_reduce(squares, group, src=P, dst=R)
-        eps = torch.finfo(wide.dtype).eps if eps is None else eps
-        return wrap(_scaled(wide * torch.rsqrt(squares / plan.elements + eps), weight, None, x.dtype), spec)
+        eps = torch.finfo(inner.dtype).eps if eps is None else eps
+        return wrap(_scaled(inner * torch.rsqrt(squares / plan.elements + eps), weight, None, x.dtype), spec)
 
     return call(*args, **kwargs)
 
@@ -135,7 +128,7 @@ def _group_norm(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) ->
             m for m, dim in spec.sharded if dim > 1 or (dim == 1 and any(size % width for size in spec.sizes[m] or ()))
         ]
         if cut:
-            y = _by_groups(_wide(x), spec, plan, width, eps)
+            y = _by_groups(wide(x), spec, plan, width, eps)
         elif own_groups:
             return wrap(torch.group_norm(x, own_groups, weight, bias, eps), spec)
         else:
@@ -222,9 +215,9 @@ def _batch_norm(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) ->
         (x, weight, bias), spec = inside(batch_norm, (input, weight, bias))
         dims = (0, *range(2, len(shape)))
         plan = reduced(spec, dims, True)
-        wide = _wide(x)
-        mean, squares = moments(wide, spec, plan)
-        y = _standardised(wide, mean, squares, plan, eps)
+        inner = wide(x)
+        mean, squares = moments(inner, spec, plan)
+        y = _standardised(inner, mean, squares, plan, eps)
         with torch.no_grad():
             own = reduced(spec, dims, False).spec
             for running, value in ((running_mean, mean), (running_var, squares / max(plan.elements - 1, 1))):
@@ -266,9 +259,9 @@ def _instance_norm(func: Callable[..., Any], types: Any, args: Any, kwargs: Any)
         (x, weight, bias), spec = inside(instance_norm, (input, weight, bias))
         dims = tuple(range(2, len(shape)))
         plan = reduced(spec, dims, True)
-        wide = _wide(x)
-        mean, squares = moments(wide, spec, plan)
-        y = _standardised(wide, mean, squares, plan, eps)
+        inner = wide(x)
+        mean, squares = moments(inner, spec, plan)
+        y = _standardised(inner, mean, squares, plan, eps)
         with torch.no_grad():
             own = reduced(spec, dims, False).spec
             for running, value in ((running_mean, mean), (running_var, squares / max(plan.elements - 1, 1))):
@@ -277,6 +270,31 @@ def _instance_norm(func: Callable[..., Any], types: Any, args: Any, kwargs: Any)
         return wrap(_scaled(y, weight, bias, x.dtype, len(shape) - 2), spec)
 
     return call(*args, **kwargs)
+
+
+@sharded(torch.batch_norm, torch.instance_norm)
+def _by_positions(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
+    """torch's own forms, in which weight and bias come before the running statistics."""
+    is_batch = func is torch.batch_norm
+
+    def call(
+        input: Any, weight: Any, bias: Any, running_mean: Any, running_var: Any, *options: Any, **named: Any
+    ) -> Any:
+        names = ("training" if is_batch else "use_input_stats", "momentum", "eps", "cudnn_enabled")
+        given = dict(zip(names, options)) | named
+        given.pop("cudnn_enabled", None)
+        norm: Any = F.batch_norm if is_batch else F.instance_norm
+        return norm(input, running_mean, running_var, weight, bias, **given)
+
+    return call(*args, **kwargs)
+
+
+@sharded(torch.batch_norm_stats)
+def _batch_norm_stats(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
+    raise NotImplementedError(
+        "SyncBatchNorm of a ShardTensor: the statistics of nn.BatchNorm1d to 3d are over all ranks of its mesh; use "
+        "these, and shard the batch over a second mesh dim for statistics over more ranks"
+    )
 
 
 def _update(running: Any, value: Any, momentum: float) -> None:
@@ -289,26 +307,3 @@ def _update(running: Any, value: Any, momentum: float) -> None:
         check_promotion(running, "batch_norm")
         local, target = running, value._spec.replicated()
     local.mul_(1 - momentum).add_(in_layout(value, target).to(local.dtype), alpha=momentum)
-
-
-# --- of other functions
-
-
-@sharded(F.normalize)
-def _normalize(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
-    def call(input: Any, p: float = 2.0, dim: int = 1, eps: float = 1e-12, out: Any = None) -> Any:
-        norm = torch.norm(input, p, dim, keepdim=True).clamp_min(eps)
-        return torch.div(input, norm) if out is None else torch.div(input, norm, out=out)
-
-    return call(*args, **kwargs)
-
-
-@sharded(F.local_response_norm)
-def _local_response_norm(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
-    def call(input: Any, size: int, alpha: float = 1e-4, beta: float = 0.75, k: float = 1.0) -> Any:
-        squares = input.square().flatten(2).unsqueeze(1)
-        padded = F.pad(squares, (0, 0, size // 2, (size - 1) // 2))
-        mean = F.avg_pool2d(padded, (size, 1), stride=1).squeeze(1).view(input.shape)
-        return input / (mean * alpha + k) ** beta
-
-    return call(*args, **kwargs)

@@ -13,6 +13,7 @@ from ..labels import Labels, inside
 from ..redistribute import redistributed
 from ..spec import ShardTensorSpec
 from ..tensor import ShardTensor, gradient_spec, local_of, wrap, written
+from .deferred import Deferred, mapped
 
 __all__: list[str] = []
 
@@ -94,6 +95,11 @@ def pointwise(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> A
                     return wrap(func(local, local_of(y) if y._foreign else y._local), spec)
             elif not isinstance(y, torch.Tensor):
                 return wrap(func(local_of(x) if x._foreign else x._local, y), spec)
+    if isinstance(x, Deferred) and func in _KEEPING and not kwargs.get("inplace"):
+        if all(isinstance(each, (int, float)) for each in (*args[1:], *kwargs.values())):
+            result = mapped(x, lambda local: func(local, *args[1:], **kwargs))
+            if result is not None:
+                return result
     if kwargs.get("out") is not None:
         return _into(func, types, args, kwargs)
     if kwargs.get("inplace"):
@@ -110,7 +116,7 @@ isclose isfinite isinf isnan isneginf isposinf isreal ldexp le lerp less less_eq
 logaddexp logaddexp2 logical_and logical_not logical_or logical_xor logit lt masked_fill maximum minimum mul multiply
 mvlgamma nan_to_num ne neg negative nextafter not_equal polar polygamma positive pow rad2deg real reciprocal relu
 remainder resolve_conj resolve_neg round rsqrt rsub sgn sigmoid sign signbit sin sinc sinh special_entr sqrt square sub
-subtract tan tanh threshold true_divide trunc where xlogy clone complex celu selu elu hardshrink prelu rrelu
+subtract tan tanh threshold true_divide trunc where xlogy clone complex celu selu elu hardshrink
 """.split()
 _SPECIAL = (
     "digamma entr erf erfc erfcx erfinv exp2 expit expm1 gammainc gammaincc gammaln i0 i0e i1 i1e log1p log_ndtr logit \
@@ -144,6 +150,14 @@ _POINTWISE = [
     *_existing(torch.special, _SPECIAL),
     *_existing(torch._C._nn, _ACTIVATIONS),
 ]
+# Of a floating point tensor, and of numbers: the result has its dtype.
+_CALCULATIONS = "abs add clamp cos div erf exp log mul neg pow sigmoid sin sqrt square sub tanh relu".split()
+_KEEPING = {
+    *_existing(torch, _CALCULATIONS),
+    *_existing(torch.Tensor, [*_CALCULATIONS, *"__add__ __mul__ __radd__ __rmul__ __rsub__ __sub__ __truediv__".split()]),
+    *_existing(F, _ACTIVATIONS),
+    *_existing(torch._C._nn, _ACTIVATIONS),
+}
 _WRITING = [
     *_existing(torch.Tensor, [f"{name}_" for name in _NAMES] + _IN_PLACE),
     *_existing(torch, [f"{name}_" for name in [*_NAMES, "fill", "zero"]]),
@@ -157,6 +171,27 @@ sharded(*_WRITING)(_in_place)
 def filled_like(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
     x, *others = args
     return wrap(func(x._local, *others, **kwargs), gradient_spec(x._spec))
+
+
+def prelu(x: torch.Size, weight: torch.Size) -> Labels:
+    """`weight` has one value, or one for each channel, dim 1 of `x`."""
+    names = tuple(range(len(x)))
+    own = (None if weight.numel() == 1 else 1,) * len(weight)
+    return Labels([names, own], names)
+
+
+@sharded(F.prelu, torch.prelu, torch.Tensor.prelu)
+def _prelu(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
+    def call(input: Any, weight: Any) -> Any:
+        if weight.numel() != 1 and (input.dim() < 2 or weight.shape != input.shape[1:2]):
+            raise ValueError(
+                f"prelu: weight has shape {tuple(weight.shape)}, and the input {tuple(input.shape)}: it must have one "
+                "value, or one for each channel (dim 1)"
+            )
+        (x, weight), spec = inside(prelu, (input, weight))
+        return wrap(torch.prelu(x, weight), spec)
+
+    return call(*args, **kwargs)
 
 
 @sharded(torch.frexp, torch.Tensor.frexp)

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from ..windows import Adaptive, Range, Sliding
 from .local_windows import LocalWindow, ShardedDim, as_tuple, bring_windows, owned_outputs, sharded_result, sizes_of
 
-__all__ = ["adaptive_avg_pool", "adaptive_max_pool", "avg_pool", "lp_pool", "max_pool"]
+__all__ = ["adaptive_avg_pool", "adaptive_max_pool", "avg_pool", "lp_pool", "max_pool", "mean_of_windows"]
 
 Ints = int | Sequence[int]
 Result = tuple[torch.Tensor, tuple[ShardedDim, ...]]
@@ -285,3 +285,22 @@ def _flattened(coordinates: Sequence[torch.Tensor], sizes: Sequence[int]) -> tor
     for coordinate, size in zip(coordinates[1:], sizes[1:]):
         result = result * size + coordinate
     return result
+
+
+def mean_of_windows(x: torch.Tensor, dim: int, size: int, sharded: Sequence[ShardedDim]) -> Result:
+    """The mean of the `size` positions around each position of one dim, zeros outside."""
+    sides = (size // 2, (size - 1) // 2)
+    windows_of_dim = Sliding(sizes_of(x, sharded)[dim], size, 1, *sides)
+    maps = {each.dim: windows_of_dim for each in sharded if each.dim == dim}
+    x, windows = bring_windows(x, sharded, maps)
+    if dim not in windows:
+        x = F.pad(x, (0, 0) * (x.dim() - 1 - dim) + sides)
+
+    def op(x: torch.Tensor) -> torch.Tensor:
+        flat = x.reshape(x.shape[:dim].numel(), 1, x.shape[dim], -1)
+        # As torch: under autocast the one computes in single precision, and the other does not.
+        means = F.avg_pool2d(flat, (size, 1), 1) if x.dim() == 3 else F.avg_pool3d(flat[..., None], (size, 1, 1), 1)
+        return means.view(*x.shape[:dim], means.shape[2], *x.shape[dim + 1 :])
+
+    y = owned_outputs(op, x, {dim: size})
+    return y, sharded_result(sharded, windows)

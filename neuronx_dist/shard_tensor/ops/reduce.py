@@ -89,6 +89,11 @@ def total(x: torch.Tensor, groups: tuple[Communicator, ...]) -> torch.Tensor:
     return x
 
 
+def wide(x: torch.Tensor) -> torch.Tensor:
+    """As torch's kernels compute: half precision in float32."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
 def _refuse_out(func: Callable[..., Any], out: Any) -> None:
     if out is not None:
         raise ValueError(f"{func.__name__}: out= is not written to; use the result: out.copy_(x.{func.__name__}(...))")

@@ -20,7 +20,7 @@ from ..moves import gather
 from ..spec import ShardTensorSpec
 from ..tensor import ShardTensor, wrap
 from ..typed import on_own_shard
-from .reduce import operand
+from .reduce import operand, wide
 
 __all__ = ["log_softmax_of"]
 
@@ -85,8 +85,7 @@ def _softmax(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> An
         group = _group(spec, dim)
         if group is None:
             return wrap(torch.log_softmax(x, dim) if logarithm else torch.softmax(x, dim), spec)
-        wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
-        y = log_softmax_of(wide, dim, group)
+        y = log_softmax_of(wide(x), dim, group)
         return wrap((y if logarithm else y.exp()).to(x.dtype), spec)
 
     return call(*args, **kwargs)
@@ -134,7 +133,8 @@ class _Running(NamedTuple):
         before = _of_ranks_before(own, group, self.nothing)
 
         def behind_them(x: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-            return self.added(self.within(x, dim), self.merged(before, 0))
+            within = self.within(x, dim)
+            return self.added(within, self.merged(before, 0).to(within.dtype))
 
         return on_own_shard(behind_them, {group: S(dim)})(x, before)
 

@@ -21,6 +21,7 @@ from ..spec import ShardTensorSpec, make_spec
 from ..tensor import ShardTensor, wrap
 from ..typed import on_own_shard
 from . import pooling, resample, window
+from .deferred import deferrable, deferred, outline
 from .local_windows import ShardedDim
 
 __all__: list[str] = []
@@ -83,8 +84,14 @@ def conv(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
         dilation: Any = 1,
         groups: int = 1,
     ) -> Any:
-        (x, w, b), spec = inside(_convolution, (input, weight, bias), groups, False)
         options = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
+        count = weight.dim() - 2
+        if deferrable(input, first := input.dim() - count) and _fits(input, weight, bias, groups):
+            (_, w, b), spec = inside(_convolution, (outline(input), weight, bias), groups, False)
+            dims = [dim for _, dim in spec.sharded if dim >= first]
+            windows = window.convolution(input.shape, w, b, dims, **options)
+            return deferred(func.__name__, input, windows, spec, (w, b))
+        (x, w, b), spec = inside(_convolution, (input, weight, bias), groups, False)
         return _computed(x, spec, w.dim() - 2, lambda x, dims: window.conv(x, w, b, dims, **options))[0]
 
     return call(*args, **kwargs)
@@ -108,6 +115,20 @@ def conv_transpose(func: Callable[..., Any], types: Any, args: Any, kwargs: Any)
         return _computed(x, spec, w.dim() - 2, lambda x, dims: window.conv_transpose(x, w, b, dims, **options))[0]
 
     return call(*args, **kwargs)
+
+
+def _fits(x: ShardTensor, weight: _T, bias: _T | None, groups: int) -> bool:
+    """Whether whole weights, and none that a convolution refuses when it is computed, meet `x`."""
+    channels, others = x.dim() - weight.dim() + 1, [each for each in (weight, bias) if each is not None]
+    return (
+        channels in (0, 1)
+        and all(not isinstance(each, ShardTensor) or each._spec is each._spec.replicated() for each in others)
+        and all(each.dtype == x.dtype and each.device == x.device for each in others)
+        and 0 not in weight.shape
+        and weight.shape[1] * groups == x.shape[channels]
+        and weight.shape[0] % groups == 0
+        and (bias is None or bias.shape == weight.shape[:1])
+    )
 
 
 def _kernel(size: Any, count: int) -> tuple[int, ...]:
@@ -203,5 +224,18 @@ def pad(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
         (x,), spec = inside(_spatial, (input,), len(pad) // 2)
         value = 0.0 if value is None else value
         return _computed(x, spec, len(pad) // 2, lambda x, dims: window.pad(x, pad, dims, mode=mode, value=value))[0]
+
+    return call(*args, **kwargs)
+
+
+@sharded(F.local_response_norm)
+def local_response_norm(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
+    def call(input: Any, size: int, alpha: float = 1e-4, beta: float = 0.75, k: float = 1.0) -> Any:
+        if input.dim() < 3:
+            raise ValueError(f"local_response_norm of shape {tuple(input.shape)}: it takes 3 or more dims")
+        squares = input.square()
+        (x,), spec = inside(_spatial, (squares,), input.dim() - 1)
+        means = _computed(x, spec, input.dim() - 1, lambda x, dims: pooling.mean_of_windows(x, 1, size, dims))[0]
+        return input / (means * alpha + k) ** beta
 
     return call(*args, **kwargs)

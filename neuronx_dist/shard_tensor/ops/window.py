@@ -6,8 +6,8 @@ Sharded dims other than the spatial ones (batch) stay as they are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional as F
@@ -24,7 +24,7 @@ from .local_windows import (
     sizes_of,
 )
 
-__all__ = ["conv", "conv_transpose", "pad"]
+__all__ = ["Windows", "conv", "conv_transpose", "convolution", "pad"]
 
 Ints = int | Sequence[int]
 Result = tuple[torch.Tensor, tuple[ShardedDim, ...]]
@@ -32,29 +32,39 @@ _CONVS: list[Callable[..., Any]] = [F.conv1d, F.conv2d, F.conv3d]
 _TRANSPOSED: list[Callable[..., Any]] = [F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d]
 
 
-def conv(
-    x: torch.Tensor,
+class Windows(NamedTuple):
+    """A function over windows of the spatial dims.
+
+    Attributes:
+        maps: of every spatial dim, by dim.
+        op: computes the windows: each sharded dim, without its padding, has the inputs of whole windows alone.
+        fill: what stands outside of the inputs of a sharded dim.
+    """
+
+    maps: dict[int, Sliding]
+    op: Callable[[torch.Tensor], torch.Tensor]
+    fill: float = 0.0
+
+
+def convolution(
+    shape: Sequence[int],
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    sharded: Sequence[ShardedDim],
+    sharded: Collection[int],
     *,
     stride: Ints = 1,
     padding: Ints | str = 0,
     dilation: Ints = 1,
     groups: int = 1,
     padding_mode: str = "zeros",
-) -> Result:
-    """conv1d to conv3d of a shard, by the number of the weight's dims: `[batch, in, ..] -> [batch, out, ..]`.
+) -> Windows:
+    """The windows of a convolution of a tensor of the global `shape`; see `conv`.
 
     Args:
-        weight: whole, `[out, in/groups, ..]`, on every rank. Its gradient is this rank's summand.
-        padding_mode: as that of `torch.nn.Conv2d`.
-
-    Raises:
-        ValueError: the options do not go together, or the padding reflects past the tensor.
+        sharded: dims that are.
     """
     count = weight.dim() - 2
-    first = x.dim() - count
+    first = len(shape) - count
     kernels, strides = weight.shape[2:], as_tuple(stride, count, "stride")
     dilations = as_tuple(dilation, count, "dilation")
     if padding == "same" and set(strides) != {1}:
@@ -66,35 +76,52 @@ def conv(
         paddings = [same_padding(k, d) if is_same else (0, 0) for k, d in zip(kernels, dilations)]
     else:
         paddings = [(p, p) for p in as_tuple(padding, count, "padding")]
-    shape = sizes_of(x, sharded)
     maps = {
         first + i: Sliding(
             shape[first + i], kernels[i], strides[i], *paddings[i], dilation=dilations[i], padding_mode=padding_mode
         )
         for i in range(count)
-        if any(each.dim == first + i for each in sharded)
     }
-    own = [each for each in sharded if each.dim in maps]
-    x, windows = bring_windows(x, own[:-1], maps)
-    local = [(0, 0) if first + i in maps else paddings[i] for i in range(count)]
+    local = [(0, 0) if first + i in sharded else paddings[i] for i in range(count)]
+    sides: list[int] = []
     if padding_mode != "zeros" or any(left != right for left, right in local):
         sides = [side for pair in reversed(local) for side in pair]
-        mode = "constant" if padding_mode == "zeros" else padding_mode
-        x = owned_outputs(lambda x: F.pad(x, sides, mode=mode), x, {}) if any(sides) else x
         local = [(0, 0)] * count
+    mode = "constant" if padding_mode == "zeros" else padding_mode
     both = tuple(left for left, _ in local)
 
     def op(x: torch.Tensor) -> torch.Tensor:
+        if any(sides):
+            x = F.pad(x, sides, mode=mode)
         result: torch.Tensor = _CONVS[count - 1](x, weight, bias, strides, both, dilations, groups)
         return result
 
-    channels = weight.shape[0]
+    return Windows(maps, op)
+
+
+def conv(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, sharded: Sequence[ShardedDim], **options: Any
+) -> Result:
+    """conv1d to conv3d of a shard, by the number of the weight's dims: `[batch, in, ..] -> [batch, out, ..]`.
+
+    Args:
+        weight: whole, `[out, in/groups, ..]`, on every rank. Its gradient is this rank's summand.
+        options: `stride`, `padding`, `dilation`, `groups` as torch's, `padding_mode` as that of `torch.nn.Conv2d`.
+
+    Raises:
+        ValueError: the options do not go together, or the padding reflects past the tensor.
+    """
+    first, channels = x.dim() - weight.dim() + 2, weight.shape[0]
+    own = [each for each in sharded if each.dim >= first]
+    shape = sizes_of(x, sharded)
     if 0 in weight.shape[:2]:  # of sharded channels this rank has none
         x, weight = nonempty(x, first - 1), nonempty(nonempty(weight, 0), 1)
         bias = None if bias is None else nonempty(bias, 0)
-    extents = {dim: each.extent for dim, each in maps.items()}
+    maps, op, _ = convolution(shape, weight, bias, [each.dim for each in own], **options)
+    x, windows = bring_windows(x, own[:-1], maps)
     if own:
         last = own[-1].dim
+        extents = {each.dim: maps[each.dim].extent for each in own}
         result, windows[last] = over_halo(op, x, own[-1], maps[last], extents, (first - 1,))
     else:
         result = owned_outputs(op, x, {}, (first - 1,))
@@ -159,7 +186,7 @@ def conv_transpose(
     if any(sides):
         result = F.pad(result, sides)
     if bias is not None:
-        result = result + bias.view(-1, *[1] * count)
+        result = result + bias.view(-1, *[1] * count).to(result.dtype)  # under autocast they differ
     return result, sharded_result(sharded, windows)
 
 

@@ -42,6 +42,7 @@ LAYOUTS = [(Shard(0), (5, 1)), (Shard(1), (1, 3)), (Shard(2), (2, 5)), (Shard(2)
 MODULES = {
     "batch": lambda: nn.BatchNorm1d(4),
     "batch, cumulative": lambda: nn.BatchNorm1d(4, momentum=None),
+    "synchronised batch": lambda: nn.SyncBatchNorm(4),
     "instance": lambda: nn.InstanceNorm1d(4, affine=True, track_running_stats=True),
     "layer": lambda: nn.LayerNorm(7),
     "rms": lambda: nn.RMSNorm((4, 7)),

@@ -49,6 +49,31 @@ def _unweighted(x):
     return F.cross_entropy(x, _targets(x.shape), ignore_index=-100, label_smoothing=0.3)
 
 
+def _torchs_batch_norm(x, w, b):
+    return torch.batch_norm(x, w, b, None, None, True, 0.1, 1e-5, False)
+
+
+def _torchs_instance_norm(x, w):
+    return torch.instance_norm(
+        x, w, None, None, None, use_input_stats=True, momentum=0.1, eps=1e-5, cudnn_enabled=False
+    )
+
+
+def _triplet(**options):
+    return lambda x, y, z: F.triplet_margin_loss(x, y, z, **options)
+
+
+def _cosine_embedding(loss, *options, **named):
+    def call(x, y):
+        return loss(x, y, torch.arange(len(x)).remainder(3).sub(1), *options, **named)
+
+    return call
+
+
+def _multilabel(x, w):
+    return F.multilabel_soft_margin_loss(x, (x.detach() > 0.2).double(), w)
+
+
 POINTWISE = [
     Case("relu", torch.relu, [(N, 3)]),
     Case("gelu", F.gelu, [(N, 3)]),
@@ -79,6 +104,11 @@ POINTWISE = [
     Case("softplus", F.softplus, [(N, 3)]),
     Case("leaky_relu", lambda x: F.leaky_relu(x, 0.2), [(N, 3)]),
     Case("prelu", lambda x, y: torch.where(x > 0, x, x * y), [(N, 3), (1,)]),
+    Case("prelu of channels", F.prelu, [(4, N, 3), (N,)]),
+    Case("prelu of one", F.prelu, [(N, 3), (1,)]),
+    Case("glu", F.glu, [(N, 6)]),
+    Case("glu of a dim", lambda x: F.glu(x, 0), [(N, 3)]),
+    Case("rrelu in eval", F.rrelu, [(N, 3)]),
     Case("logs", lambda x: torch.log(x) + x.sqrt(), [(N, 3)], positive=True),
 ]
 MATMUL = [
@@ -100,6 +130,8 @@ MATMUL = [
     Case("einsum with dots", lambda x, y: torch.einsum("...i,ji->...j", x, y), [(2, N, 4), (5, 4)]),
     Case("einsum implicit", lambda x, y: torch.einsum("ij,jk", x, y), [(N, 4), (4, 5)]),
     Case("einsum trace", lambda x: torch.einsum("iij->j", x), [(4, 4, N)]),
+    Case("tensordot", lambda x, y: torch.tensordot(x, y, ([1, 0], [0, 2])), [(N, 3, 2), (3, 4, N)]),
+    Case("tensordot of dims", lambda x, y: torch.tensordot(x, y, 1), [(2, N, 3), (3, 4)]),
     Case("a sum times a matrix", lambda x, y, z: (x @ y) @ z, [(5, N), (N, 6), (6, 3)]),
 ]
 VIEWS = [
@@ -184,7 +216,11 @@ NORMALISE = [
     Case("batch_norm in eval", _batch_norm_in_eval, [(N, 4), (4,), (4,), (4,)]),
     Case("batch_norm at mean 1e4", lambda x: F.batch_norm(x + 1e4, None, None, training=True), [(N, 2, 3)]),
     Case("normalize", F.normalize, [(3, N)]),
-    Case("local_response_norm", lambda x: F.local_response_norm(x, 3), [(2, 6, N)], refusals="redistribute"),
+    Case("local_response_norm", lambda x: F.local_response_norm(x, 3), [(2, 6, N)]),
+    Case("local_response_norm of channels", lambda x: F.local_response_norm(x, 4, 0.5, 0.6, 2.0), [(2, N, 3, 2)]),
+    Case("local_response_norm of volumes", lambda x: F.local_response_norm(x, 5), [(1, 3, 2, N, 2)]),
+    Case("torch.batch_norm", _torchs_batch_norm, [(N, 4, 3), (4,), (4,)]),
+    Case("torch.instance_norm", _torchs_instance_norm, [(3, 4, N), (4,)]),
 ]
 SOFTMAX = [
     Case("softmax", lambda x: F.softmax(x, 0), [(N, 3)]),
@@ -217,6 +253,32 @@ LOSSES = [
     Case("poisson_nll_loss", F.poisson_nll_loss, [(N, 3), (N, 3)]),
     Case("soft_margin_loss", lambda x, y: F.soft_margin_loss(x, y.detach().sign()), [(N, 3), (N, 3)]),
     Case("margin_ranking_loss", lambda x, y: F.margin_ranking_loss(x, y, y.sign(), 0.2), [(N,), (N,)]),
+    *(
+        Case(f"triplet_margin_loss {reduction}", _triplet(reduction=reduction, margin=0.5), [(N, 4)] * 3)
+        for reduction in ("mean", "sum", "none")
+    ),
+    Case("triplet_margin_loss, swapped", _triplet(swap=True, p=3, eps=1e-3), [(3, N)] * 3),
+    Case(
+        "torch.triplet_margin_loss",
+        lambda x, y, z: torch.triplet_margin_loss(x, y, z, 1, 2, 1e-6, True, 2),
+        [(N, 4)] * 3,
+    ),
+    Case("triplet_margin_with_distance_loss", F.triplet_margin_with_distance_loss, [(N, 4)] * 3),
+    Case("cosine_embedding_loss", _cosine_embedding(F.cosine_embedding_loss), [(N, 4), (N, 4)]),
+    Case(
+        "cosine_embedding_loss of features",
+        _cosine_embedding(F.cosine_embedding_loss, 0.1, reduction="none"),
+        [(4, N)] * 2,
+    ),
+    Case("torch.cosine_embedding_loss", _cosine_embedding(torch.cosine_embedding_loss, 0.2, 2), [(N, 4), (N, 4)]),
+    Case("gaussian_nll_loss", lambda x, y, v: F.gaussian_nll_loss(x, y, v, full=True), [(N, 3)] * 3, positive=True),
+    Case(
+        "gaussian_nll_loss of rows",
+        lambda x, y, v: F.gaussian_nll_loss(x, y, v),
+        [(N, 3), (N, 3), (N, 1)],
+        positive=True,
+    ),
+    Case("multilabel_soft_margin_loss", _multilabel, [(N, 3), (3,)]),
     Case("cosine_similarity", lambda x, y: F.cosine_similarity(x, y, dim=-1), [(3, N), (3, N)]),
     Case("cosine_similarity broadcast", lambda x, y: F.cosine_similarity(x, y, dim=1), [(3, N), (1, N)]),
     *(

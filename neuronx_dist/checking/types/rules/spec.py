@@ -165,25 +165,29 @@ _FIRST = ("condition", "input", "self", "query", "key", "value")
 _LAST = ("weight", "bias")
 
 
-def operands(args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
-    """The tensor operands of a call in order: of `args`, one list or tuple deep, then of `kwargs`, without `out=`."""
-    tensors: list[Tensor] = []
+def operands(args: Sequence[Any], kwargs: dict[str, Any], of: type[Any] = Tensor) -> list[Any]:
+    """The tensor operands of a call in order: of `args`, one list or tuple deep, then of `kwargs`, without `out=`.
+
+    Args:
+        of: the class that stands for tensors.
+    """
+    tensors: list[Any] = []
     for value in args:
-        if isinstance(value, Tensor):
+        if isinstance(value, of):
             tensors.append(value)
         elif isinstance(value, (list, tuple)):
-            tensors += [item for item in value if isinstance(item, Tensor)]
+            tensors += [item for item in value if isinstance(item, of)]
     if kwargs:
-        named = [(name, value) for name, value in kwargs.items() if isinstance(value, (Tensor, list, tuple))]
+        named = [(name, value) for name, value in kwargs.items() if isinstance(value, (of, list, tuple))]
         if len(named) > 1:
             named.sort(key=_position)
         for name, value in named:
             if name == "out":
                 continue
-            if isinstance(value, Tensor):
+            if isinstance(value, of):
                 tensors.append(value)
             else:
-                tensors += [item for item in value if isinstance(item, Tensor)]
+                tensors += [item for item in value if isinstance(item, of)]
     return tensors
 
 

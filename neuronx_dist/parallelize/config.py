@@ -1,0 +1,324 @@
+"""How many ranks a parallel module takes, and how it trains: `ComputeConfig`, and the options of `parallelize`.
+
+    unit     `plan_ngpus` adjacent ranks, which together hold one model: rank r is part r % plan_ngpus
+    units    `runtime_ngpus / plan_ngpus` of them, each with data of its own: rank r is in unit r // plan_ngpus
+
+Gradients are summed over the units. Names and defaults are nnScaler's.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, NamedTuple, TypeVar
+
+from .. import comm
+from ..mesh import Mesh
+from ..nearest import nearest
+from ..topology import LINEAR, UNITS
+
+__all__ = ["BroadcastGenFilesStrategy", "ComputeConfig", "Pipeline", "ReuseType"]
+
+E = TypeVar("E", bound=Enum)
+
+TRACE_STRATEGIES = ("cuda_run_cpu_offload", "cpu", "cuda", "meta", "reuse_cache")
+# nnScaler's names of schedules, and ours; None: there is none here.
+SCHEDULES = {
+    "1f1b": "1f1b",
+    "gpipe": "gpipe",
+    "1f1b_interleaved": "interleaved",
+    "1f1b_plus": None,
+    "chimera_direct": None,
+    "infer_pipe": None,
+}
+
+
+class ReuseType(Enum):
+    """What `parallelize` does with files of an earlier run.
+
+    MATCH: reuse those of this very module, config and policy; generate where there are none; others are an error.
+    OVERRIDE: generate always.
+    MOO: match or override: reuse those that match, generate otherwise.
+    GRAPH: reuse what was recorded of the module if it matches, and choose and emit anew.
+    """
+
+    MATCH = "match"
+    OVERRIDE = "override"
+    MOO = "moo"
+    GRAPH = "graph"
+
+    @classmethod
+    def of(cls, value: ReuseType | str) -> ReuseType:
+        """The member, or that of this name in any case.
+
+        Raises:
+            ValueError: there is none; the message lists them.
+        """
+        return _member(cls, value, "reuse")
+
+
+class BroadcastGenFilesStrategy(Enum):
+    """Which newly generated files rank 0 sends to the other ranks. Reused files are never sent.
+
+    NONE: none: ranks share a folder, or it is copied by hand.
+    ALL: all of them.
+    NO_WEIGHTS: all but the initial weights: modules are made with `init_params=False`.
+    CODE: the code alone.
+    """
+
+    NONE = "none"
+    ALL = "all"
+    NO_WEIGHTS = "no_weights"
+    CODE = "code"
+
+    @classmethod
+    def of(cls, value: BroadcastGenFilesStrategy | str) -> BroadcastGenFilesStrategy:
+        """The member, or that of this name in any case.
+
+        Raises:
+            ValueError: there is none; the message lists them.
+        """
+        return _member(cls, value, "broadcast_strategy")
+
+
+class Pipeline(NamedTuple):
+    """How a graph is run as a pipeline.
+
+    Attributes:
+        schedule: a name of `pipeline.schedule`.
+    """
+
+    nstages: int
+    nmicros: int
+    schedule: str
+
+
+@dataclass(frozen=True)
+class ComputeConfig:
+    """The ranks of a parallel module and how it trains.
+
+    Attributes:
+        plan_ngpus: ranks of a unit.
+        runtime_ngpus: ranks of the job. None: those of the current mesh, else of `WORLD_SIZE`, else one unit.
+        constant_folding, trace_strategy: accepted for compatibility: what depends on no input and no parameter is
+            computed on every rank, and recording runs on fake tensors whatever the device.
+        use_zero: shard the optimizer's state over units (stage 1).
+        zero_ngroups: number of groups of units, each of which shards the state by itself; 1 without `use_zero`.
+        zero_use_reduce_scatter: accepted for compatibility: ZeRO reduce-scatters gradients in any case.
+        inference_only: the module has no backward.
+        use_end2end: forward takes one sample and returns the loss; `train_step` and `infer_step` run it.
+        use_async_reducer: reduce gradients while backward runs; with `use_end2end` alone.
+        reducer_bucket_cap_mb: MB of gradients that are reduced together; None or 0: 25 with `use_async_reducer`, else
+            as `reduce_gradients` has it. A cap below the size of any gradient puts each in a bucket of its own.
+        pas_config: options of the policy, by name.
+        user_config: what else generated code depends on; a part of the key of generated files.
+
+    Raises:
+        ValueError: sizes that do not divide, or options that do not go together; the message has the nearest that do.
+        TypeError: a value of another type.
+    """
+
+    plan_ngpus: int
+    runtime_ngpus: int | None = None
+    constant_folding: bool = False
+    trace_strategy: str = "cuda_run_cpu_offload"
+    use_zero: bool = False
+    zero_ngroups: int = 1
+    zero_use_reduce_scatter: bool = False
+    inference_only: bool = False
+    use_end2end: bool = False
+    use_async_reducer: bool = False
+    reducer_bucket_cap_mb: float | None = None
+    pas_config: dict[str, Any] = field(default_factory=dict)
+    user_config: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _positive("plan_ngpus", self.plan_ngpus)
+        if self.runtime_ngpus is None:
+            object.__setattr__(self, "runtime_ngpus", _ranks_of_job(self.plan_ngpus))
+        _positive("runtime_ngpus", self.runtime_ngpus)
+        if self.world_size % self.plan_ngpus:
+            near = _multiples_near(self.world_size, self.plan_ngpus)
+            raise ValueError(
+                f"ComputeConfig: runtime_ngpus={self.runtime_ngpus} is not a multiple of plan_ngpus={self.plan_ngpus}: "
+                f"the job consists of whole units; the nearest runtime_ngpus that work are {near}, the nearest "
+                f"plan_ngpus {_divisors_near(self.world_size, self.plan_ngpus)}"
+            )
+        self._check_options()
+        self._check_zero()
+
+    def _check_options(self) -> None:
+        if self.trace_strategy not in TRACE_STRATEGIES:
+            raise ValueError(
+                f"ComputeConfig: unknown trace_strategy {self.trace_strategy!r}; there are "
+                f"{', '.join(map(repr, TRACE_STRATEGIES))}"
+            )
+        if self.use_async_reducer and not self.use_end2end:
+            raise ValueError(
+                "ComputeConfig: use_async_reducer needs use_end2end: only train_step knows which backward is the last "
+                "one of a step"
+            )
+        cap = self.reducer_bucket_cap_mb
+        if cap is not None and (isinstance(cap, bool) or not isinstance(cap, (int, float)) or not cap >= 0):
+            raise ValueError(f"ComputeConfig: reducer_bucket_cap_mb must be a number of MB, at least 0, got {cap!r}")
+        for name in ("pas_config", "user_config"):
+            given = getattr(self, name)
+            if not isinstance(given, Mapping) or not all(isinstance(key, str) for key in given):
+                raise TypeError(f"ComputeConfig: {name} must be a dict with names as keys, got {given!r}")
+            object.__setattr__(self, name, dict(given))
+        self._check_pas_config()
+
+    def _check_pas_config(self) -> None:
+        """What every policy reads alike; a policy refuses the names that it does not know."""
+        config = self.pas_config
+        for name in ("pipeline_nmicros", "pipeline_nstages", "pp_size", "seed"):
+            number = config.get(name)
+            if number is None or (name == "pipeline_nstages" and number == "auto"):
+                continue
+            if not isinstance(number, int) or isinstance(number, bool) or number < (0 if name == "seed" else 1):
+                raise TypeError(f"ComputeConfig: pas_config[{name!r}] must be a positive integer, got {number!r}")
+        if config.get("pipeline_scheduler") is not None:
+            schedule_named(config["pipeline_scheduler"])
+
+    def _check_zero(self) -> None:
+        if self.use_zero not in (0, 1):
+            raise ValueError(
+                f"ComputeConfig: use_zero={self.use_zero!r}: True is stage 1 of ZeRO, which shards the optimizer's "
+                "state; there is no other"
+            )
+        object.__setattr__(self, "use_zero", bool(self.use_zero))
+        _positive("zero_ngroups", self.zero_ngroups)
+        if not self.use_zero:
+            object.__setattr__(self, "zero_ngroups", 1)
+        if self.units % self.zero_ngroups:
+            raise ValueError(
+                f"ComputeConfig: zero_ngroups={self.zero_ngroups} does not divide the {self.units} units "
+                f"(runtime_ngpus={self.runtime_ngpus} / plan_ngpus={self.plan_ngpus}); the nearest that work are "
+                f"{_divisors_near(self.units, self.zero_ngroups)}"
+            )
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks of the job: `runtime_ngpus`."""
+        assert self.runtime_ngpus is not None
+        return self.runtime_ngpus
+
+    @property
+    def units(self) -> int:
+        """Number of units."""
+        return self.world_size // self.plan_ngpus
+
+    @property
+    def module_dedup_group_size(self) -> int:
+        """How many ranks, from rank 0, hold the whole module once: a unit."""
+        return self.plan_ngpus
+
+    @property
+    def optimizer_dedup_group_size(self) -> int:
+        """How many ranks, from rank 0, hold the optimizer's whole state once."""
+        return self.world_size // self.zero_ngroups if self.use_zero else self.plan_ngpus
+
+    def mesh(self, stages: int = 1) -> Mesh:
+        """The mesh of the job: units along dp, the ranks of a unit along pp (its stages) and tp.
+
+        Raises:
+            ValueError: the stages do not divide a unit.
+        """
+        if self.plan_ngpus % stages:
+            raise ValueError(
+                f"{stages} pipeline stages do not divide plan_ngpus={self.plan_ngpus}; the nearest that work are "
+                f"{_divisors_near(self.plan_ngpus, stages)}"
+            )
+        order = UNITS if stages > 1 and self.units > 1 else LINEAR
+        return Mesh(self.world_size, tp=self.plan_ngpus // stages, pp=stages, topology=order)
+
+    def zero_groups(self, mesh: Mesh) -> list[list[int]] | None:
+        """The lists of ranks that share an optimizer's state under ZeRO; None: all units."""
+        if self.zero_ngroups == 1:
+            return None
+        size = self.units // self.zero_ngroups
+        return [
+            list(group[start : start + size]) for group in mesh.groups("dp") for start in range(0, self.units, size)
+        ]
+
+    def get_sync_group(self) -> tuple[list[int], comm.Communicator]:
+        """The ranks that hold the same part of the model as this one, with other data, and their communicator.
+
+        Raises:
+            RuntimeError: there is no mesh; the message says what to call.
+        """
+        group = comm.communicator("dp")
+        return list(group.ranks), group
+
+    def apply_pipeline_scheduler(self, graph: Any, nstages: int, nmicros: int, name: str) -> Any:
+        """Runs a graph as a pipeline: sets `graph.pipeline`, and returns the graph.
+
+        Args:
+            name: "1f1b", "gpipe" or "1f1b_interleaved".
+
+        Raises:
+            ValueError: no schedule here has the name; the module is not end2end; the stages do not divide a unit.
+        """
+        _positive("nstages", nstages)
+        _positive("nmicros", nmicros)
+        if not self.use_end2end:
+            raise ValueError("a pipeline needs ComputeConfig(use_end2end=True): train_step runs its schedule")
+        schedule = schedule_named(name)
+        if nstages < self.plan_ngpus or schedule != "interleaved":
+            self.mesh(nstages)
+        graph.pipeline = Pipeline(nstages, nmicros, schedule)
+        return graph
+
+
+def schedule_named(name: str) -> str:
+    """Our name of the schedule that nnScaler calls `name`.
+
+    Raises:
+        ValueError: there is none here.
+    """
+    schedule = SCHEDULES.get(name)
+    if schedule is None:
+        offered = ", ".join(repr(known) for known, ours in SCHEDULES.items() if ours)
+        why = "is none of this package" if name in SCHEDULES else "is unknown"
+        raise ValueError(f"pipeline schedule {name!r} {why}; there are {offered}")
+    return schedule
+
+
+def _ranks_of_job(plan_ngpus: int) -> int:
+    if comm.is_initialized():
+        return comm.current().mesh.world_size
+    return int(os.environ.get("WORLD_SIZE", plan_ngpus))
+
+
+def _member(cls: type[E], value: Any, option: str) -> E:
+    if isinstance(value, cls):
+        return value
+    by_name = {member.value: member for member in cls}
+    if isinstance(value, str) and value.lower() in by_name:
+        return by_name[value.lower()]
+    near = f"; nearest: {nearest(value, by_name)}" if isinstance(value, str) else ""
+    raise ValueError(f"{option}={value!r} is none of {', '.join(map(repr, by_name))}{near}")
+
+
+def _positive(name: str, number: Any) -> None:
+    if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+        raise ValueError(f"ComputeConfig: {name} must be a positive integer, got {number!r}")
+
+
+def _multiples_near(number: int, factor: int) -> str:
+    below = number // factor * factor
+    return _listed([size for size in (below, below + factor) if size])
+
+
+def _divisors_near(number: int, wanted: int) -> str:
+    divisors = {part for low in range(1, math.isqrt(number) + 1) if not number % low for part in (low, number // low)}
+    below = max(part for part in divisors if part <= wanted) if wanted >= 1 else 1
+    above = min((part for part in divisors if part >= wanted), default=below)
+    return _listed(sorted({below, above}))
+
+
+def _listed(numbers: Iterable[int]) -> str:
+    return " and ".join(map(str, numbers))

@@ -1,0 +1,201 @@
+"""What every step of `parallelize` works on: a recorded forward as a line of calls on values, and how it is divided.
+
+    record      module, dummy arguments     -> Program
+    strategies  Call, size of the axis      -> the Strategies that typing rules allow
+    choose      Program, constraints, cost  -> Division: one strategy a call, one type a parameter
+    emit        Division                    -> Python source, one file a pipeline stage
+
+Pure data: nothing here records, judges or chooses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.utils._pytree as pytree
+
+from ..checking.types.rules.spec import operands
+from ..spmd.types import SpmdType
+
+__all__ = ["Call", "Division", "LocalCall", "Program", "Strategy", "Value", "operands_of", "values_in"]
+
+
+@dataclass(eq=False, repr=False)
+class Value:
+    """A tensor of the program, as the whole program has it: no rank, no shard.
+
+    Attributes:
+        name: a Python identifier, unique in the program; the emitted variable's.
+        kind: "input", "parameter", "buffer", "constant" or "result" (of a call).
+        path: of an input the path among forward's arguments (`x`, `data.target`); of a parameter or buffer its
+            qualified name in the module.
+        producer: the call that it is a result of.
+        varies: it depends on an input, a parameter or a buffer. What does not is left R.
+        constant: the tensor itself, of a constant.
+    """
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    path: str = ""
+    producer: Call | None = None
+    varies: bool = True
+    constant: torch.Tensor | None = None
+
+    def __repr__(self) -> str:
+        return f"{self.name}: {str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+
+
+@dataclass(eq=False, repr=False)
+class Call:
+    """A call of one torch function, on whole values.
+
+    Attributes:
+        function: the object that the rules are keyed by (`spmd`'s `RULES`).
+        args, kwargs: as in the source, with `Value`s in the place of tensors, in tuples, lists, dicts and slices too.
+        results: the tensors that it returns, in order.
+        several: it returns a tuple or list of its results, not one tensor.
+        where: `file:line` of the user's code; `source`: the text of that line.
+        module: qualified name of the module whose forward was running.
+        flops: floating-point operations of its matrix products and convolutions, forward.
+        random: it draws random numbers.
+        grad: gradients were enabled.
+        autocast: `(device type, dtype, enabled)` where that differed from around the forward.
+        checkpoint: number of the activation checkpoint that the user's code put around it.
+        writes: operands that it writes in place (buffers only: all else is made a value when it is recorded).
+    """
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    results: list[Value] = field(default_factory=list)
+    several: bool = False
+    where: str = ""
+    source: str = ""
+    module: str = ""
+    flops: int = 0
+    random: bool = False
+    grad: bool = True
+    autocast: tuple[str, torch.dtype, bool] | None = None
+    checkpoint: int | None = None
+    writes: tuple[int, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The function's name, for messages and for `select(name=)`."""
+        return str(getattr(self.function, "__name__", self.function))
+
+    def __repr__(self) -> str:
+        return f"{self.name}({', '.join(value.name for value in values_in((self.args, self.kwargs)))}) at {self.where}"
+
+
+@dataclass
+class Program:
+    """A forward, recorded once for one set of shapes.
+
+    Attributes:
+        inputs: the tensors among forward's arguments, in order; `structure`: how they make up the arguments.
+        parameters, buffers, constants: what the calls read beside; a tied parameter once.
+        outputs: the leaves of the result, values and constants; `output_structure`: how they make up the result.
+        training: `module.training` when it was recorded.
+    """
+
+    inputs: list[Value]
+    structure: pytree.TreeSpec
+    parameters: list[Value]
+    buffers: list[Value]
+    constants: list[Value]
+    calls: list[Call]
+    outputs: list[Any]
+    output_structure: pytree.TreeSpec
+    training: bool = True
+
+    @property
+    def leaves(self) -> Iterator[Value]:
+        """Every value that no call makes."""
+        yield from (*self.inputs, *self.parameters, *self.buffers, *self.constants)
+
+    def consumers(self) -> dict[Value, list[tuple[Call, int]]]:
+        """Of each value the calls that read it, and as which of their tensor operands."""
+        table: dict[Value, list[tuple[Call, int]]] = {value: [] for value in self.leaves}
+        for call in self.calls:
+            for index, value in enumerate(operands_of(call)):
+                table.setdefault(value, []).append((call, index))
+        return table
+
+
+class LocalCall(NamedTuple):
+    """What one rank calls: the function with the integers of its shard (views, groups, splits), or a composite's."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class Strategy(NamedTuple):
+    """One way to run a call on the ranks of one axis.
+
+    Attributes:
+        name: "R", "I", "S(1) of operand 0", "P of 0", or a composite's name; unique among a call's strategies.
+        operands: type of each tensor operand, in the order of the rules' operands.
+        results: type of each result.
+        local: what a rank calls.
+        share: which part of the call's computation a rank does: 1 or 1 / size.
+        bytes_moved: what a rank sends in the call itself, forward and backward (composites).
+    """
+
+    name: str
+    operands: tuple[SpmdType, ...]
+    results: tuple[SpmdType, ...]
+    local: LocalCall
+    share: float = 1.0
+    bytes_moved: tuple[int, int] = (0, 0)
+
+
+@dataclass
+class Division:
+    """A program divided over the ranks of a unit: `stages` pipeline stages of `size` ranks along `axis`.
+
+    Attributes:
+        strategies: of each call.
+        types: of inputs, parameters, buffers and constants. Those of results are their calls' (`type_of`). Where an
+            operand's type differs from its value's, a conversion stands between, once for all who want it.
+        stages: number of the first call of each stage; `[0]`: one stage.
+        recompute: spans of calls, from and to, whose values are computed again in backward.
+    """
+
+    program: Program
+    axis: str
+    size: int
+    strategies: dict[Call, Strategy]
+    types: dict[Value, SpmdType]
+    stages: list[int] = field(default_factory=lambda: [0])
+    recompute: list[tuple[int, int]] = field(default_factory=list)
+
+    def type_of(self, value: Value) -> SpmdType:
+        if value.producer is None:
+            return self.types[value]
+        return self.strategies[value.producer].results[value.producer.results.index(value)]
+
+
+def operands_of(call: Call) -> list[Value]:
+    """The tensor operands of a call, in the order of the rules' operands."""
+    return operands(call.args, call.kwargs, Value)
+
+
+def values_in(x: Any) -> Iterator[Value]:
+    """All values in containers, slices included."""
+    if isinstance(x, Value):
+        yield x
+    elif isinstance(x, (tuple, list)):
+        for item in x:
+            yield from values_in(item)
+    elif isinstance(x, dict):
+        yield from values_in(list(x.values()))
+    elif isinstance(x, slice):
+        yield from values_in((x.start, x.stop, x.step))
