@@ -57,7 +57,7 @@ def _summable(spec: ShardTensorSpec, group: Communicator, name: str) -> ShardTen
     if len(shared) > 1:
         raise ValueError(
             f"{name} over {group.axis}, of a ShardTensor {list(spec.placements)} on {spec.mesh}: ranks "
-            f"{sorted(shared)} are in both. Operators and parallel layers take ShardTensors on the ranks of other axes; "
+            f"{sorted(shared)} are in both. Operators and parallel layers take ShardTensors of other ranks; "
             "over its own mesh redistribute() it, or give its to_local()"
         )
     placements = [Replicate() if p == Partial("max") else p for p in spec.placements]
