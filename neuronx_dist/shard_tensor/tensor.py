@@ -29,7 +29,7 @@ from .local_shapes import local_spec
 from .placements import Partial, Placement, Replicate
 from .redistribute import nothing_of, redistributed
 from .spec import ShardTensorSpec, gradient_spec, make_spec
-from .typed import declared, promoted
+from .typed import declared, laid_out, promoted
 
 __all__ = ["ShardTensor", "gradient_spec", "in_layout", "local_of", "wrap", "written"]
 
@@ -77,6 +77,14 @@ class ShardTensor(torch.Tensor):
         for each in result if isinstance(result, (list, tuple)) else (result,):
             if isinstance(each, ShardTensor):  # the graph of what was called lies above, on wrappers
                 each._foreign = True
+        return result
+
+    @staticmethod
+    def as_laid_out(result: Any) -> Any:
+        """What a handler returned, for the type checker: local tensors have the types of their layouts."""
+        for x in result if isinstance(result, (list, tuple)) else (result,):
+            if isinstance(x, ShardTensor):
+                laid_out(x._local, x._spec)
         return result
 
     # --- from and to other tensors

@@ -31,7 +31,18 @@ from .device_mesh import DeviceMesh
 from .placements import spmd_type
 from .spec import ShardTensorSpec
 
-__all__ = ["carried", "declared", "exchanged", "moved", "on_own_shard", "promoted", "shards"]
+__all__ = [
+    "carried",
+    "declared",
+    "exchanged",
+    "laid_out",
+    "moved",
+    "on_own_shard",
+    "promoted",
+    "shards",
+    "shards_of",
+    "unseen",
+]
 
 
 def moved(
@@ -69,9 +80,8 @@ def exchanged(run: Callable[[], torch.Tensor], x: torch.Tensor, communicator: Co
     if note is None:  # in a backward pass
         with watcher.pause():
             return run()
-    types, origins = dict(note.type.types), dict(note.origins or {})
     for axis in _axes(communicator, watcher):
-        known = types.get(axis)
+        known = dict(note.type.types).get(axis)
         if known is not None and known.letter not in "VS0" or (known is not None and getattr(known, "dim", dim) != dim):
             raise SpmdTypeError(
                 f"exchange of dim {dim} of a tensor {list(x.shape)}",
@@ -80,7 +90,20 @@ def exchanged(run: Callable[[], torch.Tensor], x: torch.Tensor, communicator: Co
                 axis=axis,
                 rule="source",
             )
-        types[axis], origins[axis] = V, Origin("exchange", call_site(), "", "V")
+    return unseen(run, x, communicator, V)
+
+
+def unseen(
+    run: Callable[[], torch.Tensor], x: torch.Tensor, communicator: Communicator, type_: SpmdType
+) -> torch.Tensor:
+    """`run()`, which is not followed: its result has the type of `x`, and over the group `type_`."""
+    watcher = active()
+    note = watcher.note(x, "a handler") if watcher is not None else None
+    if watcher is None or note is None:
+        return run()
+    types, origins = dict(note.type.types), dict(note.origins or {})
+    for axis in _axes(communicator, watcher):
+        types[axis], origins[axis] = type_, Origin("exchange", call_site(), "", str(type_))
     with watcher.pause():
         result = run()
     watcher.stamp(result, TensorType.of(types, note.type.rest), origins)
@@ -119,6 +142,48 @@ def shards(x: torch.Tensor, dims: Mapping[Communicator, int]) -> torch.Tensor:
     if watcher is not None:
         _stamp(x, {group: S(dim) for group, dim in dims.items()}, watcher)
     return x
+
+
+def shards_of(spec: ShardTensorSpec) -> dict[Communicator, SpmdType]:
+    """The types of a local tensor along the groups that shard it."""
+    return {spec.mesh.communicator(m): S(dim) for m, dim in spec.sharded} if spec.mesh.communicators else {}
+
+
+# Of a layout's type the letters that a local tensor must not have; what is the same everywhere is R inside of handlers.
+_CONTRADICTS = {"I": "VSP", "S": "SPI", "P": "S"}
+
+
+def _contradicts(known: SpmdType, wanted: SpmdType) -> bool:
+    if known.letter == wanted.letter == "S":
+        return getattr(known, "dim", None) != getattr(wanted, "dim", None)
+    return known.letter in _CONTRADICTS[wanted.letter]
+
+
+def laid_out(local: torch.Tensor, spec: ShardTensorSpec) -> None:
+    """Says that a local tensor that a handler computed is the part that a layout names: what varies is a shard.
+
+    Raises:
+        SpmdTypeError: it is known to be something else.
+    """
+    watcher = active()
+    note = watcher.note(local, "a handler") if watcher is not None else None
+    if watcher is None or note is None:
+        return
+    types = dict(note.type.types)
+    for group, placement in zip(spec.mesh.communicators or (), spec.placements):
+        wanted = spmd_type(placement)
+        for axis in _axes(group, watcher):
+            known = types.get(axis)
+            if known is not None and _contradicts(known, wanted):
+                raise SpmdTypeError(
+                    f"the result of a handler, {list(spec.placements)}",
+                    f"by its layout it is {wanted} on {axis}, and the local tensor {list(local.shape)} is {known}",
+                    repairs=[f'spmd.redistribute(x, "{axis}", src=spmd.{known}, dst=spmd.{wanted}) before wrap()'],
+                    axis=axis,
+                    rule="layout",
+                )
+    if spec.sharded:
+        _stamp(local, shards_of(spec), watcher)
 
 
 def _stamp(x: torch.Tensor, declared: Mapping[Any, SpmdType], watcher: Watcher) -> None:

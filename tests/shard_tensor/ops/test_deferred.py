@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from neuronx_dist import comm
 from neuronx_dist.shard_tensor import Replicate, Shard, ShardTensor, distribute_tensor, one_exchange, report
