@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from neuronx_dist import spmd
 from neuronx_dist.comm import threads
 from neuronx_dist.mesh import Mesh
+from neuronx_dist.parallel_layers.layers import ColumnParallelLinear, RowParallelLinear
 from neuronx_dist.shard_tensor import (
     DeviceMesh,
     Replicate,
@@ -264,3 +265,34 @@ def test_a_collective_that_is_left_out_or_doubled_is_reported(site, bug):
     with mutate(SITES[site], bug) as hits, pytest.raises(SpmdTypeError):
         on_dp(step)
     assert hits
+
+
+class Model(torch.nn.Module):
+    """Parallel layers and a softmax over the rows that dp shards."""
+
+    def __init__(self, broken):
+        super().__init__()
+        self.broken = broken
+        self.up = ColumnParallelLinear(8, 16, gather_output=False)
+        self.down = RowParallelLinear(16, 8, input_is_parallel=True)
+
+    def forward(self, x):
+        x = ShardTensor.from_local(x, DeviceMesh.from_axes("dp"), [Shard(0)], sharding_shapes="chunk")
+        y = self.down(self.up(x).tanh()).softmax(0)
+        if self.broken:  # each rank's own part is taken for the whole
+            return ShardTensor.from_local(
+                y.to_local().square().sum(), y.device_mesh, sharding_shapes="chunk"
+            ).to_local()
+        return y.square().sum().full_tensor()
+
+
+def test_a_step_is_checked_before_it_is_started():
+    """`spmd.check` plays all ranks with ShardTensors in the model, and weights of tp."""
+
+    def report(broken):
+        return spmd.check(lambda: Model(broken), torch.randn(4, 8), mesh=Mesh(4, tp=2))
+
+    assert report(False).ok, str(report(False))
+    assert "it is P on dp, not I" in str(report(True))
+    with mutate(SITES["total:spmd.all_reduce#1"], left_out):
+        assert "by its layout it is I on dp, and the local tensor [] is P" in str(report(False))
