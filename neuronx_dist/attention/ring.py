@@ -92,11 +92,11 @@ def attention(
             f"attention: k has {k.shape[2]} keys and v {v.shape[2]}, and this rank's of {list(keys.sizes)} over "
             f"{None if group is None else group.axis} are {own}"
         )
-    result: torch.Tensor = _Attention.apply(q, k, v, mask, noise, _Use(keys, group, scale))
+    result: torch.Tensor = _Attention.apply(q, k, v, mask, noise, _Options(keys, group, scale))
     return result
 
 
-class _Use(NamedTuple):
+class _Options(NamedTuple):
     """Everything about a call but its tensors."""
 
     keys: Keys
@@ -155,12 +155,12 @@ class _Attention(torch.autograd.Function):
         v: torch.Tensor,
         mask: torch.Tensor | None,
         noise: torch.Tensor | None,
-        use: _Use,
+        options: _Options,
     ) -> torch.Tensor:
         whole = torch.promote_types(q.dtype, torch.float32)
         out = lse = None
-        for owner, keys, values in _turn(k, v, use):
-            for piece, block in use.blocks(q, keys, values, mask, noise, owner):
+        for owner, keys, values in _turn(k, v, options):
+            for piece, block in options.blocks(q, keys, values, mask, noise, owner):
                 new, new_lse = blocks.forward(block)
                 if lse is None and piece.rows == (0, q.shape[2]):
                     out, lse = new.to(whole), new_lse
@@ -170,10 +170,10 @@ class _Attention(torch.autograd.Function):
                 blocks.merge(_cut(out, piece.rows), lse[..., piece.rows[0] : piece.rows[1]], new, new_lse)
         if out is None or lse is None:
             out, lse = _nothing(q, v, whole)
-        if use.keys.merged and use.group is not None and use.group.size > 1:
-            out, lse = _merged(out, lse, use.group)
+        if options.keys.merged and options.group is not None and options.group.size > 1:
+            out, lse = _merged(out, lse, options.group)
         result = out.to(q.dtype)
-        ctx.use = use
+        ctx.options = options
         ctx.save_for_backward(q, k, v, mask, noise, result, blocks.without_infinity(lse))
         return result
 
@@ -185,19 +185,19 @@ class _Attention(torch.autograd.Function):
                 "scaled_dot_product_attention on tensors that are sharded by batch or heads"
             )
         q, k, v, mask, noise, out, lse = ctx.saved_tensors
-        use: _Use = ctx.use
+        options: _Options = ctx.options
         of_mask = mask is not None and ctx.needs_input_grad[3]
         dq, dmask = None, torch.zeros_like(mask, dtype=_wide(mask)) if of_mask else None
         home = travelling = None
-        for owner, keys, values in _turn(k, v, use):
+        for owner, keys, values in _turn(k, v, options):
             dk = dv = None
-            for piece, block in use.blocks(q, keys, values, mask, noise, owner):
+            for piece, block in options.blocks(q, keys, values, mask, noise, owner):
                 rows = piece.rows
                 grads = blocks.backward(block, _cut(grad, rows), _cut(out, rows), lse[..., rows[0] : rows[1]], of_mask)
                 dq = _added(dq, q, rows, grads[0])
                 dk, dv = _added(dk, keys, piece.keys, grads[1]), _added(dv, values, piece.keys, grads[2])
                 if dmask is not None and grads[3] is not None:
-                    offset = 0 if use.keys.merged else sum(use.keys.sizes[:owner])
+                    offset = 0 if options.keys.merged else sum(options.keys.sizes[:owner])
                     part = _cut(dmask, rows, (offset + piece.keys[0], offset + piece.keys[1]))
                     part.add_(grads[3].sum_to_size(part.shape))
             dk, dv = _zeros(keys) if dk is None else dk, _zeros(values) if dv is None else dv
@@ -206,7 +206,7 @@ class _Attention(torch.autograd.Function):
                 continue
             if travelling is not None:
                 dk, dv = _sum((dk, dv), travelling.wait())
-            travelling = _Passing(dk, dv, owner, use)
+            travelling = _Passing(dk, dv, owner, options)
         assert home is not None
         if travelling is not None:
             home = _sum(home, travelling.wait())
@@ -255,15 +255,15 @@ def _merged(out: torch.Tensor, lse: torch.Tensor, group: Communicator) -> tuple[
 # --- around the ring --------------------------------------------------------------------------------------------------
 
 
-def _turn(k: torch.Tensor, v: torch.Tensor, use: _Use) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+def _turn(k: torch.Tensor, v: torch.Tensor, options: _Options) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
     """The keys and values of each rank, this one's first. While a block is used, the next one is on its way."""
-    group = use.group
-    if group is None or group.size == 1 or use.keys.merged:
-        yield use.rank, k, v
+    group = options.group
+    if group is None or group.size == 1 or options.keys.merged:
+        yield options.rank, k, v
         return
     for step in range(group.size):
-        owner = (use.rank - step) % group.size
-        passing = _Passing(k, v, owner, use) if step < group.size - 1 else None
+        owner = (options.rank - step) % group.size
+        passing = _Passing(k, v, owner, options) if step < group.size - 1 else None
         yield owner, k, v
         if passing is not None:
             k, v = passing.wait()
@@ -272,11 +272,11 @@ def _turn(k: torch.Tensor, v: torch.Tensor, use: _Use) -> Iterator[tuple[int, to
 class _Passing:
     """A block's keys and values on their way to the next rank, in one message, while those of the rank before come."""
 
-    def __init__(self, k: torch.Tensor, v: torch.Tensor, owner: int, use: _Use) -> None:
-        group = use.group
+    def __init__(self, k: torch.Tensor, v: torch.Tensor, owner: int, options: _Options) -> None:
+        group = options.group
         assert group is not None
         size, rank = group.size, int(group.rank)
-        keys = use.keys.sizes[(owner - 1) % size]
+        keys = options.keys.sizes[(owner - 1) % size]
         self._width = k.shape[3]
         self._received = k.new_empty((*k.shape[:2], keys, k.shape[3] + v.shape[3]))
         nothing = k.new_empty(0)

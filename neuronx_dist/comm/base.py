@@ -256,12 +256,17 @@ class Backend:
         has_messages: whether two ranks can exchange a message in which no other rank takes part (`send` and `recv`).
         generator: of the ranks' devices, where torch does not know it (XLA); else None.
         board: what ranks say of themselves (`board.Board`); None: they cannot, or are played one by one.
+        device: where tensors are that it communicates, if nothing else says so.
     """
 
     name = "none"
     has_messages = True
     generator: DeviceGenerator | None = None
     board: Any = None
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu")
 
     def current_rank(self, mesh: Mesh, rank: int) -> int:
         """What `current().rank` is to be: the rank as it is, or as an int that notes who looks at it."""

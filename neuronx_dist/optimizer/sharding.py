@@ -29,7 +29,7 @@ class Sharding(NamedTuple):
     Attributes:
         group: the ranks that divide its rows.
         replicas: the ranks that have the same rows as this one, over which their gradient is summed too.
-        scale: what the sum of their gradients is multiplied by, which makes it the mean over the data.
+        scale: what the sum of their gradients is multiplied by: what makes it the mean over the data, or 1.
     """
 
     group: comm.Communicator
@@ -60,6 +60,7 @@ class DataSharding:
         groups: lists of ranks which together are the world, or the Communicator of an axis. Each has a part of the data
             ranks of one model replica, of equal sizes; experts are divided by the ranks of it that hold the same ones.
             None: all data ranks.
+        average: gradients become the mean over the data; False: their sum.
 
     Attributes:
         norm_groups: over which the powers of the ranks' norms are summed.
@@ -70,7 +71,8 @@ class DataSharding:
 
     norm_groups = ("world",)
 
-    def __init__(self, groups: Any = None) -> None:
+    def __init__(self, groups: Any = None, average: bool = True) -> None:
+        self._average = average
         axes = [DATA_AXES, *([_EXPERT_AXES] if comm.size("ep") > 1 else [])]
         if groups is None:
             self._groups = {axis: (comm.communicator(axis), comm.communicator(())) for axis in axes}
@@ -80,7 +82,8 @@ class DataSharding:
 
     def of(self, gradient: ParameterGradient) -> Sharding:
         """The sharding of the parameter that has this gradient."""
-        return Sharding(*self._groups[gradient.data_axis], 1 / comm.size(DATA_AXES))
+        scale = 1 / comm.size(DATA_AXES) if self._average else 1.0
+        return Sharding(*self._groups[gradient.data_axis], scale)
 
 
 def _groups_along(axis: tuple[str, ...], lists: Sequence[Sequence[int]]) -> tuple[comm.Communicator, comm.Communicator]:

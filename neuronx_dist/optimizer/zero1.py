@@ -95,6 +95,7 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
             all-gather of updated parameters bucket by bucket in the next forward. All backwards of a step but the last
             are inside of `no_sync(model)`; a pipeline model knows its last one. Without effect on XLA, whose compiler
             orders a program's collectives, and while types are checked.
+        average: False sums gradients over the data in place of their mean.
         defaults: arguments of `optimizer_class`.
 
     Attributes:
@@ -129,6 +130,7 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
         loss_scaler: LossScaler | None = None,
         norms_by_group: bool = False,
         overlap: bool = False,
+        average: bool = True,
         **defaults: Any,
     ) -> None:
         check_factory(type(self).__name__, params, optimizer_class)
@@ -143,7 +145,9 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
         self.skipped_steps = 0
         self._higher_cc_precision = higher_cc_precision
         self._use_grad_acc_hook = use_grad_acc_hook
-        self._sharding = sharding_groups if isinstance(sharding_groups, Unsharded) else DataSharding(sharding_groups)
+        self._sharding = (
+            sharding_groups if isinstance(sharding_groups, Unsharded) else DataSharding(sharding_groups, average)
+        )
         if grad_norm_groups is not None:
             check_norm_groups(grad_norm_groups)
         self._gather_cap = cap_in_bytes(bucket_cap_mb_all_gather, _BUCKET_CAP_ENV, _BUCKET_CAP_MB)
@@ -156,6 +160,7 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
         self._scatter_plan, self._gather_plan = BucketPlan(), BucketPlan()
         self._in_backward: BackwardReduction | None = None
         self._gathers = Gathers()
+        self._is_reduced = False
         self.base_optimizer: torch.optim.Optimizer | None = None
         super().__init__(params, defaults)
         if overlap and not any(map(in_one_program, parameters_of(self))):
@@ -201,13 +206,12 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
         """
         loss = None
         if closure is not None:
+            self._is_reduced = False
             with torch.enable_grad():
                 loss = closure()
         base = self._make_base()
-        self.wait()
-        for shard in self.shards:
-            shard.follow()
-        self._reduce_scatter()
+        self.reduce_scatter()
+        self._is_reduced = False
         finite = self._clip_grad_norm(self.max_norm) if self.grad_clipping or self.skip_nonfinite else True
         if finite:
             _copy_options(self.param_groups, base.param_groups)
@@ -220,14 +224,32 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
             self._all_gather()
         return loss
 
+    @torch.no_grad()
+    def reduce_scatter(self) -> None:
+        """Gives each master its gradient now, for who reads or scales it before `step`, which goes on from there.
+
+        A second call before `step` or `zero_grad` changes nothing.
+        """
+        if self._is_reduced:
+            return
+        self._make_base()
+        self.wait()
+        for shard in self.shards:
+            shard.follow()
+        self._reduce_scatter()
+        self._is_reduced = True
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients of the parameters, `main_grad` included."""
+        self._is_reduced = False
         if self._in_backward is not None:
             self._in_backward.drop()
         super().zero_grad(set_to_none)
         for shard in self.shards:
             if shard.gradient.attribute == "main_grad":
                 shard.gradient.tensor = None
+            if not shard.is_param:
+                shard.master.grad = None
 
     # --- the parts of a step -----------------------------------------------------------------------------------------
 

@@ -99,7 +99,8 @@ class Program:
     """A forward, recorded once for one set of shapes.
 
     Attributes:
-        inputs: the tensors among forward's arguments, in order; `structure`: how they make up the arguments.
+        inputs: the tensors among forward's arguments, in order.
+        arguments: the leaves of forward's arguments, values and constants; `structure`: how they make up the arguments.
         parameters, buffers, constants: what the calls read beside; a tied parameter once.
         outputs: the leaves of the result, values and constants; `output_structure`: how they make up the result.
         training: `module.training` when it was recorded.
@@ -114,6 +115,7 @@ class Program:
     outputs: list[Any]
     output_structure: pytree.TreeSpec
     training: bool = True
+    arguments: list[Any] = field(default_factory=list)
 
     @property
     def leaves(self) -> Iterator[Value]:
@@ -167,6 +169,8 @@ class Division:
             operand's type differs from its value's, a conversion stands between, once for all who want it.
         stages: number of the first call of each stage; `[0]`: one stage.
         recompute: spans of calls, from and to, whose values are computed again in backward.
+        schedule, microbatches: how stages take turns; a name of `pipeline.schedule`.
+        pipeline_ranks: stage s is on group s % pipeline_ranks of `size` ranks.
     """
 
     program: Program
@@ -176,6 +180,9 @@ class Division:
     types: dict[Value, SpmdType]
     stages: list[int] = field(default_factory=lambda: [0])
     recompute: list[tuple[int, int]] = field(default_factory=list)
+    schedule: str = "1f1b"
+    microbatches: int = 1
+    pipeline_ranks: int = 1
 
     def type_of(self, value: Value) -> SpmdType:
         if value.producer is None:

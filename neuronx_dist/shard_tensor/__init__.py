@@ -5,7 +5,7 @@ spec.py          the layout of a tensor, interned               tensor.py       
 local_shapes.py  a layout from one rank's part                  construct.py    distribute, scatter, factories
 moves.py         gather, split, exchange along one mesh dim     redistribute.py from one layout to another
 handlers.py      how functions get handlers; the recipe         labels.py       layouts by labels of dims
-extremes.py      maximum, minimum over dims and ranks
+extremes.py      maximum, minimum over dims and ranks           handed.py       to_local; torch's DTensors
 module.py        distribute_module                              fallback.py     functions without a handler
 other_mesh.py    to a mesh of other ranks                       typed.py        what the type checker is told
 checkpoint.py    torch.distributed.checkpoint                   compiling.py    torch.compile

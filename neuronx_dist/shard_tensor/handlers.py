@@ -26,7 +26,8 @@ How a handler is written (`ops/` has one family of functions a file):
   also one whose shard is empty. What is computed of a shard alone, such as its maximum, goes through
   `on_own_shard`.
 * **Results**: `wrap(local, make_spec(mesh, placements, shape, sizes))`; what is no tensor is returned as it is.
-* **Tests**: one line in `tests/shard_tensor/support/table.py` (see `support/cases.py`) runs it at all layouts.
+* **Tests**: one line in `tests/shard_tensor/support/table.py` (see `support/cases.py`) runs it at all layouts, one in
+  `support/refusals.py` each error that it raises, on all ranks.
 
 A user's handler is the same: `ShardTensor.register_function_handler(target, handler)`.
 """
@@ -75,10 +76,28 @@ def register_function_handler(target: Callable[..., Any], handler: Handler) -> N
     """`handler(func, types, args, kwargs)` computes `target` whenever an argument is a ShardTensor.
 
     `target` is a function of torch, a method of `torch.Tensor`, or one that asks `torch.overrides.has_torch_function`.
+    It takes the place of the handler that the function had.
+
+    Raises:
+        TypeError: one of them is no function.
+        ValueError: both handlers are this package's, so that the order of imports would decide.
     """
     if not callable(target) or not callable(handler):
         raise TypeError(f"register_function_handler: {target!r} and {handler!r} must be functions")
+    earlier = FUNCTIONS.get(target)
+    if earlier is not None and earlier is not handler and _is_ours(earlier) and _is_ours(handler):
+        raise ValueError(
+            f"{getattr(target, '__name__', target)} has two handlers, {_name(earlier)} and {_name(handler)}: keep one"
+        )
     FUNCTIONS[target] = handler
+
+
+def _is_ours(handler: Handler) -> bool:
+    return (getattr(handler, "__module__", None) or "").startswith(f"{__package__}.")
+
+
+def _name(handler: Handler) -> str:
+    return f"{handler.__module__}.{getattr(handler, '__qualname__', type(handler).__name__)}"
 
 
 def register_dispatch_handler(aten_overload: Any, handler: Callable[..., Any]) -> None:

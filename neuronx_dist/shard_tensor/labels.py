@@ -17,6 +17,7 @@ import torch
 from ..call_site import call_site
 from ..comm import Communicator
 from ..spmd.watching import active
+from .device_mesh import DeviceMesh
 from .handlers import check_promotion
 from .placements import Partial, Placement, Replicate, Shard
 from .redistribute import Step, steps, used_by, used_together
@@ -25,7 +26,7 @@ from .spec import ShardTensorSpec, make_spec
 from .tensor import ShardTensor, local_of
 from .typed import promoted
 
-__all__ = ["Labels", "New", "inside", "planned"]
+__all__ = ["Labels", "New", "inside", "one_mesh", "planned"]
 
 Label = Hashable
 _REPLICATE, _PARTIAL = Replicate(), Partial()
@@ -85,6 +86,18 @@ def planned(function: Callable[..., Any]) -> Callable[..., Any]:
     return looked_up
 
 
+def one_mesh(operands: Sequence[Any]) -> DeviceMesh:
+    """The mesh of the ShardTensors among some operands; there is one at least.
+
+    Raises:
+        ValueError: they are on different meshes.
+    """
+    mesh, *others = dict.fromkeys(x._spec.mesh for x in operands if isinstance(x, ShardTensor))
+    if others:
+        raise ValueError(f"operands are on {mesh} and {others[0]}: redistribute(mesh, placements) one of them")
+    return mesh
+
+
 def inside(
     rule: Callable[..., Labels], operands: Sequence[Any], *extras: Hashable, result: ShardTensorSpec | None = None
 ) -> tuple[list[Any], ShardTensorSpec]:
@@ -107,7 +120,7 @@ def inside(
             if mesh is None:
                 mesh = spec.mesh
             elif mesh is not spec.mesh:
-                raise ValueError(f"operands are on {mesh} and {spec.mesh}: redistribute(mesh, placements) one of them")
+                mesh = one_mesh(operands)
         else:
             locals_.append(x)
             if x is None:

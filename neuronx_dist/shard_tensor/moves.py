@@ -54,7 +54,7 @@ def gather(x: torch.Tensor, communicator: Communicator, dim: int, sizes: Sizes, 
     shards = Shards(dim, sizes)
     if shards.equal:
         return spmd.all_gather(x, communicator, src=S(dim), dst=R if used else I)
-    return _apply(x, _Use("gather_R" if used else "gather_I", communicator, shards, shards))
+    return _apply(x, _Between("gather_R" if used else "gather_I", communicator, shards, shards))
 
 
 def gather_each(x: torch.Tensor, communicator: Communicator) -> torch.Tensor:
@@ -67,7 +67,7 @@ def split(x: torch.Tensor, communicator: Communicator, dim: int, sizes: Sizes, *
     shards = Shards(dim, sizes)
     if shards.equal:
         return spmd.convert(x, communicator, src=R if used else I, dst=S(dim))
-    return _apply(x, _Use("split_R" if used else "split_I", communicator, shards, shards))
+    return _apply(x, _Between("split_R" if used else "split_I", communicator, shards, shards))
 
 
 def scatter_sum(x: torch.Tensor, communicator: Communicator, dim: int, sizes: Sizes) -> torch.Tensor:
@@ -75,7 +75,7 @@ def scatter_sum(x: torch.Tensor, communicator: Communicator, dim: int, sizes: Si
     shards = Shards(dim, sizes)
     if shards.equal:
         return spmd.reduce_scatter(x, communicator, src=P, dst=S(dim))
-    return _apply(x, _Use("scatter_sum", communicator, shards, shards))
+    return _apply(x, _Between("scatter_sum", communicator, shards, shards))
 
 
 def transpose(
@@ -88,10 +88,10 @@ def transpose(
     src, dst = Shards(src_dim, src_sizes), Shards(dst_dim, dst_sizes)
     if src.equal and dst.equal:
         return spmd.all_to_all(x, communicator, src=S(src_dim), dst=S(dst_dim))
-    return _apply(x, _Use("transpose", communicator, src, dst))
+    return _apply(x, _Between("transpose", communicator, src, dst))
 
 
-class _Use(NamedTuple):
+class _Between(NamedTuple):
     """A move between given shards."""
 
     name: str
@@ -99,8 +99,8 @@ class _Use(NamedTuple):
     src: Shards
     dst: Shards
 
-    def reversed(self) -> _Use:
-        return _Use(_BACKWARD[self.name], self.communicator, self.dst, self.src)
+    def reversed(self) -> _Between:
+        return _Between(_BACKWARD[self.name], self.communicator, self.dst, self.src)
 
 
 _BACKWARD = {
@@ -127,68 +127,68 @@ _OPERATORS: dict[str, tuple[Callable[..., torch.Tensor], SpmdType | None, SpmdTy
 
 class _Move(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, use: _Use) -> torch.Tensor:
-        ctx.use = use
-        return _KERNELS[use.name](x, use)
+    def forward(ctx: Any, x: torch.Tensor, between: _Between) -> torch.Tensor:
+        ctx.between = between
+        return _KERNELS[between.name](x, between)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _apply(grad, ctx.use.reversed()), None
+        return _apply(grad, ctx.between.reversed()), None
 
 
 @cache
-def _unseen(use: _Use) -> Callable[..., torch.Tensor]:
+def _unseen(between: _Between) -> Callable[..., torch.Tensor]:
     """The move as the function that the checker runs and judges in the operator's name."""
 
     def move(x: torch.Tensor, *_: Any, **types: Any) -> torch.Tensor:
-        return _apply(x, use)
+        return _apply(x, between)
 
-    move.__name__ = _OPERATORS[use.name][0].__name__
+    move.__name__ = _OPERATORS[between.name][0].__name__
     return move
 
 
-def _apply(x: torch.Tensor, use: _Use) -> torch.Tensor:
-    if active() is not None and use.name in _OPERATORS:
-        operator, src, dst = _OPERATORS[use.name]
-        types = (each or S(shards.dim) for each, shards in ((src, use.src), (dst, use.dst)))
-        judged = typed.moved(operator, _unseen(use), x, use.communicator, *types)
+def _apply(x: torch.Tensor, between: _Between) -> torch.Tensor:
+    if active() is not None and between.name in _OPERATORS:
+        operator, src, dst = _OPERATORS[between.name]
+        types = (each or S(shards.dim) for each, shards in ((src, between.src), (dst, between.dst)))
+        judged = typed.moved(operator, _unseen(between), x, between.communicator, *types)
         if judged is not None:
             return judged
     if x.requires_grad and torch.is_grad_enabled():
-        result: torch.Tensor = _Move.apply(x, use)
+        result: torch.Tensor = _Move.apply(x, between)
         return result
     with torch.no_grad():
-        return _KERNELS[use.name](x, use)
+        return _KERNELS[between.name](x, between)
 
 
-def _gather(x: torch.Tensor, use: _Use) -> torch.Tensor:
-    communicator, (dim, sizes) = use.communicator, use.src
+def _gather(x: torch.Tensor, between: _Between) -> torch.Tensor:
+    communicator, (dim, sizes) = between.communicator, between.src
     pieces = _exchanged([x] * communicator.size, communicator, [_resized(x, dim, size) for size in sizes])
     return torch.cat(pieces, dim)
 
 
-def _split(x: torch.Tensor, use: _Use) -> torch.Tensor:
-    start, stop = use.dst.bounds(use.communicator.rank)
-    return x.narrow(use.dst.dim, start, stop - start).clone(memory_format=torch.contiguous_format)
+def _split(x: torch.Tensor, between: _Between) -> torch.Tensor:
+    start, stop = between.dst.bounds(between.communicator.rank)
+    return x.narrow(between.dst.dim, start, stop - start).clone(memory_format=torch.contiguous_format)
 
 
-def _pad(x: torch.Tensor, use: _Use) -> torch.Tensor:
-    dim, sizes = use.src
-    start, stop = use.src.bounds(use.communicator.rank)
+def _pad(x: torch.Tensor, between: _Between) -> torch.Tensor:
+    dim, sizes = between.src
+    start, stop = between.src.bounds(between.communicator.rank)
     whole = x.new_zeros(_resized(x, dim, sum(sizes)))
     whole.narrow(dim, start, stop - start).copy_(x)
     return whole
 
 
-def _scatter_sum(x: torch.Tensor, use: _Use) -> torch.Tensor:
-    communicator, (dim, sizes) = use.communicator, use.dst
+def _scatter_sum(x: torch.Tensor, between: _Between) -> torch.Tensor:
+    communicator, (dim, sizes) = between.communicator, between.dst
     own = _resized(x, dim, sizes[communicator.rank])
     pieces = _exchanged(x.split(sizes, dim), communicator, [own] * communicator.size)
     return torch.stack(pieces).sum(0)
 
 
-def _transpose(x: torch.Tensor, use: _Use) -> torch.Tensor:
-    communicator, src, dst = use.communicator, use.src, use.dst
+def _transpose(x: torch.Tensor, between: _Between) -> torch.Tensor:
+    communicator, src, dst = between.communicator, between.src, between.dst
     own = _resized(x, dst.dim, dst.sizes[communicator.rank])
     shapes = [(*own[: src.dim], size, *own[src.dim + 1 :]) for size in src.sizes]
     return torch.cat(_exchanged(x.split(dst.sizes, dst.dim), communicator, shapes), src.dim)

@@ -11,7 +11,7 @@ import torch
 
 from .fetch import has_values
 from .handlers import check_promotion
-from .labels import planned
+from .labels import one_mesh, planned
 from .placements import Placement, Replicate, Shard
 from .redistribute import redistributed
 from .ring import RingPassingConfig, perform_ring_iteration_async
@@ -76,9 +76,7 @@ def radius_search(x: Any, y: Any, radius: float, max_points: int) -> Neighbours:
 
 def _in_rows(x: Any, y: Any) -> tuple[ShardTensor, ShardTensor]:
     """Points and queries that are sharded by rows alone; queries over the ranks of the points where they are free."""
-    mesh = next(each._spec.mesh for each in (x, y) if isinstance(each, ShardTensor))
-    if any(isinstance(each, ShardTensor) and each._spec.mesh is not mesh for each in (x, y)):
-        raise ValueError(f"knn: points on {x._spec.mesh}, queries on {y._spec.mesh}: redistribute(mesh) one of them")
+    mesh = one_mesh((x, y))
     both = []
     for each in (x, y):
         if not isinstance(each, ShardTensor):

@@ -16,17 +16,15 @@ from typing import Any
 
 import torch
 from torch._C import DisableTorchFunction
-from torch.distributed.tensor import DTensor
 
-from .. import spmd
-from ..spmd import I, R, no_typecheck
-from ..spmd.watching import active
+from ..spmd import no_typecheck
 from . import handlers
 from .compiling import run_as_it_is
 from .device_mesh import DeviceMesh, current_mesh
+from .handed import dtensor_of, handed_out, local_of_dtensor
 from .handlers import DISPATCH, FUNCTIONS, UNHANDLED
 from .local_shapes import local_spec
-from .placements import Partial, Placement, Replicate
+from .placements import Placement
 from .redistribute import nothing_of, redistributed
 from .spec import ShardTensorSpec, gradient_spec, make_spec
 from .typed import declared, laid_out, promoted
@@ -119,25 +117,11 @@ class ShardTensor(torch.Tensor):
     @staticmethod
     def from_dtensor(x: Any) -> ShardTensor:
         """A torch DTensor as a ShardTensor, in its graph."""
-        mesh = DeviceMesh.from_torch(x.device_mesh)
-        local = x.to_local()
-        spec = make_spec(mesh, x.placements, x.shape)
-        if local.shape != spec.local_shape:
-            spec = local_spec(local.shape, mesh, x.placements, "infer", x.shape)
-        return wrap(local, spec)
+        return wrap(*local_of_dtensor(x))
 
     def to_dtensor(self) -> Any:
         """This tensor as a torch DTensor, in its graph. Shards that are no chunks are redistributed."""
-        chunks = make_spec(self._spec.mesh, self._spec.placements, self._spec.shape)
-        local = redistributed(local_of(self), self._spec, chunks)
-        return DTensor.from_local(
-            local,
-            self._spec.mesh.to_torch(),
-            self._spec.placements,
-            run_check=False,
-            shape=self._spec.shape,
-            stride=torch.empty(self._spec.shape, device="meta").stride(),
-        )
+        return dtensor_of(local_of(self), self._spec)
 
     # --- layouts
 
@@ -168,23 +152,7 @@ class ShardTensor(torch.Tensor):
             grad_placements: what the gradient that comes back is, where it is not of this tensor's own layout: Partial
                 for a Replicate tensor that each rank uses on its own.
         """
-        local = local_of(self)
-        if self._spec.partial:
-            local = local.clone()
-        elif local.grad_fn is not None and torch.is_grad_enabled() and active() is None:
-            local = _handed(local)
-        if grad_placements is None:
-            return local
-        wanted = make_spec(self._spec.mesh, grad_placements, self._spec.shape, None)
-        for m, (own, grad) in enumerate(zip(self._spec.placements, wanted.placements)):
-            if isinstance(own, Replicate) and isinstance(grad, Partial):
-                local = spmd.convert(local, self._spec.mesh.communicator(m), src=I, dst=R)
-            elif own != grad and not (isinstance(own, Partial) and isinstance(grad, Replicate)):
-                raise ValueError(
-                    f"to_local: a gradient of {grad!r} for a tensor that is {own!r} on mesh dim {m}: redistribute() "
-                    "the tensor first, so that its own placement is that of the gradient"
-                )
-        return local
+        return handed_out(local_of(self), self._spec, grad_placements)
 
     @run_as_it_is
     def full_tensor(self) -> torch.Tensor:
@@ -347,18 +315,6 @@ class _Relink(torch.autograd.Function):
         return None, in_layout(grad, gradient_spec(ctx.spec))
 
 
-class _Handed(torch.autograd.Function):
-    """A local tensor as a view that torch lets nobody modify in place: the wrapper's graph would not know."""
-
-    @staticmethod
-    def forward(ctx: Any, local: torch.Tensor) -> torch.Tensor:
-        return local.view_as(local)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        return grad
-
-
 def _pass_on(x: torch.Tensor) -> None:
     """Gives the gradient that a foreign autograd function sent to a leaf's wrapper to the leaf, its local tensor."""
     assert isinstance(x, ShardTensor)
@@ -385,7 +341,6 @@ class _Unlink(torch.autograd.Function):
 _link: Callable[..., ShardTensor] = super(torch.autograd.Function, _Link).apply
 _unlink: Callable[..., torch.Tensor] = super(torch.autograd.Function, _Unlink).apply
 _relink: Callable[..., ShardTensor] = super(torch.autograd.Function, _Relink).apply
-_handed: Callable[..., torch.Tensor] = super(torch.autograd.Function, _Handed).apply
 
 
 def written(x: ShardTensor) -> ShardTensor:

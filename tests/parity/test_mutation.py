@@ -29,6 +29,7 @@ _COMPARED = (
 _MASK = "a rank's own piece of a mask, which has no gradient: nothing is communicated"
 _MEASURES = "predicts memory: a stand-in whose values are not used"
 _CLOCKS = "no tensors: ranks agree on file and clock of a trace (tests/pipeline/run/test_trace.py)"
+_FILES = "files, whose digests are compared (tests/parallelize/test_generation.py)"
 _ERRORS = "no tensors: whether a rank could write (tests/hf/test_save_errors.py)"
 EXEMPT = {
     "C10dCommunicator.start_all_gather:_all_gather_single#1": _NCCL,
@@ -43,6 +44,13 @@ EXEMPT = {
     },
     **{f"Watched.start_{verb}:?.start_{verb}#1": _PASSED_ON for verb in VERBS},
     "_written_together:comm.gather_objects#1": _ERRORS,
+    "_on_rank_0:comm.broadcast_object#1": _FILES,
+    "_read_on_all:comm.gather_objects#1": _FILES,
+    "_send:comm.broadcast_object#1": _FILES,
+    "_send:comm.broadcast_object#2": _FILES,
+    "_send:comm.gather_objects#1": _FILES,
+    "_send:comm.barrier#1": _ORDER,
+    "_send_file:comm.broadcast#1": _FILES,
     **{
         f"{composition}#1": _COMPARED
         for composition in (

@@ -220,3 +220,24 @@ def test_operands_that_do_not_go_together():
             x.sum(1)
 
     on_ranks(2, call)
+
+
+def test_a_second_handler_of_the_package_is_refused_and_a_users_own_takes_the_place():
+    def ours(func, types, args, kwargs):
+        return "ours"
+
+    ours.__module__ = "neuronx_dist.shard_tensor.ops.another"
+    with pytest.raises(
+        ValueError, match=r"dot has two handlers, .*ops\.matmul\.matmul and .*ops\.another\..*ours: keep"
+    ):
+        ShardTensor.register_function_handler(torch.dot, ours)
+    before = handlers.FUNCTIONS[torch.dot]
+    try:
+        ShardTensor.register_function_handler(torch.dot, lambda *_: "a user's")
+        ShardTensor.register_function_handler(torch.dot, lambda *_: "a later one")
+        assert (
+            on_ranks(2, lambda mesh: torch.dot(*[distribute_tensor(whole(16), mesh, [Shard(0)], src=None)] * 2))
+            == ["a later one"] * 2
+        )
+    finally:
+        handlers.FUNCTIONS[torch.dot] = before

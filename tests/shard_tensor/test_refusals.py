@@ -2,99 +2,20 @@
 
 from __future__ import annotations
 
-import pytest
-import torch
-import torch.nn.functional as F
+import ast
+import traceback
+from pathlib import Path
 
+import pytest
+
+from neuronx_dist import shard_tensor
 from neuronx_dist.comm import threads
 from neuronx_dist.mesh import Mesh
-from neuronx_dist.shard_tensor import (
-    DeviceMesh,
-    Partial,
-    Replicate,
-    Shard,
-    ShardTensor,
-    distribute_tensor,
-    promotion_mode,
-)
+from neuronx_dist.shard_tensor import DeviceMesh
+from tests.shard_tensor.support.refusals import REFUSALS
 
 TIMEOUT = 60.0
-
-
-def x(mesh, *sizes, shape=(7, 6), dim=0):
-    return distribute_tensor(torch.ones(shape), mesh, [Shard(dim)], sizes=[sizes or None], src=None)
-
-
-def _local(mesh, rows):
-    return ShardTensor.from_local(torch.ones(rows, 6), mesh, [Shard(0)], sharding_shapes="infer")
-
-
-REFUSALS = {
-    "sizes that do not add up": (lambda mesh: x(mesh, 3, 3), ValueError, r"sizes \[3, 3\] on mesh dim 0.*add up to 7"),
-    "a negative size": (lambda mesh: x(mesh, 9, -2), ValueError, r"none below 0"),
-    "a wrong number of sizes": (lambda mesh: x(mesh, 7), ValueError, r"they must be 2"),
-    "other dims that differ between ranks": (
-        lambda mesh: ShardTensor.from_local(torch.ones(2, 3 + mesh.get_rank()), mesh, [Shard(0)]),
-        ValueError,
-        "must be equal but for dim 0, and the ranks have",
-    ),
-    "a replicated tensor of which ranks have other shapes": (
-        lambda mesh: ShardTensor.from_local(torch.ones(2 + mesh.get_rank()), mesh, [Replicate()]),
-        ValueError,
-        "must be equal, and the ranks have",
-    ),
-    "a placement too many": (
-        lambda mesh: distribute_tensor(torch.ones(4), mesh, [Shard(0), Replicate()], src=None),
-        ValueError,
-        "there are 2 for a mesh of 1 dims",
-    ),
-    "a dim that is not there": (
-        lambda mesh: distribute_tensor(torch.ones(4), mesh, [Shard(1)], src=None),
-        ValueError,
-        "the tensor has 1 dims",
-    ),
-    "another mesh among operands": (
-        lambda mesh: x(mesh) + x(DeviceMesh("cpu", [1, 0])),
-        ValueError,
-        r"operands are on .* redistribute\(mesh, placements\) one of them",
-    ),
-    "a plain tensor under DISABLED": (
-        lambda mesh: _disabled(x(mesh)),
-        ValueError,
-        "its layout is unknown: distribute_tensor",
-    ),
-    "a view of a sharded dim": (
-        lambda mesh: x(mesh, 4, 3, dim=0).t().reshape(-1),
-        ValueError,
-        r"x.redistribute\(placements=\[Replicate\(\)\]\) first",
-    ),
-    "a halo that reflects past the tensor": (
-        lambda mesh: F.pad(x(mesh, 2, 1, shape=(3, 6)).t(), (4, 0), mode="reflect"),
-        ValueError,
-        "positions -4 to 1 reach past its reflections.*pad less",
-    ),
-    "in place on a Partial": (
-        lambda mesh: torch.dot(x(mesh, shape=(6,)), x(mesh, shape=(6,))).mul_(2),
-        ValueError,
-        "redistribute",
-    ),
-    "distribute_tensor of a Partial": (
-        lambda mesh: distribute_tensor(torch.ones(4), mesh, [Partial()], src=None),
-        ValueError,
-        "a Partial is made by redistribute",
-    ),
-    "distribute_tensor of a result": (
-        lambda mesh: distribute_tensor(torch.ones(4, requires_grad=True) * 2, mesh, [Shard(0)], src=None),
-        RuntimeError,
-        "takes a leaf",
-    ),
-    "a process group of threads": (lambda mesh: mesh.get_group(), RuntimeError, "has no process group on the backend"),
-}
-
-
-def _disabled(x):
-    with promotion_mode("disabled"):
-        return x + torch.ones(7, 6)
+FOLDER = Path(shard_tensor.__file__).parent
 
 
 @pytest.mark.parametrize("name", REFUSALS)
@@ -110,10 +31,37 @@ def test_all_ranks_refuse(name):
     assert threads.run(Mesh(2), rank, timeout=TIMEOUT) == [True, True]
 
 
-def test_one_tensor_dim_on_two_mesh_dims():
-    def rank():
-        mesh = DeviceMesh("cpu", [[0, 1], [2, 3]])
-        with pytest.raises(ValueError, match="tensor dim 0 is sharded on mesh dims 0 and 1; shard it on one of them"):
-            distribute_tensor(torch.ones(8), mesh, [Shard(0), Shard(0)], src=None)
+def raised_at(error: BaseException) -> set[tuple[str, int]]:
+    """Files of the package and lines where an error was raised, and those that it came from."""
+    places = set()
+    while error is not None:
+        *_, (frame, line) = traceback.walk_tb(error.__traceback__)
+        places.add((frame.f_code.co_filename, line))
+        error = error.__cause__
+    return places
 
-    threads.run(Mesh(4), rank, timeout=TIMEOUT)
+
+def test_each_refusal_of_the_package_has_a_case():
+    def rank():
+        mesh = DeviceMesh("cpu", [0, 1])
+        places = set()
+        for function, kind, _ in REFUSALS.values():
+            with pytest.raises(kind) as caught:
+                function(mesh)
+            places |= raised_at(caught.value)
+        return places
+
+    first, second = threads.run(Mesh(2), rank, timeout=TIMEOUT)
+    assert first == second
+    statements = [
+        (file, node)
+        for file in sorted(FOLDER.rglob("*.py"))
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Raise) and node.exc is not None
+    ]
+    missing = [
+        f"{file.relative_to(FOLDER)}:{node.lineno}: {ast.unparse(node)[:150]}"
+        for file, node in statements
+        if not any((str(file), line) in first for line in range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    ]
+    assert missing == [], "no case in support/refusals.py:\n" + "\n".join(missing)

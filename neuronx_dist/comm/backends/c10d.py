@@ -214,6 +214,13 @@ class C10dBackend(Backend):
             seconds = self.timeout.total_seconds()
             self.board = StoreBoard(store, dist.get_rank(), number, timeout=seconds, monitor=monitor)
 
+    @property
+    def device(self) -> torch.device:
+        types = _world()._device_types
+        if torch.device("cpu") in types:
+            return torch.device("cpu")
+        return _device_of_world() or torch.device(types[0].type, torch.accelerator.current_device_index())
+
     def communicator(
         self, label: str, groups: Sequence[Sequence[int]], global_rank: int, own: bool = False
     ) -> Communicator:

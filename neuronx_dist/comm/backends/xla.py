@@ -312,6 +312,7 @@ class XlaBackend(Backend):
     name = XLA
     has_messages = False
     generator = _XlaGenerator()
+    device = torch.device(XLA)
 
     def __init__(self, mesh: Mesh | None = None, issued: list[Issued] | None = None) -> None:
         self._mesh = mesh

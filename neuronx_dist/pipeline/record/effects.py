@@ -14,6 +14,10 @@ from torch.utils.flop_counter import flop_registry
 __all__ = ["Effects", "has_tensors", "storage_of", "tensors_in"]
 
 
+# They write the running mean and variance, arguments 3 and 4, of which their schemas say nothing.
+_BATCH_NORMS = {getattr(torch.ops.aten, f"{backend}_batch_norm").default for backend in ("native", "cudnn", "miopen")}
+
+
 class Effects(TorchDispatchMode):
     """Collects, of all operators that run inside it, what they do beside their results.
 
@@ -37,6 +41,8 @@ class Effects(TorchDispatchMode):
         for position, name in written:
             value = args[position] if position < len(args) else (kwargs or {}).get(name)
             self.writes |= {storage_of(x) for x in tensors_in(value)}
+        if func in _BATCH_NORMS and args[5]:  # training
+            self.writes |= {storage_of(x) for x in tensors_in(args[3:5])}
         result = func(*args, **(kwargs or {}))
         count = flop_registry.get(func.overloadpacket)
         if count is not None:

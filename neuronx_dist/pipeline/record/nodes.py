@@ -30,10 +30,13 @@ class Nodes:
         storages: memory of all tensors that nodes stand for, and of attributes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, advice: str) -> None:
+        """`advice`: what to do about a call that cannot be recorded."""
         self.graph = fx.Graph()
+        self._advice = advice
         self.attributes: dict[int, tuple[str, str, torch.Tensor]] = {}
         self.storages: set[int] = set()
+        self._originals: dict[int, int] = {}  # memory of a view of a fake stand-in -> that of the real tensor
         self._nodes: dict[int, fx.Node] = {}  # by id of the tensor
         self._alive: list[torch.Tensor] = []  # what ids are of: an id must not be used again
 
@@ -43,11 +46,20 @@ class Nodes:
         self._alive += [original, stand_in]
         self.storages.add(storage_of(stand_in))
 
+    def memory_of(self, x: torch.Tensor) -> int:
+        """Which memory it lies in: of a view of a fake tensor that stood in for a real one, the real one's."""
+        storage = storage_of(x)
+        return self._originals.get(storage, storage)
+
+    def add_view(self, storage: int, original: int) -> None:
+        """A tensor that stays alive lies in the memory of a stand-in for a real one."""
+        self._originals[storage] = self._originals.get(original, original)
+
     def bind(self, node: fx.Node, result: Any, info: Info) -> None:
         """Makes `node` stand for `result`, and makes nodes for the tensors inside it."""
         node.meta["info"] = info
         if isinstance(result, torch.Tensor):
-            info.spec, info.storage = TensorSpec.of(result), storage_of(result)
+            info.spec, info.storage = TensorSpec.of(result), self.memory_of(result)
             self._nodes[id(result)] = node
             self._alive.append(result)
             self.storages.add(info.storage)
@@ -98,8 +110,8 @@ class Nodes:
             if not kind:
                 if isinstance(x, FakeTensor):
                     raise TracingError(
-                        f"{where}: a tensor of shape {tuple(x.shape)} comes from a call that cannot be recorded. If "
-                        f"it is made by a module of yours, list its class in leaf_module_cls."
+                        f"{where}: a tensor of shape {tuple(x.shape)} comes from a call that cannot be recorded. "
+                        f"{self._advice}"
                     )
                 kind, name = "constant", f"_constant_{len(self._alive)}"
             node = self.graph.create_node("get_attr", name)

@@ -1,4 +1,4 @@
-"""Layers that cannot run on fake tensors are run on values, to learn what their results are.
+"""Layers and functions that cannot run on fake tensors are run on values, to learn what their results are.
 
 A layer of experts asks which of them has tokens; a kernel may have no fake implementation, or one that takes less. The
 values are the layer's own weights where those are real, else made up, and inputs are made up: results have the shapes
@@ -25,16 +25,17 @@ __all__ = ["run_on_values"]
 
 
 def run_on_values(
-    layer: nn.Module,
+    layer: nn.Module | Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     originals: Mapping[int, torch.Tensor],
     device: torch.device,
     fake: Callable[[torch.Tensor], torch.Tensor],
 ) -> tuple[Any, Effects]:
-    """The layer's result, as fake tensors, and what it does beside; nothing of the layer or its inputs changes.
+    """The result, as fake tensors, and what it does beside; nothing of the layer or its inputs changes.
 
     Args:
+        layer: or a function.
         args, kwargs: fake tensors, and real ones of which the values are known, among whatever else.
         originals: of the layer's fake parameters and buffers, by id; those may be on meta.
         device: where it runs.
@@ -63,11 +64,14 @@ def run_on_values(
                 return given.as_strided(x.shape, x.stride(), x.storage_offset())
         return fake(x)
 
-    state = {name: value_of(x) for name, x in (*layer.named_parameters(), *layer.named_buffers())}
     given_args, given_kwargs = pytree.tree_map(value_of, (args, kwargs))
     effects = Effects()
     with _random_state_kept(), effects:
-        result = functional_call(layer, state, given_args, given_kwargs)
+        if isinstance(layer, nn.Module):
+            state = {name: value_of(x) for name, x in (*layer.named_parameters(), *layer.named_buffers())}
+            result = functional_call(layer, state, given_args, given_kwargs)
+        else:
+            result = layer(*given_args, **given_kwargs)
     storages = {storage_of(value): storage_of(given) for given, value in values.values()}
     effects.writes = {storages.get(storage, storage) for storage in effects.writes}
     return pytree.tree_map(result_of, result), effects

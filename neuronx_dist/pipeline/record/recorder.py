@@ -15,19 +15,17 @@ has to have run before it, because it changes its arguments in place.
 from __future__ import annotations
 
 import functools
+import inspect
+import itertools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 from torch import fx, nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-)
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
@@ -37,18 +35,22 @@ from ...comm.rank_numbers import RankNumber
 from ...spmd.intercept import intercept
 from ...spmd.watching import no_typecheck
 from .checkpoints import Checkpoints
-from .effects import Effects, has_tensors, storage_of, tensors_in
-from .fake_mode import QuietFakeMode
+from .effects import has_tensors, storage_of, tensors_in
+from .evaluation import Evaluation, name_of
 from .nodes import Nodes, refuse_hidden
-from .on_values import run_on_values
-from .recording import Info, Recording, TracingError, is_leaf
+from .recording import Info, Recording, is_leaf, register_dataclasses
 from .surroundings import ShapesOfStage, restored, without_cache
 
 __all__ = ["record"]
 
 
 def record(
-    module: nn.Module, inputs: dict[str, Any], leaf_classes: Sequence[type] = (), device: torch.device | None = None
+    module: nn.Module,
+    inputs: dict[str, Any],
+    leaf_classes: Sequence[type] = (),
+    device: torch.device | None = None,
+    *,
+    leaves: bool = True,
 ) -> Recording:
     """Records `module(**inputs)`. Nothing of the module changes, no random number is drawn, nothing is communicated.
 
@@ -59,6 +61,7 @@ def record(
         leaf_classes: module classes to record as one call.
         device: where it will run; inputs and meta parameters are taken to be there. None: the device of the first
             input that is not on meta.
+        leaves: layers are one call each; False: no module is, every call is that of a function.
 
     Raises:
         TracingError: the forward branches on values, or passes tensors in a way that cannot be followed.
@@ -67,7 +70,7 @@ def record(
     if device is None:
         tensors = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, torch.Tensor) and not leaf.is_meta]
         device = tensors[0].device if tensors else torch.device("cpu")
-    recorder = _Recorder(module, leaf_classes, device)
+    recorder = _Recorder(module, leaf_classes, device, leaves)
     here = comm.current()
     with ExitStack() as stack:
         stack.enter_context(no_typecheck())
@@ -84,23 +87,26 @@ def record(
 # --- the recorder -----------------------------------------------------------------------------------------------------
 
 _local = threading.local()  # .recorder: the one at work in this thread
-_DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
-_READS_VALUES = {torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.data_ptr, torch.Tensor.tolist}
 # Calls that return no tensor, and yet are made for their effect.
 _EFFECTS = {torch.Tensor.register_hook, torch.Tensor.retain_grad}
 
+# About a tensor that comes from a call that was not seen.
+_ADVICE = "If it is made by a module of yours, list its class in leaf_module_cls."
+_ADVICE_ON_FUNCTIONS = "If it is made by a function of yours, register that: register_op."
+
 
 class _Recorder(TorchFunctionMode):
-    def __init__(self, module: nn.Module, leaf_classes: Sequence[type], device: torch.device) -> None:
+    def __init__(self, module: nn.Module, leaf_classes: Sequence[type], device: torch.device, leaves: bool) -> None:
         super().__init__()
         self.module = module
         self.leaf_classes = leaf_classes
+        self.leaves = leaves
+        self.running = [""]  # paths of the modules whose forward is running, innermost last; without leaves
         self.device = device
-        self.nodes = Nodes()
-        self.fake_mode = QuietFakeMode()
+        self.nodes = Nodes(_ADVICE if leaves else _ADVICE_ON_FUNCTIONS)
+        self.evaluation = Evaluation(device, leaves)
         self.paused = False
-        self.originals: dict[int, torch.Tensor] = {}  # by id of the fake one in the place of a parameter or buffer
-        self.needs_values: set[type] = set()  # classes of leaves that cannot run on fake tensors
+        self.stand_ins: dict[int, list[torch.Tensor | None]] = {}  # by id of a module, what is in place of its buffers
         self.writers: dict[int, list[fx.Node]] = {}  # storage -> calls that changed it so far
         self.buffers: dict[int, frozenset[int]] = {}  # by id of the leaf
         self.stale: set[int] = set()  # storages whose real values are not what the model would have
@@ -109,28 +115,44 @@ class _Recorder(TorchFunctionMode):
 
     def run(self, inputs: dict[str, Any]) -> Recording:
         self._replace_attributes()
+        if not self.leaves:
+            register_dataclasses(inputs)
         leaves, structure = pytree.tree_flatten(inputs)
         paths = [pytree.keystr(path).strip("[]'\"") for path, _ in pytree.tree_flatten_with_path(inputs)[0]]
         for index, (path, leaf) in enumerate(zip(paths, leaves)):
             if isinstance(leaf, torch.Tensor):
                 name = path if path.isidentifier() else f"input_{index}"
                 node = self.nodes.graph.create_node("placeholder", path, name=name)
-                leaves[index] = self._fake(leaf, leaf.requires_grad, self.device)
+                leaves[index] = self.evaluation.fake(leaf, leaf.requires_grad, self.device)
                 self.nodes.bind(node, leaves[index], Info("the inputs", "input"))
                 node.meta["leaf"] = index
         _local.recorder = self
         try:
             with self:
-                result = self.module(**pytree.tree_unflatten(leaves, structure))
+                given = pytree.tree_unflatten(leaves, structure)
+                by_position = [given.pop(name) for name in _positional_only(self.module, given)]
+                result = self.module(*by_position, **given)
         finally:
             _local.recorder = None
+        if not self.leaves:
+            register_dataclasses(result)
         flat, result_structure = pytree.tree_flatten(result)
         outputs = [self.nodes.argument(leaf, "the result of the model") for leaf in flat]
+        rebound = self._rebound_buffers() if not self.leaves else []
         self.nodes.graph.output(tuple(outputs))
         for node in self.nodes.graph.find_nodes(op="get_attr"):
-            if not node.users:  # only its shape or dtype was asked for
+            if not node.users and node not in {*itertools.chain(*rebound)}:  # only its shape or dtype was asked for
                 self.nodes.graph.erase_node(node)
-        return Recording(self.nodes.graph, result, outputs, result_structure)
+        return Recording(self.nodes.graph, result, outputs, result_structure, rebound)
+
+    def _rebound_buffers(self) -> list[tuple[fx.Node, fx.Node]]:
+        """Buffers that the forward put another tensor in the place of, and those."""
+        where, rebound = "the end of forward", []
+        for module in self.module.modules():
+            for buffer, now in zip(self.stand_ins.get(id(module), ()), module._buffers.values()):
+                if now is not buffer and now is not None:
+                    rebound.append((self.nodes.argument(buffer, where), self.nodes.argument(now, where)))
+        return rebound
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -176,9 +198,11 @@ class _Recorder(TorchFunctionMode):
                 self.nodes.argument(dict(kwargs), where),
             )
             buffers = self._buffers_of(module)
-            read = {storage_of(x) for x in tensors}
+            read = {self.nodes.memory_of(x) for x in tensors}
             # A real argument takes part as a fake one, of memory of its own; the mode forgets it when nobody holds it.
-            stand_ins = [(self.fake_mode.from_tensor(x), x) for x in tensors if not isinstance(x, FakeTensor)]
+            stand_ins = [
+                (self.evaluation.fake_mode.from_tensor(x), x) for x in tensors if not isinstance(x, FakeTensor)
+            ]
             real = {storage_of(fake): storage_of(x) for fake, x in stand_ins}
 
             before = [*module.buffers()] if module is not None else []
@@ -186,16 +210,20 @@ class _Recorder(TorchFunctionMode):
             watched: AbstractContextManager[list[Any]] = comm.record() if alone else nullcontext([])
             with watched as collectives:
                 if module is not None:
-                    result, effects = self._evaluate_layer(module, target, args, kwargs, where)
+                    result, effects = self.evaluation.layer(module, target, args, kwargs, where)
                 else:
-                    result, effects = self._evaluate(func, args, kwargs, known, where, target)
-            written = {real.get(storage, storage) for storage in effects.writes} & self.nodes.storages
+                    result, effects = self.evaluation.function(func, args, kwargs, known, where, target)
+            for x in tensors_in(result):
+                if storage_of(x) in real:
+                    self.nodes.add_view(storage_of(x), real[storage_of(x)])
+            memory = {storage_of(x): self.nodes.memory_of(x) for x in tensors} | real
+            written = {memory.get(storage, storage) for storage in effects.writes} & self.nodes.storages
             if module is not None and [*map(id, before)] != [*map(id, module.buffers())]:
                 written |= buffers  # it put other tensors in their place
             if not known:
-                self.stale |= {storage_of(x) for x in tensors if not isinstance(x, FakeTensor)} & written
+                self.stale |= written & {*memory.values()}
             if not (written or target is setattr or func in _EFFECTS or has_tensors(result)):
-                refuse_hidden(result, f"the result of {_name(target)}", where)
+                refuse_hidden(result, f"the result of {name_of(target)}", where)
                 return result  # a shape, a dtype, a number: a constant of this recording
 
             node = self.nodes.graph.create_node(op, target, node_args, node_kwargs)
@@ -211,6 +239,8 @@ class _Recorder(TorchFunctionMode):
                 grad=grad,
                 autocast=None if autocast == self.ambient else autocast,
                 checkpoint=checkpoint,
+                function=func if module is None else None,
+                module=self.running[-1] if module is None else str(target),
             )
             for storage in written:
                 self.writers.setdefault(storage, []).append(node)
@@ -232,52 +262,6 @@ class _Recorder(TorchFunctionMode):
             return frozenset()
         return self.buffers.setdefault(id(module), frozenset(storage_of(x) for x in module.buffers()))
 
-    def _evaluate(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], known: bool, where: str, target: Any
-    ) -> tuple[Any, Effects]:
-        """Runs one call on fake tensors; for real instead if its value is known."""
-        effects = Effects()
-        if func in _READS_VALUES:
-            if not known:
-                raise _reads_values(func, where)
-            return func(*args, **kwargs), effects
-        try:
-            with self.fake_mode, effects:
-                result = func(*args, **kwargs)
-        except _DATA_DEPENDENT as error:
-            if not known:
-                raise _reads_values(target, where) from error
-        if known and not effects.random:
-            result = func(*args, **kwargs)
-        return result, effects
-
-    def _evaluate_layer(
-        self, layer: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], where: str
-    ) -> tuple[Any, Effects]:
-        """Runs a leaf on fake tensors; one that has parameters and cannot, on values."""
-        failure: Exception | None = None
-        if type(layer) not in self.needs_values:
-            try:
-                return self._evaluate(layer._call_impl, args, kwargs, False, where, name)
-            except Exception as error:
-                if next(layer.parameters(), None) is None:
-                    raise
-                failure = error
-        try:
-            result = run_on_values(layer, args, kwargs, self.originals, self.device, self._like)
-        except Exception:
-            if failure is None:
-                raise
-            raise failure from None
-        self.needs_values.add(type(layer))
-        return result
-
-    def _like(self, x: torch.Tensor) -> torch.Tensor:
-        """A fake tensor in the place of a result that has values; not a leaf of autograd, as a result is none."""
-        fake = self._fake(x, x.requires_grad, self.device)
-        with self.fake_mode:
-            return fake.clone() if x.requires_grad else fake
-
     @contextmanager
     def _paused(self) -> Iterator[None]:
         """Records nothing of what runs inside: the recorder itself calls it."""
@@ -290,11 +274,6 @@ class _Recorder(TorchFunctionMode):
     def _is_unknown(self, x: torch.Tensor) -> bool:
         return isinstance(x, FakeTensor) or id(x) in self.nodes.attributes or storage_of(x) in self.stale
 
-    def _fake(self, x: torch.Tensor, requires_grad: bool, device: torch.device) -> torch.Tensor:
-        with self.fake_mode:
-            fake = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
-        return fake.requires_grad_(requires_grad)
-
     def _replace_attributes(self) -> None:
         """Puts fake tensors in the place of parameters and buffers, and makes the leaves report to us."""
         fakes: dict[int, torch.Tensor] = {}
@@ -305,23 +284,27 @@ class _Recorder(TorchFunctionMode):
                         continue
                     fake = fakes.get(id(tensor))
                     if fake is None:
-                        fake = self._fake(tensor, False, self.device if tensor.is_meta else tensor.device)
+                        fake = self.evaluation.fake(tensor, False, self.device if tensor.is_meta else tensor.device)
                         if kind == "parameter":
                             fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
                         fake.__dict__.update(tensor.__dict__)
                         fakes[id(tensor)] = fake
                         qualified = f"{prefix}.{name}" if prefix else name
                         self.nodes.add_attribute(kind, qualified, tensor, fake)
-                        self.originals[id(fake)] = tensor
+                        self.evaluation.originals[id(fake)] = tensor
                     table[name] = fake
+            self.stand_ins[id(module)] = [*module._buffers.values()]
         self._report_calls(self.module, "")
 
     def _report_calls(self, module: nn.Module, prefix: str) -> None:
         for name, child in module.named_children():
             path = f"{prefix}.{name}" if prefix else name
-            if is_leaf(child, self.leaf_classes):
-                # `Module.__call__` asks this attribute, which `Module.compile` sets: an interception per object, so
-                # that other models of the process, and other ranks that are threads, see nothing of it.
+            # `Module.__call__` asks this attribute, which `Module.compile` sets: an interception per object, so that
+            # other models of the process, and other ranks that are threads, see nothing of it.
+            if not self.leaves:
+                child.__dict__["_compiled_call_impl"] = functools.partial(_module_called, self, child, path)
+                self._report_calls(child, path)
+            elif is_leaf(child, self.leaf_classes):
                 child.__dict__["_compiled_call_impl"] = functools.partial(_leaf_called, self, child, path)
             else:
                 self._report_calls(child, path)
@@ -337,6 +320,20 @@ def _leaf_called(recorder: _Recorder, module: nn.Module, name: str, *args: Any, 
     return recorder.call_module(module, name, args, kwargs)
 
 
+def _module_called(recorder: _Recorder, module: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
+    recorder.running.append(name)
+    try:
+        return module._call_impl(*args, **kwargs)
+    finally:
+        recorder.running.pop()
+
+
+def _positional_only(module: nn.Module, given: dict[str, Any]) -> list[str]:
+    """Names of arguments that forward takes by position alone."""
+    parameters = inspect.signature(module.forward).parameters.values()
+    return [p.name for p in parameters if p.kind is inspect.Parameter.POSITIONAL_ONLY and p.name in given]
+
+
 # --- surroundings -----------------------------------------------------------------------------------------------------
 
 
@@ -348,20 +345,3 @@ def _see_function(original: Any, cls: Any, args: tuple[Any, ...], kwargs: dict[s
     if cls is CheckpointFunction:
         return recorder.checkpoints.run_reentrant(*args)
     return recorder.call_function(original, args, kwargs)
-
-
-def _reads_values(target: Callable[..., Any] | str, where: str) -> TracingError:
-    if isinstance(target, str):
-        return TracingError(
-            f"{where}: layer {target} needs the values of a tensor, and is recorded as one call, in which no values "
-            f"are known. If leaf_module_cls names its class, leave it out: what does not depend on the model's inputs "
-            f"is then computed, and may be branched on. Else use torch.where or a mask."
-        )
-    return TracingError(
-        f"{where}: {_name(target)} needs the values of a tensor that depends on the model's inputs. A pipeline records "
-        f"the forward once for all batches of a shape, so it cannot branch on values: use torch.where or a mask."
-    )
-
-
-def _name(target: Callable[..., Any] | str) -> str:
-    return target if isinstance(target, str) else getattr(target, "__name__", repr(target))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -10,7 +11,8 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx, nn
 
-__all__ = ["Info", "Recording", "TensorSpec", "TracingError", "describe", "info_of", "is_leaf", "pack", "part"]
+__all__ = ["Info", "Recording", "TensorSpec", "TracingError", "describe", "info_of", "is_leaf", "pack", "part",
+           "register_dataclasses"]  # fmt: skip
 
 
 class TracingError(RuntimeError):
@@ -51,6 +53,8 @@ class Info:
         autocast: `(device type, dtype, enabled)` where that differed from around the forward.
         checkpoint: the number of the activation checkpoint, around several calls, that it lies in.
         constant: the tensor itself, for `constant`.
+        function: what was called, for `function`: the object that a `TorchFunctionMode` receives.
+        module: qualified name of the module whose forward was running; known if no module is a leaf.
     """
 
     where: str
@@ -67,6 +71,8 @@ class Info:
     autocast: tuple[str, torch.dtype, bool] | None = None
     checkpoint: int | None = None
     constant: torch.Tensor | None = None
+    function: Callable[..., Any] | None = None
+    module: str = ""
 
 
 @dataclass
@@ -78,12 +84,14 @@ class Recording:
         result: what the forward returned, with fake tensors.
         outputs: the leaves of the result: nodes and constants.
         structure: how they make up the result.
+        rebound: buffers that the forward put another tensor in the place of, and those; known if no module is a leaf.
     """
 
     graph: fx.Graph
     result: Any
     outputs: list[Any]
     structure: pytree.TreeSpec
+    rebound: list[tuple[fx.Node, fx.Node]] = field(default_factory=list)
 
     def calls(self) -> list[fx.Node]:
         """The calls of leaf modules, in order."""
@@ -124,6 +132,15 @@ def pack(leaves: Sequence[Any], structure: pytree.TreeSpec) -> Any:
 def part(container: Any, index: int) -> Any:
     """Leaf number `index` of a container of a registered class."""
     return pytree.tree_leaves(container)[index]
+
+
+def register_dataclasses(x: Any) -> None:
+    """Makes containers, for torch's pytrees, of the dataclasses in `x` whose class nobody has registered yet."""
+    if dataclasses.is_dataclass(x) and not isinstance(x, type) and type(x) not in pytree.SUPPORTED_NODES:
+        pytree.register_dataclass(type(x))
+    for item in pytree.tree_flatten(x, is_leaf=lambda y: y is not x)[0]:
+        if item is not x:
+            register_dataclasses(item)
 
 
 def describe(x: Any) -> str:

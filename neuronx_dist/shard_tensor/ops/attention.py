@@ -14,6 +14,7 @@ from ..attention_method import forced_method, note_choice, token_order
 from ..attention_plan import AttentionPlan, Call, plan_attention
 from ..exchange import linked
 from ..handlers import check_promotion, sharded
+from ..labels import one_mesh
 from ..redistribute import redistributed, run
 from ..spec import ShardTensorSpec, make_spec
 from ..tensor import ShardTensor, local_of, wrap
@@ -69,14 +70,10 @@ def scaled_dot_product_attention(func: Callable[..., Any], types: Any, args: Any
 
 
 def _specs(operands: list[torch.Tensor]) -> list[ShardTensorSpec]:
-    mesh = next(x._spec.mesh for x in operands if isinstance(x, ShardTensor))
+    mesh = one_mesh(operands)
     specs = []
     for x in operands:
         if isinstance(x, ShardTensor):
-            if x._spec.mesh is not mesh:
-                raise ValueError(
-                    f"operands are on {mesh} and {x._spec.mesh}: redistribute(mesh, placements) one of them"
-                )
             specs.append(x._spec)
         else:
             check_promotion(x, "scaled_dot_product_attention")

@@ -200,7 +200,9 @@ def _new(work: Work, spec: ShardTensorSpec, before: Deferred | None) -> Deferred
 
 def _outlined(work: Work, spec: ShardTensorSpec) -> Deferred:
     source = work.source
-    result: Deferred = torch.Tensor._make_wrapper_subclass(Deferred, spec.shape, dtype=source.dtype, device=source.device)
+    result: Deferred = torch.Tensor._make_wrapper_subclass(
+        Deferred, spec.shape, dtype=source.dtype, device=source.device
+    )
     result._spec, result._work = spec, work
     return result
 

@@ -154,7 +154,9 @@ _POINTWISE = [
 _CALCULATIONS = "abs add clamp cos div erf exp log mul neg pow sigmoid sin sqrt square sub tanh relu".split()
 _KEEPING = {
     *_existing(torch, _CALCULATIONS),
-    *_existing(torch.Tensor, [*_CALCULATIONS, *"__add__ __mul__ __radd__ __rmul__ __rsub__ __sub__ __truediv__".split()]),
+    *_existing(
+        torch.Tensor, [*_CALCULATIONS, *"__add__ __mul__ __radd__ __rmul__ __rsub__ __sub__ __truediv__".split()]
+    ),
     *_existing(F, _ACTIVATIONS),
     *_existing(torch._C._nn, _ACTIVATIONS),
 }

@@ -14,7 +14,7 @@ from .index import indexed
 from .spec import Spec, along, derive, elementwise, labels, nonzero, rule
 from .views import FIRST, Labels, as_int
 
-__all__ = ["index_sum", "scatter_sum", "write"]
+__all__ = ["index_sum", "scatter_sum", "write", "write_number"]
 
 WHERE = "its positions say where in the other tensor values go"
 
@@ -40,10 +40,10 @@ def write(x: Tensor, value: Any, index: Any, accumulate: bool = False) -> Tensor
     return written
 
 
-def _writes_number(x: Tensor, value: Any, index: Any, accumulate: bool = False) -> Tensor:
+def write_number(x: Tensor, value: Any, index: Any, accumulate: bool = False) -> Tensor:
     """`write` of a number: a function of its own, because it is linear in other operands."""
     if has_torch_function((x,)):
-        return handle_torch_function(_writes_number, (x,), x, value, index, accumulate)
+        return handle_torch_function(write_number, (x,), x, value, index, accumulate)
     return write(x, value, index)
 
 
@@ -71,13 +71,13 @@ def _write(x: Tensor, value: Any, index: Any, accumulate: bool = False) -> Spec:
 
 
 rule(write, linear=((0, 1),), name="index_put")(_write)
-rule(_writes_number, linear=FIRST, name="index_put", affine=lambda x, value, index, accumulate=False: nonzero(value))(
+rule(write_number, linear=FIRST, name="index_put", affine=lambda x, value, index, accumulate=False: nonzero(value))(
     _write
 )
 
 
 def _written(x: Tensor, index: Any, value: Any) -> Tensor:
-    return write(x, value, index) if isinstance(value, Tensor) else _writes_number(x, value, index)
+    return write(x, value, index) if isinstance(value, Tensor) else write_number(x, value, index)
 
 
 def _put(input: Tensor, indices: Any, values: Tensor, accumulate: bool = False) -> Tensor:

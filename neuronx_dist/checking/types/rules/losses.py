@@ -156,6 +156,9 @@ def _ctc(*args: Any, **kwargs: Any) -> Spec:
             batch and x.dim() > at and x.shape[at] == named["log_probs"].shape[1] and not (number == 1 and x.dim() < 2)
         )
         ins.append([samples if own and dim == at else (builder.new(n, why),) for dim, n in enumerate(x.shape)])
+    if named["targets"].dim() < 2:
+        counted = "ctc_loss counts where a sample's targets begin in those of all samples"
+        builder.fixed.update(dict.fromkeys(samples, counted))
     return _ended(builder.spec(ins, [[samples] if batch else []]), _reduction(named))
 
 

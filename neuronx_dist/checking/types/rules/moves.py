@@ -100,7 +100,11 @@ def tile(input: Tensor, *sizes: Any, dims: Any = None) -> Spec:
     return _repeated(input.shape, (1,) * (input.ndim - len(times)) + times)
 
 
-@rule(torch.repeat_interleave, Tensor.repeat_interleave, linear=FIRST)
+def _of_counts(input: Tensor, repeats: Any = None, *_: Any, **__: Any) -> bool:
+    return repeats is None
+
+
+@rule(torch.repeat_interleave, Tensor.repeat_interleave, linear=FIRST, affine=_of_counts)
 def repeat_interleave(input: Tensor, repeats: Any = None, dim: int | None = None, output_size: Any = None) -> Spec:
     builder = Labels()
     if repeats is None:  # how often each position is to be repeated: gives positions

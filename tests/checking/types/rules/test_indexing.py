@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from neuronx_dist.checking.types.rules import RULES
-from neuronx_dist.checking.types.rules.indexing import _writes_number, index_sum, scatter_sum, write
+from neuronx_dist.checking.types.rules.indexing import index_sum, scatter_sum, write, write_number
 from tests.checking.types.rules.verify_rule import received, verify
 
 
@@ -110,19 +110,19 @@ def test_write(index):
     verify(write, data, value, index, _adapt=halves, _refusals=False)
     if not unique:
         for number in (3.0, 0):  # with which some of these fill all of it
-            verify(_writes_number, data, number, index, _adapt=halves, _refusals=False, _constant=True)
+            verify(write_number, data, number, index, _adapt=halves, _refusals=False, _constant=True)
 
 
 def test_write_under_a_mask_is_elementwise():
     mask = x(4, 6) > 0
-    for value, function in [(0, _writes_number), (2.0, _writes_number), (x()[None], write), (x(), write)]:
-        spec = verify(function, x(4, 6, 8), value, mask, _linear=function is _writes_number)
+    for value, function in [(0, write_number), (2.0, write_number), (x()[None], write), (x(), write)]:
+        spec = verify(function, x(4, 6, 8), value, mask, _linear=function is write_number)
         assert spec is not None and not spec.fixed
     beside = x(8) > 0
     for index in ((mask, slice(None)), (..., beside), (slice(None), slice(None), beside), (slice(None), x(6, 8) > 0)):
-        spec = verify(_writes_number, x(4, 6, 8), 0, index, _linear=True)
+        spec = verify(write_number, x(4, 6, 8), 0, index, _linear=True)
         assert spec is not None and not spec.fixed
-    assert RULES[_writes_number].spec(x(4, 6, 8), 0, (mask, slice(0, 2))).fixed
+    assert RULES[write_number].spec(x(4, 6, 8), 0, (mask, slice(0, 2))).fixed
     values = x(4, 6)[mask]
     spec = RULES[write].spec(x(4, 6), values, mask)
     assert {0, 1} <= spec.fixed.keys()

@@ -1,0 +1,232 @@
+"""`parallelize`: a module in, a parallel module out.
+
+    recorded (record.py) -> divided (choose.py) -> emitted (emit.py) -> proven (verify.py) -> files (generation.py)
+
+Rank 0 does this, unless there are files of an earlier run; every rank then makes its part of the module from them.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed
+from torch import nn
+
+from .. import comm
+from ..nearest import nearest
+from ..parallel_layers.parallel_state import initialize_model_parallel
+from .config import BroadcastGenFilesStrategy, ComputeConfig, ReuseType
+from .constants import constants_from_text, constants_text
+from .decompose import decomposed
+from .emit import emit
+from .files import Generated, GeneratedFolder
+from .generation import Emitted, generate
+from .graph import IRGraph
+from .keys import key_of
+from .module import ParallelModule, parallel_class
+from .program import Division, Program
+from .record import record_program
+from .source_text import program_text
+from .stored import constants_of, stored_of
+from .verify import EmittedProgramError, verify
+
+__all__ = ["parallelize"]
+
+CODE = "gencode0.py"
+CONSTANTS = "constants.json"
+
+
+def parallelize(
+    module_or_module_class: nn.Module | type[nn.Module],
+    dummy_forward_args: dict[str, Any],
+    pas_policy: str | Callable[..., Any],
+    compute_config: ComputeConfig,
+    *,
+    gen_savedir: str | Path = "./.nnscaler",
+    reuse: ReuseType | str = ReuseType.MATCH,
+    instance_name: str | None = None,
+    load_module: bool = True,
+    module_dtype: torch.dtype | None = None,
+    module_fn: Callable[[], nn.Module] | None = None,
+    init_module_params: bool = True,
+    broadcast_strategy: str | BroadcastGenFilesStrategy = "none",
+) -> None | ParallelModule | type[ParallelModule]:
+    """Divides a module over the ranks of a unit: an object becomes an object, a class a class.
+
+    Args:
+        module_or_module_class: what is already parallel is returned as it is. May be on meta; the object form then has
+            no initial weights.
+        dummy_forward_args: arguments of forward by name: of tensors shapes and dtypes count. What is left out has
+            forward's default.
+        pas_policy: the name of a policy, or a function `(IRGraph, ComputeConfig) -> IRGraph`.
+        gen_savedir: where generated files are.
+        reuse: what is done with files of an earlier run.
+        instance_name: tells apart what is generated for one class; None: "_".
+        load_module: False: generate files, and return None. Needs no process group.
+        module_dtype: the module is taken to this dtype first, in place; None: as it is.
+        module_fn: makes the module where a class is given; None: the class, without arguments.
+        init_module_params: of an object: the initial values of the original; False: empty parameters.
+        broadcast_strategy: which newly generated files rank 0 sends to hosts that do not share its folder.
+
+    Returns:
+        The parallel module or class; None without `load_module`.
+
+    Raises:
+        TypeError: arguments that forward does not have, or an end2end module with a second required argument.
+        ValueError: forward has positional-only arguments, the module has parallel ones inside, an unknown policy.
+        GeneratedFilesError: files of something else, with `ReuseType.MATCH`; or none where none is generated.
+        EmittedProgramError: a bug of this package; the file is kept.
+    """
+    is_class = isinstance(module_or_module_class, type)
+    module_class = module_or_module_class if isinstance(module_or_module_class, type) else type(module_or_module_class)
+    if issubclass(module_class, ParallelModule):
+        return module_or_module_class  # type: ignore[return-value]
+    _join(compute_config)
+
+    def module() -> nn.Module:
+        return _module(module_or_module_class, module_fn, module_dtype, dummy_forward_args, compute_config)
+
+    if not is_class:
+        module()  # what is wrong with it is an error on every rank
+    made: list[nn.Module] = []
+
+    def original() -> nn.Module:
+        if not made:
+            made.append(module())
+        return made[0]
+
+    generated = generate(
+        GeneratedFolder(gen_savedir, module_class, instance_name),
+        lambda: key_of(original(), dummy_forward_args, pas_policy, compute_config),
+        lambda: _emitted(original(), dummy_forward_args, pas_policy, compute_config, Path(gen_savedir)),
+        reuse=reuse,
+        strategy=broadcast_strategy,
+        load=load_module,
+    )
+    if generated is None:
+        return None
+    loaded = _loaded(generated, compute_config)
+    return loaded if is_class else loaded(init_module_params)
+
+
+def _join(config: ComputeConfig) -> None:
+    """Makes the mesh of the job, where there are processes and no mesh yet."""
+    if not comm.is_initialized() and torch.distributed.is_available() and torch.distributed.is_initialized():
+        mesh = config.mesh()
+        initialize_model_parallel(tensor_model_parallel_size=mesh.tp, pipeline_model_parallel_size=mesh.pp)
+
+
+def _module(
+    given: Any,
+    module_fn: Callable[[], nn.Module] | None,
+    dtype: torch.dtype | None,
+    arguments: Mapping[str, Any],
+    config: ComputeConfig,
+) -> nn.Module:
+    """The module that is parallelized, and whether it can be."""
+    module = (module_fn or given)() if inspect.isclass(given) else given
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"parallelize takes a torch.nn.Module or a class of them, got {type(module).__name__}")
+    if dtype is not None:
+        module.to(dtype)
+    for name, child in module.named_modules():
+        if isinstance(child, ParallelModule):
+            raise ValueError(
+                f"{type(module).__name__}: {name} is parallel already, and a parallel module has none inside: "
+                "parallelize the whole or the parts"
+            )
+    _check_arguments(module, arguments, config)
+    return module
+
+
+def _check_arguments(module: nn.Module, arguments: Mapping[str, Any], config: ComputeConfig) -> None:
+    name = f"{type(module).__name__}.forward"
+    if not isinstance(arguments, Mapping):
+        raise TypeError(f"dummy_forward_args is a dict of {name}'s arguments by name, got {type(arguments).__name__}")
+    parameters = list(inspect.signature(module.forward).parameters.values())
+    names = [each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
+    alone = [each.name for each in parameters if each.kind == each.POSITIONAL_ONLY]
+    if alone:
+        raise ValueError(f"{name} has positional-only arguments ({', '.join(alone)}): dummy_forward_args names them")
+    if not any(each.kind == each.VAR_KEYWORD for each in parameters):
+        for given in arguments:
+            if given not in names:
+                raise TypeError(
+                    f"dummy_forward_args: {name} has no argument {given!r}; nearest: {nearest(given, names)}"
+                )
+    required = [each.name for each in parameters if each.default is each.empty and each.name in names]
+    missing = [each for each in required if each not in arguments]
+    if missing:
+        raise TypeError(f"dummy_forward_args: {name} needs {', '.join(missing)} too")
+    if config.use_end2end and len(required) > 1:
+        raise TypeError(
+            f"use_end2end: {name} requires {', '.join(required)}; an end2end module takes one sample, and every other "
+            "argument has a default"
+        )
+
+
+def _emitted(module: nn.Module, arguments: dict[str, Any], policy: Any, config: ComputeConfig, folder: Path) -> Emitted:
+    """What is generated: recorded, divided, emitted, proven."""
+    divisions = _divisions(module, arguments, policy, config)
+    stored = stored_of(module, *divisions)
+    source = emit(*divisions, name=type(module).__name__, stored=stored, signature=inspect.signature(module.forward))
+    constants = {name: value.constant for value, name in constants_of(*divisions).items() if value.constant is not None}
+    tensors = {
+        **dict(module.named_parameters(remove_duplicate=False)),
+        **dict(module.named_buffers(remove_duplicate=False)),
+    }
+    held = {name: tensors[name].detach() for name, each in stored.items() if each.kind in ("parameter", "buffer")}
+    try:
+        for division in divisions:
+            verify(source, division, module, constants, arguments)
+    except EmittedProgramError as error:
+        kept = folder / f"refused_{type(module).__name__}.py"
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        kept.write_text(source)
+        raise EmittedProgramError(
+            f"{error}\nThis is a bug of neuronx_dist, not of {type(module).__name__}: please report it with "
+            f"{kept}, which was not loaded"
+        ) from error
+    return Emitted({CODE: source, CONSTANTS: constants_text(constants)}, _initial(type(module).__name__, held))
+
+
+def _divisions(module: nn.Module, arguments: dict[str, Any], policy: Any, config: ComputeConfig) -> list[Division]:
+    """The division in training mode, and that in evaluation mode if the module runs something else there."""
+    if config.inference_only:
+        return [_divided(decomposed(record_program(module, arguments, training=False)), policy, config)]
+    training, evaluation = (decomposed(record_program(module, arguments, training=mode)) for mode in (True, False))
+    division = _divided(training, policy, config)
+    if program_text(evaluation) == program_text(training):
+        return [division]
+    return [division, _divided(evaluation, policy, config, division)]
+
+
+def _divided(program: Program, policy: Any, config: ComputeConfig, training: Division | None = None) -> Division:
+    """What a policy makes of a program; parameters are as in training."""
+    graph = IRGraph(program, config)
+    if callable(policy):
+        graph = policy(graph, config)
+    if training is not None:
+        types = {value.path: division_type for value, division_type in training.types.items()}
+        graph.constraints.types |= {v: (types[v.path],) for v in program.parameters if v.path in types}
+    return graph.divide()
+
+
+def _initial(name: str, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor] | None:
+    """The initial values; None: there are none."""
+    missing = [each for each, tensor in tensors.items() if tensor.is_meta]
+    if missing and len(missing) < len(tensors):
+        raise ValueError(
+            f"{name}: {missing[0]} has no value (it is on meta), and {len(tensors) - len(missing)} other tensors have "
+            "one: initialise all of them, or build the whole module on meta"
+        )
+    return None if missing else tensors
+
+
+def _loaded(generated: Generated, config: ComputeConfig) -> type[ParallelModule]:
+    constants = constants_from_text(generated.text(CONSTANTS))
+    return parallel_class(generated.module(CODE), config, generated.weights, constants)

@@ -1,0 +1,254 @@
+"""The lines of one forward: calls on this rank's shards, conversions between them, deletions, `with` statements."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import torch
+import torch.utils._pytree as pytree
+
+from ..spmd.types import I, R, Shard, SpmdType
+from .conversions import conversion
+from .program import Call, Division, Program, Value, operands_of
+from .source_text import Imports, attribute, call_text, literal
+
+__all__ = ["INDENT", "body", "dotted"]
+
+INDENT = "    "
+_WIDTH = 120
+_Context = tuple[bool, tuple[str, torch.dtype, bool] | None]  # gradients are on, autocast
+_PLAIN: _Context = (True, None)
+
+
+class _Step(NamedTuple):
+    """A line of the program."""
+
+    text: str
+    comment: str
+    uses: frozenset[str]
+    defines: tuple[str, ...]
+    context: _Context = _PLAIN
+    above: str = ""  # a comment of its own, where the source line changes
+    span: int | None = None  # number of the recomputed span it is in
+
+
+def body(division: Division, imports: Imports, constants: Mapping[Value, str]) -> list[str]:
+    """The lines of a method that runs a division, behind its head.
+
+    Args:
+        constants: attribute by which the module keeps each.
+
+    Raises:
+        ValueError: a conversion that no operator does, a function or container that a file cannot name.
+    """
+    return _Body(division, imports, constants).lines()
+
+
+class _Body:
+    """The lines of one forward."""
+
+    def __init__(self, division: Division, imports: Imports, constants: Mapping[Value, str]) -> None:
+        self.division = division
+        self.constants = constants
+        self.program = division.program
+        self.imports = imports
+        self.steps: list[_Step] = []
+        self.names: dict[tuple[Value, SpmdType], str] = {}
+        self.taken = {value.name for value in self.program.leaves}
+        self.taken |= {value.name for call in self.program.calls for value in call.results} | {"self", "F", "torch"}
+        self.used: set[str] = set()
+        self.span = _spans(division)
+
+    def lines(self) -> list[str]:
+        self.steps += [_Step(text, "", frozenset(), (name,)) for name, text in _unpacked(self.program)]
+        for number, call in enumerate(self.program.calls):
+            self._call(call, self.span.get(number))
+        result = self._result()
+        return [*_written(_with_deletions(self.steps, self.used)), f"{INDENT * 2}return {result}"]
+
+    def _call(self, call: Call, span: int | None) -> None:
+        division = self.division
+        strategy = division.strategies[call]
+        above = "  ".join(filter(None, [call.module, _where(call)]))
+        wanted: dict[Value, list[SpmdType]] = {}
+        for value, spmd_type in zip(operands_of(call), strategy.operands):
+            wanted.setdefault(value, []).append(spmd_type)
+        for value, types in wanted.items():
+            for spmd_type in dict.fromkeys(types):
+                self._converted(value, spmd_type, above, span)
+
+        used: set[str] = set()
+
+        def variable(x: Any) -> str | None:
+            if not isinstance(x, Value):
+                return None
+            types = wanted.get(x)
+            if types is None:  # only its shape or its dtype is read
+                spmd_type = division.type_of(x)
+            else:
+                spmd_type = types.pop(0) if len(types) > 1 else types[0]
+            used.add(self.names.get((x, spmd_type), x.name))
+            return self._name(x, spmd_type)
+
+        text = call_text(*strategy.local, self.imports, variable)
+        results = [value.name for value in call.results]
+        if call.several:
+            text = f"{', '.join(results)}{',' if len(results) == 1 else ''} = {text}"
+        elif results:
+            text = f"{results[0]} = {text}"
+        comment = "; ".join(self._described(value) for value in call.results)
+        self.steps.append(
+            _Step(text, comment, frozenset(used), tuple(results), (call.grad, call.autocast), above, span)
+        )
+
+    def _name(self, value: Value, spmd_type: SpmdType) -> str:
+        """How a value of this type is read."""
+        if (value, spmd_type) in self.names:
+            return self.names[value, spmd_type]
+        if value.kind in ("parameter", "buffer"):
+            return attribute(value.path)
+        return attribute(self.constants[value]) if value.kind == "constant" else value.name
+
+    def _converted(self, value: Value, wanted: SpmdType, above: str = "", span: int | None = None) -> str:
+        """The name of a value as `wanted`; a conversion is written where it is first asked for."""
+        has = self.division.type_of(value)
+        if self.division.size == 1 or _is(has, wanted, value) or (value, wanted) in self.names:
+            return self._name(value, wanted)
+        source = self._name(value, has)
+        suffix = wanted.letter + (str(wanted.dim) if isinstance(wanted, Shard) else "")
+        name = _fresh(f"{value.name}_{suffix}", self.taken)
+        division = self.division
+        how = conversion(value, has, wanted, division.size)
+        if how is None:
+            raise ValueError(f"{value!r}: no operator makes {wanted} of {has}, at {above or 'the result'}")
+        expert = ", expert_mode=True" if wanted.letter == "P" else ""
+        text = f'{name} = spmd.{how.operator}({source}, "{division.axis}", src={how.src}, dst={how.dst}{expert})'
+        used = frozenset([source]) if source.isidentifier() else frozenset()
+        self.steps.append(_Step(text, self._described(value, wanted), used, (name,), above=above, span=span))
+        self.names[value, wanted] = name
+        return name
+
+    def _described(self, value: Value, spmd_type: SpmdType | None = None) -> str:
+        spmd_type = spmd_type or self.division.type_of(value)
+        shape = list(value.shape)
+        if isinstance(spmd_type, Shard):
+            shape[spmd_type.dim] //= self.division.size
+        return f"{shape} {spmd_type}"
+
+    def _result(self) -> str:
+        """What is returned, whole on every rank."""
+        names: list[Any] = []
+        for output in self.program.outputs:
+            if not isinstance(output, Value):
+                names.append(_Text(literal(output, self.imports)))
+                continue
+            has = self.division.type_of(output)
+            wanted = has if has.letter in "RI" else I if output.requires_grad else R
+            if has is R and output.requires_grad and self.division.size > 1:
+                raise ValueError(
+                    f"{output.name} is a result of the module and R on {self.division.axis}: what is computed of it "
+                    "alike on every rank would count its gradient once for each; it must be I"
+                )
+            text = self._converted(output, wanted)
+            self.used.add(text)
+            names.append(_Text(text))
+        result = pytree.tree_unflatten(names, self.program.output_structure)
+        return literal(result, self.imports, lambda x: str(x) if isinstance(x, _Text) else None)
+
+
+class _Text(str):
+    """Source, where a value stood."""
+
+
+def _is(has: SpmdType, wanted: SpmdType, value: Value) -> bool:
+    """Whether a value of one type is one of another as it is: equal copies that need no gradient are R and I."""
+    if isinstance(has, Shard) and isinstance(wanted, Shard):
+        return (has.dim, has.stride) == (wanted.dim, wanted.stride)
+    letters = {has.letter, wanted.letter}
+    return has.scale == wanted.scale and (len(letters) == 1 or (letters == {"R", "I"} and not value.requires_grad))
+
+
+def _spans(division: Division) -> dict[int, int]:
+    return {number: span for span, (start, stop) in enumerate(division.recompute) for number in range(start, stop)}
+
+
+def _where(call: Call) -> str:
+    """`model.py:12: x = layer(x)`: where the module's author made the call."""
+    where = call.where.replace("\\", "/").rpartition("/")[2]
+    return f"{where}: {call.source.strip()}" if call.source else where
+
+
+def _fresh(name: str, taken: set[str]) -> str:
+    fresh, number = name, 2
+    while fresh in taken:
+        fresh, number = f"{name}_{number}", number + 1
+    taken.add(fresh)
+    return fresh
+
+
+def _with_deletions(steps: Sequence[_Step], kept: Iterable[str]) -> Iterator[_Step]:
+    """The steps, and behind those of each source line one that deletes the values that nobody uses any more."""
+    last: dict[str, int] = {}
+    for number, step in enumerate(steps):
+        for name in (*step.defines, *step.uses):
+            last[name] = number
+    made = {name for step in steps for name in step.defines} - set(kept)
+    for _, group in groupby(enumerate(steps), lambda numbered: (numbered[1].above, numbered[1].context)):
+        ended: list[str] = []
+        for number, step in group:
+            yield step
+            names = (*step.defines, *sorted(step.uses))
+            ended += [name for name in names if name in made and last[name] == number]
+        if ended and number + 1 < len(steps):
+            yield step._replace(text=f"del {', '.join(dict.fromkeys(ended))}", comment="")
+
+
+def _written(steps: Iterable[_Step]) -> Iterator[str]:
+    context, above = _PLAIN, ""
+    indent = INDENT * 2
+    for step in steps:
+        if step.context != context:
+            context, indent = step.context, INDENT * 2
+            for line in _contexts(context):
+                yield indent + line
+                indent += INDENT
+        if step.above and step.above != above:
+            above = step.above
+            yield f"{indent}# {above}"[:_WIDTH]
+        yield f"{indent}{step.text}" + (f"  # {step.comment}" if step.comment else "")
+
+
+def _contexts(context: _Context) -> Iterator[str]:
+    grad, autocast = context
+    if not grad:
+        yield "with torch.no_grad():"
+    if autocast is not None:
+        device, dtype, enabled = autocast
+        yield f'with torch.autocast("{device}", {dtype}, enabled={enabled}):'
+
+
+def _unpacked(program: Program) -> Iterator[tuple[str, str]]:
+    """For each input that is inside of an argument its name, and the line that takes it out."""
+    numbered = pytree.tree_unflatten(list(range(program.structure.num_leaves)), program.structure)
+    paths = [path for path, _ in pytree.tree_flatten_with_path(numbered)[0]]
+    by_path = {dotted(path): path for path in paths}
+    for value in program.inputs:
+        path = by_path.get(value.path)
+        if path is None:
+            raise ValueError(f"input {value.name}: forward has no argument {value.path!r}")
+        text = dotted(path[:1]) + "".join(map(_step_text, path[1:]))
+        if text != value.name:
+            yield value.name, f"{value.name} = {text}"
+
+
+def dotted(path: Sequence[Any]) -> str:
+    """A path of pytree as programs write it: `data.target`, `layers.0`."""
+    return ".".join(str(getattr(entry, "key", getattr(entry, "idx", getattr(entry, "name", "")))) for entry in path)
+
+
+def _step_text(entry: Any) -> str:
+    if hasattr(entry, "name"):
+        return f".{entry.name}"
+    return f"[{literal(getattr(entry, 'key', getattr(entry, 'idx', None)), Imports())}]"

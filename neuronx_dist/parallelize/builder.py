@@ -1,0 +1,111 @@
+"""A program as it is built: calls are added in order, and what their results are is found without computing them."""
+
+from __future__ import annotations
+
+import builtins
+import keyword
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.utils._pytree as pytree
+
+from ..checking.types.rules.indexing import write
+from .program import Call, Value, values_in
+
+__all__ = ["Builder", "Result", "map_values", "without_dead_calls"]
+
+_TAKEN = {*keyword.kwlist, *keyword.softkwlist, *dir(builtins), "torch", "nn", "F", "spmd", "composites", "self"}
+
+
+class Result(NamedTuple):
+    """What a call returns, of one tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+
+class Builder:
+    """Adds calls to a program.
+
+    Attributes:
+        calls: so far, in order.
+    """
+
+    def __init__(self, values: Iterable[Value] = ()) -> None:
+        """`values`: what the program has already."""
+        self.calls: list[Call] = []
+        self._names: dict[str, int] = dict.fromkeys([*_TAKEN, *(value.name for value in values)], 0)
+
+    def name(self, wish: str) -> str:
+        """An identifier that no other value has: the wish, or the wish and a number."""
+        base = re.sub(r"\W", "_", wish).strip("_") or "value"
+        base = f"v{base}" if base[0].isdigit() else base
+        name = base
+        while name in self._names:
+            self._names[base] = self._names.get(base, 0) + 1
+            name = f"{base}_{self._names[base]}"
+        self._names[name] = 0
+        return name
+
+    def add(self, call: Call, results: Sequence[Result], several: bool = False) -> list[Value]:
+        """The values that `call` returns, which is added."""
+        varies = any(value.varies for value in values_in((call.args, call.kwargs)))
+        for shape, dtype, requires_grad in results:
+            name = self.name(call.name.strip("_").lower())
+            value = Value(name, "result", tuple(shape), dtype, requires_grad, producer=call, varies=varies)
+            call.results.append(value)
+        call.several = several
+        self.calls.append(call)
+        return call.results
+
+    def compute(self, like: Call, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Value:
+        """The value of `function(*args, **kwargs)`, at the place in the user's code that the call `like` has."""
+        call = replace(like, function=function, args=args, kwargs=kwargs, results=[], several=False, writes=())
+        call.flops, call.random = 0, False
+        shape, dtype = _evaluate(function, args, kwargs)
+        differentiable = dtype.is_floating_point or dtype.is_complex
+        grad = like.grad and differentiable and any(value.requires_grad for value in values_in((args, kwargs)))
+        return self.add(call, [Result(shape, dtype, grad)])[0]
+
+
+def map_values(x: Any, change: Callable[[Value], Any]) -> Any:
+    """`x`, containers and slices included, with `change(value)` in the place of each value."""
+    if isinstance(x, Value):
+        return change(x)
+    if isinstance(x, slice):
+        return slice(*(map_values(bound, change) for bound in (x.start, x.stop, x.step)))
+    if type(x) in (list, tuple):
+        return type(x)([map_values(item, change) for item in x])
+    if isinstance(x, Mapping) and type(x) is dict:
+        return {key: map_values(item, change) for key, item in x.items()}
+    leaves, structure = pytree.tree_flatten(x)
+    if structure.is_leaf():
+        return x
+    return pytree.tree_unflatten([map_values(leaf, change) for leaf in leaves], structure)
+
+
+def without_dead_calls(calls: Sequence[Call], outputs: Any) -> list[Call]:
+    """The calls whose results are used, or that write a buffer or draw random numbers."""
+    used = set(values_in(outputs))
+    alive = []
+    for call in reversed(calls):
+        if call.writes or call.random or not used.isdisjoint(call.results):
+            alive.append(call)
+            used.update(values_in((call.args, call.kwargs)))
+    return alive[::-1]
+
+
+def _evaluate(function: Callable[..., Any], args: Any, kwargs: Any) -> tuple[tuple[int, ...], torch.dtype]:
+    if function is write:  # of a mask, meta tensors do not know how many positions it has
+        return args[0].shape, args[0].dtype
+    with torch.no_grad():
+        result = function(*map_values(args, _on_meta), **map_values(kwargs, _on_meta))
+    return tuple(result.shape), result.dtype
+
+
+def _on_meta(value: Value) -> torch.Tensor:
+    return torch.empty(value.shape, dtype=value.dtype, device="meta")

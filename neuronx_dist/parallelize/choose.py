@@ -1,0 +1,260 @@
+"""Which strategy each call of a program gets: the exact minimum of a documented cost.
+
+    division = choose(program, "tp", 8, costs=H100)
+
+The cost is the seconds of all calls and conversions, forward and backward (`planning.costs`), a form of a value that
+several consumers want counted once, plus a price of the memory that is held: parameters, gradients, optimizer state and
+what is kept for backward. The price is raised from 0 until the predicted memory fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+from ..planning.choice import Impossible, minimize
+from ..planning.costs import Costs
+from ..planning.plan import PlanError
+from ..planning.stages import balanced
+from ..spmd.types import I, R, S, Shard, SpmdType
+from .program import Call, Division, Program, Strategy, Value, operands_of
+from .strategies import candidates
+from .tables import Constraints, Held, Tables, bytes_of, reachable
+
+__all__ = ["Constraints", "Problem", "Solution", "choose", "is_whole", "stage_starts", "strides_of"]
+
+Candidates = Callable[[Call, int], Sequence[Strategy]]
+NEGLIGIBLE = 0.01  # of all seconds
+CUTS = ("chunk", "split", "unsafe_chunk", "unsafe_split", "tensor_split")
+
+
+def choose(
+    program: Program,
+    axis: str,
+    size: int,
+    *,
+    costs: Costs,
+    constraints: Constraints | None = None,
+    memory: float | None = None,
+) -> Division:
+    """Divides a program over the `size` ranks of an axis, at the least cost.
+
+    Inputs are R, those with a gradient I; buffers and constants R; parameters I or sharded; outputs are whole.
+
+    Args:
+        constraints: strategies and types that are decided already.
+        memory: bytes that a rank may hold at most: parameters, gradients, optimizer state, what is kept for backward.
+
+    Raises:
+        PlanError: the constraints contradict one another, or nothing fits the memory; with the calls and the numbers.
+    """
+    strides = strides_of(program)
+
+    def strategies(call: Call, size: int) -> list[Strategy]:
+        return candidates(call, axis, size, strides=strides)
+
+    return Problem(program, axis, size, costs, constraints or Constraints(), strategies).fitting(memory)
+
+
+class Solution(NamedTuple):
+    """A division, what a rank holds under it, and what it costs: seconds, and the price of memory."""
+
+    division: Division
+    held: Held
+    cost: float
+
+
+class Problem:
+    """What there is to choose in a program: the strategies of each call, the types of each leaf, and their tables."""
+
+    def __init__(
+        self, program: Program, axis: str, size: int, costs: Costs, constraints: Constraints, candidates: Candidates
+    ) -> None:
+        self.program, self.axis, self.size, self.costs, self.constraints = program, axis, size, costs, constraints
+        found = {call: list(candidates(call, size)) for call in program.calls}
+        self.types = self._leaf_types(found)
+        self.options = self._possible(found)
+        self.tables = Tables(program, size, costs, self.options, self.types, backward=program.training)
+
+    def _leaf_types(self, found: Mapping[Call, Sequence[Strategy]]) -> dict[Value, list[SpmdType]]:
+        """The types that each leaf may have: of a parameter I, and the shards that its consumers want."""
+        types: dict[Value, list[SpmdType]] = {value: [R] for value in self.program.leaves}
+        types |= {value: [I] for value in self.program.inputs if value.requires_grad}
+        types |= {value: [I] for value in self.program.parameters}
+        parameters = set(self.program.parameters)
+        for call, options in found.items():
+            for index, value in enumerate(operands_of(call)):
+                if value in parameters:
+                    wanted = dict.fromkeys(option.operands[index] for option in options)
+                    types[value] += [t for t in wanted if _is_layout(t) and t not in types[value]]
+        for value, allowed in self.constraints.types.items():
+            left = [t for t in types[value] if t in allowed]
+            if not left:
+                name = f"{value.path or value.name} {list(value.shape)}"
+                raise PlanError(
+                    f"{name} cannot be {_listed(allowed)} over {self.size} ranks; it can be {_listed(types[value])}"
+                )
+            types[value] = left
+        return types
+
+    def _possible(self, found: Mapping[Call, Sequence[Strategy]]) -> dict[Call, list[Strategy]]:
+        """The strategies whose operands can be had, one for each combination of types, the fastest."""
+        made: dict[Value, set[SpmdType]] = {value: set(types) for value, types in self.types.items()}
+        fixed = self._negligible()
+        options: dict[Call, list[Strategy]] = {}
+        for call in self.program.calls:
+            operands = operands_of(call)
+            best: dict[tuple[tuple[SpmdType, ...], tuple[SpmdType, ...]], Strategy] = {}
+            for strategy in found[call]:
+                if not self.constraints.allows(call, strategy):
+                    continue
+                if (call in fixed or self.size == 1) and not is_whole(strategy):
+                    continue
+                wants = zip(operands, strategy.operands, strict=True)
+                if all(reachable(value, made[value], want, self.size) for value, want in wants):
+                    known = best.setdefault((strategy.operands, strategy.results), strategy)
+                    if (strategy.share, strategy.bytes_moved) < (known.share, known.bytes_moved):
+                        best[strategy.operands, strategy.results] = strategy
+            if not best:
+                raise self._none_left(call, found[call])
+            options[call] = list(best.values())
+            for index, result in enumerate(call.results):
+                made[result] = {strategy.results[index] for strategy in options[call]}
+        return options
+
+    def _negligible(self) -> set[Call]:
+        """Calls that depend on no parameter and together take next to no time (masks, positions): they stay whole.
+
+        Whatever they were cut into, the rest of the program could gain no more than their time.
+        """
+        dependent = set(self.program.parameters)
+        free: list[Call] = []
+        seconds = {True: 0.0, False: 0.0}
+        for call in self.program.calls:
+            operands = operands_of(call)
+            depends = any(value in dependent for value in operands) or any(r.requires_grad for r in call.results)
+            if depends:
+                dependent.update(call.results)
+            elif not self.constraints.strategies.get(call):
+                free.append(call)
+            moved = sum(map(bytes_of, (*operands, *call.results)))
+            seconds[depends] += self.costs.compute(call.flops, moved, backward=False)
+        return set(free) if seconds[False] * self.size < NEGLIGIBLE * seconds[True] else set()
+
+    def _none_left(self, call: Call, found: Sequence[Strategy]) -> PlanError:
+        names = [strategy.name for strategy in found]
+        if call not in self.constraints.strategies:
+            return PlanError(f"{call!r} has no strategy whose operands can be had; its strategies: {_listed(names)}")
+        return PlanError(
+            f"{call!r} has no strategy over {self.size} ranks that the plan allows; its strategies: {_listed(names)}"
+        )
+
+    def solve(self, price: float, forced: Mapping[Call, Strategy] | None = None) -> Solution:
+        """The cheapest division at a price of memory, in seconds a byte.
+
+        Args:
+            forced: the strategies of some calls.
+
+        Raises:
+            PlanError: no strategies fit together.
+        """
+        tables = self.tables.all(price)
+        tables += [self.tables.only(call, strategy) for call, strategy in (forced or {}).items()]
+        try:
+            choice = minimize(self.tables.sizes, tables)
+        except Impossible as impossible:
+            owners = [self.tables.owner[variable] for variable in impossible.variables]
+            raise PlanError(f"the plan contradicts itself: no strategies fit together at {_listed(owners)}") from None
+        values, variable = choice.values, self.tables.variable
+        strategies = {call: self.options[call][values[variable[call]]] for call in self.program.calls}
+        types = {
+            value: options[values[variable[value]] if value in variable else 0] for value, options in self.types.items()
+        }
+        division = Division(self.program, self.axis, self.size, strategies, types)
+        return Solution(division, self.tables.held(strategies, types), choice.cost)
+
+    def fitting(self, memory: float | None, *, stages: int = 1) -> Division:
+        """The cheapest division that fits the memory: the lowest price of memory that makes it fit, within 10 %."""
+        division, held, _ = self.solve(0.0)
+        if memory is None or held.total(stages) <= memory:
+            return division
+        price = 1e-3 / max(held.total(stages), 1.0)  # a millisecond for all of it
+        least = held
+        for _ in range(24):  # to a price at which seconds no longer matter
+            division, held, _ = self.solve(price)
+            least = min(least, held, key=lambda h: h.total(stages))
+            if held.total(stages) <= memory:
+                return self._cheaper(division, price / 4, price, memory, stages)
+            price *= 4
+        raise PlanError(
+            f"no division over {self.size} ranks holds less than {least.total(stages):.3g} bytes on a rank "
+            f"({least.parameters:.3g} of parameters, gradients and optimizer state, {least.activations:.3g} kept for "
+            f"backward), more than the {memory:.3g} that are allowed: more ranks, smaller microbatches or recomputing "
+            "would need less"
+        )
+
+    def _cheaper(self, division: Division, low: float, high: float, memory: float, stages: int) -> Division:
+        """Between a price that is too low and one that fits the lowest that fits, within 10 %."""
+        while high > 1.1 * low:
+            middle = (low * high) ** 0.5
+            found, held, _ = self.solve(middle)
+            if held.total(stages) <= memory:
+                division, high = found, middle
+            else:
+                low = middle
+        return division
+
+
+def stage_starts(problem: Problem, division: Division, count: int) -> list[int]:
+    """The number of the first call of each pipeline stage, at the least time of the slowest one.
+
+    What depends on the inputs alone is computed on every stage that reads it, and is not sent.
+
+    Raises:
+        PlanError: there are fewer calls than stages.
+    """
+    program, costs = problem.program, problem.costs
+    dependent = set(program.parameters)
+    last: dict[Value, int] = {}
+    for number, call in enumerate(program.calls):
+        last.update(dict.fromkeys(operands_of(call), number))
+        if not dependent.isdisjoint(operands_of(call)):
+            dependent.update(call.results)
+    change = [0.0] * (len(program.calls) + 1)  # of the seconds that sending takes, from one call to the next
+    for number, call in enumerate(program.calls):
+        for value in call.results:
+            if value in dependent and last.get(value, number) > number:
+                share = problem.size if isinstance(division.type_of(value), Shard) else 1
+                seconds = costs.communicate(bytes_of(value) / share, 1)
+                change[number + 1] += seconds
+                change[last[value] + 1] -= seconds
+    times = problem.tables.times(division.strategies, division.type_of)
+    try:
+        return balanced(times, list(accumulate(change))[: len(times)], count)
+    except ValueError as error:
+        raise PlanError(f"pipeline: {error}") from None
+
+
+def strides_of(program: Program) -> tuple[int, ...]:
+    """Into how many equal blocks the program cuts tensors (3: one weight of queries, keys and values)."""
+    found = {
+        len(call.results)
+        for call in program.calls
+        if call.name in CUTS and len({result.shape for result in call.results}) == 1
+    }
+    return tuple(sorted(found - {0, 1}))
+
+
+def _is_layout(type_: SpmdType) -> bool:
+    """A parameter can be stored like this: in shards, of blocks or not."""
+    return isinstance(type_, Shard) and type_ == S(type_.dim, stride=type_.stride)
+
+
+def is_whole(strategy: Strategy) -> bool:
+    """Every rank computes the whole call."""
+    return all(type_ in (R, I) for type_ in (*strategy.operands, *strategy.results))
+
+
+def _listed(items: Sequence[object]) -> str:
+    return ", ".join(map(str, items)) or "nothing"

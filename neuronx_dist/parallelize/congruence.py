@@ -1,0 +1,172 @@
+"""The call that a rank makes on its shards: the same function, with the integers that its shards ask for.
+
+A rule describes the call that it is shown. So a local call is right if its label spec is that of the whole call with
+one label cut, and wrong otherwise: `view(b, s, heads, width)` of a shard of the heads names too many of them, and
+`group_norm` of a shard of the channels takes groups of another size without any error. The integers among the
+arguments are divided until the specs agree, and the results that torch gives (on meta tensors) have the shapes of
+shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from fractions import Fraction
+from itertools import combinations
+from typing import Any
+
+import torch
+
+from ..checking.types.rules import RULES, Rule, Spec
+
+__all__ = ["Arguments", "local_arguments", "normal_form", "spec_of", "substituted", "tensors_of"]
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+Path = tuple[Any, ...]
+
+
+def substituted(x: Any, of: type[Any], convert: Callable[[Any], Any]) -> Any:
+    """A copy of containers, slices included, with `convert(item)` in the place of each item of class `of`."""
+    if isinstance(x, of):
+        return convert(x)
+    if isinstance(x, tuple):
+        return tuple(substituted(item, of, convert) for item in x)
+    if isinstance(x, list):
+        return [substituted(item, of, convert) for item in x]
+    if isinstance(x, dict):
+        return {name: substituted(item, of, convert) for name, item in x.items()}
+    if isinstance(x, slice):
+        return slice(*(substituted(item, of, convert) for item in (x.start, x.stop, x.step)))
+    return x
+
+
+def spec_of(rule: Rule, arguments: Arguments) -> Spec:
+    """The label spec of a call on (meta) tensors, without the factors of size 1, along which nothing can be cut."""
+    assert rule.spec is not None
+    spec: Spec = rule.spec(*arguments[0], **arguments[1])
+    if 1 not in spec.sizes.values():
+        return spec
+
+    def dims(of: Any) -> Any:
+        return None if of is None else tuple(tuple(label for label in dim if spec.sizes[label] != 1) for dim in of)
+
+    return spec._replace(ins=tuple(map(dims, spec.ins)), outs=tuple(map(dims, spec.outs)))
+
+
+def normal_form(spec: Spec, label: int | None = None, size: int = 1) -> Any:
+    """A spec without the names of its labels, to be compared: numbered as they come, with `label` cut in `size`."""
+    sizes = spec.sizes if label is None else {**spec.sizes, label: spec.sizes[label] // size}
+    numbers: dict[int, int] = {}
+
+    def dims(of: Any) -> Any:
+        if of is None:
+            return None
+        return tuple(tuple(numbers.setdefault(x, len(numbers)) for x in dim if sizes[x] != 1) for dim in of)
+
+    ins, outs = tuple(map(dims, spec.ins)), tuple(map(dims, spec.outs))
+    fixed = frozenset(numbers[x] for x in spec.fixed if x in numbers)
+    reduced = frozenset((numbers[x], how) for x, how in spec.reduced.items() if x in numbers)
+    ranges = frozenset(
+        (numbers[x], dim, Fraction(start, length), Fraction(stop, length))
+        for x, taken in spec.ranges.items()
+        for dim, start, stop, length in taken
+        if x in numbers
+    )
+    return ins, outs, tuple(sizes[x] for x in numbers), fixed, reduced, ranges
+
+
+def tensors_of(result: Any) -> list[torch.Tensor]:
+    """The tensors among the results of a call."""
+    if isinstance(result, torch.Tensor):
+        return [result]
+    return [item for item in result if isinstance(item, torch.Tensor)] if isinstance(result, (tuple, list)) else []
+
+
+def local_arguments(
+    function: Callable[..., Any],
+    whole: Spec,
+    label: int,
+    size: int,
+    arguments: Arguments,
+    of: type[Any],
+    local_tensor: Callable[[Any], torch.Tensor],
+    shapes: Sequence[tuple[int, ...]],
+) -> Arguments | None:
+    """The arguments of the local call, as little changed as it takes; None: no change of integers makes it right.
+
+    Args:
+        whole: spec of the whole call.
+        label: that is cut in `size`.
+        arguments: of the whole call, with items of class `of` in the place of tensors, in the result too.
+        local_tensor: the (meta) tensor that a rank has of such an item.
+        shapes: of a rank's results.
+    """
+    wanted = normal_form(whole, label, size)
+    for paths in _edits(arguments, size):
+        edited = _divided(arguments, paths, size)
+        local = substituted(edited, of, local_tensor)
+        try:
+            congruent = normal_form(spec_of(RULES[function], local)) == wanted
+        except Exception:  # a view of a shard to the whole sizes, say: whatever the rule says of such arguments
+            continue
+        if congruent and _gives(function, local, shapes):
+            return edited
+    return None
+
+
+def _gives(function: Callable[..., Any], arguments: Arguments, shapes: Sequence[tuple[int, ...]]) -> bool:
+    """Whether the results of a call on meta tensors have these shapes; or nobody knows, for there is no such call."""
+    try:
+        results = tensors_of(function(*arguments[0], **arguments[1]))
+    except NotImplementedError:  # a function without a kernel for meta tensors
+        return True
+    except (RuntimeError, ValueError, TypeError, IndexError):
+        return False
+    return [tuple(x.shape) for x in results] == list(shapes)
+
+
+def _edits(arguments: Arguments, size: int) -> Iterator[Sequence[Path]]:
+    """Which integers to divide: none, each one, those of one list, each two, all."""
+    paths = list(_divisible(arguments, size, ()))
+    yield ()
+    yield from ((path,) for path in paths)
+    lists: dict[Path, list[Path]] = {}
+    for path in paths:
+        lists.setdefault(path[:-1], []).append(path)
+    yield from (group for group in lists.values() if len(group) > 1)
+    yield from combinations(paths, 2)
+    if len(paths) > 2:
+        yield paths
+
+
+def _divisible(x: Any, size: int, path: Path) -> Iterator[Path]:
+    if isinstance(x, bool):
+        return
+    if isinstance(x, int):
+        if x and x % size == 0:
+            yield path
+    elif isinstance(x, (tuple, list)):
+        for index, item in enumerate(x):
+            yield from _divisible(item, size, (*path, index))
+    elif isinstance(x, dict):
+        for name, item in x.items():
+            yield from _divisible(item, size, (*path, name))
+    elif isinstance(x, slice):
+        for name in ("start", "stop", "step"):
+            yield from _divisible(getattr(x, name), size, (*path, name))
+
+
+def _divided(x: Any, paths: Sequence[Path], size: int) -> Any:
+    """`x` with the integers at `paths` divided by `size`."""
+    if not paths:
+        return x
+    if isinstance(x, int):
+        return x // size
+    inner: dict[Any, list[Path]] = {}
+    for path in paths:
+        inner.setdefault(path[0], []).append(path[1:])
+    if isinstance(x, dict):
+        return {name: _divided(item, inner.get(name, ()), size) for name, item in x.items()}
+    if isinstance(x, slice):
+        return slice(*(_divided(getattr(x, n), inner.get(n, ()), size) for n in ("start", "stop", "step")))
+    items = [_divided(item, inner.get(index, ()), size) for index, item in enumerate(x)]
+    return items if isinstance(x, list) else tuple(items)

@@ -1,0 +1,86 @@
+"""From one type of a value to another: by which operator of `spmd`, and what a rank sends for it.
+
+Of a value of B bytes on n ranks a rank sends (n-1)/n B for an all-gather or a reduce-scatter, twice that for an
+all-reduce, and (n-1)/n of its own piece, B/n, for an all-to-all. The backward is that of the operator's row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import NamedTuple
+
+import torch
+
+from ..spmd.rows import ROWS, Key
+from ..spmd.types import I, P, R, Shard, SpmdType
+from .program import Value
+
+__all__ = ["Conversion", "bytes_sent", "conversion"]
+
+
+class Conversion(NamedTuple):
+    """One call of an `spmd` operator.
+
+    Attributes:
+        operator: its name in `spmd`: "all_reduce", "all_gather", "reduce_scatter", "all_to_all" or "convert".
+        src, dst: the types, as they are written in the call.
+        forward, backward: bytes that a rank sends.
+        collectives: how many collectives are started, forward and backward.
+    """
+
+    operator: str
+    src: SpmdType
+    dst: SpmdType
+    forward: int
+    backward: int
+    collectives: tuple[int, int]
+
+
+def conversion(value: Value, src: SpmdType, dst: SpmdType, size: int) -> Conversion | None:
+    """How a value of type `src` becomes one of `dst` on an axis of `size` ranks; None: there is no way.
+
+    There is none to P from S, none from R to I (its gradient would have to be made one value), and none from or to
+    shards in blocks. What is of type `dst` already needs no conversion: that is an error here.
+
+    Raises:
+        ValueError: the types are the same.
+    """
+    if src == dst:
+        raise ValueError(f"{value!r} is {src} already")
+    operator = _operator(value.shape, src, dst, size)
+    if operator is None:
+        return None
+    key = operator, src.letter, dst.letter
+    back = ROWS[key].backward
+    graded = value.requires_grad and (value.dtype.is_floating_point or value.dtype.is_complex)
+    count = prod(value.shape) * torch.empty((), dtype=value.dtype, device="meta").element_size()
+    forward, backward = bytes_sent(key, count, size), bytes_sent(back, count, size) if graded else 0
+    collectives = int(ROWS[key].communicates), int(graded and ROWS[back].communicates)
+    return Conversion(operator, src, dst, forward, backward, collectives)
+
+
+def _operator(shape: Sequence[int], src: SpmdType, dst: SpmdType, size: int) -> str | None:
+    for spmd_type in (src, dst):
+        if isinstance(spmd_type, Shard):
+            if spmd_type != Shard(spmd_type.dim) or shape[spmd_type.dim] % size:
+                return None
+        elif spmd_type not in (R, I, P) and not (spmd_type is src and src == P("avg")):
+            return None
+    if src.letter == "P":
+        if dst is P:
+            return None
+        return "reduce_scatter" if isinstance(dst, Shard) else "all_reduce"
+    if isinstance(src, Shard):
+        if isinstance(dst, Shard):
+            return "all_to_all"
+        return "all_gather" if dst is not P else None
+    return "convert" if (src, dst) != (R, I) else None
+
+
+def bytes_sent(key: Key, count: int, size: int) -> int:
+    """What a rank sends for the operator of a row, on a value of `count` bytes in the whole."""
+    if not ROWS[key].communicates or size == 1:
+        return 0
+    part = count * (size - 1) // size
+    return {"all_reduce": 2 * part, "all_to_all": part // size}.get(key[0], part)

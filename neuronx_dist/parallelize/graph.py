@@ -1,0 +1,333 @@
+"""`IRGraph`: a recorded program in the hands of a policy. Its verbs are constraints; what they leave open is chosen.
+
+    def policy(graph, config):
+        for node in graph.select(name="linear"):
+            for index, part in enumerate(graph.partition(node, node.algorithm("dim"), idx=1, dim=0, num=4)):
+                graph.assign(part, index)
+        return graph
+
+One program runs on all ranks of a stage: part i of an operation is on rank i of its stage, and there are as many parts
+as ranks. The rest is refused by `PlanError`. Names are nnScaler's, but for `shard`, `strategies` and `explain`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+from ..nearest import nearest
+from ..planning.costs import H100, Costs
+from ..planning.plan import PlanError
+from ..spmd.types import I, S, SpmdType
+from .choose import Problem, is_whole, stage_starts, strides_of
+from .config import ComputeConfig, Pipeline
+from .nodes import Algorithm, IRDataOperation, IRFwOperation, IRSegment, Node, SubNode, cuts_operand
+from .program import Call, Division, Program, Strategy, Value
+from .strategies import candidates, refusals
+from .tables import Constraints
+
+__all__ = ["IRDataOperation", "IRFwOperation", "IRGraph", "IRSegment"]
+
+NodeType = type[Node] | tuple[type[Node], ...]
+
+
+class IRGraph:
+    """A program, and what a policy has decided about it.
+
+    Attributes:
+        program: as it was recorded; `operations`: its calls, as nodes.
+        constraints: on strategies and types.
+        pipeline: what `config.apply_pipeline_scheduler` set; None: no pipeline.
+        pipeline_ranks: on how many groups of ranks the stages lie; None: each on its own, as far as there are ranks.
+        costs, memory: what the choice counts with.
+        stage_seconds: of each stage, forward and backward, once the program is divided.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        config: ComputeConfig,
+        *,
+        axis: str = "tp",
+        costs: Costs = H100,
+        memory: float | None = None,
+    ) -> None:
+        self.program, self.config, self.axis = program, config, axis
+        self.costs, self.memory = costs, memory
+        self.constraints = Constraints()
+        self.pipeline: Pipeline | None = None
+        self.pipeline_ranks: int | None = None
+        self.stage_seconds: list[float] = []
+        self._found: dict[tuple[Call, int], list[Strategy]] = {}
+        self._data = IRDataOperation("data", "", values=program.inputs)
+        self._strides = strides_of(program)
+        self.operations = [
+            IRFwOperation(call.name, call.module, call=call, strategies=self._strategies) for call in program.calls
+        ]
+        self._number = {node: number for number, node in enumerate(self.operations)}
+        self._segments: list[IRSegment] = []
+
+    # What there is.
+
+    @property
+    def stages(self) -> int:
+        """How many pipeline stages there are."""
+        return self.pipeline.nstages if self.pipeline else max(len(self._segments), 1)
+
+    @property
+    def groups(self) -> int:
+        """On how many groups of ranks the stages lie."""
+        return self.pipeline_ranks or min(self.stages, self.config.plan_ngpus)
+
+    @property
+    def size(self) -> int:
+        """How many ranks a stage has."""
+        return self.config.plan_ngpus // self.groups
+
+    def nodes(self, flatten: bool = True) -> list[Node]:
+        """The inputs and the operations, in order; `flatten=False`: segments in the place of their operations."""
+        inside: Sequence[Node] = self._segments if self._segments and not flatten else self.operations
+        return [self._data, *inside]
+
+    def select(
+        self, name: str | None = None, ntype: NodeType | None = None, module: str | None = None, flatten: bool = True
+    ) -> list[Any]:
+        """The nodes that fit all that is given.
+
+        Args:
+            name: of the function.
+            ntype: IRFwOperation, IRDataOperation, IRSegment, or a tuple of these.
+            module: qualified name of a module, with `*` for anything: its own calls and those of modules in it.
+        """
+        wanted = ntype if isinstance(ntype, tuple) else (ntype,)
+        every = [*self.nodes(), *self._segments] if flatten and IRSegment in wanted else self.nodes(flatten)
+        return [
+            node
+            for node in every
+            if (name is None or node.name == name)
+            and (ntype is None or isinstance(node, ntype))
+            and (module is None or fnmatchcase(node.module, module) or fnmatchcase(node.module, f"{module}.*"))
+        ]
+
+    def strategies(self, node: IRFwOperation) -> list[Strategy]:
+        """The ways to run an operation that the typing rules allow over the ranks of a stage."""
+        return self._strategies(node.call)
+
+    def _strategies(self, call: Call, size: int | None = None) -> list[Strategy]:
+        key = call, size or self.size
+        if key not in self._found:
+            self._found[key] = candidates(call, self.axis, key[1], strides=self._strides)
+        return self._found[key]
+
+    # Verbs.
+
+    def partition(self, node: Node, algo: Algorithm, *, idx: int, dim: int, num: int) -> list[SubNode]:
+        """Cuts an operation along dim `dim` of its tensor operand `idx` into `num` parts.
+
+        Raises:
+            PlanError: it cannot be cut so; the message has what can.
+        """
+        if not isinstance(node, IRFwOperation):
+            raise PlanError(
+                f"{node!r} cannot be partitioned: inputs are whole on every rank of a unit; partition the operations "
+                "that read them, or replicate"
+            )
+        if not algo.satisfy(idx=idx, dim=dim, num=num):
+            names = [f"(idx={i}, dim={d})" for i, d in node.transform_space()]
+            raise PlanError(
+                f"{node!r} cannot be cut along dim {dim} of operand {idx} over {num} ranks; along these it can over "
+                f"{self.size}: {', '.join(names) or 'none'}"
+                + ("" if names else "; a function without a rule gets one by register_op")
+            )
+        self.constraints.strategies.setdefault(node.call, []).append(cuts_operand(idx, dim))
+        return self._divided(node, num)
+
+    def replicate(self, node: Node, times: int) -> list[SubNode]:
+        """Runs the whole operation on `times` ranks."""
+        if isinstance(node, IRFwOperation):
+            self.constraints.strategies.setdefault(node.call, []).append(is_whole)
+        return self._divided(node, times)
+
+    def _divided(self, node: Node, count: int) -> list[SubNode]:
+        if node.parts:
+            raise PlanError(f"{node!r} was divided already, into {len(node.parts)} parts: a policy divides a node once")
+        node.parts = [SubNode(node, index, count) for index in range(count)]
+        return list(node.parts)
+
+    def assign(self, node: Node | SubNode, device: int) -> None:
+        """Puts a part of an operation, or an operation or segment of one part, on a rank of the unit.
+
+        Raises:
+            PlanError: there is no such rank, or the part is on one already.
+        """
+        if not 0 <= device < self.config.plan_ngpus:
+            last = self.config.plan_ngpus - 1
+            raise PlanError(f"{node!r} cannot be on device {device}: plan_ngpus={last + 1}, so there are 0 to {last}")
+        if isinstance(node, IRSegment):
+            for operation in node.operations:
+                self.assign(operation, device)
+            return
+        if isinstance(node, Node):
+            if node.parts and node.parts[0].device is None:
+                raise PlanError(f"{node!r} is in {len(node.parts)} parts: assign these")
+            part = node.parts[0] if node.parts else self.replicate(node, 1)[0]
+        else:
+            part = node
+        if part.device is not None:
+            raise PlanError(f"{part.node!r} is assigned twice: to device {part.device}, and to {device}")
+        part.device = device
+
+    def recompute(self, nodes: Iterable[IRFwOperation]) -> None:
+        """Computes these operations again in backward, in place of keeping what they give."""
+        for node in nodes:
+            node.recompute = True
+
+    def staging(self, nodes: Sequence[IRFwOperation]) -> None:
+        """Cuts the program into pipeline stages, each of which begins with one of these operations.
+
+        What is before the first of them is of the first stage.
+
+        Raises:
+            PlanError: they are not in the order of the program, or are too many for the unit.
+        """
+        starts = [self._number[node] for node in nodes]
+        if not starts or sorted(set(starts)) != starts:
+            raise PlanError(f"staging needs the first operation of each stage, in their order; got numbers {starts}")
+        if self.pipeline is None and self.config.plan_ngpus % len(starts):
+            raise PlanError(
+                f"{len(starts)} stages do not divide plan_ngpus={self.config.plan_ngpus}: all stages have equally many "
+                f"ranks; {nearest_divisors(self.config.plan_ngpus, len(starts))} do"
+            )
+        bounds = [0, *starts[1:], len(self.operations)]
+        self._segments = [
+            IRSegment(f"stage {number}", "", operations=self.operations[first:last])
+            for number, (first, last) in enumerate(zip(bounds, bounds[1:], strict=False))
+        ]
+
+    def multiref(self, tensor: Value) -> None:
+        """Lets consumers of a tensor want it in different forms: here they always may."""
+
+    def shard(self, module: str, **dims: int | None) -> None:
+        """Decides how parameters are stored: `graph.shard("layers.*.mlp.up_proj", weight=0)`; None: whole.
+
+        Raises:
+            PlanError: there is no such parameter.
+        """
+        for name, dim in dims.items():
+            pattern = f"{module}.{name}" if module else name
+            found = [value for value in self.program.parameters if fnmatchcase(value.path, pattern)]
+            if not found:
+                known = [value.path for value in self.program.parameters]
+                raise PlanError(f"no parameter is called {pattern}; nearest: {nearest(pattern, known)}")
+            for value in found:
+                self.constraints.types[value] = self._stored(value, dim)
+
+    def _stored(self, value: Value, dim: int | None) -> tuple[SpmdType, ...]:
+        if dim is None:
+            return (I,)
+        rank = len(value.shape)
+        if not -rank <= dim < rank:
+            raise PlanError(f"{value.path} {list(value.shape)} has no dim {dim}")
+        return tuple(S(dim % rank, stride=stride) for stride in (1, *self._strides))
+
+    # What becomes of it.
+
+    def divide(self) -> Division:
+        """The program divided: the least cost under all that was decided.
+
+        Raises:
+            PlanError: what was decided cannot be carried out.
+        """
+        self._check_pipeline()
+        problem = self.problem()
+        division = problem.fitting(self.memory, stages=self.groups)
+        if self.pipeline:
+            division.schedule, division.microbatches = self.pipeline.schedule, self.pipeline.nmicros
+            division.pipeline_ranks = self.groups
+            division.stages = [self._number[segment.operations[0]] for segment in self._segments]
+            division.stages = division.stages or stage_starts(problem, division, self.pipeline.nstages)
+        division.recompute = self._recomputed()
+        times = problem.tables.times(division.strategies, division.type_of)
+        bounds = [*division.stages, len(times)]
+        self.stage_seconds = [sum(times[first:last]) for first, last in zip(bounds, bounds[1:], strict=False)]
+        return division
+
+    def _check_pipeline(self) -> None:
+        cut = len(self._segments)
+        if cut > 1 and self.pipeline is None:
+            raise PlanError(
+                f"graph.staging made {cut} stages, and nothing says how they take turns: call "
+                f'config.apply_pipeline_scheduler(graph, {cut}, nmicros, "1f1b")'
+            )
+        if cut and self.pipeline and self.pipeline.nstages != cut:
+            raise PlanError(
+                f"graph.staging made {cut} stages, and apply_pipeline_scheduler was told {self.pipeline.nstages}"
+            )
+
+    def problem(self) -> Problem:
+        """What is left to choose.
+
+        Raises:
+            PlanError: an operation has parts without a device, or on devices that one program cannot serve.
+        """
+        for node in (self._data, *self.operations):
+            if node.parts:
+                self._check_devices(node)
+        return Problem(self.program, self.axis, self.size, self.costs, self.constraints, self._strategies)
+
+    def _check_devices(self, node: Node) -> None:
+        devices = [part.device for part in node.parts]
+        missing = [part.index for part in node.parts if part.device is None]
+        if missing:
+            raise PlanError(f"{node!r} has no device for parts {missing} of {len(devices)}: graph.assign(part, device)")
+        if isinstance(node, IRDataOperation):
+            return
+        first = self._stage_of(node) % self.groups * self.size
+        expected = list(range(first, first + self.size))
+        if devices != expected:
+            raise PlanError(
+                f"{node!r} is on devices {devices}, and its stage consists of {expected}: one program runs on all "
+                f"ranks of a stage, so it needs {self.size} part(s), part i on device {first} + i"
+                + (f"; replicate(node, times={self.size}) computes it on each" if len(devices) != self.size else "")
+                + ("; graph.staging makes pipeline stages" if not self._segments and len(devices) == 1 else "")
+            )
+
+    def _stage_of(self, node: Node) -> int:
+        return next((n for n, segment in enumerate(self._segments) if node in segment.operations), 0)
+
+    def _recomputed(self) -> list[tuple[int, int]]:
+        """The spans of calls, from and to, that are computed again in backward."""
+        spans: list[tuple[int, int]] = []
+        for number, node in enumerate(self.operations):
+            if node.recompute:
+                first = spans.pop()[0] if spans and spans[-1][1] == number else number
+                spans.append((first, number + 1))
+        return spans
+
+    def explain(self, node: IRFwOperation) -> str:
+        """Each strategy of an operation and what the whole program takes under it; what is no strategy, and why."""
+        problem = self.problem()
+        chosen, _, least = problem.solve(0.0)
+        lines = [f"{node!r}, over {self.size} ranks:"]
+        for strategy in problem.options[node.call]:
+            mark = "->" if strategy is chosen.strategies[node.call] else "  "
+            types = ", ".join(map(str, strategy.operands)), ", ".join(map(str, strategy.results))
+            try:
+                seconds = problem.solve(0.0, {node.call: strategy})[2]
+            except PlanError:
+                lines.append(
+                    f"{mark} {strategy.name}: {types[0]} -> {types[1]}, not together with the rest of the plan"
+                )
+                continue
+            extra = f"the program takes {seconds * 1e3:.3f} ms, {(seconds - least) * 1e3:+.3f}"
+            lines.append(f"{mark} {strategy.name}: {types[0]} -> {types[1]}; {extra}")
+        refused = refusals(node.call, self.axis, self.size, strides=self._strides)
+        return "\n".join([*lines, *(f" x {refusal.name}: {refusal.why}" for refusal in refused)])
+
+
+def nearest_divisors(number: int, wanted: int) -> str:
+    """The divisors next to a number that is none."""
+    divisors = [d for d in range(1, number + 1) if number % d == 0]
+    below, above = [d for d in divisors if d < wanted], [d for d in divisors if d > wanted]
+    return " and ".join(map(str, below[-1:] + above[:1]))

@@ -1,0 +1,79 @@
+"""The key of generated files: what they depend on, part by part, so that a message can say what has changed."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+
+from .config import ComputeConfig
+from .fingerprint import digest, module_entries, own_sources, value_entries
+
+__all__ = ["Key", "key_of"]
+
+
+@dataclass(frozen=True)
+class Key:
+    """What generated files depend on, part by part: `{what: text}`.
+
+    Attributes:
+        program: the module and its arguments: on what a recording depends.
+        choice: policy, config and everything else.
+    """
+
+    program: dict[str, str]
+    choice: dict[str, str]
+
+    @property
+    def digest(self) -> str:
+        return digest(json.dumps(asdict(self), sort_keys=True))
+
+    def differences(self, other: Key) -> list[str]:
+        """What differs, as `(what): (there) -> (here)`."""
+        lines = []
+        for old, new in ((self.program, other.program), (self.choice, other.choice)):
+            for what in {**old, **new}:
+                if old.get(what) != new.get(what):
+                    lines.append(f"{what}: {_shown(old.get(what), new.get(what))}")
+        return lines
+
+
+def key_of(module: nn.Module, arguments: Mapping[str, Any], policy: Any, config: ComputeConfig, **others: Any) -> Key:
+    """The key of what is generated for a module.
+
+    Args:
+        arguments: of forward, by name; of tensors the shapes and dtypes count.
+        policy: a name, a function, a plan.
+        others: what else the choice depends on.
+    """
+    program = {"class": type(module).__qualname__, **module_entries(module)}
+    for name, value in arguments.items():
+        leaves, structure = pytree.tree_flatten(value)
+        texts = [
+            f"{leaf.dtype} {tuple(leaf.shape)} requires_grad={leaf.requires_grad}"
+            if isinstance(leaf, torch.Tensor)
+            else next(iter(value_entries("", leaf).values()))
+            for leaf in leaves
+        ]
+        program[f"argument {name}"] = f"{structure} {texts}"
+    program["torch"] = torch.__version__
+    choice = {"this package": own_sources(), "python": sys.version.split()[0], **value_entries("policy", policy)}
+    for name, value in {**vars(config), **others}.items():
+        choice |= value_entries(name, value)
+    return Key(program, choice)
+
+
+def _shown(old: str | None, new: str | None) -> str:
+    if old is None or new is None:
+        return "new" if old is None else "gone"
+    if len(old) + len(new) <= 120:
+        return f"{old} -> {new}"
+    start = next((index for index, (a, b) in enumerate(zip(old, new)) if a != b), min(len(old), len(new)))
+    begin = max(0, start - 20)
+    return f"...{old[begin : start + 40]}... -> ...{new[begin : start + 40]}..."

@@ -1,0 +1,321 @@
+"""What an emitted class inherits: its parameters as this rank holds them, and how it is trained.
+
+    class Divided(ParallelModule):              # written by `emit`
+        AXIS, SIZE = "tp", 2
+        STORED = {"layers.0.weight": Stored("parameter", (16, 16), torch.float32, S(0)), ...}
+        def forward(self, x): ...
+
+Parameters and buffers stand in containers under their original names, so that state dicts have the original's keys.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import ModuleType
+from typing import Any, ClassVar
+
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+
+from .. import comm
+from ..gradients.norm import clip_grad_norm
+from ..weights.shard_spec import ShardedModule, set_spec
+from .config import ComputeConfig
+from .stored import Stored
+
+__all__ = ["Container", "ParallelModule", "parallel_class"]
+
+
+class Container(ShardedModule):
+    """A level of the original's names: `self.layers[0].weight`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.__dict__["_uninitialised"] = {}  # name of a buffer without a value -> its qualified name
+
+    def __getitem__(self, key: int | str) -> Any:
+        return getattr(self, str(key))
+
+    def __getattr__(self, name: str) -> Any:
+        uninitialised = self.__dict__.get("_uninitialised")
+        if uninitialised and name in uninitialised:
+            raise RuntimeError(
+                f"buffer {uninitialised[name]!r} has no value: the module was made with init_params=False"
+                + (
+                    ", and it is in no state dict: make it with init_params=True, or call broadcast_weights"
+                    if name in self._non_persistent_buffers_set
+                    else ": load a state dict, or call broadcast_weights"
+                )
+            )
+        return super().__getattr__(name)
+
+    def initialised(self, name: str) -> None:
+        """From now on buffer `name` has a value."""
+        self.__dict__["_uninitialised"].pop(name, None)
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        for name in [name for name in self.__dict__["_uninitialised"] if prefix + name in state_dict]:
+            self.initialised(name)
+
+
+class ParallelModule(Container):
+    """A module divided over the ranks of a unit. Its subclasses are emitted.
+
+    Args:
+        init_params: parameters and buffers get the values that the original had when it was recorded; False: they are
+            empty, and a buffer that is read before it has a value is an error.
+
+    Attributes:
+        compute_config: what it was compiled for.
+    """
+
+    AXIS: ClassVar[str] = "tp"
+    SIZE: ClassVar[int] = 1
+    STORED: ClassVar[dict[str, Stored]] = {}
+    INPUTS: ClassVar[dict[str, tuple[list[int], torch.dtype]]] = {}
+    FIXED: ClassVar[dict[str, Any]] = {}
+    WEIGHTS: ClassVar[Callable[[], Mapping[str, torch.Tensor]]]  # whole initial parameters and buffers, by name
+    CONSTANTS: ClassVar[Mapping[str, torch.Tensor]]
+    compute_config: ClassVar[ComputeConfig]
+    run: ClassVar[Callable[..., Any]]  # the emitted forward; `forward` refuses on an end2end module
+
+    def __init__(self, init_params: bool = True) -> None:
+        super().__init__()
+        self._index = self._own_index()
+        weights = type(self).WEIGHTS() if init_params else None
+        for name, stored in self.STORED.items():
+            if stored.kind != "tied":
+                self._register(name, stored, self.CONSTANTS if stored.kind == "constant" else weights)
+        for name, stored in self.STORED.items():
+            if stored.kind == "tied":
+                self._tie(name, stored.same_as)
+
+    def _own_index(self) -> int:
+        """Which shard this rank holds."""
+        if self.SIZE == 1:
+            return 0
+        if not comm.is_initialized():
+            raise RuntimeError(
+                f"{type(self).__name__} is divided over {self.SIZE} ranks, and there is no mesh: load it under "
+                "torchrun, or inside `neuronx_dist.comm.threads.run`; to compile alone, load_module=False"
+            )
+        size = comm.size(self.AXIS)
+        if size != self.SIZE:
+            raise RuntimeError(
+                f"{type(self).__name__} is divided over {self.SIZE} ranks of axis {self.AXIS!r}, and the mesh has "
+                f"{size}: it is {comm.current().mesh}"
+            )
+        return comm.rank(self.AXIS)
+
+    def _register(self, name: str, stored: Stored, source: Mapping[str, torch.Tensor] | None) -> None:
+        owner, attribute = self._owner(name)
+        spec = stored.spec(self.AXIS, self.SIZE)
+        if source is None:
+            tensor = torch.empty(spec.local_shape, dtype=stored.dtype)
+        else:
+            whole = source[name].detach()
+            if tuple(whole.shape) != stored.shape:
+                raise ValueError(
+                    f"{type(self).__name__}: the initial {name} has shape {list(whole.shape)}, and the program was "
+                    f"emitted for {list(stored.shape)}: these are weights of another model"
+                )
+            tensor = spec.local_slice(whole, self._index).to(torch.get_default_device(), copy=True).contiguous()
+        if stored.kind == "parameter":
+            owner.register_parameter(attribute, nn.Parameter(tensor, requires_grad=stored.trained))
+            set_spec(owner, attribute, spec)
+            return
+        owner.register_buffer(attribute, tensor, persistent=stored.kind == "buffer" and stored.persistent)
+        if source is None and not tensor.is_meta:
+            owner.__dict__["_uninitialised"][attribute] = name
+
+    def _tie(self, name: str, first: str) -> None:
+        owner, attribute = self._owner(name)
+        other, other_attribute = self._owner(first)
+        if other_attribute in other._parameters:
+            owner.register_parameter(attribute, other._parameters[other_attribute])
+        else:
+            persistent = other_attribute not in other._non_persistent_buffers_set
+            owner.register_buffer(attribute, other._buffers[other_attribute], persistent)
+
+    def _owner(self, name: str) -> tuple[Container, str]:
+        """The container of a parameter or buffer, made if there is none, and its name there."""
+        *path, attribute = name.split(".")
+        owner: Container = self
+        for part in path:
+            if part not in owner._modules:
+                owner.add_module(part, Container())
+            owner = owner._modules[part]  # type: ignore[assignment]
+        return owner, attribute
+
+    @property
+    def device(self) -> torch.device:
+        """Where its tensors are."""
+        for tensor in (*self.parameters(), *self.buffers()):
+            return tensor.device
+        return torch.get_default_device()
+
+    # --- running it ---------------------------------------------------------------------------------------------------
+
+    def check_arguments(self, **given: Any) -> None:
+        """Raises ValueError where arguments are not as they were when the module was recorded."""
+        for path, (shape, dtype) in self.INPUTS.items():
+            x = _at(given, path)
+            if not isinstance(x, torch.Tensor) or list(x.shape) != shape or x.dtype != dtype:
+                has = f"{list(x.shape)} {x.dtype}" if isinstance(x, torch.Tensor) else repr(x)
+                raise ValueError(
+                    f"{type(self).__name__}: {path} is {has}, and the program was recorded with {shape} {dtype}: "
+                    "call parallelize with dummy_forward_args of these shapes, or pad the input"
+                )
+        for name, value in self.FIXED.items():
+            x = _at(given, name)
+            if x is not value and (isinstance(x, torch.Tensor) or x != value):
+                raise ValueError(
+                    f"{type(self).__name__}: {name}={x!r}, and the program was recorded with {value!r}: "
+                    "call parallelize with this value among dummy_forward_args"
+                )
+
+    def train_step(
+        self,
+        samples: Sequence[Any],
+        is_dummy_batch: Sequence[bool] | None = None,
+        scale_fn: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> list[Any]:
+        """Gradients of all samples, added up, in place of those that there were. Returns what forward returned.
+
+        Args:
+            samples: each is forward's first argument; one sample alone is taken as a list of one.
+            is_dummy_batch: which samples add nothing.
+            scale_fn: what the loss is scaled by before backward; the loss that is returned is not scaled.
+
+        Raises:
+            RuntimeError: the module is not end2end, or was compiled for inference alone.
+            ValueError: `is_dummy_batch` is of another length.
+        """
+        self._need_end2end("train_step")
+        if self.compute_config.inference_only:
+            raise RuntimeError("train_step: the module was compiled with inference_only=True, which has no backward")
+        samples = self._samples(samples)
+        dummies = [False] * len(samples) if is_dummy_batch is None else list(is_dummy_batch)
+        if len(dummies) != len(samples):
+            raise ValueError(f"train_step: {len(samples)} samples, and is_dummy_batch has {len(dummies)} entries")
+        self.zero_grad()
+        results = []
+        for sample, dummy in zip(samples, dummies):
+            result = self.run(sample)
+            if not dummy:
+                loss = _loss_of(result)
+                (loss if scale_fn is None else scale_fn(loss)).backward()
+            results.append(_detached(result))
+        if all(dummies):  # the other units have gradients, with which these are summed
+            for parameter in self.parameters():
+                parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+        return results
+
+    def infer_step(self, samples: Sequence[Any]) -> list[Any]:
+        """What forward returns for each sample, without gradients; one sample alone is taken as a list of one.
+
+        Raises:
+            RuntimeError: the module is not end2end.
+        """
+        self._need_end2end("infer_step")
+        with torch.no_grad():
+            return [self.run(sample) for sample in self._samples(samples)]
+
+    def _need_end2end(self, what: str) -> None:
+        if not self.compute_config.use_end2end:
+            raise RuntimeError(
+                f"{what} is for end2end modules: compile with ComputeConfig(use_end2end=True), or call the module"
+            )
+
+    def _samples(self, samples: Any) -> Sequence[Any]:
+        """A list of samples, of what may be one sample alone: something that has the inputs where one has them."""
+        if isinstance(samples, (list, tuple)) and not self._is_sample(samples):
+            return samples
+        return [samples]
+
+    def _is_sample(self, x: Any) -> bool:
+        within = [path.partition(".")[2] for path in self.INPUTS]
+        return bool(within) and all(isinstance(_at(x, path), torch.Tensor) for path in within)
+
+    # --- its parameters -----------------------------------------------------------------------------------------------
+
+    def parameters_for_optimizer(self) -> list[nn.Parameter]:
+        """What an optimizer is given: the parameters as this rank holds them. (ZeRO shards them by itself.)"""
+        return [parameter for parameter in self.parameters() if parameter.requires_grad]
+
+    def gather_params(self) -> None:
+        """Waits for parameters that ZeRO has updated on other ranks: its step has done so already."""
+
+    def clip_gnorm(self, max_norm: float | None = None) -> torch.Tensor:
+        """The norm of all gradients, each element of the whole model counted once; with `max_norm`, clipped to it."""
+        return clip_grad_norm(self.parameters(), float("inf") if max_norm is None else max_norm)
+
+
+def parallel_class(
+    module: ModuleType,
+    compute_config: ComputeConfig,
+    weights: Callable[[], Mapping[str, torch.Tensor]],
+    constants: Mapping[str, torch.Tensor],
+) -> type[ParallelModule]:
+    """The class that an emitted file defines, with its values and its configuration.
+
+    Args:
+        module: the file, imported.
+        weights: reads the initial values, whole, by name; called when a module is made with `init_params=True`.
+        constants: tensors of the program that no name of the original leads to.
+
+    Raises:
+        ImportError: the file defines no `ParallelModule`.
+    """
+    for each in vars(module).values():
+        if inspect.isclass(each) and issubclass(each, ParallelModule) and each.__module__ == module.__name__:
+            each.WEIGHTS, each.CONSTANTS, each.compute_config = staticmethod(weights), constants, compute_config
+            each.run = each.forward
+            if compute_config.use_end2end:
+                each.forward = _refused
+            return each
+    raise ImportError(f"{module.__file__} defines no ParallelModule: it is not a file that parallelize wrote")
+
+
+def _refused(self: ParallelModule, *args: Any, **kwargs: Any) -> Any:
+    raise RuntimeError(
+        f"{type(self).__name__} is end2end: call train_step or infer_step; to call forward, compile it with "
+        "ComputeConfig(use_end2end=False)"
+    )
+
+
+def _at(x: Any, path: str) -> Any:
+    """What stands at a path of keys, positions and attributes; None: nothing."""
+    for part in path.split(".") if path else ():
+        if isinstance(x, Mapping):
+            x = x.get(part, x.get(int(part)) if part.isdigit() else None)
+        elif isinstance(x, (list, tuple)) and part.isdigit():
+            x = x[int(part)] if int(part) < len(x) else None
+        else:
+            x = getattr(x, part, None)
+    return x
+
+
+def _loss_of(result: Any) -> torch.Tensor:
+    """The first thing that forward returned."""
+    first: Any = next(_first(result), None)
+    if not isinstance(first, torch.Tensor) or first.numel() != 1:
+        has = f"a tensor of shape {list(first.shape)}" if isinstance(first, torch.Tensor) else repr(first)
+        raise ValueError(f"the first result of an end2end module is its loss, a scalar tensor, and this one is {has}")
+    return first
+
+
+def _first(result: Any) -> Iterator[Any]:
+    if isinstance(result, Mapping):
+        result = list(result.values())
+    if isinstance(result, (list, tuple)):
+        yield from result[:1]
+    else:
+        yield result
+
+
+def _detached(result: Any) -> Any:
+    return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, result)

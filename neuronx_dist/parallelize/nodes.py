@@ -1,0 +1,175 @@
+"""What a policy handles: the operations of a recorded program, under nnScaler's names.
+
+IRFwOperation    one call; `IRDataOperation`: the inputs; `IRSegment`: the operations of one pipeline stage
+SubNode          the part of an operation that one rank of a stage computes, to be assigned to a device
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from ..planning.plan import PlanError
+from ..spmd.types import Shard
+from .program import Call, Strategy, Value, operands_of
+
+__all__ = ["Algorithm", "IRDataOperation", "IRFwOperation", "IRSegment", "Node", "SubNode", "cuts_operand"]
+
+
+class Strategies(Protocol):
+    """Gives the strategies of a call over a number of ranks; None: those of a stage."""
+
+    def __call__(self, call: Call, size: int | None = None) -> Sequence[Strategy]: ...
+
+
+@dataclass(eq=False)
+class SubNode:
+    """One part of an operation: `index` of `count`; all of them compute the whole where it is replicated.
+
+    Attributes:
+        device: the rank in the unit that it is assigned to; None: none yet.
+    """
+
+    node: Node
+    index: int
+    count: int
+    device: int | None = None
+
+    @property
+    def name(self) -> str:
+        return self.node.name
+
+    def __repr__(self) -> str:
+        return f"part {self.index} of {self.count} of {self.node!r}"
+
+
+@dataclass(eq=False)
+class Node:
+    """An operation of the graph.
+
+    Attributes:
+        name: of the function: "linear".
+        module: qualified name of the module whose forward it is in.
+        parts: what `partition`, `replicate` or `assign` made of it; empty: left to the solver.
+    """
+
+    name: str
+    module: str
+    parts: list[SubNode] = field(default_factory=list)
+
+    @property
+    def device(self) -> list[int]:
+        """The devices that its parts are assigned to."""
+        return [part.device for part in self.parts if part.device is not None]
+
+    def inputs(self) -> list[Value]:
+        """The tensors that it reads."""
+        return []
+
+    def outputs(self) -> list[Value]:
+        """The tensors that it gives."""
+        return []
+
+    def input(self, index: int) -> Value:
+        return self.inputs()[index]
+
+    def output(self, index: int) -> Value:
+        return self.outputs()[index]
+
+    def isfw(self) -> bool:
+        """It is of the forward, as all are."""
+        return True
+
+
+@dataclass(eq=False, repr=False)
+class IRDataOperation(Node):
+    """The inputs of the program: whole on every rank of a unit."""
+
+    values: list[Value] = field(default_factory=list)
+
+    def outputs(self) -> list[Value]:
+        return self.values
+
+    def __repr__(self) -> str:
+        return f"inputs {', '.join(value.path for value in self.values)}"
+
+
+@dataclass(eq=False, repr=False)
+class Algorithm:
+    """Partitioning along a dim of a tensor operand."""
+
+    node: IRFwOperation
+    name: str = "dim"
+
+    def satisfy(self, *, idx: int, dim: int, num: int) -> bool:
+        """The operation can be cut along dim `dim` of its tensor operand `idx` over `num` ranks."""
+        return any(cuts_operand(idx, dim)(strategy) for strategy in self.node.strategies(self.node.call, num))
+
+
+@dataclass(eq=False, repr=False)
+class IRFwOperation(Node):
+    """One call of the program."""
+
+    call: Call = field(kw_only=True)
+    strategies: Strategies = field(kw_only=True)
+    recompute: bool = False
+
+    def inputs(self) -> list[Value]:
+        return operands_of(self.call)
+
+    def outputs(self) -> list[Value]:
+        return self.call.results
+
+    @property
+    def signature(self) -> str:
+        """Where the function is: `torch.nn.functional.linear`."""
+        return f"{getattr(self.call.function, '__module__', None) or 'torch.Tensor'}.{self.name}"
+
+    def transform_space(self) -> list[tuple[int, int]]:
+        """`(index of the tensor operand, dim)`: along what it can be cut over the ranks of a stage."""
+        found = [
+            (index, type_.dim)
+            for strategy in self.strategies(self.call)
+            for index, type_ in enumerate(strategy.operands)
+            if isinstance(type_, Shard)
+        ]
+        return sorted(set(found))
+
+    def algorithm(self, name: str) -> Algorithm:
+        """The way to partition it that has this name; there is "dim".
+
+        Raises:
+            PlanError: there is no such algorithm.
+        """
+        if name != "dim":
+            raise PlanError(f'{self!r} has no algorithm {name!r}; there is "dim"')
+        return Algorithm(self)
+
+    algorithms = algorithm
+
+    def __repr__(self) -> str:
+        return repr(self.call)
+
+
+@dataclass(eq=False, repr=False)
+class IRSegment(Node):
+    """The operations of one pipeline stage."""
+
+    operations: list[IRFwOperation] = field(default_factory=list)
+
+    def nodes(self) -> list[IRFwOperation]:
+        return list(self.operations)
+
+    def __repr__(self) -> str:
+        return f"{self.name} ({len(self.operations)} operations)"
+
+
+def cuts_operand(index: int, dim: int) -> Callable[[Strategy], bool]:
+    """Whether a strategy cuts that dim of that operand, in blocks or not."""
+
+    def cuts(strategy: Strategy) -> bool:
+        type_ = strategy.operands[index] if 0 <= index < len(strategy.operands) else None
+        return isinstance(type_, Shard) and type_.dim == dim
+
+    return cuts

@@ -1,0 +1,274 @@
+"""Optimizers of parallel modules: any optimizer of torch, whose gradients are summed over the units before its step.
+
+    optimizer = build_optimizer(model, torch.optim.AdamW, lr=1e-3)
+    loss.backward()
+    optimizer.clip_gnorm(1.0)          # sums the gradients over the units first
+    optimizer.step()                   # sums them, if that was not done yet
+    optimizer.zero_grad()
+
+With `use_zero` its state is sharded over the units (`NeuronZero1Optimizer`). Then the summed gradients are those of the
+shards, and None until they are summed; the parameters keep their unit's own. Without it a parameter's `.grad` is its
+unit's own before the sum, and the sum after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, Protocol, runtime_checkable
+from weakref import WeakSet
+
+import torch
+from torch import nn
+
+from .. import comm
+from ..gradients.in_backward import paused
+from ..mesh import Mesh
+from ..optimizer.zero1 import NeuronZero1Optimizer
+from .config import ComputeConfig
+from .gradient_sync import GradientSync, ShardedSync
+from .module import ParallelModule
+from .reducer import Hook, Reducer
+
+__all__ = ["ParallelOptimizer", "build_optimizer", "parallel_modules", "sync_grad_when"]
+
+_EXTRA = "parallelize.optimizers"
+
+
+@runtime_checkable
+class ParallelOptimizer(Protocol):
+    """What `build_optimizer` adds to a torch optimizer."""
+
+    _non_parallel_module_reducer: Reducer | None
+
+    def sync_shard_grad(self) -> None:
+        """Sums the gradients over the units. A second call before the next backward changes nothing."""
+
+    def scale_grads(self, scale: float | torch.Tensor) -> None:
+        """Multiplies the summed gradients.
+
+        Raises:
+            RuntimeError: they are not summed yet.
+        """
+
+    def clip_gnorm(self, max_norm: float | None = None) -> torch.Tensor:
+        """The norm of all summed gradients, each element of the model counted once; with `max_norm`, clipped to it."""
+
+    def register_reducer_pre_hook(self, fn: Hook) -> None:
+        """Calls `fn(reducer, flat)` with the gradients of each bucket, `[elements]`, before they are summed."""
+
+    def register_reducer_post_hook(self, fn: Hook) -> None:
+        """Calls `fn(reducer, flat)` with the gradients of each bucket after they were summed; of shards under ZeRO."""
+
+
+def build_optimizer(
+    module: nn.Module,
+    optimizer_fn: Callable[..., torch.optim.Optimizer],
+    compute_config: ComputeConfig | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Makes an optimizer of a parallel module, or of a module with parallel submodules.
+
+    Args:
+        module: a `ParallelModule`, or a module with some inside. Its other parameters are the same on all ranks of a
+            unit, and their gradients are summed over the units too (`_non_parallel_module_reducer`).
+        optimizer_fn: a torch optimizer class, or a function that makes one of the parameters that it is given: in
+            groups, if it likes. Under ZeRO its update is elementwise.
+        compute_config: says whether and how the state is sharded and gradients are reduced; None: that of the parallel
+            modules.
+        kwargs: arguments of `optimizer_fn`.
+
+    Returns:
+        The optimizer, with what `ParallelOptimizer` lists; under ZeRO a `NeuronZero1Optimizer`.
+
+    Raises:
+        ValueError: parallel modules of different sizes, or sharded differently; one inside another; an end2end module
+            that is not the whole; other sizes than the mesh's.
+        RuntimeError: the module was compiled for inference alone.
+    """
+    modules = parallel_modules(module)
+    config = _config(module, modules, compute_config)
+    _check_mesh(config)
+    params = list(module.parameters())
+    optimizer = optimizer_fn(params, **kwargs)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"optimizer_fn {optimizer_fn!r} made a {type(optimizer).__name__}, not a torch optimizer")
+    if config is not None and config.use_zero and comm.is_initialized():
+        optimizer = _sharded(optimizer, config)
+    reducers, other = _reducers(module, modules, config, isinstance(optimizer, NeuronZero1Optimizer))
+    sync = ShardedSync(optimizer, reducers) if isinstance(optimizer, NeuronZero1Optimizer) else GradientSync(reducers)
+    # A subclass, not attributes of the object: schedulers, isinstance and pickle see an optimizer of its class.
+    cls = type(optimizer)
+    optimizer.__class__ = type(f"Parallel{cls.__name__}", (_Synchronized, cls), {"__module__": __name__})
+    optimizer.__dict__["_gradient_sync"] = sync
+    optimizer.__dict__["_non_parallel_module_reducer"] = other
+    optimizer.__dict__["_module"] = module
+    if comm.is_initialized():
+        comm.current().extras.setdefault(_EXTRA, WeakSet()).add(optimizer)
+    return optimizer
+
+
+def parallel_modules(module: nn.Module) -> dict[str, ParallelModule]:
+    """The parallel modules of a module, by name; "": it is one itself.
+
+    Raises:
+        ValueError: one is inside of another, or an end2end module is not the whole.
+    """
+    found = {name: child for name, child in module.named_modules() if isinstance(child, ParallelModule)}
+    for name, child in found.items():
+        inner = next((other for other in found if other != name and other.startswith(f"{name}." if name else "")), None)
+        if inner is not None:
+            raise ValueError(
+                f"parallel module {inner!r} is inside of parallel module {name or '(the whole)'!r}: parallelize either "
+                "the outer one, whose forward is recorded with all that is inside, or the inner one"
+            )
+        if name and child.compute_config.use_end2end:
+            raise ValueError(
+                f"{name!r} is an end2end module inside of another module: its train_step makes whole steps. "
+                "Parallelize it with use_end2end=False, or make it the whole"
+            )
+    return found
+
+
+@contextmanager
+def sync_grad_when(condition: bool) -> Iterator[None]:
+    """Inside, gradients are summed over the units only if `condition` holds: for accumulation outside of `train_step`.
+
+    With False `sync_shard_grad` does nothing and no reduction starts in backward; `step` is to be called outside.
+    """
+    with ExitStack() as stack:
+        if not condition:
+            optimizers = list(comm.current().extras.get(_EXTRA, ())) if comm.is_initialized() else []
+            for optimizer in optimizers:
+                stack.enter_context(optimizer._gradient_sync.suspended())
+                params = [param for group in optimizer.param_groups for param in group["params"]]
+                stack.enter_context(paused(params))
+        yield
+
+
+class _Synchronized(torch.optim.Optimizer):
+    """The part of a parallel optimizer's class that comes before the optimizer's own."""
+
+    _gradient_sync: GradientSync
+    _non_parallel_module_reducer: Reducer | None
+    _module: nn.Module
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        if closure is None:
+            self.sync_shard_grad()
+            result = super().step()
+        else:
+            result = super().step(self._synchronising(closure))
+        self._gradient_sync.step_is_done()
+        return result
+
+    def _synchronising(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        def synchronised() -> Any:
+            self._gradient_sync.begin()
+            loss = closure()
+            self.sync_shard_grad()
+            return loss
+
+        return synchronised
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self._gradient_sync.begin()
+        super().zero_grad(set_to_none)
+        self._module.zero_grad(set_to_none)
+
+    def sync_shard_grad(self) -> None:
+        self._gradient_sync.synchronise()
+
+    def scale_grads(self, scale: float | torch.Tensor) -> None:
+        self._gradient_sync.scale(scale)
+
+    def clip_gnorm(self, max_norm: float | None = None) -> torch.Tensor:
+        return self._gradient_sync.clip(max_norm)
+
+    def register_reducer_pre_hook(self, fn: Hook) -> None:
+        self._gradient_sync.add_pre_hook(fn)
+
+    def register_reducer_post_hook(self, fn: Hook) -> None:
+        self._gradient_sync.add_post_hook(fn)
+
+
+def _sharded(optimizer: torch.optim.Optimizer, config: ComputeConfig) -> NeuronZero1Optimizer:
+    """ZeRO-1 around an optimizer that was made of the whole parameters: its groups get the shards in their place."""
+
+    def of_shards(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        for own, sharded in zip(optimizer.param_groups, groups):
+            own["params"] = sharded["params"]
+        return optimizer
+
+    dtypes = {param.dtype for group in optimizer.param_groups for param in group["params"]}
+    return NeuronZero1Optimizer(
+        [dict(group) for group in optimizer.param_groups],
+        of_shards,
+        optimizer_dtype=next(iter(dtypes)) if len(dtypes) == 1 else None,
+        grad_clipping=False,
+        sharding_groups=config.zero_groups(comm.current().mesh),
+        bucket_cap_mb_reduce_scatter=config.reducer_bucket_cap_mb or 0,
+        save_master_weights=len(dtypes) > 1,
+        overlap=config.use_async_reducer,
+        average=False,
+    )
+
+
+def _reducers(
+    module: nn.Module, modules: dict[str, ParallelModule], config: ComputeConfig | None, is_sharded: bool
+) -> tuple[list[Reducer], Reducer | None]:
+    """One reducer for each parallel module, and one for the other parameters."""
+    cap = None if config is None else config.reducer_bucket_cap_mb
+    in_backward = config is not None and config.use_async_reducer and not is_sharded
+    reducers, seen = [], set[int]()
+    for each in modules.values():
+        params = [param for param in each.parameters() if id(param) not in seen]
+        seen.update(map(id, params))
+        reducers.append(Reducer(params, cap_mb=cap, in_backward=in_backward))
+    others = [param for param in module.parameters() if id(param) not in seen]
+    other = Reducer(others, cap_mb=cap, in_backward=in_backward) if others else None
+    return [*reducers, *([] if other is None else [other])], other
+
+
+def _config(module: nn.Module, modules: dict[str, ParallelModule], given: ComputeConfig | None) -> ComputeConfig | None:
+    """The configuration of the optimizer.
+
+    Raises:
+        ValueError: the parallel modules' do not go together, or with the one that is given.
+        RuntimeError: a module has no backward.
+    """
+    configs = {name or type(module).__name__: each.compute_config for name, each in modules.items()}
+    for name, config in configs.items():
+        if config.inference_only:
+            raise RuntimeError(f"{name!r} was compiled with inference_only=True: it has no backward to train by")
+    if given is not None:
+        configs["compute_config"] = given
+    if not configs:
+        return None
+    first, reference = next(iter(configs.items()))
+    for name, config in configs.items():
+        if (config.plan_ngpus, config.runtime_ngpus) != (reference.plan_ngpus, reference.runtime_ngpus):
+            raise ValueError(
+                f"{first!r} is for plan_ngpus={reference.plan_ngpus}, runtime_ngpus={reference.runtime_ngpus}, "
+                f"{name!r} for {config.plan_ngpus} and {config.runtime_ngpus}: one optimizer has one number of units"
+            )
+        if given is None and (config.use_zero, config.zero_ngroups) != (reference.use_zero, reference.zero_ngroups):
+            raise ValueError(
+                f"{first!r} has use_zero={reference.use_zero}, zero_ngroups={reference.zero_ngroups}, {name!r} "
+                f"{config.use_zero} and {config.zero_ngroups}: pass compute_config, which decides for all of them"
+            )
+    return reference if given is None else given
+
+
+def _check_mesh(config: ComputeConfig | None) -> None:
+    if config is None:
+        return
+    if not comm.is_initialized():
+        mesh = Mesh(1)
+    else:
+        mesh = comm.current().mesh
+    if mesh.dp != config.units or mesh.world_size != config.runtime_ngpus:
+        raise ValueError(
+            f"the configuration is for {config.units} units of {config.plan_ngpus} ranks, and the job is {mesh}: "
+            "initialize it as ComputeConfig.mesh() has it"
+        )

@@ -1,0 +1,238 @@
+"""The policies that have a name, and how any policy divides a program.
+
+    dp          a unit is one rank: nothing is cut
+    tp          every weight that can be cut is, and what else pays
+    data        the batch (dim 0 of the first input) is cut inside a unit
+    pp          as many pipeline stages as ranks
+    hybrid      pipeline stages, the weights cut over the ranks of each
+    autodist    whatever takes the least time and fits the memory
+
+A policy may also be a `planning.Plan`, the path of one, or a function `(IRGraph, ComputeConfig) -> IRGraph`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from ..nearest import nearest
+from ..planning.costs import CPU, H100, Costs
+from ..planning.plan import Plan, PlanError
+from ..spmd.types import I, R, S, Shard, SpmdType
+from .config import ComputeConfig
+from .graph import IRGraph
+from .nodes import IRFwOperation
+from .plans import apply_plan, plan_of
+from .program import Division, Program, Strategy, Value
+from .tables import Constraints
+
+__all__ = ["POLICIES", "Policy", "divide", "divide_like"]
+
+Policy = str | Plan | PathLike[str] | Callable[[IRGraph, ComputeConfig], IRGraph]
+COSTS = {"h100": H100, "cpu": CPU}
+GB = 10**9
+
+
+def divide(program: Program, policy: Policy, config: ComputeConfig) -> Division:
+    """A program divided over the ranks of a unit, by a policy.
+
+    Raises:
+        PlanError: an unknown policy or option of it; a policy that does not fit the configuration or the program.
+        ValueError: a pipeline of a module that is not end2end.
+    """
+    graph = IRGraph(program, config, costs=_costs(config))
+    if isinstance(policy, str) and policy in POLICIES:
+        function, options = POLICIES[policy]
+        _check_options(policy, config, options)
+        if policy == "autodist":
+            return _autodist(graph, config)
+    elif isinstance(policy, Plan):
+        function = _planned(policy)
+    elif isinstance(policy, PathLike) or isinstance(policy, str) and Path(policy).is_file():
+        function = _planned(Plan.load(policy))
+    elif callable(policy):
+        function = policy
+    else:
+        raise PlanError(
+            f"unknown policy {policy!r}; nearest: {nearest(str(policy), POLICIES)}. A policy is one of "
+            f"{', '.join(POLICIES)}, a Plan, the path of a plan's file, or a function of (IRGraph, ComputeConfig)"
+        )
+    decided = function(graph, config)
+    if not isinstance(decided, IRGraph):
+        raise PlanError(f"the policy {getattr(policy, '__name__', policy)} must return the graph, got {decided!r}")
+    return decided.divide()
+
+
+def divide_like(division: Division, program: Program, config: ComputeConfig) -> Division:
+    """The same module's program in another mode (evaluation), with the parameters as they are stored already."""
+    graph = IRGraph(program, config, axis=division.axis, costs=_costs(config))
+    graph.pipeline_ranks = division.pipeline_ranks
+    types = {value.path: division.types[value] for value in division.program.parameters}
+    graph.constraints = Constraints(
+        types={value: (types[value.path],) for value in program.parameters if value.path in types}
+    )
+    return graph.divide()
+
+
+def _planned(plan: Plan) -> Callable[[IRGraph, ComputeConfig], IRGraph]:
+    return lambda graph, config: apply_plan(plan, graph)
+
+
+def _costs(config: ComputeConfig) -> Costs:
+    given = config.pas_config.get("costs", "h100")
+    if isinstance(given, Costs):
+        return given
+    if given not in COSTS:
+        raise PlanError(f"pas_config['costs']={given!r} is unknown; there are {', '.join(COSTS)}, or a planning Costs")
+    return COSTS[given]
+
+
+def _check_options(policy: str, config: ComputeConfig, options: set[str]) -> None:
+    for name in config.pas_config:
+        if name not in options:
+            raise PlanError(
+                f"pas_config[{name!r}] is no option of the policy {policy!r}; nearest: {nearest(name, sorted(options))}"
+            )
+
+
+# The policies.
+
+
+def _dp(graph: IRGraph, config: ComputeConfig) -> IRGraph:
+    if config.plan_ngpus != 1:
+        raise PlanError(
+            f"policy 'dp' needs plan_ngpus=1, got {config.plan_ngpus}: units are data parallel to one another; "
+            "policy 'data' cuts the batch inside a unit"
+        )
+    return graph
+
+
+def _tp(graph: IRGraph, config: ComputeConfig) -> IRGraph:
+    """Weights of two and more dims are stored in shards, where any of their consumers can take them so."""
+    for value, types in graph.problem().types.items():
+        shards = tuple(type_ for type_ in types if isinstance(type_, Shard))
+        if value.kind == "parameter" and len(value.shape) > 1 and shards:
+            graph.constraints.types[value] = shards
+    return graph
+
+
+def _pp(graph: IRGraph, config: ComputeConfig) -> IRGraph:
+    return _pipelined(graph, config, config.plan_ngpus, config.plan_ngpus)
+
+
+def _hybrid(graph: IRGraph, config: ComputeConfig) -> IRGraph:
+    options = config.pas_config
+    ranks = options.get("pp_size")
+    stages = options.get("pipeline_nstages", "auto")
+    stages = (ranks or config.plan_ngpus) if stages in ("auto", None) else stages
+    return _tp(_pipelined(graph, config, stages, ranks or min(stages, config.plan_ngpus)), config)
+
+
+def _pipelined(graph: IRGraph, config: ComputeConfig, stages: int, ranks: int) -> IRGraph:
+    if stages == 1:
+        return graph
+    microbatches = config.pas_config.get("pipeline_nmicros")
+    if microbatches is None:
+        raise PlanError("a pipeline needs pas_config['pipeline_nmicros']: how many samples a train_step gets")
+    if config.plan_ngpus % ranks:
+        raise PlanError(f"pp_size={ranks} does not divide plan_ngpus={config.plan_ngpus}")
+    if stages % ranks:
+        raise PlanError(
+            f"pipeline_nstages={stages} is not a multiple of pp_size={ranks}: ranks have equally many stages"
+        )
+    schedule = config.pas_config.get("pipeline_scheduler", "1f1b")
+    config.apply_pipeline_scheduler(graph, stages, microbatches, schedule)
+    graph.pipeline_ranks = ranks
+    return graph
+
+
+def _data(graph: IRGraph, config: ComputeConfig) -> IRGraph:
+    """Every call that can run on a piece of the batch does; weights stay whole."""
+    batch: dict[Value, SpmdType] = {value: S(0) for value in graph.program.inputs[:1]}
+    for value in graph.program.inputs[1:]:  # inputs of as many samples: targets
+        if value.shape[:1] == graph.program.inputs[0].shape[:1]:
+            batch[value] = S(0)
+    for value in graph.program.parameters:
+        graph.constraints.types[value] = (I,)
+    for node in graph.operations:
+        wanted = [batch.get(value, R) for value in node.inputs()]
+        options = [strategy for strategy in graph.strategies(node) if list(strategy.operands) == wanted]
+        if options and any(isinstance(type_, Shard) for type_ in wanted):
+            graph.constraints.strategies.setdefault(node.call, []).append(_takes(tuple(wanted)))
+            for result, type_ in zip(node.outputs(), options[0].results, strict=True):
+                if isinstance(type_, Shard):
+                    batch[result] = type_
+    if graph.size > 1 and not graph.constraints.strategies:
+        first = graph.program.inputs[0]
+        raise PlanError(
+            f"policy 'data' cannot cut the batch: dim 0 of {first.path} {list(first.shape)} over {graph.size} ranks"
+        )
+    return graph
+
+
+def _takes(types: tuple[SpmdType, ...]) -> Callable[[Strategy], bool]:
+    return lambda strategy: strategy.operands == types
+
+
+def _autodist(graph: IRGraph, config: ComputeConfig) -> Division:
+    """The fastest of all numbers of stages that fit the memory."""
+    options = config.pas_config
+    if options.get("load_plan_path"):
+        return apply_plan(Plan.load(options["load_plan_path"]), graph).divide()
+    explore = options.get("explore_pipeline", "pipeline_nmicros" in options)
+    best: tuple[float, Division] | None = None
+    refused: list[str] = []
+    for ranks in [d for d in range(1, config.plan_ngpus + 1) if config.plan_ngpus % d == 0] if explore else [1]:
+        attempt = _pipelined(IRGraph(graph.program, config, costs=graph.costs), config, ranks, ranks)
+        if options.get("mem_constraint"):
+            attempt.memory = options["mem_constraint"] * GB
+        for module in filter(None, str(options.get("recompute_modules") or "").split(",")):
+            attempt.recompute(_inside(attempt, module.strip()))
+        try:
+            division = attempt.divide()
+        except PlanError as error:
+            refused.append(f"{ranks} stages: {error}")
+            continue
+        seconds = _step_time(attempt, division)
+        if best is None or seconds < best[0]:
+            best = (seconds, division)
+    if best is None:
+        raise PlanError("\n  - ".join(["autodist found no plan:", *refused]))
+    if options.get("save_plan_path"):
+        plan_of(best[1], units=config.units).save(options["save_plan_path"])
+    return best[1]
+
+
+def _inside(graph: IRGraph, module: str) -> list[IRFwOperation]:
+    """The operations of a module.
+
+    Raises:
+        PlanError: there are none.
+    """
+    found = graph.select(ntype=IRFwOperation, module=None if module == "ROOT" else module)
+    if not found:
+        names = dict.fromkeys(node.module for node in graph.operations)
+        raise PlanError(f"recompute_modules: no operation is in {module!r}; nearest: {nearest(module, names)}")
+    return found
+
+
+def _step_time(graph: IRGraph, division: Division) -> float:
+    """Seconds of a microbatch: each stage waits for the slowest, and for the first and the last one of a step."""
+    stages = graph.stage_seconds
+    return (sum(stages) + (division.microbatches - 1) * max(stages)) / division.microbatches
+
+
+_COMMON = {"costs"}
+_PIPELINE = {"pipeline_nmicros", "pipeline_scheduler"}
+_AUTODIST = {"mem_constraint", "recompute_modules", "load_plan_path", "save_plan_path", "explore_pipeline"}
+POLICIES: dict[str, tuple[Callable[[IRGraph, ComputeConfig], Any], set[str]]] = {
+    "dp": (_dp, _COMMON),
+    "tp": (_tp, _COMMON | {"seed"}),
+    "pp": (_pp, _COMMON | _PIPELINE | {"pipeline_nstages"}),
+    "data": (_data, _COMMON),
+    "hybrid": (_hybrid, _COMMON | _PIPELINE | {"pipeline_nstages", "pp_size"}),
+    "autodist": (_autodist, _COMMON | _PIPELINE | _AUTODIST),
+}
+"""Of each policy what it does, and the names in `pas_config` that it reads (`seed`: nnScaler's tp is random)."""

@@ -1,0 +1,119 @@
+"""What a divided module keeps: its parameters, buffers and constants, and which part of each a rank holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from ..spmd.types import I, R, Shard, SpmdType
+from ..weights.shard_spec import ShardSpec
+from .program import Division, Value
+
+__all__ = ["Stored", "constants_of", "stored_of"]
+
+
+class Stored(NamedTuple):
+    """A tensor of a divided module, as its original has it.
+
+    Attributes:
+        kind: "parameter", "buffer", "constant", or "tied" (another name of `same_as`).
+        shape: of the whole tensor.
+        type: on the axis of the division: I, S(dim, stride), or R of buffers and constants.
+        trained: it requires a gradient.
+        persistent: a buffer that is in state dicts.
+    """
+
+    kind: str
+    shape: tuple[int, ...] = ()
+    dtype: torch.dtype = torch.float32
+    type: SpmdType = I
+    trained: bool = True
+    persistent: bool = True
+    same_as: str = ""
+
+    def spec(self, axis: str, size: int) -> ShardSpec:
+        """Its layout over the ranks of `axis`."""
+        if not isinstance(self.type, Shard) or size == 1:
+            return ShardSpec(full_shape=self.shape)
+        return ShardSpec(axis, self.type.dim, self.type.stride, size, self.shape)
+
+
+def stored_of(module: nn.Module | None, *divisions: Division) -> dict[str, Stored]:
+    """All that `module` keeps, by its own names; what no call reads is whole on every rank.
+
+    Args:
+        module: the original; None: only what the programs read.
+        divisions: those of the programs that the module runs, training first.
+
+    Raises:
+        ValueError: two programs divide one parameter differently.
+    """
+    types: dict[str, SpmdType] = {}
+    values: dict[str, Value] = {}
+    for division in divisions:
+        for value in (*division.program.parameters, *division.program.buffers):
+            before = types.setdefault(value.path, division.types[value])
+            if before != division.types[value]:
+                raise ValueError(
+                    f"{value.path} is {before} in the training program and {division.types[value]} in the other: one "
+                    "module has one division of its parameters"
+                )
+            values[value.path] = value
+    if module is None:
+        stored = {path: _of_value(value, types[path]) for path, value in values.items()}
+    else:
+        stored = _of_module(module, types)
+    for value, name in constants_of(*divisions).items():
+        stored.setdefault(name, Stored("constant", value.shape, value.dtype, R, False, False))
+    return stored
+
+
+def constants_of(*divisions: Division) -> dict[Value, str]:
+    """The names under which the module keeps its programs' constants: equal ones of two programs once."""
+    names: dict[Value, str] = {}
+    first: dict[str, torch.Tensor] = {}
+    for division in divisions:
+        for value in division.program.constants:
+            assert value.constant is not None
+            name = f"constants.{value.name}"
+            while name in first and not _equal(first[name], value.constant):
+                name += "_eval"
+            first.setdefault(name, value.constant)
+            names[value] = name
+    return names
+
+
+def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)
+
+
+def _of_value(value: Value, spmd_type: SpmdType) -> Stored:
+    return Stored(value.kind, value.shape, value.dtype, spmd_type, value.requires_grad)
+
+
+def _of_module(module: nn.Module, types: Mapping[str, SpmdType]) -> dict[str, Stored]:
+    stored: dict[str, Stored] = {}
+    first: dict[int, str] = {}  # by id of the tensor: the name that the programs call it by, else its first
+    named = [
+        *((name, parameter, "parameter") for name, parameter in module.named_parameters(remove_duplicate=False)),
+        *((name, buffer, "buffer") for name, buffer in module.named_buffers(remove_duplicate=False)),
+    ]
+    for name, tensor, _ in named:
+        if id(tensor) not in first or (name in types and first[id(tensor)] not in types):
+            first[id(tensor)] = name
+    for name, tensor, kind in named:
+        if first[id(tensor)] != name:
+            stored[name] = Stored("tied", same_as=first[id(tensor)])
+            continue
+        spmd_type = types.get(name, I if kind == "parameter" else R)
+        persistent = kind == "parameter" or _is_persistent(module, name)
+        stored[name] = Stored(kind, tuple(tensor.shape), tensor.dtype, spmd_type, tensor.requires_grad, persistent)
+    return stored
+
+
+def _is_persistent(module: nn.Module, name: str) -> bool:
+    owner, _, attribute = name.rpartition(".")
+    return attribute not in module.get_submodule(owner)._non_persistent_buffers_set

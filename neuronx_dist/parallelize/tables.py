@@ -1,0 +1,334 @@
+"""The choice of a program's strategies as tables over variables: what `planning.choice` takes the minimum of.
+
+Variables: the strategy of each call, the type of each parameter, and of a value with several consumers the *forms* that
+it is converted to, so that a form which several want is paid for once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import combinations
+from math import inf
+from typing import NamedTuple
+
+import torch
+
+from ..checking.types.rules.spec import ALL, RULES
+from ..planning.choice import Scope
+from ..planning.costs import Costs
+from ..spmd.types import I, R, Shard, SpmdType
+from .conversions import conversion
+from .program import Call, Program, Strategy, Value, operands_of
+
+__all__ = ["Constraints", "Held", "Tables", "bytes_of", "saves"]
+
+Wants = tuple[frozenset[int], ...]  # of each option of a consumer the types that it wants a value in, by number
+GRAIN = 2.0**-40  # seconds: sums of multiples of it are exact in float64 up to 8192 s
+MAX_FORMS = 6  # types in one variable of forms
+
+
+@dataclass
+class Constraints:
+    """What is decided before the choice: which strategies a call may have, which types a parameter.
+
+    Attributes:
+        strategies: of a call whether a strategy is allowed, every one of these.
+        types: of a parameter the types that it may have.
+    """
+
+    strategies: dict[Call, list[Callable[[Strategy], bool]]] = field(default_factory=dict)
+    types: dict[Value, tuple[SpmdType, ...]] = field(default_factory=dict)
+
+    def allows(self, call: Call, strategy: Strategy) -> bool:
+        return all(allowed(strategy) for allowed in self.strategies.get(call, ()))
+
+
+class Held(NamedTuple):
+    """Bytes that a rank holds: parameters with gradients and optimizer state, and what is kept for backward."""
+
+    parameters: float
+    activations: float
+
+    def total(self, stages: int = 1) -> float:
+        """On one of so many pipeline stages: each keeps its activations of as many microbatches as there are stages."""
+        return self.parameters / stages + self.activations
+
+
+def bytes_of(value: Value) -> int:
+    return _elements(value) * value.dtype.itemsize
+
+
+def _elements(value: Value) -> int:
+    count = 1
+    for size in value.shape:
+        count *= size
+    return count
+
+
+def saves(call: Call) -> bool:
+    """Its backward reads its operands: all but sums, views and other functions linear in all operands at once."""
+    if not call.grad or not any(result.requires_grad for result in call.results):
+        return False
+    rule = RULES.get(call.function)
+    if rule is None:
+        return True
+    return rule.linear != ALL and not any(set(range(len(operands_of(call)))) <= set(group) for group in rule.linear)
+
+
+class Tables:
+    """The tables of one program, for one size of the axis.
+
+    Args:
+        options: the strategies that each call may have, none of them empty.
+        types: the types that each leaf of the program may have.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        size: int,
+        costs: Costs,
+        options: Mapping[Call, Sequence[Strategy]],
+        types: Mapping[Value, Sequence[SpmdType]],
+        *,
+        backward: bool,
+    ) -> None:
+        self.program, self.size, self.costs, self.backward = program, size, costs, backward
+        self.options, self.types = options, types
+        self.sizes: list[int] = []
+        self.owner: list[Call | Value] = []  # what each variable is about, for messages
+        self.variable: dict[Call | Value, int] = {}  # of calls and parameters
+        self._number: dict[SpmdType, int] = {}
+        self._types: list[SpmdType] = []
+        self._cache: dict[object, torch.Tensor] = {}
+        self._wants: dict[Value, list[tuple[Call, Wants]]] = {}
+        self._made: dict[Value, tuple[int, ...]] = {}
+        self._saved: set[Value] = set()
+        self._describe()
+
+    # What there is to decide.
+
+    def _describe(self) -> None:
+        for value in self.program.leaves:
+            self._made[value] = tuple(map(self.number, self.types[value]))
+        for call in self.program.calls:
+            options = self.options[call]
+            operands = operands_of(call)
+            wanted = [[self.number(option.operands[i]) for option in options] for i in range(len(operands))]
+            for value in dict.fromkeys(operands):
+                if value not in self.variable and len(self._made[value]) > 1 and value.producer is None:
+                    self._add(value, len(self._made[value]))
+                reads = [wanted[i] for i, operand in enumerate(operands) if operand is value]
+                self._wants.setdefault(value, []).append((call, tuple(map(frozenset, zip(*reads, strict=True)))))
+            if saves(call):
+                self._saved.update(operands)
+            for index, result in enumerate(call.results):
+                self._made[result] = tuple(self.number(option.results[index]) for option in options)
+            self._add(call, len(options))
+
+    def _add(self, owner: Call | Value, size: int) -> None:
+        self.variable[owner] = len(self.sizes)
+        self.sizes.append(size)
+        self.owner.append(owner)
+
+    def number(self, type_: SpmdType) -> int:
+        """Types by number: those hash faster."""
+        number = self._number.setdefault(type_, len(self._types))
+        if number == len(self._types):
+            self._types.append(type_)
+        return number
+
+    # What it costs.
+
+    def all(self, price: float) -> list[tuple[torch.Tensor, Scope]]:
+        """Every table at a price of memory, in seconds a byte. Adds the variables of forms to `sizes`."""
+        return list(self._all(price))
+
+    def _all(self, price: float) -> Iterator[tuple[torch.Tensor, Scope]]:
+        del self.sizes[len(self.variable) :], self.owner[len(self.variable) :]
+        for call in self.program.calls:
+            yield self._seconds(call), (self.variable[call],)
+        for value in self.program.parameters:
+            if value in self.variable and price:
+                held = tuple(price * self._parameter_bytes(value, self._types[t]) for t in self._made[value])
+                yield self._once(("parameter", held), partial(_rounded_row, held)), (self.variable[value],)
+        for value, wants in self._wants.items():
+            yield from self._conversions(value, wants, price if value in self._saved else 0.0)
+        yield from self._outputs()
+
+    def only(self, call: Call, strategy: Strategy) -> tuple[torch.Tensor, Scope]:
+        """A table that allows a call no other strategy."""
+        return _rounded_row([0.0 if option is strategy else inf for option in self.options[call]]), (
+            self.variable[call],
+        )
+
+    def times(self, chosen: Mapping[Call, Strategy], made: Callable[[Value], SpmdType]) -> list[float]:
+        """Seconds of each call in a division, with the conversions that it is the first to want."""
+        paid: set[tuple[Value, int]] = set()
+        found = []
+        for call in self.program.calls:
+            seconds = float(self._seconds(call)[self.options[call].index(chosen[call])])
+            for value, want in zip(operands_of(call), map(self.number, chosen[call].operands), strict=True):
+                if (value, want) not in paid:
+                    seconds += self.conversion(value, self.number(made(value)), want)
+                    paid.add((value, want))
+            found.append(seconds)
+        return found
+
+    def _once(self, key: object, build: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """One tensor for equal tables: `planning.choice` knows it again without looking into it."""
+        table = self._cache.get(key)
+        if table is None:
+            table = self._cache[key] = build()
+        return table
+
+    def _seconds(self, call: Call) -> torch.Tensor:
+        """Of each strategy of a call, forward and backward."""
+        options = self.options[call]
+        operands, results = operands_of(call), call.results
+        rule = RULES.get(call.function)
+        view = rule is not None and rule.aliases
+        moved = () if view else tuple(map(bytes_of, (*operands, *results)))
+        backward = self.backward and call.grad and any(result.requires_grad for result in results)
+        types = tuple(
+            (option.share, option.bytes_moved, *map(self.number, (*option.operands, *option.results)))
+            for option in options
+        )
+
+        def build() -> torch.Tensor:
+            seconds = []
+            for option in options:
+                local = sum(self._local(b, t) for b, t in zip(moved, (*option.operands, *option.results), strict=False))
+                sent = [number for number in option.bytes_moved[: 1 + backward] if number]
+                seconds.append(
+                    self.costs.compute(call.flops * option.share, local, backward=backward)
+                    + self.costs.communicate(sum(sent), len(sent))
+                )
+            return _rounded_row(seconds)
+
+        return self._once(("call", types, moved, call.flops, backward), build)
+
+    def _local(self, whole: float, type_: SpmdType) -> float:
+        """Bytes of a tensor on one rank."""
+        return whole / self.size if isinstance(type_, Shard) else whole
+
+    def _parameter_bytes(self, value: Value, type_: SpmdType) -> float:
+        whole = bytes_of(value)
+        if value.requires_grad and self.backward:
+            whole += bytes_of(value) + self.costs.optimizer_bytes * _elements(value)
+        return self._local(whole, type_)
+
+    def conversion(self, value: Value, src: int, dst: int) -> float:
+        """Seconds of a value from one type to another, types by number; infinite where there is no way.
+
+        One that moves nothing counts next to nothing, so that none is made without need.
+        """
+        if src == dst:
+            return 0.0
+        found = conversion(value, self._types[src], self._types[dst], self.size)
+        if found is None:
+            return inf
+        seconds = self.costs.communicate(found.forward, found.collectives[0])
+        if self.backward:
+            seconds += self.costs.communicate(found.backward, found.collectives[1])
+        return max(seconds, GRAIN) if value.requires_grad else seconds
+
+    def _conversions(
+        self, value: Value, wants: Sequence[tuple[Call, Wants]], price: float
+    ) -> Iterator[tuple[torch.Tensor, Scope]]:
+        """The tables of one value: from the types that it may be made in to those that its consumers want."""
+        made = self._made[value]
+        maker = self.variable.get(value.producer or value)
+        backward = self.backward and value.requires_grad
+        facts = (made, value.shape, value.dtype, backward, value.producer is None, price)
+        if len(wants) == 1:
+            call, wanted = wants[0]
+            table = self._once(("one", facts, wanted), partial(self._matrix, value, wanted, price))
+            yield _between(table, maker, self.variable[call])
+            return
+        every = sorted(set().union(*(forms for _, wanted in wants for forms in wanted)))
+        paid = [form for form in every if price or any(self.conversion(value, t, form) > 0 for t in made)]
+        for start in range(0, len(paid), MAX_FORMS):
+            group = paid[start : start + MAX_FORMS]
+            sets = _subsets(group, max(len(forms) for _, wanted in wants for forms in wanted) * len(wants))
+            forms = len(self.sizes)
+            self.sizes.append(len(sets))
+            self.owner.append(value)
+            table = self._once(("forms", facts, sets), partial(self._matrix, value, sets, price))
+            yield _between(table, maker, forms)
+            for call, wanted in wants:
+                table = self._once(("in", sets, wanted), partial(_contained, sets, wanted, frozenset(group)))
+                yield table, (forms, self.variable[call])
+
+    def _matrix(self, value: Value, sets: Iterable[frozenset[int]], price: float) -> torch.Tensor:
+        """Of each type that a value is made in (rows) and each set of forms the seconds, and the price of memory."""
+        leaf = value.producer is None  # its own type is held already
+
+        def seconds(src: int, form: int) -> float:
+            held = 0.0 if leaf and src == form else self._local(bytes_of(value), self._types[form])
+            return self.conversion(value, src, form) + price * held
+
+        sets = list(sets)
+        rows = {src: [sum(seconds(src, form) for form in forms) for forms in sets] for src in set(self._made[value])}
+        return _rounded([rows[src] for src in self._made[value]])
+
+    def _outputs(self) -> Iterator[tuple[torch.Tensor, Scope]]:
+        """An output is whole on every rank; one with a gradient is I: every rank is given the same gradient."""
+        for value in self.program.outputs:
+            if isinstance(value, Value) and value.producer is not None:
+                seconds = [self.whole(value, src)[0] for src in self._made[value]]
+                yield _rounded_row(seconds), (self.variable[value.producer],)
+
+    def whole(self, value: Value, src: int) -> tuple[float, SpmdType]:
+        """Seconds to make an output whole, and as which type."""
+        ends = (I,) if value.requires_grad else (R, I)
+        return min(((self.conversion(value, src, self.number(end)), end) for end in ends), key=lambda pair: pair[0])
+
+    # What was chosen.
+
+    def held(self, chosen: Mapping[Call, Strategy], types: Mapping[Value, SpmdType]) -> Held:
+        """The bytes that a rank holds at the end of forward."""
+        parameters = sum(self._parameter_bytes(value, types[value]) for value in self.program.parameters)
+        activations = 0.0
+        if self.backward:
+            for value in self._saved:
+                forms = {
+                    want
+                    for call, _ in self._wants[value]
+                    for operand, want in zip(operands_of(call), chosen[call].operands, strict=True)
+                    if operand is value
+                }
+                own = types.get(value)
+                activations += sum(self._local(bytes_of(value), form) for form in forms if form != own)
+        return Held(parameters, activations)
+
+
+def reachable(value: Value, made: Iterable[SpmdType], want: SpmdType, size: int) -> bool:
+    """A conversion leads from one of these types to the wanted one."""
+    return want in made or any(conversion(value, src, want, size) is not None for src in made)
+
+
+def _between(table: torch.Tensor, maker: int | None, consumer: int) -> tuple[torch.Tensor, Scope]:
+    """A table over maker and consumer; over the consumer alone where there is nothing to decide about the maker."""
+    return (table[0], (consumer,)) if maker is None else (table, (maker, consumer))
+
+
+def _subsets(items: Sequence[int], largest: int) -> tuple[frozenset[int], ...]:
+    return tuple(
+        frozenset(chosen) for count in range(min(largest, len(items)) + 1) for chosen in combinations(items, count)
+    )
+
+
+def _contained(sets: Sequence[frozenset[int]], wanted: Wants, among: frozenset[int]) -> torch.Tensor:
+    """0 where the set of forms has what an option wants of these, else infinite."""
+    return torch.tensor([[0.0 if forms & among <= made else inf for forms in wanted] for made in sets]).double()
+
+
+def _rounded(seconds: Sequence[Sequence[float]]) -> torch.Tensor:
+    return (torch.tensor(seconds, dtype=torch.float64) / GRAIN).round() * GRAIN
+
+
+def _rounded_row(seconds: Sequence[float]) -> torch.Tensor:
+    return _rounded([seconds])[0]

@@ -1,0 +1,301 @@
+"""Emitted source, proven before it is loaded: its types on the whole mesh, and its values beside one process.
+
+Types say nothing of constant factors: a loss that is divided by the number of ranks twice has the right type. So the
+program also runs for real, on threads, and its results, gradients and buffers are compared with those of the recorded
+program in one process. Random numbers are left out of both: dropout lets everything pass.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+import torch.utils._pytree as pytree
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from ..checking.api import check
+from ..comm.backends import threads
+from ..mesh import Mesh
+from ..pipeline.record.surroundings import restored
+from ..weights.shard_spec import gather_full, spec_of
+from .emitted import imported
+from .interpret import run_program
+from .module import ParallelModule
+from .program import Division, Program, Value, operands_of
+
+__all__ = ["EmittedProgramError", "Verdict", "check_types", "check_values", "verify"]
+
+MOST_FLOPS = 2e10  # of a forward that is run for real
+MOST_ELEMENTS = 1e8  # of its parameters
+# Of the coarsest dtype of a program.
+TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
+
+
+class EmittedProgramError(RuntimeError):
+    """An emitted program is not what was recorded. This is a bug of this package."""
+
+
+class Verdict(NamedTuple):
+    """What was looked at.
+
+    Attributes:
+        types: the report of the type check, as text.
+        values: whether the program ran for real; else why not.
+        largest_error: of all results, gradients and buffers, relative.
+    """
+
+    types: str
+    values: str
+    largest_error: float
+
+
+def verify(
+    source: str,
+    division: Division,
+    module: nn.Module,
+    constants: Mapping[str, torch.Tensor],
+    arguments: Mapping[str, Any],
+) -> Verdict:
+    """Checks the types of an emitted source, then its values, in the mode in which its program was recorded.
+
+    Args:
+        module: the original. One on meta is not run: the program stands for it, with values that are drawn.
+        constants: of its programs, by the names that the emitted module has for them.
+        arguments: of forward, by name.
+
+    Raises:
+        EmittedProgramError: one of them is wrong; the message says what, and which.
+    """
+    report = check_types(source, division, arguments)
+    reason = too_large(division.program)
+    error = math.nan if reason else check_values(source, division, module, constants, arguments)
+    return Verdict(report, reason, error)
+
+
+def too_large(program: Program) -> str:
+    """Why a program is not run for real here; "": it is."""
+    flops = sum(call.flops for call in program.calls)
+    elements = sum(math.prod(value.shape) for value in program.parameters)
+    if flops <= MOST_FLOPS and elements <= MOST_ELEMENTS:
+        return ""
+    return f"a forward of {flops:.2g} operations on {elements:.2g} elements of parameters was not run for real"
+
+
+def check_types(source: str, division: Division, arguments: Mapping[str, Any]) -> str:
+    """The report of `spmd.check` over all ranks of the division.
+
+    Raises:
+        EmittedProgramError: it found a problem.
+    """
+    training = division.program.training
+
+    def step(model: torch.nn.Module, optimizer: Any, inputs: Any) -> None:
+        model.train(training)
+        results = [x for x in pytree.tree_leaves(model(**inputs)) if isinstance(x, torch.Tensor) and x.requires_grad]
+        if training and results:
+            sum(x.sum() for x in results).backward()  # type: ignore[union-attr]
+            optimizer.step()
+
+    leaves = [{division.axis: division.types[x]} if isinstance(x, Value) else None for x in division.program.arguments]
+    in_types = pytree.tree_unflatten(leaves, division.program.structure)
+    with imported(source, division.size) as emitted:
+        mesh = {division.axis: division.size}
+        report = check(lambda: emitted(init_params=False), dict(arguments), mesh, step=step, in_types=in_types)
+    if not report.ok:
+        raise EmittedProgramError(f"the types of an emitted program are wrong:\n{report}")
+    return str(report)
+
+
+def check_values(
+    source: str,
+    division: Division,
+    module: nn.Module,
+    constants: Mapping[str, torch.Tensor],
+    arguments: Mapping[str, Any],
+) -> float:
+    """Runs the source on threads and the original in one process, and compares. Returns the largest relative error.
+
+    Raises:
+        EmittedProgramError: they differ; the message names the tensors.
+    """
+    program = division.program
+    tensors = _values(program, module, arguments)
+    inputs = [tensors[leaf] if isinstance(leaf, Value) else leaf for leaf in program.arguments]
+    stored = {value.path: tensors[value] for value in (*program.parameters, *program.buffers)}
+    on_meta = any(x.is_meta for x in (*module.parameters(), *module.buffers()))
+    wanted = _run_program(program, tensors) if on_meta else _run_original(module, program, inputs, stored)
+
+    def rank() -> dict[str, torch.Tensor]:
+        module = emitted()
+        module.train(program.training)
+        own = [_copy(x) for x in inputs]
+        with torch.set_grad_enabled(program.training), _Deterministic():
+            result = module.run(**pytree.tree_unflatten(own, program.structure))
+            return _outcome(result, own, module, program.training)
+
+    with imported(source, division.size, constants=constants) as emitted:
+        zeros = {name: torch.zeros(each.shape, dtype=each.dtype) for name, each in emitted.STORED.items()}
+        emitted.WEIGHTS = staticmethod(lambda: {**zeros, **stored})
+        try:
+            ranks = threads.run(Mesh(division.size, tp=division.size), rank)
+        except Exception as error:
+            raise EmittedProgramError(f"an emitted program fails: {type(error).__name__}: {error}") from error
+    tolerance = max(TOLERANCES.get(x.dtype, 0.0) for call in program.calls for x in (*call.results, *operands_of(call)))
+    errors = {
+        (number, name): error
+        for number, has in enumerate(ranks)
+        for name, error in _errors(has, wanted, tolerance).items()
+    }
+    wrong = [f"{name} on rank {number}: {error:.2g}" for (number, name), error in errors.items() if not error <= 1]
+    if wrong:
+        more = f", and {len(wrong) - 8} more" if len(wrong) > 8 else ""
+        raise EmittedProgramError(
+            "an emitted program computes something else than one process; errors over what rounding explains: "
+            + ", ".join(wrong[:8])
+            + more
+        )
+    return max(errors.values(), default=0.0)
+
+
+# --- values -----------------------------------------------------------------------------------------------------------
+
+
+class _Deterministic(TorchFunctionMode):
+    """No random numbers: dropout lets everything pass, and what is drawn is 0.5."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        if func in _DROPOUT:
+            return args[0] if args else (kwargs or {})["input"]
+        if func is F.scaled_dot_product_attention:
+            args, kwargs = (*args[:4], *([0.0] if len(args) > 4 else ()), *args[5:]), dict(kwargs or {})
+            kwargs.pop("dropout_p", None)
+        result = func(*args, **(kwargs or {}))
+        if name.rstrip("_") in _DRAWN and isinstance(result, torch.Tensor):
+            return torch.full_like(result, 0.5) if result.is_floating_point() else torch.zeros_like(result)
+        return result
+
+
+_DROPOUT = {
+    F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout,
+}  # fmt: skip
+_DRAWN = {"rand", "rand_like", "randn", "randn_like", "randint", "randint_like", "bernoulli", "normal", "uniform"}
+
+
+def _values(program: Program, module: nn.Module, arguments: Mapping[str, Any]) -> dict[Value, torch.Tensor]:
+    """A tensor for each leaf of the program: the one that there is; for one on meta it is drawn."""
+    generator = torch.Generator().manual_seed(0)
+    state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    given = dict(zip(program.arguments, pytree.tree_leaves(dict(arguments)), strict=True) if program.arguments else ())
+    tensors: dict[Value, torch.Tensor] = {}
+    for value in program.leaves:
+        own = value.constant if value.kind == "constant" else given.get(value, state.get(value.path))
+        if own is not None and not own.is_meta:
+            tensors[value] = own.detach().to("cpu", copy=True)
+        elif value.dtype.is_floating_point or value.dtype.is_complex:
+            drawn = torch.rand(value.shape, generator=generator, dtype=torch.float32)
+            scale = max(1, math.prod(value.shape[1:])) ** -0.5
+            tensors[value] = ((drawn - 0.5) * scale if value.kind == "parameter" else drawn).to(value.dtype)
+        else:
+            tensors[value] = torch.zeros(value.shape, dtype=value.dtype)
+        tensors[value].requires_grad_(value.requires_grad)
+    return tensors
+
+
+def _run_program(program: Program, tensors: Mapping[Value, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Results, gradients and buffers of the program in one process, by name."""
+    tensors = {value: _copy(x) for value, x in tensors.items()}
+    with torch.set_grad_enabled(program.training), _Deterministic():
+        result = run_program(program, tensors)
+        results = _results(result)
+        _backward(result, program.training)
+    leaves = {value.path: x for value, x in tensors.items() if value.kind in ("parameter", "input")}
+    buffers = {value.path: tensors[value] for value in program.buffers}
+    return {**results, **_gradients(leaves, program.training), **_buffers(buffers)}
+
+
+def _run_original(
+    module: nn.Module, program: Program, inputs: list[Any], stored: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """The same of the original, which is not changed."""
+    state = {name: _copy(x) for name, x in stored.items()}
+    own = [_copy(x) for x in inputs]
+    with restored(module), torch.set_grad_enabled(program.training), _Deterministic():
+        module.train(program.training)
+        arguments = pytree.tree_unflatten(own, program.structure)
+        result = torch.func.functional_call(module, state, (), arguments)
+        results = _results(result)
+        _backward(result, program.training)
+    leaves = {value.path: state[value.path] for value in program.parameters}
+    leaves |= {leaf.path: x for leaf, x in zip(program.arguments, own) if isinstance(leaf, Value)}
+    buffers = {value.path: state[value.path] for value in program.buffers}
+    return {**results, **_gradients(leaves, program.training), **_buffers(buffers)}
+
+
+def _gradients(leaves: Mapping[str, torch.Tensor], training: bool) -> dict[str, torch.Tensor]:
+    return {f"the gradient of {name}": _grad(x) for name, x in leaves.items() if x.requires_grad and training}
+
+
+def _buffers(buffers: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {f"buffer {name}": x.detach() for name, x in buffers.items()}
+
+
+def _outcome(result: Any, inputs: list[Any], module: ParallelModule, training: bool) -> dict[str, torch.Tensor]:
+    """The same of an emitted module, from this rank's parts."""
+    results = _results(result)
+    _backward(result, training)
+    gradients = {}
+    if training:
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad:
+                gradients[f"the gradient of {name}"] = gather_full(_grad(parameter), spec_of(parameter))
+    given = [x for x in inputs if isinstance(x, torch.Tensor)]
+    gradients |= _gradients(dict(zip(module.INPUTS, given)), training)
+    return {**results, **gradients, **_buffers(dict(module.named_buffers()))}
+
+
+def _results(result: Any) -> dict[str, torch.Tensor]:
+    leaves = pytree.tree_leaves(result)
+    return {f"result {n}": x.detach() for n, x in enumerate(leaves) if isinstance(x, torch.Tensor)}
+
+
+def _backward(result: Any, training: bool) -> None:
+    """From all results at once, each with weights of its own: a sum alone has no gradient behind a softmax."""
+    results = [x for x in pytree.tree_leaves(result) if isinstance(x, torch.Tensor) and x.requires_grad]
+    if training and results:
+        weights = []
+        for number, x in enumerate(results):
+            positions = torch.arange(x.numel(), dtype=torch.float64).reshape(x.shape)
+            weights.append((torch.sin(positions * 0.7 + number) + 1.5).to(x.dtype))
+        torch.autograd.backward(results, weights)
+
+
+def _errors(has: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor], tolerance: float) -> dict[str, float]:
+    """For each tensor its relative error over the tolerance; a tiny gradient's against the largest of all."""
+    norms = {name: float(x.double().norm()) for name, x in wanted.items()}
+    largest = max((norms[name] for name in norms if name.startswith("the gradient")), default=0.0)
+    errors = {}
+    for name, x in wanted.items():
+        own = has.get(name)
+        if own is None or own.shape != x.shape or own.dtype != x.dtype:
+            errors[name] = math.inf
+            continue
+        floor = 1e-4 * largest if name.startswith("the gradient") else 1e-30
+        same = bool(torch.equal(torch.nan_to_num(own), torch.nan_to_num(x)))
+        distance = 0.0 if same else float((own.double() - x.double()).norm())
+        errors[name] = distance / (max(norms[name], floor) * tolerance) if distance else 0.0
+    return errors
+
+
+def _grad(x: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(x) if x.grad is None else x.grad.detach()
+
+
+def _copy(x: Any) -> Any:
+    return x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x

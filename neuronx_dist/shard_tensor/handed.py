@@ -1,0 +1,81 @@
+"""A local tensor as others get it and give it: of `to_local`, and as torch's DTensor. It stays in its graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from .. import spmd
+from ..spmd import I, R
+from ..spmd.watching import active
+from .device_mesh import DeviceMesh
+from .local_shapes import local_spec
+from .placements import Partial, Placement, Replicate
+from .redistribute import redistributed
+from .spec import ShardTensorSpec, make_spec
+
+__all__ = ["dtensor_of", "handed_out", "local_of_dtensor"]
+
+
+class _Handed(torch.autograd.Function):
+    """A local tensor as a view that torch lets nobody modify in place: the wrapper's graph would not know."""
+
+    @staticmethod
+    def forward(ctx: Any, local: torch.Tensor) -> torch.Tensor:
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad
+
+
+_handed: Callable[..., torch.Tensor] = super(torch.autograd.Function, _Handed).apply
+
+
+def handed_out(local: torch.Tensor, spec: ShardTensorSpec, grad_placements: Sequence[Placement] | None) -> torch.Tensor:
+    """The local tensor of a layout for code that is not ours; `grad_placements` as `ShardTensor.to_local` takes them.
+
+    Raises:
+        ValueError: the gradient is of a layout that cannot be brought to that of the tensor without communication.
+    """
+    if spec.partial:
+        local = local.clone()
+    elif local.grad_fn is not None and torch.is_grad_enabled() and active() is None:
+        local = _handed(local)
+    if grad_placements is None:
+        return local
+    wanted = make_spec(spec.mesh, grad_placements, spec.shape, None)
+    for m, (own, grad) in enumerate(zip(spec.placements, wanted.placements)):
+        if isinstance(own, Replicate) and isinstance(grad, Partial):
+            local = spmd.convert(local, spec.mesh.communicator(m), src=I, dst=R)
+        elif own != grad and not (isinstance(own, Partial) and isinstance(grad, Replicate)):
+            raise ValueError(
+                f"to_local: a gradient of {grad!r} for a tensor that is {own!r} on mesh dim {m}: redistribute() "
+                "the tensor first, so that its own placement is that of the gradient"
+            )
+    return local
+
+
+def local_of_dtensor(x: DTensor) -> tuple[torch.Tensor, ShardTensorSpec]:
+    """The local tensor of a torch DTensor, and its layout."""
+    mesh = DeviceMesh.from_torch(x.device_mesh)
+    local = x.to_local()
+    spec = make_spec(mesh, x.placements, x.shape)
+    if local.shape != spec.local_shape:
+        spec = local_spec(local.shape, mesh, x.placements, "infer", x.shape)
+    return local, spec
+
+
+def dtensor_of(local: torch.Tensor, spec: ShardTensorSpec) -> Any:
+    """A torch DTensor of chunks."""
+    return DTensor.from_local(
+        redistributed(local, spec, make_spec(spec.mesh, spec.placements, spec.shape)),
+        spec.mesh.to_torch(),
+        spec.placements,
+        run_check=False,
+        shape=spec.shape,
+        stride=torch.empty(spec.shape, device="meta").stride(),
+    )

@@ -1,0 +1,40 @@
+"""`parallelize` beside one process: losses, every gradient, weights after steps of SGD and AdamW."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from neuronx_dist.parallelize import ComputeConfig
+from tests.parallelize.models import MODELS, model
+from tests.parallelize.parity import Trained, assert_equal, trained, trained_parallel
+
+SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+ADAMW = partial(torch.optim.AdamW, lr=1e-2)
+LAYOUTS = [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2)]  # ranks of a unit, units
+
+
+def compared(name: str, plan: int, units: int, optimizer: Any, policy: Any, folder: Path, steps: int = 8) -> None:
+    module, arguments = model(name)
+    config = ComputeConfig(plan, plan * units, use_end2end=name == "mlp")
+    wanted = trained(module, arguments, optimizer, steps, units)
+    has = trained_parallel(module, arguments, optimizer, steps, config, policy, folder)
+    if units > 1:  # statistics of batch norm are each unit's own
+        counted = {name: x for name, x in has.weights.items() if "running" in name or "tracked" in name}
+        wanted = Trained(wanted.losses, wanted.gradients, {**wanted.weights, **counted})
+    assert_equal(has, wanted, 1e-9)
+
+
+@pytest.mark.parametrize("plan, units", LAYOUTS)
+@pytest.mark.parametrize("name", MODELS)
+def test_layouts(name: str, plan: int, units: int, tmp_path: Path) -> None:
+    compared(name, plan, units, SGD, "autodist", tmp_path)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_adamw(name: str, tmp_path: Path) -> None:
+    compared(name, 2, 2, ADAMW, "autodist", tmp_path)

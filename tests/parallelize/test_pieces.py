@@ -1,0 +1,161 @@
+"""Every strategy of every rule: the pieces, put together, are the whole, forward and backward; and none is missing.
+
+The calls are those that the rules' own tests review (`tests/checking/types/rules/specs.txt`), in float64 at 1e-10.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import product
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from neuronx_dist.checking.types.judge import Operand, judge
+from neuronx_dist.checking.types.rules import RULES
+from neuronx_dist.parallelize import congruence
+from neuronx_dist.parallelize.congruence import spec_of, substituted
+from neuronx_dist.parallelize.program import Value, operands_of
+from neuronx_dist.parallelize.strategies import candidates, local_shape, refusals
+from neuronx_dist.spmd import P, R, S, Shard
+from neuronx_dist.spmd.errors import Violation
+from neuronx_dist.spmd.tensor_type import TensorType
+from tests.checking.types.rules.test_specs import NAMES, reviewed
+from tests.checking.types.rules.verify_rule import Recorder
+from tests.parallelize.pieces import Case, wrong_pieces
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="other versions have fewer functions"),
+]
+
+
+def cases(texts: Sequence[str]) -> Iterator[tuple[str, Case]]:
+    """The calls of functions that are typed by a spec alone; writes in place are no part of a program."""
+    for text in texts:
+        torch.manual_seed(0)
+        with Recorder() as recorder:
+            eval(text, NAMES)
+        function, args, kwargs = recorder.calls[0]
+        rule = RULES[function]
+        random = rule.random(*args, **kwargs) if callable(rule.random) else rule.random
+        if rule.kind == "op" and rule.inplace is None and not random:
+            yield text, Case(function, args, kwargs)
+
+
+def all_pieces(texts: Sequence[str]) -> Counter[str]:
+    counted: Counter[str] = Counter()
+    found = []
+    for text, case in cases(texts):
+        for size in (2, 4):
+            names, wrong = wrong_pieces(case, size, strides=[2])
+            counted.update(name[0] for name in names)
+            found += [f"{text}: {what}" for what in wrong]
+    assert found == []
+    return counted
+
+
+def test_pieces_of_some_calls():
+    counted = all_pieces([*reviewed()][::15])
+    assert counted["S"] > 100 and counted["P"] > 30
+
+
+@pytest.mark.slow
+def test_pieces_of_all_calls():
+    counted = all_pieces([*reviewed()])
+    assert counted["S"] > 2400 and counted["P"] > 1200 and counted["I"] > 1500
+
+
+def accepted(case: Case, size: int) -> Iterator[tuple]:
+    """Every assignment of R, P and S(dim) that `judge` accepts without an assumption, if all shards divide."""
+    rule, tensors = RULES[case.call.function], operands_of(case.call)
+
+    def meta(value: Value) -> Tensor:
+        return torch.empty(value.shape, dtype=value.dtype, device="meta")
+
+    args, kwargs = substituted((case.call.args, case.call.kwargs), Value, meta)
+    try:
+        spec = spec_of(rule, (args, kwargs))
+    except NotImplementedError:
+        return
+    if len(tensors) > 3 or any(0 in value.shape for value in (*tensors, *case.call.results)) or None in spec.ins:
+        return
+    affine = rule.affine is not None and bool(rule.affine(*args, **kwargs))
+    choices = [
+        [R, *([P] if value.dtype is not torch.bool else []), *(S(dim) for dim in range(len(value.shape)))]
+        for value in tensors
+    ]
+    for types in product(*choices):
+        operands = [Operand(TensorType.of({"tp": t}, R), value.requires_grad) for t, value in zip(types, tensors)]
+        try:
+            judgement = judge(rule, spec, operands, affine, len(spec.outs))
+        except Violation:
+            continue
+        results = [type_.get("tp") for type_ in judgement.types]
+        pairs = [*zip(types, tensors), *zip(results, case.call.results)]
+        shards = [(t, value.shape) for t, value in pairs if isinstance(t, Shard)]
+        whole = all(t.letter in "R0" or t in (P, P("avg")) or isinstance(t, Shard) for t in results)
+        divides = all(shape[t.dim] % (t.stride * size) == 0 and t.part is None for t, shape in shards)
+        if not judgement.assumed and whole and divides and case.call.results:
+            yield types
+
+
+def missing(texts: Sequence[str], size: int = 2) -> tuple[int, list]:
+    """How many assignments are legal, and those that are neither strategies nor refused with a reason."""
+    count, lost = 0, []
+    for text, case in cases(texts):
+        legal = list(accepted(case, size))
+        count += len(legal)
+        offered = {strategy.operands for strategy in candidates(case.call, "tp", size)}
+        reasons = {refusal.why for refusal in refusals(case.call, "tp", size)}
+        if any("integers" in why for why in reasons):  # types alone do not see that no local call is right
+            continue
+        lost += [(text, types) for types in legal if types not in offered]
+    return count, lost
+
+
+def test_strategies_are_complete_for_some_calls():
+    count, lost = missing([*reviewed()][::10])
+    assert count > 200 and lost == []
+
+
+@pytest.mark.slow
+def test_strategies_are_complete():
+    """Brute force over all assignments of types to operands finds no other one."""
+    count, lost = missing([*reviewed()])
+    # which positions a mask selects is not known before the program runs
+    assert count > 2500 and [text for text, _ in lost] == ["f(4, 6)[b(4), k(4)]"]
+
+
+def f(*shape: int) -> Tensor:
+    return torch.rand(shape, dtype=torch.float64)
+
+
+def test_without_congruence_group_norm_is_wrong(monkeypatch):
+    """Types accept whole groups of half of the channels; only the comparison of specs sees that they are others."""
+    case = Case(F.group_norm, (f(2, 8, 3), 4, f(8), f(8)), {})
+    assert wrong_pieces(case, 2)[1] == []
+    monkeypatch.setattr(congruence, "normal_form", lambda *_: None)
+    case = Case(F.group_norm, (f(2, 8, 4), 4, f(8), f(8)), {})
+    assert any("S(1) of operand 0 on 2: result 0 differs" in wrong for wrong in wrong_pieces(case, 2)[1])
+
+
+def test_a_range_is_the_same_one_of_each_block():
+    """`narrow(1, 2, 2)` of a third of each rank takes its second third: start and length are divided, not one alone."""
+    case = Case(Tensor.narrow, (f(4, 6), 1, 2, 2), {})
+    names, wrong = wrong_pieces(case, 2)
+    assert "S(1, stride=3) of operand 0" in names and wrong == []
+
+
+def test_sizes_that_a_rule_does_not_read_are_those_of_the_shard():
+    case = Case(Tensor.sum_to_size, (f(4, 6), 1, 6), {})
+    names, wrong = wrong_pieces(case, 2)
+    assert "S(1) of operand 0" in names and wrong == []
+
+
+def test_shapes_of_local_values():
+    assert local_shape((4, 6), S(1, stride=3), 2) == (4, 3)
+    assert local_shape((4, 6), P, 2) == (4, 6)

@@ -1,0 +1,81 @@
+"""Plans as files: what is saved is loaded, what is no plan is refused by name."""
+
+from __future__ import annotations
+
+import pytest
+
+from neuronx_dist.parallel_layers.replace import LayerPlan
+from neuronx_dist.planning.plan import CallPlan, Plan, PlanError, TensorPlan
+
+PLAN = Plan(
+    tp=2,
+    pp=2,
+    dp=3,
+    schedule="gpipe",
+    microbatches=4,
+    stages=(0, 7),
+    recompute=((1, 3),),
+    layers=(
+        LayerPlan("up", "column", fused_with=("gate",), options={"bias": True}),
+        LayerPlan("q", "column", padded_size=64, group=(3, 4)),
+    ),
+    calls=(CallPlan("linear", "up", "S(0) of operand 1"),),
+    parameters={"up.weight": TensorPlan((8, 4), "float32", "S(0)")},
+    inputs={"x": TensorPlan((2, 4), "float32", "R")},
+)
+
+
+def test_saved_and_loaded(tmp_path):
+    path = tmp_path / "plan.json"
+    PLAN.save(path)
+    assert Plan.load(path) == PLAN
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    "text, why",
+    [
+        ("not json", "is no plan: it is not JSON"),
+        ("[]", "is no plan: it has no"),
+        ('{"format": "other"}', "is no plan: it has no"),
+        ('{"format": "neuronx_dist.plan", "version": 99}', "of version 99; this package reads version 1"),
+        ('{"format": "neuronx_dist.plan", "version": 1, "tq": 2}', "is a damaged plan: .*'tq'"),
+        ('{"format": "neuronx_dist.plan", "version": 1, "calls": [{"function": "f"}]}', "is a damaged plan"),
+        ('{"format": "neuronx_dist.plan", "version": 1, "tp": 0}', "tp must be a positive integer, got 0"),
+        (
+            '{"format": "neuronx_dist.plan", "version": 1, "layers": [{"name": "a", "style": "colum"}]}',
+            "layer a has the unknown style 'colum'; nearest: column",
+        ),
+    ],
+)
+def test_what_is_no_plan_is_refused(tmp_path, text, why):
+    path = tmp_path / "plan.json"
+    path.write_text(text)
+    with pytest.raises(PlanError, match=why):
+        Plan.load(path)
+
+
+def test_a_truncated_file_is_refused(tmp_path):
+    path = tmp_path / "plan.json"
+    PLAN.save(path)
+    path.write_text(path.read_text()[:-40])
+    with pytest.raises(PlanError, match="not JSON"):
+        Plan.load(path)
+
+
+def test_a_failed_save_leaves_the_old_file(tmp_path):
+    path = tmp_path / "plan.json"
+    PLAN.save(path)
+    with pytest.raises(TypeError):
+        Plan(layers=(LayerPlan("a", "column", options={"dtype": object()}),)).save(path)
+    assert Plan.load(path) == PLAN
+
+
+def test_differences_are_listed_and_many_are_counted():
+    given = {"calls": [("linear", "up")], "inputs": {"x": ((2, 4), "float32")}}
+    PLAN.check(unit=4, units=3, parameters={"up.weight": ((8, 4), "float32")}, **given)
+    with pytest.raises(PlanError, match="up.weight: float32\\[8, 4\\] in the plan, float16\\[8, 5\\] here"):
+        PLAN.check(unit=4, units=3, parameters={"up.weight": ((8, 5), "float16")}, **given)
+    many = {f"w{i}": ((1,), "float32") for i in range(20)}
+    with pytest.raises(PlanError, match="and 13 more"):
+        PLAN.check(unit=4, units=3, parameters=many, **given)

@@ -1,0 +1,470 @@
+"""Everything that shard_tensor refuses: what is called on every rank of two, the error, and words of it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.checkpoint.metadata import MetadataIndex
+
+from neuronx_dist import spmd
+from neuronx_dist.shard_tensor import (
+    DeviceMesh,
+    DistributedManager,
+    Partial,
+    Replicate,
+    Shard,
+    ShardTensor,
+    checkpoint,
+    distribute_module,
+    distribute_tensor,
+    fallback,
+    init_device_mesh,
+    promotion_mode,
+    scatter_tensor,
+    spmd_type,
+)
+from neuronx_dist.shard_tensor.attention_method import attention_method, zigzag
+from neuronx_dist.shard_tensor.chains import plan_chain
+from neuronx_dist.shard_tensor.exchange import exchange
+from neuronx_dist.shard_tensor.halo import HaloConfig, halo_padding, unhalo_padding
+from neuronx_dist.shard_tensor.intervals import Run, cut, repartition, virtual_runs
+from neuronx_dist.shard_tensor.points import knn, radius_search
+from neuronx_dist.shard_tensor.redistribute import redistributed, steps
+from neuronx_dist.shard_tensor.ring import RingPassingConfig, perform_ring_iteration
+from neuronx_dist.shard_tensor.spec import make_spec
+from neuronx_dist.shard_tensor.windows import Sliding, plan_windows
+from neuronx_dist.shard_tensor.xla import partition_spec, placements_of
+
+__all__ = ["REFUSALS"]
+
+
+def x(mesh, *sizes, shape=(7, 6), dim=0):
+    return distribute_tensor(torch.ones(shape), mesh, [Shard(dim)], sizes=[sizes or None], src=None)
+
+
+def _local(mesh, rows):
+    return ShardTensor.from_local(torch.ones(rows, 6), mesh, [Shard(0)], sharding_shapes="infer")
+
+
+REFUSALS = {
+    "sizes that do not add up": (lambda mesh: x(mesh, 3, 3), ValueError, r"sizes \[3, 3\] on mesh dim 0.*add up to 7"),
+    "a negative size": (lambda mesh: x(mesh, 9, -2), ValueError, r"none below 0"),
+    "a wrong number of sizes": (lambda mesh: x(mesh, 7), ValueError, r"they must be 2"),
+    "other dims that differ between ranks": (
+        lambda mesh: ShardTensor.from_local(torch.ones(2, 3 + mesh.get_rank()), mesh, [Shard(0)]),
+        ValueError,
+        "must be equal but for dim 0, and the ranks have",
+    ),
+    "a replicated tensor of which ranks have other shapes": (
+        lambda mesh: ShardTensor.from_local(torch.ones(2 + mesh.get_rank()), mesh, [Replicate()]),
+        ValueError,
+        "must be equal, and the ranks have",
+    ),
+    "a placement too many": (
+        lambda mesh: distribute_tensor(torch.ones(4), mesh, [Shard(0), Replicate()], src=None),
+        ValueError,
+        "there are 2 for a mesh of 1 dims",
+    ),
+    "a dim that is not there": (
+        lambda mesh: distribute_tensor(torch.ones(4), mesh, [Shard(1)], src=None),
+        ValueError,
+        "the tensor has 1 dims",
+    ),
+    "another mesh among operands": (
+        lambda mesh: x(mesh) + x(DeviceMesh("cpu", [1, 0])),
+        ValueError,
+        r"operands are on .* redistribute\(mesh, placements\) one of them",
+    ),
+    "a plain tensor under DISABLED": (
+        lambda mesh: _disabled(x(mesh)),
+        ValueError,
+        "its layout is unknown: distribute_tensor",
+    ),
+    "a view of a sharded dim": (
+        lambda mesh: x(mesh, 4, 3, dim=0).t().reshape(-1),
+        ValueError,
+        r"x.redistribute\(placements=\[Replicate\(\)\]\) first",
+    ),
+    "a halo that reflects past the tensor": (
+        lambda mesh: F.pad(x(mesh, 2, 1, shape=(3, 6)).t(), (4, 0), mode="reflect"),
+        ValueError,
+        "positions -4 to 1 reach past its reflections.*pad less",
+    ),
+    "in place on a Partial": (
+        lambda mesh: torch.dot(x(mesh, shape=(6,)), x(mesh, shape=(6,))).mul_(2),
+        ValueError,
+        "redistribute",
+    ),
+    "distribute_tensor of a Partial": (
+        lambda mesh: distribute_tensor(torch.ones(4), mesh, [Partial()], src=None),
+        ValueError,
+        "a Partial is made by redistribute",
+    ),
+    "distribute_tensor of a result": (
+        lambda mesh: distribute_tensor(torch.ones(4, requires_grad=True) * 2, mesh, [Shard(0)], src=None),
+        RuntimeError,
+        "takes a leaf",
+    ),
+    "a process group of threads": (lambda mesh: mesh.get_group(), RuntimeError, "has no process group on the backend"),
+}
+
+
+def _disabled(x):
+    with promotion_mode("disabled"):
+        return x + torch.ones(7, 6)
+
+
+def whole(mesh: DeviceMesh, *shape: int) -> ShardTensor:
+    return distribute_tensor(torch.ones(shape), mesh, [Replicate()], src=None)
+
+
+def summand(mesh: DeviceMesh, *shape: int, op: str = "sum") -> ShardTensor:
+    return ShardTensor.from_local(torch.ones(shape), mesh, [Partial(op)], sharding_shapes="chunk")
+
+
+def _others(mesh: DeviceMesh) -> DeviceMesh:
+    """A mesh that this rank is no part of."""
+    meshes = [DeviceMesh("cpu", [rank], mesh_dim_names=("alone",)) for rank in range(2)]
+    return meshes[1 - mesh.get_rank()]
+
+
+def _two_dims() -> DeviceMesh:
+    return DeviceMesh("cpu", [[0, 1]], mesh_dim_names=("data", "domain"))
+
+
+def _attention(mesh: DeviceMesh, q: Any, k: Any, v: Any, **options: Any) -> None:
+    F.scaled_dot_product_attention(x(mesh, shape=q), whole(mesh, *k), whole(mesh, *v), **options)
+
+
+def _forced(mesh: DeviceMesh) -> None:
+    with attention_method("all_to_all"):
+        F.scaled_dot_product_attention(*[x(mesh, shape=(1, 3, 4, 2), dim=2)] * 3)
+
+
+def _fallback(mesh: DeviceMesh, call: Callable[..., Any], mode: str = "error") -> None:
+    with fallback(mode):
+        call(x(mesh))
+
+
+def _enter(manager: Any) -> None:
+    with manager:
+        pass
+
+
+def _multihead(mesh: DeviceMesh, causal: bool = False, **options: Any) -> None:
+    q = x(mesh, shape=(2, 4, 6))
+    nn.MultiheadAttention(6, 2, batch_first=True, **options)(q, q, q, is_causal=causal, need_weights=False)
+
+
+def _partial_written(mesh: DeviceMesh) -> None:
+    summand(mesh, 4)[0] = 1.0
+
+
+def _assigned(target: torch.Tensor, index: Any, value: Any) -> None:
+    target[index] = value
+
+
+def _leaf(mesh: DeviceMesh) -> ShardTensor:
+    return x(mesh).requires_grad_()
+
+
+def _manager() -> DistributedManager:
+    DistributedManager.initialize()
+    return DistributedManager()
+
+
+def _fused_step(mesh: DeviceMesh) -> None:
+    weight = nn.Parameter(x(mesh))
+    weight.grad = x(mesh)
+    optimizer = torch.optim.Adam([weight], fused=True)
+    optimizer.step()
+    optimizer.state[weight]["exp_avg"] = whole(mesh, 7, 6)
+    optimizer.step()
+
+
+def _twice(handler: Any) -> None:
+    handler.__module__ = "neuronx_dist.shard_tensor.ops.another"
+    ShardTensor.register_function_handler(torch.dot, handler)
+
+
+def _judged(mesh: DeviceMesh, call: Callable[[torch.Tensor], Any]) -> None:
+    with spmd.SpmdTypeMode():
+        call(spmd.convert(torch.ones(3, 3), mesh.communicator(), src=spmd.R, dst=spmd.P))
+
+
+def _exchange(mesh: DeviceMesh, y: torch.Tensor) -> None:
+    exchange(y, repartition((0, 3, 6), (0, 1, 6)), mesh.communicator(), 0)
+
+
+_OF_3 = Sliding(8, 3)
+_MORE: list[tuple[Callable[[DeviceMesh], Any], type[Exception], str]] = [
+    (lambda mesh: _enter(attention_method("tree")), ValueError, "attention_method 'tree' is none of"),
+    (lambda mesh: _enter(zigzag(0)), ValueError, "it is a number of ranks, at least 1"),
+    (_forced, ValueError, "cannot be divided among the ranks; use one of"),
+    (lambda mesh: _attention(mesh, (4, 3), (5, 2), (5, 2)), ValueError, r"must be \[.., rows, e\]"),
+    (
+        lambda mesh: _attention(mesh, (1, 3, 4, 2), (1, 2, 4, 2), (1, 2, 4, 2), enable_gqa=True),
+        ValueError,
+        "equally many heads, and q a multiple",
+    ),
+    (lambda mesh: _attention(mesh, (2, 4, 3), (3, 4, 3), (3, 4, 3)), ValueError, "before the last two cannot be"),
+    (
+        lambda mesh: _attention(mesh, (4, 3), (5, 3), (5, 3), attn_mask=torch.ones(3, 5)),
+        ValueError,
+        r"attn_mask \[3, 5\] cannot be broadcast",
+    ),
+    (
+        lambda mesh: _attention(mesh, (4, 3), (4, 3), (4, 3), attn_mask=torch.ones(4, 4), is_causal=True),
+        ValueError,
+        "give one of both",
+    ),
+    (lambda mesh: plan_chain((_OF_3, _OF_3), (0, 4, 8)), ValueError, "windows over 8 inputs cannot follow 6 outputs"),
+    (lambda mesh: plan_chain((_OF_3,), (0, 4, 9)), ValueError, "^shards of 9 positions in all, and windows over 8"),
+    (
+        lambda mesh: checkpoint.get_tensor_shard(x(mesh), MetadataIndex("w", (1, 1))),
+        ValueError,
+        r"w: a block at \(1, 1\) was asked for",
+    ),
+    (lambda mesh: checkpoint.create_chunk_list(summand(mesh, 4)), ValueError, "a rank's summand is no part of it"),
+    (lambda mesh: distribute_tensor(torch.ones(4), mesh, src=7), ValueError, "src=7 is none of the 2 ranks"),
+    (lambda mesh: scatter_tensor(None, 7, mesh, [Shard(0)]), ValueError, r"global_src=7 is none of the ranks \[0, 1\]"),
+    (lambda mesh: scatter_tensor(None, 0, mesh, [Shard(0)]), ValueError, "has no tensor"),
+    (lambda mesh: init_device_mesh("cpu", (3,)), ValueError, "does not fit 2 ranks"),
+    (lambda mesh: DeviceMesh("cpu", [0, 0]), ValueError, "must be different ones of the job's 2"),
+    (lambda mesh: DeviceMesh("cpu", [0, 1], mesh_dim_names=("a", "b")), ValueError, "must be 1 different names"),
+    (lambda mesh: _others(mesh).communicator(), RuntimeError, "is no part of"),
+    (lambda mesh: _others(mesh)["alone"], RuntimeError, "rank . is no part of"),
+    (lambda mesh: mesh["a"], ValueError, "has no dim 'a'"),
+    (lambda mesh: mesh.communicator(1), ValueError, "has no dim 1"),
+    (lambda mesh: _two_dims().communicator(), ValueError, "has 2 dims: say which one"),
+    (lambda mesh: _exchange(mesh, torch.ones(9)), ValueError, "does not fit the plan, which has"),
+    (lambda mesh: _enter(fallback("ignore")), ValueError, "fallback 'ignore' is none of"),
+    (lambda mesh: _fallback(mesh, lambda y: y.put_(torch.tensor([0]), torch.ones(1))), NotImplementedError, "in place"),
+    (lambda mesh: _fallback(mesh, lambda y: torch.histc(y, 4)), NotImplementedError, "histc has no handler"),
+    (lambda mesh: _fallback(mesh, lambda y: y.to_sparse(), "gather"), NotImplementedError, "shards are strided"),
+    (
+        lambda mesh: x(mesh)[x(mesh, shape=(4,)).long() * 9],
+        IndexError,
+        "indices outside of a dim of 7 elements: {0: 2, 1: 2} of them by rank",
+    ),
+    (lambda mesh: HaloConfig(0, 0, 1, 2), ValueError, "must be from 0 to halo_size=1"),
+    (
+        lambda mesh: unhalo_padding(torch.ones(9), mesh, HaloConfig(0, 0, 1, sizes=(3, 3))),
+        ValueError,
+        "is not that of a shard with the halo of",
+    ),
+    (
+        lambda mesh: halo_padding(torch.ones(3), mesh, HaloConfig(0, 0, 1, sizes=(3,))),
+        ValueError,
+        "one for each of the",
+    ),
+    (lambda mesh: x(mesh).to_local(grad_placements=[Partial()]), ValueError, "a gradient of Partial"),
+    (lambda mesh: ShardTensor.register_function_handler(torch.dot, None), TypeError, "must be functions"),
+    (lambda mesh: _twice(lambda *_: None), ValueError, "dot has two handlers"),
+    (lambda mesh: ShardTensor.register_dispatch_handler(torch.dot, print), TypeError, "is no overload"),
+    (lambda mesh: ShardTensor.register_named_function_handler("dot", print), ValueError, "is not of the form"),
+    (lambda mesh: _enter(promotion_mode("loud")), ValueError, "promotion_mode 'loud' is none of"),
+    (lambda mesh: cut([Run(9, 1, 1)], (0, 3, 8)), ValueError, "position 9 is outside of the 8 that are owned"),
+    (lambda mesh: virtual_runs(-1, 4, 4, "mirror"), ValueError, "padding mode 'mirror': use one of"),
+    (lambda mesh: virtual_runs(-1, 4, 0, "circular"), ValueError, "nothing to repeat: the dim is empty"),
+    (lambda mesh: repartition((0, 3, 4), (0, 3, 5)), ValueError, "shards of 5 positions in all cannot hold a dim of 4"),
+    (
+        lambda mesh: ShardTensor.from_local(torch.ones(4), mesh, [Shard(0)], sharding_shapes="guess"),
+        ValueError,
+        'is not "infer", "chunk" or a dict',
+    ),
+    (
+        lambda mesh: ShardTensor.from_local(torch.ones(0), _others(mesh), [Shard(0)]),
+        ValueError,
+        "cannot infer the layout",
+    ),
+    (
+        lambda mesh: ShardTensor.from_local(torch.ones(4), mesh, [Shard(0)], sharding_shapes={0: [(3,), (3,)]}),
+        ValueError,
+        "by its layout it must have",
+    ),
+    (
+        lambda mesh: ShardTensor.from_local(torch.ones(4), mesh, [Shard(0)], global_shape=(9,)),
+        ValueError,
+        r"make up \(8,\), and global_shape is \(9,\)",
+    ),
+    (
+        lambda mesh: ShardTensor.from_local(torch.ones(4), mesh, [Shard(0)], sharding_shapes={}),
+        ValueError,
+        "has no entry for mesh dim 0",
+    ),
+    (lambda mesh: DistributedManager(), RuntimeError, r"call DistributedManager.initialize\(\) first"),
+    (lambda mesh: _manager().initialize_mesh((2,), ("a", "b")), ValueError, "give one for each"),
+    (lambda mesh: distribute_module(nn.ReLU(), mesh, lambda a, b, c, d: None), TypeError, "takes 4 arguments"),
+    (lambda mesh: F.glu(x(mesh, shape=(4, 5))), RuntimeError, "glu halves dim -1, which has 5 elements"),
+    (lambda mesh: torch.tensordot(x(mesh), x(mesh), out=x(mesh)), ValueError, "tensordot: out= is not written to"),
+    (lambda mesh: x(mesh).bernoulli_(torch.ones(7, 6)), NotImplementedError, "with a tensor of probabilities"),
+    (lambda mesh: F.dropout(x(mesh), 1.5), ValueError, "between 0 and 1, but got 1.5"),
+    (lambda mesh: x(mesh).index_select(0, torch.tensor([9])), IndexError, "indices from 9 to 9 for dim 0"),
+    (lambda mesh: x(mesh)[torch.ones(5) > 0], IndexError, r"a mask of shape \(5,\) for a tensor of shape \(7, 6\)"),
+    (
+        lambda mesh: F.embedding(torch.tensor([1]), x(mesh), max_norm=1.0),
+        NotImplementedError,
+        "has no max_norm, scale_grad_by_freq or sparse",
+    ),
+    (lambda mesh: x(mesh).gather(0, torch.tensor([0])), ValueError, "a tensor of 2 dims, an index of 1"),
+    (lambda mesh: x(mesh, dim=1)[x(mesh, dim=1) > 0], ValueError, "would be interleaved"),
+    (lambda mesh: F.conv1d(x(mesh, shape=(2, 3, 8)), torch.ones(3, 3, 3), stride=(1, 2)), ValueError, "has 2 entries"),
+    (lambda mesh: F.cross_entropy(x(mesh), torch.zeros(7).long(), reduction="all"), ValueError, "reduction 'all' is"),
+    (lambda mesh: F.mse_loss(x(mesh), x(mesh), reduction="batchmean"), ValueError, "reduction 'batchmean' is none of"),
+    (lambda mesh: F.binary_cross_entropy(x(mesh), torch.ones(7, 1)), ValueError, "they must be equal"),
+    (lambda mesh: F.cross_entropy(x(mesh), torch.zeros(3).long()), ValueError, r"it must be \(7,\) or as the input"),
+    (lambda mesh: _multihead(mesh, add_zero_attn=True), NotImplementedError, "add_zero_attn, static_k"),
+    (
+        lambda mesh: F.multi_head_attention_forward(
+            *[x(mesh, shape=(4, 2, 6), dim=1)] * 3,
+            *(6, 2, torch.ones(18, 6), None, None, None, False, 0.0, torch.ones(6, 6), None),
+            is_causal=True,
+        ),
+        ValueError,
+        "is_causal=True is a hint about attn_mask",
+    ),
+    (lambda mesh: torch.batch_norm_stats(x(mesh), 1e-5), NotImplementedError, "SyncBatchNorm of a ShardTensor"),
+    (lambda mesh: F.layer_norm(x(mesh), (5,)), RuntimeError, "they are its last dims"),
+    (lambda mesh: F.batch_norm(x(mesh, shape=(1, 6), dim=1), None, None, training=True), ValueError, "1 value per"),
+    (lambda mesh: F.group_norm(x(mesh), 4), RuntimeError, "4 groups of the channels"),
+    (lambda mesh: F.instance_norm(x(mesh, shape=(4, 3, 1))), ValueError, "more than 1 spatial element"),
+    (_fused_step, ValueError, "make the optimizer after the parameters are distributed"),
+    (lambda mesh: torch.ones(7, 6).add_(x(mesh)), ValueError, "add_ would write a ShardTensor's values into a plain"),
+    (lambda mesh: torch.add(x(mesh), 1, out=torch.ones(7, 6)), ValueError, "out must be a ShardTensor of shape"),
+    (lambda mesh: F.prelu(x(mesh), torch.ones(3)), ValueError, "or one for each channel"),
+    (
+        lambda mesh: F.avg_pool2d(x(mesh, shape=(1, 1, 8, 8), dim=2), 2, divisor_override=0),
+        ValueError,
+        "divisor_override must not be zero",
+    ),
+    (
+        lambda mesh: F.max_pool1d(x(mesh, shape=(1, 1, 8), dim=2), 2, padding=2),
+        ValueError,
+        "at most half of its kernel",
+    ),
+    (lambda mesh: x(mesh).roll((1, 2), (0,)), ValueError, "2 shifts for 1 dims"),
+    (lambda mesh: x(mesh).repeat(2), ValueError, "1 counts for a tensor of 2 dims"),
+    (lambda mesh: x(mesh).unfold(0, 9, 1), ValueError, "windows of 9, 1 apart, of dim 0, which has 7"),
+    (lambda mesh: torch.sum(x(mesh), 0, out=x(mesh)), ValueError, "sum: out= is not written to"),
+    (lambda mesh: x(mesh).sum(2), IndexError, "dim 2 is none of a tensor of 2 dims"),
+    (lambda mesh: torch.norm(x(mesh), "nuc"), NotImplementedError, "norm of order 'nuc', of matrices"),
+    (lambda mesh: x(mesh).long().mean(), RuntimeError, "a tensor of torch.int64 has no mean"),
+    (lambda mesh: F.interpolate(x(mesh, shape=(2, 2, 4)), scale_factor=0.1), ValueError, "gives an empty"),
+    (lambda mesh: _assigned(torch.ones(7, 6), 0, x(mesh)[0]), ValueError, "of a ShardTensor in a plain x"),
+    (
+        lambda mesh: _assigned(x(mesh), (torch.tensor([0]), torch.tensor([1])), 1.0),
+        NotImplementedError,
+        "use one index at the first dim",
+    ),
+    (_partial_written, ValueError, r"redistribute\(\) the tensor to Replicate first"),
+    (lambda mesh: _assigned(_leaf(mesh), 0, 1.0), RuntimeError, "a leaf that requires gradients"),
+    (
+        lambda mesh: torch.ones(7, 6).index_add_(0, torch.tensor([0]), x(mesh)[:1]),
+        ValueError,
+        "would write a ShardTensor",
+    ),
+    (
+        lambda mesh: x(mesh).index_put((torch.tensor([0]), torch.tensor([1])), torch.ones(())),
+        NotImplementedError,
+        "takes one index of positions",
+    ),
+    (
+        lambda mesh: x(mesh).scatter(1, torch.zeros(3, 1).long(), 1.0),
+        ValueError,
+        "an index of 3 along dim 0 for a tensor of 7",
+    ),
+    (lambda mesh: _assigned(x(mesh), x(mesh) > 0, torch.ones(42)), NotImplementedError, "which elements of y go where"),
+    (lambda mesh: _assigned(x(mesh), 9, 1.0), IndexError, "^index 9 is out of bounds for dim 0 with size 7"),
+    (lambda mesh: x(mesh).sort(2), IndexError, "dim 2 is none"),
+    (lambda mesh: x(mesh, shape=(4, 0)).max(1), IndexError, "of dim 1, which has no elements"),
+    (lambda mesh: x(mesh, shape=(4, 0)).argmax(), IndexError, r"of shape \(4, 0\), which has no elements"),
+    (lambda mesh: x(mesh).topk(9, 0), ValueError, "topk: k=9 of dim 0, which has 7 elements"),
+    (lambda mesh: x(mesh).softmax(2), IndexError, "softmax: dim 2 is none"),
+    (lambda mesh: F.max_pool3d(x(mesh), 2), ValueError, "has not 3 spatial dims"),
+    (lambda mesh: F.local_response_norm(x(mesh), 2), ValueError, "it takes 3 or more dims"),
+    (lambda mesh: x(mesh)[9], IndexError, "index 9 is out of bounds for dim 0 with size 7"),
+    (lambda mesh: x(mesh).view(torch.int8), ValueError, "a dtype of another size"),
+    (lambda mesh: x(mesh).narrow(0, 3, 9), IndexError, "3 to 12 is outside of dim 0 with size 7"),
+    (lambda mesh: x(mesh)[0, 0, 0], IndexError, "too many indices for a tensor of 2 dims"),
+    (
+        lambda mesh: F.conv1d(x(mesh, shape=(2, 3, 8)), torch.ones(3, 3, 3), stride=2, padding="same"),
+        ValueError,
+        "padding='same' needs stride 1",
+    ),
+    (
+        lambda mesh: F.conv1d(x(mesh, shape=(2, 3, 8)), torch.ones(3, 3, 3), padding="full"),
+        ValueError,
+        "padding 'full': use 'same', 'valid' or numbers",
+    ),
+    (
+        lambda mesh: F.conv_transpose1d(x(mesh, shape=(2, 3, 8)), torch.ones(3, 3, 3), output_padding=2),
+        ValueError,
+        "output_padding 2 has to be smaller",
+    ),
+    (lambda mesh: spmd_type(Partial("product")), ValueError, "has no SPMD type"),
+    (
+        lambda mesh: distribute_tensor(torch.ones(8), _two_dims(), [Shard(0), Shard(0)], src=None),
+        ValueError,
+        "tensor dim 0 is sharded on mesh dims 0 and 1; shard it on one of them",
+    ),
+    (lambda mesh: knn(x(mesh), torch.ones(3, 5), 1), ValueError, r"must be \[n, d\] and \[m, d\]"),
+    (lambda mesh: knn(x(mesh), torch.ones(3, 6), 8), ValueError, "k=8 of 7 points"),
+    (lambda mesh: knn(x(mesh), x(DeviceMesh("cpu", [1, 0])), 1), ValueError, "operands are on"),
+    (lambda mesh: radius_search(x(mesh), torch.ones(3, 6), -1.0, 1), ValueError, "radius=-1.0"),
+    (
+        lambda mesh: redistributed(torch.ones(4), make_spec(mesh, None, (4,)), make_spec(mesh, None, (5,))),
+        ValueError,
+        r"of shape \(4,\) cannot have a layout of \(5,\)",
+    ),
+    (
+        lambda mesh: summand(mesh, 4, op="max").redistribute(mesh, [Partial("sum")]),
+        ValueError,
+        r"cannot become .*make it Replicate\(\) first",
+    ),
+    (
+        lambda mesh: steps(make_spec(mesh, None, (4,)), make_spec(DeviceMesh("cpu", [1, 0]), None, (4,)), (0,)),
+        ValueError,
+        "cannot be used on",
+    ),
+    (
+        lambda mesh: whole(mesh, 4).redistribute(DeviceMesh("cpu", [1, 0]), [Partial("max")]),
+        ValueError,
+        "only a sum is spread over ranks",
+    ),
+    (
+        lambda mesh: perform_ring_iteration(torch.ones(2), mesh, RingPassingConfig(mesh_size=3)),
+        ValueError,
+        "mesh_size=3, and mesh dim 0 of .* has 2 ranks",
+    ),
+    (lambda mesh: RingPassingConfig(ring_direction="up"), ValueError, "ring_direction='up': use one of"),
+    (lambda mesh: x(mesh).redistribute(sizes=[None, None]), ValueError, "there are 2 entries for a mesh of 1 dims"),
+    (lambda mesh: x(mesh).redistribute(async_op=True), NotImplementedError, "leave async_op out"),
+    (lambda mesh: copy.deepcopy(_leaf(mesh) * 2), RuntimeError, "only leaf ShardTensors can be copied"),
+    (lambda mesh: _judged(mesh, lambda y: _exchange(mesh, y)), spmd.SpmdTypeError, "it is P on"),
+    (
+        lambda mesh: _judged(mesh, lambda y: ShardTensor.from_local(y, mesh, [Replicate()])),
+        spmd.SpmdTypeError,
+        "the local tensor of a ShardTensor with",
+    ),
+    (lambda mesh: plan_windows(_OF_3, (0, 4, 9)), ValueError, "shards of 9 positions in all, and windows over 8"),
+    (
+        lambda mesh: F.conv1d(x(mesh, shape=(1, 1, 2), dim=2), torch.ones(1, 1, 3)),
+        ValueError,
+        "does not fit into 2 inputs",
+    ),
+    (
+        lambda mesh: F.max_pool1d(x(mesh, shape=(1, 1, 2), dim=2), 5, 3, ceil_mode=True),
+        ValueError,
+        "a window of 5 does not fit into 2 inputs",
+    ),
+    (lambda mesh: partition_spec(summand(mesh, 4)._spec), ValueError, "partition_spec: Partial"),
+    (lambda mesh: partition_spec(x(mesh)._spec), ValueError, r"dim 0 has shards of \[4, 3\], and XLA's are equal"),
+    (lambda mesh: placements_of((0, 0), 1), ValueError, "each for one dim of the tensor"),
+]
+REFUSALS |= {words: (function, kind, words) for function, kind, words in _MORE}
