@@ -70,7 +70,7 @@ def _write(
         positions, owned = own_positions(positions, x._spec.offsets[dim], size)
         positions = torch.where(owned, positions, size)
         padded = torch.cat([local, local.new_zeros((*local.shape[:dim], 1, *local.shape[dim + 1 :]))], dim)
-        return func(padded, dim, positions, own, **options).narrow(dim, 0, size)  # type: ignore[no-any-return]
+        return func(padded, dim, positions, own, **options).narrow(dim, 0, size)
 
     written = on_own_shard(write, {x._spec.mesh.communicator(m): S(dim)})(local, positions, own)
     return in_layout_of(written, spec, x, lambda d: d)
