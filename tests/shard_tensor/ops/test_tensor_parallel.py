@@ -15,6 +15,7 @@ from torch import nn
 
 from neuronx_dist import comm, spmd
 from neuronx_dist.comm import threads
+from neuronx_dist.gradients.reduce import reduce_gradients
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.parallel_layers import layers, mappings
 from neuronx_dist.parallel_layers.layer_norm import LayerNorm, RMSNorm
@@ -415,5 +416,23 @@ def test_operators_that_add_or_take_a_dim(operator):
             own = spmd.all_to_all(stacked, "tp")
             assert own.placements == stacked.placements
             assert_close(own.full_tensor(), torch.stack([(1 + comm.rank("tp")) * expected] * 2), "exchanged")
+
+    threads.run(Mesh(4, tp=2), rank)
+
+
+def test_reducing_gradients_over_the_domain_as_well_changes_nothing():
+    """They are whole on all of its ranks already, and their mean is what each of them is."""
+
+    def rank():
+        layer = LAYERS["sequence, layer norm"]
+        module = built(layer, {})
+        x = sharded_input(DeviceMesh.from_axes("dp"), 1, (10, 6))
+        step(layer, module, x)
+        before = {name: param.grad.clone() for name, param in module.named_parameters()}
+        reduce_gradients(module)
+        for name, param in module.named_parameters():
+            if spmd.spec_of(param).sequence_parallel:  # summed over tp, as ever
+                before[name] = comm.all_reduce(before[name], "tp")
+            assert_close(param.grad, before[name], name)
 
     threads.run(Mesh(4, tp=2), rank)
