@@ -6,6 +6,7 @@ import builtins
 import keyword
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ import torch
 import torch.utils._pytree as pytree
 
 from ..checking.types.rules.indexing import write
+from ..pipeline.record.fake_mode import QuietFakeMode
 from .program import Call, Value, values_in
 
 __all__ = ["Builder", "Result", "map_values", "without_dead_calls"]
@@ -66,10 +68,7 @@ class Builder:
         """The value of `function(*args, **kwargs)`, at the place in the user's code that the call `like` has."""
         call = replace(like, function=function, args=args, kwargs=kwargs, results=[], several=False, writes=())
         call.flops, call.random = 0, False
-        shape, dtype = _evaluate(function, args, kwargs)
-        differentiable = dtype.is_floating_point or dtype.is_complex
-        grad = like.grad and differentiable and any(value.requires_grad for value in values_in((args, kwargs)))
-        return self.add(call, [Result(shape, dtype, grad)])[0]
+        return self.add(call, [_result(call)])[0]
 
 
 def map_values(x: Any, change: Callable[[Value], Any]) -> Any:
@@ -99,13 +98,19 @@ def without_dead_calls(calls: Sequence[Call], outputs: Any) -> list[Call]:
     return alive[::-1]
 
 
-def _evaluate(function: Callable[..., Any], args: Any, kwargs: Any) -> tuple[tuple[int, ...], torch.dtype]:
-    if function is write:  # of a mask, meta tensors do not know how many positions it has
-        return args[0].shape, args[0].dtype
-    with torch.no_grad():
-        result = function(*map_values(args, _on_meta), **map_values(kwargs, _on_meta))
-    return tuple(result.shape), result.dtype
+def _result(call: Call) -> Result:
+    """What a call returns, which is run on tensors without values."""
+    if call.function is write:  # of a mask, such tensors do not know how many positions it has
+        before, value = call.args[:2]
+        return Result(before.shape, before.dtype, call.grad and (before.requires_grad or value.requires_grad))
+    device = "meta" if call.autocast is None else call.autocast[0]
 
+    def stand_in(value: Value) -> torch.Tensor:
+        return torch.empty(value.shape, dtype=value.dtype, device=device, requires_grad=value.requires_grad)
 
-def _on_meta(value: Value) -> torch.Tensor:
-    return torch.empty(value.shape, dtype=value.dtype, device="meta")
+    with torch.set_grad_enabled(call.grad), ExitStack() as stack:
+        if call.autocast is not None:  # it asks for the device
+            stack.enter_context(QuietFakeMode())
+            stack.enter_context(torch.autocast(device, dtype=call.autocast[1], enabled=call.autocast[2]))
+        result = call.function(*map_values(call.args, stand_in), **map_values(call.kwargs, stand_in))
+    return Result(tuple(result.shape), result.dtype, result.requires_grad)

@@ -10,6 +10,7 @@ shards.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from itertools import combinations
 from typing import Any
@@ -18,10 +19,20 @@ import torch
 
 from ..checking.types.rules import RULES, Rule, Spec
 
-__all__ = ["Arguments", "local_arguments", "normal_form", "spec_of", "substituted", "tensors_of"]
+__all__ = ["Arguments", "Slot", "local_arguments", "normal_form", "spec_of", "substituted", "tensors_of"]
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Path = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The place of a tensor in the arguments of a call: `number` counts all tensors of the call."""
+
+    number: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    differentiable: bool
 
 
 def substituted(x: Any, of: type[Any], convert: Callable[[Any], Any]) -> Any:
@@ -87,8 +98,7 @@ def local_arguments(
     label: int,
     size: int,
     arguments: Arguments,
-    of: type[Any],
-    local_tensor: Callable[[Any], torch.Tensor],
+    local_tensor: Callable[[Slot], torch.Tensor],
     shapes: Sequence[tuple[int, ...]],
 ) -> Arguments | None:
     """The arguments of the local call, as little changed as it takes; None: no change of integers makes it right.
@@ -96,14 +106,14 @@ def local_arguments(
     Args:
         whole: spec of the whole call.
         label: that is cut in `size`.
-        arguments: of the whole call, with items of class `of` in the place of tensors, in the result too.
-        local_tensor: the (meta) tensor that a rank has of such an item.
+        arguments: of the whole call, with slots; so is the result.
+        local_tensor: the (meta) tensor that a rank has of a slot.
         shapes: of a rank's results.
     """
     wanted = normal_form(whole, label, size)
     for paths in _edits(arguments, size):
         edited = _divided(arguments, paths, size)
-        local = substituted(edited, of, local_tensor)
+        local = substituted(edited, Slot, local_tensor)
         try:
             congruent = normal_form(spec_of(RULES[function], local)) == wanted
         except Exception:  # a view of a shard to the whole sizes, say: whatever the rule says of such arguments

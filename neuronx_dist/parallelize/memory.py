@@ -102,7 +102,8 @@ class Tensor:
         if not isinstance(old, Value) or old is base:
             raise TracingError(f"{where}: {self.call.where} made a view of a tensor that was written in place since")
         call = replace(self.call, args=(base, *self.call.args[1:]), results=[])
-        results = [Result(v.shape, v.dtype, v.requires_grad or base.requires_grad) for v in self.call.results]
+        grad = base.requires_grad and call.grad
+        results = [Result(v.shape, v.dtype, v.requires_grad or grad) for v in self.call.results]
         return builder.add(call, results, self.call.several)[self.index]
 
 

@@ -11,7 +11,6 @@ parameter) that a call takes as R is converted, and the backward of that convers
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
@@ -23,7 +22,8 @@ from ..checking.types.rules import RULES, Rule, Spec, operands
 from ..spmd.errors import Violation
 from ..spmd.tensor_type import TensorType
 from ..spmd.types import I, P, R, Shard, SpmdType
-from .congruence import Arguments, local_arguments, spec_of, substituted
+from .composite_strategies import DRAWING, composite_of
+from .congruence import Arguments, Slot, local_arguments, spec_of, substituted
 from .program import Call, LocalCall, Strategy, Value
 
 __all__ = ["Refusal", "candidates", "cuts", "local_shape", "refusals"]
@@ -36,23 +36,18 @@ class Refusal(NamedTuple):
     why: str
 
 
-@dataclass(frozen=True)
-class Slot:
-    """The place of a tensor in the arguments of a call: `number` counts all tensors of the call."""
-
-    number: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    differentiable: bool
-
-
 class _Template(NamedTuple):
-    """A strategy of all calls that look alike. `arguments`: with slots; None: those of the call itself."""
+    """A strategy of all calls that look alike.
+
+    `arguments`: with slots; None: those of the call itself. `function`: a composite; None: the call's own.
+    """
 
     name: str
     operands: tuple[SpmdType, ...]
     results: tuple[SpmdType, ...]
     arguments: Arguments | None
+    function: Callable[..., Any] | None = None
+    bytes_moved: tuple[int, int] = (0, 0)
 
 
 class _Derivation(NamedTuple):
@@ -95,11 +90,14 @@ def candidates(call: Call, axis: str, size: int, *, strides: Sequence[int] = ())
         return values[slot.number]
 
     strategies = []
-    for name, types, results, arguments in _derivation(call, facts).templates:
-        args, kwargs = substituted(arguments, Slot, value) if arguments is not None else (call.args, call.kwargs)
-        cut = any(isinstance(spmd_type, Shard) for spmd_type in (*types, *results))
-        share = 1 / size if cut else 1.0
-        strategies.append(Strategy(name, types, results, LocalCall(call.function, args, kwargs), share))
+    for template in _derivation(call, facts).templates:
+        args, kwargs = call.args, call.kwargs
+        if template.arguments is not None:
+            args, kwargs = substituted(template.arguments, Slot, value)
+        types = template.operands, template.results
+        share = 1 / size if any(isinstance(spmd_type, Shard) for spmd_type in (*types[0], *types[1])) else 1.0
+        local = LocalCall(template.function or call.function, args, kwargs)
+        strategies.append(Strategy(template.name, *types, local, share, template.bytes_moved))
     return strategies
 
 
@@ -171,12 +169,17 @@ def _derive(facts: _Facts) -> _Derivation:
         if not reason and label is not None:
             assert facts.rule is not None and spec is not None and not isinstance(results, str)
             arguments = _local(facts, spec, label, types, results)
-            reason = "" if arguments else "no change of its integers makes the local call that of a shard"
+            if arguments is None:
+                reason = "no change of its integers makes the local call that of a shard"
+            elif not _seen(facts, arguments, affine, types, results):
+                reason = "of dims of size 1 the checker cannot tell which one the rank's part is of"
         if reason:
             derivation.refusals.append(Refusal(name, reason))
         else:
             assert not isinstance(results, str)
-            derivation.templates.append(_Template(name, types, results, arguments))
+            derivation.templates.append(_drawing(facts, _Template(name, types, results, arguments)))
+    if spec is not None and facts.varies:
+        derivation.templates.extend(_composites(facts, spec))
     if why:
         derivation.refusals.append(Refusal("S", why))
     return derivation
@@ -322,22 +325,58 @@ def _unwanted(facts: _Facts, types: Sequence[SpmdType], results: Sequence[SpmdTy
     for index in facts.written:
         if types[index] is not R:
             return f"operand {index} is written in place, and stays whole on every rank"
-    if facts.random and any(isinstance(spmd_type, Shard) for spmd_type in types):
-        return "it draws the same random numbers on every rank"
+    cut = any(isinstance(spmd_type, Shard) for spmd_type in types)
+    if facts.random and cut and facts.function not in DRAWING:
+        return "it would draw the same random numbers on every rank"
     return ""
+
+
+def _local_tensor(facts: _Facts, types: Sequence[SpmdType]) -> Callable[[Slot], torch.Tensor]:
+    types_of = dict(zip(facts.slots, types))
+    return lambda slot: _meta(local_shape(slot.shape, types_of.get(slot, R), facts.size), slot.dtype)
+
+
+def _seen(
+    facts: _Facts, arguments: Arguments, affine: bool, types: Sequence[SpmdType], results: Sequence[SpmdType]
+) -> bool:
+    """Whether the checker, which sees local sizes alone, comes to the same types."""
+    assert facts.rule is not None and facts.rule.spec is not None
+    args, kwargs = substituted(arguments, Slot, _local_tensor(facts, types))
+    return _results(facts, facts.rule.spec(*args, **kwargs), affine, types) == tuple(results)
+
+
+def _drawing(facts: _Facts, template: _Template) -> _Template:
+    """A call of shards that draws random numbers draws each rank's own."""
+    if not facts.random or template.arguments is None:
+        return template
+    args, kwargs = template.arguments
+    return template._replace(arguments=(args, {**kwargs, "axis": facts.axis}), function=DRAWING[facts.function])
+
+
+def _composites(facts: _Facts, spec: Spec) -> Iterator[_Template]:
+    """The strategies by composites, for labels that the function needs all of."""
+    for label, length in spec.sizes.items():
+        composite = composite_of(facts.function, facts.arguments, spec, label, facts.axis)
+        if composite is None or length % facts.size or length == facts.size:  # one position looks like a new dim
+            continue
+        shards = [cuts(dims or (), spec, label) for dims in spec.ins]
+        types = tuple(shard if shard and i not in composite.whole else R for i, shard in enumerate(shards))
+        results = tuple(cuts(dims, spec, label) or composite.ended for dims in spec.outs)
+        if not _unwanted(facts, types, results):
+            itemsize = max(4, facts.slots[0].dtype.itemsize)
+            sent = tuple(2 * count * itemsize * (facts.size - 1) // facts.size for count in composite.reduced)
+            first = next(index for index, spmd_type in enumerate(types) if spmd_type is not R)
+            name = f"{composite.function.__name__} of {types[first]} of operand {first}"
+            yield _Template(name, types, results, composite.arguments, composite.function, (sent[0], sent[1]))
 
 
 def _local(
     facts: _Facts, spec: Spec, label: int, types: Sequence[SpmdType], results: Sequence[SpmdType]
 ) -> Arguments | None:
     """The arguments of the local call, with slots."""
-    types_of = dict(zip(facts.slots, types))
-
-    def local_tensor(slot: Slot) -> torch.Tensor:
-        return _meta(local_shape(slot.shape, types_of.get(slot, R), facts.size), slot.dtype)
-
     shapes = [local_shape(shape, spmd_type, facts.size) for shape, spmd_type in zip(facts.results, results)]
-    return local_arguments(facts.function, spec, label, facts.size, facts.arguments, Slot, local_tensor, shapes)
+    tensor = _local_tensor(facts, types)
+    return local_arguments(facts.function, spec, label, facts.size, facts.arguments, tensor, shapes)
 
 
 def local_shape(shape: tuple[int, ...], spmd_type: SpmdType, size: int) -> tuple[int, ...]:

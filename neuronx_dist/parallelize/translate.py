@@ -14,6 +14,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx
 
+from ..checking.types.rules import RULES
 from ..pipeline.record.recording import Recording, TracingError, info_of, pack
 from .builder import Builder, Result, without_dead_calls
 from .in_place import writes_first, written_value
@@ -129,7 +130,7 @@ class _Translator:
             source=_source(where),
             module=info.module,
             flops=info.flops,
-            random=info.random,
+            random=info.random and _draws(info.function, args, kwargs),
             grad=info.grad,
             autocast=info.autocast,
             checkpoint=info.checkpoint,
@@ -201,6 +202,11 @@ class _Translator:
         value = None
         if tensor is not None and tensor.memory.storage in info.writes and writes_first(call):
             self._refuse_write(tensor.memory, call)
+            if tensor.value.requires_grad and not call.grad:
+                raise TracingError(
+                    f"{call.where}: {call.name} writes a tensor that requires a gradient, inside no_grad: its gradient "
+                    f"would not know. Write to a detached copy, or outside of no_grad."
+                )
             value = written_value(self.builder, call, tensor.value, functools.partial(self._is_fresh, tensor))
         if tensor is None or value is None:
             self._add_buffer_write(node, call)
@@ -252,6 +258,11 @@ class _Translator:
         assert buffer is not None
         if memory.lost:
             raise TracingError(f"{call.where}: {call.name} writes a view of buffer {buffer.path}. {memory.lost}")
+        if (whole.shape, whole.dtype) != (buffer.shape, buffer.dtype):
+            raise TracingError(
+                f"{call.where}: buffer {buffer.path} gets a tensor of another shape or dtype, {whole!r}, in the place "
+                f"of {buffer!r}."
+            )
         if whole.requires_grad:
             raise TracingError(
                 f"{call.where}: {call.name} writes a value that requires a gradient to buffer {buffer.path}, so that "
@@ -274,3 +285,9 @@ def _number(node: fx.Node) -> Any:
 def _source(where: str) -> str:
     file, _, line = where.rpartition(":")
     return linecache.getline(file, int(line)).strip() if line.isdigit() else ""
+
+
+def _draws(function: Any, args: Any, kwargs: Any) -> bool:
+    """With these arguments a function that may draw random numbers does: attention without dropout does not."""
+    rule = RULES.get(function)
+    return rule is None or not callable(rule.random) or bool(rule.random(*args, **kwargs))

@@ -12,6 +12,7 @@ checkpoint.py    torch.distributed.checkpoint                   compiling.py    
 xla.py           XLA's partition specs                          manager.py      DistributedManager
 report.py        what is communicated, by function              attention_plan.py, attention_method.py  attention
 exchange.py      the exchange of a plan, differentiable         intervals.py, windows.py, chains.py  the plans
+one_program.py   the same as one program (XLA)                  pieces.py       parts of a shard
 halo.py, ring.py halos and rings of plain tensors               points.py, fetch.py  neighbours; rows by position
 ops/             the handlers of torch's functions, one family a file
 """

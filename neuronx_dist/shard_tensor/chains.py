@@ -7,8 +7,8 @@ from functools import cache
 from itertools import pairwise
 from typing import NamedTuple
 
-from .intervals import Bounds, Plan, Run, virtual_runs
-from .windows import IndexMap, Range, out_bounds_of
+from .intervals import Bounds, Plan, Run
+from .windows import IndexMap, Range, needed, out_bounds_of
 
 __all__ = ["Chain", "Stage", "plan_chain"]
 
@@ -48,11 +48,6 @@ def plan_chain(maps: tuple[IndexMap, ...], bounds: Bounds) -> Chain:
     Raises:
         ValueError: as `plan_windows`; or a map is not of the outputs of the one before.
     """
-    for before, after in pairwise(maps):
-        if before.outputs != after.size:
-            raise ValueError(f"windows over {after.size} inputs cannot follow {before.outputs} outputs")
-    if bounds[-1] != maps[0].size:
-        raise ValueError(f"shards of {bounds[-1]} positions in all, and windows over {maps[0].size}")
     out_bounds = bounds
     for windows in maps:
         out_bounds = out_bounds_of(windows, out_bounds)
@@ -62,8 +57,7 @@ def plan_chain(maps: tuple[IndexMap, ...], bounds: Bounds) -> Chain:
     runs: list[tuple[Run, ...]] = []
     for windows in reversed(maps):
         redundant += sum(high - low for low, high in outputs) - _union(outputs)
-        ranges = tuple(windows.window(low, high) if low < high else (0, 0) for low, high in outputs)
-        runs = [virtual_runs(low, high, windows.size, windows.padding_mode) for low, high in ranges]
+        ranges, runs = needed(windows, outputs)
         stages.append(Stage(outputs, ranges, None))
         outputs = tuple(map(_covered, runs))
         local = tuple(

@@ -24,6 +24,7 @@ from ..comm.context import Context
 from ..comm.rank_numbers import concrete
 from ..mesh import DENSE_AXES, Axis, Mesh
 from ..spmd import no_typecheck
+from ..spmd.watching import active
 
 __all__ = ["DeviceMesh", "current_mesh", "group_over", "init_device_mesh"]
 
@@ -118,6 +119,31 @@ class DeviceMesh:
         if self.communicators is None:
             raise RuntimeError(f"rank {_context().rank} is no part of {self}")
         return self.communicators[self._index(mesh_dim)]
+
+    def groups_over(self, mesh_dims: tuple[int, ...]) -> tuple[tuple[Communicator, tuple[int, ...]], ...]:
+        """The groups that reduce over some dims, one after the other, and the dims of each.
+
+        It is one group over all of these dims, row-major, where the job's axes have it. The type checker knows dims
+        that are no axes one by one only.
+        """
+        checked = active() is not None
+        table = self.tables.setdefault("groups over dims", {})
+        key = (mesh_dims, checked)
+        if key not in table:
+            group = None if len(mesh_dims) < 2 else self._group_over(mesh_dims, checked)
+            table[key] = (
+                tuple((self.communicator(m), (m,)) for m in mesh_dims) if group is None else ((group, mesh_dims),)
+            )
+        result: tuple[tuple[Communicator, tuple[int, ...]], ...] = table[key]
+        return result
+
+    def _group_over(self, mesh_dims: tuple[int, ...], checked: bool) -> Communicator | None:
+        context = _context()
+        if checked and any(context.mesh.axis_of(self.communicator(m).ranks) is None for m in mesh_dims):
+            return None
+        with no_typecheck():
+            axis = _axis_of(context, _rows(self.mesh, mesh_dims))
+        return None if axis is None else context.communicator(axis)
 
     def get_group(self, mesh_dim: int | str | None = None) -> Any:
         """The torch ProcessGroup along a dim.
@@ -295,12 +321,27 @@ def _group(
     context: Context, ranks: torch.Tensor, dim: int, names: tuple[str, ...] | None
 ) -> Axis | Communicator | None:
     """The ranks along a dim: an axis of the context's mesh where they are its groups, else a group of their own."""
-    rows: list[list[int]] = ranks.movedim(dim, -1).reshape(-1, ranks.shape[dim]).tolist()
+    rows = _rows(ranks, (dim,))
     own = next((row for row in rows if context.rank in row), None)
-    axis = context.mesh.axis_of(rows[0])
-    everybody = len(rows) * len(rows[0]) == context.mesh.world_size
-    if axis is not None and everybody and all(list(context.mesh.group_of(axis, row[0])) == row for row in rows):
+    axis = _axis_of(context, rows)
+    if axis is not None:
         return axis
     label = f"{names[dim] if names else f'mesh dim {dim}'}"
     group = context.new_group(rows, label)
     return group if own is not None else None
+
+
+def _rows(ranks: torch.Tensor, dims: tuple[int, ...]) -> list[list[int]]:
+    """The ranks of each group along some dims."""
+    count = prod(ranks.shape[dim] for dim in dims)
+    rows: list[list[int]] = ranks.movedim(dims, tuple(range(-len(dims), 0))).reshape(-1, count).tolist()
+    return rows
+
+
+def _axis_of(context: Context, rows: list[list[int]]) -> Axis | None:
+    """The axis of the context's mesh of which these are all groups."""
+    axis = context.mesh.axis_of(rows[0])
+    everybody = len(rows) * len(rows[0]) == context.mesh.world_size
+    if axis is not None and everybody and all(list(context.mesh.group_of(axis, row[0])) == row for row in rows):
+        return axis
+    return None

@@ -14,8 +14,11 @@ import torch
 from .. import comm
 from ..comm import Communicator
 from ..comm.context import AxisLike
+from ..comm.select import in_one_program
 from ..spmd import no_typecheck
+from . import one_program
 from .intervals import FILL, Piece, Plan, RankPlan
+from .pieces import add, of_owner
 from .report import predict, watched
 from .typed import exchanged
 
@@ -42,7 +45,7 @@ def exchange(
     communicator = comm.communicator(axis)
     own = plan.of(int(communicator.rank))
     dim = _checked(x, plan, own, communicator, dim)
-    if plan.is_local and own.is_identity:
+    if plan.is_local and (plan.is_identity if in_one_program(x) else own.is_identity):
         return x
     return exchanged(lambda: _Exchange.apply(x, plan, communicator, dim, fill, False, started), x, communicator, dim)
 
@@ -97,7 +100,7 @@ def start(x: torch.Tensor, plan: Plan, axis: AxisLike, dim: int) -> Started:
 
 
 def _start(x: torch.Tensor, plan: Plan, own: RankPlan, communicator: Communicator | None, dim: int) -> Started:
-    parts = [[_of_owner(x, piece, dim) for piece in pieces] for pieces in own.sends]
+    parts = [[of_owner(x, piece, dim) for piece in pieces] for pieces in own.sends]
     return _communicate(x, parts, own.received, plan, communicator, dim)
 
 
@@ -143,6 +146,10 @@ class _Exchange(torch.autograd.Function):
         ctx.arguments = plan, communicator, dim, backward
         rank = 0 if communicator is None else int(communicator.rank)
         own = plan.of(rank)
+        if communicator is not None and in_one_program(x):
+            if backward:
+                return one_program.returned(x, plan, communicator, dim)
+            return one_program.gathered(x, plan, communicator, dim, fill)
         if backward:
             return _return(x, plan, own, rank, communicator, dim)
         return _gather(x, plan, own, rank, communicator, dim, fill, started)
@@ -175,7 +182,7 @@ def _gather(
             parts.append(x.new_full(shape, fill))
             continue
         if piece.owner == rank:
-            rows = _of_owner(x, piece, dim)
+            rows = of_owner(x, piece, dim)
         else:
             rows = received[piece.owner].narrow(dim, offsets[piece.owner], piece.rows)
             offsets[piece.owner] += piece.rows
@@ -206,34 +213,13 @@ def _return(
     else:
         result = grad.new_zeros([*grad.shape[:dim], own.size, *grad.shape[dim + 1 :]])
     for piece, rows in mine:
-        _add(result, piece, rows, dim)
+        add(result, piece, rows, dim)
     for pieces, rows in zip(own.sends, work.wait()):
         offset = 0
         for piece in pieces:
-            _add(result, piece, rows.narrow(dim, offset, piece.rows), dim)
+            add(result, piece, rows.narrow(dim, offset, piece.rows), dim)
             offset += piece.rows
     return result
-
-
-def _of_owner(x: torch.Tensor, piece: Piece, dim: int) -> torch.Tensor:
-    """The positions of a piece in its owner's shard; one, if it is repeated."""
-    if piece.step in (0, 1):
-        return x.narrow(dim, piece.start, piece.rows)
-    rows = _strided(x, piece, dim)
-    return rows if piece.step > 0 else rows.flip(dim)
-
-
-def _add(result: torch.Tensor, piece: Piece, rows: torch.Tensor, dim: int) -> None:
-    if piece.step in (0, 1):
-        result.narrow(dim, piece.start, piece.rows).add_(rows)
-    else:
-        _strided(result, piece, dim).add_(rows if piece.step > 0 else rows.flip(dim))
-
-
-def _strided(x: torch.Tensor, piece: Piece, dim: int) -> torch.Tensor:
-    """A view of a piece's positions, ascending."""
-    first, last = sorted((piece.start, piece.start + (piece.length - 1) * piece.step))
-    return x[(slice(None),) * dim + (slice(first, last + 1, abs(piece.step)),)]
 
 
 def _checked(x: torch.Tensor, plan: Plan, own: RankPlan, communicator: Communicator, dim: int) -> int:

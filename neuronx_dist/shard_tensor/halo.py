@@ -71,8 +71,8 @@ def unhalo_padding(tensor: torch.Tensor, mesh: DeviceMesh, halo_config: HaloConf
     """
     communicator, dim = mesh.communicator(halo_config.mesh_dim), halo_config.tensor_dim
     rank, length = int(communicator.rank), tensor.shape[dim]
-    most = length if halo_config.sizes is None else 0
-    for size in range(most, max(0, most - 2 * halo_config.halo_size) - 1, -1):
+    own = range(max(0, length - 2 * halo_config.halo_size), length + 1)  # of equal shards: one of them fits
+    for size in own if halo_config.sizes is None else (length,):
         bounds = bounds_of(_sizes(halo_config, communicator.size, size))
         low, high = _padded(bounds, rank, halo_config.halo_size, halo_config.edge_padding_size)
         if high - low == length:

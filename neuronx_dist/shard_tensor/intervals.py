@@ -131,6 +131,11 @@ class Plan:
         sent = tuple(sum(piece.rows for piece in pieces) for pieces in sends)
         return RankPlan(size, length, own, sends, sent, tuple(received), is_identity)
 
+    @property
+    def is_identity(self) -> bool:
+        """Whether every rank's result is its shard."""
+        return all(self.of(rank).is_identity for rank in range(len(self.pieces)))
+
     def rows(self, rank: int) -> int:
         """Positions that a rank sends to others, or gets from them if these are more. Backward the two change places.
 

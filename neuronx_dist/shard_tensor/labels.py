@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 
 from ..call_site import call_site
-from ..comm import Communicator
 from ..spmd.watching import active
 from .device_mesh import DeviceMesh
 from .handlers import check_promotion
@@ -60,12 +59,12 @@ class Plan(NamedTuple):
     """How operands are brought where they are used, by their index, and the layout of the result.
 
     Attributes:
-        together: groups, and the operands whose gradients are summed over them by one all-reduce.
+        together: mesh dims, and the operands whose gradients are summed over them by one all-reduce.
         gathered: operands of which shards are put together, since the operation needs them whole.
     """
 
     moved: tuple[tuple[int, tuple[Step, ...]], ...]
-    together: tuple[tuple[Communicator, tuple[int, ...]], ...]
+    together: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
     gathered: tuple[int, ...]
     spec: ShardTensorSpec
 
@@ -151,8 +150,8 @@ def inside(
         for step in todo:
             local = step(local)
         locals_[i] = local
-    for group, indices in plan.together:
-        for i, local in zip(indices, used_together([locals_[i] for i in indices], group)):
+    for mesh_dims, indices in plan.together:
+        for i, local in zip(indices, used_together([locals_[i] for i in indices], mesh, mesh_dims)):
             locals_[i] = local
     return locals_, plan.spec
 
@@ -205,12 +204,12 @@ def _plan(labels: Labels, specs: Sequence[ShardTensorSpec | None], result: Shard
         if spec is not None:
             todo = steps(spec, make_spec(mesh, placements[i], spec.shape, sizes[i]), used)
             operands += [(i, todo)] if todo else []
-    users: dict[Communicator, list[int]] = {}
+    users: dict[tuple[int, ...], list[int]] = {}
     for i, todo in operands:
-        group = used_by(todo[0]) if len(todo) == 1 else None
-        if group is not None:
-            users.setdefault(group, []).append(i)
-    together = tuple((group, tuple(indices)) for group, indices in users.items() if len(indices) > 1)
+        mesh_dims = used_by(todo[0]) if len(todo) == 1 else None
+        if mesh_dims is not None:
+            users.setdefault(mesh_dims, []).append(i)
+    together = tuple((mesh_dims, tuple(indices)) for mesh_dims, indices in users.items() if len(indices) > 1)
     alone = tuple(each for each in operands if not any(each[0] in indices for _, indices in together))
     gathered = tuple(
         i

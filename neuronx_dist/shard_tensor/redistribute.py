@@ -91,7 +91,7 @@ def _steps(spec: ShardTensorSpec, target: ShardTensorSpec, used: Sequence[int]) 
         m = free
         result += _along(spec.mesh, m, placements[m], sizes[m], target.placements[m], target.sizes[m], m in used)
         placements[m], sizes[m] = target.placements[m], target.sizes[m]
-    return tuple(result)
+    return tuple(_joined(result))
 
 
 def nothing_of(x: torch.Tensor, shape: torch.Size) -> torch.Tensor:
@@ -99,10 +99,11 @@ def nothing_of(x: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     return x if x.shape == shape else x.reshape(-1)[:0].view(shape)
 
 
-def _used(x: torch.Tensor, group: Communicator) -> torch.Tensor:
+def _used(x: torch.Tensor, mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> torch.Tensor:
     """I as R. Nothing, unless a gradient is to be reduced or a mode looks."""
     if (x.requires_grad and torch.is_grad_enabled()) or has_torch_function_unary(x):
-        return spmd.convert(x, group, src=I, dst=R)
+        for group, _ in mesh.groups_over(mesh_dims):
+            x = spmd.convert(x, group, src=I, dst=R)
     return x
 
 
@@ -132,29 +133,53 @@ class _Together(torch.autograd.Function):
 _use_together: Callable[..., tuple[torch.Tensor, ...]] = super(torch.autograd.Function, _Together).apply
 
 
-def used_by(step: Step) -> Communicator | None:
-    """The group over which a step makes I to R, if it is one that does."""
-    group: Communicator | None = step.keywords["group"] if isinstance(step, partial) and step.func is _used else None
-    return group
+def used_by(step: Step) -> tuple[int, ...] | None:
+    """The mesh dims over which a step makes I to R, if it is one that does."""
+    dims: tuple[int, ...] | None = (
+        step.keywords["mesh_dims"] if isinstance(step, partial) and step.func is _used else None
+    )
+    return dims
 
 
-def used_together(xs: Sequence[torch.Tensor], group: Communicator) -> Sequence[torch.Tensor]:
+def used_together(xs: Sequence[torch.Tensor], mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> Sequence[torch.Tensor]:
     """I as R, of several tensors that are used by one operation."""
     if not torch.is_grad_enabled() and not has_torch_function_variadic(*xs):
         return xs
     first = xs[0]
     if (
-        group.size > 1
-        and torch.is_grad_enabled()
+        torch.is_grad_enabled()
         and all(x.requires_grad and x.dtype is first.dtype and x.device == first.device for x in xs)
         and not (has_torch_function_variadic(*xs) or transforming())
     ):
-        return _use_together(group, *xs)
-    return [_used(x, group) for x in xs]
+        for group, _ in mesh.groups_over(mesh_dims):
+            xs = _use_together(group, *xs) if group.size > 1 else xs
+        return xs
+    return [_used(x, mesh, mesh_dims) for x in xs]
 
 
-def _summed(x: torch.Tensor, group: Communicator, used: bool) -> torch.Tensor:
-    return spmd.all_reduce(x, group, src=P, dst=R if used else I)
+def _summed(x: torch.Tensor, mesh: DeviceMesh, mesh_dims: tuple[int, ...], used: bool) -> torch.Tensor:
+    for group, _ in mesh.groups_over(mesh_dims):
+        x = spmd.all_reduce(x, group, src=P, dst=R if used else I)
+    return x
+
+
+def _joined(steps: Sequence[Step]) -> list[Step]:
+    """Steps that do the same over one mesh dim each, one after the other, as one step over all of them."""
+    result: list[Step] = []
+    for step in steps:
+        before = result[-1] if result else None
+        if (
+            isinstance(step, partial)
+            and isinstance(before, partial)
+            and step.func is before.func
+            and step.func in (_used, _summed)
+            and step.keywords.get("used") == before.keywords.get("used")
+        ):
+            dims = (*before.keywords["mesh_dims"], *step.keywords["mesh_dims"])
+            result[-1] = partial(step.func, **step.keywords | {"mesh_dims": dims})
+        else:
+            result.append(step)
+    return result
 
 
 def _as_summand(x: torch.Tensor, group: Communicator) -> torch.Tensor:
@@ -200,17 +225,21 @@ def _along(
         return gathered + _along(mesh, mesh_dim, _REPLICATE, None, dst, None, False)
     if isinstance(src, Replicate):
         if isinstance(dst, Replicate):
-            return [partial(_used, group=group)] if used else []
+            return [partial(_used, mesh=mesh, mesh_dims=(mesh_dim,))] if used else []
         if isinstance(dst, Shard):
             assert dst_sizes is not None
             return [partial(moves.split, communicator=group, dim=dst.dim, sizes=dst_sizes)]
-        return [partial(_as_summand, group=group)] if _op(dst) == "sum" else []  # it is its own mean, or maximum
+        if _op(dst) == "max":  # of equal values, each of which has its share of the gradient
+            return [partial(_used, mesh=mesh, mesh_dims=(mesh_dim,))]
+        summand: list[Step] = [partial(_as_summand, group=group)]
+        return summand if _op(dst) == "sum" else [*summand, partial(_scaled, group=group, divide=False)]
     if isinstance(dst, Partial):
         if _op(src) == _op(dst):
             return []
         if {_op(src), _op(dst)} == {"sum", "avg"}:
             return [partial(_scaled, group=group, divide=_op(src) == "avg")]
-        raise ValueError(f"redistribute: {src!r} cannot become {dst!r}; make it Replicate() first")
+        whole = _along(mesh, mesh_dim, src, None, _REPLICATE, None, False)
+        return whole + _along(mesh, mesh_dim, _REPLICATE, None, dst, None, False)
     if _op(src) == "max":
         reduced: list[Step] = [partial(extreme, dims=(), groups=(group,), op="max")]
         return reduced + _along(mesh, mesh_dim, _REPLICATE, None, dst, dst_sizes, used)
@@ -218,7 +247,7 @@ def _along(
         summed = _along(mesh, mesh_dim, Partial(), None, dst, dst_sizes, used)
         return [partial(_scaled, group=group, divide=True), *summed]
     if isinstance(dst, Replicate):
-        return [partial(_summed, group=group, used=used)]
+        return [partial(_summed, mesh=mesh, mesh_dims=(mesh_dim,), used=used)]
     assert isinstance(dst, Shard) and dst_sizes is not None
     return [partial(moves.scatter_sum, communicator=group, dim=dst.dim, sizes=dst_sizes)]
 
@@ -234,11 +263,12 @@ def _scaled(x: torch.Tensor, group: Communicator, divide: bool) -> torch.Tensor:
 
 
 def _to_another_mesh(spec: ShardTensorSpec, target: ShardTensorSpec, used: Sequence[int]) -> tuple[Step, ...]:
-    """By one exchange; only a maximum is taken before, on the mesh that has it."""
+    """By one exchange; only a maximum is taken before, on the mesh that has it. A whole tensor is its own maximum."""
     if used:
         raise ValueError(f"an operand on {spec.mesh} cannot be used on {target.mesh}: redistribute() it first")
-    operations = {_op(spec.placements[m]) for m in spec.partial} | {_op(target.placements[m]) for m in target.partial}
-    source = spec if operations <= {"sum"} else gradient_spec(spec)
-    if any(_op(target.placements[m]) != "sum" for m in target.partial):
-        raise ValueError(f"redistribute: {list(target.placements)} on another mesh: only a sum is spread over ranks")
-    return (*steps(spec, source), partial(moved_to_mesh, spec=source, target=target))
+    source, sent = (each if _only_sums(each) else gradient_spec(each) for each in (spec, target))
+    return (*steps(spec, source), partial(moved_to_mesh, spec=source, target=sent), *steps(sent, target))
+
+
+def _only_sums(spec: ShardTensorSpec) -> bool:
+    return all(_op(spec.placements[m]) == "sum" for m in spec.partial)

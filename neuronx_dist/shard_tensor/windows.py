@@ -8,7 +8,7 @@ all ranks. The formulas are those of torch.nn's documentation.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from .intervals import Bounds, Plan, virtual_runs
+from .intervals import Bounds, Plan, Run, virtual_runs
 
 __all__ = [
     "Adaptive",
@@ -27,6 +27,7 @@ __all__ = [
     "Sliding",
     "Transposed",
     "WindowPlan",
+    "needed",
     "out_bounds_of",
     "plan_edges",
     "plan_windows",
@@ -283,16 +284,25 @@ def plan_windows(windows: IndexMap, bounds: Bounds) -> WindowPlan:
     Raises:
         ValueError: the bounds are of another size than the map; a window does not fit, or reflects past the dim.
     """
-    if bounds[-1] != windows.size:
-        raise ValueError(f"shards of {bounds[-1]} positions in all, and windows over {windows.size}")
     out_bounds = out_bounds_of(windows, bounds)
-    ranges = tuple(windows.window(low, high) if low < high else (0, 0) for low, high in pairwise(out_bounds))
-    needs = [virtual_runs(low, high, windows.size, windows.padding_mode) for low, high in ranges]
+    ranges, needs = needed(windows, tuple(pairwise(out_bounds)))
     return WindowPlan(Plan(bounds, needs), out_bounds, ranges)
 
 
+def needed(windows: IndexMap, outputs: Sequence[Range]) -> tuple[tuple[Range, ...], list[tuple[Run, ...]]]:
+    """For each rank the inputs, virtual ones, that its outputs need, and the runs that they are."""
+    ranges = tuple(windows.window(low, high) if low < high else (0, 0) for low, high in outputs)
+    return ranges, [virtual_runs(low, high, windows.size, windows.padding_mode) for low, high in ranges]
+
+
 def out_bounds_of(windows: IndexMap, bounds: Bounds) -> Bounds:
-    """Who owns which outputs."""
+    """Who owns which outputs.
+
+    Raises:
+        ValueError: the bounds are of another size than the map.
+    """
+    if bounds[-1] != windows.size:
+        raise ValueError(f"shards of {bounds[-1]} positions in all, and windows over {windows.size}")
     outputs = windows.outputs
 
     def owned(bound: int) -> int:

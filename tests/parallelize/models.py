@@ -95,6 +95,30 @@ class Pair(nn.Module):
         return {"h": h, "more": (self.right(h) - y, None)}
 
 
+class Rotary(nn.Module):
+    """Attention with rotary embeddings, and an MLP with a gate; no loss of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(WIDTH)
+        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+        self.gate, self.up, self.down = nn.Linear(WIDTH, 24), nn.Linear(WIDTH, 24), nn.Linear(24, WIDTH)
+        angles = torch.arange(LENGTH)[:, None] / 10 ** torch.tensor([0.0, 2.0])
+        self.register_buffer("cos", torch.cat([angles, angles], 1).cos(), persistent=False)
+        self.register_buffer("sin", torch.cat([angles, angles], 1).sin(), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.norm(x)
+        q, k, v = (each(h).view(*x.shape[:2], 4, 4).transpose(1, 2) for each in (self.q, self.k, self.v))
+        attended = F.scaled_dot_product_attention(self.turned(q), self.turned(k), v, is_causal=True)
+        x = x + self.o(attended.transpose(1, 2).reshape(x.shape))
+        return x + self.down(F.silu(self.gate(x)) * self.up(x))
+
+    def turned(self, x: torch.Tensor) -> torch.Tensor:
+        left, right = x.chunk(2, -1)
+        return x * self.cos + torch.cat([-right, left], -1) * self.sin
+
+
 def _mlp() -> tuple[nn.Module, dict[str, Any]]:
     return Mlp(), {"data": {"data": torch.randn(BATCH, WIDTH), "target": torch.rand(BATCH, WIDTH)}}
 
@@ -113,11 +137,16 @@ def _pair() -> tuple[nn.Module, dict[str, Any]]:
     return Pair(), {"x": torch.randn(BATCH, WIDTH, requires_grad=True), "y": torch.randn(BATCH, WIDTH)}
 
 
+def _rotary() -> tuple[nn.Module, dict[str, Any]]:
+    return Rotary(), {"x": torch.randn(4, LENGTH, WIDTH)}
+
+
 MODELS: dict[str, Callable[[], tuple[nn.Module, dict[str, Any]]]] = {
     "mlp": _mlp,
     "gpt": _gpt,
     "conv": _conv,
     "pair": _pair,
+    "rotary": _rotary,
 }
 
 

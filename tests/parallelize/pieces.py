@@ -8,14 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from neuronx_dist import comm
+from neuronx_dist.comm.backends import threads
+from neuronx_dist.comm.backends.observed import CheckBackend
+from neuronx_dist.mesh import Mesh
+from neuronx_dist.parallelize import composites
 from neuronx_dist.parallelize.congruence import substituted
 from neuronx_dist.parallelize.program import Call, Strategy, Value, operands_of
 from neuronx_dist.parallelize.strategies import candidates
-from neuronx_dist.spmd import P, R
+from neuronx_dist.spmd import P, R, SpmdTypeError, assert_type, get_local_type, no_typecheck, typecheck
 from neuronx_dist.spmd.types import Shard, SpmdType
 from tests.checking.types.rules.verify_rule import results_of
 
-__all__ = ["Case", "cut", "put_together", "summands", "wrong_pieces"]
+__all__ = ["Case", "cut", "put_together", "summands", "wrong_pieces", "wrong_types"]
 
 DIGITS = {torch.float16: 1e-2, torch.bfloat16: 1e-1, torch.float32: 1e-5}  # of calls that round; else 1e-10
 
@@ -108,6 +113,21 @@ class Case:
             torch.autograd.backward(*map(list, zip(*pairs)))
         return {value: x.grad if x.grad is not None else torch.zeros_like(x) for value, x in leaves.items()}
 
+    def recorded(self, strategy: Strategy, size: int) -> tuple[list[Any], list[Any]]:
+        """The collectives of rank 0, forward and backward."""
+        types = dict(zip(operands_of(self.call), strategy.operands, strict=True))
+        operands = {value: divided(x, types[value], size) for value, x in self.tensors.items()}
+
+        def run() -> tuple[list[Any], list[Any]]:
+            leaves = self.leaves({value: parts[comm.rank("tp")] for value, parts in operands.items()})
+            with comm.record() as forward:
+                results = self.run(*strategy.local, leaves)
+            with comm.record() as backward:
+                self.backward(leaves, results, [torch.ones_like(x) for x in results])
+            return list(forward), list(backward)
+
+        return threads.run(Mesh(size, tp=size), run)[0]
+
     def wrong(self, strategy: Strategy, size: int) -> Iterator[str]:
         """What differs when each rank runs the strategy's local call."""
         types = dict(zip(operands_of(self.call), strategy.operands, strict=True))
@@ -125,11 +145,17 @@ class Case:
             else divided(g, spmd_type, size)
             for g, spmd_type in zip(self.cotangents, strategy.results, strict=True)
         ]
-        results, gradients = [], []
-        for rank in range(size):
+
+        def on_rank(rank: int) -> Any:
             leaves = self.leaves({value: parts[rank] for value, parts in operands.items()})
-            results.append(self.run(*strategy.local, leaves))
-            gradients.append(self.backward(leaves, results[-1], [each[rank] for each in handed]))
+            values = self.run(*strategy.local, leaves)
+            return values, self.backward(leaves, values, [each[rank] for each in handed])
+
+        if getattr(strategy.local.function, "__module__", "") == composites.__name__:  # the ranks communicate
+            done = threads.run(Mesh(size, tp=size), lambda: on_rank(comm.rank("tp")))
+        else:
+            done = [on_rank(rank) for rank in range(size)]
+        results, gradients = zip(*done)
         for number, (whole, spmd_type) in enumerate(zip(self.whole, strategy.results)):
             yield from self.differences(
                 f"result {number}", whole, [each[number].detach() for each in results], spmd_type
@@ -164,3 +190,32 @@ def wrong_pieces(case: Case, size: int, strides: Sequence[int] = ()) -> tuple[li
         except Exception as error:
             wrong.append(f"{strategy.name} on {size}: {type(error).__name__} {error}")
     return [strategy.name for strategy in found], wrong
+
+
+def wrong_types(case: Case, size: int, strides: Sequence[int] = ()) -> list[str]:
+    """Strategies whose local call the type checker refuses, or finds other types in than were derived."""
+    wrong = []
+    for strategy in candidates(case.call, "tp", size, strides=strides):
+        try:
+            with comm.as_rank(Mesh(size, tp=size), 0, CheckBackend()), typecheck():
+                leaves = {}
+                for value, spmd_type in zip(operands_of(case.call), strategy.operands, strict=True):
+                    with no_typecheck():
+                        x = case.tensors[value]
+                        x = cut(x, spmd_type, size, 0) if isinstance(spmd_type, Shard) else x
+                        x = x.detach().clone().requires_grad_(value.requires_grad)
+                    leaves[value] = assert_type(x, {"tp": spmd_type})
+                results = [get_local_type(x).get("tp") for x in case.run(*strategy.local, leaves)]
+        except SpmdTypeError as error:
+            wrong.append(f"{strategy.name}: {error}")
+            continue
+        if [*map(plain, results)] != [*strategy.results]:
+            wrong.append(f"{strategy.name}: {results}")
+    return wrong
+
+
+def plain(spmd_type: Any) -> Any:
+    """A type without what the checker alone keeps of it: how shards were merged, along what values are repeated."""
+    if isinstance(spmd_type, Shard):
+        return Shard(spmd_type.dim, spmd_type.stride)
+    return R if spmd_type is None or spmd_type.letter in "R0" else spmd_type

@@ -150,6 +150,17 @@ def test_values_cannot_be_branched_on(name: str) -> None:
     assert "pipeline" not in str(caught.value)
 
 
+def _unseen(self: Function, x: torch.Tensor) -> torch.Tensor:
+    with torch._C.DisableTorchFunction():
+        y = x * 2
+    return y * self.weight
+
+
+def test_calls_that_nobody_sees() -> None:
+    with pytest.raises(TracingError, match=rf"{re.escape(__file__)}:\d+: .* comes from a call .* register_op"):
+        record_program(Function(_unseen), {"x": sample()}, training=True)
+
+
 BAD: dict[str, tuple[Any, str]] = {
     "unknown": (
         {"x": sample(), "batchs": []},

@@ -125,3 +125,19 @@ def test_images_and_single_samples() -> None:
             for a, b in zip(expected, computed):
                 torch.testing.assert_close(b, a, rtol=1e-14, atol=1e-14)
             assert "div" in calls
+
+
+def test_dtypes_under_autocast_are_those_of_the_call() -> None:
+    """Autocast computes a loss in float32: so is its sum."""
+
+    def loss(w: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return F.cross_entropy(w @ w.T, target)
+
+    module = Function(loss, 6, 6, dtype=torch.float32)
+    program = decomposed(record_program(module, {"target": CLASSES}, training=True))
+    dtypes = {call.name: call.results[0].dtype for call in program.calls}
+    assert dtypes["matmul"] == torch.bfloat16 and dtypes["cross_entropy"] == dtypes["div"] == torch.float32
+    expected, computed, _ = both(module, CLASSES)
+    assert expected[0].dtype == computed[0].dtype
+    torch.testing.assert_close(computed[1], expected[1], rtol=1e-2, atol=1e-3)

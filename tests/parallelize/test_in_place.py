@@ -214,6 +214,18 @@ def _drawn_over(self: Function, x: torch.Tensor) -> torch.Tensor:
     return y.sin() + y.normal_()
 
 
+def _unrecorded(self: Function, x: torch.Tensor) -> torch.Tensor:
+    y = x * self.weight
+    with torch.no_grad():
+        y.mul_(2)
+    return y
+
+
+def _other_shape(self: Function, x: torch.Tensor) -> torch.Tensor:
+    self.total = x[0]
+    return x * self.weight
+
+
 def _kept_graph(self: Function, x: torch.Tensor) -> torch.Tensor:
     self.total.add_(self.weight)
     return self.total
@@ -239,6 +251,8 @@ REFUSED: dict[str, tuple[Callable[[Function, torch.Tensor], Any], str]] = {
     "a detached view": (_detached, "wrote a detach of this tensor in place"),
     "random numbers over others": (_drawn_over, r"normal_ writes .* torch\.empty_like\(x\)\.normal_"),
     "a graph in a buffer": (_kept_graph, "requires a gradient to buffer total, .* detach"),
+    "a gradient that is not recorded": (_unrecorded, r"mul_ writes a tensor that requires a gradient, inside no_grad"),
+    "another shape in a buffer": (_other_shape, r"buffer total gets a tensor of another shape .*\[5\], in .*\[6, 5\]"),
     "data": (_data, r"forward sets \.data of a tensor"),
     "a hook on a tensor": (lambda self, x: (x * self.weight).register_hook(print), "registers a hook on a tensor"),
 }

@@ -25,7 +25,7 @@ from neuronx_dist.spmd.errors import Violation
 from neuronx_dist.spmd.tensor_type import TensorType
 from tests.checking.types.rules.test_specs import NAMES, reviewed
 from tests.checking.types.rules.verify_rule import Recorder
-from tests.parallelize.pieces import Case, wrong_pieces
+from tests.parallelize.pieces import Case, wrong_pieces, wrong_types
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),
@@ -69,6 +69,13 @@ def test_pieces_of_all_calls():
     assert counted["S"] > 2400 and counted["P"] > 1200 and counted["I"] > 1500
 
 
+@pytest.mark.slow
+def test_the_checker_agrees():
+    """It sees local sizes alone, and comes to the types that were derived from the whole ones."""
+    wrong = [(text, what) for text, case in cases([*reviewed()]) for what in wrong_types(case, 2, [2])]
+    assert wrong == []
+
+
 def accepted(case: Case, size: int) -> Iterator[tuple]:
     """Every assignment of R, P and S(dim) that `judge` accepts without an assumption, if all shards divide."""
     rule, tensors = RULES[case.call.function], operands_of(case.call)
@@ -110,8 +117,8 @@ def missing(texts: Sequence[str], size: int = 2) -> tuple[int, list]:
         legal = list(accepted(case, size))
         count += len(legal)
         offered = {strategy.operands for strategy in candidates(case.call, "tp", size)}
-        reasons = {refusal.why for refusal in refusals(case.call, "tp", size)}
-        if any("integers" in why for why in reasons):  # types alone do not see that no local call is right
+        reasons = " ".join(refusal.why for refusal in refusals(case.call, "tp", size))
+        if "integers" in reasons or "size 1" in reasons:  # types alone do not see that no local call is right
             continue
         lost += [(text, types) for types in legal if types not in offered]
     return count, lost
@@ -144,8 +151,8 @@ def test_without_congruence_group_norm_is_wrong(monkeypatch):
 
 
 def test_a_range_is_the_same_one_of_each_block():
-    """`narrow(1, 2, 2)` of a third of each rank takes its second third: start and length are divided, not one alone."""
-    case = Case(Tensor.narrow, (f(4, 6), 1, 2, 2), {})
+    """`narrow(1, 4, 4)` takes the second third of each rank's part: start and length are divided, not one alone."""
+    case = Case(Tensor.narrow, (f(4, 12), 1, 4, 4), {})
     names, wrong = wrong_pieces(case, 2)
     assert "S(1, stride=3) of operand 0" in names and wrong == []
 
@@ -154,6 +161,15 @@ def test_sizes_that_a_rule_does_not_read_are_those_of_the_shard():
     case = Case(Tensor.sum_to_size, (f(4, 6), 1, 6), {})
     names, wrong = wrong_pieces(case, 2)
     assert "S(1) of operand 0" in names and wrong == []
+
+
+def test_dims_of_which_the_checker_takes_another():
+    """Two halves over two ranks, `[4, 3] -> [4, 1, 3]` on each: it would take the dim of 3 for the one that is cut."""
+    case = Case(Tensor.view, (f(4, 6), 4, 2, 3), {})
+    names, wrong = wrong_pieces(case, 2)
+    assert "S(1) of operand 0" not in names and wrong == []
+    (refusal,) = [one for one in refusals(case.call, "tp", 2) if one.name == "S(1) of operand 0"]
+    assert "size 1" in refusal.why
 
 
 def test_shapes_of_local_values():

@@ -197,3 +197,15 @@ def test_random_calls_are_marked_and_stay() -> None:
 
     program = assert_equal(Function(forward), {"x": sample()})
     assert [call.name for call in program.calls if call.random] == ["rand", "bernoulli_", "dropout", "randn_like"]
+
+
+def test_attention_draws_where_it_drops() -> None:
+    """The operator is marked random in either case."""
+
+    def forward(self: Function, x: torch.Tensor) -> torch.Tensor:
+        y = F.scaled_dot_product_attention(x, x, x)
+        return F.scaled_dot_product_attention(y, y, y, dropout_p=0.5)
+
+    program = record_program(Function(forward), {"x": torch.randn(1, 2, 4, 8)}, training=True)
+    calls = [call for call in program.calls if call.name == "scaled_dot_product_attention"]
+    assert [call.random for call in calls] == [False, True]

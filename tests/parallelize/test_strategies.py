@@ -101,8 +101,8 @@ def test_integers_of_the_local_call():
     assert local_sizes(view, "S(2) of operand 0") == ((4, 6, 1, 4), {})
     assert local_sizes(view, "S(2, stride=2) of operand 0") == ((4, 6, 2, 2), {})
     assert local_sizes(call_of(Tensor.view, parameter(4, 6, 8), -1, 8), "S(2) of operand 0") == ((-1, 4), {})
-    split = call_of(torch.split, parameter(4, 8), (4, 2, 2), dim=1)
-    assert local_sizes(split, "S(1, stride=4) of operand 0") == (((2, 1, 1),), {"dim": 1})
+    split = call_of(torch.split, parameter(4, 16), (8, 4, 4), dim=1)
+    assert local_sizes(split, "S(1, stride=4) of operand 0") == (((4, 2, 2),), {"dim": 1})
     norm = call_of(F.group_norm, parameter(2, 8, 3), 4, parameter(8), parameter(8))
     assert local_sizes(norm, "S(1) of operand 0")[0][0] == 2
     conv = call_of(F.conv1d, parameter(2, 8, 5), parameter(8, 2, 3), groups=4)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 from tests.checkpoint import exchanges
+from tests.parallelize import mutations as composites
 from tests.parity.mutation_cases import (
     _column,
     _joined_features,
@@ -130,6 +131,9 @@ CASES: dict[str, Callable[[], None]] = {
     "_ParallelCrossEntropy.forward:comm.all_reduce#1": cross_entropy,
     "_ParallelCrossEntropy.forward:comm.all_reduce#2": cross_entropy,
     "_Highest.forward:comm.all_reduce#1": partial(cross_entropy, transform=True),
+    "_shifted:comm.all_reduce#1": composites.softmax_of_shards,
+    "_total:spmd.all_reduce#1": composites.norm_of_shards,
+    "batch_norm_of_channels:spmd.all_gather#1": composites.running_statistics,
     "_cross_entropy_of_operators:spmd.all_reduce#1": partial(cross_entropy, transform=True),
     "norm_of:comm.all_reduce#1": norms,
     "global_num_items:comm.all_reduce#1": number_of_labels,
@@ -168,6 +172,7 @@ CASES: dict[str, Callable[[], None]] = {
             "transpose:spmd.all_to_all",
         )
     },
+    "_around:comm.exchange#1": mutations.halos_by_one_program,
     "_exchanged:comm.exchange#1": mutations.uneven_moves,
     "_exchange_boxes:comm.exchange#1": mutations.moved_to_another_mesh,
     "_used:spmd.convert#1": mutations.weights,

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from neuronx_dist import distributed, shard_tensor
-from neuronx_dist.shard_tensor import Replicate, Shard, distribute_tensor, report
+from neuronx_dist.shard_tensor import Replicate, Shard, distribute_tensor, one_exchange, report
 from neuronx_dist.shard_tensor.handlers import FUNCTIONS
 from tests.shard_tensor.support.cases import on_ranks
 from tests.support.paths import ROOT
@@ -32,7 +32,12 @@ def operands(mesh: Any) -> dict[str, Any]:
     def weight(*shape):
         return torch.linspace(-1, 1, torch.Size(shape).numel()).view(shape).requires_grad_()
 
+    def composed(function):
+        with one_exchange():
+            return function()
+
     return {
+        "composed": composed,
         **{name: part(1, 4, 16, 8) for name in "xts"},
         "w": weight(4, 4, 3, 3),
         "v": weight(8, 8),

@@ -10,6 +10,7 @@ import os
 import sys
 import types
 import unittest
+import warnings
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from neuronx_dist.comm import threads
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.shard_tensor import DeviceMesh, Shard, ShardTensor, distribute_tensor, fallback
+from tests.support.pool import processes
 
 pytestmark = pytest.mark.slow
 
@@ -28,23 +30,28 @@ SAMPLES = 6 if FULL else 3
 
 _IN_PLACE = "has no handler and writes in place: use the form of it that returns a tensor"
 _VIEW = "which would be cut or interleaved: x.redistribute(placements=[Replicate()]) first"
+_SHORT = "which is sharded there: x.narrow() the part that is written first, or redistribute() x"
 REFUSED = {
-    **dict.fromkeys(
-        ["cauchy", "exponential", "geometric", "log_normal", "normal.in_place", "resize_", "resize_as_", "uniform"],
-        _IN_PLACE,
-    ),
+    **dict.fromkeys(["resize_", "resize_as_"], _IN_PLACE),
     **dict.fromkeys(["flatten", "ravel", "reshape", "reshape_as", "unflatten", "view", "view_as"], _VIEW),
+    **dict.fromkeys(["__getitem__", "nn.functional.unfold", "repeat_interleave", "take_along_dim"], _VIEW),
+    **dict.fromkeys(["scatter", "scatter_add"], _SHORT),
+    **{f"scatter_reduce.{name}": _SHORT for name in ("amax", "amin", "mean", "prod", "sum")},
+    "gather": "a tensor of 1 dims, an index of 2: give them as many",  # an empty one
+    "index_put": "takes one index of positions: use masks with where()",
+    "masked_select": "the elements of the ranks would be interleaved",
     "nn.functional.multi_head_attention_forward": "have no rule; leave them out, or call it with full_tensor()",
-    "norm.nuc": "norm of order 'nuc': full_tensor() first",
+    "norm.nuc": "norm of order 'nuc', of matrices: x.full_tensor() first, or a number",
     "to_sparse": "shards are strided: full_tensor() the operands first",
 }
-# Ranks that are threads draw from one generator. In processes each rank draws what the others do.
+# Ranks that are threads draw from one generator. In processes each draws what the others do, as one process would.
 RANDOM = """
-bernoulli multinomial nn.functional.alpha_dropout nn.functional.dropout nn.functional.dropout2d nn.functional.dropout3d
-nn.functional.feature_alpha_dropout.with_train nn.functional.feature_alpha_dropout.without_train
-nn.functional.fractional_max_pool2d nn.functional.fractional_max_pool3d nn.functional.multi_head_attention_forward
-nn.functional.rrelu nn.functional.scaled_dot_product_attention normal normal.number_mean pca_lowrank rand_like
-randint_like randn_like svd_lowrank
+bernoulli cauchy exponential geometric log_normal multinomial nn.functional.alpha_dropout nn.functional.dropout
+nn.functional.dropout2d nn.functional.dropout3d nn.functional.feature_alpha_dropout.with_train
+nn.functional.feature_alpha_dropout.without_train nn.functional.fractional_max_pool2d
+nn.functional.fractional_max_pool3d nn.functional.multi_head_attention_forward nn.functional.rrelu
+nn.functional.scaled_dot_product_attention normal normal.in_place normal.number_mean pca_lowrank rand_like
+randint_like randn_like svd_lowrank uniform
 """.split()
 # Values of new memory; no strided tensors; views of larger memory; what is on a GPU alone.
 OTHERS = """
@@ -54,17 +61,21 @@ jiterator_binary_return_by_ref jiterator_unary
 """
 
 
-def operators(part: int) -> list[Any]:
-    """A part of torch's operators that take float64."""
+def all_operators() -> list[Any]:
+    """Torch's operators that take float64."""
     if "expecttest" not in sys.modules:  # which torch's file of them imports for its own test class
         stand_in: Any = types.ModuleType("expecttest")
         stand_in.TestCase = unittest.TestCase
         sys.modules["expecttest"] = stand_in
     from torch.testing._internal.common_methods_invocations import op_db
 
+    return [op for op in op_db if torch.float64 in op.dtypes]
+
+
+def operators(part: int) -> list[Any]:
+    """A part of those that do not draw."""
     left_out = {*RANDOM, *OTHERS.split()}
-    chosen = [op for op in op_db if torch.float64 in op.dtypes and name_of(op) not in left_out]
-    return chosen[part::PARTS]
+    return [op for op in all_operators() if name_of(op) not in left_out][part::PARTS]
 
 
 def name_of(op: Any) -> str:
@@ -83,6 +94,7 @@ def value(x: torch.Tensor) -> torch.Tensor:
 
 def computed(op: Any, sample: Any, position: int | None = None, dim: int = 0, mesh: Any = None) -> tuple[list, list]:
     """Results and gradients; the tensor at `position` among all arguments is sharded."""
+    torch.manual_seed(7)
     flat, tree = tree_flatten((sample.input, sample.args, sample.kwargs))
     for i, x in enumerate(flat):
         if isinstance(x, torch.Tensor):
@@ -133,7 +145,8 @@ def outcome(op: Any, sample: Any, position: int, dim: int, mesh: DeviceMesh, exp
     return "right", ""
 
 
-def check(op: Any) -> list[tuple[str, str]]:
+def cases(op: Any) -> list[tuple[Any, ...]]:
+    """Samples of an operator, what is sharded of each, and plain torch's values."""
     samples = list(op.sample_inputs("cpu", torch.float64, requires_grad=op.supports_autograd))
     samples = samples[:: max(1, len(samples) // SAMPLES)][:SAMPLES]
     todo = []
@@ -142,6 +155,11 @@ def check(op: Any) -> list[tuple[str, str]]:
             continue
         expected = computed(op, sample)
         todo += [(sample, position, dim, expected) for position, dim in where]
+    return todo
+
+
+def check(op: Any) -> list[tuple[str, str]]:
+    todo = cases(op)
 
     def rank() -> list[tuple[str, str]]:
         mesh = DeviceMesh("cpu", [0, 1])
@@ -172,3 +190,22 @@ def test_samples_of_torchs_operators(part):
     assert wrong == []
     assert unknown == [], "refused, and not in the table"
     assert checked > 200
+
+
+def draw_on_this_rank() -> list[str]:
+    mesh = DeviceMesh("cpu", [0, 1])
+    wrong, checked = [], 0
+    warnings.simplefilter("ignore")
+    for op in [op for op in all_operators() if name_of(op) in RANDOM]:
+        for sample, position, dim, known in cases(op):
+            kind, told = outcome(op, sample, position, dim, mesh, known)
+            checked += 1
+            if kind != "right" and REFUSED.get(name_of(op), told + ".") not in told:
+                wrong.append(f"{name_of(op)} {position} {dim}: {told[:300]}")
+    assert checked > 100
+    return wrong
+
+
+@pytest.mark.process
+def test_samples_of_operators_that_draw():
+    assert processes(2).run(draw_on_this_rank, mesh={}) == [[], []]

@@ -107,8 +107,13 @@ def maxima(_):
     x = ShardTensor.from_local(local, mesh, [Partial("max")], sharding_shapes="chunk", global_shape=whole().shape)
     y = x.redistribute(DeviceMesh("cpu", [2, 3]), [Replicate()])
     assert_close(y.to_local(), own_of(y, torch.maximum(whole(), whole() * 2)), "a maximum, not a sum")
-    with pytest.raises(ValueError, match="only a sum"):
-        y.redistribute(mesh, [Partial("max")])
+    leaf = distribute_tensor(whole().requires_grad_(), DeviceMesh("cpu", [2, 3]), [Shard(0)], src=None)
+    for op in ("max", "avg", "sum"):
+        z = leaf.redistribute(DeviceMesh("cpu", [[0, 1, 2]]), [Shard(1), Partial(op)])
+        if comm.rank("world") < 3:
+            assert_close(z.full_tensor().detach(), whole(), f"a whole tensor as Partial({op!r})")
+        (grad,) = torch.autograd.grad(z, leaf, whole().cos())
+        assert_close(grad.to_local(), own_of(leaf, whole().cos()), f"the gradient of Partial({op!r})")
 
 
 def test_a_maximum_is_never_added():

@@ -71,12 +71,13 @@ def test_sums(count):
 
 
 def replicate_to_partial(mesh):
-    a = distribute_tensor(whole().requires_grad_(), mesh, src=None)
-    b = a.redistribute(placements=[Partial()])
-    assert b.placements == (Partial(),)
-    assert_close(b.full_tensor().detach(), whole(), "a sum with one summand")
-    b.backward(whole().cos())
-    assert_close(a.grad.full_tensor(), whole().cos(), "its gradient")
+    for op in ("sum", "avg", "max"):
+        a = distribute_tensor(whole().requires_grad_(), mesh, src=None)
+        b = a.redistribute(placements=[Partial(op)])
+        assert b.placements == (Partial(op),)
+        assert_close(b.full_tensor().detach(), whole(), f"a whole tensor as {op}")
+        b.backward(whole().cos())
+        assert_close(a.grad.full_tensor(), whole().cos(), f"its gradient as {op}")
 
 
 def test_replicate_to_partial():
@@ -95,6 +96,20 @@ def maxima(mesh):
 
 def test_a_partial_maximum_is_never_added():
     on_ranks(2, maxima)
+
+
+def other_partials(mesh):
+    number = mesh.get_rank() + 1.0
+    values = {"sum": 6.0, "avg": 2.0, "max": 3.0}
+    for src, dst in itertools.permutations(values, 2):
+        x = ShardTensor.from_local(torch.full((2,), number, requires_grad=True), mesh, [Partial(src)])
+        y = x.redistribute(placements=[Partial(dst)])
+        assert y.placements == (Partial(dst),)
+        assert y.full_tensor().tolist() == [values[src]] * 2, (src, dst)
+
+
+def test_each_partial_as_each_other():
+    on_ranks(3, other_partials)
 
 
 def means(mesh):

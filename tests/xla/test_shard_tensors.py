@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+
 from neuronx_dist.mesh import Mesh
+from neuronx_dist.xla_replay import replay
 from tests.xla.compare import draw, same_as_threads
 from tests.xla.programs import shard_tensors as programs
 
@@ -19,3 +22,21 @@ def test_pointwise_and_linear():
 
 def test_redistributed():
     same_as_threads(programs.redistributed, Mesh(2, tp=2), [(leaf(2, 8, seed=rank),) for rank in range(2)])
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_convolutions_exchange_halos_by_one_program(ranks: int):
+    arguments = [
+        (leaf(1, 2, 4, 5, seed=rank), leaf(3, 2, 3, 3, seed=10), leaf(2, 3, 3, 3, seed=11)) for rank in range(ranks)
+    ]
+    replayed = same_as_threads(programs.convolutions, Mesh(ranks, tp=ranks), arguments, tolerance=1e-5)
+    assert {kind for kind, _ in replayed.program.counts()} == {"all-reduce", "collective-permute"}
+
+
+def test_roll_and_flip():
+    same_as_threads(programs.rolled, Mesh(2, tp=2), [(leaf(2, 3, seed=rank),) for rank in range(2)])
+
+
+def test_results_that_differ_in_size_are_refused():
+    with pytest.raises(Exception, match=r"what ranks need of sizes \[5, 4\]: on XLA all ranks run one program"):
+        replay(programs.uneven, Mesh(2, tp=2), [(draw(1, 1, 4),) for _ in range(2)])

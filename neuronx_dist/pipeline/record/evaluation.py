@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,12 @@ __all__ = ["Evaluation", "name_of"]
 
 _DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
 _READS_VALUES = {torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.data_ptr, torch.Tensor.tolist}
+
+_LOG = logging.getLogger("torch._subclasses.fake_tensor")  # what fails on fake tensors, torch logs as an error
+
+
+def _silent(record: logging.LogRecord) -> bool:
+    return False
 
 
 class Evaluation:
@@ -99,12 +106,15 @@ class Evaluation:
         """`run()`; where that fails, but for `refused` errors, what `layer` does on values. `key` needs them then."""
         failure: Exception | None = None
         if key not in self._needs_values:
+            _LOG.addFilter(_silent)
             try:
                 return run()
             except refused:
                 raise
             except Exception as error:
                 failure = error
+            finally:
+                _LOG.removeFilter(_silent)
         try:
             result = run_on_values(layer, args, kwargs, self.originals, self.device, self._like)
         except Exception:

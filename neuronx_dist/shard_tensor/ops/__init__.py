@@ -10,6 +10,7 @@ select.py      topk, max and argmax of a dim, sort         indexing.py   x[index
 scatter.py     scatter, index_add, x[..] = y               rearrange.py  cat, roll, flip, repeat, unfold, tril
 optimizers.py  fused steps, gradient scaling               distances.py  cdist, pairwise distances
 tensor_parallel.py  parallel layers, operators of spmd
+deferred.py    one_exchange: windows computed together
 composed.py    functions that are made of others
 """
 

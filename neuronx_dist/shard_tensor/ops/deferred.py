@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ... import comm
+from ...comm.select import in_one_program
 from ...spmd import S
 from ..chains import plan_chain
 from ..exchange import planned_bytes
@@ -29,8 +30,7 @@ from ..spec import ShardTensorSpec, make_spec
 from ..tensor import ShardTensor, in_layout, local_of, wrap, written
 from ..typed import on_own_shard
 from ..windows import plan_windows
-from .local_windows import ShardedDim, chained, over_halo
-from .window import Windows
+from .local_windows import ShardedDim, Windows, chained, over_halo
 
 __all__ = ["Deferred", "deferrable", "deferred", "mapped", "one_exchange", "outline"]
 
@@ -94,8 +94,8 @@ def one_exchange() -> Iterator[None]:
     """Consecutive convolutions and max poolings in the block exchange halos once, not once each. Exact.
 
     What is composed: functions over windows of one sharded dim, with activations and numbers in between. All else runs
-    as it does outside of the block: other functions, several sharded dims, channels that are sharded, autocast, and
-    inference mode. Outputs near the bounds of shards are computed on several ranks; `report()` says how many.
+    as it does outside of the block: other functions, several sharded dims, channels that are sharded, autocast,
+    inference mode, and XLA. Outputs near the bounds of shards are computed on several ranks; `report()` says how many.
 
     Raises:
         RuntimeError: an input or a weight was modified in place before the result was computed, at the end of the
@@ -116,18 +116,20 @@ def one_exchange() -> Iterator[None]:
         _block.reset(token)
 
 
-def deferrable(x: Any, first: int) -> bool:
-    """Whether a window of `x` over dims from `first` on can be composed with others here."""
+def deferrable(x: Any, count: int) -> bool:
+    """Whether a window of `x` over its last `count` dims can be composed with others here."""
     if _block.get() is None or not isinstance(x, ShardTensor) or x._spec.mesh.communicators is None:
         return False
-    spec = x._spec
+    spec, first = x._spec, x.dim() - count
     return (
         not spec.partial
+        and first in (1, 2)
+        and x.is_floating_point()
         and [dim >= first for _, dim in spec.sharded].count(True) == 1
-        and all(dim >= first or dim < first - 1 for _, dim in spec.sharded)
         and 0 not in spec.shape
         and not torch.is_autocast_enabled(x.device.type)
         and not torch.is_inference_mode_enabled()
+        and not in_one_program(x)
     )
 
 
@@ -213,10 +215,13 @@ class _Defer(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, work: Work, spec: ShardTensorSpec, *inputs: torch.Tensor) -> Deferred:
         ctx.work, ctx.spec = work, spec
+        ctx.set_materialize_grads(False)
         return _outlined(work, spec)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        if grad is None:  # the values have been computed, and the wrapper is linked to their graph
+            return (None,) * (2 + len(ctx.work.inputs))
         inputs = [each for each in ctx.work.inputs if each.requires_grad]
         double = torch.is_grad_enabled()
         with torch.enable_grad():
@@ -241,14 +246,13 @@ def _computed(work: Work) -> torch.Tensor:
     maps = [stage.windows.maps[dim] for stage in work.stages]
     ops = [stage.op for stage in work.stages]
     fills = [stage.windows.fill for stage in work.stages]
-    mixed = (min(work.stages[0].windows.maps) - 1,)
 
     def run(x: torch.Tensor) -> torch.Tensor:
         if len(ops) == 1 and fills[0] == 0:
-            return over_halo(ops[0], x, work.sharded, maps[0], {dim: maps[0].extent}, mixed)[0]
+            return over_halo(ops[0], x, work.sharded, maps[0], {dim: maps[0].extent})[0]
         if len(ops) > 1 and watched():
             _told(work, names)
-        return chained(ops, x, work.sharded, maps, fills, mixed)[0]
+        return chained(ops, x, work.sharded, maps, fills, ())[0]
 
     with (
         torch.inference_mode(False),

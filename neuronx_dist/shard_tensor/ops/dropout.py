@@ -3,6 +3,10 @@
 Every rank draws the numbers of the whole tensor from the default stream, which is seeded alike on all ranks
 (`spmd.manual_seed`, `torch.manual_seed`), and keeps its part. So the values are those of one process at any layout, and
 ranks with the same part have the same mask.
+
+A rank draws the mask of the whole tensor (of features: of samples and channels), though it keeps a part alone: torch
+has no draw that begins in the middle of a tensor. On a CPU the generator goes from number to number; on a GPU what an
+element gets depends on the launch for all of it. A generator of our own would have other values than one process.
 """
 
 from __future__ import annotations
@@ -51,7 +55,8 @@ def _dropout(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> An
             return input
         drawn = input.dim()
         if func in _FEATURES:
-            drawn = 1 if func is F.dropout1d and drawn == 2 else 2  # channels of a sample, or of a batch
+            of_one_sample = (func, drawn) in ((F.dropout1d, 2), (F.dropout3d, 4))
+            drawn = 1 if of_one_sample else 2  # its channels, or those of a batch
         mask = _kept(input, p, drawn)
         if func in _ALPHAS:
             a = 0.0 if p == 1 else ((_ALPHA**2 * p + 1) * (1 - p)) ** -0.5

@@ -150,7 +150,8 @@ def _fetched(x: Any, dim: int, index: Any) -> ShardTensor | None:
 @sharded(torch.index_select, _T.index_select)
 def index_select(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
     def call(input: Any, dim: int, index: Any) -> Any:
-        return take(input, dim_of(input, dim), index)
+        dim = dim_of(input, dim)
+        return take(input, dim, index) if input.dim() else take(input.reshape(1), 0, index.reshape(1)).reshape(())
 
     return call(*args, **kwargs)
 
@@ -210,6 +211,8 @@ def shortened(x: Any, shape: Sequence[int], dim: int | None) -> Any:
 def gather(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
     def call(input: Any, dim: int, index: Any, *, sparse_grad: bool = False) -> Any:
         dim = dim_of(input, dim)
+        if not (input.dim() and index.dim()) and max(input.dim(), index.dim()) == 1:  # a number is as a vector of one
+            return torch.gather(input.reshape(-1), 0, index.reshape(-1)).reshape(index.shape)
         if input.dim() != index.dim():
             raise ValueError(f"gather: a tensor of {input.dim()} dims, an index of {index.dim()}: give them as many")
         x = shortened(input, index.shape, dim)

@@ -14,6 +14,7 @@ import torch
 
 from ... import comm
 from ...comm.context import AxisLike
+from ...comm.select import in_one_program
 from ..chains import plan_chain
 from ..exchange import exchange, start, take
 from ..intervals import Bounds
@@ -22,6 +23,7 @@ from ..windows import IndexMap, Range, Sliding, plan_edges, plan_windows
 __all__ = [
     "LocalWindow",
     "ShardedDim",
+    "Windows",
     "as_tuple",
     "bring_windows",
     "chained",
@@ -59,6 +61,20 @@ class LocalWindow(NamedTuple):
     inputs: Range
     outputs: Range
     out_bounds: Bounds
+
+
+class Windows(NamedTuple):
+    """A function over windows of the spatial dims.
+
+    Attributes:
+        maps: of every spatial dim, by dim.
+        op: computes the windows: each sharded dim, without its padding, has the inputs of whole windows alone.
+        fill: what stands outside of the inputs of a sharded dim.
+    """
+
+    maps: dict[int, Sliding]
+    op: Callable[[torch.Tensor], Any]
+    fill: float = 0.0
 
 
 def bring_windows(
@@ -115,7 +131,7 @@ def over_halo(
     plan = plan_windows(windows, bounds)
     window = LocalWindow(plan.windows[rank], plan.outputs(rank), plan.out_bounds)
     largest = max(b - a for a, b in pairwise(bounds)) * math.prod(x.shape[:dim] + x.shape[dim + 1 :])
-    if plan.plan.is_local or _threshold is None or largest < _threshold:  # all ranks decide alike
+    if plan.plan.is_local or _threshold is None or largest < _threshold or in_one_program(x):  # all ranks decide alike
         x = exchange(x, plan.plan, axis, dim)
         return owned_outputs(op, x, extents, mixed), window
     edges = plan_edges(windows, bounds)

@@ -55,7 +55,8 @@ def _scalar(spec: ShardTensorSpec) -> ShardTensorSpec:
 
 def _over_all(local: torch.Tensor, spec: ShardTensorSpec) -> torch.Tensor:
     """The sum over the ranks of what each computed from its shard."""
-    return total(local, tuple(spec.mesh.communicator(m) for m, _ in spec.sharded))
+    groups = spec.mesh.groups_over(tuple(m for m, _ in spec.sharded))
+    return total(local, tuple(group for group, _ in groups))
 
 
 # --- of single elements

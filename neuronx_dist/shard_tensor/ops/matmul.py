@@ -102,6 +102,11 @@ def _einsum(*arguments: Any) -> Labels:
         names = dots[most - len(middle) :] if middle else ()
         shared = [name if size == batch[name] else None for name, size in zip(names, middle)]
         operands.append([*before, *shared, *behind])
+    longer = {name for names, shape in zip(operands, shapes) for name, size in zip(names, shape) if size != 1}
+    operands = [  # dims of one element are broadcast
+        [None if size == 1 and name in longer else name for name, size in zip(names, shape)]
+        for names, shape in zip(operands, shapes)
+    ]
     if not arrow:
         letters = [letter for term in terms for letter in term.replace("...", "")]
         out = ("..." if most else "") + "".join(sorted(letter for letter in set(letters) if letters.count(letter) == 1))

@@ -17,7 +17,7 @@ from ... import spmd
 from ...spmd import I, P, R, S, V
 from ..handlers import check_promotion, sharded
 from ..labels import Labels, inside
-from ..spec import ShardTensorSpec
+from ..spec import ShardTensorSpec, make_spec
 from ..tensor import ShardTensor, in_layout, wrap
 from ..typed import on_own_shard
 from .reduce import Reduced, merged, moments, reduced, wide
@@ -212,6 +212,7 @@ def _batch_norm(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) ->
             return wrap(_by_running(eps, *locals_), spec)
         shape = input.shape
         _check_several(prod(shape) // max(shape[1], 1), shape)
+        input = _where_statistics_are(input, running_mean, running_var)
         (x, weight, bias), spec = inside(batch_norm, (input, weight, bias))
         dims = (0, *range(2, len(shape)))
         plan = reduced(spec, dims, True)
@@ -256,6 +257,7 @@ def _instance_norm(func: Callable[..., Any], types: Any, args: Any, kwargs: Any)
         shape = input.shape
         if prod(shape[2:]) == 1:
             raise ValueError(f"Expected more than 1 spatial element when training, got input size {list(shape)}")
+        input = _where_statistics_are(input, running_mean, running_var)
         (x, weight, bias), spec = inside(instance_norm, (input, weight, bias))
         dims = tuple(range(2, len(shape)))
         plan = reduced(spec, dims, True)
@@ -270,6 +272,12 @@ def _instance_norm(func: Callable[..., Any], types: Any, args: Any, kwargs: Any)
         return wrap(_scaled(y, weight, bias, x.dtype, len(shape) - 2), spec)
 
     return call(*args, **kwargs)
+
+
+def _where_statistics_are(x: Any, *running: Any) -> Any:
+    """A plain tensor as one on the mesh of running statistics, which may be all that is a ShardTensor."""
+    meshes = [each._spec.mesh for each in running if isinstance(each, ShardTensor)]
+    return wrap(x, make_spec(meshes[0], None, x.shape)) if meshes and not isinstance(x, ShardTensor) else x
 
 
 @sharded(torch.batch_norm, torch.instance_norm)

@@ -96,10 +96,10 @@ def pointwise(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> A
             elif not isinstance(y, torch.Tensor):
                 return wrap(func(local_of(x) if x._foreign else x._local, y), spec)
     if isinstance(x, Deferred) and func in _KEEPING and not kwargs.get("inplace"):
-        if all(isinstance(each, (int, float)) for each in (*args[1:], *kwargs.values())):
-            result = mapped(x, lambda local: func(local, *args[1:], **kwargs))
-            if result is not None:
-                return result
+        numbers = all(isinstance(each, (int, float)) for each in (*args[1:], *kwargs.values()))
+        result = mapped(x, lambda local: func(local, *args[1:], **kwargs)) if numbers else None
+        if result is not None:
+            return result
     if kwargs.get("out") is not None:
         return _into(func, types, args, kwargs)
     if kwargs.get("inplace"):

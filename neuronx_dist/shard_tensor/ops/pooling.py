@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -10,9 +11,28 @@ import torch
 from torch.nn import functional as F
 
 from ..windows import Adaptive, Range, Sliding
-from .local_windows import LocalWindow, ShardedDim, as_tuple, bring_windows, owned_outputs, sharded_result, sizes_of
+from .local_windows import (
+    LocalWindow,
+    ShardedDim,
+    Windows,
+    as_tuple,
+    bring_windows,
+    owned_outputs,
+    sharded_result,
+    sizes_of,
+)
 
-__all__ = ["adaptive_avg_pool", "adaptive_max_pool", "avg_pool", "lp_pool", "max_pool", "mean_of_windows"]
+__all__ = [
+    "adaptive_avg_pool",
+    "adaptive_max_pool",
+    "avg_pool",
+    "divisor",
+    "lp_pool",
+    "max_pool",
+    "maxima",
+    "mean_of_windows",
+    "sums",
+]
 
 Ints = int | Sequence[int]
 Result = tuple[torch.Tensor, tuple[ShardedDim, ...]]
@@ -22,43 +42,87 @@ _ADAPTIVE: list[Callable[..., Any]] = [F.adaptive_avg_pool1d, F.adaptive_avg_poo
 _ADAPTIVE_MAX: list[Callable[..., Any]] = [F.adaptive_max_pool1d, F.adaptive_max_pool2d, F.adaptive_max_pool3d]
 
 
-def max_pool(
-    x: torch.Tensor,
+def maxima(
+    shape: Sequence[int],
     kernel: Sequence[int],
-    sharded: Sequence[ShardedDim],
+    sharded: Collection[int],
+    dtype: torch.dtype,
     *,
     stride: Ints | None = None,
     padding: Ints = 0,
     dilation: Ints = 1,
     ceil_mode: bool = False,
-) -> MaxResult:
+) -> Windows:
+    """The windows of `max_pool`; `op` gives maxima, and their positions in what it gets."""
+    count = len(kernel)
+    first = len(shape) - count
+    strides, paddings = _options(kernel, stride, padding)
+    dilations = as_tuple(dilation, count, "dilation")
+    maps = _sliding(shape, kernel, strides, paddings, dilations, ceil_mode)
+    both = [0 if first + i in sharded else paddings[i] for i in range(count)]
+    lowest = float("-inf") if dtype.is_floating_point else torch.iinfo(dtype).min
+
+    def op(x: torch.Tensor) -> Any:
+        return _MAX[count - 1](x, tuple(kernel), strides, both, dilations, ceil_mode, True)
+
+    return Windows(maps, op, lowest)
+
+
+def max_pool(x: torch.Tensor, kernel: Sequence[int], sharded: Sequence[ShardedDim], **options: Any) -> MaxResult:
     """max_pool1d to max_pool3d of a shard, by the number of entries of `kernel`; and the maxima's positions.
 
     Positions are those of `return_indices=True`: in the whole tensor's spatial dims, flattened.
 
+    Args:
+        options: `stride`, `padding`, `dilation`, `ceil_mode`, as torch's.
+
     Raises:
         ValueError: the options do not go together.
     """
-    count = len(kernel)
-    first = x.dim() - count
-    strides, paddings = _options(kernel, stride, padding)
-    dilations = as_tuple(dilation, count, "dilation")
-    shape = sizes_of(x, sharded)
-    all_maps = _sliding(shape[first:], kernel, strides, paddings, dilations, ceil_mode)
-    maps = _of_sharded(all_maps, first, sharded)
-    lowest = float("-inf") if x.dtype.is_floating_point else torch.iinfo(x.dtype).min
+    first, shape = x.dim() - len(kernel), sizes_of(x, sharded)
+    maps, op, lowest = maxima(shape, kernel, [each.dim for each in sharded], x.dtype, **options)
     x, windows = bring_windows(x, sharded, maps, lowest)
-    both = [0 if first + i in windows else paddings[i] for i in range(count)]
-    extents = {dim: all_maps[dim - first].extent for dim in maps}
     inner: list[tuple[int, ...]] = []
 
-    def op(x: torch.Tensor) -> Any:
+    def noted(x: torch.Tensor) -> Any:
         inner.append(tuple(x.shape[first:]))
-        return _MAX[count - 1](x, tuple(kernel), strides, both, dilations, ceil_mode, True)
+        return op(x)
 
-    values, indices = owned_outputs(op, x, extents)
-    steps = [dilations[i] if first + i in windows else 1 for i in range(count)]
+    values, indices = owned_outputs(noted, x, {dim: maps[dim].extent for dim in windows})
+    steps = [maps[dim].dilation if dim in windows else 1 for dim in maps]
     return values, _global(indices, inner[0], shape[first:], windows, first, steps), sharded_result(sharded, windows)
+
+
+def sums(
+    shape: Sequence[int],
+    kernel: Sequence[int],
+    sharded: Collection[int],
+    *,
+    stride: Ints | None = None,
+    padding: Ints = 0,
+    ceil_mode: bool = False,
+) -> Windows:
+    """The windows of `avg_pool`; `op` gives their sums."""
+    count = len(kernel)
+    first = len(shape) - count
+    strides, paddings = _options(kernel, stride, padding)
+    both = [0 if first + i in sharded else paddings[i] for i in range(count)]
+    maps = _sliding(shape, kernel, strides, paddings, (1,) * count, ceil_mode)
+    return Windows(maps, lambda x: _sums(x, kernel, strides, both, ceil_mode))
+
+
+def divisor(maps: Mapping[int, Sliding], count_include_pad: bool = True, override: int | None = None) -> int | None:
+    """What each window's sum is divided by, where all are divided by the same.
+
+    Raises:
+        ValueError: zero is given.
+    """
+    if override == 0:
+        raise ValueError("divisor_override must not be zero")
+    if override is not None:
+        return override
+    divisors = [set(_divisors(each, (0, each.outputs), count_include_pad)) for each in maps.values()]
+    return math.prod(next(iter(each)) for each in divisors) if all(len(each) == 1 for each in divisors) else None
 
 
 def avg_pool(
@@ -66,41 +130,28 @@ def avg_pool(
     kernel: Sequence[int],
     sharded: Sequence[ShardedDim],
     *,
-    stride: Ints | None = None,
-    padding: Ints = 0,
-    ceil_mode: bool = False,
     count_include_pad: bool = True,
     divisor_override: int | None = None,
+    **options: Any,
 ) -> Result:
     """avg_pool1d to avg_pool3d of a shard, by the number of entries of `kernel`.
+
+    Args:
+        options: `stride`, `padding`, `ceil_mode`, as torch's.
 
     Raises:
         ValueError: the options do not go together.
     """
-    if divisor_override == 0:
-        raise ValueError("divisor_override must not be zero")
-    count = len(kernel)
-    first = x.dim() - count
-    strides, paddings = _options(kernel, stride, padding)
-    shape = sizes_of(x, sharded)
-    all_maps = _sliding(shape[first:], kernel, strides, paddings, (1,) * count, ceil_mode)
-    maps = _of_sharded(all_maps, first, sharded)
+    maps, op, _ = sums(sizes_of(x, sharded), kernel, [each.dim for each in sharded], **options)
+    common = divisor(maps, count_include_pad, divisor_override)
     x, windows = bring_windows(x, sharded, maps)
-    both = [0 if first + i in windows else paddings[i] for i in range(count)]
-    result = owned_outputs(
-        lambda x: _sums(x, kernel, strides, both, ceil_mode), x, {dim: maps[dim].extent for dim in maps}
-    )
-    if divisor_override is not None:
-        result = result / divisor_override
-    else:
-        for i, windows_of_dim in enumerate(all_maps):
-            outputs = windows[first + i].outputs if first + i in windows else (0, windows_of_dim.outputs)
-            divisors = _divisors(windows_of_dim, outputs, count_include_pad)
-            if len(set(divisors)) == 1:
-                result = result / divisors[0]
-            else:
-                like = torch.tensor(divisors, dtype=result.dtype, device=result.device)
-                result = result / like.view(-1, *[1] * (count - 1 - i))
+    result = owned_outputs(op, x, {dim: maps[dim].extent for dim in windows})
+    if common is not None:
+        return result / common, sharded_result(sharded, windows)
+    for dim, each in maps.items():
+        outputs = windows[dim].outputs if dim in windows else (0, each.outputs)
+        divisors = result.new_tensor(_divisors(each, outputs, count_include_pad))
+        result = result / divisors.view(-1, *[1] * (x.dim() - 1 - dim))
     return result, sharded_result(sharded, windows)
 
 
@@ -119,10 +170,7 @@ def lp_pool(
         ValueError: the options do not go together.
     """
     result, sharded = avg_pool(x.pow(power), kernel, sharded, stride=stride, ceil_mode=ceil_mode)
-    volume = 1
-    for each in kernel:
-        volume *= each
-    return (torch.sign(result) * F.relu(torch.abs(result))).mul(volume).pow(1.0 / power), tuple(sharded)
+    return (torch.sign(result) * F.relu(torch.abs(result))).mul(math.prod(kernel)).pow(1.0 / power), tuple(sharded)
 
 
 def adaptive_avg_pool(x: torch.Tensor, output_size: Sequence[int | None], sharded: Sequence[ShardedDim]) -> Result:
@@ -209,21 +257,16 @@ def _options(kernel: Sequence[int], stride: Ints | None, padding: Ints) -> tuple
 
 
 def _sliding(
-    sizes: Sequence[int],
+    shape: Sequence[int],
     kernel: Sequence[int],
     strides: Sequence[int],
     paddings: Sequence[int],
     dilations: Sequence[int],
     ceil_mode: bool,
-) -> list[Sliding]:
-    return [
-        Sliding(n, k, s, p, p, d, ceil_mode)
-        for n, k, s, p, d in zip(sizes, kernel, strides, paddings, dilations, strict=True)
-    ]
-
-
-def _of_sharded(maps: Sequence[Sliding], first: int, sharded: Sequence[ShardedDim]) -> dict[int, Sliding]:
-    return {each.dim: maps[each.dim - first] for each in sharded if each.dim >= first}
+) -> dict[int, Sliding]:
+    first = len(shape) - len(kernel)
+    options = zip(shape[first:], kernel, strides, paddings, dilations, strict=True)
+    return {first + i: Sliding(n, k, s, p, p, d, ceil_mode) for i, (n, k, s, p, d) in enumerate(options)}
 
 
 def _sums(

@@ -124,9 +124,11 @@ def roll(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
 
 @sharded(torch.flip, _T.flip, torch.fliplr, _T.fliplr, torch.flipud, _T.flipud)
 def flip(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
-    def call(input: Any, *dims: Any) -> Any:
+    def call(input: Any, *positions: Any, dims: Any = ()) -> Any:
+        dims = positions or dims
         if func.__name__ != "flip":
             dims = (1 if func.__name__ == "fliplr" else 0,)
+        dims = (dims,) if isinstance(dims, int) else dims
         dims = tuple(dims[0]) if dims and isinstance(dims[0], (list, tuple)) else dims
         x = input
         for dim in dims:
@@ -190,6 +192,8 @@ def diff(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
     def call(input: Any, n: int = 1, dim: int = -1, prepend: Any = None, append: Any = None) -> Any:
         dim = dim_of(input, dim)
         ends = [each for each in (prepend, input, append) if each is not None]
+        if n == 0:
+            return input
         x = torch.cat(ends, dim) if len(ends) > 1 else input
         for _ in range(n):
             after, before = x.narrow(dim, 1, x.shape[dim] - 1), x.narrow(dim, 0, x.shape[dim] - 1)

@@ -6,6 +6,7 @@ E[x]^2`. A maximum is reduced as one, and never added.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from math import prod
 from typing import Any, NamedTuple
@@ -35,17 +36,20 @@ class Reduced(NamedTuple):
 
     Attributes:
         dims: that are reduced, from the front.
-        groups: over which partial results are reduced.
-        mesh_dims: theirs.
+        mesh_dims: over which partial results are reduced.
         elements: how many make one of the result.
         spec: of the result.
     """
 
     dims: tuple[int, ...]
-    groups: tuple[Communicator, ...]
     mesh_dims: tuple[int, ...]
     elements: int
     spec: ShardTensorSpec
+
+    @property
+    def groups(self) -> tuple[Communicator, ...]:
+        """Over which partial results are reduced, one after the other."""
+        return tuple(group for group, _ in self.spec.mesh.groups_over(self.mesh_dims))
 
 
 @planned
@@ -71,8 +75,7 @@ def reduced(spec: ShardTensorSpec, dim: Any, keepdim: bool, with_sums: bool = Fa
         placements.append(placement)
     kept = [(1 if d in dims else size) for d, size in enumerate(spec.shape) if keepdim or d not in dims]
     result = make_spec(spec.mesh, placements, kept, spec.sizes)
-    groups = tuple(spec.mesh.communicator(m) for m in mesh_dims)
-    return Reduced(dims, groups, tuple(mesh_dims), prod(spec.shape[d] for d in dims), result)
+    return Reduced(dims, tuple(mesh_dims), prod(spec.shape[d] for d in dims), result)
 
 
 def operand(x: ShardTensor) -> tuple[torch.Tensor, ShardTensorSpec]:
@@ -152,7 +155,7 @@ def product(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any
 
 
 def moments(x: torch.Tensor, spec: ShardTensorSpec, plan: Reduced) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean and sum of squared differences over `plan.dims`, kept with size 1; one gather for each mesh dim."""
+    """Mean and sum of squared differences over `plan.dims`, kept with size 1; one gather for each group."""
     sizes = list(x.shape)
     count = prod(sizes[d] for d in plan.dims)
 
@@ -161,13 +164,13 @@ def moments(x: torch.Tensor, spec: ShardTensorSpec, plan: Reduced) -> tuple[torc
         return mean, (x - mean).square().sum(plan.dims, keepdim=True)
 
     mean, squares = on_own_shard(own, dict.fromkeys(plan.groups, V))(x)
-    for group, m in zip(plan.groups, plan.mesh_dims):
-        dim = spec.placements[m].dim  # type: ignore[attr-defined]
-        along = spec.sizes[m] or ()
-        others = prod(sizes[d] for d in plan.dims if d != dim)
-        counts = x.new_tensor([size * others for size in along]).view(-1, *[1] * x.dim())
-        sizes[dim] = spec.shape[dim]
-        mean, squares = merged(mean, squares, counts, group)
+    for group, mesh_dims in spec.mesh.groups_over(plan.mesh_dims):
+        dims = [spec.placements[m].dim for m in mesh_dims]  # type: ignore[attr-defined]
+        others = prod(sizes[d] for d in plan.dims if d not in dims)
+        counts = [others * prod(each) for each in itertools.product(*(spec.sizes[m] or () for m in mesh_dims))]
+        for dim in dims:
+            sizes[dim] = spec.shape[dim]
+        mean, squares = merged(mean, squares, x.new_tensor(counts).view(-1, *[1] * x.dim()), group)
     return mean, squares
 
 
@@ -292,7 +295,7 @@ def _norm(x: ShardTensor, ord_: Any, dim: Any, keepdim: bool, dtype: torch.dtype
     if ord_ in (float("inf"), float("-inf")):
         y = extreme(size, plan.dims, plan.groups, "max" if ord_ > 0 else "min")
     elif ord_ == 0:
-        y = total((size != 0).to(size.dtype).sum(plan.dims, keepdim=True), plan.groups)
+        y = total(torch.linalg.vector_norm(local, 0, plan.dims, keepdim=True), plan.groups)
     else:
         s = total(size.pow(ord_).sum(plan.dims, keepdim=True), plan.groups)
         positive = s != 0

@@ -41,7 +41,7 @@ def _written(*arguments: Any) -> Labels:
     parts = {d for d in names if d != dim and entries[d] != d}
     own = tuple(("cut", d) if d in parts else name for d, name in enumerate(own))
     whole = {("part", d) for d in parts} | {("cut", d) for d in parts} | (set() if is_sum else {"index"})
-    operands = [own, ("index",) if rows else entries, () if values is None else entries]
+    operands = [own, ("index",) if rows else entries, entries if values else ()]
     return Labels(operands, own, frozenset(whole), added=frozenset((0,)))
 
 
@@ -57,7 +57,7 @@ def _write(
                     f"{func.__name__}: an index of {index.shape[d]} along dim {d} for a tensor of {x.shape[d]}, which "
                     "is sharded there: x.narrow() the part that is written first, or redistribute() x"
                 )
-    tensor = values if isinstance(values, torch.Tensor) and values.dim() else None
+    tensor = values if isinstance(values, torch.Tensor) else None
     (local, positions, own), spec = inside(_written, (x, index, tensor), dim, rows, is_sum)
     check_positions(positions, x.shape[dim] if x.dim() else 1, dim)
     m = x._spec.mesh_dim_of.get(dim) if isinstance(x, ShardTensor) else None

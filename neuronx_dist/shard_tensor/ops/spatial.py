@@ -86,10 +86,9 @@ def conv(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
     ) -> Any:
         options = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
         count = weight.dim() - 2
-        if deferrable(input, first := input.dim() - count) and _fits(input, weight, bias, groups):
+        if deferrable(input, count) and _fits(input, weight, bias, groups):
             (_, w, b), spec = inside(_convolution, (outline(input), weight, bias), groups, False)
-            dims = [dim for _, dim in spec.sharded if dim >= first]
-            windows = window.convolution(input.shape, w, b, dims, **options)
+            windows = window.convolution(input.shape, w, b, _sharded_from(input, count), **options)
             return deferred(func.__name__, input, windows, spec, (w, b))
         (x, w, b), spec = inside(_convolution, (input, weight, bias), groups, False)
         return _computed(x, spec, w.dim() - 2, lambda x, dims: window.conv(x, w, b, dims, **options))[0]
@@ -115,6 +114,11 @@ def conv_transpose(func: Callable[..., Any], types: Any, args: Any, kwargs: Any)
         return _computed(x, spec, w.dim() - 2, lambda x, dims: window.conv_transpose(x, w, b, dims, **options))[0]
 
     return call(*args, **kwargs)
+
+
+def _sharded_from(x: ShardTensor, count: int) -> list[int]:
+    """The sharded ones of the last `count` dims."""
+    return [dim for _, dim in x._spec.sharded if dim >= x.dim() - count]
 
 
 def _fits(x: ShardTensor, weight: _T, bias: _T | None, groups: int) -> bool:
@@ -146,9 +150,12 @@ def _max_pool(count: int, with_indices: bool) -> Callable[..., Any]:
             ceil_mode: bool = False,
             return_indices: bool = False,
         ) -> Any:
-            (x,), spec = inside(_spatial, (input,), count)
             options = {"stride": stride or None, "padding": padding, "dilation": dilation, "ceil_mode": ceil_mode}
             kernel = _kernel(kernel_size, count)
+            if not (with_indices or return_indices) and deferrable(input, count):
+                windows = pooling.maxima(input.shape, kernel, _sharded_from(input, count), input.dtype, **options)
+                return deferred(func.__name__, input, windows._replace(op=lambda x: windows.op(x)[0]), input._spec)
+            (x,), spec = inside(_spatial, (input,), count)
             values, indices = _computed(x, spec, count, lambda x, dims: pooling.max_pool(x, kernel, dims, **options))
             return (values, indices) if with_indices or return_indices else values
 
@@ -160,10 +167,18 @@ def _max_pool(count: int, with_indices: bool) -> Callable[..., Any]:
 def _avg_pool(count: int) -> Callable[..., Any]:
     def handler(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
         def call(input: Any, kernel_size: Any, stride: Any = None, padding: Any = 0, *flags: Any, **named: Any) -> Any:
-            (x,), spec = inside(_spatial, (input,), count)
             options = dict(zip(("ceil_mode", "count_include_pad", "divisor_override"), flags)) | named
             options |= {"stride": stride or None, "padding": padding}
             kernel = _kernel(kernel_size, count)
+            if deferrable(input, count):
+                rest = dict(options)
+                counted = rest.pop("count_include_pad", True), rest.pop("divisor_override", None)
+                windows = pooling.sums(input.shape, kernel, _sharded_from(input, count), **rest)
+                common = pooling.divisor(windows.maps, *counted)
+                if common is not None:
+                    averages = windows._replace(op=lambda x: windows.op(x) / common)
+                    return deferred(func.__name__, input, averages, input._spec)
+            (x,), spec = inside(_spatial, (input,), count)
             return _computed(x, spec, count, lambda x, dims: pooling.avg_pool(x, kernel, dims, **options))[0]
 
         return call(*args, **kwargs)
@@ -221,8 +236,11 @@ def interpolate(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) ->
 @sharded(F.pad)
 def pad(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
     def call(input: Any, pad: Any, mode: str = "constant", value: Any = None) -> Any:
-        (x,), spec = inside(_spatial, (input,), len(pad) // 2)
         value = 0.0 if value is None else value
+        if deferrable(input, len(pad) // 2):
+            windows = window.padding(input.shape, pad, _sharded_from(input, len(pad) // 2), mode, value)
+            return deferred(func.__name__, input, windows, input._spec)
+        (x,), spec = inside(_spatial, (input,), len(pad) // 2)
         return _computed(x, spec, len(pad) // 2, lambda x, dims: window.pad(x, pad, dims, mode=mode, value=value))[0]
 
     return call(*args, **kwargs)

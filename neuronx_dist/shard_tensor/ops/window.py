@@ -7,7 +7,7 @@ Sharded dims other than the spatial ones (batch) stay as they are.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.nn import functional as F
@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from ..windows import Sliding, Transposed, same_padding
 from .local_windows import (
     ShardedDim,
+    Windows,
     as_tuple,
     bring_windows,
     nonempty,
@@ -24,26 +25,12 @@ from .local_windows import (
     sizes_of,
 )
 
-__all__ = ["Windows", "conv", "conv_transpose", "convolution", "pad"]
+__all__ = ["conv", "conv_transpose", "convolution", "pad", "padding"]
 
 Ints = int | Sequence[int]
 Result = tuple[torch.Tensor, tuple[ShardedDim, ...]]
 _CONVS: list[Callable[..., Any]] = [F.conv1d, F.conv2d, F.conv3d]
 _TRANSPOSED: list[Callable[..., Any]] = [F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d]
-
-
-class Windows(NamedTuple):
-    """A function over windows of the spatial dims.
-
-    Attributes:
-        maps: of every spatial dim, by dim.
-        op: computes the windows: each sharded dim, without its padding, has the inputs of whole windows alone.
-        fill: what stands outside of the inputs of a sharded dim.
-    """
-
-    maps: dict[int, Sliding]
-    op: Callable[[torch.Tensor], torch.Tensor]
-    fill: float = 0.0
 
 
 def convolution(
@@ -190,6 +177,25 @@ def conv_transpose(
     return result, sharded_result(sharded, windows)
 
 
+def padding(
+    shape: Sequence[int], sides: Sequence[int], sharded: Collection[int], mode: str = "constant", value: float = 0
+) -> Windows:
+    """The windows of one element of `pad`."""
+    local = list(sides)
+    padding_mode = "zeros" if mode == "constant" else mode
+    maps: dict[int, Sliding] = {}
+    for at in range(0, len(local), 2):
+        dim = len(shape) - 1 - at // 2
+        maps[dim] = Sliding(shape[dim], 1, 1, local[at], local[at + 1], padding_mode=padding_mode)
+        if dim in sharded:
+            local[at] = local[at + 1] = 0
+
+    def op(x: torch.Tensor) -> torch.Tensor:
+        return F.pad(x, local, mode, value if mode == "constant" else None) if any(local) else x
+
+    return Windows(maps, op, value)
+
+
 def pad(
     x: torch.Tensor,
     sides: Sequence[int],
@@ -206,16 +212,6 @@ def pad(
     Raises:
         ValueError: the padding reflects past the tensor, or leaves nothing.
     """
-    shape = sizes_of(x, sharded)
-    local = list(sides)
-    maps: dict[int, Sliding] = {}
-    for dim, _, _ in sharded:
-        at = 2 * (x.dim() - 1 - dim)
-        if at < len(local):
-            padding_mode = "zeros" if mode == "constant" else mode
-            maps[dim] = Sliding(shape[dim], 1, 1, local[at], local[at + 1], padding_mode=padding_mode)
-            local[at] = local[at + 1] = 0
+    maps, op, _ = padding(sizes_of(x, sharded), sides, [each.dim for each in sharded], mode, value)
     x, windows = bring_windows(x, sharded, maps, value)
-    if any(local):
-        x = owned_outputs(lambda x: F.pad(x, local, mode, value if mode == "constant" else None), x, {})
-    return x, sharded_result(sharded, windows)
+    return owned_outputs(op, x, {}), sharded_result(sharded, windows)

@@ -40,6 +40,7 @@ FUNCTIONS = {
     "dropout1d": lambda x: F.dropout1d(x, 0.4),
     "dropout2d": lambda x: F.dropout2d(x.unsqueeze(-1), 0.4),
     "dropout3d": lambda x: F.dropout3d(x[..., None, None], 0.4),
+    "dropout3d of one volume": lambda x: F.dropout3d(x.unsqueeze(-1), 0.4),
     "dropout1d of one sample": lambda x: F.dropout1d(x, 0.4),
     "alpha_dropout": lambda x: F.alpha_dropout(x, 0.3, training=True),
     "feature_alpha_dropout": lambda x: F.feature_alpha_dropout(x, 0.3, training=True),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -13,6 +15,7 @@ from neuronx_dist.shard_tensor import (
     Shard,
     ShardTensor,
     distribute_tensor,
+    exchange,
     scatter_tensor,
     sync_module_over_mesh,
 )
@@ -28,6 +31,7 @@ __all__ = [
     "even_moves",
     "extremes",
     "gradients_together",
+    "halos_by_one_program",
     "gradients_with_a_graph",
     "inferred_shapes",
     "local_part",
@@ -354,3 +358,17 @@ def masked_rows() -> None:
         assert_close(y.full_tensor().detach(), whole(4)[1:], "what a mask takes")
 
     on_ranks(2, step)
+
+
+def halos_by_one_program() -> None:
+    def step(mesh):
+        x = _leaf(whole(1, 1, 6), mesh, Shard(2), (3, 3))
+        y = F.conv1d(x, whole(1, 1, 3), padding=1)
+        assert_close(y.full_tensor().detach(), F.conv1d(whole(1, 1, 6), whole(1, 1, 3), padding=1), "halos")
+        y.backward(whole(1, 1, 6))
+        plain = whole(1, 1, 6).requires_grad_()
+        F.conv1d(plain, whole(1, 1, 3), padding=1).backward(whole(1, 1, 6))
+        assert_close(x.grad.full_tensor(), plain.grad, "their gradients")
+
+    with mock.patch.object(exchange, "in_one_program", lambda x: True):
+        on_ranks(2, step)

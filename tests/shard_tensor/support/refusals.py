@@ -16,6 +16,8 @@ from neuronx_dist.parallel_layers.autograd_linear import RowLinear, call
 from neuronx_dist.parallel_layers.embedding import ParallelEmbedding
 from neuronx_dist.parallel_layers.loss_functions import parallel_cross_entropy
 from neuronx_dist.parallel_layers.vocabulary import hide_padding
+from neuronx_dist import spmd
+from neuronx_dist.comm import CommError
 from neuronx_dist.shard_tensor import (
     DeviceMesh,
     DistributedManager,
@@ -28,6 +30,8 @@ from neuronx_dist.shard_tensor import (
     distribute_tensor,
     fallback,
     init_device_mesh,
+    one_exchange,
+    one_program,
     promotion_mode,
     scatter_tensor,
     spmd_type,
@@ -262,6 +266,18 @@ def _exchange(mesh: DeviceMesh, y: torch.Tensor) -> None:
     exchange(y, repartition((0, 3, 6), (0, 1, 6)), mesh.communicator(), 0)
 
 
+def _modified(mesh: DeviceMesh) -> None:
+    image = x(mesh, shape=(1, 1, 8), dim=2)
+    with one_exchange():
+        y = F.conv1d(image, torch.ones(1, 1, 3))
+        image.mul_(2)
+        y.sum()
+
+
+def _uneven_program(mesh: DeviceMesh) -> None:
+    one_program.gathered(torch.ones(3), repartition((0, 3, 8), (0, 4, 8)), mesh.communicator(), 0, 0)
+
+
 _OF_3 = Sliding(8, 3)
 _MORE: list[tuple[Callable[[DeviceMesh], Any], type[Exception], str]] = [
     (lambda mesh: _enter(attention_method("tree")), ValueError, "attention_method 'tree' is none of"),
@@ -284,7 +300,13 @@ _MORE: list[tuple[Callable[[DeviceMesh], Any], type[Exception], str]] = [
         ValueError,
         "give one of both",
     ),
-    (lambda mesh: plan_chain((_OF_3, _OF_3), (0, 4, 8)), ValueError, "windows over 8 inputs cannot follow 6 outputs"),
+    (
+        lambda mesh: plan_chain((_OF_3, _OF_3), (0, 4, 8)),
+        ValueError,
+        "^shards of 6 positions in all, and windows over 8",
+    ),
+    (_modified, RuntimeError, "one_exchange: conv1d: an input or a weight was modified in place"),
+    (_uneven_program, CommError, r"shards of sizes \[3, 5\]: on XLA all ranks run one program"),
     (lambda mesh: plan_chain((_OF_3,), (0, 4, 9)), ValueError, "^shards of 9 positions in all, and windows over 8"),
     (
         lambda mesh: checkpoint.get_tensor_shard(x(mesh), MetadataIndex("w", (1, 1))),
@@ -484,19 +506,9 @@ _MORE: list[tuple[Callable[[DeviceMesh], Any], type[Exception], str]] = [
         r"of shape \(4,\) cannot have a layout of \(5,\)",
     ),
     (
-        lambda mesh: summand(mesh, 4, op="max").redistribute(mesh, [Partial("sum")]),
-        ValueError,
-        r"cannot become .*make it Replicate\(\) first",
-    ),
-    (
         lambda mesh: steps(make_spec(mesh, None, (4,)), make_spec(DeviceMesh("cpu", [1, 0]), None, (4,)), (0,)),
         ValueError,
         "cannot be used on",
-    ),
-    (
-        lambda mesh: whole(mesh, 4).redistribute(DeviceMesh("cpu", [1, 0]), [Partial("max")]),
-        ValueError,
-        "only a sum is spread over ranks",
     ),
     (
         lambda mesh: perform_ring_iteration(torch.ones(2), mesh, RingPassingConfig(mesh_size=3)),

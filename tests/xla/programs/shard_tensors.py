@@ -27,3 +27,21 @@ def redistributed(x: torch.Tensor) -> dict[str, torch.Tensor]:
     whole = y.full_tensor()
     (whole * whole).sum().backward()
     return {"whole": whole.detach(), "x": x.grad}
+
+
+def convolutions(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Halos of both neighbours, of one row and two."""
+    h = torch.tanh(F.conv2d(sharded(x, 2), sharded(w, None), padding=1))
+    y = F.conv2d(h, sharded(v, None), padding=(2, 1), dilation=(2, 1))
+    y.square().mean().backward()
+    return {"y": y.to_local().detach(), "x": x.grad, "w": w.grad, "v": v.grad}
+
+
+def rolled(x: torch.Tensor) -> dict[str, torch.Tensor]:
+    y = sharded(x, 0).roll(1, 0).flip(0)
+    (y * y).sum().backward()
+    return {"y": y.to_local().detach(), "x": x.grad}
+
+
+def uneven(x: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {"y": F.conv1d(sharded(x, 2), torch.ones(1, 1, 2, device=x.device)).to_local()}

@@ -1,0 +1,139 @@
+"""Functions of others in a recording: autograd functions, kernels that need values; other architectures; speed."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from torch.nn import functional as F
+from torch.overrides import handle_torch_function, has_torch_function
+
+from neuronx_dist.parallelize.record import record_program
+from tests.parallelize.programs import Function, assert_equal, sample
+from tests.support.architectures import ARCHITECTURES
+
+
+class Scaled(torch.autograd.Function):
+    """x * w and x + 1, with a backward of its own: twice the gradient of w."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.save_for_backward(x, w)
+        return x * w, x + 1
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, w = ctx.saved_tensors
+        return gradients[0] * w + gradients[1], 2 * gradients[0] * x
+
+
+def test_autograd_functions_are_one_call() -> None:
+    program = assert_equal(Function(lambda self, x: sum(Scaled.apply(x, self.weight))), {"x": sample()})
+    first = program.calls[0]
+    assert first.name == "apply" and first.function.__self__ is Scaled and first.several  # type: ignore[attr-defined]
+
+
+def experts(x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, *projections: torch.Tensor) -> torch.Tensor:
+    """Mixtral's experts, which ask which of them have tokens; told to modes as one call, as torch's functions are."""
+    if has_torch_function((x,)):
+        return handle_torch_function(experts, (x,), x, chosen, weights, *projections)  # type: ignore[no-any-return]
+    gate_up, down = projections
+    total = torch.zeros_like(x)
+    for expert in chosen.unique().tolist():
+        token, position = torch.where(chosen == expert)
+        gate, up = F.linear(x[token], gate_up[expert]).chunk(2, dim=-1)
+        result = F.linear(F.silu(gate) * up, down[expert]) * weights[token, position, None]
+        total.index_add_(0, token, result)
+    return total
+
+
+MIXTRAL = next(each for each in ARCHITECTURES if each.name == "Mixtral")
+
+
+def test_functions_that_need_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mixtral in float64, with its experts as a function."""
+    monkeypatch.setattr(
+        transformers.models.mixtral.modeling_mixtral.MixtralExperts,
+        "forward",
+        lambda self, *args: experts(*args, self.gate_up_proj, self.down_proj),
+    )
+    program = assert_equal(MIXTRAL.make(2), MIXTRAL.inputs())
+    assert [call.function for call in program.calls].count(experts) == 2
+
+
+def test_torch_functions_without_a_fake_form(caplog: pytest.LogCaptureFixture) -> None:
+    """Mixtral in float32 calls torch's grouped product, whose fake form takes bfloat16 alone."""
+    model = MIXTRAL.make(2).float()
+    model.config._experts_implementation = "grouped_mm"
+    with caplog.at_level(logging.ERROR):
+        program = assert_equal(model, MIXTRAL.inputs())
+    assert [call.name for call in program.calls].count("_grouped_mm") == 4
+    assert not caplog.records
+
+
+def test_what_fails_on_values_too_says_why() -> None:
+    with pytest.raises(RuntimeError, match="broadcast|must match"):
+        record_program(Function(lambda self, x: x[:2] + self.weight[:3]), {"x": sample()}, training=True)
+
+
+def images() -> dict[str, torch.Tensor]:
+    pixels = torch.randn(2, 3, 16, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    return {"pixel_values": pixels, "labels": torch.tensor([0, 1])}
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_resnet(training: bool) -> None:
+    """`hidden_state += residual`; batch norm."""
+    config = transformers.ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic")
+    program = assert_equal(transformers.ResNetForImageClassification(config).double(), images(), training)
+    written = [call.name for call in program.calls if call.writes]
+    assert set(written) == ({"batch_norm", "copy_"} if training else set())
+
+
+def test_dropout_of_a_model_draws_the_same() -> None:
+    config = transformers.ConvNextConfig(hidden_sizes=[8, 16], depths=[1, 1], num_stages=2, drop_path_rate=0.5)
+    pixels = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    arguments = {"pixel_values": pixels, "labels": torch.tensor([0, 1, 1, 0])}
+    program = assert_equal(transformers.ConvNextForImageClassification(config), arguments)
+    assert any(call.random for call in program.calls)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_layers_of_torch(training: bool) -> None:
+    x = torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(0))
+    for layer in (
+        nn.TransformerEncoderLayer(16, 4, 32, batch_first=True),
+        nn.LSTM(16, 8, batch_first=True),
+        nn.InstanceNorm1d(6, affine=True, track_running_stats=True),
+        nn.utils.parametrizations.spectral_norm(nn.Linear(16, 4)),
+        nn.Sequential(nn.Conv1d(6, 4, 3), nn.GroupNorm(2, 4), nn.PReLU(), nn.AdaptiveAvgPool1d(1), nn.Flatten()),
+    ):
+        with torch.random.fork_rng():
+            assert_equal(Calling(layer), {"x": x}, training)
+
+
+class Calling(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.layer(x)
+
+
+@pytest.mark.slow
+def test_recording_takes_less_than_two_milliseconds_a_call() -> None:
+    """Of CPU, and 32 layers take at most 1.5 times as much a call as 4: nothing is quadratic."""
+    llama, per_call = ARCHITECTURES[0], []
+    for layers in (1, 4, 32):  # the first one imports
+        model = llama.make(layers)
+        start = time.process_time()
+        program = record_program(model, llama.inputs(), training=True)
+        per_call.append((time.process_time() - start) / len(program.calls))
+    assert len(program.calls) > 1700
+    assert per_call[1] < 2e-3 and per_call[2] < 1.5 * per_call[1] + 5e-4

@@ -1,0 +1,106 @@
+"""Reductions over two mesh dims: one collective over both, where the job's axes have the group."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from neuronx_dist import comm, spmd
+from neuronx_dist.comm import threads
+from neuronx_dist.mesh import Mesh
+from neuronx_dist.shard_tensor import DeviceMesh, Partial, Replicate, Shard, ShardTensor, distribute_tensor
+from tests.shard_tensor.support.cases import assert_close, on_ranks, verbs
+
+REDUCTIONS = {
+    "sum": (lambda x: x.sum(), ["all_reduce"]),
+    "mean": (lambda x: x.mean((0, 1)), ["all_reduce"]),
+    "norm": (lambda x: x.norm(), ["all_reduce"]),
+    "amax": (lambda x: x.amax(), ["all_reduce"] * 2),  # the second counts for the gradient
+    "logsumexp": (lambda x: x.logsumexp((0, 1)), ["all_reduce"] * 3),
+    "var": (lambda x: x.var(), ["exchange"]),
+    "prod": (lambda x: x.prod(), ["exchange"]),
+    "any": (lambda x: (x > 0).any(), ["all_reduce"]),
+    "mse_loss": (lambda x: F.mse_loss(x, x * 2), ["all_reduce"]),
+    "layer_norm": (lambda x: F.layer_norm(x, tuple(x.shape)), ["exchange"]),
+    "rms_norm": (lambda x: F.rms_norm(x, tuple(x.shape)), ["all_reduce"]),
+}
+
+
+def image() -> torch.Tensor:
+    return torch.randn(8, 6, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64).requires_grad_()
+
+
+@pytest.mark.parametrize("name", REDUCTIONS)
+def test_one_collective_over_both(name: str) -> None:
+    function, collectives = REDUCTIONS[name]
+    plain = image()
+    expected = function(plain)
+    if expected.requires_grad:
+        expected.square().sum().backward()
+
+    def rank(mesh: Any) -> list[comm.Call]:
+        x = distribute_tensor(image(), mesh, [Shard(0), Shard(1)], sizes=[(5, 3), (6, 0)], src=None)
+        with comm.record() as calls:
+            y = function(x)
+        assert_close(y.full_tensor().detach(), expected.detach(), name)
+        if expected.requires_grad:
+            y.square().sum().backward()
+            assert_close(x.grad.full_tensor(), plain.grad, f"gradient of {name}")
+        return calls
+
+    for calls in on_ranks(4, rank, (2, 2)):
+        assert [verb.replace("all_gather", "exchange") for verb in verbs(calls)] == collectives
+
+
+def test_gradients_of_weights_are_reduced_once() -> None:
+    def rank(mesh: Any) -> list[comm.Call]:
+        x = distribute_tensor(image(), mesh, [Shard(0), Shard(1)], src=None)
+        w, b = (
+            torch.ones(4, 3, dtype=torch.float64).requires_grad_(),
+            torch.ones(4, dtype=torch.float64).requires_grad_(),
+        )
+        y = F.linear(x, w, b)
+        with comm.record() as calls:
+            y.backward(torch.ones_like(y))
+        assert_close(w.grad, image().detach().sum((0, 1)).expand(4, 3), "weight")
+        assert_close(b.grad, torch.full((4,), 48.0, dtype=torch.float64), "bias")
+        return calls
+
+    for calls in on_ranks(4, rank, (2, 2)):
+        assert [(call.verb, call.bytes) for call in calls] == [("all_reduce", (4 * 3 + 4) * 8)]
+
+
+def test_a_partial_over_both_is_reduced_once() -> None:
+    def rank(mesh: Any) -> list[comm.Call]:
+        x = ShardTensor.from_local(torch.ones(3), mesh, [Partial(), Partial()])
+        with comm.record() as calls:
+            assert x.full_tensor().tolist() == [4.0] * 3
+        return calls
+
+    assert [verbs(calls) for calls in on_ranks(4, rank, (2, 2))] == [["all_reduce"]] * 4
+
+
+def test_dims_whose_group_is_no_axis_are_reduced_one_after_the_other() -> None:
+    def rank(mesh: Any) -> list[comm.Call]:
+        x = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0), Replicate(), Shard(1)], src=None)
+        with comm.record() as calls:
+            assert x.sum().full_tensor().item() == 16
+        return calls
+
+    assert [verbs(calls) for calls in on_ranks(8, rank, (2, 2, 2))] == [["all_reduce"] * 2] * 8
+
+
+def test_the_checker_follows_axes_together_and_other_dims_one_by_one() -> None:
+    def rank(count: int) -> None:
+        mesh = DeviceMesh("cpu", [[0, 1], [2, 3]])
+        with spmd.SpmdTypeMode():
+            x = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0), Shard(1)], src=None)
+            with comm.record() as calls:
+                assert x.sum().full_tensor().item() == 16
+        assert verbs(calls) == ["all_reduce"] * count
+
+    threads.run(Mesh(4, tp=2), rank, 1)
+    threads.run(Mesh(4), rank, 2)
