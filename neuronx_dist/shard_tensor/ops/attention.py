@@ -106,7 +106,8 @@ def _blocks(
     def run() -> torch.Tensor:
         return attention(q, k, v, keys, axis, mask=mask, noise=noise, scale=scale).reshape(shape)
 
-    return unseen(run, q, axis, I) if keys.merged and axis is not None else run()
+    whole = axis is not None and plan.mesh_dim not in dict(plan.spec.sharded)
+    return unseen(run, q, axis, I) if axis is not None and keys.merged and whole else run()
 
 
 def _with_heads(x: torch.Tensor, batch: Any) -> torch.Tensor:

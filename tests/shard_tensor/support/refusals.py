@@ -12,12 +12,11 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from neuronx_dist import comm, spmd
+from neuronx_dist.comm import CommError
 from neuronx_dist.parallel_layers.autograd_linear import RowLinear, call
 from neuronx_dist.parallel_layers.embedding import ParallelEmbedding
 from neuronx_dist.parallel_layers.loss_functions import parallel_cross_entropy
 from neuronx_dist.parallel_layers.vocabulary import hide_padding
-from neuronx_dist import spmd
-from neuronx_dist.comm import CommError
 from neuronx_dist.shard_tensor import (
     DeviceMesh,
     DistributedManager,
