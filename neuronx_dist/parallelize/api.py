@@ -25,10 +25,10 @@ from .decompose import decomposed
 from .emit import emit
 from .files import Generated, GeneratedFolder
 from .generation import Emitted, generate
-from .graph import IRGraph
 from .keys import key_of
 from .module import ParallelModule, parallel_class
-from .program import Division, Program
+from .policies import divide, divide_like
+from .program import Division
 from .record import record_program
 from .source_text import program_text
 from .stored import constants_of, stored_of
@@ -197,23 +197,11 @@ def _emitted(module: nn.Module, arguments: dict[str, Any], policy: Any, config: 
 def _divisions(module: nn.Module, arguments: dict[str, Any], policy: Any, config: ComputeConfig) -> list[Division]:
     """The division in training mode, and that in evaluation mode if the module runs something else there."""
     if config.inference_only:
-        return [_divided(decomposed(record_program(module, arguments, training=False)), policy, config)]
+        return [divide(decomposed(record_program(module, arguments, training=False)), policy, config)]
     training, evaluation = (decomposed(record_program(module, arguments, training=mode)) for mode in (True, False))
-    division = _divided(training, policy, config)
-    if program_text(evaluation) == program_text(training):
-        return [division]
-    return [division, _divided(evaluation, policy, config, division)]
-
-
-def _divided(program: Program, policy: Any, config: ComputeConfig, training: Division | None = None) -> Division:
-    """What a policy makes of a program; parameters are as in training."""
-    graph = IRGraph(program, config)
-    if callable(policy):
-        graph = policy(graph, config)
-    if training is not None:
-        types = {value.path: division_type for value, division_type in training.types.items()}
-        graph.constraints.types |= {v: (types[v.path],) for v in program.parameters if v.path in types}
-    return graph.divide()
+    same = program_text(evaluation) == program_text(training)
+    division = divide(training, policy, config)
+    return [division] if same else [division, divide_like(division, evaluation, config)]
 
 
 def _initial(name: str, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor] | None:

@@ -18,15 +18,15 @@ from ..planning.costs import Costs
 from ..planning.plan import PlanError
 from ..planning.stages import balanced
 from ..spmd.types import I, R, S, Shard, SpmdType
+from .blocks import strides_of
 from .program import Call, Division, Program, Strategy, Value, operands_of
 from .strategies import candidates
 from .tables import Constraints, Held, Tables, bytes_of, reachable
 
-__all__ = ["Constraints", "Problem", "Solution", "choose", "is_whole", "stage_starts", "strides_of"]
+__all__ = ["Constraints", "Problem", "Solution", "choose", "is_whole", "stage_starts"]
 
 Candidates = Callable[[Call, int], Sequence[Strategy]]
 NEGLIGIBLE = 0.01  # of all seconds
-CUTS = ("chunk", "split", "unsafe_chunk", "unsafe_split", "tensor_split")
 
 
 def choose(
@@ -234,16 +234,6 @@ def stage_starts(problem: Problem, division: Division, count: int) -> list[int]:
         return balanced(times, list(accumulate(change))[: len(times)], count)
     except ValueError as error:
         raise PlanError(f"pipeline: {error}") from None
-
-
-def strides_of(program: Program) -> tuple[int, ...]:
-    """Into how many equal blocks the program cuts tensors (3: one weight of queries, keys and values)."""
-    found = {
-        len(call.results)
-        for call in program.calls
-        if call.name in CUTS and len({result.shape for result in call.results}) == 1
-    }
-    return tuple(sorted(found - {0, 1}))
 
 
 def _is_layout(type_: SpmdType) -> bool:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch.utils._pytree as pytree
 
+from ..planning.plan import PlanError
 from .body import INDENT, body, dotted
 from .program import Division, Program, Value
 from .source_text import Imports, literal
@@ -46,6 +47,11 @@ def emit(
         ValueError: a conversion that no operator does, a function or container that a file cannot name.
     """
     divisions = [division] if evaluation is None else [division, evaluation]
+    if len(division.stages) > 1:
+        raise PlanError(
+            f"a pipeline of {len(division.stages)} stages cannot be emitted yet: use a policy without stages "
+            "(tp, data, autodist), or NxDPPModel"
+        )
     stored = stored if stored is not None else stored_of(None, *divisions)
     imports = Imports(name for each in divisions for name in _names(each.program))
     arguments = _arguments(division.program, signature)

@@ -20,7 +20,8 @@ from ..nearest import nearest
 from ..planning.costs import H100, Costs
 from ..planning.plan import PlanError
 from ..spmd.types import I, S, SpmdType
-from .choose import Problem, is_whole, stage_starts, strides_of
+from .blocks import strides_of
+from .choose import Problem, is_whole, stage_starts
 from .config import ComputeConfig, Pipeline
 from .nodes import Algorithm, IRDataOperation, IRFwOperation, IRSegment, Node, SubNode, cuts_operand
 from .program import Call, Division, Program, Strategy, Value

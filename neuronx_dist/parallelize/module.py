@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from types import ModuleType
 from typing import Any, ClassVar
 
@@ -20,9 +21,11 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from .. import comm
+from ..gradients.in_backward import paused
 from ..gradients.norm import clip_grad_norm
 from ..weights.shard_spec import ShardedModule, set_spec
 from .config import ComputeConfig
+from .layouts import LAYOUT, layout_data
 from .stored import Stored
 
 __all__ = ["Container", "ParallelModule", "parallel_class"]
@@ -150,6 +153,13 @@ class ParallelModule(Container):
             owner = owner._modules[part]  # type: ignore[assignment]
         return owner, attribute
 
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        """What `merge_state_dicts` needs goes into the state dict's metadata, so that its keys are the original's."""
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        metadata: Any = getattr(destination, "_metadata", {}).get(prefix[:-1])
+        if metadata is not None:
+            metadata[LAYOUT] = layout_data(self, self._index, self.compute_config)
+
     @property
     def device(self) -> torch.device:
         """Where its tensors are."""
@@ -203,11 +213,14 @@ class ParallelModule(Container):
             raise ValueError(f"train_step: {len(samples)} samples, and is_dummy_batch has {len(dummies)} entries")
         self.zero_grad()
         results = []
-        for sample, dummy in zip(samples, dummies):
+        last = max((number for number, dummy in enumerate(dummies) if not dummy), default=None)
+        for number, sample in enumerate(samples):
             result = self.run(sample)
-            if not dummy:
+            if not dummies[number]:
                 loss = _loss_of(result)
-                (loss if scale_fn is None else scale_fn(loss)).backward()
+                # Reductions that start in backward start in the last one.
+                with nullcontext() if number == last else paused(self.parameters()):
+                    (loss if scale_fn is None else scale_fn(loss)).backward()
             results.append(_detached(result))
         if all(dummies):  # the other units have gradients, with which these are summed
             for parameter in self.parameters():

@@ -27,7 +27,9 @@ from ..mesh import Mesh
 from ..optimizer.zero1 import NeuronZero1Optimizer
 from .config import ComputeConfig
 from .gradient_sync import GradientSync, ShardedSync
+from .layouts import LAYOUT
 from .module import ParallelModule
+from .optimizer_layout import Rows, optimizer_layout
 from .reducer import Hook, Reducer
 
 __all__ = ["ParallelOptimizer", "build_optimizer", "parallel_modules", "sync_grad_when"]
@@ -103,6 +105,7 @@ def build_optimizer(
     optimizer.__dict__["_gradient_sync"] = sync
     optimizer.__dict__["_non_parallel_module_reducer"] = other
     optimizer.__dict__["_module"] = module
+    optimizer.__dict__["_config"] = config
     if comm.is_initialized():
         comm.current().extras.setdefault(_EXTRA, WeakSet()).add(optimizer)
     return optimizer
@@ -152,6 +155,7 @@ class _Synchronized(torch.optim.Optimizer):
     _gradient_sync: GradientSync
     _non_parallel_module_reducer: Reducer | None
     _module: nn.Module
+    _config: ComputeConfig | None
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         if closure is None:
@@ -176,6 +180,26 @@ class _Synchronized(torch.optim.Optimizer):
         super().zero_grad(set_to_none)
         self._module.zero_grad(set_to_none)
 
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's state; with its layout, which `merge_state_dicts` reads."""
+        return {**super().state_dict(), LAYOUT: optimizer_layout(self, self._module, self._config)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads what `state_dict()` gave on this rank of the same layout.
+
+        Raises:
+            ValueError: it was saved in another layout.
+        """
+        own = optimizer_layout(self, self._module, self._config)
+        layout = state_dict.get(LAYOUT, own)
+        for what in ("specs", "shapes", "rows", "index"):
+            if layout[what] != own[what]:
+                raise ValueError(
+                    f"the optimizer's state was saved in another layout ({what}: {layout[what]} there, {own[what]} "
+                    "here): merge the states of all ranks by merge_state_dicts, and load them by load_merged_state_dict"
+                )
+        super().load_state_dict({key: value for key, value in state_dict.items() if key != LAYOUT})
+
     def sync_shard_grad(self) -> None:
         self._gradient_sync.synchronise()
 
@@ -195,8 +219,16 @@ class _Synchronized(torch.optim.Optimizer):
 def _sharded(optimizer: torch.optim.Optimizer, config: ComputeConfig) -> NeuronZero1Optimizer:
     """ZeRO-1 around an optimizer that was made of the whole parameters: its groups get the shards in their place."""
 
+    size = config.units // config.zero_ngroups
+    rows = Rows(size, comm.rank("dp") % size)
+
     def of_shards(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         for own, sharded in zip(optimizer.param_groups, groups):
+            trained = [param for param in own["params"] if param.requires_grad]
+            for param, shard in zip(trained, sharded["params"]):
+                for key, value in optimizer.state.pop(param, {}).items():  # some have a state from the start
+                    is_elementwise = isinstance(value, torch.Tensor) and value.shape == param.shape
+                    optimizer.state[shard][key] = rows.cut(value) if is_elementwise else value
             own["params"] = sharded["params"]
         return optimizer
 

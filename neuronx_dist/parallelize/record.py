@@ -11,6 +11,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from .. import comm
+from ..checking.types.rules.bodies import BODIES
 from ..mesh import Mesh
 from ..nearest import nearest
 from ..pipeline.record.recorder import record
@@ -40,7 +41,7 @@ def record_program(module: nn.Module, arguments: Mapping[str, Any], *, training:
     with restored(module), comm.as_rank(Mesh(1), 0):
         if module.training != training:
             module.train(training)
-        recording = record(module, dict(arguments), leaves=False)
+        recording = record(module, dict(arguments), leaves=False, bodies=BODIES)
     order = [name for name, _ in (*module.named_parameters(), *module.named_buffers())]
     return translate(recording, dict(arguments), order, training)
 

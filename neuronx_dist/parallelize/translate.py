@@ -149,7 +149,8 @@ class _Translator:
             nodes = [node]
         else:
             nodes = sorted((user for user in node.users if info_of(user).kind == "part"), key=_number)
-            if [_number(n) for n in nodes] != [*range(len(nodes))] or any(info_of(n).spec is None for n in nodes):
+            whole = [_number(n) for n in nodes] == [*range(info.items)]
+            if not whole or any(info_of(n).spec is None for n in nodes):
                 raise TracingError(
                     f"{info.where}: {call.name} returns tensors in containers, or with other things between them. "
                     f"Return a tensor, or a tuple of tensors."

@@ -21,6 +21,9 @@ from ..checking.api import check
 from ..comm.backends import threads
 from ..mesh import Mesh
 from ..pipeline.record.surroundings import restored
+from ..spmd.declarations import get_local_type
+from ..spmd.errors import SpmdTypeError
+from ..spmd.types import R
 from ..weights.shard_spec import gather_full, spec_of
 from .emitted import imported
 from .interpret import run_program
@@ -95,7 +98,10 @@ def check_types(source: str, division: Division, arguments: Mapping[str, Any]) -
 
     def step(model: torch.nn.Module, optimizer: Any, inputs: Any) -> None:
         model.train(training)
-        results = [x for x in pytree.tree_leaves(model(**inputs)) if isinstance(x, torch.Tensor) and x.requires_grad]
+        tensors = [x for x in pytree.tree_leaves(model(**inputs)) if isinstance(x, torch.Tensor)]
+        for number, x in enumerate(tensors if division.size > 1 else ()):
+            _check_whole(x, f"result {number}", division.axis)
+        results = [x for x in tensors if x.requires_grad]
         if training and results:
             sum(x.sum() for x in results).backward()  # type: ignore[union-attr]
             optimizer.step()
@@ -108,6 +114,14 @@ def check_types(source: str, division: Division, arguments: Mapping[str, Any]) -
     if not report.ok:
         raise EmittedProgramError(f"the types of an emitted program are wrong:\n{report}")
     return str(report)
+
+
+def _check_whole(x: torch.Tensor, name: str, axis: str) -> None:
+    """Results are whole on every rank; those with a gradient are one value, I, for each rank computes on with it."""
+    spmd_type = get_local_type(x).get(axis, R)
+    if spmd_type.letter != "I" and (spmd_type.letter != "R" or x.requires_grad):
+        wanted = "I" if x.requires_grad else "R or I"
+        raise SpmdTypeError(f"{name} {list(x.shape)}", f"it is {spmd_type} on {axis}, and results are {wanted}")
 
 
 def check_values(

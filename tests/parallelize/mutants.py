@@ -22,7 +22,9 @@ from tests.parallelize.models import model
 # Communication is cheap, computing is not: everything that can be cut is.
 EAGER = Costs(flops=1e6, bandwidth=1e7, launch=1e-9, link_bandwidth=1e9, link_latency=1e-9)
 
-_LINE = re.compile(r"^(?P<head>\s+(?P<name>\w+) = )spmd\.(?P<call>(?P<op>\w+)\((?P<operand>[^,]+), .*\))(?P<tail>  #.*)$")
+_LINE = re.compile(
+    r"^(?P<head>\s+(?P<name>\w+) = )spmd\.(?P<call>(?P<op>\w+)\((?P<operand>[^,]+), .*\))(?P<tail>  #.*)$"
+)
 
 
 class Emitted(NamedTuple):

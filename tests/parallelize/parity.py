@@ -13,7 +13,7 @@ from torch import nn
 
 from neuronx_dist import Mesh, comm
 from neuronx_dist.comm import threads
-from neuronx_dist.parallelize import ComputeConfig, ParallelModule, parallelize
+from neuronx_dist.parallelize import ComputeConfig, ParallelModule, build_optimizer, parallelize
 from neuronx_dist.weights.shard_spec import gather_full, spec_of
 
 Optimizer = Callable[..., torch.optim.Optimizer]
@@ -44,9 +44,9 @@ def batch(arguments: Mapping[str, Any], step: int, unit: int) -> dict[str, Any]:
 
 
 def loss_of(result: Any) -> torch.Tensor:
-    """The loss among a module's results; of one without, the sum of their squares."""
+    """The loss among a module's results; of one without, the means of their squares, added up."""
     tensors = [x for x in pytree.tree_leaves(result) if isinstance(x, torch.Tensor) and x.is_floating_point()]
-    return tensors[0] if not tensors[0].dim() else sum(x.pow(2).sum() for x in tensors)
+    return tensors[0] if not tensors[0].dim() else sum(x.pow(2).mean() for x in tensors)
 
 
 def trained(module: nn.Module, arguments: Mapping[str, Any], optimizer: Optimizer, steps: int, units: int) -> Trained:
@@ -82,7 +82,7 @@ def trained_parallel(
     def rank() -> tuple[list[float], Trained]:
         parallel = parallelize(module, dict(arguments), policy, config, gen_savedir=folder)
         assert isinstance(parallel, ParallelModule)
-        stepper = optimizer(parallel.parameters_for_optimizer())
+        stepper = build_optimizer(parallel, optimizer)
         losses: list[list[float]] = []
         gradients: dict[str, torch.Tensor | None] = {}
         for step in range(steps):
@@ -91,12 +91,10 @@ def trained_parallel(
                 (sample,) = given.values()
                 loss = loss_of(parallel.train_step(sample))
             else:
-                parallel.zero_grad()
+                stepper.zero_grad()
                 loss = loss_of(parallel(**given))
                 loss.backward()
-            for parameter in parallel.parameters():
-                if parameter.grad is not None:
-                    parameter.grad = comm.all_reduce(parameter.grad, "dp")
+            stepper.sync_shard_grad()
             losses.append(comm.gather_objects(loss.item())[:: config.plan_ngpus])
             if not step:
                 gradients = {

@@ -11,7 +11,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from neuronx_dist.parallelize.choose import Constraints, Problem, choose, strides_of
+from neuronx_dist.parallelize.blocks import strides_of
+from neuronx_dist.parallelize.choose import Constraints, Problem, choose
 from neuronx_dist.parallelize.conversions import conversion
 from neuronx_dist.parallelize.program import Division, operands_of
 from neuronx_dist.parallelize.strategies import candidates
@@ -199,13 +200,22 @@ def test_one_rank_converts_nothing():
     assert all(isinstance(t, S) or t in (R, I) for t in division.types.values())
 
 
-def test_strides_are_those_of_equal_cuts():
+def test_strides_are_those_of_blocks():
     lines = Lines()
     x = lines.input("x", 4, 12)
     lines(torch.chunk, x, 3, -1)
-    lines(torch.split, x, [4, 8], -1)
     lines(torch.split, x, 6, -1)
     assert strides_of(lines.program()) == (2, 3)
+    lines(torch.split, x, [6, 3, 3], -1)  # more queries than keys
+    assert strides_of(lines.program()) == (2, 3, 4)
+    lines(torch.chunk, x, 1, -1)
+    qkv = lines(torch.Tensor.view, lines.input("y", 2, 10), 2, 5, 2)
+    lines(torch.unbind, qkv, 1)
+    lines(torch.unbind, lines.input("z", 2, 16), 1)  # steps
+    assert strides_of(lines.program()) == (2, 3, 4, 5)
+    lines(torch.Tensor.__getitem__, lines.input("u", 6, 2), 1)
+    lines(torch.Tensor.__getitem__, x, (slice(None), 1))
+    assert strides_of(lines.program()) == (2, 3, 4, 5, 6)
 
 
 def test_a_fused_weight_is_cut_in_blocks():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,8 +15,20 @@ from torch.nn import functional as F
 from torch.overrides import handle_torch_function, has_torch_function
 
 from neuronx_dist.parallelize.record import record_program
+from neuronx_dist.pipeline.record.recording import TracingError
 from tests.parallelize.programs import Function, assert_equal, sample
 from tests.support.architectures import ARCHITECTURES
+
+
+class Calling(nn.Module):
+    """A layer, called in a way of the test's."""
+
+    def __init__(self, layer: nn.Module, call: Callable[..., Any] = lambda layer, x: layer(x)) -> None:
+        super().__init__()
+        self.layer, self.call = layer, call
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.call(self.layer, x)
 
 
 class Scaled(torch.autograd.Function):
@@ -36,6 +49,28 @@ def test_autograd_functions_are_one_call() -> None:
     program = assert_equal(Function(lambda self, x: sum(Scaled.apply(x, self.weight))), {"x": sample()})
     first = program.calls[0]
     assert first.name == "apply" and first.function.__self__ is Scaled and first.several  # type: ignore[attr-defined]
+
+
+class WithoutSecond(Scaled):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor) -> Any:
+        ctx.save_for_backward(x, w)
+        return x * w, None
+
+
+def test_results_that_are_not_all_tensors() -> None:
+    with pytest.raises(TracingError, match=rf"{__file__}:\d+: apply returns tensors in containers, or with other"):
+        record_program(Function(lambda self, x: WithoutSecond.apply(x, self.weight)[0]), {"x": sample()}, training=True)
+
+
+@pytest.mark.parametrize("options", [{}, {"need_weights": False}, {"average_attn_weights": False}])
+def test_functions_written_in_python_are_looked_into(options: dict[str, bool]) -> None:
+    """Multi-head attention is products and a softmax, which have strategies."""
+    module = Calling(nn.MultiheadAttention(8, 2, dropout=0.2), lambda layer, x: layer(x, x, x, **options))
+    program = assert_equal(module, {"x": torch.randn(4, 2, 8, generator=torch.Generator().manual_seed(0))})
+    names = [call.name for call in program.calls]
+    assert names.count("linear") == 2 and "multi_head_attention_forward" not in names
+    assert all(call.where.startswith(__file__) and call.module == "layer" for call in program.calls)
 
 
 def experts(x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, *projections: torch.Tensor) -> torch.Tensor:
@@ -115,15 +150,6 @@ def test_layers_of_torch(training: bool) -> None:
     ):
         with torch.random.fork_rng():
             assert_equal(Calling(layer), {"x": x}, training)
-
-
-class Calling(nn.Module):
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.layer(x)
 
 
 @pytest.mark.slow

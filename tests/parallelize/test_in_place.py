@@ -50,7 +50,7 @@ def _copies(self: Function, x: torch.Tensor) -> torch.Tensor:
     y.copy_(self.weight[0])
     z.copy_(self.weight)  # in float32
     w = (x * self.weight).zero_() + (self.weight + 1).fill_(3)
-    return y * z * w + (x * 2).fill_(self.weight.sum())
+    return y * z * w + (x * 2).fill_(self.weight.sum()) + y.sum()
 
 
 def _views_read_what_was_written(self: Function, x: torch.Tensor) -> torch.Tensor:
@@ -186,7 +186,8 @@ def test_statistics_that_batch_norm_wrote_are_read_after_it() -> None:
 
     module = Function(forward)
     module.norm = torch.nn.BatchNorm1d(5).double()
-    assert_equal(module, {"x": sample()})
+    names = [call.name for call in assert_equal(module, {"x": sample()}).calls]
+    assert names[-2:] == ["detach", "add"]  # another value: what was made of the buffer before is not it
 
 
 def test_random_numbers_are_drawn_into_what_is_made_for_them() -> None:
@@ -265,3 +266,14 @@ def test_what_cannot_be_a_value(name: str) -> None:
     module.plain = torch.ones(5, dtype=torch.float64)
     with pytest.raises(TracingError, match=rf"{__file__}:\d+.*{message}"):
         record_program(module, {"x": sample()}, training=True)
+
+
+def test_flops_and_random_numbers_are_those_of_the_value() -> None:
+    def forward(self: Function, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            y = torch.mm(x, self.weight.T, out=torch.empty(6, 6, dtype=torch.float64))
+        return F.dropout(y @ self.weight, 0.5, True, True)
+
+    calls = {call.name: call for call in assert_equal(Function(forward), {"x": sample()}).calls}
+    assert calls["mm"].flops == calls["matmul"].flops == 2 * 6 * 6 * 5
+    assert calls["dropout"].random and not calls["mm"].random

@@ -32,9 +32,10 @@ def compared(name: str, plan: int, units: int, optimizer: Any, policy: Any, fold
 @pytest.mark.parametrize("plan, units", LAYOUTS)
 @pytest.mark.parametrize("name", MODELS)
 def test_layouts(name: str, plan: int, units: int, tmp_path: Path) -> None:
-    compared(name, plan, units, SGD, "autodist", tmp_path)
+    compared(name, plan, units, SGD, "dp" if plan == 1 else "tp", tmp_path)
 
 
+@pytest.mark.parametrize("policy", ["tp", "data", "autodist"])
 @pytest.mark.parametrize("name", MODELS)
-def test_adamw(name: str, tmp_path: Path) -> None:
-    compared(name, 2, 2, ADAMW, "autodist", tmp_path)
+def test_policies(name: str, policy: str, tmp_path: Path) -> None:
+    compared(name, 2, 1, ADAMW, policy, tmp_path)

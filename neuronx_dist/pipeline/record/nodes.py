@@ -67,6 +67,7 @@ class Nodes:
         if not has_tensors(result):
             return
         if isinstance(result, (list, tuple)):
+            info.items = len(result)
             items: list[tuple[Any, Any, Any]] = [(operator.getitem, i, item) for i, item in enumerate(result)]
         elif type(result) is dict:
             items = [(operator.getitem, key, item) for key, item in result.items()]

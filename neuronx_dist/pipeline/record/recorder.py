@@ -18,7 +18,7 @@ import functools
 import inspect
 import itertools
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -51,6 +51,7 @@ def record(
     device: torch.device | None = None,
     *,
     leaves: bool = True,
+    bodies: Mapping[Callable[..., Any], Callable[..., Any]] | None = None,
 ) -> Recording:
     """Records `module(**inputs)`. Nothing of the module changes, no random number is drawn, nothing is communicated.
 
@@ -62,6 +63,7 @@ def record(
         device: where it will run; inputs and meta parameters are taken to be there. None: the device of the first
             input that is not on meta.
         leaves: layers are one call each; False: no module is, every call is that of a function.
+        bodies: functions that are looked into, and what runs in their place.
 
     Raises:
         TracingError: the forward branches on values, or passes tensors in a way that cannot be followed.
@@ -70,7 +72,7 @@ def record(
     if device is None:
         tensors = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, torch.Tensor) and not leaf.is_meta]
         device = tensors[0].device if tensors else torch.device("cpu")
-    recorder = _Recorder(module, leaf_classes, device, leaves)
+    recorder = _Recorder(module, leaf_classes, device, leaves, bodies or {})
     here = comm.current()
     with ExitStack() as stack:
         stack.enter_context(no_typecheck())
@@ -96,11 +98,19 @@ _ADVICE_ON_FUNCTIONS = "If it is made by a function of yours, register that: reg
 
 
 class _Recorder(TorchFunctionMode):
-    def __init__(self, module: nn.Module, leaf_classes: Sequence[type], device: torch.device, leaves: bool) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        leaf_classes: Sequence[type],
+        device: torch.device,
+        leaves: bool,
+        bodies: Mapping[Callable[..., Any], Callable[..., Any]],
+    ) -> None:
         super().__init__()
         self.module = module
         self.leaf_classes = leaf_classes
         self.leaves = leaves
+        self.bodies = bodies
         self.running = [""]  # paths of the modules whose forward is running, innermost last; without leaves
         self.device = device
         self.nodes = Nodes(_ADVICE if leaves else _ADVICE_ON_FUNCTIONS)
@@ -159,6 +169,9 @@ class _Recorder(TorchFunctionMode):
     ) -> Any:
         if self.paused:
             return func(*args, **(kwargs or {}))
+        if func in self.bodies:
+            with self:
+                return self.bodies[func](*args, **(kwargs or {}))
         return self.call_function(func, args, kwargs or {})
 
     def call_function(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -55,6 +55,7 @@ class Info:
         constant: the tensor itself, for `constant`.
         function: what was called, for `function`: the object that a `TorchFunctionMode` receives.
         module: qualified name of the module whose forward was running; known if no module is a leaf.
+        items: of how many items the tuple or list is that it returns.
     """
 
     where: str
@@ -73,6 +74,7 @@ class Info:
     constant: torch.Tensor | None = None
     function: Callable[..., Any] | None = None
     module: str = ""
+    items: int = 0
 
 
 @dataclass

@@ -127,11 +127,18 @@ def einsum(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
     if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
         operands = list(operands[0])
     locals_, spec = inside(_einsum, operands, equation)
-    if len(locals_) > 1 and torch.is_autocast_enabled(
-        locals_[0].device.type
-    ):  # else the dtype would depend on the sizes of shards
+    # else the dtype would depend on the sizes of shards
+    if torch.is_autocast_enabled(locals_[0].device.type) and _is_matmul(equation, [x.shape for x in operands]):
         locals_ = [_as_matmul(each) for each in locals_]
     return wrap(torch.einsum(equation, *locals_), spec)
+
+
+def _is_matmul(equation: str, shapes: list[torch.Size]) -> bool:
+    """Whether torch sums over a dim of two operands, that has several elements, by a product of matrices."""
+    labels = _einsum(*shapes, equation)
+    longer = [{name for name, size in zip(own, shape) if size > 1} for own, shape in zip(labels.operands, shapes)]
+    names = [name for own in longer for name in own - {None, *labels.out}]
+    return len(names) > len(set(names))
 
 
 def _as_matmul(x: torch.Tensor) -> torch.Tensor:

@@ -225,6 +225,14 @@ def _multihead(mesh: DeviceMesh, causal: bool = False, **options: Any) -> None:
     nn.MultiheadAttention(6, 2, batch_first=True, **options)(q, q, q, is_causal=causal, need_weights=False)
 
 
+def _modified_in_one_exchange(mesh: DeviceMesh) -> None:
+    weight = torch.ones(1, 1, 3)
+    with one_exchange():
+        y = F.conv1d(x(mesh, shape=(1, 1, 16), dim=2), weight)
+        weight.mul_(2)
+    y.full_tensor()
+
+
 def _partial_written(mesh: DeviceMesh) -> None:
     summand(mesh, 4)[0] = 1.0
 
@@ -535,6 +543,7 @@ _MORE: list[tuple[Callable[[DeviceMesh], Any], type[Exception], str]] = [
         ValueError,
         "a window of 5 does not fit into 2 inputs",
     ),
+    (_modified_in_one_exchange, RuntimeError, "modified in place before the result was computed"),
     (lambda mesh: partition_spec(summand(mesh, 4)._spec), ValueError, "partition_spec: Partial"),
     (lambda mesh: partition_spec(x(mesh)._spec), ValueError, r"dim 0 has shards of \[4, 3\], and XLA's are equal"),
     (lambda mesh: placements_of((0, 0), 1), ValueError, "each for one dim of the tensor"),

@@ -14,7 +14,10 @@ import torch.nn.functional as F
 
 from .spec import rule
 
-__all__ = ["body"]
+__all__ = ["BODIES", "body"]
+
+BODIES: dict[Callable[..., Any], Callable[..., Any]] = {}
+"""Functions of torch that are written in python, and their bodies."""
 
 _ASKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 
@@ -41,7 +44,8 @@ def body(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _decomposed(*functions: Callable[..., Any]) -> None:
     for function in functions:
-        rule(function, kind="decompose", decompose=body(function))(None)
+        BODIES[function] = body(function)
+        rule(function, kind="decompose", decompose=BODIES[function])(None)
 
 
 _decomposed(

@@ -1,0 +1,175 @@
+"""An optimizer's state on one rank, by parameter names, whether ZeRO shards it or not.
+
+    of a state dict                  `OwnState.of(state_dict)`: {name: {key: value}}, and where this rank's part lies
+    into one of an optimizer         `state_dict_with(optimizer, states, options)`
+
+A value is *elementwise* if it has one element for each of the parameter that this rank's state is of (`exp_avg`);
+others, such as `step`, are the same everywhere.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import comm
+from ..optimizer.zero1 import NeuronZero1Optimizer
+from ..weights.shard_spec import ShardSpec
+from .config import ComputeConfig
+from .layouts import LAYOUT, position_data, spec_from_data, specs_data
+
+__all__ = ["OwnState", "Rows", "optimizer_layout", "spec_for", "state_dict_with"]
+
+States = dict[str, dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Which rows of a parameter ZeRO gives a rank: piece `index` of `degree`; and which copy of them it has."""
+
+    degree: int = 1
+    index: int = 0
+    copy: int = 0
+
+    def shape(self, local: Sequence[int]) -> tuple[int, ...]:
+        """The shape of an elementwise value, for a parameter that is `local` on this rank."""
+        if self.is_whole:
+            return tuple(local)
+        rows, *rest = local or (1,)
+        return (-(-rows // self.degree), *rest)
+
+    @property
+    def is_whole(self) -> bool:
+        return self.degree == 1
+
+    def cut(self, value: torch.Tensor) -> torch.Tensor:
+        """This rank's rows of a value, `[rows, ...]`, padded with zeros."""
+        if self.is_whole:
+            return value
+        value = value.reshape(value.shape or (1,))
+        each = self.shape(value.shape)[0]
+        piece = value[self.index * each : (self.index + 1) * each]
+        padding = value.new_zeros(each - piece.shape[0], *value.shape[1:])
+        return torch.cat([piece, padding])
+
+    def join(self, pieces: Sequence[torch.Tensor], local: Sequence[int]) -> torch.Tensor:
+        """The inverse of `cut`, from all pieces."""
+        if self.is_whole:
+            return pieces[0]
+        return torch.cat(list(pieces)).reshape(-1)[: math.prod(local)].reshape(tuple(local))
+
+
+@dataclass
+class OwnState:
+    """An optimizer's state on one rank.
+
+    Attributes:
+        states: by parameter name and key.
+        groups: the parameter groups: options, and names of their parameters as "params".
+        shapes: of the parameters, as this rank has them.
+        specs: layouts of the sharded ones.
+        index: which shard of these this rank has.
+        rows: what ZeRO gives this rank.
+    """
+
+    rank: int
+    unit: int
+    index: int
+    plan_ngpus: int
+    runtime_ngpus: int
+    states: States
+    groups: list[dict[str, Any]]
+    shapes: dict[str, tuple[int, ...]]
+    specs: dict[str, ShardSpec]
+    rows: Rows
+
+    @classmethod
+    def of(cls, state_dict: Mapping[str, Any]) -> OwnState:
+        """Reads what the `state_dict()` of an optimizer of `build_optimizer` gave.
+
+        Raises:
+            ValueError: it is of another optimizer.
+        """
+        layout = state_dict.get(LAYOUT)
+        if layout is None:
+            raise ValueError(
+                "an optimizer's state dict has no layout: it is not of an optimizer that build_optimizer made; one of "
+                "the original module's is loaded by load_merged_state_dict as it is"
+            )
+        names: list[str] = layout["names"]
+        if "base_state" in state_dict:
+            trained = [names[index] for index in layout["trained"]]
+            states = {trained[index]: dict(state) for index, state in state_dict["base_state"].items()}
+        else:
+            states = {names[index]: dict(state) for index, state in state_dict["state"].items()}
+        groups = [
+            {**group, "params": [names[index] for index in group["params"]]} for group in state_dict["param_groups"]
+        ]
+        return cls(
+            **{name: layout[name] for name in ("rank", "unit", "index", "plan_ngpus", "runtime_ngpus")},
+            states=states,
+            groups=groups,
+            shapes={name: tuple(shape) for name, shape in zip(names, layout["shapes"])},
+            specs={name: spec_from_data(data) for name, data in layout["specs"].items()},
+            rows=Rows(**layout["rows"]),
+        )
+
+    def is_elementwise(self, name: str, value: Any) -> bool:
+        return isinstance(value, torch.Tensor) and tuple(value.shape) == self.rows.shape(self.shapes[name])
+
+
+def optimizer_layout(
+    optimizer: torch.optim.Optimizer, module: nn.Module, config: ComputeConfig | None
+) -> dict[str, Any]:
+    """What `OwnState` needs beside an optimizer's state dict, as plain data."""
+    names = {id(param): name for name, param in module.named_parameters()}
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    named = {names[id(param)]: param for param in params}
+    rows, trained = Rows(), list(range(len(params)))
+    if isinstance(optimizer, NeuronZero1Optimizer):
+        position = {id(param): index for index, param in enumerate(params)}
+        trained = [position[id(shard.param)] for shard in optimizer.shards]
+        first = next(iter(optimizer.shards), None)
+        if first is not None:
+            rows = Rows(first.degree, first.group.rank, first.replicas.rank)
+    index = comm.rank("tp") if comm.is_initialized() else 0
+    return {
+        **position_data(index, config),
+        "names": list(named),
+        "shapes": [list(param.shape) for param in named.values()],
+        "specs": specs_data(named),
+        "rows": {"degree": rows.degree, "index": rows.index, "copy": rows.copy},
+        "trained": trained,
+    }
+
+
+def state_dict_with(
+    optimizer: torch.optim.Optimizer, states: States, options: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """The state dict of an optimizer, with other states, by parameter names, and options of its groups."""
+    own = optimizer.state_dict()
+    layout = own[LAYOUT]
+    names: list[str] = layout["names"]
+    groups = [
+        {**group, **{key: value for key, value in new.items() if key not in ("params", "param_names")}}
+        for group, new in zip(own["param_groups"], options)
+    ]
+    result = {**own, "param_groups": groups}
+    if "base_state" in own:
+        result["base_state"] = {
+            number: states[names[index]] for number, index in enumerate(layout["trained"]) if names[index] in states
+        }
+        result.pop("sharded_master_weights", None)  # made of the weights
+    else:
+        result["state"] = {index: states[name] for index, name in enumerate(names) if name in states}
+    return result
+
+
+def spec_for(state: OwnState, name: str) -> ShardSpec:
+    """The layout of a parameter over the ranks of a unit."""
+    return state.specs.get(name, ShardSpec(full_shape=state.shapes[name]))
