@@ -289,7 +289,7 @@ def test_asynchronous_reduction_is_bit_equal_and_starts_in_backward(zero, cap):
             before_last = []
             first = module.layers[0].weight
             with comm.record() as calls:
-                hook = first.register_hook(lambda grad: before_last.append(len(calls)))
+                hook = first.register_hook(lambda grad, calls=calls, counts=before_last: counts.append(len(calls)))
                 loss.backward()
             hook.remove()
             started.append(before_last[0])
