@@ -32,7 +32,7 @@ class Bug(NamedTuple):
 
 REDUCED = r"= spmd\.all_reduce\((\w+), "
 GATHERED = r"= spmd\.all_gather\((\w+), "
-CONVERTED = r"= spmd\.convert\((\w+), "
+CONVERTED = r"= spmd\.convert\(([\w.]+), "
 SUM = r"= (\w+) \+ (\w+)  #"
 PARAMETER = r"(\w+) = spmd\.convert\((self[\w.]+), (.*src=I.*)\)  #"
 
