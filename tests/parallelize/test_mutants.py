@@ -108,5 +108,5 @@ def _real(right: Emitted) -> list[Mutant]:
     return [
         mutant
         for mutant in mutants(right.source)
-        if mutant.edit != "scale" or not re.search(rf"(F|composites)\.rms_norm\({mutant.line.split()[0]},", right.source)
+        if mutant.edit != "scale" or not re.search(rf"rms_norm\({mutant.line.split()[0]},", right.source)
     ]
