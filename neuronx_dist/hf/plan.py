@@ -6,16 +6,26 @@ A new architecture is a row of `ARCHITECTURES`; a model that neither it nor tran
 from __future__ import annotations
 
 import re
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from ..model_shape import ModelShape, padded_heads
+from ..nearest import nearest
 from ..parallel_layers.replace import STYLES, LayerPlan
 from ..parallel_layers.vocabulary import padded_vocabulary
 
-__all__ = ["ARCHITECTURES", "ATTENTION", "Plan", "UnsupportedModelError", "read_plan", "transformer_layer_class"]
+__all__ = [
+    "ARCHITECTURES",
+    "ATTENTION",
+    "Plan",
+    "UnsupportedModelError",
+    "read_plan",
+    "transformer_layer_class",
+    "words_of",
+]
 
 # transformers' word -> ours.
 _STYLES = {"colwise": "column", "rowwise": "row", "replicated_with_grad_allreduce": "partial_gradient"}
@@ -122,10 +132,14 @@ def transformer_layer_class(model: Any) -> type[nn.Module]:
     raise UnsupportedModelError(f"{type(model).__name__} has no list of {count} transformer layers")
 
 
-def read_plan(model: nn.Module) -> Plan:
+def read_plan(model: nn.Module, words: Mapping[str, str] | None = None) -> Plan:
     """The plan of a Hugging Face causal LM.
 
+    Args:
+        words: transformers' words by layer name, `*` for the number of a layer; None: those of transformers.
+
     Raises:
+        ValueError: words for layers that the model has not.
         UnsupportedModelError: it is none, transformers has no plan for it, or the plan leaves layers out or asks for a
             style that this swap has not; the layers are listed.
     """
@@ -138,9 +152,13 @@ def read_plan(model: nn.Module) -> Plan:
             f"{what} is not a Hugging Face causal LM: it needs a config, input embeddings and an output head"
         )
     names = {id(module): name for name, module in model.named_modules()}
+    if words is None:
+        words = _words(model)
+    else:
+        _check_words(words, {_pattern(name) for name in names.values()} | set(names.values()))
     ends = {names[id(embedding)], names[id(head)]}
 
-    styles = {name: style for name in names.values() if name not in ends and (style := _style(model, name)) is not None}
+    styles = {name: style for name in names.values() if name not in ends and (style := _style(words, name)) is not None}
     if not styles:
         raise UnsupportedModelError(
             f"{what} has no tensor-parallel plan in transformers (its config's base_model_tp_plan); "
@@ -156,7 +174,7 @@ def read_plan(model: nn.Module) -> Plan:
             problems.append(f"{name} (a {type(module).__name__}, not a torch.nn.{layer_type.__name__})")
     if type(embedding) is not nn.Embedding:
         problems.append(f"{names[id(embedding)]} (a {type(embedding).__name__}, not a torch.nn.Embedding)")
-    if type(head) is not nn.Linear or (_style(model, names[id(head)]) or "colwise") not in _HEAD_STYLES:
+    if type(head) is not nn.Linear or (_style(words, names[id(head)]) or "colwise") not in _HEAD_STYLES:
         problems.append(
             f"{names[id(head)]} (the head is to be a torch.nn.Linear with one of the styles {', '.join(_HEAD_STYLES)})"
         )
@@ -175,11 +193,31 @@ def read_plan(model: nn.Module) -> Plan:
     )
 
 
-def _style(model: nn.Module, name: str) -> str | None:
+def words_of(layers: Iterable[LayerPlan]) -> dict[str, str]:
+    """transformers' words of layers that are planned already."""
+    words = {ours: theirs for theirs, ours in _STYLES.items()}
+    return {layer.name: words[layer.style] for layer in layers if layer.style in words}
+
+
+def _words(model: nn.Module) -> Mapping[str, str]:
+    """What transformers says of a model, or a row of ours."""
     plan: dict[str, str] = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None) or {}
     config: Any = model.config
-    plan = plan or ARCHITECTURES.get(config.model_type, {})
-    return plan.get(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name))
+    return plan or ARCHITECTURES.get(config.model_type, {})
+
+
+def _check_words(words: Mapping[str, str], known: Collection[str]) -> None:
+    for name in words:
+        if name not in known:
+            raise ValueError(f"the plan names {name}, which the model has not; nearest: {nearest(name, sorted(known))}")
+
+
+def _pattern(name: str) -> str:
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
+
+
+def _style(words: Mapping[str, str], name: str) -> str | None:
+    return words.get(name, words.get(_pattern(name)))
 
 
 def _uncovered(model: nn.Module, styles: dict[str, str], ends: set[str]) -> list[str]:

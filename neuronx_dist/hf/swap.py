@@ -12,9 +12,9 @@ the head, whose local logits `[b, s, vocab/tp]` go straight into the vocabulary-
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -25,15 +25,23 @@ from ..parallel_layers.activation_checkpoint import keep_random_streams
 from ..parallel_layers.replace import LayerPlan, apply
 from ..spmd import random
 from .loss import causal_lm_loss
-from .plan import ATTENTION, Plan, UnsupportedModelError, read_plan
+from .plan import ATTENTION, Plan, UnsupportedModelError, read_plan, words_of
 from .sequence_parallel import apply_sequence_parallel, check_sequence_parallel
 
-__all__ = ["swap"]
+__all__ = ["PlannedLayers", "swap"]
+
+
+class PlannedLayers(Protocol):
+    """A plan of which the layers are taken, as `planning.Plan` is."""
+
+    @property
+    def layers(self) -> Sequence[LayerPlan]: ...
 
 
 def swap(
     model: Any,
     *,
+    plan: PlannedLayers | Sequence[LayerPlan] | Mapping[str, str] | None = None,
     sequence_parallel: bool = False,
     pad_heads: bool = False,
     pad_vocab: bool = False,
@@ -47,6 +55,9 @@ def swap(
 
     Args:
         model: any causal LM of transformers whose linear layers its plan covers; the embedding may be tied to the head.
+        plan: which layers become parallel ones: transformers' words by layer name (`"model.layers.*.mlp.up_proj":
+            "colwise"`), to which sizes, embedding and head are added; or `LayerPlan`s, or a `planning.Plan` with them,
+            which are applied as they are, and have the embedding and the head. None: what transformers says.
         sequence_parallel: between attention and MLP, activations are `[batch, seq/tp, hidden]`; so are the
             `hidden_states` that the model returns when asked to.
         pad_heads: add zero heads where tp does not divide the heads (see `parallel_layers.pad`); False refuses the
@@ -60,31 +71,54 @@ def swap(
 
     Raises:
         UnsupportedModelError: the plan does not cover the model; the layers are named.
-        ValueError: tp does not divide a size; the message has the numbers.
+        ValueError: tp does not divide a size, or the plan names layers that the model has not; the message has the
+            numbers and names.
     """
     tp = comm.size("tp")
     if getattr(getattr(model, "loss_function", None), "func", None) is causal_lm_loss:
         raise ValueError(f"swap: this {type(model).__name__} has been swapped already")
-    plan = read_plan(model)
-    layers = plan.layers(model, tp, sequence_parallel=sequence_parallel)
-    _check_sizes(model, plan, layers, tp, pad_heads, pad_vocab)
+    model_plan, layers = _planned(model, plan, tp, sequence_parallel)
+    _check_sizes(model, model_plan, layers, tp, pad_heads, pad_vocab)
     _check_dropout(model, tp, sequence_parallel)
-    vocabulary: int = model.get_submodule(plan.head).out_features
+    vocabulary: int = model.get_submodule(model_plan.head).out_features
     if sequence_parallel:
-        check_sequence_parallel(model, plan)
+        check_sequence_parallel(model, model_plan)
 
     apply(model, layers)
-    _set_local_head_counts(model, plan, tp)
+    _set_local_head_counts(model, model_plan, tp)
     if tp > 1:
-        for region in map(model.get_submodule, plan.regions):
+        for region in map(model.get_submodule, model_plan.regions):
             if getattr(region, "attention_dropout", 0):
                 region.forward = partial(_with_own_random_numbers, region.forward)
     keep_random_streams(model)
     if sequence_parallel:
-        apply_sequence_parallel(model, plan)
+        apply_sequence_parallel(model, model_plan)
     model.loss_function = partial(causal_lm_loss, inplace_logits=inplace_logits)
     model.register_forward_hook(partial(_full_logits_without_labels, vocabulary))
     return model
+
+
+def _planned(
+    model: Any,
+    given: PlannedLayers | Sequence[LayerPlan] | Mapping[str, str] | None,
+    tp: int,
+    sequence_parallel: bool,
+) -> tuple[Plan, Sequence[LayerPlan]]:
+    """What is known of the model, and its layers, from what the user gave as a plan."""
+    if given is None or isinstance(given, Mapping):
+        plan = read_plan(model, given)
+        return plan, plan.layers(model, tp, sequence_parallel=sequence_parallel)
+    layers = list(given if isinstance(given, Sequence) else given.layers)
+    if not layers or not all(isinstance(layer, LayerPlan) for layer in layers):
+        raise ValueError(
+            f"swap: plan={given!r:.200} has no layers to replace; it is a list of LayerPlans, a Plan that has some, or "
+            "a dict of transformers' words by layer name"
+        )
+    plan = read_plan(model, words_of(layers))
+    missing = {plan.embedding, plan.head} - {layer.name for layer in layers}
+    if missing:
+        raise ValueError(f"swap: the plan has no layer {', '.join(sorted(missing))}: the loss takes sharded logits")
+    return plan, layers
 
 
 def _set_local_head_counts(model: nn.Module, plan: Plan, tp: int) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.overrides import handle_torch_function
 
 from .. import comm, spmd
 from ..comm import Communicator
@@ -27,6 +28,7 @@ from ..comm.context import AxisLike
 from ..comm.select import in_one_program
 from ..comm.transforms import transforming
 from ..spmd import I, P, R, S
+from ..spmd.held import holds_local
 from ..spmd.random import checkpoint
 from .signatures import accepts
 
@@ -42,7 +44,12 @@ __all__ = [
 
 
 def call(function: Any, *args: Any) -> Any:
-    """Calls one of these functions; under transforms of `torch.func` the operators that it is made of."""
+    """Calls one of these functions; under transforms of `torch.func` the operators that it is made of.
+
+    Tensors that hold local ones have a handler for it.
+    """
+    if holds_local(*args):
+        return handle_torch_function(call, args, function, *args)
     return function.composition(*args) if transforming() else function.apply(*args)
 
 
@@ -237,7 +244,7 @@ def _parameter_grads(
     x: torch.Tensor, flat: Sequence[torch.Tensor], need: Sequence[bool], count: int, has_bias: bool
 ) -> list[torch.Tensor | None]:
     """dW = dYᵀ · X and db = Σ dY, for those that are needed; `flat` holds each layer's dY as `[tokens, out/t]`."""
-    flat_x = x.reshape(-1, x.shape[-1])
+    flat_x = x.reshape(len(flat[0]), x.shape[-1])
     weight_grads: list[torch.Tensor | None] = [g.t().mm(flat_x) if need[i] else None for i, g in enumerate(flat)]
     if has_bias:
         weight_grads += [g.sum(0) if need[count + i] else None for i, g in enumerate(flat)]

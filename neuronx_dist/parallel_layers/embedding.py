@@ -14,17 +14,19 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.overrides import handle_torch_function
 
 from .. import comm, spmd
 from ..comm.context import AxisLike
 from ..comm.rank_numbers import concrete
 from ..spmd import I, P, S, ShardSpec, V, set_spec
+from ..spmd.held import holds_local
 from .attributes import EmbeddingAttributes
 from .misfits import refuse_ids, refuse_sequence
 from .signatures import accepts
 from .vocabulary import check_ids
 
-__all__ = ["ParallelEmbedding"]
+__all__ = ["ParallelEmbedding", "own_rows"]
 
 
 class ParallelEmbedding(EmbeddingAttributes):
@@ -146,7 +148,7 @@ class ParallelEmbedding(EmbeddingAttributes):
                 refuse_sequence(self, ids)
             sequence_dim = self.sequence_dimension
         try:
-            out = self._lookup(ids) if size == 1 or self.shard_across_embedding else self._lookup_own(ids)
+            out = self._lookup(ids) if size == 1 or self.shard_across_embedding else own_rows(ids, self.weight, self)
         except RuntimeError as error:
             refuse_ids(self, ids, error)
             raise
@@ -168,9 +170,9 @@ class ParallelEmbedding(EmbeddingAttributes):
             ids, self.weight, self.padding_idx, self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse
         )
 
-    def _lookup_own(self, ids: torch.Tensor) -> torch.Tensor:
+    def rows_of(self, ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Rows of the ids that this rank holds, zeros for the others."""
-        count = self.weight.shape[0]
+        count = weight.shape[0]
         on_cpu = type(ids) is torch.Tensor and ids.device.type == "cpu"  # where it costs no synchronisation
         if on_cpu and not ids.is_floating_point():  # floats are refused by the lookup
             check_ids(ids, self.num_embeddings, None, "ParallelEmbedding: id")
@@ -183,13 +185,13 @@ class ParallelEmbedding(EmbeddingAttributes):
             has_values = type(local) is torch.Tensor and not local.is_meta
             used_rows = local[~elsewhere] if has_values else local.masked_fill(elsewhere, 0)
             with torch.no_grad():
-                torch.embedding_renorm_(self.weight, used_rows, self.max_norm, self.norm_type)
+                torch.embedding_renorm_(weight, used_rows, self.max_norm, self.norm_type)
         local = local.masked_fill(elsewhere, 0)
         padding = None
         if self.padding_idx is not None and isinstance(rank, int):
             padding = self.padding_idx - concrete(rank) * count
         out = F.embedding(
-            local, self.weight, padding if padding is not None and 0 <= padding < count else None, sparse=self.sparse
+            local, weight, padding if padding is not None and 0 <= padding < count else None, sparse=self.sparse
         )
         if self.padding_idx is not None and not isinstance(rank, int):  # which rank has the row is no constant here
             out = torch.where((ids == self.padding_idx).unsqueeze(-1), out.detach(), out)
@@ -197,3 +199,11 @@ class ParallelEmbedding(EmbeddingAttributes):
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}, local_weight={list(self.weight.shape)}"
+
+
+def own_rows(ids: torch.Tensor, weight: torch.Tensor, layer: ParallelEmbedding) -> torch.Tensor:
+    """`layer.rows_of(ids, weight)`, for which tensors that hold local ones have a handler."""
+    if holds_local(ids, weight):
+        result: torch.Tensor = handle_torch_function(own_rows, (ids, weight), ids, weight, layer)
+        return result
+    return layer.rows_of(ids, weight)

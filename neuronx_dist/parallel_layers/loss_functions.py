@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 from torch.compiler import is_dynamo_compiling
-from torch.overrides import handle_torch_function, has_torch_function_unary
+from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from .. import comm, spmd
 from ..comm import Communicator
@@ -282,7 +282,7 @@ def parallel_cross_entropy(
         RuntimeError: in backward, with `inplace_logits=True`: it is the second one, or the logits have other users.
         IndexError: a label is outside the vocabulary (checked on CPU, where it costs no synchronisation).
     """
-    if has_torch_function_unary(parallel_logits):
+    if has_torch_function_variadic(parallel_logits, labels):
         options: dict[str, Any] = {
             "vocab_size": vocab_size,
             "inplace_logits": inplace_logits or None,
@@ -290,7 +290,7 @@ def parallel_cross_entropy(
         }
         return handle_torch_function(
             parallel_cross_entropy,
-            (parallel_logits,),
+            (parallel_logits, labels),
             parallel_logits,
             labels,
             label_smoothing,

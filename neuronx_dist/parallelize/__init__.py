@@ -1,7 +1,6 @@
 """Any module becomes a parallel program: recorded, divided by the typing rules, chosen exactly, emitted, checked.
 
     from neuronx_dist.parallelize import ComputeConfig, build_optimizer, parallelize
-    from neuronx_dist.parallelize import ComputeConfig, parallelize
 
     parallel = parallelize(Net(), {"x": example}, "autodist", ComputeConfig(plan_ngpus=2))
     optimizer = build_optimizer(parallel, torch.optim.AdamW)
@@ -16,24 +15,13 @@ composites.py  functions of a shard that torch's need all of; composite_strategi
 choose.py      which strategy every call gets, exactly: tables.py, the costs as tables over variables; blocks.py
 policies.py    policies by name: graph.py, the graph in a policy's hands; nodes.py; plans.py, a division as a file
 emit.py        Python source: body.py, its lines; source_text.py, calls and values; stored.py, what a module keeps
+stages.py      what each pipeline stage runs and sends; pipelined.py runs them by a schedule
 verify.py      the source's types, and its values beside one process; emitted.py: a source imported without a file
 module.py      what an emitted class inherits; constants.py: tensors that are a part of the code
 generation.py  files, written once in a job and reused: files.py, keys.py, fingerprint.py
+register.py    rules for functions of users: annotation.py, their notation
+state_dicts.py merged and deduped: layouts.py, optimizer_layout.py; broadcast.py: weights sent to other units
 optimizer.py   optimizers whose gradients are summed over units: gradient_sync.py, reducer.py
-api.py        `parallelize`, from end to end
-program.py    the program and its division: what every step works on
-record.py     a forward becomes a program (translate.py, builder.py; in_place.py, memory.py: writes become values)
-decompose.py  means and losses as sums; interpret.py runs a program in one process
-strategies.py the strategies of a call (congruence.py: integers of the local call; conversions.py: between types)
-choose.py     one strategy for each call (tables.py)
-policies.py   policies by name (graph.py, nodes.py: the graph in a policy's hands; plans.py: a division as a file)
-emit.py       Python source (body.py: its lines; source_text.py: calls and values; stored.py: what a module keeps)
-verify.py     the source's types and values (emitted.py imports it without a file)
-module.py     what an emitted class inherits (constants.py)
-config.py     `ComputeConfig` and options
-generation.py files: written once in a job, reused (files.py, keys.py, fingerprint.py)
-state_dicts.py checkpoints merged and deduped: layouts.py, optimizer_layout.py; broadcast.py: weights to who has none
-register.py    functions without a typing rule: annotation.py
 """
 
 from .api import parallelize

@@ -222,4 +222,6 @@ def _initial(name: str, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, tor
 
 def _loaded(generated: Generated, config: ComputeConfig) -> type[ParallelModule]:
     constants = constants_from_text(generated.text(CONSTANTS))
-    return parallel_class(generated.module(CODE), config, generated.weights, constants)
+    loaded = parallel_class(generated.module(CODE), config, generated.weights, constants)
+    loaded.SOURCE = generated.text(CODE)
+    return loaded

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-from ..planning.choice import Impossible, minimize
+from ..planning.choice import Impossible, TooLarge, minimize
 from ..planning.costs import Costs
 from ..planning.plan import PlanError
 from ..planning.stages import balanced
@@ -27,6 +27,7 @@ __all__ = ["Constraints", "Problem", "Solution", "choose", "is_whole", "stage_st
 
 Candidates = Callable[[Call, int], Sequence[Strategy]]
 NEGLIGIBLE = 0.01  # of all seconds
+LARGEST = 4_000_000  # entries of a table
 
 
 def choose(
@@ -72,10 +73,27 @@ class Problem:
         self, program: Program, axis: str, size: int, costs: Costs, constraints: Constraints, candidates: Candidates
     ) -> None:
         self.program, self.axis, self.size, self.costs, self.constraints = program, axis, size, costs, constraints
-        found = {call: list(candidates(call, size)) for call in program.calls}
-        self.types = self._leaf_types(found)
-        self.options = self._possible(found)
-        self.tables = Tables(program, size, costs, self.options, self.types, backward=program.training)
+        self.found = {call: list(candidates(call, size)) for call in program.calls}
+        self.types = self._leaf_types(self.found)
+        independent, negligible = self._independent()
+        # From exact to simpler, each tried if the one before needs tables that are too large: what all layers read
+        # couples all of them.
+        whole = independent if negligible else set()
+        self._attempts = [(whole, None), (independent, None), (independent, 2), (independent, 1)]
+        self._build(*self._attempts.pop(0))
+
+    def _build(self, left_whole: set[Call], forms: int | None) -> None:
+        """The options of each call and their tables.
+
+        Args:
+            left_whole: calls that stay whole on every rank.
+            forms: how many types a value of many consumers may be converted to; None: any number.
+        """
+        self.options = self._possible(self.found, left_whole)
+        backward = self.program.training
+        self.tables = Tables(
+            self.program, self.size, self.costs, self.options, self.types, backward=backward, forms=forms
+        )
 
     def _leaf_types(self, found: Mapping[Call, Sequence[Strategy]]) -> dict[Value, list[SpmdType]]:
         """The types that each leaf may have: of a parameter I, and the shards that its consumers want."""
@@ -98,10 +116,9 @@ class Problem:
             types[value] = left
         return types
 
-    def _possible(self, found: Mapping[Call, Sequence[Strategy]]) -> dict[Call, list[Strategy]]:
+    def _possible(self, found: Mapping[Call, Sequence[Strategy]], left_whole: set[Call]) -> dict[Call, list[Strategy]]:
         """The strategies whose operands can be had, one for each combination of types, the fastest."""
         made: dict[Value, set[SpmdType]] = {value: set(types) for value, types in self.types.items()}
-        fixed = self._negligible()
         options: dict[Call, list[Strategy]] = {}
         for call in self.program.calls:
             operands = operands_of(call)
@@ -109,7 +126,7 @@ class Problem:
             for strategy in found[call]:
                 if not self.constraints.allows(call, strategy):
                     continue
-                if (call in fixed or self.size == 1) and not is_whole(strategy):
+                if (call in left_whole or self.size == 1) and not is_whole(strategy):
                     continue
                 wants = zip(operands, strategy.operands, strict=True)
                 if all(reachable(value, made[value], want, self.size) for value, want in wants):
@@ -123,13 +140,13 @@ class Problem:
                 made[result] = {strategy.results[index] for strategy in options[call]}
         return options
 
-    def _negligible(self) -> set[Call]:
-        """Calls that depend on no parameter and together take next to no time (masks, positions): they stay whole.
+    def _independent(self) -> tuple[set[Call], bool]:
+        """Calls that depend on no parameter (masks, positions), and whether they take next to no time.
 
-        Whatever they were cut into, the rest of the program could gain no more than their time.
+        Whatever they were cut into, the program could gain no more than their time.
         """
         dependent = set(self.program.parameters)
-        free: list[Call] = []
+        found: set[Call] = set()
         seconds = {True: 0.0, False: 0.0}
         for call in self.program.calls:
             operands = operands_of(call)
@@ -137,10 +154,10 @@ class Problem:
             if depends:
                 dependent.update(call.results)
             elif not self.constraints.strategies.get(call):
-                free.append(call)
+                found.add(call)
             moved = sum(map(bytes_of, (*operands, *call.results)))
-            seconds[depends] += self.costs.compute(call.flops, moved, backward=False)
-        return set(free) if seconds[False] * self.size < NEGLIGIBLE * seconds[True] else set()
+            seconds[depends] += max(call.flops / self.costs.flops, moved / self.costs.bandwidth)
+        return found, seconds[False] * self.size < NEGLIGIBLE * seconds[True]
 
     def _none_left(self, call: Call, found: Sequence[Strategy]) -> PlanError:
         names = [strategy.name for strategy in found]
@@ -162,7 +179,12 @@ class Problem:
         tables = self.tables.all(price)
         tables += [self.tables.only(call, strategy) for call, strategy in (forced or {}).items()]
         try:
-            choice = minimize(self.tables.sizes, tables)
+            choice = minimize(self.tables.sizes, tables, limit=LARGEST)
+        except TooLarge:
+            if not self._attempts:
+                raise
+            self._build(*self._attempts.pop(0))
+            return self.solve(price, forced)
         except Impossible as impossible:
             owners = [self.tables.owner[variable] for variable in impossible.variables]
             raise PlanError(f"the plan contradicts itself: no strategies fit together at {_listed(owners)}") from None

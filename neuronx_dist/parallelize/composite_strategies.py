@@ -22,7 +22,7 @@ DRAWING: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.dropout: composites.dropout,
     F.scaled_dot_product_attention: composites.scaled_dot_product_attention,
 }
-"""Functions that draw random numbers, and their composites for a shard, which take the axis beside."""
+"""Functions that draw random numbers, and their composites for a shard."""
 
 
 class Composite(NamedTuple):

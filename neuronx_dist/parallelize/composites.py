@@ -235,23 +235,24 @@ def _move(running: Tensor | None, value: Tensor, momentum: float) -> None:
 # --- random numbers ---
 
 
-def _with_own_numbers(function: Callable[..., Tensor], axis: str, *args: Any, **kwargs: Any) -> Tensor:
-    """A call that draws from the stream that differs by tensor-parallel rank; the default stream stays where it is.
+def _with_own_numbers(function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    """A call that draws from this rank's own stream; torch's own generator, of whole values, stays where it is.
 
-    Where nobody seeded it (`spmd.random.manual_seed`), it begins at the seed of torch's own generator.
+    Where nobody seeded the stream (`spmd.random.manual_seed`), it begins at the seed of torch's own generator and this
+    rank's number, so that units differ too.
     """
     own = streams()
     if TENSOR_PARALLEL not in own.get_states():
-        own.add(TENSOR_PARALLEL, torch.initial_seed() % 2**62 + 2718 + concrete(comm.communicator(axis).rank))
+        own.add(TENSOR_PARALLEL, torch.initial_seed() % 2**62 + 2718 + concrete(comm.rank("world")))
     with own.fork():
         return function(*args, **kwargs)
 
 
-def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, *, axis: str) -> Tensor:
+def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
     """Dropout of a shard, whose mask is another one on every rank."""
-    return _with_own_numbers(F.dropout, axis, input, p, training, inplace)
+    return _with_own_numbers(F.dropout, input, p, training, inplace)
 
 
-def scaled_dot_product_attention(*args: Any, axis: str, **kwargs: Any) -> Tensor:
+def scaled_dot_product_attention(*args: Any, **kwargs: Any) -> Tensor:
     """Attention with dropout of a shard of the batch, the heads or the queries."""
-    return _with_own_numbers(F.scaled_dot_product_attention, axis, *args, **kwargs)
+    return _with_own_numbers(F.scaled_dot_product_attention, *args, **kwargs)

@@ -80,6 +80,7 @@ class ParallelModule(Container):
     SIZE: ClassVar[int] = 1
     STORED: ClassVar[dict[str, Stored]] = {}
     INPUTS: ClassVar[dict[str, tuple[list[int], torch.dtype]]] = {}
+    SOURCE: ClassVar[str] = ""  # the text of the file
     FIXED: ClassVar[dict[str, Any]] = {}
     WEIGHTS: ClassVar[Callable[[], Mapping[str, torch.Tensor]]]  # whole initial parameters and buffers, by name
     CONSTANTS: ClassVar[Mapping[str, torch.Tensor]]
@@ -95,13 +96,13 @@ class ParallelModule(Container):
         super().__init__()
         self._index = self._own_index()
         weights = type(self).WEIGHTS() if init_params else None
-        own = self._own_stored()
-        for name, stored in own.items():
-            if stored.kind != "tied":
-                self._register(name, stored, self.CONSTANTS if stored.kind == "constant" else weights)
-        for name, stored in own.items():
-            if stored.kind == "tied":
-                self._tie(name, stored.same_as)
+        tensors: dict[str, torch.Tensor] = {}
+        for name, stored in self._own_stored().items():  # in the order of the original's state dict
+            first = stored.same_as or name
+            if first not in tensors:
+                of_first = self.STORED[first]
+                tensors[first] = self._part(first, of_first, self.CONSTANTS if of_first.kind == "constant" else weights)
+            self._register(name, self.STORED[first], tensors[first], weights is None)
         self._pipeline = self._own_pipeline() if self.RANKS > 1 else None
 
     def _own_index(self) -> int:
@@ -142,8 +143,8 @@ class ParallelModule(Container):
         }
         return Pipelined(self, self.RANKS, len(self.STAGES), self.MICROBATCHES, self.SCHEDULE, tied)
 
-    def _register(self, name: str, stored: Stored, source: Mapping[str, torch.Tensor] | None) -> None:
-        owner, attribute = self._owner(name)
+    def _part(self, name: str, stored: Stored, source: Mapping[str, torch.Tensor] | None) -> torch.Tensor:
+        """This rank's part of a stored tensor; without a source it is empty."""
         spec = stored.spec(self.AXIS, self.SIZE)
         if source is None:
             tensor = torch.empty(spec.local_shape, dtype=stored.dtype)
@@ -155,22 +156,17 @@ class ParallelModule(Container):
                     f"emitted for {list(stored.shape)}: these are weights of another model"
                 )
             tensor = spec.local_slice(whole, self._index).to(torch.get_default_device(), copy=True).contiguous()
-        if stored.kind == "parameter":
-            owner.register_parameter(attribute, nn.Parameter(tensor, requires_grad=stored.trained))
-            set_spec(owner, attribute, spec)
+        return nn.Parameter(tensor, requires_grad=stored.trained) if stored.kind == "parameter" else tensor
+
+    def _register(self, name: str, stored: Stored, tensor: torch.Tensor, is_empty: bool) -> None:
+        owner, attribute = self._owner(name)
+        if isinstance(tensor, nn.Parameter):
+            owner.register_parameter(attribute, tensor)
+            set_spec(owner, attribute, stored.spec(self.AXIS, self.SIZE))
             return
         owner.register_buffer(attribute, tensor, persistent=stored.kind == "buffer" and stored.persistent)
-        if source is None and not tensor.is_meta:
+        if is_empty and stored.kind == "buffer" and not tensor.is_meta:
             owner.__dict__["_uninitialised"][attribute] = name
-
-    def _tie(self, name: str, first: str) -> None:
-        owner, attribute = self._owner(name)
-        other, other_attribute = self._owner(first)
-        if other_attribute in other._parameters:
-            owner.register_parameter(attribute, other._parameters[other_attribute])
-        else:
-            persistent = other_attribute not in other._non_persistent_buffers_set
-            owner.register_buffer(attribute, other._buffers[other_attribute], persistent)
 
     def _owner(self, name: str) -> tuple[Container, str]:
         """The container of a parameter or buffer, made if there is none, and its name there."""

@@ -29,7 +29,7 @@ def record_program(module: nn.Module, arguments: Mapping[str, Any], *, training:
     Args:
         module: may be on meta.
         arguments: of forward, by name: tensors (of which only shape, strides and dtype count) in any containers, and
-            whatever else.
+            whatever else. They are taken to be where the module is.
         training: the mode to record it in. What `module.train(training)` leaves as it is (frozen submodules) stays so;
             a module that is in that mode already is recorded as it is.
 
@@ -41,7 +41,8 @@ def record_program(module: nn.Module, arguments: Mapping[str, Any], *, training:
     with restored(module), comm.as_rank(Mesh(1), 0):
         if module.training != training:
             module.train(training)
-        recording = record(module, dict(arguments), leaves=False, bodies=BODIES)
+        weights = (x.device for x in (*module.parameters(), *module.buffers()) if not x.is_meta)
+        recording = record(module, dict(arguments), device=next(weights, None), leaves=False, bodies=BODIES)
     order = [name for name, _ in (*module.named_parameters(), *module.named_buffers())]
     return translate(recording, dict(arguments), order, training)
 

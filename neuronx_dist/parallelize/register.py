@@ -14,7 +14,7 @@ import inspect
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.overrides import handle_torch_function, has_torch_function
@@ -70,7 +70,7 @@ def register_op(
         groups = tuple((i,) for i in (_measured(op, *arguments) if arguments else ())) if linear is None else None
         called = _as_one_call(target, inner)
         linear_in = groups if groups is not None else tuple((index,) for index in linear or ())
-        rule(called, name=op.name, linear=linear_in, random=random)(op.spec)
+        rule(called, name=op.name, linear=linear_in, random=lambda *args, **kwargs: random)(op.spec)
         if is_function:
             target.apply = staticmethod(called)
             return target
@@ -112,10 +112,20 @@ class _Operator:
         annotation, bound = self.annotation(args, kwargs), self.bound(args, kwargs)
         shapes = [tuple(value.shape) if _is_tensor(value) else None for value in bound.values()]
         dims, spec = annotation.spec(shapes, bound, self.name)
-        by_operand = {id(value): each for value, each in zip(bound.values(), dims)}
-        tensor = type(next((value for value in bound.values() if _is_tensor(value)), None))
-        given = operands(args, kwargs, torch.Tensor if issubclass(tensor, torch.Tensor) else tensor)
-        return spec._replace(ins=tuple(by_operand.get(id(value)) for value in given))
+        by_name = dict(zip(bound, dims))
+        return spec._replace(ins=tuple(by_name[name] for name in self.operand_names(args, kwargs)))
+
+    def operand_names(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[str]:
+        """The parameters that tensors are given for, in the order of the rules' operands."""
+        named = [_Slot(name) if _is_tensor(value) else value for name, value in zip(self.signature.parameters, args)]
+        slots = {name: _Slot(name) if _is_tensor(value) else value for name, value in kwargs.items()}
+        return [slot.name for slot in operands(named, slots, _Slot)]
+
+
+class _Slot(NamedTuple):
+    """Stands for the tensor that is given for a parameter."""
+
+    name: str
 
 
 def _is_tensor(value: Any) -> bool:
@@ -201,7 +211,7 @@ def _verify(op: _Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> No
     """
     annotation, bound = op.annotation(args, kwargs), op.bound(args, kwargs)
     spec = op.spec(*args, **kwargs)
-    given = operands(args, dict(kwargs))
+    dims_of = dict(zip(op.operand_names(args, kwargs), spec.ins))
     with torch.no_grad():
         whole = _tensors(op.function(*args, **kwargs))
         if [tuple(result.shape) for result in whole] != [_shape(dims, spec.sizes) for dims in spec.outs]:
@@ -215,12 +225,10 @@ def _verify(op: _Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> No
                 continue
             halves = []
             for half in range(2):
-                cut = {
-                    id(x): _half(x, dims, label, spec.sizes, half)
-                    for x, dims in zip(given, spec.ins)
-                    if dims is not None
+                local = {
+                    name: value if dims_of.get(name) is None else _half(value, dims_of[name], label, spec.sizes, half)
+                    for name, value in bound.items()
                 }
-                local = {name: cut.get(id(value), value) for name, value in bound.items()}
                 if isinstance(local.get(names[label]), int):
                     local[names[label]] = size // 2
                 halves.append(_call(op, local, names[label]))
@@ -268,21 +276,20 @@ def _compare(
 
 def _measured(op: _Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[int]:
     """The operands in which the function is linear, as far as an example shows."""
-    given = operands(args, dict(kwargs))
     bound = op.bound(args, kwargs)
     linear = []
 
-    def value(index: int, replacement: torch.Tensor) -> list[torch.Tensor]:
-        arguments = {name: replacement if x is given[index] else x for name, x in bound.items()}
-        return _call(op, arguments, "an operand")
+    def value(name: str, replacement: torch.Tensor) -> list[torch.Tensor]:
+        return _call(op, {**bound, name: replacement}, "an operand")
 
     with torch.no_grad():
-        for index, x in enumerate(given):
+        for index, name in enumerate(op.operand_names(args, kwargs)):
+            x = bound[name]
             if not x.is_floating_point():
                 continue
             other = torch.randn(x.shape, generator=torch.Generator().manual_seed(index + 1)).to(x)
-            sums = value(index, 2 * x - 3 * other)
-            parts = zip(value(index, x), value(index, other))
+            sums = value(name, 2 * x - 3 * other)
+            parts = zip(value(name, x), value(name, other))
             if all(torch.allclose(a, 2 * b - 3 * c, rtol=1e-6, atol=1e-6) for a, (b, c) in zip(sums, parts)):
                 linear.append(index)
     return linear

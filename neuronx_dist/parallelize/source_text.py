@@ -52,13 +52,14 @@ class Imports:
         self.taken = set(taken)
 
     def name(self, target: Any) -> str:
-        """The name of a class or function of a module's top level.
+        """The name of a class or function of a module's top level, or of a member of one.
 
         Raises:
             ValueError: it is not to be found by its name.
         """
-        module, name = getattr(target, "__module__", None), getattr(target, "__qualname__", "")
-        if not module or not name.isidentifier() or module == "__main__":
+        module, path = getattr(target, "__module__", None), getattr(target, "__qualname__", "")
+        name, *inner = path.split(".")  # `Function.apply`
+        if not module or not all(part.isidentifier() for part in (name, *inner)) or module == "__main__":
             raise ValueError(
                 f"{target!r} cannot be imported by an emitted file: define it at the top level of a module"
                 + (" other than the script that runs" if module == "__main__" else "")
@@ -68,7 +69,7 @@ class Imports:
             alias, line = f"{name}_{number}", f"from {module} import {name} as {name}_{number}"
             number += 1
         self.lines[alias] = line
-        return alias
+        return ".".join([alias, *inner])
 
 
 def attribute(path: str) -> str:

@@ -103,10 +103,10 @@ def _of_value(value: Value, spmd_type: SpmdType) -> Stored:
 def _of_module(module: nn.Module, types: Mapping[str, SpmdType]) -> dict[str, Stored]:
     stored: dict[str, Stored] = {}
     first: dict[int, str] = {}  # by id of the tensor: the name that the programs call it by, else its first
-    named = [
-        *((name, parameter, "parameter") for name, parameter in module.named_parameters(remove_duplicate=False)),
-        *((name, buffer, "buffer") for name, buffer in module.named_buffers(remove_duplicate=False)),
-    ]
+    named: list[tuple[str, torch.Tensor, str]] = []
+    for path, owner in module.named_modules(remove_duplicate=False):  # in the order of state dicts
+        for kind, table in (("parameter", owner._parameters), ("buffer", owner._buffers)):
+            named += [(f"{path}.{key}" if path else key, x, kind) for key, x in table.items() if x is not None]
     for name, tensor, _ in named:
         if id(tensor) not in first or (name in types and first[id(tensor)] not in types):
             first[id(tensor)] = name

@@ -26,6 +26,7 @@ __all__ = ["Constraints", "Held", "Tables", "bytes_of", "saves"]
 
 Wants = tuple[frozenset[int], ...]  # of each option of a consumer the types that it wants a value in, by number
 GRAIN = 2.0**-40  # seconds: sums of multiples of it are exact in float64 up to 8192 s
+FEW = 4  # consumers
 MAX_FORMS = 6  # types in one variable of forms
 
 
@@ -83,6 +84,7 @@ class Tables:
     Args:
         options: the strategies that each call may have, none of them empty.
         types: the types that each leaf of the program may have.
+        forms: how many types a value of many consumers may be converted to; None: any number, which is exact.
     """
 
     def __init__(
@@ -94,9 +96,11 @@ class Tables:
         types: Mapping[Value, Sequence[SpmdType]],
         *,
         backward: bool,
+        forms: int | None = None,
     ) -> None:
         self.program, self.size, self.costs, self.backward = program, size, costs, backward
         self.options, self.types = options, types
+        self.forms = forms
         self.sizes: list[int] = []
         self.owner: list[Call | Value] = []  # what each variable is about, for messages
         self.variable: dict[Call | Value, int] = {}  # of calls and parameters
@@ -252,7 +256,8 @@ class Tables:
         paid = [form for form in every if price or any(self.conversion(value, t, form) > 0 for t in made)]
         for start in range(0, len(paid), MAX_FORMS):
             group = paid[start : start + MAX_FORMS]
-            sets = _subsets(group, max(len(forms) for _, wanted in wants for forms in wanted) * len(wants))
+            most = max(len(forms) for _, wanted in wants for forms in wanted) * len(wants)
+            sets = _subsets(group, self.forms if self.forms and len(wants) > FEW else most)
             forms = len(self.sizes)
             self.sizes.append(len(sets))
             self.owner.append(value)

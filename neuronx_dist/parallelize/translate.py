@@ -219,10 +219,9 @@ class _Translator:
             self.tensors[node] = tensor
 
     def _is_fresh(self, tensor: Tensor) -> bool:
-        """Nobody has read it, and no other tensor is of its memory: to write it in place is to make it."""
-        alone = sum(other.memory is tensor.memory for other in {*self.tensors.values()}) == 1
+        """Nobody has read it, nor made a view of it, and it is none: to write it in place is to make it."""
         used = any(tensor.value in values_in((call.args, call.kwargs)) for call in self.builder.calls)
-        return alone and not used and tensor.memory.leaf is None and tensor.value.producer is not None
+        return not used and tensor.base is None and tensor.memory.leaf is None
 
     def _add_buffer_write(self, node: fx.Node, call: Call) -> None:
         """A function that writes operands beside its result: batch norm, and its statistics."""

@@ -170,8 +170,13 @@ def _play(
         with torch.device("meta"):
             module = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, layout.dtype))
         num_parameters = sum(param.numel() for param in module.parameters())
-        padding = dict(pad_heads=layout.pad_heads, pad_vocab=layout.pad_vocab)
-        hf.swap(module, sequence_parallel=layout.sequence_parallel, inplace_logits=True, **padding)
+        hf.swap(
+            module,
+            sequence_parallel=layout.sequence_parallel,
+            pad_heads=layout.pad_heads,
+            pad_vocab=layout.pad_vocab,
+            inplace_logits=True,
+        )
         num_microbatches = layout.training_schedule.microbatches_until_repeat(stage)
         model = NxDPPModel(
             module,

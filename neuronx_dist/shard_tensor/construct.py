@@ -16,6 +16,7 @@ from .device_mesh import DeviceMesh, current_mesh
 from .placements import Placement, Shard
 from .spec import ShardTensorSpec, make_spec
 from .tensor import ShardTensor, as_leaf, wrap
+from .typed import carried
 
 __all__ = [
     "arange",
@@ -73,7 +74,9 @@ def distribute_tensor(
         local = own_piece(tensor.detach(), spec).clone()
     else:
         local = _sent(tensor.detach(), spec, src, tensor.dtype, tensor.device)
-    return as_leaf(local, spec, tensor.requires_grad)
+    result = as_leaf(local, spec, tensor.requires_grad)
+    carried(tensor, result._local)
+    return result
 
 
 def scatter_tensor(

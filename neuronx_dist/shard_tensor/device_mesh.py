@@ -9,16 +9,19 @@ give the same object, so that layouts are compared by `is`. Its groups are made 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from math import prod
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
 from .. import comm
 from ..comm import Communicator, launch
 from ..comm.context import Context
+from ..comm.rank_numbers import concrete
 from ..mesh import DENSE_AXES, Axis, Mesh
 from ..spmd import no_typecheck
 from ..spmd.watching import active
@@ -58,7 +61,8 @@ class DeviceMesh:
     tables: dict[str, Any]  # other things that live as long as the mesh
 
     def __new__(cls, device_type: str, mesh: Any, *, mesh_dim_names: Sequence[str] | None = None) -> DeviceMesh:
-        ranks = torch.as_tensor(mesh, dtype=torch.int64, device="cpu")
+        with _with_values():
+            ranks = torch.as_tensor(mesh, dtype=torch.int64, device="cpu")
         return _interned(device_type, ranks, None if mesh_dim_names is None else tuple(mesh_dim_names))
 
     @classmethod
@@ -70,9 +74,9 @@ class DeviceMesh:
         """
         context = _context()
         names = (axes,) if isinstance(axes, str) else axes
-        ranks = torch.tensor(context.mesh.group_of(axes, context.rank)).view(
-            [context.mesh.size(name) for name in names]
-        )
+        sizes = [context.mesh.size(name) for name in names]
+        with _with_values():
+            ranks = torch.tensor(context.mesh.group_of(axes, concrete(context.rank))).view(sizes)
         return _interned(device_type, ranks, tuple(names), names)
 
     @classmethod
@@ -261,6 +265,13 @@ def _context() -> Context:
     return comm.current()
 
 
+@contextmanager
+def _with_values() -> Iterator[None]:
+    """Inside, tensors have values and no types, also in a check: numbers of ranks."""
+    with no_typecheck(), unset_fake_temporarily():
+        yield
+
+
 def _interned(
     device_type: str,
     ranks: torch.Tensor,
@@ -269,6 +280,17 @@ def _interned(
 ) -> DeviceMesh:
     """The one mesh of these ranks and names in this context. `groups`: along each dim, where they are known."""
     context = _context()
+    with _with_values():
+        return _known(context, device_type, ranks, names, groups)
+
+
+def _known(
+    context: Context,
+    device_type: str,
+    ranks: torch.Tensor,
+    names: tuple[str, ...] | None,
+    groups: Sequence[Axis | Communicator] | None,
+) -> DeviceMesh:
     if ranks.ndim == 0:
         ranks = ranks.view(1)
     numbers = tuple(ranks.flatten().tolist())

@@ -14,7 +14,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from .. import comm
 from ..comm import Communicator
+from ..spmd import no_typecheck
 from .intervals import bounds_of
+from .typed import exchanged
 
 __all__ = ["ask", "fetch", "has_values", "position_type"]
 
@@ -44,6 +46,7 @@ def position_type(size: int) -> torch.dtype:
     return torch.int32 if size <= torch.iinfo(torch.int32).max else torch.int64
 
 
+@no_typecheck()  # of positions, and no values
 def ask(index: torch.Tensor, sizes: Sequence[int], communicator: Communicator) -> Questions:
     """Asks the owners of a dim that is sharded in `sizes` for the positions `index`, [n], each >= 0.
 
@@ -70,8 +73,12 @@ def ask(index: torch.Tensor, sizes: Sequence[int], communicator: Communicator) -
 
 def fetch(x: torch.Tensor, questions: Questions) -> torch.Tensor:
     """The rows that this rank asked for, [n, ..], of which each rank holds a shard [rows, ..]. Differentiable."""
-    result: torch.Tensor = _Fetch.apply(x, questions, None)
-    return result
+
+    def run() -> torch.Tensor:
+        result: torch.Tensor = _Fetch.apply(x, questions, None)
+        return result
+
+    return exchanged(run, x, questions.communicator, 0)
 
 
 class _Fetch(torch.autograd.Function):

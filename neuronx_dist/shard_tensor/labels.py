@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..call_site import call_site
+from ..spmd.watching import active
 from .device_mesh import DeviceMesh
 from .handlers import check_promotion
 from .placements import Partial, Placement, Replicate, Shard
@@ -22,6 +23,7 @@ from .redistribute import Step, steps, used_by, used_together
 from .report import note, watched
 from .spec import ShardTensorSpec, make_spec
 from .tensor import ShardTensor, local_of
+from .typed import promoted
 
 __all__ = ["Labels", "New", "inside", "one_mesh", "planned"]
 
@@ -108,6 +110,7 @@ def inside(
     key: list[Any] = [rule, result, *extras]
     locals_: list[Any] = []
     mesh = None
+    plain: list[torch.Tensor] = []
     for x in operands:
         if isinstance(x, ShardTensor):
             spec = x._spec
@@ -123,8 +126,12 @@ def inside(
                 key.append(None)
             else:
                 check_promotion(x, rule.__name__)
+                plain.append(x)
                 key.append(x.shape)
     assert mesh is not None
+    if plain and active() is not None:
+        for x in plain:
+            promoted(x, mesh)
     full_key = tuple(key)
     plan = mesh.plans.get(full_key)
     if plan is None:

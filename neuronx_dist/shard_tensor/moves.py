@@ -29,7 +29,7 @@ from . import typed
 from .exchange import exchange
 from .intervals import bounds_of, repartition
 
-__all__ = ["gather", "scatter_sum", "split", "transpose"]
+__all__ = ["gather", "gather_each", "scatter_sum", "split", "transpose"]
 
 Sizes = tuple[int, ...]
 
@@ -55,6 +55,11 @@ def gather(x: torch.Tensor, communicator: Communicator, dim: int, sizes: Sizes, 
     if shards.equal:
         return spmd.all_gather(x, communicator, src=S(dim), dst=R if used else I)
     return _apply(x, _Between("gather_R" if used else "gather_I", communicator, shards, shards))
+
+
+def gather_each(x: torch.Tensor, communicator: Communicator) -> torch.Tensor:
+    """What each rank has, of equal shapes, stacked: `[ranks, *x.shape]`."""
+    return gather(typed.shards(x.unsqueeze(0), {communicator: 0}), communicator, 0, (1,) * communicator.size)
 
 
 def split(x: torch.Tensor, communicator: Communicator, dim: int, sizes: Sizes, *, used: bool = False) -> torch.Tensor:

@@ -17,12 +17,14 @@ from ..comm import Communicator
 from ..comm.transforms import transforming
 from ..spmd import I, P, R
 from ..spmd.rows import ROWS
+from ..spmd.watching import active
 from . import moves
 from .device_mesh import DeviceMesh
 from .extremes import extreme
 from .other_mesh import moved_to_mesh
 from .placements import Partial, Placement, Replicate, Shard
 from .spec import ShardTensorSpec, gradient_spec
+from .typed import laid_out
 
 __all__ = ["Step", "nothing_of", "redistributed", "run", "steps", "used_by", "used_together"]
 
@@ -37,7 +39,12 @@ def redistributed(local: torch.Tensor, spec: ShardTensorSpec, target: ShardTenso
     Raises:
         ValueError: the target is a layout of another shape.
     """
-    return local if spec is target else run(local, steps(spec, target))
+    if spec is target:
+        return local
+    result = run(local, steps(spec, target))
+    if active() is not None:
+        laid_out(result, target)
+    return result
 
 
 def run(local: torch.Tensor, steps: Sequence[Step]) -> torch.Tensor:

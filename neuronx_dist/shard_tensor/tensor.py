@@ -27,7 +27,7 @@ from .local_shapes import local_spec
 from .placements import Placement
 from .redistribute import nothing_of, redistributed
 from .spec import ShardTensorSpec, gradient_spec, make_spec
-from .typed import declared
+from .typed import declared, laid_out, promoted
 
 __all__ = ["ShardTensor", "gradient_spec", "in_layout", "local_of", "wrap", "written"]
 
@@ -47,7 +47,7 @@ class ShardTensor(torch.Tensor):
 
     __slots__ = ("_foreign", "_local", "_spec")
 
-    checked_inside = True  # SpmdTypeMode follows the handlers
+    holds_local = True  # SpmdTypeMode follows the handlers, and parallel layers hand them their functions
 
     _local: torch.Tensor
     _spec: ShardTensorSpec
@@ -75,6 +75,14 @@ class ShardTensor(torch.Tensor):
         for each in result if isinstance(result, (list, tuple)) else (result,):
             if isinstance(each, ShardTensor):  # the graph of what was called lies above, on wrappers
                 each._foreign = True
+        return result
+
+    @staticmethod
+    def as_laid_out(result: Any) -> Any:
+        """What a handler returned, for the type checker: local tensors have the types of their layouts."""
+        for x in result if isinstance(result, (list, tuple)) else (result,):
+            if isinstance(x, ShardTensor):
+                laid_out(x._local, x._spec)
         return result
 
     # --- from and to other tensors
@@ -382,7 +390,7 @@ def in_layout(x: torch.Tensor, spec: ShardTensorSpec) -> torch.Tensor:
         return redistributed(local_of(x), x._spec, spec)
     if spec.mesh.communicators is None:
         return nothing_of(x, spec.local_shape)
-    return redistributed(x, make_spec(spec.mesh, None, x.shape), spec)
+    return redistributed(promoted(x, spec.mesh), make_spec(spec.mesh, None, x.shape), spec)
 
 
 def rebuilt(local: torch.Tensor, spec: ShardTensorSpec, requires_grad: bool, is_param: bool) -> ShardTensor:

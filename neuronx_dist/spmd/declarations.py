@@ -18,6 +18,7 @@ from ..mesh import Mesh
 from ..weights.shard_spec import spec_of
 from .axes import atoms_of
 from .errors import SpmdTypeError, dim_of
+from .held import holds_local, local_tensor
 from .tensor_type import FRESH, NAME, Foreign, Note, Offset, TensorType, note_of, write
 from .types import SAME, UNIFORM, ZERO, I, LocalType, P, R, Shard, SpmdType, V, scaled
 from .watching import active
@@ -51,6 +52,7 @@ def get_local_type(x: torch.Tensor) -> dict[Any, SpmdType]:
         SpmdTypeError: it has none.
     """
     mode = active()
+    x = local_tensor(x)
     note = _present(mode, x)
     if note is None:
         raise SpmdTypeError(
@@ -91,9 +93,10 @@ def assert_type(x: torch.Tensor, types: Mapping[Any, SpmdType] | SpmdType) -> to
     """
     if is_dynamo_compiling():
         return x
-    mode = active()
+    mode, local = active(), local_tensor(x)
     with torch._C.DisableTorchFunction():
-        return _assert_type(mode, x, types)
+        _assert_type(mode, local, types)
+    return x
 
 
 def types_by_atom(
@@ -132,7 +135,7 @@ def types_by_atom(
     return declared
 
 
-def _assert_type(mode: Any, x: torch.Tensor, types: Mapping[Any, SpmdType] | SpmdType) -> torch.Tensor:
+def _assert_type(mode: Any, x: torch.Tensor, types: Mapping[Any, SpmdType] | SpmdType) -> None:
     mesh = mode.mesh if mode is not None else _current_mesh()
     declared = types_by_atom(types, mesh, x.shape, mode.level if mode is not None else "G")
     known = note_of(x) is not None
@@ -171,7 +174,6 @@ def _assert_type(mode: Any, x: torch.Tensor, types: Mapping[Any, SpmdType] | Spm
         origins,
         note.session if note is not None else mode.session if mode is not None else 0,
     )
-    return x
 
 
 def _has_layout(x: torch.Tensor, mode: Any) -> bool:
@@ -207,6 +209,9 @@ def trust(x: torch.Tensor, axis: Any, kind: SpmdType, claim: str = "") -> torch.
     Nothing is done where no check is under way. Unlike `reinterpret` it leaves no trace in autograd.
     """
     mode = active()
+    if mode is not None and holds_local(x):
+        trust(local_tensor(x), axis, kind, claim)
+        return x
     note = _present(mode, x) if mode is not None else None
     if mode is None or note is None:
         return x

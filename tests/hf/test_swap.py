@@ -15,8 +15,10 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from neuronx_dist import comm
 from neuronx_dist.comm.backends import threads
 from neuronx_dist.hf import full_state_dict, swap, transformer_layer_class
+from neuronx_dist.hf.plan import read_plan
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.pipeline.record import recorder as trace
+from neuronx_dist.planning.plan import Plan
 from neuronx_dist.spmd import spec_of
 from neuronx_dist.spmd.random import manual_seed
 from tests.hf.models import (
@@ -95,6 +97,25 @@ def test_same_as_one_process(
     tp: int, heads: int, kv_heads: int, tied: bool, sequence_parallel: bool, pad_heads: bool
 ) -> None:
     _compare(llama_config(heads, kv_heads, tied=tied), tp, sequence_parallel=sequence_parallel, pad_heads=pad_heads)
+
+
+WORDS = {
+    **{f"model.layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"},
+    **{f"model.layers.*.mlp.{name}_proj": "colwise" for name in ("gate", "up")},
+    **{f"model.layers.*.{name}_proj": "rowwise" for name in ("self_attn.o", "mlp.down")},
+}
+
+
+@pytest.mark.parametrize("form", ["words", "layers", "plan"])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_a_plan_that_is_given(form: str, sequence_parallel: bool, tmp_path: Any, monkeypatch: Any) -> None:
+    """Of an architecture that nobody else has a plan for."""
+    config = llama_config(4, 2)
+    layers = read_plan(meta_model(config)).layers(meta_model(config), 2, sequence_parallel=sequence_parallel)
+    Plan(tp=2, layers=tuple(layers)).save(tmp_path / "plan.json")
+    plan = {"words": WORDS, "layers": layers, "plan": Plan.load(tmp_path / "plan.json")}[form]
+    monkeypatch.setattr(LlamaForCausalLM, "tp_plan", {"nothing": "colwise"})
+    _compare(config, 2, plan=plan, sequence_parallel=sequence_parallel)
 
 
 @pytest.mark.parametrize("tp", [1, 2])

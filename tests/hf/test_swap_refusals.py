@@ -10,7 +10,9 @@ from transformers import AutoModelForCausalLM, GPT2Config
 
 from neuronx_dist.comm.backends import threads
 from neuronx_dist.hf import UnsupportedModelError, swap
+from neuronx_dist.hf.plan import read_plan
 from neuronx_dist.mesh import Mesh
+from neuronx_dist.planning.plan import Plan
 from tests.hf.models import SIZES, VOCAB, llama_config, meta_model
 
 
@@ -29,6 +31,21 @@ def test_a_model_without_a_plan_is_refused() -> None:
     message = _refusal(lambda: _from_config(GPT2Config(n_layer=2, n_embd=32, n_head=4, vocab_size=VOCAB)))
     assert "GPT2LMHeadModel (model type 'gpt2') has no tensor-parallel plan" in message
     assert "transformer.h.*.attn.c_attn" in message
+
+
+def test_a_given_plan_that_does_not_fit_is_refused() -> None:
+    def refusal(plan: Any) -> str:
+        return _refusal(lambda: meta_model(llama_config()), kind=ValueError, plan=plan)
+
+    words = {"model.layers.*.mlp.up_proj": "colwise"}
+    assert "does not cover: " in refusal(words) and "model.layers.*.mlp.down_proj" in refusal(words)
+    assert "names model.layer.*.mlp.up_proj, which the model has not; nearest: model.layers.*.mlp.up_proj" in refusal(
+        {"model.layer.*.mlp.up_proj": "colwise"}
+    )
+    layers = read_plan(meta_model(llama_config())).layers(meta_model(llama_config()), 2)
+    assert "the plan has no layer lm_head" in refusal(layers[:-1])
+    assert "has no layers to replace" in refusal(Plan())
+    assert "has no layers to replace" in refusal(["model.layers.0"])
 
 
 def test_layers_outside_the_plan_are_named() -> None:

@@ -230,3 +230,24 @@ def test_a_fused_weight_is_cut_in_blocks():
     fused, out = program.parameters
     division = choose(program, "tp", 4, costs=H100, constraints=Constraints(types={out: (S(1),)}))
     assert division.types[fused] == S(0, stride=3)
+
+
+def scan(steps):
+    """A recurrence over steps, each of which reads a slice of the same three tensors, as state-space models do."""
+    lines = Lines(torch.float32)
+    x = lines.input("x", 2, 16, steps, 8)
+    tables = [lines(torch.Tensor.mul, x, lines.parameter(name, 16, 1, 8)) for name in "abc"]
+    state = lines(torch.Tensor.__getitem__, tables[0], (slice(None), slice(None), 0, slice(None)))
+    for step in range(1, steps):
+        a, b, c = (lines(torch.Tensor.__getitem__, t, (slice(None), slice(None), step, slice(None))) for t in tables)
+        state = lines(torch.Tensor.mul, lines(torch.Tensor.add, lines(torch.Tensor.mul, state, a), b), c)
+    return lines.program(lines(torch.sum, state))
+
+
+def test_values_that_many_calls_read_are_chosen_in_time():
+    """Sixteen consumers of three tensors each: every exact table is too large, the division is still legal."""
+    start = time.process_time()
+    division = choose(scan(16), "tp", 2, costs=SLOW_LINK)
+    assert time.process_time() - start < 10
+    for value, have, want in conversions_of(division):
+        assert conversion(value, have, want, 2) is not None

@@ -251,6 +251,7 @@ REFUSED: dict[str, tuple[Callable[[Function, torch.Tensor], Any], str]] = {
     "a view that cannot be undone": (_escapes, r"wrote a diagonal of this tensor in place .* index"),
     "a detached view": (_detached, "wrote a detach of this tensor in place"),
     "random numbers over others": (_drawn_over, r"normal_ writes .* torch\.empty_like\(x\)\.normal_"),
+    "random numbers over a view": (lambda self, x: torch.zeros_like(x)[0].normal_() * x, "normal_ writes a tensor"),
     "a graph in a buffer": (_kept_graph, "requires a gradient to buffer total, .* detach"),
     "a gradient that is not recorded": (_unrecorded, r"mul_ writes a tensor that requires a gradient, inside no_grad"),
     "another shape in a buffer": (_other_shape, r"buffer total gets a tensor of another shape .*\[5\], in .*\[6, 5\]"),

@@ -18,8 +18,9 @@ from neuronx_dist.checking.types.judge import Operand, judge
 from neuronx_dist.checking.types.rules import RULES
 from neuronx_dist.parallelize import congruence
 from neuronx_dist.parallelize.congruence import spec_of, substituted
+from neuronx_dist.parallelize.derivation import local_shape
 from neuronx_dist.parallelize.program import Value, operands_of
-from neuronx_dist.parallelize.strategies import candidates, local_shape, refusals
+from neuronx_dist.parallelize.strategies import candidates, refusals
 from neuronx_dist.spmd import P, R, S, Shard
 from neuronx_dist.spmd.errors import Violation
 from neuronx_dist.spmd.tensor_type import TensorType

@@ -51,8 +51,8 @@ def test_layouts(name: str, layout: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["mlp", "skip"])
 def test_pipeline_alone_is_accumulation_to_the_bit(name: str, tmp_path: Path) -> None:
-    runs = pipelined(name, SGD, 2, config(2), 2, tmp_path, "pp")
-    assert_same(runs, accumulated(name, SGD, 2, 1)._replace(norms=runs[0].norms), 1, 0.0)
+    runs = [run._replace(norms=[]) for run in pipelined(name, SGD, 2, config(2), 2, tmp_path, "pp")]
+    assert_same(runs, accumulated(name, SGD, 2, 1)._replace(norms=[]), 1, 0.0)
 
 
 def _on_process(*arguments: Any) -> Any:

@@ -11,6 +11,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from neuronx_dist.checking.types.rules import RULES
+from neuronx_dist.parallelize.builder import Builder
+from neuronx_dist.parallelize.interpret import run_program, tensors_of
 from neuronx_dist.parallelize.program import values_in
 from neuronx_dist.parallelize.record import record_program
 from tests.parallelize.programs import Function, assert_equal, sample
@@ -197,6 +199,38 @@ def test_random_calls_are_marked_and_stay() -> None:
 
     program = assert_equal(Function(forward), {"x": sample()})
     assert [call.name for call in program.calls if call.random] == ["rand", "bernoulli_", "dropout", "randn_like"]
+
+
+def test_a_weight_by_another_reference_is_one_parameter() -> None:
+    """A list that the module keeps holds the parameter itself; the module's own is replaced while it is recorded."""
+    module = Function(lambda self, x: x * self.weight + self.kept[0].sin() + self.kept[1])
+    module.kept = [module.weight, module.total]
+    program = record_program(module, {"x": sample()}, training=True)
+    assert [value.path for value in program.leaves] == ["x", "weight", "total"]
+    result = run_program(program, tensors_of(program, module, {"x": sample()}))
+    assert torch.equal(result, module(sample()))
+
+
+def test_names_are_identifiers_that_nothing_else_has() -> None:
+    builder = Builder()
+    wishes = ["a_1", "a", "a", "a", "layers.0.weight", "0", "class", "torch", "print", "__add__"]
+    assert [builder.name(wish) for wish in wishes] == [
+        "a_1", "a", "a_2", "a_3", "layers_0_weight", "v0", "class_1", "torch_1", "print_1", "add",
+    ]  # fmt: skip
+
+
+def test_a_module_is_recorded_where_its_weights_are() -> None:
+    """The dummy arguments are taken to be there too; weights on meta are taken to be where the arguments are."""
+    seen = []
+
+    def forward(self: Function, x: torch.Tensor) -> torch.Tensor:
+        seen.append((x.device.type, self.weight.device.type))
+        return x * self.weight
+
+    for device in ("cpu", "meta"):
+        record_program(Function(forward).to(device), {"x": sample().to("meta")}, training=True)
+        record_program(Function(forward).to(device), {"x": sample()}, training=True)
+    assert seen == [("cpu", "cpu")] * 4
 
 
 def test_attention_draws_where_it_drops() -> None:

@@ -10,11 +10,16 @@ from torch import nn
 from torch.nn import functional as F
 
 import neuronx_dist as nxd
-from neuronx_dist import spmd
+from neuronx_dist import comm, spmd
 from neuronx_dist.checking.types.rules.spec import RULES
 from neuronx_dist.parallelize.annotation import Annotation, AnnotationError
+from neuronx_dist.parallelize.api import parallelize
+from neuronx_dist.parallelize.config import ComputeConfig
 from neuronx_dist.parallelize.register import register_op
 from neuronx_dist.spmd import P, R, S
+from neuronx_dist.weights.shard_spec import gather_full
+from neuronx_dist.weights.shard_spec import spec_of as spec_of_param
+from tests.parallelize import registered_ops
 
 
 @pytest.fixture(autouse=True)
@@ -186,3 +191,46 @@ def test_a_function_is_replaced_in_its_module():
         assert matmul is op is not original and op.__wrapped__ is original
     finally:
         matmul = original
+
+
+class Registered(nn.Module):
+    """One attention of four heads, and a custom autograd function between two registered layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.ParameterList([nn.Parameter(torch.randn(8, 8) / 4) for _ in range(3)])
+        self.up, self.down = nn.Parameter(torch.randn(16, 8) / 4), nn.Parameter(torch.randn(8, 16) / 4)
+
+    def forward(self, x, target):
+        q, k, v = (registered_ops.scaled_linear(x, weight) for weight in self.qkv)
+        x = registered_ops.attention(q, k, v, 4)
+        x = registered_ops.scaled_linear(
+            registered_ops.Cubed.apply(registered_ops.scaled_linear(x, self.up)), self.down
+        )
+        return (x - target).square().sum()
+
+
+def test_registered_functions_are_divided(tmp_path):
+    """Heads and columns are cut, and the pieces equal one process."""
+    torch.manual_seed(0)
+    module = Registered().double()
+    x, target = torch.randn(1, 12, 8).double(), torch.randn(1, 12, 8).double()
+    loss = module(x, target)
+    loss.backward()
+    expected = {name: param.grad for name, param in module.named_parameters()}
+    config = ComputeConfig(2, 2)
+
+    def program():
+        ours = parallelize(module, {"x": x, "target": target}, "tp", config, gen_savedir=tmp_path)
+        result = ours(x, target)
+        result.backward()
+        grads = {name: gather_full(param.grad, spec_of_param(param)) for name, param in ours.named_parameters()}
+        return result.detach(), grads, sum(param.numel() for param in ours.parameters())
+
+    for result, grads, numbers in comm.threads.run(config.mesh(), program):
+        torch.testing.assert_close(result, loss.detach(), rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(grads, expected, rtol=1e-10, atol=1e-10)
+        assert numbers < sum(param.numel() for param in module.parameters())
+    text = next(tmp_path.rglob("gencode0.py")).read_text()
+    assert "Cubed.apply(" in text and "scaled_linear" in text
+    assert ", 2)  # [1, 12, 4] S(2)" in text  # two of the four heads on each rank

@@ -6,9 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from neuronx_dist.checking.types.rules import Spec
 from neuronx_dist.parallelize.program import Call, values_in
 from neuronx_dist.parallelize.strategies import candidates, refusals
-from neuronx_dist.spmd import I, P, R, S
+from neuronx_dist.spmd import I, P, R, S, register_rule
 from tests.parallelize.calls import by_name, call_of, parameter, value_of
 
 
@@ -77,6 +78,34 @@ def test_a_function_without_a_rule_is_computed_by_all_ranks():
     assert by_name(call) == {"R": ((R,), (R,)), "I": ((I,), (I,))}
     (refusal,) = refusals(call, "tp", 2)
     assert "register_op" in refusal.why
+
+
+def test_a_rule_that_is_registered_later_counts():
+    def opaque(x: Tensor) -> Tensor:
+        return x.exp()
+
+    x = value_of(parameter(4, 6))
+    call = Call(opaque, (x,), {}, [x])
+    assert list(by_name(call)) == ["R", "I"]
+    register_rule(opaque)(lambda x: Spec((((0,), (1,)),), (((0,), (1,)),), dict(enumerate(x.shape))))
+    assert list(by_name(call)) == ["R", "I", "S(0) of operand 0", "S(1) of operand 0"]
+
+
+def test_constants_like_an_operand():
+    """Nothing is gathered for its shape or dtype alone."""
+    x = parameter(4, 6)
+    alike = {"S(0) of operand 0": ((S(0),), (S(0),)), "S(1) of operand 0": ((S(1),), (S(1),))}
+    others = {"R": ((R,), (R,)), "I": ((I,), (I,)), "P of operand 0": ((P,), (R,))}
+    found = by_name(call_of(torch.zeros_like, x))
+    assert found == {**others, "I of operand 0": ((I,), (R,)), **alike}
+    found = by_name(call_of(Tensor.new_ones, x, (3, 2)))
+    assert found["S(1) of operand 0"] == ((S(1),), (R,)) and found["P of operand 0"] == ((P,), (R,))
+
+
+def test_an_operand_of_which_the_dtype_is_read():
+    found = by_name(call_of(Tensor.type_as, parameter(4, 6), parameter(8)))
+    types = {types for types, _ in found.values() if types[0] == S(1)}
+    assert types == {(S(1), R), (S(1), I), (S(1), P), (S(1), S(0))}
 
 
 def test_values_that_look_alike_keep_their_places():

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from neuronx_dist import spmd
 from neuronx_dist.comm import threads
 from neuronx_dist.mesh import Mesh
+from neuronx_dist.parallel_layers.layers import ColumnParallelLinear, RowParallelLinear
 from neuronx_dist.shard_tensor import (
     DeviceMesh,
     Replicate,
@@ -18,10 +19,12 @@ from neuronx_dist.shard_tensor import (
     sharded,
 )
 from neuronx_dist.shard_tensor.halo import HaloConfig, halo_padding
-from neuronx_dist.spmd import I, S, SpmdTypeError
+from neuronx_dist.spmd import I, P, S, SpmdTypeError
 from tests.shard_tensor.test_handlers import _handlers_as_they_were  # noqa: F401 - a fixture
+from tests.support.call_sites import find_sites, mutate
 
 SIZES = (5, 3)
+SITES = find_sites()
 
 
 def on_dp(function, count=2):
@@ -88,6 +91,22 @@ def rows(placement):
     return lambda mesh: leaf(mesh, (8, 8), placement)
 
 
+def channels(mesh):
+    return leaf(mesh, (2, 8, 4), Shard(1))
+
+
+def heads(placement):
+    return lambda mesh: leaf(mesh, (1, 2, 8, 4), placement)
+
+
+def positions(placement=None):
+    """Indices of rows."""
+    sizes = [(3, 1) if placement else None]
+    return lambda mesh: distribute_tensor(
+        torch.tensor([7, 0, 0, 3]), mesh, [placement or Replicate()], sizes=sizes, src=None
+    )
+
+
 PROGRAMS = {
     "conv": (lambda x, w, b: F.conv2d(x, w, b, padding=1), S(2), image, kernel(3, 2, 3, 3), kernel(3)),
     "conv with stride": (lambda x, w: F.conv2d(x, w, stride=2), S(2), image, kernel(3, 2, 3, 3)),
@@ -111,6 +130,42 @@ PROGRAMS = {
     "another mesh": (lambda x: x.redistribute(DeviceMesh("cpu", [1, 0]), [Shard(1)]), S(1), rows(Shard(0))),
     "maximum": (lambda x: x.amax(0), I, rows(Shard(0))),
     "logsumexp": (lambda x: x.logsumexp(0), I, rows(Shard(0))),
+    "linear, outputs split": (F.linear, S(1), rows(Replicate()), rows(Shard(0))),
+    "linear, contracted": (F.linear, P, rows(Shard(1)), rows(Replicate())),
+    "layer_norm": (lambda x, w, b: F.layer_norm(x, (8,), w, b), S(1), rows(Shard(1)), kernel(8), kernel(8)),
+    "group_norm": (lambda x, w, b: F.group_norm(x, 2, w, b), S(1), channels, kernel(8), kernel(8)),
+    "batch_norm": (lambda x: F.batch_norm(x, None, None, training=True), S(2), image),
+    "prelu": (F.prelu, S(1), channels, kernel(8)),
+    "softmax": (lambda x: x.softmax(0), S(0), rows(Shard(0))),
+    "variance": (lambda x: x.var(0), I, rows(Shard(0))),
+    "product": (lambda x: x.prod(0), I, rows(Shard(0))),
+    "running sums": (lambda x: x.cumsum(0), S(0), rows(Shard(0))),
+    "largest": (lambda x: x.topk(2, 0)[0], S(1), rows(Shard(0))),
+    "sorted": (lambda x: x.sort(0)[0], S(0), rows(Shard(0))),
+    "maximum of a dim": (lambda x: x.max(0)[0], I, rows(Shard(0))),
+    "rows": (lambda x, i: x[i], I, rows(Shard(0)), positions()),
+    "rows of other ranks": (lambda x, i: x[i], S(0), rows(Shard(0)), positions(Shard(0))),
+    "elements": (lambda x: x.gather(0, torch.zeros(3, 8, dtype=torch.int64)), I, rows(Shard(0))),
+    "embedding": (lambda w, i: F.embedding(i, w), S(0), rows(Replicate()), positions(Shard(0))),
+    "embedding, table split": (lambda w, i: F.embedding(i, w), S(0), rows(Shard(0)), positions(Shard(0))),
+    "embedding, ids whole": (lambda w, i: F.embedding(i, w), I, rows(Shard(0)), positions()),
+    "masked": (lambda x: x[x > 0], S(0), rows(Shard(0))),
+    "rows added": (lambda x, y: x.index_add(0, torch.tensor([1, 2, 3]), y), S(0), rows(Shard(0)), kernel(3, 8)),
+    "roll": (lambda x: x.roll(3, 0), S(0), rows(Shard(0))),
+    "cat": (lambda x, y: torch.cat([x, y]), S(0), rows(Shard(0)), rows(Shard(0))),
+    "triangle": (lambda x: x.tril(), S(0), rows(Shard(0))),
+    "unfold": (lambda x: x.unfold(0, 3, 1), S(0), rows(Shard(0))),
+    "flattened": (lambda x: x.reshape(64), S(0), rows(Shard(0))),
+    "dropout": (lambda x: F.dropout(x, 0.5), S(0), rows(Shard(0))),
+    "nearest": (lambda x, y: torch.cdist(x, y).topk(2, largest=False)[0], S(0), rows(Shard(0)), rows(Shard(0))),
+    "attention": (lambda q: F.scaled_dot_product_attention(q, q, q, is_causal=True), S(2), heads(Shard(2))),
+    "attention, queries whole": (
+        lambda q, k: F.scaled_dot_product_attention(q, k, k),
+        I,
+        heads(Replicate()),
+        heads(Shard(2)),
+    ),
+    "classes": (lambda x: F.cross_entropy(x, torch.arange(8)), I, rows(Shard(1))),
 }
 
 
@@ -125,8 +180,9 @@ def test_types_of_uneven_shards(name):
             operands = [each(mesh) for each in make]
             y = function(*operands)
             y.square().mean().backward()
-            found = [type_of(each.to_local()) for each in (y, *(x.grad for x in operands))]
-            wanted = [expected, *(type_of(x.to_local()) for x in operands)]
+            trained = [x for x in operands if x.requires_grad]
+            found = [type_of(each.to_local()) for each in (y, *(x.grad for x in trained))]
+            wanted = [expected, *(type_of(x.to_local()) for x in trained)]
         return (
             found,
             wanted,
@@ -160,3 +216,83 @@ def test_what_is_exchanged_must_be_shards_of_that_dim():
 
     with pytest.raises(SpmdTypeError, match=r"it is S\(1\) on dp, and .* are shards of that dim, S\(0\)"):
         on_dp(rank)
+
+
+def left_out(original, x, axis, **types):
+    return x
+
+
+def twice(original, x, axis, **types):
+    return original(original(x, axis, **types), axis, **types)
+
+
+EVEN = (4, 4)
+
+
+def even(placement):
+    return lambda mesh: leaf(mesh, (8, 8), placement, EVEN)
+
+
+# Call sites of shard_tensor that are rows of spmd's table, each with a program that reaches it.
+BROKEN = {
+    "gather:spmd.all_gather#1": (to(Replicate()), even(Shard(0))),
+    "split:spmd.convert#1": (to(Shard(1)), even(Replicate())),
+    "scatter_sum:spmd.reduce_scatter#1": (
+        lambda x, w: (x @ w).redistribute(placements=[Shard(0)]),
+        even(Shard(1)),
+        even(Shard(0)),
+    ),
+    "transpose:spmd.all_to_all#1": (to(Shard(1)), even(Shard(0))),
+    "total:spmd.all_reduce#1": (lambda x: x.sum(), rows(Shard(0))),
+    "_summed:spmd.all_reduce#1": (lambda x, w: (x @ w).relu(), rows(Shard(1)), rows(Shard(0))),
+    "_used:spmd.convert#1": (F.linear, rows(Shard(0)), rows(Replicate())),
+    "_for_shards:spmd.convert#1": (lambda x: F.layer_norm(x, (8,)), rows(Shard(1))),
+    "_rms_norm.call:spmd.all_reduce#1": (lambda x: F.rms_norm(x, (8,)), rows(Shard(1))),
+    "log_softmax_of:spmd.convert#1": (lambda x: x.softmax(0), rows(Shard(0))),
+    "_of_ranks_before:spmd.convert#1": (lambda x: x.cumsum(0), rows(Shard(0))),
+}
+
+
+@pytest.mark.parametrize("bug", [left_out, twice], ids=["left out", "twice"])
+@pytest.mark.parametrize("site", BROKEN)
+def test_a_collective_that_is_left_out_or_doubled_is_reported(site, bug):
+    """Types show it, without any value."""
+    function, *make = BROKEN[site]
+
+    def step(mesh):
+        function(*(each(mesh) for each in make)).square().mean().backward()
+
+    with mutate(SITES[site], bug) as hits, pytest.raises(SpmdTypeError):
+        on_dp(step)
+    assert hits
+
+
+class Model(torch.nn.Module):
+    """Parallel layers and a softmax over the rows that dp shards."""
+
+    def __init__(self, broken):
+        super().__init__()
+        self.broken = broken
+        self.up = ColumnParallelLinear(8, 16, gather_output=False)
+        self.down = RowParallelLinear(16, 8, input_is_parallel=True)
+
+    def forward(self, x):
+        x = ShardTensor.from_local(x, DeviceMesh.from_axes("dp"), [Shard(0)], sharding_shapes="chunk")
+        y = self.down(self.up(x).tanh()).softmax(0)
+        if self.broken:  # each rank's own part is taken for the whole
+            return ShardTensor.from_local(
+                y.to_local().square().sum(), y.device_mesh, sharding_shapes="chunk"
+            ).to_local()
+        return y.square().sum().full_tensor()
+
+
+def test_a_step_is_checked_before_it_is_started():
+    """`spmd.check` plays all ranks with ShardTensors in the model, and weights of tp."""
+
+    def report(broken):
+        return spmd.check(lambda: Model(broken), torch.randn(4, 8), mesh=Mesh(4, tp=2))
+
+    assert report(False).ok, str(report(False))
+    assert "it is P on dp, not I" in str(report(True))
+    with mutate(SITES["total:spmd.all_reduce#1"], left_out):
+        assert "by its layout it is I on dp, and the local tensor [] is P" in str(report(False))

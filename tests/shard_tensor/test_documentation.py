@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import re
 from functools import partial
 from typing import Any
@@ -10,7 +12,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from neuronx_dist import distributed, shard_tensor
 from neuronx_dist.shard_tensor import Replicate, Shard, distribute_tensor, one_exchange, report
+from neuronx_dist.shard_tensor.handlers import FUNCTIONS
 from tests.shard_tensor.support.cases import on_ranks
 from tests.support.paths import ROOT
 
@@ -100,3 +104,58 @@ def test_the_files_that_it_names_are_there():
     named = set(re.findall(r"`([\w/]+\.py)`", PAGE)) | set(re.findall(r"\]\(([^)#]+)\)", PAGE))
     assert len(named) > 25
     assert [name for name in sorted(named) if not any((place / name).exists() for place in places)] == []
+
+
+# What the two texts call, by where it is here: an attribute of an object, or the file that holds the script.
+NAMES: dict[str, Any] = {
+    **dict.fromkeys(
+        ("DistributedManager", "ShardTensor", "scatter_tensor", "Shard", "Replicate", "Partial"), shard_tensor
+    ),
+    **dict.fromkeys(("DTensor", "DeviceMesh", "distribute_tensor", "distribute_module", "empty", "ones"), distributed),
+    **dict.fromkeys(
+        ("_spec", "to_local", "from_local", "redistribute", "placements", "backward"), shard_tensor.ShardTensor
+    ),
+    **dict.fromkeys(
+        ("__torch_function__", "__torch_dispatch__", "register_function_handler", "register_dispatch_handler"),
+        shard_tensor.ShardTensor,
+    ),
+    **dict.fromkeys(("mesh",), shard_tensor.ShardTensorSpec),
+    **dict.fromkeys(("get_group",), shard_tensor.DeviceMesh),
+    **dict.fromkeys(
+        ("partition_fn", "input_fn", "output_fn"), inspect.signature(shard_tensor.distribute_module).parameters
+    ),
+    **dict.fromkeys(("torch.add", "torch.dot"), FUNCTIONS),
+    **dict.fromkeys(("state_dict", "_apply"), torch.nn.Module),
+    **dict.fromkeys(("has_torch_function", "handle_torch_function"), torch.overrides),
+}
+SCRIPTS = (
+    *(f"vector_{name}_{what}.py" for name in ("add", "dot") for what in ("baseline", "sharded")),
+    *(f"knn_brute_force_{what}.py" for what in ("baseline", "sharded", "ring_sharded")),
+    *("reshape_subtract.py", "rfc.py"),
+)
+
+
+@pytest.mark.parametrize("name", [*NAMES, *SCRIPTS])
+def test_each_name_of_the_two_texts_has_a_home(name):
+    rows = PAGE.partition("## Where the tutorial's")[2]
+    assert re.search(rf"`[^`]*{re.escape(name)}\b", rows), f"{name} is in no row"
+    home = NAMES.get(name)
+    if home is None:
+        assert (ROOT / "examples" / "shard_tensor" / name).exists()
+    elif home is FUNCTIONS:
+        assert getattr(torch, name.partition(".")[2]) in FUNCTIONS
+    else:
+        assert name in home if hasattr(home, "keys") else hasattr(home, name)
+
+
+def test_the_rows_of_lines_have_a_home_each():
+    rows = re.findall(r"^\| (\d[\d, -]*) \| (.+) \| (.+) \|$", PAGE, re.M)
+    assert len(rows) == 38  # of both tables
+    headings = set(re.findall(r"^## (.+)$", PAGE, re.M))
+    for lines, _, home in rows:
+        for first, last in re.findall(r"(\d+)-(\d+)", lines):
+            assert int(first) < int(last)
+        assert set(re.findall(r'"([A-Z][^"]+)"', home)) <= headings
+        for module in re.findall(r"`(neuronx_dist\.[a-z_]+)`", home):
+            assert importlib.import_module(module)
+        assert "`" in home or '"' in home or "not here" in home

@@ -144,9 +144,9 @@ class SpmdTypeMode(Session):
     ) -> Any:
         if types and not self.paused:
             for class_ in types:
-                if getattr(class_, "checked_inside", False):  # a tensor of local ones: its handlers are followed
+                if getattr(class_, "holds_local", False):  # a tensor of local ones: its handlers are followed
                     with self:
-                        return class_.__torch_function__(func, types, args, kwargs or {})
+                        return class_.as_laid_out(class_.__torch_function__(func, types, args, kwargs or {}))
         handler = HANDLERS.get(func, _JUDGED)
         if handler is None:
             return func(*args, **kwargs) if kwargs else func(*args)

@@ -9,6 +9,7 @@ losses.py      means over all ranks' elements              dropout.py    dropout
 select.py      topk, max and argmax of a dim, sort         indexing.py   x[index], gather, embedding, masks
 scatter.py     scatter, index_add, x[..] = y               rearrange.py  cat, roll, flip, repeat, unfold, tril
 optimizers.py  fused steps, gradient scaling               distances.py  cdist, pairwise distances
+tensor_parallel.py  parallel layers, operators of spmd
 deferred.py    one_exchange: windows computed together
 composed.py    functions that are made of others
 """
@@ -32,6 +33,7 @@ from . import (
     select,
     softmax,
     spatial,
+    tensor_parallel,
     views,
 )
 
@@ -53,6 +55,7 @@ __all__ = [
     "scatter",
     "select",
     "softmax",
+    "tensor_parallel",
     "spatial",
     "views",
 ]

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from ...attention import Keys, attention
+from ...spmd import I
 from ..attention_method import forced_method, note_choice, token_order
 from ..attention_plan import AttentionPlan, Call, plan_attention
 from ..exchange import linked
@@ -17,7 +18,7 @@ from ..labels import one_mesh
 from ..redistribute import redistributed, run
 from ..spec import ShardTensorSpec, make_spec
 from ..tensor import ShardTensor, local_of, wrap
-from ..typed import shards
+from ..typed import shards, unseen
 
 __all__: list[str] = []
 
@@ -101,7 +102,12 @@ def _blocks(
     if dropout_p > 0.0:
         noise = _with_heads(_noise(plan, dropout_p, q), batch)
     axis = None if plan.mesh_dim is None else plan.spec.mesh.communicator(plan.mesh_dim)
-    return attention(q, k, v, keys, axis, mask=mask, noise=noise, scale=scale).reshape(shape)
+
+    def run() -> torch.Tensor:
+        return attention(q, k, v, keys, axis, mask=mask, noise=noise, scale=scale).reshape(shape)
+
+    whole = axis is not None and plan.mesh_dim not in dict(plan.spec.sharded)
+    return unseen(run, q, axis, I) if axis is not None and keys.merged and whole else run()
 
 
 def _with_heads(x: torch.Tensor, batch: Any) -> torch.Tensor:

@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 
 from ... import comm, spmd
-from ...spmd import I, R
+from ...comm import Communicator
+from ...spmd import I, P, R, S, SpmdType, no_typecheck
 from ..exchange import linked
 from ..fetch import ask, fetch, has_values
 from ..handlers import FUNCTIONS, UNHANDLED, sharded
@@ -23,6 +24,7 @@ from ..placements import Placement, Replicate, Shard
 from ..redistribute import redistributed
 from ..spec import ShardTensorSpec, make_spec
 from ..tensor import ShardTensor, local_of, wrap
+from ..typed import on_own_shard
 from . import views
 from .select import dim_of
 
@@ -34,6 +36,7 @@ _T = torch.Tensor
 # --- what is owned
 
 
+@no_typecheck()  # each rank looks at its own
 def check_positions(index: torch.Tensor, size: int, dim: int, what: str = "indices") -> None:
     """Raises an IndexError for a position outside of a dim, on the rank that has it."""
     if not index.numel() or not has_values(index):
@@ -56,6 +59,11 @@ def sharded_along(x: Any, dim: int, spec: ShardTensorSpec) -> bool:
     """Whether `x` is still sharded along `dim` in an operation whose result is Partial there."""
     m = x._spec.mesh_dim_of.get(dim) if isinstance(x, ShardTensor) else None
     return m is not None and m in spec.partial
+
+
+def _summands(spec: ShardTensorSpec) -> dict[Communicator, SpmdType]:
+    """The types of what each rank took of its own shard, zeros elsewhere."""
+    return {spec.mesh.communicator(m): P for m in spec.partial}
 
 
 def in_layout_of(y: torch.Tensor, spec: ShardTensorSpec, like: Any, shift: Callable[[int], int]) -> ShardTensor:
@@ -94,12 +102,15 @@ def take(x: Any, dim: int, index: Any) -> ShardTensor:
     shape = (*local.shape[:dim], *positions.shape, *local.shape[dim + 1 :])
     if not sharded_along(x, dim, spec):
         return wrap(local.index_select(dim, positions.reshape(-1)).reshape(shape), spec)
-    positions, owned = own_positions(positions, x._spec.offsets[dim], local.shape[dim])
-    if not local.shape[dim]:
-        rows = linked(local.new_zeros(shape), local)
-    else:
+
+    def owned_rows(local: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        if not local.shape[dim]:
+            return linked(local.new_zeros(shape), local)
+        positions, owned = own_positions(positions, x._spec.offsets[dim], local.shape[dim])
         rows = local.index_select(dim, positions.reshape(-1)).reshape(shape)
-        rows = torch.where(owned.reshape(*owned.shape, *[1] * (x.dim() - dim - 1)), rows, rows.new_zeros(()))
+        return torch.where(owned.reshape(*owned.shape, *[1] * (x.dim() - dim - 1)), rows, rows.new_zeros(()))
+
+    rows = on_own_shard(owned_rows, _summands(spec))(local, positions)
     return in_layout_of(rows, spec, index, lambda d: dim + d)
 
 
@@ -209,11 +220,14 @@ def gather(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
         check_positions(positions, x.shape[dim], dim)
         if not sharded_along(x, dim, spec):
             return wrap(local.gather(dim, positions), spec)
-        positions, owned = own_positions(positions, x._spec.offsets[dim], local.shape[dim])
-        if local.shape[dim]:
-            values = torch.where(owned, local.gather(dim, positions), local.new_zeros(()))
-        else:
-            values = linked(local.new_zeros(positions.shape), local)
+
+        def owned_values(local: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+            if not local.shape[dim]:
+                return linked(local.new_zeros(positions.shape), local)
+            positions, owned = own_positions(positions, x._spec.offsets[dim], local.shape[dim])
+            return torch.where(owned, local.gather(dim, positions), local.new_zeros(()))
+
+        values = on_own_shard(owned_values, _summands(spec))(local, positions)
         return in_layout_of(values, spec, index, lambda d: d)
 
     return call(*args, **kwargs)
@@ -318,14 +332,16 @@ def _masked(x: Any, mask: Any) -> ShardTensor:
                 f"x[mask] with shards of dim {dim} (mesh dim {m}): the elements of the ranks would be interleaved; "
                 "redistribute() tensor and mask first, to shards of dim 0 or none"
             )
-    y = local[chosen.bool()]
     placements = [Shard(p.dim - mask.dim() + 1) if isinstance(p, Shard) and p.dim else p for p in spec.placements]
+    types = {spec.mesh.communicator(m): S(p.dim) for m, p in enumerate(placements) if isinstance(p, Shard)}
+    y = on_own_shard(lambda x, mask: x[mask.bool()], types)(local, chosen)
     sizes = list(spec.sizes)
     total = y.shape[0]
     along = spec.mesh_dim_of.get(0)
     if along is not None:
-        counts = comm.all_gather(torch.tensor([total], device=y.device), spec.mesh.communicator(along), dim=0)
-        sizes[along] = tuple(counts.tolist())
+        with no_typecheck():  # of numbers, which all ranks know then
+            counts = comm.all_gather(torch.tensor([total], device=y.device), spec.mesh.communicator(along), dim=0)
+            sizes[along] = tuple(counts.tolist())
         total = sum(sizes[along] or ())
     return wrap(y, make_spec(spec.mesh, placements, (total, *spec.shape[mask.dim() :]), sizes))
 

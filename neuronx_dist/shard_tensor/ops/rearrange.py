@@ -20,6 +20,7 @@ from ..labels import planned
 from ..redistribute import redistributed
 from ..spec import ShardTensorSpec, make_spec
 from ..tensor import ShardTensor, gradient_spec, local_of, wrap
+from ..typed import on_own_shard, shards_of
 from .reduce import operand
 from .select import dim_of
 from .views import cat_unsharded
@@ -264,7 +265,8 @@ def image_windows(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) 
 def triangle(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
     def call(input: ShardTensor, diagonal: int = 0) -> Any:
         local, spec = local_of(input), input._spec
-        return wrap(func(local, diagonal + spec.offsets[-2] - spec.offsets[-1]), spec)
+        own = on_own_shard(func, shards_of(spec))
+        return wrap(own(local, diagonal + spec.offsets[-2] - spec.offsets[-1]), spec)
 
     return call(*args, **kwargs)
 

@@ -19,7 +19,7 @@ from ...spmd import I, P, V
 from ..extremes import extreme
 from ..handlers import sharded
 from ..labels import planned
-from ..moves import gather
+from ..moves import gather_each
 from ..placements import Partial, Placement, Replicate, Shard
 from ..redistribute import redistributed
 from ..spec import ShardTensorSpec, make_spec
@@ -142,9 +142,10 @@ def product(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any
     def call(input: ShardTensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
         local, spec = operand(input)
         plan = reduced(spec, dim, keepdim)
-        y = torch.prod(local, dtype=dtype) if dim is None else torch.prod(local, dim, keepdim, dtype=dtype)
+        along = () if dim is None else (dim, keepdim)
+        y = on_own_shard(lambda x: torch.prod(x, *along, dtype=dtype), dict.fromkeys(plan.groups, V))(local)
         for group in plan.groups:
-            y = gather(y.unsqueeze(0), group, 0, (1,) * group.size).prod(0)
+            y = gather_each(y, group).prod(0)
         return wrap(y, plan.spec)
 
     return call(*args, **kwargs)
@@ -177,7 +178,7 @@ def merged(
     mean: torch.Tensor, squares: torch.Tensor, counts: torch.Tensor, group: Communicator
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Means and sums of squared differences of all ranks' elements, from each rank's; `counts[rank]` of them."""
-    both = gather(torch.stack((mean, squares)).unsqueeze(0), group, 0, (1,) * group.size)
+    both = gather_each(torch.stack((mean, squares)), group)
     means = both[:, 0]
     mean = (means * counts).sum(0) / counts.sum(0).clamp(min=1)
     return mean, both[:, 1].sum(0) + ((means - mean).square() * counts).sum(0)

@@ -12,10 +12,12 @@ from typing import Any
 
 import torch
 
+from ...spmd import S
 from ..handlers import sharded
 from ..labels import Labels, inside
 from ..redistribute import redistributed
 from ..tensor import ShardTensor, gradient_spec, local_of
+from ..typed import on_own_shard
 from .indexing import check_positions, expanded, in_layout_of, is_basic, own_positions, shortened
 from .select import dim_of
 from .views import sliced
@@ -63,10 +65,15 @@ def _write(
     if m is None or m not in dict(spec.sharded) or spec.mesh_dim_of.get(dim) != m:
         return in_layout_of(func(local, dim, positions, own, **options), spec, x, lambda d: d)
     size = local.shape[dim]
-    positions, owned = own_positions(positions, x._spec.offsets[dim], size)
-    positions = torch.where(owned, positions, size)
-    padded = torch.cat([local, local.new_zeros((*local.shape[:dim], 1, *local.shape[dim + 1 :]))], dim)
-    return in_layout_of(func(padded, dim, positions, own, **options).narrow(dim, 0, size), spec, x, lambda d: d)
+
+    def write(local: torch.Tensor, positions: torch.Tensor, own: Any) -> torch.Tensor:
+        positions, owned = own_positions(positions, x._spec.offsets[dim], size)
+        positions = torch.where(owned, positions, size)
+        padded = torch.cat([local, local.new_zeros((*local.shape[:dim], 1, *local.shape[dim + 1 :]))], dim)
+        return func(padded, dim, positions, own, **options).narrow(dim, 0, size)
+
+    written = on_own_shard(write, {x._spec.mesh.communicator(m): S(dim)})(local, positions, own)
+    return in_layout_of(written, spec, x, lambda d: d)
 
 
 def _scatter(func: Callable[..., Any], name: str) -> Callable[..., Any]:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from ...spmd import S
 from ..fetch import position_type
 from ..handlers import FUNCTIONS, UNHANDLED, sharded
 from ..labels import planned
@@ -22,6 +23,7 @@ from ..placements import Placement, Replicate, Shard
 from ..redistribute import redistributed
 from ..spec import ShardTensorSpec, make_spec
 from ..tensor import ShardTensor, wrap
+from ..typed import on_own_shard
 from .reduce import operand, reduced
 
 __all__: list[str] = []
@@ -71,6 +73,11 @@ def _whole(spec: ShardTensorSpec, dim: int) -> ShardTensorSpec:
     return make_spec(spec.mesh, placements, spec.shape, spec.sizes)
 
 
+def _candidates(function: Callable[..., Any], spec: ShardTensorSpec, dim: int) -> Callable[..., Any]:
+    """`function`, which picks some elements of this rank's shard of `dim`."""
+    return on_own_shard(function, {spec.mesh.communicator(spec.mesh_dim_of[dim]): S(dim)})
+
+
 def _gathered(
     values: torch.Tensor,
     indices: torch.Tensor,
@@ -102,7 +109,7 @@ def topk(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
             values, indices = torch.topk(local, k, dim, largest, sorted)
             out = _resized(spec, dim, k) if input.dim() else spec
         else:
-            values, indices = torch.topk(local, min(k, local.shape[dim]), dim, largest)
+            values, indices = _candidates(torch.topk, spec, dim)(local, min(k, local.shape[dim]), dim, largest)
             values, indices, out = _gathered(values, indices, spec, dim, k, elsewhere)
             indices, order = indices.sort(dim=dim)
             values, order = values.gather(dim, order).sort(dim=dim, descending=largest, stable=True)
@@ -130,7 +137,7 @@ def extreme_along(x: ShardTensor, dim: int, keepdim: bool, maximum: bool) -> tup
         values, indices = best(local, dim, keepdim)
         return wrap(values, out), wrap(indices, out)
     if local.shape[dim]:
-        values, indices = best(local, dim, True)
+        values, indices = _candidates(best, spec, dim)(local, dim, True)
     else:
         values, indices = local, torch.zeros_like(local, dtype=torch.int64)
     values, indices, _ = _gathered(values, indices, spec, dim, 1, _whole)

@@ -16,7 +16,7 @@ from ... import spmd
 from ...comm import Communicator
 from ...spmd import I, R, S, V
 from ..handlers import sharded
-from ..moves import gather
+from ..moves import gather_each
 from ..spec import ShardTensorSpec
 from ..tensor import ShardTensor, wrap
 from ..typed import on_own_shard
@@ -31,11 +31,6 @@ def _group(spec: ShardTensorSpec, dim: int) -> Communicator | None:
     """The ranks among which a tensor dim is sharded."""
     m = spec.mesh_dim_of.get(dim)
     return None if m is None else spec.mesh.communicator(m)
-
-
-def _of_all_ranks(x: torch.Tensor, group: Communicator) -> torch.Tensor:
-    """What each rank has, stacked."""
-    return gather(x.unsqueeze(0), group, 0, (1,) * group.size)
 
 
 def _dim(dim: int | None, ndim: int, name: str) -> int:
@@ -56,7 +51,7 @@ def log_softmax_of(x: torch.Tensor, dim: int, group: Communicator) -> torch.Tens
             shift = torch.where(largest == -float("inf"), torch.zeros_like(largest), largest)
         return torch.stack((largest, (x - shift).exp().sum(dim, keepdim=True)))
 
-    both = _of_all_ranks(on_own_shard(own, {group: V})(x), group)
+    both = gather_each(on_own_shard(own, {group: V})(x), group)
     each = both[:, 0].detach()
     top = each.amax(0)
     logarithm = (both[:, 1] * (each - top).exp()).sum(0).log() + top
@@ -114,7 +109,7 @@ def _gumbel_softmax(func: Callable[..., Any], types: Any, args: Any, kwargs: Any
 
 def _of_ranks_before(own: torch.Tensor, group: Communicator, nothing: float) -> torch.Tensor:
     """The ranks' totals, stacked, with `nothing` in place of those of this rank and of the ranks behind."""
-    totals = spmd.convert(_of_all_ranks(own, group), group, src=I, dst=R)
+    totals = spmd.convert(gather_each(own, group), group, src=I, dst=R)
     before = (torch.arange(group.size, device=own.device) < group.rank).view(-1, *[1] * own.dim())
     return torch.where(before, totals, torch.full_like(totals, nothing))
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ...spmd import S
+from ...spmd.watching import active
 from ..handlers import sharded
 from ..intervals import bounds_of
 from ..labels import Labels, New, inside, planned
@@ -17,7 +18,7 @@ from ..placements import Placement, Replicate, Shard
 from ..redistribute import redistributed
 from ..spec import ShardTensorSpec, make_spec
 from ..tensor import ShardTensor, local_of, wrap
-from ..typed import on_own_shard
+from ..typed import on_own_shard, shards_of
 from .select import dim_of
 
 __all__: list[str] = []
@@ -152,7 +153,10 @@ def reshaped(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> An
         return wrap(local_of(x).view(others[0]), x._spec)
     source, spec = _reshaped(x._spec, func, hashable(others), tuple(kwargs.items()))
     local = redistributed(local_of(x), x._spec, source)
-    return wrap(local.view(spec.local_shape) if func is _T.view else local.reshape(spec.local_shape), spec)
+    view = _T.view if func is _T.view else _T.reshape
+    if active() is not None:  # the sizes are those of this rank's shard
+        view = on_own_shard(view, shards_of(spec))
+    return wrap(view(local, spec.local_shape), spec)
 
 
 # --- expanded dims

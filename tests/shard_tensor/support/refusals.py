@@ -11,8 +11,12 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from neuronx_dist import spmd
+from neuronx_dist import comm, spmd
 from neuronx_dist.comm import CommError
+from neuronx_dist.parallel_layers.autograd_linear import RowLinear, call
+from neuronx_dist.parallel_layers.embedding import ParallelEmbedding
+from neuronx_dist.parallel_layers.loss_functions import parallel_cross_entropy
+from neuronx_dist.parallel_layers.vocabulary import hide_padding
 from neuronx_dist.shard_tensor import (
     DeviceMesh,
     DistributedManager,
@@ -40,8 +44,10 @@ from neuronx_dist.shard_tensor.points import knn, radius_search
 from neuronx_dist.shard_tensor.redistribute import redistributed, steps
 from neuronx_dist.shard_tensor.ring import RingPassingConfig, perform_ring_iteration
 from neuronx_dist.shard_tensor.spec import make_spec
+from neuronx_dist.shard_tensor.typed import laid_out
 from neuronx_dist.shard_tensor.windows import Sliding, plan_windows
 from neuronx_dist.shard_tensor.xla import partition_spec, placements_of
+from neuronx_dist.spmd import I, P, S, SpmdTypeError, V
 
 __all__ = ["REFUSALS"]
 
@@ -54,7 +60,62 @@ def _local(mesh, rows):
     return ShardTensor.from_local(torch.ones(rows, 6), mesh, [Shard(0)], sharding_shapes="infer")
 
 
+def alone(mesh, *, shape=(7, 6), dim=0):
+    """A tensor on this rank alone, for operators over the two ranks."""
+    own = DeviceMesh("cpu", [[0], [1]], mesh_dim_names=("other", "own"))["own"]
+    return distribute_tensor(torch.ones(shape), own, [Shard(dim)], src=None)
+
+
+def _another_layout(mesh):
+    with spmd.SpmdTypeMode():
+        y = x(mesh)
+        laid_out(y._local, y._spec.replicated())
+
+
 REFUSALS = {
+    "an operator over the tensor's own ranks": (
+        lambda mesh: spmd.all_reduce(x(mesh), "dp", src=P, dst=I),
+        ValueError,
+        r"ranks \[0, 1\] are in both",
+    ),
+    "features in pieces": (
+        lambda mesh: spmd.convert(alone(mesh, dim=1), "dp", src=I, dst=S(1)),
+        ValueError,
+        "would split or join dim 1, the features",
+    ),
+    "shards in pieces": (
+        lambda mesh: spmd.convert(alone(mesh), "dp", src=I, dst=S(0)),
+        ValueError,
+        r"its shards \[7\] on mesh dim 0 are no multiples",
+    ),
+    "a sharded dim taken apart": (
+        lambda mesh: spmd.reduce_scatter(alone(mesh, shape=(2, 6)), "dp", src=P, dst=V),
+        ValueError,
+        "takes dim 0 apart",
+    ),
+    "a parallel layer of other features": (
+        lambda mesh: call(RowLinear, alone(mesh), torch.ones(3, 5), None, comm.communicator("dp"), None, None),
+        ValueError,
+        r"an input \[7, 6\] for weights \[\[3, 5\]\]",
+    ),
+    "max_norm of a parallel embedding": (
+        lambda mesh: ParallelEmbedding(4, 3, max_norm=1.0, tensor_model_parallel_group="dp")(alone(mesh).long()),
+        NotImplementedError,
+        "has no max_norm or sparse",
+    ),
+    "labels of another shape": (
+        lambda mesh: parallel_cross_entropy(
+            alone(mesh), torch.zeros(6, dtype=torch.int64), tensor_model_parallel_group="dp"
+        ),
+        ValueError,
+        r"labels \[6\] do not match logits \[7, 6\]",
+    ),
+    "padding of a sharded vocabulary": (
+        lambda mesh: hide_padding(alone(mesh, dim=1), 11, "dp"),
+        ValueError,
+        "so that rows are whole",
+    ),
+    "a type that is not the layout's": (_another_layout, SpmdTypeError, r"by its layout it is I on dp, .* is S\(0\)"),
     "sizes that do not add up": (lambda mesh: x(mesh, 3, 3), ValueError, r"sizes \[3, 3\] on mesh dim 0.*add up to 7"),
     "a negative size": (lambda mesh: x(mesh, 9, -2), ValueError, r"none below 0"),
     "a wrong number of sizes": (lambda mesh: x(mesh, 7), ValueError, r"they must be 2"),

@@ -1,0 +1,126 @@
+"""An unmodified model becomes a parallel program: Hugging Face's GPT-2, or a convolutional net.
+
+torchrun --nproc-per-node 2 examples/parallelize.py --model conv --policy tp --verify
+
+--explain prints the program that is run; --verify trains the original in one process too, and compares. Alone, without
+torchrun, it is a world of one.
+"""
+
+import argparse
+import copy
+import os
+import tempfile
+from typing import Any
+
+import torch
+import torch.distributed
+from torch import nn
+
+from neuronx_dist.parallelize import ComputeConfig, ParallelModule, build_optimizer, parallelize
+from neuronx_dist.weights.shard_spec import gather_full, spec_of
+
+
+class ConvNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            *(nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()),
+            *(nn.Conv2d(16, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU()),
+        )
+        self.head = nn.Linear(32, 10)
+
+    def forward(self, data: dict[str, torch.Tensor]) -> torch.Tensor:
+        pooled = self.body(data["x"]).mean((2, 3))
+        return nn.functional.cross_entropy(self.head(pooled), data["labels"])
+
+
+class Gpt2(nn.Module):
+    """Of Hugging Face's GPT-2 the loss, as an end2end module returns it."""
+
+    def __init__(self) -> None:
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        super().__init__()
+        sizes: dict[str, int] = {"vocab_size": 256, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 32}
+        dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+        self.gpt2 = GPT2LMHeadModel(GPT2Config(**sizes, **dropouts, bos_token_id=0, eos_token_id=0))
+
+    def forward(self, data: dict[str, torch.Tensor]) -> torch.Tensor:
+        loss: torch.Tensor = self.gpt2(input_ids=data["x"], labels=data["x"], use_cache=False).loss
+        return loss
+
+
+def sample_of(model: str, number: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(number)
+    if model == "conv":
+        labels = torch.randint(0, 10, (8,), generator=generator)
+        return {"x": torch.randn(8, 3, 16, 16, generator=generator), "labels": labels}
+    return {"x": torch.randint(0, 256, (4, 32), generator=generator)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=["gpt2", "conv"], default="gpt2")
+    parser.add_argument("--policy", default="autodist", help="dp, tp, data, autodist, or the path of a plan")
+    parser.add_argument("--plan-ngpus", type=int, help="ranks of a unit; all of them, if it is not given")
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--explain", action="store_true", help="print the program")
+    parser.add_argument("--verify", action="store_true", help="compare with one process")
+    options = parser.parse_args()
+
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world > 1:
+        torch.distributed.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    rank = int(os.environ.get("RANK", "0"))
+    config = ComputeConfig(options.plan_ngpus or world, world, use_end2end=True)
+
+    torch.manual_seed(0)
+    original = Gpt2() if options.model == "gpt2" else ConvNet()
+    alone: Any = copy.deepcopy(original)
+    with tempfile.TemporaryDirectory() as folder:
+        sample = sample_of(options.model, 0)
+        model: Any = parallelize(
+            original, {"data": sample}, options.policy, config, gen_savedir=folder, broadcast_strategy=_strategy(world)
+        )
+        if options.explain and rank == 0:
+            print(model.SOURCE)
+        losses = train(model, build_optimizer(model, torch.optim.SGD, lr=0.1), options, config.units, rank, config)
+    if rank == 0:
+        print(f"{options.model}, policy {options.policy}, {world} ranks: losses {[round(x, 4) for x in losses]}")
+    if options.verify:
+        compare(model, alone, options, config.units)
+        if rank == 0:
+            print("one process has the same weights")
+    if world > 1:
+        torch.distributed.destroy_process_group()
+
+
+def _strategy(world: int) -> str:
+    return "all" if world > 1 else "none"  # each rank has a temporary folder of its own
+
+
+def train(
+    model: ParallelModule, optimizer: Any, options: Any, units: int, rank: int, config: ComputeConfig
+) -> list[float]:
+    losses = []
+    for step in range(options.steps):
+        (loss,) = model.train_step(sample_of(options.model, step * units + rank // config.plan_ngpus))
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def compare(model: ParallelModule, alone: nn.Module, options: Any, units: int) -> None:
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
+    for step in range(options.steps):
+        optimizer.zero_grad()
+        for unit in range(units):
+            alone(sample_of(options.model, step * units + unit)).backward()
+        optimizer.step()
+    expected = dict(alone.named_parameters())
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(gather_full(parameter, spec_of(parameter)), expected[name], rtol=1e-4, atol=1e-5)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,320 @@
+"""What the typing rules say of a call on the ranks of one axis: which types its operands may have, and why not others.
+
+Candidates follow from the label spec of the whole call: everything R; everything I; each label that is not fixed, cut
+on every operand that has it; and P through each group of operands in which the call is linear. What the checker's
+`judge` accepts without an assumption, and for which there is a right local call (`congruence.py`), is a strategy.
+
+What makes gradients right is in the types: the gradient of R is P, of P is R, of I is I, of S is S. So an I value (a
+parameter) that a call takes as R is converted, and the backward of that conversion sums over the ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+
+from ..checking.types.judge import Judgement, Operand, judge
+from ..checking.types.rules import Rule, Spec
+from ..spmd.errors import Violation
+from ..spmd.tensor_type import TensorType
+from ..spmd.types import I, P, R, Shard, SpmdType
+from .composite_strategies import DRAWING, composite_of
+from .congruence import Arguments, Slot, local_arguments, spec_of, substituted
+
+__all__ = ["Derivation", "Facts", "Refusal", "Template", "derive", "local_shape"]
+
+
+class Refusal(NamedTuple):
+    """A candidate that is no strategy, and why, in words."""
+
+    name: str
+    why: str
+
+
+class Template(NamedTuple):
+    """A strategy of all calls that look alike.
+
+    `arguments`: with slots; None: those of the call itself. `function`: a composite; None: the call's own.
+    """
+
+    name: str
+    operands: tuple[SpmdType, ...]
+    results: tuple[SpmdType, ...]
+    arguments: Arguments | None
+    function: Callable[..., Any] | None = None
+    bytes_moved: tuple[int, int] = (0, 0)
+
+
+class Derivation(NamedTuple):
+    """All strategies of a call, "R" first, and the candidates that are none."""
+
+    templates: list[Template]
+    refusals: list[Refusal]
+
+
+class Facts(NamedTuple):
+    """What is read of a call, and of all calls that look like it."""
+
+    function: Callable[..., Any]
+    rule: Rule | None
+    arguments: Arguments  # with slots
+    slots: tuple[Slot, ...]  # the operands, in the order of the rules
+    results: tuple[tuple[int, ...], ...]  # shapes
+    written: tuple[int, ...]
+    varies: bool
+    random: bool
+    axis: str
+    size: int
+    strides: tuple[int, ...]
+
+
+def derive(facts: Facts) -> Derivation:
+    """All strategies of a call, "R" first."""
+    derivation = Derivation([], [])
+    spec, affine, why = _described(facts)
+    for name, types, label in _assignments(facts, spec):
+        if why and name not in ("R", "I"):
+            continue
+        results = _results(facts, spec, affine, types) if spec is not None else _unjudged(facts, types)
+        reason = results if isinstance(results, str) else _unwanted(facts, types, results)
+        arguments = None
+        if not reason and label is not None:
+            assert facts.rule is not None and spec is not None and not isinstance(results, str)
+            arguments = _local(facts, spec, label, types, results)
+            if arguments is None:
+                reason = "no change of its integers makes the local call that of a shard"
+            elif not _seen(facts, arguments, affine, types, results):
+                reason = "of dims of size 1 the checker cannot tell which one the rank's part is of"
+        if reason:
+            derivation.refusals.append(Refusal(name, reason))
+        else:
+            assert not isinstance(results, str)
+            derivation.templates.append(_drawing(facts, Template(name, types, results, arguments)))
+    if facts.varies:
+        derivation.templates.extend(_composites(facts, spec) if spec is not None else _made_alike(facts))
+    if why:
+        derivation.refusals.append(Refusal("S", why))
+    return derivation
+
+
+def _described(facts: Facts) -> tuple[Spec | None, bool, str]:
+    """`(spec, affine, why there is no spec)`."""
+    rule = facts.rule
+    if rule is None:
+        return None, False, "the function has no rule: describe it by register_op(annotation)"
+    if rule.kind != "op" or rule.spec is None:
+        return None, False, f"its rule says nothing of the dims of its results ({rule.kind})"
+    if any(0 in shape for shape in (*(slot.shape for slot in facts.slots), *facts.results)):
+        return None, False, "it has an empty tensor"
+    args, kwargs = substituted(facts.arguments, Slot, whole_tensor)
+    try:
+        spec = spec_of(rule, (args, kwargs))
+        affine = rule.affine is not None and bool(rule.affine(*args, **kwargs))
+    except Exception as error:  # it reads values, which are not known before the program runs
+        return None, False, f"its rule asks for the values of its arguments ({type(error).__name__}: {error})"
+    if len(spec.ins) != len(facts.slots) or len(spec.outs) != len(facts.results):
+        return None, False, (
+            f"its rule speaks of {len(spec.ins)} operands and {len(spec.outs)} results, and there are "
+            f"{len(facts.slots)} and {len(facts.results)}"
+        )  # fmt: skip
+    return spec, affine, ""
+
+
+@lru_cache(4096)
+def _meta(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def whole_tensor(slot: Slot) -> torch.Tensor:
+    return _meta(slot.shape, slot.dtype)
+
+
+def _assignments(facts: Facts, spec: Spec | None) -> Iterator[tuple[str, tuple[SpmdType, ...], int | None]]:
+    """Types of the operands that may be a strategy: `(name, types, label that is cut)`."""
+    count = len(facts.slots)
+    yield "R", (R,) * count, None
+    if any(slot.differentiable for slot in facts.slots):
+        yield "I", tuple(I if slot.differentiable else R for slot in facts.slots), None
+    if spec is None or not facts.varies:
+        return
+    assert facts.rule is not None
+    for group in _groups(facts.rule, count):
+        if group and not any(facts.slots[index].dtype is torch.bool for index in group):
+            name = f"P of {', '.join(map(str, group))}"
+            yield name, tuple(P if index in group else R for index in range(count)), None
+    for label, length in spec.sizes.items():
+        if label in spec.fixed:
+            continue
+        for stride in dict.fromkeys((1, *facts.strides)):
+            if length % (stride * facts.size) == 0 and length:
+                yield from _cut(facts, spec, label, stride)
+
+
+def _any_type(slot: Slot, size: int) -> Iterator[SpmdType]:
+    """The types, R aside, of an operand whose values nobody reads."""
+    if slot.differentiable:
+        yield I
+    yield P
+    yield from (Shard(dim) for dim, length in enumerate(slot.shape) if length and length % size == 0)
+
+
+def _made_alike(facts: Facts) -> Iterator[Template]:
+    """The strategies of constants like an operand, of which the shape (`zeros_like`) or only the dtype is read.
+
+    They are the same on all ranks, so that each may have those of its shard alone.
+    """
+    rule = facts.rule
+    if rule is None or rule.kind not in ("zero", "uniform") or len(facts.slots) != 1 or len(facts.results) != 1:
+        return
+    for spmd_type in _any_type(facts.slots[0], facts.size):
+        like = rule.spec is not None and isinstance(spmd_type, Shard)
+        yield Template(f"{spmd_type} of operand 0", (spmd_type,), (spmd_type if like else R,), None)
+
+
+def _groups(rule: Rule, count: int) -> list[tuple[int, ...]]:
+    """Operands in which the call is jointly linear."""
+    groups = [range(count) if group == (-1,) else group for group in rule.linear]
+    return list(dict.fromkeys(tuple(index for index in group if index < count) for group in groups))
+
+
+def _cut(facts: Facts, spec: Spec, label: int, stride: int) -> Iterator[tuple[str, tuple[SpmdType, ...], int | None]]:
+    """A label cut on every operand that has it; the others R, or P where they are added to what becomes partial."""
+    shards = {index: cuts(dims, spec, label, stride) for index, dims in enumerate(spec.ins) if dims is not None}
+    shards = {index: shard for index, shard in shards.items() if shard is not None}
+    if not shards:
+        return
+    first = min(shards)
+    base: list[SpmdType] = [shards.get(index) or R for index in range(len(facts.slots))]
+    name = f"{base[first]} of operand {first}"
+    for index, dims in enumerate(spec.ins):
+        if dims is None:  # only its shape or dtype is read: whichever piece has the right one
+            for spmd_type in _any_type(facts.slots[index], facts.size):
+                types = (*base[:index], spmd_type, *base[index + 1 :])
+                yield f"{name}, {spmd_type} of operand {index}", types, label
+    yield name, tuple(base), label
+    if label not in spec.reduced:
+        return
+    assert facts.rule is not None
+    added = set()
+    for group in _groups(facts.rule, len(facts.slots)):
+        if shards.keys() & set(group):
+            added.add(tuple(index for index in group if index not in shards))
+    for group in sorted(filter(None, added)):
+        types = tuple(P if index in group else spmd_type for index, spmd_type in enumerate(base))
+        yield f"{name}, P of {', '.join(map(str, group))}", types, label
+
+
+def cuts(dims: Any, spec: Spec, label: int, stride: int = 1) -> Shard | None:
+    """The type of a tensor of `dims` whose label is cut in `stride` blocks; None: it does not have the label."""
+    for dim, factors in enumerate(dims):
+        if label in factors:
+            outer = prod(spec.sizes[factor] for factor in factors[: factors.index(label)])
+            return Shard(dim, outer * stride)
+    return None
+
+
+def _results(facts: Facts, spec: Spec, affine: bool, types: Sequence[SpmdType]) -> tuple[SpmdType, ...] | str:
+    """Types of the results, or why there are none."""
+    judged = [
+        Operand(TensorType.of({facts.axis: spmd_type}, R), slot.differentiable)
+        for spmd_type, slot in zip(types, facts.slots)
+    ]
+    assert facts.rule is not None
+    try:
+        judgement: Judgement = judge(facts.rule, spec, judged, affine, len(spec.outs))
+    except Violation as violation:
+        return violation.why
+    if judgement.assumed:
+        return f"it would rest on an assumption: {judgement.assumed[0]}"
+    return tuple(_plain(type_.get(facts.axis) or R) for type_ in judgement.types)
+
+
+def _plain(spmd_type: SpmdType) -> SpmdType:
+    """A type as a program has it: constants are R, and how shards were merged is left out."""
+    if isinstance(spmd_type, Shard):
+        return Shard(spmd_type.dim, spmd_type.stride, part=spmd_type.part, scale=spmd_type.scale)
+    return R if spmd_type.letter in "R0" and not spmd_type.scale else spmd_type
+
+
+def _unjudged(facts: Facts, types: Sequence[SpmdType]) -> tuple[SpmdType, ...]:
+    """Of a function of which nothing is known: on all ranks the same, if its operands are."""
+    return (I if I in types else R,) * len(facts.results)
+
+
+def _unwanted(facts: Facts, types: Sequence[SpmdType], results: Sequence[SpmdType]) -> str:
+    """Why a legal call is no strategy; "": it is one."""
+    for spmd_type in results:
+        if isinstance(spmd_type, Shard):
+            if spmd_type.part is not None or spmd_type.scale:
+                return f"its result is {spmd_type}, which no conversion makes whole"
+        elif spmd_type not in (R, I, P, P("avg")):
+            return f"its result is {spmd_type}, which no conversion makes whole"
+    shapes = [*(slot.shape for slot in facts.slots), *facts.results]
+    for spmd_type, shape in zip((*types, *results), shapes):
+        if isinstance(spmd_type, Shard) and shape[spmd_type.dim] % (spmd_type.stride * facts.size):
+            return f"{spmd_type} of {list(shape)} does not divide by {facts.size} ranks"
+    for index in facts.written:
+        if types[index] is not R:
+            return f"operand {index} is written in place, and stays whole on every rank"
+    cut = any(isinstance(spmd_type, Shard) for spmd_type in types)
+    if facts.random and cut and facts.function not in DRAWING:
+        return "it would draw the same random numbers on every rank"
+    return ""
+
+
+def _local_tensor(facts: Facts, types: Sequence[SpmdType]) -> Callable[[Slot], torch.Tensor]:
+    types_of = dict(zip(facts.slots, types))
+    return lambda slot: _meta(local_shape(slot.shape, types_of.get(slot, R), facts.size), slot.dtype)
+
+
+def _seen(
+    facts: Facts, arguments: Arguments, affine: bool, types: Sequence[SpmdType], results: Sequence[SpmdType]
+) -> bool:
+    """Whether the checker, which sees local sizes alone, comes to the same types."""
+    assert facts.rule is not None and facts.rule.spec is not None
+    args, kwargs = substituted(arguments, Slot, _local_tensor(facts, types))
+    return _results(facts, facts.rule.spec(*args, **kwargs), affine, types) == tuple(results)
+
+
+def _drawing(facts: Facts, template: Template) -> Template:
+    """A call of shards that draws random numbers draws each rank's own."""
+    if not facts.random or template.arguments is None:
+        return template
+    return template._replace(function=DRAWING[facts.function])
+
+
+def _composites(facts: Facts, spec: Spec) -> Iterator[Template]:
+    """The strategies by composites, for labels that the function needs all of."""
+    for label, length in spec.sizes.items():
+        composite = composite_of(facts.function, facts.arguments, spec, label, facts.axis)
+        if composite is None or length % facts.size or length == facts.size:  # one position looks like a new dim
+            continue
+        shards = [cuts(dims or (), spec, label) for dims in spec.ins]
+        types = tuple(shard if shard and i not in composite.whole else R for i, shard in enumerate(shards))
+        results = tuple(cuts(dims, spec, label) or composite.ended for dims in spec.outs)
+        if not _unwanted(facts, types, results):
+            itemsize = max(4, facts.slots[0].dtype.itemsize)
+            sent = tuple(2 * count * itemsize * (facts.size - 1) // facts.size for count in composite.reduced)
+            first = next(index for index, spmd_type in enumerate(types) if spmd_type is not R)
+            name = f"{composite.function.__name__} of {types[first]} of operand {first}"
+            yield Template(name, types, results, composite.arguments, composite.function, (sent[0], sent[1]))
+
+
+def _local(
+    facts: Facts, spec: Spec, label: int, types: Sequence[SpmdType], results: Sequence[SpmdType]
+) -> Arguments | None:
+    """The arguments of the local call, with slots."""
+    shapes = [local_shape(shape, spmd_type, facts.size) for shape, spmd_type in zip(facts.results, results)]
+    tensor = _local_tensor(facts, types)
+    return local_arguments(facts.function, spec, label, facts.size, facts.arguments, tensor, shapes)
+
+
+def local_shape(shape: tuple[int, ...], spmd_type: SpmdType, size: int) -> tuple[int, ...]:
+    """What a rank has of a tensor of `shape`."""
+    if not isinstance(spmd_type, Shard):
+        return shape
+    return *shape[: spmd_type.dim], shape[spmd_type.dim] // size, *shape[spmd_type.dim + 1 :]

@@ -1,0 +1,228 @@
+"""`parallelize` as it is called: objects and classes, modes, steps, initial values, and what is refused."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+from neuronx_dist import Mesh
+from neuronx_dist.comm import threads
+from neuronx_dist.parallelize import ComputeConfig, EmittedProgramError, ParallelModule, parallelize
+from neuronx_dist.parallelize import api as api_module
+from neuronx_dist.weights.shard_spec import spec_of
+from tests.parallelize.models import WIDTH, Mlp, model
+
+
+def made(
+    module: Any, arguments: dict[str, Any], tmp_path: Path, config: ComputeConfig | None = None, **options: Any
+) -> Any:
+    """What `parallelize` returns in a world of one."""
+    return parallelize(module, arguments, "dp", config or ComputeConfig(1, 1), gen_savedir=tmp_path, **options)
+
+
+def on_two(module: Any, arguments: dict[str, Any], tmp_path: Path, function: Any, **config: Any) -> list[Any]:
+    """What a function returns of the parallel module on each of two ranks."""
+
+    def rank() -> Any:
+        compute = ComputeConfig(2, 2, **config)
+        return function(parallelize(module, arguments, "tp", compute, gen_savedir=tmp_path))
+
+    return threads.run(Mesh(2, tp=2), rank)
+
+
+def test_a_world_of_one_needs_no_process_group(tmp_path: Path) -> None:
+    module, arguments = model("gpt")
+    parallel = made(module, arguments, tmp_path)
+    assert isinstance(parallel, ParallelModule)
+    torch.testing.assert_close(parallel(**arguments), module(**arguments), rtol=1e-12, atol=1e-12)
+
+
+def test_a_class_becomes_a_class(tmp_path: Path) -> None:
+    _, arguments = model("mlp")
+    parallel_class = made(Mlp, arguments, tmp_path, module_dtype=torch.float64, module_fn=Mlp)
+    assert issubclass(parallel_class, ParallelModule)
+    assert next(parallel_class().parameters()).dtype == torch.float64
+    assert made(parallel_class, arguments, tmp_path) is parallel_class  # it is parallel already
+
+
+def test_without_loading_nothing_is_returned_and_no_group_is_needed(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        module = Mlp().double()
+    _, arguments = model("mlp")
+    config = ComputeConfig(4, 8, use_end2end=True)
+    assert parallelize(module, arguments, "tp", config, gen_savedir=tmp_path, load_module=False) is None
+    (code,) = tmp_path.rglob("gencode0.py")
+    assert "spmd.all_reduce" in code.read_text()
+
+
+def test_both_modes_are_recorded(tmp_path: Path) -> None:
+    class Modes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.linear = nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.linear(self.norm(x))
+            return y.tanh() if self.training else y * 2
+
+    torch.manual_seed(0)
+    module, x = Modes().double(), torch.randn(8, WIDTH).double()
+    parallel = made(module, {"x": x}, tmp_path)
+    for training in (True, False, True):
+        module.train(training), parallel.train(training)
+        torch.testing.assert_close(parallel(x), module(x), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(parallel.norm.running_var, module.norm.running_var)
+
+
+def test_train_step(tmp_path: Path) -> None:
+    module, arguments = model("mlp")
+    (sample,) = arguments.values()
+    other = {name: x.flip(0) * 0.5 for name, x in sample.items()}
+    losses = [module(each) for each in (sample, other)]
+    (losses[0] + 3 * losses[1]).backward()
+    whole = {name: p.grad.clone() for name, p in module.named_parameters()}
+
+    def step(parallel: Any) -> Any:
+        scales = iter([1, 3])
+        results = parallel.train_step([sample, other], scale_fn=lambda loss: loss * next(scales))
+        first = {name: p.grad.clone() for name, p in parallel.named_parameters()}
+        parallel.train_step([other, sample], is_dummy_batch=[True, False])  # in place of the gradients before
+        second = [p.grad.clone() for p in parallel.parameters()]
+        alone = parallel.train_step(sample)  # one sample is a list of one
+        for p, grad in zip(parallel.parameters(), second):
+            assert torch.equal(p.grad, grad)
+        index = {name: spec_of(p).local_slice(whole[name], parallel._index) for name, p in parallel.named_parameters()}
+        return results, alone, parallel.infer_step([sample, other]), first, index
+
+    for results, alone, inferred, gradients, expected in on_two(module, arguments, tmp_path, step, use_end2end=True):
+        torch.testing.assert_close(results, [x.detach() for x in losses], rtol=1e-12, atol=1e-12)
+        assert all(not x.requires_grad and x.shape == () for x in (*results, *inferred))
+        torch.testing.assert_close([*alone, *inferred[1:]], results, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(gradients, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_only_dummy_batches_leave_zeros(tmp_path: Path) -> None:
+    module, arguments = model("mlp")
+    parallel = made(module, arguments, tmp_path, ComputeConfig(1, 1, use_end2end=True))
+    parallel.train_step(arguments["data"], is_dummy_batch=[True])
+    assert all(not p.grad.any() for p in parallel.parameters())
+
+
+def test_initial_values(tmp_path: Path) -> None:
+    class Buffers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Module()
+            self.inner.register_buffer("kept", torch.ones(3))
+            self.inner.register_buffer("scratch", torch.full((3,), 2.0), persistent=False)
+            self.weight = nn.Parameter(torch.ones(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.inner.kept + self.inner.scratch * self.weight
+
+    module, x = Buffers(), torch.ones(3)
+    parallel_class = type(made(module, {"x": x}, tmp_path))
+    torch.testing.assert_close(parallel_class()(x), module(x))
+    empty = parallel_class(init_params=False)
+    with pytest.raises(RuntimeError, match="buffer 'inner.kept' has no value.*load a state dict"):
+        empty(x)
+    empty.load_state_dict(module.state_dict())
+    with pytest.raises(RuntimeError, match="buffer 'inner.scratch' has no value.*in no state dict"):
+        empty(x)
+    assert list(empty.state_dict()) == list(module.state_dict())
+
+
+def test_an_end2end_module_has_no_forward(tmp_path: Path) -> None:
+    module, arguments = model("mlp")
+    parallel = made(module, arguments, tmp_path, ComputeConfig(1, 1, use_end2end=True))
+    with pytest.raises(RuntimeError, match="end2end: call train_step or infer_step"):
+        parallel(arguments["data"])
+    with pytest.raises(ValueError, match="2 samples, and is_dummy_batch has 1"):
+        parallel.train_step([arguments["data"]] * 2, is_dummy_batch=[False])
+
+
+def test_steps_are_for_end2end_modules(tmp_path: Path) -> None:
+    module, arguments = model("mlp")
+    parallel = made(module, arguments, tmp_path)
+    with pytest.raises(RuntimeError, match="train_step is for end2end modules"):
+        parallel.train_step([arguments["data"]])
+
+
+class Refusal(NamedTuple):
+    change: dict[str, Any]
+    error: type[Exception]
+    message: str
+
+
+X = torch.zeros(8, WIDTH).double()
+REFUSALS = {
+    "unknown argument": Refusal({"arguments": {"x": X, "y": X, "scal": 2.0}}, TypeError, "no argument 'scal'.*scale"),
+    "missing argument": Refusal({"arguments": {"x": X}}, TypeError, "needs y too"),
+    "two samples": Refusal({"config": ComputeConfig(1, 1, use_end2end=True)}, TypeError, "end2end.*requires x, y"),
+    "no module": Refusal({"module": object()}, TypeError, "takes a torch.nn.Module"),
+    "instance name": Refusal({"instance_name": "a-b"}, ValueError, "no Python identifier"),
+    "policy": Refusal({"policy": "tq"}, ValueError, "unknown policy 'tq'"),
+    "reuse": Refusal({"reuse": "moon"}, ValueError, "moo"),
+    "broadcast": Refusal({"broadcast_strategy": "all"}, RuntimeError, "no process group"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_refusals(case: str, tmp_path: Path) -> None:
+    module, arguments = model("pair")
+    options: dict[str, Any] = {"module": module, "arguments": arguments, "policy": "dp", "config": ComputeConfig(1, 1)}
+    options |= REFUSALS[case].change
+    given = [options.pop(name) for name in ("module", "arguments", "policy", "config")]
+    with pytest.raises(REFUSALS[case].error, match=REFUSALS[case].message):
+        parallelize(*given, gen_savedir=tmp_path, **options)
+
+
+def test_arguments_of_other_shapes_and_values_are_refused(tmp_path: Path) -> None:
+    module, arguments = model("pair")
+    parallel = made(module, arguments, tmp_path)
+    with pytest.raises(ValueError, match=r"x is \[4, 16\] torch.float64, and the program was recorded with \[8, 16\]"):
+        parallel(arguments["x"][:4], arguments["y"])
+    with pytest.raises(ValueError, match="scale=3.0, and the program was recorded with 2.0"):
+        parallel(arguments["x"], arguments["y"], scale=3.0)
+
+
+def test_a_parallel_module_inside_is_refused(tmp_path: Path) -> None:
+    module, arguments = model("mlp")
+    outer = nn.Sequential(made(module, arguments, tmp_path))
+    with pytest.raises(ValueError, match="Sequential: 0 is parallel already"):
+        made(outer, {"input": X}, tmp_path)
+
+
+def test_a_divided_module_needs_its_mesh(tmp_path: Path) -> None:
+    module, arguments = model("mlp")
+    with pytest.raises(RuntimeError, match="divided over 2 ranks, and there is no mesh"):
+        parallelize(module, arguments, "tp", ComputeConfig(2, 2), gen_savedir=tmp_path)
+
+
+def test_a_wrong_program_is_kept_and_not_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, arguments = model("mlp")
+    right = api_module.emit
+
+    def wrong(*args: Any, **kwargs: Any) -> str:
+        source: str = right(*args, **kwargs)
+        return source.replace("torch.sigmoid(", "torch.tanh(")
+
+    monkeypatch.setattr(api_module, "emit", wrong)
+    with pytest.raises(EmittedProgramError, match="bug of neuronx_dist, not of Mlp.*refused_Mlp.py"):
+        made(module, arguments, tmp_path)
+    assert "tanh" in (tmp_path / "refused_Mlp.py").read_text()
+    assert not list(tmp_path.rglob("gencode0.py"))
+
+
+@pytest.mark.parametrize("first", ["neuronx_dist", "neuronx_dist.parallelize"])
+@pytest.mark.process
+def test_imports_in_either_order(first: str) -> None:
+    second = {"neuronx_dist": "neuronx_dist.parallelize", "neuronx_dist.parallelize": "neuronx_dist"}[first]
+    code = f"import {first}, {second}; from neuronx_dist.parallelize import parallelize; assert callable(parallelize)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

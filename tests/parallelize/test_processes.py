@@ -1,0 +1,58 @@
+"""`parallelize` on real processes, and the example under torchrun's variables."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from neuronx_dist.parallelize import ComputeConfig, build_optimizer, parallelize
+from neuronx_dist.weights.shard_spec import gather_full, spec_of
+from tests.parallelize.models import model
+from tests.parallelize.parity import batch, trained
+from tests.support.paths import ROOT
+from tests.support.pool import processes
+
+SGD = partial(torch.optim.SGD, lr=0.1)
+
+
+def train_on_rank(folder: str) -> dict[str, torch.Tensor]:
+    module, arguments = model("gpt")
+    config = ComputeConfig(2, 4, use_zero=True)
+    rank = torch.distributed.get_rank()
+    own = os.path.join(folder, str(rank))  # a folder of its own: rank 0's files are sent
+    parallel = parallelize(module, arguments, "tp", config, gen_savedir=own, broadcast_strategy="all")
+    optimizer = build_optimizer(parallel, SGD)
+    for step in range(3):
+        optimizer.zero_grad()
+        parallel(**batch(arguments, step, rank // 2)).backward()
+        optimizer.step()
+    return {name: gather_full(p, spec_of(p)) for name, p in parallel.named_parameters()}
+
+
+@pytest.mark.process
+def test_processes_with_folders_of_their_own(tmp_path: Path) -> None:
+    module, arguments = model("gpt")
+    wanted = trained(module, arguments, SGD, 3, 2).weights
+    for weights in processes(4).run(train_on_rank, str(tmp_path), mesh={"tp": 2}):
+        for name, x in weights.items():
+            torch.testing.assert_close(x, wanted[name], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.parametrize("name", ["conv", "gpt2"])
+def test_example(name: str) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    arguments = ["examples/parallelize.py", "--model", name, "--policy", "tp", "--verify", "--explain", "--steps", "2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [*command, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "one process has the same weights" in done.stdout and "spmd." in done.stdout
