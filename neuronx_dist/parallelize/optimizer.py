@@ -168,7 +168,6 @@ class _Synchronized(torch.optim.Optimizer):
 
     def _synchronising(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         def synchronised() -> Any:
-            self._gradient_sync.begin()
             loss = closure()
             self.sync_shard_grad()
             return loss
