@@ -11,11 +11,11 @@ import torch.utils._pytree as pytree
 
 from ..spmd.types import I, R, Shard, SpmdType
 from .conversions import conversion
-from .program import Call, Division, Program, Value, operands_of, values_in
+from .program import Call, Division, Program, Value, dotted, local_shape, operands_of, values_in
 from .source_text import Imports, attribute, call_text, literal
 from .stages import Stage
 
-__all__ = ["INDENT", "body", "dotted", "local_shape"]
+__all__ = ["INDENT", "body"]
 
 INDENT = "    "
 _WIDTH = 120
@@ -144,7 +144,7 @@ class _Body:
 
     def _described(self, value: Value, spmd_type: SpmdType | None = None) -> str:
         spmd_type = spmd_type or self.division.type_of(value)
-        return f"{local_shape(value, spmd_type, self.division.size)} {spmd_type}"
+        return f"{list(local_shape(value.shape, spmd_type, self.division.size))} {spmd_type}"
 
     def _sent(self) -> str:
         names = [self._name(value, self.division.type_of(value)) for value in self.stage.sent]
@@ -174,14 +174,6 @@ class _Body:
 
 class _Text(str):
     """Source, where a value stood."""
-
-
-def local_shape(value: Value, spmd_type: SpmdType, size: int) -> list[int]:
-    """The shape of what one of `size` ranks has of a value."""
-    shape = list(value.shape)
-    if isinstance(spmd_type, Shard):
-        shape[spmd_type.dim] //= size
-    return shape
 
 
 def _is(has: SpmdType, wanted: SpmdType, value: Value) -> bool:
@@ -303,11 +295,6 @@ def _unpacked(program: Program, read: Collection[Value]) -> Iterator[tuple[str, 
         text = dotted(path[:1]) + "".join(map(_step_text, path[1:]))
         if text != value.name:
             yield value.name, f"{value.name} = {text}"
-
-
-def dotted(path: Sequence[Any]) -> str:
-    """A path of pytree as programs write it: `data.target`, `layers.0`."""
-    return ".".join(str(getattr(entry, "key", getattr(entry, "idx", getattr(entry, "name", "")))) for entry in path)
 
 
 def _step_text(entry: Any) -> str:

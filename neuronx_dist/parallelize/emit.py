@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 import torch.utils._pytree as pytree
 
 from ..planning.plan import PlanError
-from .body import INDENT, body, dotted, local_shape
-from .program import Division, Program, Value
+from .body import INDENT, body
+from .program import Division, Program, Value, dotted, local_shape
 from .source_text import Imports, literal
 from .stages import Stage, schedule_of, stages_of
 from .stored import Stored, constants_of, stored_of
@@ -124,7 +124,7 @@ class _Methods(NamedTuple):
 
 def _received(stage: Stage, division: Division) -> Iterator[str]:
     for value in stage.received:
-        shape = local_shape(value, division.type_of(value), division.size)
+        shape = list(local_shape(value.shape, division.type_of(value), division.size))
         yield f'{INDENT * 3}"{value.name}": ({shape}, {value.dtype}, {value.requires_grad}),'
 
 

@@ -10,8 +10,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
-from .builder import map_values
-from .program import Call, Program, Value
+from .program import Call, Program, Value, substituted
 
 __all__ = ["run_program", "tensors_of"]
 
@@ -29,7 +28,7 @@ def run_program(program: Program, tensors: Mapping[Value, torch.Tensor]) -> Any:
     """What the recorded forward returns, for these tensors in the place of `program.leaves`."""
     known = dict(tensors)
     for call in program.calls:
-        args, kwargs = map_values((call.args, call.kwargs), known.__getitem__)
+        args, kwargs = substituted((call.args, call.kwargs), Value, known.__getitem__)
         with _surroundings(call):
             result = call.function(*args, **kwargs)
         for value, tensor in zip(call.results, result if call.several else [result]):
