@@ -104,7 +104,8 @@ def train(
 ) -> list[float]:
     losses = []
     for step in range(options.steps):
-        (loss,) = model.train_step(sample_of(options.model, step * units + rank // config.plan_ngpus))
+        sample = sample_of(options.model, step * units + rank // config.plan_ngpus)
+        (loss,) = model.train_step([sample])
         optimizer.step()
         losses.append(loss.item())
     return losses

@@ -1,7 +1,7 @@
 """Functions of one rank's shard along a dim that torch's functions need all of: what emitted programs call by name.
 
-Each takes the arguments of the function that it stands for, and the axis over which the dim is sharded. They are made
-of typed operators, or have a `composition` of them, so that the checker follows them as it does any program.
+Each takes the arguments of the function that it stands for, and where it communicates the axis over which the dim is
+sharded. They are made of typed operators, which the checker follows as it does any program.
 
 embedding           rows of the table on different ranks: partial sums of the lookups, none sent
 cross_entropy       classes on different ranks; the logits are never gathered

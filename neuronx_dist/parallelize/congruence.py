@@ -3,8 +3,7 @@
 A rule describes the call that it is shown. So a local call is right if its label spec is that of the whole call with
 one label cut, and wrong otherwise: `view(b, s, heads, width)` of a shard of the heads names too many of them, and
 `group_norm` of a shard of the channels takes groups of another size without any error. The integers among the
-arguments are divided until the specs agree, and the results that torch gives (on meta tensors) have the shapes of
-shards.
+arguments are divided until the specs agree, and what torch gives of meta tensors has the shapes of shards.
 """
 
 from __future__ import annotations

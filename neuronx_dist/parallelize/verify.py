@@ -8,7 +8,8 @@ program in one process. Random numbers are left out of both: dropout lets everyt
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ from ..mesh import Mesh
 from ..pipeline.record.surroundings import restored
 from ..spmd.declarations import get_local_type
 from ..spmd.errors import SpmdTypeError
+from ..spmd.random import checkpoint
 from ..spmd.types import R
 from ..weights.shard_spec import gather_full, spec_of
 from .emitted import imported
@@ -152,6 +154,9 @@ def check_values(
             return _outcome(result, own, module, program.training)
 
     with imported(source, division.size, constants=constants) as emitted:
+        own = vars(sys.modules[emitted.__module__])
+        if "checkpoint" in own:
+            own["checkpoint"] = _deterministic_checkpoint
         zeros = {name: torch.zeros(each.shape, dtype=each.dtype) for name, each in emitted.STORED.items()}
         emitted.WEIGHTS = staticmethod(lambda: {**zeros, **stored})
         try:
@@ -194,6 +199,16 @@ class _Deterministic(TorchFunctionMode):
         if name.rstrip("_") in _DRAWN and isinstance(result, torch.Tensor):
             return torch.full_like(result, 0.5) if result.is_floating_point() else torch.zeros_like(result)
         return result
+
+
+def _deterministic_checkpoint(function: Callable[..., Any], *args: Any) -> Any:
+    """`checkpoint` without random numbers in backward, in which torch turns modes off, too."""
+
+    def deterministic(*args: Any) -> Any:
+        with _Deterministic():
+            return function(*args)
+
+    return checkpoint(deterministic, *args)
 
 
 _DROPOUT = {

@@ -16,6 +16,7 @@ from neuronx_dist.parallelize.choose import Constraints, Problem, choose
 from neuronx_dist.parallelize.conversions import conversion
 from neuronx_dist.parallelize.program import Division, operands_of
 from neuronx_dist.parallelize.strategies import candidates
+from neuronx_dist.parallelize.tables import saves
 from neuronx_dist.planning.costs import CPU, H100, Costs
 from neuronx_dist.planning.plan import PlanError
 from neuronx_dist.spmd.types import I, P, R, S
@@ -251,3 +252,13 @@ def test_values_that_many_calls_read_are_chosen_in_time():
     assert time.process_time() - start < 10
     for value, have, want in conversions_of(division):
         assert conversion(value, have, want, 2) is not None
+
+
+def test_what_is_kept_for_backward():
+    lines = Lines()
+    x = lines.input("x", 4, 4)
+    y = lines(F.linear, x, lines.parameter("weight", 4, 4))
+    for function, arguments in ((torch.add, (y,)), (torch.mul, (y,)), (torch.Tensor.view, ((16,),))):
+        lines(function, y, *arguments)
+    lines(torch.mul, x, x)
+    assert [saves(call) for call in lines.calls] == [True, False, True, False, False]

@@ -32,7 +32,7 @@ class Bug(NamedTuple):
 
 REDUCED = r"= spmd\.all_reduce\((\w+), "
 GATHERED = r"= spmd\.all_gather\((\w+), "
-CONVERTED = r"= spmd\.convert\((\w+), "
+CONVERTED = r"= spmd\.convert\(([\w.]+), "
 SUM = r"= (\w+) \+ (\w+)  #"
 PARAMETER = r"(\w+) = spmd\.convert\((self[\w.]+), (.*src=I.*)\)  #"
 
@@ -108,5 +108,5 @@ def _real(right: Emitted) -> list[Mutant]:
     return [
         mutant
         for mutant in mutants(right.source)
-        if mutant.edit != "scale" or not re.search(rf"F\.rms_norm\({mutant.line.split()[0]},", right.source)
+        if mutant.edit != "scale" or not re.search(rf"rms_norm\({mutant.line.split()[0]},", right.source)
     ]

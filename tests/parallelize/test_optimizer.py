@@ -176,6 +176,10 @@ def test_gradients_are_summed_once_and_scaled_after(zero):
         second = float(optimizer.clip_gnorm())
         third = float(optimizer.clip_gnorm(0.25))
         last = float(optimizer.clip_gnorm())
+        optimizer.step()
+        if zero:  # the shards' gradients are used up
+            with pytest.raises(RuntimeError, match="call sync_shard_grad"):
+                optimizer.scale_grads(2.0)
         optimizer.zero_grad()
         assert all(owner.grad is None for owner in (*owners_of(optimizer), *module.parameters()))
         with pytest.raises(RuntimeError, match="call sync_shard_grad"):
@@ -277,17 +281,22 @@ def end_to_end_hooks(config, body):
 @pytest.mark.parametrize("cap", [None, 1e-6])
 def test_asynchronous_reduction_is_bit_equal_and_starts_in_backward(zero, cap):
     def body(module, optimizer, *_):
-        early = []
+        early, started = [], []
         for step in STEPS:
             with no_sync(module):
                 loss_of_run(module, step, 0).backward()
             loss = loss_of_run(module, step, 1)
+            before_last = []
+            first = module.layers[0].weight
             with comm.record() as calls:
+                hook = first.register_hook(lambda grad, calls=calls, counts=before_last: counts.append(len(calls)))
                 loss.backward()
+            hook.remove()
+            started.append(before_last[0])
             early.append(len(calls))
             optimizer.step()
             optimizer.zero_grad()
-        return early
+        return early, started
 
     def loss_of_run(module, step, microbatch):
         return module.run(batch(step, 2 * microbatch + comm.rank("dp")))["loss"]
@@ -301,7 +310,8 @@ def test_asynchronous_reduction_is_bit_equal_and_starts_in_backward(zero, cap):
         trained(ComputeConfig(1, 2, use_async_reducer=each, **options), without_spare, body=body)
         for each in (False, True)
     ]
-    for (early, weights), (late, expected) in zip(results[1], results[0]):
+    for ((early, started), weights), ((late, _), expected) in zip(results[1], results[0]):
+        assert not cap or all(started)  # the last layer's buckets start first
         assert (not any(late), early) == (True, [3 if cap else 1] * 8)
         assert all(torch.equal(weights[name], expected[name]) for name in weights)
 

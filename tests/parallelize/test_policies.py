@@ -167,6 +167,13 @@ def test_a_saved_plan_divides_the_same_program_alike(tmp_path, policy, options):
             assert getattr(again, field) == getattr(division, field), field
 
 
+def test_a_plan_is_kept_to_where_something_else_is_faster():
+    plan = plan_of(divide(mlp(2, 16), "autodist", config(2)))
+    cut = [call._replace(strategy="S(0) of operand 0") if call.function == "relu" else call for call in plan.calls]
+    division = divide(mlp(2, 16), replace(plan, calls=tuple(cut)), config(2))
+    assert {division.strategies[c].results for c in division.program.calls if c.name == "relu"} == {(S(0),)}
+
+
 def test_autodist_saves_and_loads_plans(tmp_path):
     path = str(tmp_path / "plan.json")
     made = divide(mlp(2, 16), "autodist", config(2, save_plan_path=path))

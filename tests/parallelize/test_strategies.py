@@ -80,6 +80,15 @@ def test_a_function_without_a_rule_is_computed_by_all_ranks():
     assert "register_op" in refusal.why
 
 
+def test_nothing_is_assumed():
+    """A mean over the labels that are not ignored: as many on each rank, the checker would have to assume."""
+    scores, labels = parameter(4, 6), torch.tensor([1, 2, -100, -100])
+    mean, total = (call_of(F.cross_entropy, scores, labels, reduction=how) for how in ("mean", "sum"))
+    assert by_name(total)["S(0) of operand 0"] == ((S(0), S(0)), (P,))
+    assert "S(0) of operand 0" not in by_name(mean)
+    assert any("assumption" in refusal.why for refusal in refusals(mean, "tp", 2))
+
+
 def test_a_rule_that_is_registered_later_counts():
     def opaque(x: Tensor) -> Tensor:
         return x.exp()

@@ -120,3 +120,9 @@ def test_a_table_of_another_shape_is_refused():
 def test_empty():
     choice = minimize([], [(torch.tensor(3.0), ())])
     assert (choice.cost, choice.values) == (3.0, [])
+
+
+def test_one_table_read_both_ways_is_not_one_elimination():
+    table = torch.tensor([[0.0, 5.0], [7.0, 9.0]])
+    tables = [(table, (0, 1)), (table, (3, 2)), (torch.tensor([3.0, 0.0]), (1,)), (torch.tensor([9.0, 0.0]), (3,))]
+    assert minimize([2] * 4, tables).cost == brute_force([2] * 4, tables)

@@ -134,11 +134,8 @@ class Session(TorchFunctionMode):
 
     def gradient_type(self, type_: TensorType) -> TensorType:
         """The type of the gradient that the last backward gave to a tensor of `type_`."""
-        gradient_type = type_.of_gradient()
-        types = {
-            axis: scaled(spmd_type, self.gradient_scales.get(axis, 0))
-            for axis, spmd_type in self.named(gradient_type).types.items()
-        }
+        gradient_type = self.named(type_).of_gradient()  # of an axis in the rest too: the dual of R is P
+        types = {axis: scaled(spmd_type, self.gradient_scales.get(axis, 0)) for axis, spmd_type in gradient_type}
         return TensorType.of(types, gradient_type.rest)
 
     def adopt_gradients(self) -> None:

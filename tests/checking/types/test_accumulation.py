@@ -120,6 +120,22 @@ def test_what_a_backward_returns_is_the_gradient_of_what_it_was_given(what):
     assert all(part in repair for part, repair in zip(repairs, caught.value.repairs)), caught.value.repairs
 
 
+def test_a_backward_returns_parts_for_what_is_r_on_every_axis():
+    """That no axis is named does not matter: the dual of R is P."""
+    data = torch.ones(2, 2)
+    with comm.as_rank(Mesh(2, tp=2), 0, CheckBackend()), spmd.SpmdTypeMode():
+        spmd.assert_type(data, {"tp": S(0)})
+        for declared in ({}, {"tp": R}):
+            for back, fitting in ((lambda grad: grad, True), (lambda grad: comm.all_reduce(grad, "tp"), False)):
+                x = spmd.assert_type(torch.ones(2, requires_grad=True), declared)
+                loss = (Through.apply(x, back) * data).sum()
+                if fitting:
+                    loss.backward()
+                else:
+                    with pytest.raises(SpmdTypeError, match="it is added up here, and again where"):
+                        loss.backward()
+
+
 @pytest.mark.parametrize(
     "loss, seed, fitting", [(P, I, True), (P, R, True), (I, P, False), (S(0), S(0), True), (P, V, False)]
 )

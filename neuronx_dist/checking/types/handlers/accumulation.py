@@ -44,7 +44,7 @@ def incoming_origins(mode: Session, leaf: Tensor) -> dict[str, Origin] | None:
 def gradient_type(mode: Session, leaf: Tensor, note: Note) -> TensorType:
     """The type of what backward adds to a leaf's gradient."""
     known = mode.incoming.get(id(leaf))
-    return (known[1] if known is not None else None) or mode.gradient_type(mode.named(note.type))
+    return (known[1] if known is not None else None) or mode.gradient_type(note.type)
 
 
 def accumulated_error(leaf: Tensor, type_: TensorType, before: TensorType, added: TensorType) -> SpmdTypeError:

@@ -113,7 +113,7 @@ def _watched(mode: Session, x: Tensor, hook: Hook) -> Hook:
         hooks = [*((tensor._backward_hooks or {}).values() if tensor is not None else ())]
         param = leaf() if leaf is not None else None
         if given_type is not None and (note_of(grad) is None or hooks[:1] == [watched]):
-            here.stamp(grad, here.gradient_type(here.named(given_type)))
+            here.stamp(grad, here.gradient_type(given_type))
         before = grad._version
         result = _run(here, hook, (grad,))
         if hooks and hooks[-1] is not watched:
@@ -122,7 +122,7 @@ def _watched(mode: Session, x: Tensor, hook: Hook) -> Hook:
         if param is not None:
             _accumulates(here, param, given, hook, registered)
         elif due_type is not None:
-            _verify(here, hook, registered, [given], [here.gradient_type(here.named(due_type))])
+            _verify(here, hook, registered, [given], [here.gradient_type(due_type)])
         elif result is not None or grad._version != before:
             here.assume(f"{_named(hook, registered)}: the gradient that it returns is of the type that is due")
         return result
@@ -266,7 +266,7 @@ def _output_type(mode: Session, node: Any, number: int) -> TensorType | None:
         type_ = outputs[number] if number < len(outputs) else None
     else:
         type_ = node.metadata.get(_KEY, {}).get(number)
-    return None if type_ is None else mode.gradient_type(mode.named(type_))
+    return None if type_ is None else mode.gradient_type(type_)
 
 
 def _types_of(node: Any) -> tuple[Sequence[TensorType | None], Sequence[TensorType | None]] | None:
@@ -279,7 +279,7 @@ def _input_types(mode: Session, node: Any, count: int) -> list[TensorType | None
     """Types of the gradients that a node gives to its inputs."""
     types = _types_of(node)
     if types is not None and len(types[0]) == count:
-        return [None if type_ is None else mode.gradient_type(mode.named(type_)) for type_ in types[0]]
+        return [None if type_ is None else mode.gradient_type(type_) for type_ in types[0]]
     return [_output_type(mode, below, number) for below, number in node.next_functions[:count]]
 
 
