@@ -89,6 +89,10 @@ def parallelize(
     module_class = module_or_module_class if isinstance(module_or_module_class, type) else type(module_or_module_class)
     if issubclass(module_class, ParallelModule):
         return module_or_module_class  # type: ignore[return-value]
+    if not isinstance(compute_config, ComputeConfig):
+        raise TypeError(
+            f"compute_config is a ComputeConfig, such as ComputeConfig(plan_ngpus=2), got {compute_config!r}"
+        )
     is_own_mesh = _join(compute_config)
 
     def module() -> nn.Module:
@@ -139,8 +143,6 @@ def _module(
     config: ComputeConfig,
 ) -> nn.Module:
     """The module that is parallelized, and whether it can be."""
-    if not isinstance(config, ComputeConfig):
-        raise TypeError(f"compute_config is a ComputeConfig, such as ComputeConfig(plan_ngpus=2), got {config!r}")
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise TypeError(f"module_dtype is a torch.dtype, such as torch.bfloat16, got {dtype!r}")
     module = _instance(given, module_fn) if inspect.isclass(given) else given
