@@ -23,6 +23,7 @@ from torch import nn
 from .. import comm
 from ..gradients.in_backward import paused
 from ..gradients.norm import clip_grad_norm
+from ..pipeline.record.recording import describe
 from ..weights.shard_spec import ShardedModule, set_spec
 from .config import ComputeConfig
 from .layouts import LAYOUT, layout_data
@@ -200,7 +201,9 @@ class ParallelModule(Container):
         for path, (shape, dtype) in self.INPUTS.items():
             x = _at(given, path)
             if not isinstance(x, torch.Tensor) or list(x.shape) != shape or x.dtype != dtype:
-                has = f"{list(x.shape)} {x.dtype}" if isinstance(x, torch.Tensor) else repr(x)
+                has = (
+                    f"{list(x.shape)} {x.dtype}" if isinstance(x, torch.Tensor) else "missing" if x is None else repr(x)
+                )
                 raise ValueError(
                     f"{type(self).__name__}: {path} is {has}, and the program was recorded with {shape} {dtype}: "
                     "call parallelize with dummy_forward_args of these shapes, or pad the input"
@@ -209,7 +212,7 @@ class ParallelModule(Container):
             x = _at(given, name)
             if x is not value and (isinstance(x, torch.Tensor) or x != value):
                 raise ValueError(
-                    f"{type(self).__name__}: {name}={x!r}, and the program was recorded with {value!r}: "
+                    f"{type(self).__name__}: {name}={describe(x)}, and the program was recorded with {value!r}: "
                     "call parallelize with this value among dummy_forward_args"
                 )
 
@@ -236,6 +239,10 @@ class ParallelModule(Container):
         if self.compute_config.inference_only:
             raise RuntimeError("train_step: the module was compiled with inference_only=True, which has no backward")
         samples = self._samples(samples)
+        if not samples:
+            raise ValueError(
+                "train_step got no samples: a unit without data gives one sample, and is_dummy_batch=[True]"
+            )
         dummies = [False] * len(samples) if is_dummy_batch is None else list(is_dummy_batch)
         if len(dummies) != len(samples):
             raise ValueError(f"train_step: {len(samples)} samples, and is_dummy_batch has {len(dummies)} entries")

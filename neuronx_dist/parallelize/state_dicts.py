@@ -45,6 +45,8 @@ def merge_state_dicts(
     Raises:
         ValueError: a part of a tensor is in none of them; or a state dict has no layout.
     """
+    if not module_state_dicts:
+        raise ValueError("merge_state_dicts got no state dicts: pass those of all ranks, or of one unit")
     layouts = [layout_of(state) for state in module_state_dicts]
     names = list(dict.fromkeys(name for state in module_state_dicts for name in state))
     merged: dict[str, Any] = OrderedDict()
