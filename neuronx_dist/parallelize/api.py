@@ -19,7 +19,6 @@ import torch.distributed
 from torch import nn
 
 from .. import comm
-from ..nearest import nearest
 from ..parallel_layers.parallel_state import destroy_model_parallel, initialize_model_parallel
 from ..pipeline.record.recording import TracingError, describe
 from .config import BroadcastGenFilesStrategy, ComputeConfig, ReuseType
@@ -32,7 +31,7 @@ from .keys import key_of
 from .module import ParallelModule, parallel_class
 from .policies import divide, divide_like
 from .program import Division, Program, Value
-from .record import record_program
+from .record import check_arguments, record_program
 from .source_text import program_text
 from .stored import constants_of, stored_of
 from .verify import EmittedProgramError, verify
@@ -176,24 +175,14 @@ def _instance(module_class: type, module_fn: Callable[[], nn.Module] | None) -> 
 
 
 def _check_arguments(module: nn.Module, arguments: Mapping[str, Any], config: ComputeConfig) -> None:
+    check_arguments(module, arguments)
     name = f"{type(module).__name__}.forward"
-    if not isinstance(arguments, Mapping):
-        raise TypeError(f"dummy_forward_args is a dict of {name}'s arguments by name, got {type(arguments).__name__}")
     parameters = list(inspect.signature(module.forward).parameters.values())
     names = [each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
     alone = [each.name for each in parameters if each.kind == each.POSITIONAL_ONLY]
     if alone:
         raise ValueError(f"{name} has positional-only arguments ({', '.join(alone)}): dummy_forward_args names them")
-    if not any(each.kind == each.VAR_KEYWORD for each in parameters):
-        for given in arguments:
-            if given not in names:
-                raise TypeError(
-                    f"dummy_forward_args: {name} has no argument {given!r}; nearest: {nearest(given, names)}"
-                )
     required = [each.name for each in parameters if each.default is each.empty and each.name in names]
-    missing = [each for each in required if each not in arguments]
-    if missing:
-        raise TypeError(f"dummy_forward_args: {name} needs {', '.join(missing)} too")
     if config.use_end2end and len(required) > 1:
         raise TypeError(
             f"use_end2end: {name} requires {', '.join(required)}; an end2end module takes one sample, and every other "

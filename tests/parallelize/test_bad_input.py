@@ -136,7 +136,7 @@ CASES = {
         {"module": Sized}, TypeError, r"Sized is made with arguments \(width\): pass modul"
     ),
     "argument that is no dict": Case(
-        {"arguments": X}, TypeError, "a dict of Net.forward's arguments by name, got Tens"
+        {"arguments": X}, TypeError, r"arguments of forward of Net are a dict of them by name.* got Tens"
     ),
     "wrong shape": Case(
         {"arguments": {"x": torch.zeros(8, 17)}},

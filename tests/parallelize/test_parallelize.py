@@ -163,7 +163,7 @@ class Refusal(NamedTuple):
 X = torch.zeros(8, WIDTH).double()
 REFUSALS = {
     "unknown argument": Refusal({"arguments": {"x": X, "y": X, "scal": 2.0}}, TypeError, "no argument 'scal'.*scale"),
-    "missing argument": Refusal({"arguments": {"x": X}}, TypeError, "needs y too"),
+    "missing argument": Refusal({"arguments": {"x": X}}, TypeError, "needs y, which"),
     "two samples": Refusal({"config": ComputeConfig(1, 1, use_end2end=True)}, TypeError, "end2end.*requires x, y"),
     "no module": Refusal({"module": object()}, TypeError, "takes a torch.nn.Module"),
     "instance name": Refusal({"instance_name": "a-b"}, ValueError, "no Python identifier"),
