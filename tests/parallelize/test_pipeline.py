@@ -11,7 +11,7 @@ import torch
 
 from neuronx_dist.comm import threads
 from neuronx_dist.parallel_layers.parallel_state import destroy_model_parallel
-from neuronx_dist.parallelize import ComputeConfig, parallelize
+from neuronx_dist.parallelize import parallelize
 from tests.parallelize.pipelines import (
     MODULES,
     accumulated,
@@ -124,4 +124,4 @@ def test_another_mesh_is_refused(tmp_path: Path) -> None:
         with pytest.raises(RuntimeError, match=r"stages on 2 groups of ranks, and the mesh has 1 along pp.*mesh\(2\)"):
             parallelize(module("mlp"), {"data": samples("mlp", 1)[0]}, "pp", config(2), gen_savedir=tmp_path)
 
-    threads.run(ComputeConfig(1, 2).mesh(), rank)
+    threads.run(config(2).mesh(), rank)
