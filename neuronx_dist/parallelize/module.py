@@ -137,11 +137,10 @@ class ParallelModule(Container):
         return {name: each for name, each in self.STORED.items() if not each.stages or own in _holders(each, ranks)}
 
     def _own_pipeline(self) -> Pipelined:
-        tied = {
-            name: holders
-            for name, each in self.STORED.items()
-            if each.kind == "parameter" and len(holders := _holders(each, self.RANKS)) > 1
+        parameters = {
+            name: _holders(each, self.RANKS) for name, each in self.STORED.items() if each.kind == "parameter"
         }
+        tied = {name: holders for name, holders in parameters.items() if len(holders) > 1}
         return Pipelined(self, self.RANKS, len(self.STAGES), self.MICROBATCHES, self.SCHEDULE, tied)
 
     def _part(self, name: str, stored: Stored, source: Mapping[str, torch.Tensor] | None) -> torch.Tensor:
@@ -184,7 +183,9 @@ class ParallelModule(Container):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         metadata: Any = getattr(destination, "_metadata", {}).get(prefix[:-1])
         if metadata is not None:
-            metadata[LAYOUT] = layout_data(self, self._index, self.compute_config)
+            held = self._own_stored()
+            elsewhere = [name for name in self.STORED if name not in held]
+            metadata[LAYOUT] = layout_data(self, self._index, self.compute_config, elsewhere)
 
     @property
     def device(self) -> torch.device:
@@ -318,6 +319,15 @@ class ParallelModule(Container):
     def parameters_for_optimizer(self) -> list[nn.Parameter]:
         """What an optimizer is given: the parameters as this rank holds them. (ZeRO shards them by itself.)"""
         return [parameter for parameter in self.parameters() if parameter.requires_grad]
+
+    def parameter_names(self) -> list[str]:
+        """Names of the parameters of the whole module, in the original's order: those of other stages too."""
+        names: dict[str, str] = {}
+        for name, stored in self.STORED.items():
+            first = stored.same_as or name
+            if self.STORED[first].kind == "parameter":
+                names.setdefault(first, name)
+        return list(names.values())
 
     def gather_params(self) -> None:
         """Waits for parameters that ZeRO has updated on other ranks: its step has done so already."""
