@@ -8,6 +8,7 @@ Rank 0 does this, unless there are files of an earlier run; every rank then make
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ __all__ = ["parallelize"]
 
 CODE = "gencode0.py"
 CONSTANTS = "constants.json"
+PROOF = "proof.txt"
 
 
 def parallelize(
@@ -180,9 +182,10 @@ def _emitted(module: nn.Module, arguments: dict[str, Any], policy: Any, config: 
         **dict(module.named_buffers(remove_duplicate=False)),
     }
     held = {name: tensors[name].detach() for name, each in stored.items() if each.kind in ("parameter", "buffer")}
+    verdicts = []
     try:
         for division in divisions:
-            verify(source, division, module, constants, arguments)
+            verdicts.append(verify(source, division, module, constants, arguments))
     except EmittedProgramError as error:
         kept = folder / f"refused_{type(module).__name__}.py"
         kept.parent.mkdir(parents=True, exist_ok=True)
@@ -191,7 +194,16 @@ def _emitted(module: nn.Module, arguments: dict[str, Any], policy: Any, config: 
             f"{error}\nThis is a bug of neuronx_dist, not of {type(module).__name__}: please report it with "
             f"{kept}, which was not loaded"
         ) from error
-    return Emitted({CODE: source, CONSTANTS: constants_text(constants)}, _initial(type(module).__name__, held))
+    not_run = next((verdict.not_run for verdict in verdicts if verdict.not_run), "")
+    if not_run:
+        warnings.warn(
+            f"{type(module).__name__}: the types of its program are proven, its values are {not_run}. To prove them, "
+            "call parallelize once with a smaller module of the same class (fewer or narrower layers) or smaller "
+            "dummy_forward_args, and the same policy",
+            stacklevel=2,
+        )
+    files = {CODE: source, CONSTANTS: constants_text(constants), PROOF: "\n".join(map(str, verdicts))}
+    return Emitted(files, _initial(type(module).__name__, held))
 
 
 def _divisions(module: nn.Module, arguments: dict[str, Any], policy: Any, config: ComputeConfig) -> list[Division]:
@@ -218,5 +230,5 @@ def _initial(name: str, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, tor
 def _loaded(generated: Generated, config: ComputeConfig) -> type[ParallelModule]:
     constants = constants_from_text(generated.text(CONSTANTS))
     loaded = parallel_class(generated.module(CODE), config, generated.weights, constants)
-    loaded.SOURCE = generated.text(CODE)
+    loaded.SOURCE, loaded.PROOF = generated.text(CODE), generated.text(PROOF)
     return loaded

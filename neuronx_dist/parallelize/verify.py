@@ -2,13 +2,15 @@
 
 Types say nothing of constant factors: a loss that is divided by the number of ranks twice has the right type. So the
 program also runs for real, on threads, and its results, gradients and buffers are compared with those of the recorded
-program in one process. Random numbers are left out of both: dropout lets everything pass.
+program in one process. Random numbers are left out of both: dropout lets everything pass. A program of coarser dtypes
+runs twice: as it is, and with all its floating point numbers in float64, where rounding hides no wrong factor.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -47,13 +49,19 @@ class Verdict(NamedTuple):
 
     Attributes:
         types: the report of the type check, as text.
-        values: whether the program ran for real; else why not.
-        largest_error: of all results, gradients and buffers, relative.
+        not_run: why the program did not run for real; "": it did.
+        largest_error: of all results, gradients and buffers, over what rounding explains; nan: it did not run.
     """
 
     types: str
-    values: str
+    not_run: str
     largest_error: float
+
+    def __str__(self) -> str:
+        values = (
+            self.not_run or f"equal to one process; largest error {self.largest_error:.2g} of what rounding explains"
+        )
+        return f"types: {self.types}\nvalues: {values}"
 
 
 def verify(
@@ -85,7 +93,10 @@ def too_large(program: Program) -> str:
     elements = sum(math.prod(value.shape) for value in program.parameters)
     if flops <= MOST_FLOPS and elements <= MOST_ELEMENTS:
         return ""
-    return f"a forward of {flops:.2g} operations on {elements:.2g} elements of parameters was not run for real"
+    return (
+        f"not compared with one process: its forward has {flops:.2g} operations on {elements:.2g} elements of "
+        f"parameters, and programs of up to {MOST_FLOPS:.0g} and {MOST_ELEMENTS:.0g} are run for that"
+    )
 
 
 def check_types(source: str, division: Division, arguments: Mapping[str, Any]) -> str:
@@ -138,27 +149,52 @@ def check_values(
     """
     program = division.program
     tensors = _values(program, module, arguments)
-    inputs = [tensors[leaf] if isinstance(leaf, Value) else leaf for leaf in program.arguments]
-    stored = {value.path: tensors[value] for value in (*program.parameters, *program.buffers)}
+    dtypes = {x.dtype for call in program.calls for x in (*call.results, *operands_of(call))}
+    tolerance = max((TOLERANCES.get(dtype, 0.0) for dtype in dtypes), default=0.0)
     on_meta = any(x.is_meta for x in (*module.parameters(), *module.buffers()))
-    wanted = _run_program(program, tensors) if on_meta else _run_original(module, program, inputs, stored)
+    wanted = _run_program(program, tensors) if on_meta else _run_original(module, program, tensors)
+    with imported(source, division.size, constants=constants) as emitted:
+        largest = _compared(emitted, division, tensors, wanted, tolerance)
+        if tolerance <= TOLERANCES[torch.float64]:
+            return largest
+        tensors = {value: _copy(_in_double(x.detach()).requires_grad_(x.requires_grad)) for value, x in tensors.items()}
+        with _InDouble():
+            try:
+                wanted = _run_program(program, tensors)
+            except Exception:  # it has functions that are not for float64
+                return largest
+        emitted.CONSTANTS = {name: _in_double(x) for name, x in constants.items()}
+        emitted.INPUTS = {path: (shape, _wide(dtype)) for path, (shape, dtype) in emitted.INPUTS.items()}
+        return max(largest, _compared(emitted, division, tensors, wanted, TOLERANCES[torch.float64], _InDouble))
+
+
+def _compared(
+    emitted: type[ParallelModule],
+    division: Division,
+    tensors: Mapping[Value, torch.Tensor],
+    wanted: Mapping[str, torch.Tensor],
+    tolerance: float,
+    mode: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> float:
+    """Runs an emitted class on threads. Returns its largest relative error over `tolerance`."""
+    program = division.program
+    inputs = _inputs(program, tensors)
 
     def rank() -> dict[str, torch.Tensor]:
         module = emitted()
         module.train(program.training)
         own = [_copy(x) for x in inputs]
-        with torch.set_grad_enabled(program.training), _Deterministic():
+        with torch.set_grad_enabled(program.training), mode(), _Deterministic():
             result = module.run(**pytree.tree_unflatten(own, program.structure))
             return _outcome(result, own, module, program.training)
 
-    with imported(source, division.size, constants=constants) as emitted:
-        zeros = {name: torch.zeros(each.shape, dtype=each.dtype) for name, each in emitted.STORED.items()}
-        emitted.WEIGHTS = staticmethod(lambda: {**zeros, **stored})
-        try:
-            ranks = threads.run(Mesh(division.size, tp=division.size), rank)
-        except Exception as error:
-            raise EmittedProgramError(f"an emitted program fails: {type(error).__name__}: {error}") from error
-    tolerance = max(TOLERANCES.get(x.dtype, 0.0) for call in program.calls for x in (*call.results, *operands_of(call)))
+    zeros = {name: torch.zeros(each.shape, dtype=each.dtype) for name, each in emitted.STORED.items()}
+    weights = {**zeros, **_stored(program, tensors)}
+    emitted.WEIGHTS = staticmethod(lambda: weights)
+    try:
+        ranks = threads.run(Mesh(division.size, tp=division.size), rank)
+    except Exception as error:
+        raise EmittedProgramError(f"an emitted program fails: {type(error).__name__}: {error}") from error
     errors = {
         (number, name): error
         for number, has in enumerate(ranks)
@@ -196,6 +232,29 @@ class _Deterministic(TorchFunctionMode):
         return result
 
 
+class _InDouble(TorchFunctionMode):
+    """Floating point numbers are float64, whatever dtype a call asks for. (Autocast leaves those alone.)"""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in (torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16):
+            func = torch.Tensor.double
+        args, kwargs = pytree.tree_map_only(torch.dtype, _wide, (args, kwargs or {}))
+        result = func(*args, **kwargs)
+        return pytree.tree_map_only(torch.Tensor, _in_double, result)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    if dtype.is_complex:
+        return torch.complex128
+    return torch.float64 if dtype.is_floating_point else dtype
+
+
+def _in_double(x: torch.Tensor) -> torch.Tensor:
+    return x.to(_wide(x.dtype)) if _wide(x.dtype) != x.dtype else x
+
+
 _DROPOUT = {
     F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout,
 }  # fmt: skip
@@ -222,6 +281,14 @@ def _values(program: Program, module: nn.Module, arguments: Mapping[str, Any]) -
     return tensors
 
 
+def _inputs(program: Program, tensors: Mapping[Value, torch.Tensor]) -> list[Any]:
+    return [tensors[leaf] if isinstance(leaf, Value) else leaf for leaf in program.arguments]
+
+
+def _stored(program: Program, tensors: Mapping[Value, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {value.path: tensors[value] for value in (*program.parameters, *program.buffers)}
+
+
 def _run_program(program: Program, tensors: Mapping[Value, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Results, gradients and buffers of the program in one process, by name."""
     tensors = {value: _copy(x) for value, x in tensors.items()}
@@ -235,11 +302,11 @@ def _run_program(program: Program, tensors: Mapping[Value, torch.Tensor]) -> dic
 
 
 def _run_original(
-    module: nn.Module, program: Program, inputs: list[Any], stored: Mapping[str, torch.Tensor]
+    module: nn.Module, program: Program, tensors: Mapping[Value, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     """The same of the original, which is not changed."""
-    state = {name: _copy(x) for name, x in stored.items()}
-    own = [_copy(x) for x in inputs]
+    state = {name: _copy(x) for name, x in _stored(program, tensors).items()}
+    own = [_copy(x) for x in _inputs(program, tensors)]
     with restored(module), torch.set_grad_enabled(program.training), _Deterministic():
         module.train(program.training)
         arguments = pytree.tree_unflatten(own, program.structure)
