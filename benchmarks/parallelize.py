@@ -4,8 +4,8 @@ The block is transformers' own decoder layer, without dropout, on hidden states 
 linear layers by `hf.swap`, `dtensor` by `parallelize_module` (the input of attention and of MLP is made a DTensor
 once), `emitted` is what `parallelize` writes under the policy `tp` with the costs of a CPU. `again` is `swap` once
 more, to show the noise. All are checked against the whole block, and their collectives are counted. They run in one
-job, turn by turn; a round gives each variant's wall time (of the slower rank) and CPU time (of both), and what is reported is the
-median over the rounds of a round's ratio to `swap`.
+job, turn by turn; a round gives each variant's wall time (of the slower rank) and CPU time (of both), and what is
+reported is the median over the rounds of a round's ratio to `swap`.
 
 Compiling is timed at Llama-3-8B shapes on meta, for 8 ranks: CPU seconds of each step, in a process for each number of
 layers; what is imported and remembered once in a process is in them.

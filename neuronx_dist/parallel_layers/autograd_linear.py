@@ -15,6 +15,7 @@ and gathered again there. Source: Megatron-LM (arXiv:1909.08053, arXiv:2205.0519
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -244,7 +245,7 @@ def _parameter_grads(
     x: torch.Tensor, flat: Sequence[torch.Tensor], need: Sequence[bool], count: int, has_bias: bool
 ) -> list[torch.Tensor | None]:
     """dW = dYᵀ · X and db = Σ dY, for those that are needed; `flat` holds each layer's dY as `[tokens, out/t]`."""
-    flat_x = x.reshape(len(flat[0]), x.shape[-1])
+    flat_x = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])  # also of no features
     weight_grads: list[torch.Tensor | None] = [g.t().mm(flat_x) if need[i] else None for i, g in enumerate(flat)]
     if has_bias:
         weight_grads += [g.sum(0) if need[count + i] else None for i, g in enumerate(flat)]

@@ -15,6 +15,7 @@ composites.py  functions of a shard that torch's need all of; composite_strategi
 choose.py      which strategy every call gets, exactly: tables.py, the costs as tables over variables; blocks.py
 policies.py    policies by name: graph.py, the graph in a policy's hands; nodes.py; plans.py, a division as a file
 emit.py        Python source: body.py, its lines; source_text.py, calls and values; stored.py, what a module keeps
+stages.py      what each pipeline stage runs and sends; pipelined.py runs them by a schedule
 verify.py      the source's types, and its values beside one process; emitted.py: a source imported without a file
 module.py      what an emitted class inherits; constants.py: tensors that are a part of the code
 generation.py  files, written once in a job and reused: files.py, keys.py, fingerprint.py

@@ -19,7 +19,7 @@ from torch import nn
 
 from .. import comm
 from ..nearest import nearest
-from ..parallel_layers.parallel_state import initialize_model_parallel
+from ..parallel_layers.parallel_state import destroy_model_parallel, initialize_model_parallel
 from .config import BroadcastGenFilesStrategy, ComputeConfig, ReuseType
 from .constants import constants_from_text, constants_text
 from .decompose import decomposed
@@ -87,7 +87,7 @@ def parallelize(
     module_class = module_or_module_class if isinstance(module_or_module_class, type) else type(module_or_module_class)
     if issubclass(module_class, ParallelModule):
         return module_or_module_class  # type: ignore[return-value]
-    _join(compute_config)
+    is_own_mesh = _join(compute_config)
 
     def module() -> nn.Module:
         return _module(module_or_module_class, module_fn, module_dtype, dummy_forward_args, compute_config)
@@ -112,14 +112,19 @@ def parallelize(
     if generated is None:
         return None
     loaded = _loaded(generated, compute_config)
+    if is_own_mesh and loaded.RANKS > 1:
+        destroy_model_parallel()
+        _join(compute_config, loaded.RANKS)
     return loaded if is_class else loaded(init_module_params)
 
 
-def _join(config: ComputeConfig) -> None:
-    """Makes the mesh of the job, where there are processes and no mesh yet."""
-    if not comm.is_initialized() and torch.distributed.is_available() and torch.distributed.is_initialized():
-        mesh = config.mesh()
-        initialize_model_parallel(tensor_model_parallel_size=mesh.tp, pipeline_model_parallel_size=mesh.pp)
+def _join(config: ComputeConfig, stages: int = 1) -> bool:
+    """Makes the mesh of the job, where there are processes and no mesh yet; returns whether it did."""
+    if comm.is_initialized() or not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return False
+    mesh = config.mesh(stages)
+    initialize_model_parallel(mesh.tp, mesh.pp, topology=mesh.topology)
+    return True
 
 
 def _module(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import groupby
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import count, groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -11,10 +11,11 @@ import torch.utils._pytree as pytree
 
 from ..spmd.types import I, R, Shard, SpmdType
 from .conversions import conversion
-from .program import Call, Division, Program, Value, operands_of
+from .program import Call, Division, Program, Value, operands_of, values_in
 from .source_text import Imports, attribute, call_text, literal
+from .stages import Stage
 
-__all__ = ["INDENT", "body", "dotted"]
+__all__ = ["INDENT", "body", "dotted", "local_shape"]
 
 INDENT = "    "
 _WIDTH = 120
@@ -32,25 +33,31 @@ class _Step(NamedTuple):
     context: _Context = _PLAIN
     above: str = ""  # a comment of its own, where the source line changes
     span: int | None = None  # number of the recomputed span it is in
+    inner: tuple[str, ...] = ()  # the lines of the function that it calls
 
 
-def body(division: Division, imports: Imports, constants: Mapping[Value, str]) -> list[str]:
-    """The lines of a method that runs a division, behind its head.
+def body(
+    division: Division, imports: Imports, constants: Mapping[Value, str], stage: Stage, *, is_last: bool = True
+) -> list[str]:
+    """The lines of a method that runs a stage of a division, behind its head.
 
     Args:
         constants: attribute by which the module keeps each.
+        stage: its arguments are those of forward, then what it receives.
+        is_last: it returns the results of the program; else what it sends, as a tuple.
 
     Raises:
         ValueError: a conversion that no operator does, a function or container that a file cannot name.
     """
-    return _Body(division, imports, constants).lines()
+    return _Body(division, imports, constants, stage).lines(is_last)
 
 
 class _Body:
     """The lines of one forward."""
 
-    def __init__(self, division: Division, imports: Imports, constants: Mapping[Value, str]) -> None:
+    def __init__(self, division: Division, imports: Imports, constants: Mapping[Value, str], stage: Stage) -> None:
         self.division = division
+        self.stage = stage
         self.constants = constants
         self.program = division.program
         self.imports = imports
@@ -61,12 +68,17 @@ class _Body:
         self.used: set[str] = set()
         self.span = _spans(division)
 
-    def lines(self) -> list[str]:
-        self.steps += [_Step(text, "", frozenset(), (name,)) for name, text in _unpacked(self.program)]
-        for number, call in enumerate(self.program.calls):
-            self._call(call, self.span.get(number))
-        result = self._result()
-        return [*_written(_with_deletions(self.steps, self.used)), f"{INDENT * 2}return {result}"]
+    def lines(self, is_last: bool) -> list[str]:
+        read = {value for call in self.stage.calls for value in values_in((call.args, call.kwargs))}
+        read |= set(values_in(self.program.outputs)) if is_last else set()
+        unpacked = _unpacked(self.program, read)
+        self.steps += [_Step(text, "", frozenset(), (name,)) for name, text in unpacked]
+        for call in self.stage.calls:
+            self._call(call, self.span.get(call))
+        result = self._result() if is_last else self._sent()
+        local = {value.name for value in (*self.program.inputs, *self.stage.received)}
+        steps = _with_functions(self.steps, self.used, local)
+        return [*_written(_with_deletions(steps, self.used)), f"{INDENT * 2}return {result}"]
 
     def _call(self, call: Call, span: int | None) -> None:
         division = self.division
@@ -132,10 +144,12 @@ class _Body:
 
     def _described(self, value: Value, spmd_type: SpmdType | None = None) -> str:
         spmd_type = spmd_type or self.division.type_of(value)
-        shape = list(value.shape)
-        if isinstance(spmd_type, Shard):
-            shape[spmd_type.dim] //= self.division.size
-        return f"{shape} {spmd_type}"
+        return f"{local_shape(value, spmd_type, self.division.size)} {spmd_type}"
+
+    def _sent(self) -> str:
+        names = [self._name(value, self.division.type_of(value)) for value in self.stage.sent]
+        self.used.update(names)
+        return f"({names[0]},)" if len(names) == 1 else ", ".join(names) or "()"
 
     def _result(self) -> str:
         """What is returned, whole on every rank."""
@@ -162,6 +176,14 @@ class _Text(str):
     """Source, where a value stood."""
 
 
+def local_shape(value: Value, spmd_type: SpmdType, size: int) -> list[int]:
+    """The shape of what one of `size` ranks has of a value."""
+    shape = list(value.shape)
+    if isinstance(spmd_type, Shard):
+        shape[spmd_type.dim] //= size
+    return shape
+
+
 def _is(has: SpmdType, wanted: SpmdType, value: Value) -> bool:
     """Whether a value of one type is one of another as it is: equal copies that need no gradient are R and I."""
     if isinstance(has, Shard) and isinstance(wanted, Shard):
@@ -170,8 +192,15 @@ def _is(has: SpmdType, wanted: SpmdType, value: Value) -> bool:
     return has.scale == wanted.scale and (len(letters) == 1 or (letters == {"R", "I"} and not value.requires_grad))
 
 
-def _spans(division: Division) -> dict[int, int]:
-    return {number: span for span, (start, stop) in enumerate(division.recompute) for number in range(start, stop)}
+def _spans(division: Division) -> dict[Call, int]:
+    """The recomputed span of each call in one; what writes a buffer is in none, for it would write it twice."""
+    calls = division.program.calls
+    return {
+        call: number
+        for number, (start, stop) in enumerate(division.recompute)
+        for call in calls[start:stop]
+        if not call.writes
+    }
 
 
 def _where(call: Call) -> str:
@@ -188,6 +217,36 @@ def _fresh(name: str, taken: set[str]) -> str:
     return fresh
 
 
+def _with_functions(steps: Sequence[_Step], kept: Iterable[str], local: Iterable[str]) -> list[_Step]:
+    """The steps, those of each recomputed span as one: a function, and its call under `checkpoint`.
+
+    Args:
+        kept: names that are read after all steps.
+        local: names that are there before them.
+    """
+    known = {*local, *(name for step in steps for name in step.defines)}
+    together = [list(group) for _, group in groupby(steps, lambda step: step.span)]
+    later = [set(kept)]  # names that are read after each group, from the last one back
+    for group in reversed(together):
+        later.append(later[-1].union(*(step.uses for step in group)))
+    result: list[_Step] = []
+    numbers = count()
+    for group, after in zip(together, [*reversed(later)][1:], strict=True):
+        made = dict.fromkeys(name for step in group for name in step.defines)
+        given = [name for name in made if name in after]
+        if group[0].span is None or not given:
+            result += group
+            continue
+        read = sorted({name for step in group for name in step.uses if name in known and name not in made})
+        name = f"recomputed_{next(numbers)}"
+        inner = [f"{INDENT * 2}def {name}({', '.join(read)}):"]
+        inner += [INDENT + line for line in _written(_with_deletions(group, given))]
+        inner += [f"{INDENT * 3}return {', '.join(given)}", ""]
+        text = f"{', '.join(given)} = checkpoint({', '.join([name, *read])})"
+        result.append(_Step(text, "", frozenset(read), tuple(given), inner=("", *inner)))
+    return result
+
+
 def _with_deletions(steps: Sequence[_Step], kept: Iterable[str]) -> Iterator[_Step]:
     """The steps, and behind those of each source line one that deletes the values that nobody uses any more."""
     last: dict[str, int] = {}
@@ -202,7 +261,7 @@ def _with_deletions(steps: Sequence[_Step], kept: Iterable[str]) -> Iterator[_St
             names = (*step.defines, *sorted(step.uses))
             ended += [name for name in names if name in made and last[name] == number]
         if ended and number + 1 < len(steps):
-            yield step._replace(text=f"del {', '.join(dict.fromkeys(ended))}", comment="")
+            yield step._replace(text=f"del {', '.join(dict.fromkeys(ended))}", comment="", inner=())
 
 
 def _written(steps: Iterable[_Step]) -> Iterator[str]:
@@ -214,6 +273,7 @@ def _written(steps: Iterable[_Step]) -> Iterator[str]:
             for line in _contexts(context):
                 yield indent + line
                 indent += INDENT
+        yield from step.inner
         if step.above and step.above != above:
             above = step.above
             yield f"{indent}# {above}"[:_WIDTH]
@@ -229,12 +289,14 @@ def _contexts(context: _Context) -> Iterator[str]:
         yield f'with torch.autocast("{device}", {dtype}, enabled={enabled}):'
 
 
-def _unpacked(program: Program) -> Iterator[tuple[str, str]]:
-    """For each input that is inside of an argument its name, and the line that takes it out."""
+def _unpacked(program: Program, read: Collection[Value]) -> Iterator[tuple[str, str]]:
+    """For each input that is read and inside of an argument its name, and the line that takes it out."""
     numbered = pytree.tree_unflatten(list(range(program.structure.num_leaves)), program.structure)
     paths = [path for path, _ in pytree.tree_flatten_with_path(numbered)[0]]
     by_path = {dotted(path): path for path in paths}
     for value in program.inputs:
+        if value not in read:
+            continue
         path = by_path.get(value.path)
         if path is None:
             raise ValueError(f"input {value.name}: forward has no argument {value.path!r}")

@@ -5,22 +5,26 @@
 Each line is a call as the module's author made it, on this rank's shards, with the shape and the type of its result.
 Where a call wants another type than a value has, an operator of `spmd` stands before the first such call, once for all
 of them. A value is deleted after its last use, as the nested functions of the original let go of theirs.
+
+A pipeline has one method a stage, whose arguments are forward's and what the stage before returns; forward calls them
+one after the other, and `train_step` by the schedule. A recomputed span is a function that is called by `checkpoint`.
 """
 
 from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.utils._pytree as pytree
 
 from ..planning.plan import PlanError
-from .body import INDENT, body, dotted
+from .body import INDENT, body, dotted, local_shape
 from .program import Division, Program, Value
 from .source_text import Imports, literal
+from .stages import Stage, schedule_of, stages_of
 from .stored import Stored, constants_of, stored_of
 
 __all__ = ["emit"]
@@ -44,26 +48,25 @@ def emit(
         signature: of the original forward; None: the arguments of the program.
 
     Raises:
-        ValueError: a conversion that no operator does, a function or container that a file cannot name.
+        ValueError: a conversion that no operator does, a function or container that a file cannot name; a schedule that
+            does not go with the numbers of stages, ranks and microbatches.
+        PlanError: stages that cannot be cut there.
     """
     divisions = [division] if evaluation is None else [division, evaluation]
-    if len(division.stages) > 1:
-        raise PlanError(
-            f"a pipeline of {len(division.stages)} stages cannot be emitted yet: use a policy without stages "
-            "(tp, data, autodist), or NxDPPModel"
-        )
     stored = stored if stored is not None else stored_of(None, *divisions)
     imports = Imports(name for each in divisions for name in _names(each.program))
     arguments = _arguments(division.program, signature)
     constants = constants_of(*divisions)
-    bodies = [body(each, imports, constants) for each in divisions]
+    modes = ("train_", "eval_") if evaluation is not None else ("",)
+    methods = [_Methods.of(each, mode, arguments, imports, constants) for each, mode in zip(divisions, modes)]
+    bodies = [each.forward for each in methods]
     lines = [f"class {name}(ParallelModule):", f'{INDENT}"""{_summary(division)}"""', ""]
     lines += [f'{INDENT}AXIS, SIZE = "{division.axis}", {division.size}', f"{INDENT}STORED = {{"]
     for path, each in stored.items():
         lines.append(f"{INDENT * 2}{json.dumps(path)}: {_stored_text(each)},")
     lines += [f"{INDENT}}}", f"{INDENT}INPUTS = {{"]
     lines += [f"{INDENT * 2}{json.dumps(v.path)}: ({list(v.shape)}, {v.dtype})," for v in division.program.inputs]
-    lines += [f"{INDENT}}}", *_fixed(division.program, arguments), ""]
+    lines += [f"{INDENT}}}", *_fixed(division.program, arguments), *_pipeline(division, methods), ""]
     head = f"{INDENT}def forward({', '.join(['self', *_parameters(arguments, imports)])}):"
     given = ", ".join(f"{argument}={argument}" for argument in arguments)
     lines += [head, f"{INDENT * 2}self.check_arguments({given})"]
@@ -75,8 +78,75 @@ def emit(
         lines += [f"{INDENT * 2}return self.eval_forward({call})"]
         for mode, own in zip(("train", "eval"), bodies):
             lines += ["", f"{INDENT}def {mode}_forward({', '.join(['self', *arguments])}):", *own]
+    lines += [line for each in methods for line in each.stages]
     text = "\n".join(lines)
     return "\n".join(_header(text, imports)) + "\n\n\n" + text + "\n"
+
+
+class _Methods(NamedTuple):
+    """The methods that run one program.
+
+    Attributes:
+        forward: the lines of the whole, behind its head.
+        table: for each stage of a pipeline the lines of what it receives.
+        stages: the lines of the stages' methods.
+    """
+
+    forward: list[str]
+    table: list[str]
+    stages: list[str]
+
+    @classmethod
+    def of(
+        cls,
+        division: Division,
+        mode: str,
+        arguments: Mapping[str, Any],
+        imports: Imports,
+        constants: Mapping[Value, str],
+    ) -> _Methods:
+        stages = stages_of(division)
+        if len(stages) == 1:
+            return cls(body(division, imports, constants, stages[0]), [], [])
+        _check_sample(division.program, next(iter(arguments), ""))
+        forward, table, lines = [], [], []
+        for number, stage in enumerate(stages):
+            is_last = number == len(stages) - 1
+            name, received = f"{mode}stage_{number}", [value.name for value in stage.received]
+            sent = "".join(f"{value.name}, " for value in stage.sent)
+            call = f"self.{name}({', '.join([*arguments, *received])})"
+            forward.append(f"{INDENT * 2}{'return ' if is_last else f'{sent[:-1]} = ' if sent else ''}{call}")
+            lines += ["", f"{INDENT}def {name}({', '.join(['self', *arguments, *received])}):"]
+            lines += body(division, imports, constants, stage, is_last=is_last)
+            table += [f'{INDENT * 2}"{name}": {{', *_received(stage, division), f"{INDENT * 2}}},"]
+        return cls(forward, table, lines)
+
+
+def _received(stage: Stage, division: Division) -> Iterator[str]:
+    for value in stage.received:
+        shape = local_shape(value, division.type_of(value), division.size)
+        yield f'{INDENT * 3}"{value.name}": ({shape}, {value.dtype}, {value.requires_grad}),'
+
+
+def _check_sample(program: Program, first: str) -> None:
+    other = next((value for value in program.inputs if value.path.partition(".")[0] != first), None)
+    if other is not None:
+        raise PlanError(
+            f"a pipeline's stages are given the sample alone, {first!r}, and {other.path!r} is another tensor: put "
+            "all tensors into the sample, or use a policy without stages"
+        )
+
+
+def _pipeline(division: Division, methods: Sequence[_Methods]) -> list[str]:
+    """The lines of what `train_step` runs a pipeline by."""
+    stages, ranks = len(division.stages), division.pipeline_ranks
+    if stages == 1:
+        return []
+    schedule_of(ranks, stages, division.microbatches, division.schedule)
+    lines = [f'{INDENT}RANKS, MICROBATCHES, SCHEDULE = {ranks}, {division.microbatches}, "{division.schedule}"']
+    for name, each in zip(("STAGES", "EVAL_STAGES"), methods):
+        lines += [f"{INDENT}{name} = {{", *each.table, f"{INDENT}}}"]
+    return lines
 
 
 def _names(program: Program) -> Iterator[str]:
@@ -96,21 +166,27 @@ def _header(text: str, imports: Imports) -> list[str]:
     lines += ["from neuronx_dist import spmd"]
     if "composites." in text:
         lines += ["from neuronx_dist.parallelize import composites"]
+    checkpoint = ["from neuronx_dist.spmd.random import checkpoint"] if "= checkpoint(" in text else []
     lines += ["from neuronx_dist.parallelize.module import ParallelModule"]
     lines += ["from neuronx_dist.parallelize.stored import Stored"]
-    return [*lines, "from neuronx_dist.spmd import I, P, R, S"]
+    return [*lines, "from neuronx_dist.spmd import I, P, R, S", *checkpoint]
 
 
 def _summary(division: Division) -> str:
-    return f"A forward of {len(division.program.calls)} calls over {division.size} ranks of axis {division.axis}."
+    calls, stages = len(division.program.calls), len(division.stages)
+    pipeline = f" of each of {stages} pipeline stages" if stages > 1 else ""
+    return f"A forward of {calls} calls over {division.size} ranks of axis {division.axis}{pipeline}."
 
 
 def _stored_text(stored: Stored) -> str:
     if stored.kind == "tied":
-        return f'Stored("tied", same_as={json.dumps(stored.same_as)})'
+        stages = f", stages={stored.stages}" if stored.stages else ""
+        return f'Stored("tied", same_as={json.dumps(stored.same_as)}{stages})'
     parts = [json.dumps(stored.kind), str(tuple(stored.shape)), str(stored.dtype), str(stored.type)]
     parts += [] if stored.trained else ["trained=False"]
-    return f"Stored({', '.join(parts)}{'' if stored.persistent else ', persistent=False'})"
+    parts += [] if stored.persistent else ["persistent=False"]
+    parts += [f"stages={stored.stages}"] if stored.stages else []
+    return f"Stored({', '.join(parts)})"
 
 
 def _arguments(program: Program, signature: inspect.Signature | None) -> dict[str, Any]:

@@ -29,7 +29,7 @@ def imported(
 
     Args:
         weights, constants: values of what it stores.
-        config: None: of one unit of `size` ranks, without end2end.
+        config: None: of one unit of `size` ranks, without end2end, all of which hold all stages of a pipeline.
     """
     name = f"parallel_modules.checked_{sha256(source.encode()).hexdigest()[:16]}_{id(object()):x}"
     file = f"<{name}>"
@@ -39,7 +39,10 @@ def imported(
     sys.modules[name] = module
     try:
         exec(compile(source, file, "exec"), vars(module))
-        yield parallel_class(module, config or ComputeConfig(size, size), lambda: weights or {}, constants or {})
+        made = parallel_class(module, config or ComputeConfig(size, size), lambda: weights or {}, constants or {})
+        if config is None:
+            made.RANKS = 1
+        yield made
     finally:
         sys.modules.pop(name, None)
         linecache.cache.pop(file, None)

@@ -26,6 +26,7 @@ from ..gradients.norm import clip_grad_norm
 from ..weights.shard_spec import ShardedModule, set_spec
 from .config import ComputeConfig
 from .layouts import LAYOUT, layout_data
+from .pipelined import Pipelined, StageTable
 from .stored import Stored
 
 __all__ = ["Container", "ParallelModule", "parallel_class"]
@@ -84,6 +85,11 @@ class ParallelModule(Container):
     FIXED: ClassVar[dict[str, Any]] = {}
     WEIGHTS: ClassVar[Callable[[], Mapping[str, torch.Tensor]]]  # whole initial parameters and buffers, by name
     CONSTANTS: ClassVar[Mapping[str, torch.Tensor]]
+    RANKS: ClassVar[int] = 1  # groups of ranks of a unit, on which the stages of a pipeline lie
+    MICROBATCHES: ClassVar[int] = 1
+    SCHEDULE: ClassVar[str] = ""
+    STAGES: ClassVar[StageTable] = {}
+    EVAL_STAGES: ClassVar[StageTable] = {}  # those of evaluation mode, where they are others
     compute_config: ClassVar[ComputeConfig]
     run: ClassVar[Callable[..., Any]]  # the emitted forward; `forward` refuses on an end2end module
 
@@ -92,12 +98,13 @@ class ParallelModule(Container):
         self._index = self._own_index()
         weights = type(self).WEIGHTS() if init_params else None
         tensors: dict[str, torch.Tensor] = {}
-        for name, stored in self.STORED.items():  # in the order of the original's state dict
+        for name, stored in self._own_stored().items():  # in the order of the original's state dict
             first = stored.same_as or name
             if first not in tensors:
                 of_first = self.STORED[first]
                 tensors[first] = self._part(first, of_first, self.CONSTANTS if of_first.kind == "constant" else weights)
             self._register(name, self.STORED[first], tensors[first], weights is None)
+        self._pipeline = self._own_pipeline() if self.RANKS > 1 else None
 
     def _own_index(self) -> int:
         """Which shard this rank holds."""
@@ -115,6 +122,27 @@ class ParallelModule(Container):
                 f"{size}: it is {comm.current().mesh}"
             )
         return comm.rank(self.AXIS)
+
+    def _own_stored(self) -> dict[str, Stored]:
+        """What this rank holds, of the stages of a pipeline."""
+        if self.RANKS == 1:
+            return self.STORED
+        ranks = comm.size("pp") if comm.is_initialized() else 1
+        if ranks != self.RANKS:
+            raise RuntimeError(
+                f"{type(self).__name__} has pipeline stages on {self.RANKS} groups of ranks, and the mesh has {ranks} "
+                f"along pp: initialize it as compute_config.mesh({self.RANKS}) has it"
+            )
+        own = comm.rank("pp")
+        return {name: each for name, each in self.STORED.items() if not each.stages or own in _holders(each, ranks)}
+
+    def _own_pipeline(self) -> Pipelined:
+        tied = {
+            name: holders
+            for name, each in self.STORED.items()
+            if each.kind == "parameter" and len(holders := _holders(each, self.RANKS)) > 1
+        }
+        return Pipelined(self, self.RANKS, len(self.STAGES), self.MICROBATCHES, self.SCHEDULE, tied)
 
     def _part(self, name: str, stored: Stored, source: Mapping[str, torch.Tensor] | None) -> torch.Tensor:
         """This rank's part of a stored tensor; without a source it is empty."""
@@ -194,13 +222,15 @@ class ParallelModule(Container):
         """Gradients of all samples, added up, in place of those that there were. Returns what forward returned.
 
         Args:
-            samples: each is forward's first argument; one sample alone is taken as a list of one.
+            samples: each is forward's first argument; one sample alone is taken as a list of one. Of a pipeline they
+                are a list of `pipeline_nmicros`.
             is_dummy_batch: which samples add nothing.
             scale_fn: what the loss is scaled by before backward; the loss that is returned is not scaled.
 
         Raises:
             RuntimeError: the module is not end2end, or was compiled for inference alone.
-            ValueError: `is_dummy_batch` is of another length.
+            ValueError: `is_dummy_batch` is of another length, or a pipeline got another number of samples.
+            TypeError: a pipeline got one sample alone.
         """
         self._need_end2end("train_step")
         if self.compute_config.inference_only:
@@ -210,6 +240,11 @@ class ParallelModule(Container):
         if len(dummies) != len(samples):
             raise ValueError(f"train_step: {len(samples)} samples, and is_dummy_batch has {len(dummies)} entries")
         self.zero_grad()
+        if self._pipeline is not None:
+            numbers = {number for number, dummy in enumerate(dummies) if dummy}
+            results = self._pipeline.train(self, self._stages(), samples, numbers, scale_fn)
+            self._fill_gradients(all(dummies))
+            return results
         results = []
         last = max((number for number, dummy in enumerate(dummies) if not dummy), default=None)
         for number, sample in enumerate(samples):
@@ -220,10 +255,16 @@ class ParallelModule(Container):
                 with nullcontext() if number == last else paused(self.parameters()):
                     (loss if scale_fn is None else scale_fn(loss)).backward()
             results.append(_detached(result))
-        if all(dummies):  # the other units have gradients, with which these are summed
-            for parameter in self.parameters():
-                parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+        self._fill_gradients(all(dummies))
         return results
+
+    def _fill_gradients(self, is_dummy: bool) -> None:
+        """Zeros after a step of dummies alone: the other units have gradients, with which these are summed."""
+        for parameter in self.parameters() if is_dummy else ():
+            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+
+    def _stages(self) -> StageTable:
+        return self.EVAL_STAGES or self.STAGES if not self.training else self.STAGES
 
     def infer_step(self, samples: Sequence[Any]) -> list[Any]:
         """What forward returns for each sample, without gradients; one sample alone is taken as a list of one.
@@ -232,6 +273,8 @@ class ParallelModule(Container):
             RuntimeError: the module is not end2end.
         """
         self._need_end2end("infer_step")
+        if self._pipeline is not None:
+            return self._pipeline.infer(self, self._stages(), self._samples(samples))
         with torch.no_grad():
             return [self.run(sample) for sample in self._samples(samples)]
 
@@ -242,7 +285,20 @@ class ParallelModule(Container):
             )
 
     def _samples(self, samples: Any) -> Sequence[Any]:
-        """A list of samples, of what may be one sample alone: something that has the inputs where one has them."""
+        """A list of samples, of what may be one sample alone: something that has the inputs where one has them.
+
+        Raises:
+            TypeError: a pipeline is given no list, or one sample alone.
+        """
+        if self._pipeline is not None and (not isinstance(samples, (list, tuple)) or self._is_sample(samples)):
+            raise TypeError(
+                f"{type(self).__name__} is a pipeline of {self.MICROBATCHES} microbatches: give it a list of as many "
+                f"samples, not {type(samples).__name__}"
+            )
+        if self._pipeline is not None:  # a stage that fails alone would leave the others waiting
+            argument = next(iter(self.INPUTS), "").partition(".")[0]
+            for sample in samples:
+                self.check_arguments(**{**self.FIXED, argument: sample})
         if isinstance(samples, (list, tuple)) and not self._is_sample(samples):
             return samples
         return [samples]
@@ -289,6 +345,11 @@ def parallel_class(
                 each.forward = _refused
             return each
     raise ImportError(f"{module.__file__} defines no ParallelModule: it is not a file that parallelize wrote")
+
+
+def _holders(stored: Stored, ranks: int) -> list[int]:
+    """The groups of ranks that hold a tensor of these stages."""
+    return sorted({stage % ranks for stage in stored.stages})
 
 
 def _refused(self: ParallelModule, *args: Any, **kwargs: Any) -> Any:

@@ -91,7 +91,7 @@ def build_optimizer(
     modules = parallel_modules(module)
     config = _config(module, modules, compute_config)
     _check_mesh(config)
-    params = list(module.parameters())
+    params = list(module.parameters()) or [nn.Parameter(torch.zeros(0))]  # a pipeline stage may have none
     optimizer = optimizer_fn(params, **kwargs)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optimizer_fn {optimizer_fn!r} made a {type(optimizer).__name__}, not a torch optimizer")

@@ -26,6 +26,7 @@ from .graph import IRGraph
 from .nodes import IRFwOperation
 from .plans import apply_plan, plan_of
 from .program import Division, Program, Strategy, Value
+from .stages import starts_like
 from .tables import Constraints
 
 __all__ = ["POLICIES", "Policy", "divide", "divide_like"]
@@ -73,7 +74,11 @@ def divide_like(division: Division, program: Program, config: ComputeConfig) -> 
     graph.constraints = Constraints(
         types={value: (types[value.path],) for value in program.parameters if value.path in types}
     )
-    return graph.divide()
+    divided = graph.divide()
+    divided.stages = starts_like(division, program)
+    for name in ("schedule", "microbatches", "pipeline_ranks"):
+        setattr(divided, name, getattr(division, name))
+    return divided
 
 
 def _planned(plan: Plan) -> Callable[[IRGraph, ComputeConfig], IRGraph]:
@@ -119,7 +124,8 @@ def _tp(graph: IRGraph, config: ComputeConfig) -> IRGraph:
 
 
 def _pp(graph: IRGraph, config: ComputeConfig) -> IRGraph:
-    return _pipelined(graph, config, config.plan_ngpus, config.plan_ngpus)
+    stages = config.pas_config.get("pipeline_nstages", "auto")
+    return _pipelined(graph, config, config.plan_ngpus if stages in ("auto", None) else stages, config.plan_ngpus)
 
 
 def _hybrid(graph: IRGraph, config: ComputeConfig) -> IRGraph:

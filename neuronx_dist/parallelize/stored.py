@@ -11,6 +11,7 @@ from torch import nn
 from ..spmd.types import I, R, Shard, SpmdType
 from ..weights.shard_spec import ShardSpec
 from .program import Division, Value
+from .stages import kept_by
 
 __all__ = ["Stored", "constants_of", "stored_of"]
 
@@ -24,6 +25,7 @@ class Stored(NamedTuple):
         type: on the axis of the division: I, S(dim, stride), or R of buffers and constants.
         trained: it requires a gradient.
         persistent: a buffer that is in state dicts.
+        stages: the pipeline stages that hold it; (): all.
     """
 
     kind: str
@@ -33,6 +35,7 @@ class Stored(NamedTuple):
     trained: bool = True
     persistent: bool = True
     same_as: str = ""
+    stages: tuple[int, ...] = ()
 
     def spec(self, axis: str, size: int) -> ShardSpec:
         """Its layout over the ranks of `axis`."""
@@ -45,7 +48,7 @@ def stored_of(module: nn.Module | None, *divisions: Division) -> dict[str, Store
     """All that `module` keeps, by its own names; what no call reads is whole on every rank.
 
     Args:
-        module: the original; None: only what the programs read.
+        module: the original; None: only what the programs read. What none of them does is on the first stage.
         divisions: those of the programs that the module runs, training first.
 
     Raises:
@@ -66,6 +69,9 @@ def stored_of(module: nn.Module | None, *divisions: Division) -> dict[str, Store
         stored = {path: _of_value(value, types[path]) for path, value in values.items()}
     else:
         stored = _of_module(module, types)
+    if len(divisions[0].stages) > 1:
+        stages = kept_by(divisions)
+        stored = {path: each._replace(stages=stages.get(each.same_as or path, (0,))) for path, each in stored.items()}
     for value, name in constants_of(*divisions).items():
         stored.setdefault(name, Stored("constant", value.shape, value.dtype, R, False, False))
     return stored

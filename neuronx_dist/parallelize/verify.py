@@ -9,15 +9,15 @@ runs twice: as it is, and with all its floating point numbers in float64, where 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 import torch.utils._pytree as pytree
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from ..checking.api import check
 from ..comm.backends import threads
@@ -29,6 +29,7 @@ from ..spmd.types import R
 from ..weights.shard_spec import gather_full, spec_of
 from .emitted import imported
 from .interpret import run_program
+from .modes import Deterministic, InDouble, checkpoint_in, in_double, wide_dtype
 from .module import ParallelModule
 from .program import Division, Program, Value, operands_of
 
@@ -157,15 +158,15 @@ def check_values(
         largest = _compared(emitted, division, tensors, wanted, tolerance)
         if tolerance <= TOLERANCES[torch.float64]:
             return largest
-        tensors = {value: _copy(_in_double(x.detach()).requires_grad_(x.requires_grad)) for value, x in tensors.items()}
-        with _InDouble():
+        tensors = {value: _copy(in_double(x.detach()).requires_grad_(x.requires_grad)) for value, x in tensors.items()}
+        with InDouble():
             try:
                 wanted = _run_program(program, tensors)
             except Exception:  # it has functions that are not for float64
                 return largest
-        emitted.CONSTANTS = {name: _in_double(x) for name, x in constants.items()}
-        emitted.INPUTS = {path: (shape, _wide(dtype)) for path, (shape, dtype) in emitted.INPUTS.items()}
-        return max(largest, _compared(emitted, division, tensors, wanted, TOLERANCES[torch.float64], _InDouble))
+        emitted.CONSTANTS = {name: in_double(x) for name, x in constants.items()}
+        emitted.INPUTS = {path: (shape, wide_dtype(dtype)) for path, (shape, dtype) in emitted.INPUTS.items()}
+        return max(largest, _compared(emitted, division, tensors, wanted, TOLERANCES[torch.float64], InDouble))
 
 
 def _compared(
@@ -184,10 +185,13 @@ def _compared(
         module = emitted()
         module.train(program.training)
         own = [_copy(x) for x in inputs]
-        with torch.set_grad_enabled(program.training), mode(), _Deterministic():
+        with torch.set_grad_enabled(program.training), mode(), Deterministic():
             result = module.run(**pytree.tree_unflatten(own, program.structure))
             return _outcome(result, own, module, program.training)
 
+    own = vars(sys.modules[emitted.__module__])
+    if "checkpoint" in own:
+        own["checkpoint"] = partial(checkpoint_in, mode)
     zeros = {name: torch.zeros(each.shape, dtype=each.dtype) for name, each in emitted.STORED.items()}
     weights = {**zeros, **_stored(program, tensors)}
     emitted.WEIGHTS = staticmethod(lambda: weights)
@@ -212,53 +216,6 @@ def _compared(
 
 
 # --- values -----------------------------------------------------------------------------------------------------------
-
-
-class _Deterministic(TorchFunctionMode):
-    """No random numbers: dropout lets everything pass, and what is drawn is 0.5."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        name = getattr(func, "__name__", "")
-        if func in _DROPOUT:
-            return args[0] if args else (kwargs or {})["input"]
-        if func is F.scaled_dot_product_attention:
-            args, kwargs = (*args[:4], *([0.0] if len(args) > 4 else ()), *args[5:]), dict(kwargs or {})
-            kwargs.pop("dropout_p", None)
-        result = func(*args, **(kwargs or {}))
-        if name.rstrip("_") in _DRAWN and isinstance(result, torch.Tensor):
-            return torch.full_like(result, 0.5) if result.is_floating_point() else torch.zeros_like(result)
-        return result
-
-
-class _InDouble(TorchFunctionMode):
-    """Floating point numbers are float64, whatever dtype a call asks for. (Autocast leaves those alone.)"""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func in (torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16):
-            func = torch.Tensor.double
-        args, kwargs = pytree.tree_map_only(torch.dtype, _wide, (args, kwargs or {}))
-        result = func(*args, **kwargs)
-        return pytree.tree_map_only(torch.Tensor, _in_double, result)
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    if dtype.is_complex:
-        return torch.complex128
-    return torch.float64 if dtype.is_floating_point else dtype
-
-
-def _in_double(x: torch.Tensor) -> torch.Tensor:
-    return x.to(_wide(x.dtype)) if _wide(x.dtype) != x.dtype else x
-
-
-_DROPOUT = {
-    F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout,
-}  # fmt: skip
-_DRAWN = {"rand", "rand_like", "randn", "randn_like", "randint", "randint_like", "bernoulli", "normal", "uniform"}
 
 
 def _values(program: Program, module: nn.Module, arguments: Mapping[str, Any]) -> dict[Value, torch.Tensor]:
@@ -292,7 +249,7 @@ def _stored(program: Program, tensors: Mapping[Value, torch.Tensor]) -> dict[str
 def _run_program(program: Program, tensors: Mapping[Value, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Results, gradients and buffers of the program in one process, by name."""
     tensors = {value: _copy(x) for value, x in tensors.items()}
-    with torch.set_grad_enabled(program.training), _Deterministic():
+    with torch.set_grad_enabled(program.training), Deterministic():
         result = run_program(program, tensors)
         results = _results(result)
         _backward(result, program.training)
@@ -307,7 +264,7 @@ def _run_original(
     """The same of the original, which is not changed."""
     state = {name: _copy(x) for name, x in _stored(program, tensors).items()}
     own = [_copy(x) for x in _inputs(program, tensors)]
-    with restored(module), torch.set_grad_enabled(program.training), _Deterministic():
+    with restored(module), torch.set_grad_enabled(program.training), Deterministic():
         module.train(program.training)
         arguments = pytree.tree_unflatten(own, program.structure)
         result = torch.func.functional_call(module, state, (), arguments)

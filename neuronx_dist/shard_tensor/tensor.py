@@ -79,9 +79,9 @@ class ShardTensor(torch.Tensor):
 
     @staticmethod
     def as_laid_out(result: Any) -> Any:
-        """What a handler returned, for the type checker: local tensors have the types of their layouts."""
+        """What a handler returned, for the type checker: local tensors that are computed have their layouts' types."""
         for x in result if isinstance(result, (list, tuple)) else (result,):
-            if isinstance(x, ShardTensor):
+            if type(x) is ShardTensor:
                 laid_out(x._local, x._spec)
         return result
 

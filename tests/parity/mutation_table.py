@@ -7,7 +7,7 @@ from functools import partial
 
 from tests.checkpoint import exchanges
 from tests.parallelize import mutations as composites
-from tests.parallelize import sent_weights
+from tests.parallelize import pipelines, sent_weights
 from tests.parity.mutation_cases import (
     _column,
     _joined_features,
@@ -203,4 +203,6 @@ CASES: dict[str, Callable[[], None]] = {
     "_merged:comm.all_reduce#1": mutations.attention_merged,
     "broadcast_weights:comm.broadcast#1": sent_weights.from_rank_0,
     "_received:comm.broadcast#1": sent_weights.deduped,
+    "Pipelined._everywhere:comm.broadcast#1": pipelines.tied_step,
+    "Pipelined.train:comm.all_reduce#1": pipelines.tied_step,
 }

@@ -12,16 +12,17 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import groupby
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import fx, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ...spmd.random import checkpoint
+from ..record.recording import TensorSpec
 from .splitting import StagePlan
 
-__all__ = ["Stage", "add_place"]
+__all__ = ["Chunk", "Stage", "add_place"]
 
 
 def add_place(error: BaseException, location: str) -> None:
@@ -61,6 +62,22 @@ class _Checkpointed(NamedTuple):
     reads: tuple[int, ...]  # slots that were filled before
     results: tuple[int, ...]  # slots that are read afterwards
     free: tuple[int, ...]
+
+
+class Chunk(Protocol):
+    """What runs a piece of the model on one microbatch; its members are those of `Stage`."""
+
+    @property
+    def received_specs(self) -> Sequence[TensorSpec]: ...
+
+    @property
+    def sent_specs(self) -> Sequence[TensorSpec]: ...
+
+    def run(
+        self, module: nn.Module, inputs: Any, received: Sequence[torch.Tensor], first: list[GradientEdge] | None = None
+    ) -> tuple[list[torch.Tensor], list[Any]]: ...
+
+    def warn_of_undivided(self, names: Sequence[str]) -> None: ...
 
 
 class Stage:

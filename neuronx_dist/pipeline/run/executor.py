@@ -10,7 +10,7 @@ A transport brings and takes away tensors, and says when each task is due. halve
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ...spmd.watching import active
-from ..cut.stage import Stage
+from ..cut.stage import Chunk
 from ..schedule import Kind, Schedule, Task
 from .halves import WeightHalf, divide
 from .recomputation import seen_checkpoints
@@ -54,9 +54,11 @@ class Executor:
         chunks: the stage's pieces of the model.
         schedule, stage: what to run, and on which stage.
         transport: to the other stages.
-        microbatches: input tensors by leaf number, for each microbatch.
+        microbatches: what chunks take as their inputs, for each microbatch.
         pick_loss: from the model's output leaves, on the last stage; None: all leaves are kept as results.
         check_outputs: is given each forward that ends the model: the task, its output leaves, what the stage received.
+        scale_loss: makes of a microbatch's loss what backward starts from; None: its part of the mean.
+        without_backward: microbatches whose backward adds nothing.
 
     Attributes:
         results: by microbatch, on the stage that ends the model: losses, or lists of output leaves; None elsewhere.
@@ -69,13 +71,15 @@ class Executor:
         self,
         *,
         module: nn.Module,
-        chunks: Sequence[Stage],
+        chunks: Sequence[Chunk],
         schedule: Schedule,
         stage: int,
         transport: Transport,
-        microbatches: Sequence[dict[int, torch.Tensor]],
+        microbatches: Sequence[Any],
         pick_loss: Callable[[list[Any]], torch.Tensor] | None,
         check_outputs: Callable[[Task, list[Any], list[torch.Tensor]], None] | None = None,
+        scale_loss: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        without_backward: Collection[int] = (),
     ) -> None:
         self.results: list[Any] = [None] * len(microbatches)
         self.peak_in_flight = 0
@@ -87,6 +91,8 @@ class Executor:
         self._microbatches = microbatches
         self._pick_loss = pick_loss
         self._check_outputs = check_outputs
+        self._scaled = scale_loss or (lambda loss: loss / len(microbatches))
+        self._without_backward = without_backward
         self._trains = schedule.trains
         # A type checker sees the backwards that autograd is asked for: then the first half is the whole of it.
         halves = any(task.kind is Kind.BACKWARD_INPUT for task in self._route.tasks)
@@ -141,7 +147,9 @@ class Executor:
     def _backward(self, task: Task) -> None:
         kept = self._kept.pop((task.chunk, task.microbatch))
         assert isinstance(kept, _Kept)
-        if kept.loss is not None:
+        if task.microbatch in self._without_backward:
+            self._take(task)
+        elif kept.loss is not None:
             self._scaled(kept.loss).backward()
         else:
             used = self._used(task, kept.sent)
@@ -178,9 +186,6 @@ class Executor:
         half = self._kept.pop((task.chunk, task.microbatch))
         assert isinstance(half, WeightHalf)
         half.run()
-
-    def _scaled(self, loss: torch.Tensor) -> torch.Tensor:
-        return loss / len(self._microbatches)
 
     def _used(self, task: Task, edges: Sequence[GradientEdge | None]) -> list[tuple[GradientEdge, torch.Tensor]]:
         """What was sent and has a history, with its gradients, which have come."""

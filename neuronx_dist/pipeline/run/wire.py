@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from ..cut.splitting import StagePlan
+from ..cut.stage import Chunk
 from ..record.recording import TensorSpec
 from ..schedule import Kind
 
@@ -34,7 +35,7 @@ class Wire(NamedTuple):
     back: tuple[int, ...] | None
 
 
-def wires_of(plan: StagePlan, kind: Kind) -> list[Wire]:
+def wires_of(plan: StagePlan | Chunk, kind: Kind) -> list[Wire]:
     """The tensors of a send or receive of a stage with this plan."""
     specs = plan.received_specs if kind in (Kind.RECV_FORWARD, Kind.SEND_BACKWARD) else plan.sent_specs
     forward = kind in (Kind.RECV_FORWARD, Kind.SEND_FORWARD)

@@ -1,0 +1,221 @@
+"""Running the stages of an emitted module by a schedule, on the runtime of `pipeline`.
+
+    pipeline = Pipelined(module)                          # on all ranks, when the module is made
+    pipeline.train(samples, dummies, scale_fn)            # gradients are added to those that parameters have
+
+A rank runs the methods of its own stages. Gradients are the sums over the microbatches, and those of a weight that is
+on several stages the sums over these, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+
+from .. import comm
+from ..gradients.in_backward import paused
+from ..pipeline.record.recording import TensorSpec
+from ..pipeline.run.executor import Executor
+from ..pipeline.run.messages import Messages
+from ..pipeline.run.transport import Channels
+from ..pipeline.run.wire import wires_of
+from ..pipeline.schedule import Inference, Task
+from ..pipeline.schedule.tasks import OTHER_END
+from .stages import schedule_of
+
+__all__ = ["Pipelined", "StageTable"]
+
+# For each stage the name of its method, and what it receives: shape, dtype, whether it requires a gradient.
+StageTable = Mapping[str, Mapping[str, tuple[list[int], torch.dtype, bool]]]
+
+
+class Pipelined:
+    """The pipeline of a parallel module on this rank. All ranks of the job make it together.
+
+    Args:
+        ranks: on how many groups of ranks the stages lie.
+        schedule: a name of `pipeline.schedule`.
+        stages: the groups that hold each tied weight, by the name under which parameters are registered.
+
+    Raises:
+        RuntimeError: ranks here have no messages between two of them.
+    """
+
+    def __init__(
+        self, module: nn.Module, ranks: int, stages: int, microbatches: int, schedule: str, tied: Mapping[str, Any]
+    ) -> None:
+        if not comm.current().backend.has_messages:
+            raise RuntimeError(
+                f"{type(module).__name__} is a pipeline of {stages} stages, and these ranks cannot exchange messages: "
+                "use a policy without stages"
+            )
+        self.microbatches = microbatches
+        self._training = schedule_of(ranks, stages, microbatches, schedule)
+        self._inference = Inference(ranks, microbatches, self._training)
+        self._stage = comm.rank("pp")
+        self._results: dict[bool, _Results] = {}  # by `module.training`
+        pipelines = comm.current().mesh.groups("pp")
+        ways = ["pp_forward", "pp_backward"] + ["pp_forward_up", "pp_backward_down"] * (stages > ranks)
+        self._channels = Channels(*(comm.new_group(pipelines, way) for way in ways))
+        self._tied: list[tuple[str, comm.Communicator]] = []
+        for name, holders in tied.items():
+            lists = [[pipeline[stage] for stage in holders] for pipeline in pipelines]
+            group = comm.new_group(lists, f"pp_tied_{'_'.join(map(str, holders))}")
+            if group is not None:
+                self._tied.append((name, group))
+                if self._stage != holders[0]:
+                    module.get_parameter(name).shared = True  # type: ignore[attr-defined]  # norms count the first
+
+    def train(
+        self,
+        module: nn.Module,
+        table: StageTable,
+        samples: Sequence[Any],
+        dummies: Collection[int],
+        scale_fn: Callable[[torch.Tensor], torch.Tensor] | None,
+    ) -> list[Any]:
+        """Adds the gradients of all samples; returns what forward returns for each, on every rank.
+
+        Args:
+            dummies: numbers of the samples that add nothing.
+        """
+        with paused(module.parameters()):  # gradients are complete behind this
+            results = self._run(module, table, samples, True, dummies, scale_fn or _as_it_is)
+        for name, group in self._tied:
+            parameter = module.get_parameter(name)
+            if parameter.requires_grad:
+                grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                parameter.grad = comm.all_reduce(grad, group)
+        return results
+
+    def infer(self, module: nn.Module, table: StageTable, samples: Sequence[Any]) -> list[Any]:
+        """What forward returns for each sample, without gradients, on every rank."""
+        with torch.no_grad():
+            return self._run(module, table, samples, False, (), None)
+
+    def _run(
+        self,
+        module: nn.Module,
+        table: StageTable,
+        samples: Sequence[Any],
+        trains: bool,
+        dummies: Collection[int],
+        scale_fn: Callable[[torch.Tensor], torch.Tensor] | None,
+    ) -> list[Any]:
+        if len(samples) != self.microbatches:
+            raise ValueError(
+                f"{type(module).__name__} is a pipeline of {self.microbatches} microbatches "
+                f"(pas_config['pipeline_nmicros']), and got {len(samples)} samples: give it a list of as many samples"
+            )
+        schedule = self._training if trains else self._inference
+        stages = [*table.items()]
+        own = [schedule.virtual_stage(self._stage, chunk) for chunk in range(schedule.num_chunks)]
+        chunks = [_Chunk(stages, number) for number in own]
+        kept: dict[int, list[Any]] = {}
+
+        def keep(task: Task, outputs: list[Any], _: Any) -> None:
+            kept[task.microbatch] = [x.detach() if isinstance(x, torch.Tensor) else x for x in outputs]
+
+        messages = Messages(
+            schedule=schedule,
+            stage=self._stage,
+            wires=[{kind: wires_of(chunk, kind) for kind in OTHER_END} for chunk in chunks],
+            channels=self._channels,
+            device=_device(module),
+        )
+        executor = Executor(
+            module=module,
+            chunks=chunks,
+            schedule=schedule,
+            stage=self._stage,
+            transport=messages,
+            microbatches=samples,
+            pick_loss=(lambda outputs: outputs[0]) if trains else None,
+            check_outputs=keep,
+            scale_loss=scale_fn,
+            without_backward=dummies,
+        )
+        executor.execute()
+        last = schedule.holders[-1]
+        return self._everywhere([kept[number] for number in sorted(kept)], chunks[-1].structure, last, module)
+
+    def _everywhere(
+        self, results: list[list[Any]], structure: pytree.TreeSpec | None, last: int, module: nn.Module
+    ) -> list[Any]:
+        """The results of all microbatches, from the stage that has them."""
+        if module.training not in self._results:
+            own = None if self._stage != last else _Results.of(results[0], structure)
+            self._results[module.training] = comm.broadcast_object(own, "pp", src=last)
+        like = self._results[module.training]
+        device = _device(module)
+        columns: list[Any] = []
+        for number, leaf in enumerate(like.leaves):
+            if isinstance(leaf, TensorSpec):
+                stacked = torch.empty((self.microbatches, *leaf.shape), dtype=leaf.dtype, device=device)
+                if self._stage == last:
+                    stacked = torch.stack([leaves[number] for leaves in results])
+                columns.append(comm.broadcast(stacked, "pp", src=last).unbind())
+            else:
+                columns.append([leaf] * self.microbatches)
+        return [pytree.tree_unflatten(list(leaves), like.structure) for leaves in zip(*columns, strict=True)]
+
+
+class _Results(NamedTuple):
+    """What forward returns: specs of tensors and constants, and how they make it up."""
+
+    leaves: list[Any]
+    structure: pytree.TreeSpec
+
+    @classmethod
+    def of(cls, leaves: Sequence[Any], structure: pytree.TreeSpec | None) -> _Results:
+        assert structure is not None  # a forward has run
+        return cls([TensorSpec.of(x) if isinstance(x, torch.Tensor) else x for x in leaves], structure)
+
+
+class _Chunk:
+    """One stage's method, as a piece of a model.
+
+    Attributes:
+        structure: how output leaves make up the forward's result, of the last stage, once it has run.
+    """
+
+    def __init__(self, stages: Sequence[tuple[str, Mapping[str, Any]]], number: int) -> None:
+        self._method, received = stages[number]
+        self._is_last = number + 1 == len(stages)
+        self.received_specs = _specs(received)
+        self.sent_specs = [] if self._is_last else _specs(stages[number + 1][1])
+        self.structure: pytree.TreeSpec | None = None
+
+    def run(
+        self, module: nn.Module, inputs: Any, received: Sequence[torch.Tensor], first: list[Any] | None = None
+    ) -> tuple[list[torch.Tensor], list[Any]]:
+        result = getattr(module, self._method)(inputs, *received)
+        if not self._is_last:
+            return list(result), []
+        outputs, self.structure = pytree.tree_flatten(result)
+        return [], outputs
+
+    def warn_of_undivided(self, names: Sequence[str]) -> None:
+        """No schedule here divides backwards."""
+
+
+def _specs(received: Mapping[str, tuple[list[int], torch.dtype, bool]]) -> list[TensorSpec]:
+    specs = []
+    for shape, dtype, requires_grad in received.values():
+        stride = torch.empty(shape, device="meta").stride()
+        specs.append(TensorSpec(tuple(shape), stride, dtype, requires_grad))
+    return specs
+
+
+def _device(module: nn.Module) -> torch.device:
+    for tensor in (*module.parameters(), *module.buffers()):
+        return tensor.device
+    return torch.get_default_device()
+
+
+def _as_it_is(loss: torch.Tensor) -> torch.Tensor:
+    return loss

@@ -1,0 +1,150 @@
+"""The pipeline stages of a division: which calls each one runs, and which values go from one to the next.
+
+    calls 0 .. 5, stages [0, 3]:   stage 0 runs 0, 1, 2 and sends what later calls read; stage 1 runs 3, 4, 5
+
+A value goes from hop to hop through the stages between its producer and its last reader, once, in its own type. What
+depends on no parameter (masks, positions) is not sent: each stage that reads it computes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import SequenceMatcher
+from itertools import pairwise
+from typing import NamedTuple
+
+from ..pipeline.schedule import Schedule, training_schedule
+from ..planning.plan import PlanError
+from .program import Call, Division, Program, Value, values_in
+
+__all__ = ["Stage", "kept_by", "schedule_of", "stages_of", "starts_like"]
+
+
+class Stage(NamedTuple):
+    """What one stage runs for each microbatch.
+
+    Attributes:
+        calls: in the order of the program.
+        received: the values that the stage before sends, in the order in which they are computed; `sent`: those that
+            the next one receives.
+    """
+
+    calls: list[Call]
+    received: list[Value]
+    sent: list[Value]
+
+
+def stages_of(division: Division) -> list[Stage]:
+    """The stages of a division, in order; of one without a pipeline one that has all calls.
+
+    Raises:
+        PlanError: a buffer is read on a stage before the one that writes it.
+    """
+    program = division.program
+    bounds = [*division.stages, len(program.calls)]
+    bounds[0] = 0
+    if len(bounds) == 2:
+        return [Stage(list(program.calls), [], [])]
+    home = {call: stage for stage, ends in enumerate(pairwise(bounds)) for call in program.calls[slice(*ends)]}
+    writers = {value: home[call] for call in program.calls for value in _written(call)}
+    for call in program.calls:  # what reads a written buffer is where it is written
+        home[call] = max([home[call], *(writers[value] for value in _read(call) if value in writers)])
+    free = _free(program)
+    order = {call: number for number, call in enumerate(program.calls)}
+    wanted: list[set[Value]] = [set() for _ in division.stages]  # values that come from earlier stages
+    calls: list[list[Call]] = []
+    for stage in range(len(division.stages)):
+        own = {call for call in program.calls if home[call] == stage and call not in free}
+        pending = [value for call in own for value in _read(call)]
+        if stage == len(division.stages) - 1:
+            pending += values_in(program.outputs)
+        while pending:
+            value = pending.pop()
+            producer = value.producer
+            if producer is None or producer in own:
+                continue
+            if producer in free:
+                own.add(producer)
+                pending += _read(producer)
+            elif home[producer] > stage:
+                raise PlanError(
+                    f"{value!r} is made of a buffer that stage {home[producer]} writes, and stage {stage} reads it: "
+                    "cut the pipeline elsewhere (graph.staging)"
+                )
+            else:
+                for passed in range(home[producer] + 1, stage + 1):
+                    wanted[passed].add(value)
+        calls.append(sorted(own, key=order.__getitem__))
+    received = [sorted(values, key=lambda value: _position(value, order)) for values in wanted]
+    return [Stage(*parts) for parts in zip(calls, received, [*received[1:], []], strict=True)]
+
+
+def kept_by(divisions: Iterable[Division]) -> dict[str, tuple[int, ...]]:
+    """For each parameter and buffer, by its name in the module, the stages that read it."""
+    found: dict[str, set[int]] = {}
+    for division in divisions:
+        for number, stage in enumerate(stages_of(division)):
+            for call in stage.calls:
+                for value in _read(call):
+                    if value.kind in ("parameter", "buffer"):
+                        found.setdefault(value.path, set()).add(number)
+    return {path: tuple(sorted(stages)) for path, stages in found.items()}
+
+
+def starts_like(division: Division, program: Program) -> list[int]:
+    """Where another program of the same module (evaluation) is cut so that its stages are those of a division.
+
+    Raises:
+        PlanError: a stage would have no call.
+    """
+    calls, others = division.program.calls, program.calls
+    matcher = SequenceMatcher(None, [*map(_place, calls)], [*map(_place, others)], autojunk=False)
+    same = {a + n: b + n for a, b, size in matcher.get_matching_blocks() for n in range(size)}
+    starts = [0]
+    for start in division.stages[1:]:
+        starts.append(next((same[number] for number in range(start, len(calls)) if number in same), len(others)))
+    if sorted(set(starts)) != starts or starts[-1] == len(others):
+        raise PlanError(
+            f"the module runs {len(calls)} calls in training and {len(others)} in evaluation, and cut as the first are "
+            f"({division.stages}) a stage of the others is empty ({starts}): cut elsewhere, or use fewer stages"
+        )
+    return starts
+
+
+def _place(call: Call) -> tuple[str, str, str]:
+    return call.name, call.where, call.module
+
+
+def schedule_of(ranks: int, stages: int, microbatches: int, name: str) -> Schedule:
+    """How `stages` stages on `ranks` groups of ranks take turns.
+
+    Raises:
+        ValueError: the schedule does not go with these numbers.
+    """
+    return training_schedule(ranks, microbatches, schedule=name, num_chunks=stages // ranks)
+
+
+def _read(call: Call) -> list[Value]:
+    return list(values_in((call.args, call.kwargs)))
+
+
+def _position(value: Value, order: dict[Call, int]) -> tuple[int, int]:
+    assert value.producer is not None
+    return order[value.producer], value.producer.results.index(value)
+
+
+def _free(program: Program) -> set[Call]:
+    """The calls that every stage may run for itself: of inputs and constants alone, and without effects."""
+    written = {value for call in program.calls for value in _written(call)}
+    bound = {*program.parameters, *written}
+    free = set()
+    for call in program.calls:
+        if call.random or call.writes or not bound.isdisjoint(_read(call)):
+            bound.update(call.results)
+        else:
+            free.add(call)
+    return free
+
+
+def _written(call: Call) -> list[Value]:
+    return [value for value in _read(call) if value.kind == "buffer"] if call.writes else []

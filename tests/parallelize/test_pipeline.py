@@ -1,0 +1,127 @@
+"""Pipelines of parallel modules: losses, gradients, norms and weights equal those of accumulation in one process."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from neuronx_dist.comm import threads
+from neuronx_dist.parallel_layers.parallel_state import destroy_model_parallel
+from neuronx_dist.parallelize import ComputeConfig, parallelize
+from tests.parallelize.pipelines import (
+    MODULES,
+    accumulated,
+    assert_same,
+    close,
+    config,
+    first,
+    module,
+    on_rank,
+    pipelined,
+    samples,
+)
+from tests.support.pool import processes
+
+SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+ADAMW = partial(torch.optim.AdamW, lr=1e-2)
+# Ranks of a unit, units, groups of ranks, options.
+LAYOUTS: dict[str, tuple[int, int, int, dict[str, Any]]] = {
+    "pp2": (2, 1, 2, {"pipeline_nstages": 2}),
+    "pp4": (4, 1, 4, {"pipeline_nstages": 4}),
+    "pp2 tp2": (4, 1, 2, {"pipeline_nstages": 2}),
+    "pp2 dp2": (2, 2, 2, {"pipeline_nstages": 2}),
+    "pp2 dp2 zero": (2, 2, 2, {"pipeline_nstages": 2, "zero": True}),
+    "gpipe": (2, 1, 2, {"pipeline_nstages": 2, "pipeline_scheduler": "gpipe"}),
+    "interleaved": (2, 1, 2, {"pipeline_nstages": 4, "pp_size": 2, "pipeline_scheduler": "1f1b_interleaved"}),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", MODULES)
+def test_layouts(name: str, layout: str, tmp_path: Path) -> None:
+    plan, units, ranks, options = LAYOUTS[layout]
+    optimizer = ADAMW if layout in ("pp2 dp2 zero", "pp2 tp2") else SGD
+    has = pipelined(name, optimizer, 4, config(plan, units, **options), ranks, tmp_path, "hybrid")
+    assert_same(has, accumulated(name, optimizer, 4, units), units)
+
+
+@pytest.mark.parametrize("name", ["mlp", "skip"])
+def test_pipeline_alone_is_accumulation_to_the_bit(name: str, tmp_path: Path) -> None:
+    runs = [run._replace(norms=[]) for run in pipelined(name, SGD, 2, config(2), 2, tmp_path, "pp")]
+    assert_same(runs, accumulated(name, SGD, 2, 1)._replace(norms=[]), 1, 0.0)
+
+
+def _on_process(*arguments: Any) -> Any:
+    """Where there is no mesh `parallelize` makes it."""
+    destroy_model_parallel()
+    return on_rank(*arguments)
+
+
+def test_real_processes(tmp_path: Path) -> None:
+    settings = config(2, 2, pipeline_nstages=2)
+    has = processes(4).run(_on_process, "gpt", SGD, 2, settings, str(tmp_path), "hybrid")
+    assert_same(has, accumulated("gpt", SGD, 2, 2), 2)
+
+
+def _on_ranks(function: Any, folder: Path, name: str = "mlp", policy: Any = "pp") -> list[Any]:
+    def rank() -> Any:
+        given = samples(name, 1)[0]
+        return function(parallelize(module(name), {"data": given}, policy, config(2), gen_savedir=folder))
+
+    return threads.run(config(2).mesh(2), rank)
+
+
+def test_dummy_batches_add_nothing_and_losses_are_not_scaled(tmp_path: Path) -> None:
+    batch = samples("skip", 4)
+    batch[1]["x"][0, 0] = float("nan")
+
+    def train(parallel: Any) -> Any:
+        losses = parallel.train_step(batch, [False, True, False, True], lambda loss: loss * 3)
+        return losses, {name: p.grad for name, p in parallel.named_parameters()}
+
+    whole = module("skip")
+    wanted = [whole(sample) for sample in batch]
+    (3 * (first(wanted[0]) + first(wanted[2]))).backward()
+    for losses, gradients in _on_ranks(train, tmp_path, "skip"):
+        close([losses[0], losses[2], losses[3]], [wanted[0], wanted[2], wanted[3]], 1e-12)
+        assert gradients
+        close(gradients, {name: whole.get_parameter(name).grad for name in gradients}, 1e-12)
+
+
+def test_inference_in_evaluation_mode(tmp_path: Path) -> None:
+    def infer(parallel: Any) -> Any:
+        parallel.eval()
+        return parallel.infer_step(samples("skip", 4))
+
+    whole = module("skip").eval()
+    for results in _on_ranks(infer, tmp_path, "skip"):
+        close(results, [whole(sample) for sample in samples("skip", 4)], 1e-12)
+        assert not first(results[0]).requires_grad
+
+
+@pytest.mark.parametrize("step", ["train_step", "infer_step"])
+def test_wrong_samples_are_refused_on_every_rank(step: str, tmp_path: Path) -> None:
+    def wrong(parallel: Any) -> None:
+        run = getattr(parallel, step)
+        with pytest.raises(ValueError, match=r"pipeline of 4 microbatches .* got 3 samples"):
+            run(samples("mlp", 3))
+        with pytest.raises(TypeError, match=r"pipeline of 4 microbatches: give it a list of as many samples, not dict"):
+            run(samples("mlp", 1)[0])
+        short = samples("mlp", 4)
+        short[2]["data"] = short[2]["data"][:1]
+        with pytest.raises(ValueError, match=r"data.data is \[1, 16\]"):
+            run(short)
+
+    _on_ranks(wrong, tmp_path)
+
+
+def test_another_mesh_is_refused(tmp_path: Path) -> None:
+    def rank() -> None:
+        with pytest.raises(RuntimeError, match=r"stages on 2 groups of ranks, and the mesh has 1 along pp.*mesh\(2\)"):
+            parallelize(module("mlp"), {"data": samples("mlp", 1)[0]}, "pp", config(2), gen_savedir=tmp_path)
+
+    threads.run(ComputeConfig(1, 2).mesh(), rank)

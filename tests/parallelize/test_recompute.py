@@ -1,0 +1,113 @@
+"""Recomputed spans: less is kept for backward, and all values are equal to the bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from neuronx_dist import comm
+from neuronx_dist.comm import threads
+from neuronx_dist.parallelize import ComputeConfig, IRGraph, parallelize
+from neuronx_dist.parallelize.nodes import IRFwOperation
+from neuronx_dist.spmd.random import manual_seed
+from tests.parallelize.models import WIDTH
+from tests.parallelize.pipelines import accumulated, assert_same, config, pipelined
+from tests.parallelize.test_pipeline import SGD
+
+
+class Blocks(nn.Module):
+    """Dropout, a span without gradients, and a buffer that is written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(WIDTH, 64), nn.Linear(64, WIDTH)) for _ in range(3)])
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            with torch.no_grad():
+                scale = x.abs().mean()
+            hidden = F.dropout(F.gelu(block[0](x)), 0.3, self.training)
+            x = x + block[1](torch.tanh(hidden)) / scale
+        return self.norm(x).pow(2).sum()
+
+
+def _recomputed(graph: IRGraph, config: ComputeConfig) -> IRGraph:
+    for number in range(3):
+        graph.recompute(graph.select(ntype=IRFwOperation, module=f"blocks.{number}"))
+    graph.recompute([node for node in graph.operations if node.name in ("gelu", "dropout", "tanh", "batch_norm")])
+    for module in ("blocks.*.0", "blocks.*.1"):
+        for node in graph.select(name="linear", module=module):
+            graph.shard(node.module, weight=int(node.module.endswith("1"))) if graph.size > 1 else None
+    return graph
+
+
+def _kept(graph: IRGraph, config: ComputeConfig) -> IRGraph:
+    graph = _recomputed(graph, config)
+    for node in graph.operations:
+        node.recompute = False
+    return graph
+
+
+def _step(policy: Any, size: int, folder: Path) -> list[tuple[int, list[torch.Tensor]]]:
+    """Of each rank the bytes that are saved for backward, and the loss, gradients and buffers of two steps."""
+
+    def rank() -> tuple[int, list[torch.Tensor]]:
+        manual_seed(comm.current().rank)
+        parallel = parallelize(whole, {"x": x}, policy, ComputeConfig(size), gen_savedir=folder)
+        saved: dict[int, int] = {}
+        values = []
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            saved[tensor.data_ptr()] = tensor.nbytes
+            return tensor
+
+        for _ in range(2):
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+                loss = parallel(x)
+            loss.backward()
+            values += [loss.detach(), *(p.grad.clone() for p in parallel.parameters())]
+        return sum(saved.values()), [*values, *(b.clone() for b in parallel.buffers())]
+
+    torch.manual_seed(0)
+    whole, x = Blocks().double(), torch.randn(8, WIDTH).double()
+    return threads.run(ComputeConfig(size).mesh(), rank)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_less_is_kept_and_values_are_equal_to_the_bit(size: int, tmp_path: Path) -> None:
+    kept = _step(_kept, size, tmp_path / "kept")
+    for (more, expected), (less, values) in zip(kept, _step(_recomputed, size, tmp_path / "again"), strict=True):
+        assert less < 0.7 * more
+        for has, wanted in zip(values, expected, strict=True):
+            assert torch.equal(has, wanted)
+
+
+def test_the_file_says_what_is_computed_again(tmp_path: Path) -> None:
+    _step(_recomputed, 1, tmp_path)
+    (file,) = tmp_path.rglob("gencode0.py")
+    source = file.read_text()
+    assert "from neuronx_dist.spmd.random import checkpoint" in source
+    assert source.count("= checkpoint(recomputed_") == source.count("def recomputed_") > 0
+    span = source.partition("def recomputed_0")[2].partition("checkpoint(")[0]
+    assert "batch_norm" not in span  # it writes its statistics, which would be written twice
+
+
+def test_spans_in_pipeline_stages(tmp_path: Path) -> None:
+    """A span goes over the cut between two stages: each stage recomputes its part."""
+
+    def policy(graph: IRGraph, config: ComputeConfig) -> IRGraph:
+        graph.recompute(graph.select(ntype=IRFwOperation, module="blocks"))
+        graph.pipeline_ranks = 2
+        return config.apply_pipeline_scheduler(graph, 2, 4, "1f1b")
+
+    has = pipelined("gpt", SGD, 2, config(4), 2, tmp_path, policy)
+    assert_same(has, accumulated("gpt", SGD, 2, 1), 1)
+    (file,) = tmp_path.rglob("gencode0.py")
+    stages = file.read_text().split("def stage_")[1:]
+    assert all("= checkpoint(recomputed_0" in stage for stage in stages)
