@@ -15,11 +15,12 @@ import torch.utils._pytree as pytree
 
 from ..checking.types.rules.indexing import write
 from ..pipeline.record.fake_mode import QuietFakeMode
+from .names import FILE_NAMES
 from .program import Call, Value, values_in
 
 __all__ = ["Builder", "Result", "map_values", "without_dead_calls"]
 
-_TAKEN = {*keyword.kwlist, *keyword.softkwlist, *dir(builtins), "torch", "nn", "F", "spmd", "composites", "self"}
+_TAKEN = {*keyword.kwlist, *keyword.softkwlist, *dir(builtins), "nn", *FILE_NAMES}
 
 
 class Result(NamedTuple):
