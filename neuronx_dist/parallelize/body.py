@@ -20,6 +20,7 @@ __all__ = ["INDENT", "body", "dotted", "local_shape"]
 
 INDENT = "    "
 _WIDTH = 120
+PRODUCTS = {"linear", "matmul", "__matmul__", "mm", "bmm", "addmm", "baddbmm"}  # their backward reads no result
 _Context = tuple[bool, tuple[str, torch.dtype, bool] | None]  # gradients are on, autocast
 _PLAIN: _Context = (True, None)
 
@@ -68,6 +69,7 @@ class _Body:
         self.taken |= {value.name for call in self.program.calls for value in call.results} | FILE_NAMES
         self.used: set[str] = set()
         self.span = _spans(division)
+        self.consumers = self.program.consumers()
 
     def lines(self, is_last: bool) -> list[str]:
         read = {value for call in self.stage.calls for value in values_in((call.args, call.kwargs))}
@@ -136,12 +138,20 @@ class _Body:
         how = conversion(value, has, wanted, division.size)
         if how is None:
             raise ValueError(f"{value!r}: no operator makes {wanted} of {has}, at {above or 'the result'}")
-        expert = ", expert_mode=True" if wanted.letter == "P" else ""
-        text = f'{name} = spmd.{how.operator}({source}, "{division.axis}", src={how.src}, dst={how.dst}{expert})'
+        option = ", expert_mode=True" if wanted.letter == "P" else ""
+        if how.operator == "all_reduce" and self._read_once(value):
+            option = ", inplace=True"
+        text = f'{name} = spmd.{how.operator}({source}, "{division.axis}", src={how.src}, dst={how.dst}{option})'
         used = frozenset([source]) if source.isidentifier() else frozenset()
         self.steps.append(_Step(text, self._described(value, wanted), used, (name,), above=above, span=span))
         self.names[value, wanted] = name
         return name
+
+    def _read_once(self, value: Value) -> bool:
+        """It is a matrix product that one call alone reads: whoever converts it for this call may write over it."""
+        product = value.producer is not None and value.producer.name in PRODUCTS
+        result = any(output is value for output in self.program.outputs)
+        return product and not result and len(self.consumers.get(value, ())) == 1
 
     def _described(self, value: Value, spmd_type: SpmdType | None = None) -> str:
         spmd_type = spmd_type or self.division.type_of(value)

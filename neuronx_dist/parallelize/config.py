@@ -235,6 +235,14 @@ class ComputeConfig:
         order = UNITS if stages > 1 and self.units > 1 else LINEAR
         return Mesh(self.world_size, tp=self.plan_ngpus // stages, pp=stages, topology=order)
 
+    def check_mesh(self, mesh: Mesh) -> None:
+        """Raises ValueError unless a job of this mesh consists of these units."""
+        if mesh.dp != self.units or mesh.world_size != self.runtime_ngpus:
+            raise ValueError(
+                f"the configuration is for {self.units} units of {self.plan_ngpus} ranks, and the job is {mesh}: "
+                "initialize it as ComputeConfig.mesh() has it"
+            )
+
     def zero_groups(self, mesh: Mesh) -> list[list[int]] | None:
         """The lists of ranks that share an optimizer's state under ZeRO; None: all units."""
         if self.zero_ngroups == 1:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -50,7 +51,7 @@ def emit(
 
     Raises:
         ValueError: a conversion that no operator does, a function or container that a file cannot name; a schedule that
-            does not go with the numbers of stages, ranks and microbatches.
+            does not go with the numbers of stages, ranks and microbatches; a pipeline without a loss.
         PlanError: stages that cannot be cut there.
     """
     divisions = [division] if evaluation is None else [division, evaluation]
@@ -111,7 +112,7 @@ class _Methods(NamedTuple):
         stages = stages_of(division)
         if len(stages) == 1:
             return cls(body(division, imports, constants, stages[0]), [], [])
-        _check_sample(division.program, next(iter(arguments), ""))
+        _check_end2end(division.program, next(iter(arguments), ""))
         forward, table, lines = [], [], []
         for number, stage in enumerate(stages):
             is_last = number == len(stages) - 1
@@ -131,7 +132,12 @@ def _received(stage: Stage, division: Division) -> Iterator[str]:
         yield f'{INDENT * 3}"{value.name}": ({shape}, {value.dtype}, {value.requires_grad}),'
 
 
-def _check_sample(program: Program, first: str) -> None:
+def _check_end2end(program: Program, first: str) -> None:
+    loss = next(iter(program.outputs), None)
+    if not isinstance(loss, Value) or math.prod(loss.shape) != 1:
+        raise ValueError(
+            f"the first result of an end2end module is its loss, a scalar tensor, and this one is {loss!r}"
+        )
     other = next((value for value in program.inputs if argument_name(value.path.partition(".")[0]) != first), None)
     if other is not None:
         raise PlanError(

@@ -24,6 +24,7 @@ from torch import nn
 from .. import comm
 from ..gradients.in_backward import paused
 from ..gradients.norm import clip_grad_norm
+from ..pipeline.record.recording import describe
 from ..weights.shard_spec import ShardedModule, set_spec
 from .config import ComputeConfig
 from .layouts import LAYOUT, layout_data
@@ -144,11 +145,10 @@ class ParallelModule(Container):
         return {name: each for name, each in self.STORED.items() if not each.stages or own in _holders(each, ranks)}
 
     def _own_pipeline(self) -> Pipelined:
-        tied = {
-            name: holders
-            for name, each in self.STORED.items()
-            if each.kind == "parameter" and len(holders := _holders(each, self.RANKS)) > 1
+        parameters = {
+            name: _holders(each, self.RANKS) for name, each in self.STORED.items() if each.kind == "parameter"
         }
+        tied = {name: holders for name, holders in parameters.items() if len(holders) > 1}
         return Pipelined(self, self.RANKS, len(self.STAGES), self.MICROBATCHES, self.SCHEDULE, tied)
 
     def _part(self, name: str, stored: Stored, source: Mapping[str, torch.Tensor] | None) -> torch.Tensor:
@@ -194,7 +194,9 @@ class ParallelModule(Container):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         metadata: Any = getattr(destination, "_metadata", {}).get(prefix[:-1])
         if metadata is not None:
-            metadata[LAYOUT] = layout_data(self, self._index, self.compute_config)
+            held = self._own_stored()
+            elsewhere = [name for name in self.STORED if name not in held]
+            metadata[LAYOUT] = layout_data(self, self._index, self.compute_config, elsewhere)
 
     @property
     def device(self) -> torch.device:
@@ -210,7 +212,9 @@ class ParallelModule(Container):
         for path, (shape, dtype) in self.INPUTS.items():
             x = _at(given, path)
             if not isinstance(x, torch.Tensor) or list(x.shape) != shape or x.dtype != dtype:
-                has = f"{list(x.shape)} {x.dtype}" if isinstance(x, torch.Tensor) else repr(x)
+                has = (
+                    f"{list(x.shape)} {x.dtype}" if isinstance(x, torch.Tensor) else "missing" if x is None else repr(x)
+                )
                 raise ValueError(
                     f"{type(self).__name__}: {path} is {has}, and the program was recorded with {shape} {dtype}: "
                     "call parallelize with dummy_forward_args of these shapes, or pad the input"
@@ -219,7 +223,7 @@ class ParallelModule(Container):
             x = _at(given, name)
             if x is not value and (isinstance(x, torch.Tensor) or x != value):
                 raise ValueError(
-                    f"{type(self).__name__}: {name}={x!r}, and the program was recorded with {value!r}: "
+                    f"{type(self).__name__}: {name}={describe(x)}, and the program was recorded with {value!r}: "
                     "call parallelize with this value among dummy_forward_args"
                 )
 
@@ -246,6 +250,10 @@ class ParallelModule(Container):
         if self.compute_config.inference_only:
             raise RuntimeError("train_step: the module was compiled with inference_only=True, which has no backward")
         samples = self._samples(samples)
+        if not samples:
+            raise ValueError(
+                "train_step got no samples: a unit without data gives one sample, and is_dummy_batch=[True]"
+            )
         dummies = [False] * len(samples) if is_dummy_batch is None else list(is_dummy_batch)
         if len(dummies) != len(samples):
             raise ValueError(f"train_step: {len(samples)} samples, and is_dummy_batch has {len(dummies)} entries")
@@ -322,6 +330,15 @@ class ParallelModule(Container):
     def parameters_for_optimizer(self) -> list[nn.Parameter]:
         """What an optimizer is given: the parameters as this rank holds them. (ZeRO shards them by itself.)"""
         return [parameter for parameter in self.parameters() if parameter.requires_grad]
+
+    def parameter_names(self) -> list[str]:
+        """Names of the parameters of the whole module, in the original's order: those of other stages too."""
+        names: dict[str, str] = {}
+        for name, stored in self.STORED.items():
+            first = stored.same_as or name
+            if self.STORED[first].kind == "parameter":
+                names.setdefault(first, name)
+        return list(names.values())
 
     def gather_params(self) -> None:
         """Waits for parameters that ZeRO has updated on other ranks: its step has done so already."""

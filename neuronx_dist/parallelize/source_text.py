@@ -245,4 +245,6 @@ def _function(function: Any, name: str, imports: Imports) -> str:
             return f"{text}.{name}"
     if getattr(function, "__self__", None) is not None and _method(function, name):
         return f"torch.Tensor.{name}"
+    if isinstance(function, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        return f"torch.ops.{function}"  # of torch.library
     return imports.name(function)
