@@ -253,25 +253,18 @@ def _emitted(module: nn.Module, arguments: dict[str, Any], policy: Any, config: 
 def _divisions(module: nn.Module, arguments: dict[str, Any], policy: Any, config: ComputeConfig) -> list[Division]:
     """The division in training mode, and that in evaluation mode if the module runs something else there."""
     if config.inference_only:
-        return [divide(_recorded(module, arguments, training=False), policy, config)]
-    training, evaluation = (_recorded(module, arguments, training=mode) for mode in (True, False))
-    first = training.outputs[0]
-    if config.use_end2end and not (isinstance(first, Value) and math.prod(first.shape) == 1):
-        returns = f"a tensor of shape {list(first.shape)}" if isinstance(first, Value) else repr(first)
-        raise ValueError(
-            f"use_end2end: {type(module).__name__}.forward returns {returns} first; an end2end module returns its loss "
-            "first, a tensor of one element: return its mean or sum, or compile with use_end2end=False"
-        )
+        return [divide(_recorded(module, arguments, config, training=False), policy, config)]
+    training, evaluation = (_recorded(module, arguments, config, training=mode) for mode in (True, False))
     same = program_text(evaluation) == program_text(training)
     division = divide(training, policy, config)
     return [division] if same else [division, divide_like(division, evaluation, config)]
 
 
-def _recorded(module: nn.Module, arguments: dict[str, Any], *, training: bool) -> Program:
+def _recorded(module: nn.Module, arguments: dict[str, Any], config: ComputeConfig, *, training: bool) -> Program:
     """The program of a mode.
 
     Raises:
-        ValueError: forward fails on these arguments, or returns no tensor.
+        ValueError: forward fails on these arguments, returns no tensor, or an end2end module's no loss.
     """
     try:
         program = record_program(module, arguments, training=training)
@@ -282,6 +275,13 @@ def _recorded(module: nn.Module, arguments: dict[str, Any], *, training: bool) -
     if not any(isinstance(each, Value) for each in program.outputs):
         raise ValueError(
             f"{type(module).__name__}.forward returns no tensor that it computes: nothing is to be divided"
+        )
+    first = program.outputs[0]
+    if config.use_end2end and not (isinstance(first, Value) and math.prod(first.shape) == 1):
+        returns = f"a tensor of shape {list(first.shape)}" if isinstance(first, Value) else repr(first)
+        raise ValueError(
+            f"use_end2end: {type(module).__name__}.forward returns {returns} first; an end2end module returns its loss "
+            "first, a tensor of one element: return its mean or sum, or compile with use_end2end=False"
         )
     return decomposed(program)
 

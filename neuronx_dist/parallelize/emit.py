@@ -14,14 +14,12 @@ from __future__ import annotations
 
 import inspect
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch.utils._pytree as pytree
 
-from ..planning.plan import PlanError
 from .body import INDENT, body, dotted, local_shape
 from .names import argument_name
 from .program import Division, Program, Value
@@ -112,7 +110,6 @@ class _Methods(NamedTuple):
         stages = stages_of(division)
         if len(stages) == 1:
             return cls(body(division, imports, constants, stages[0]), [], [])
-        _check_end2end(division.program, next(iter(arguments), ""))
         forward, table, lines = [], [], []
         for number, stage in enumerate(stages):
             is_last = number == len(stages) - 1
@@ -130,20 +127,6 @@ def _received(stage: Stage, division: Division) -> Iterator[str]:
     for value in stage.received:
         shape = local_shape(value, division.type_of(value), division.size)
         yield f'{INDENT * 3}"{value.name}": ({shape}, {value.dtype}, {value.requires_grad}),'
-
-
-def _check_end2end(program: Program, first: str) -> None:
-    loss = next(iter(program.outputs), None)
-    if not isinstance(loss, Value) or math.prod(loss.shape) != 1:
-        raise ValueError(
-            f"the first result of an end2end module is its loss, a scalar tensor, and this one is {loss!r}"
-        )
-    other = next((value for value in program.inputs if argument_name(value.path.partition(".")[0]) != first), None)
-    if other is not None:
-        raise PlanError(
-            f"a pipeline's stages are given the sample alone, {first!r}, and {other.path!r} is another tensor: put "
-            "all tensors into the sample, or use a policy without stages"
-        )
 
 
 def _pipeline(division: Division, methods: Sequence[_Methods]) -> list[str]:

@@ -157,6 +157,9 @@ CASES = {
     "second argument of an end2end module": Case(
         {"arguments": {"x": X, "scale": 2.0}, "config": END2END}, TypeError, "has 'scale', .* leave 'scale' at its def"
     ),
+    "tensor beside the sample": Case(
+        {"arguments": {"x": X, "scale": torch.ones(())}, "config": END2END}, TypeError, "has 'scale', .* leave 'scale'"
+    ),
     "option of the policy": Case(
         {"config": ComputeConfig(2, 2, pas_config={"mem_constrain": 1})},
         ValueError,

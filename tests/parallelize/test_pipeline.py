@@ -27,7 +27,6 @@ from neuronx_dist.parallelize.emit import emit
 from neuronx_dist.parallelize.policies import divide
 from neuronx_dist.parallelize.record import record_program
 from neuronx_dist.parallelize.stored import stored_of
-from neuronx_dist.planning.plan import PlanError
 from tests.parallelize.mutants import EAGER, Emitted, mutants, noticed
 from tests.parallelize.pipelines import (
     MODULES,
@@ -142,29 +141,7 @@ def test_another_mesh_is_refused(tmp_path: Path) -> None:
         with pytest.raises(RuntimeError, match=r"stages on 2 groups of ranks, and the mesh has 1 along pp.*mesh\(2\)"):
             parallelize(module("mlp"), {"data": samples("mlp", 1)[0]}, "pp", config(2), gen_savedir=tmp_path)
 
-    threads.run(ComputeConfig(1, 2).mesh(), rank)
-
-
-def test_bad_modules_are_refused_when_they_are_compiled(tmp_path: Path) -> None:
-    class NoLoss(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
-
-        def forward(self, x: torch.Tensor, scale: Any = 1.0) -> torch.Tensor:
-            return self.b(self.a(x)) * scale
-
-    given = {"x": torch.ones(2, 4)}
-    with pytest.raises(ValueError, match=r"its loss, a scalar tensor, and this one is mul: float32\[2, 4\]"):
-        parallelize(NoLoss(), given, "pp", config(2), gen_savedir=tmp_path, load_module=False)
-    given["scale"] = torch.ones(())
-
-    class Loss(NoLoss):
-        def forward(self, x: torch.Tensor, scale: Any = 1.0) -> torch.Tensor:
-            return (self.b(self.a(x)) * scale).sum()
-
-    with pytest.raises(PlanError, match=r"given the sample alone, 'x', and 'scale' is another tensor"):
-        parallelize(Loss(), given, "pp", config(2), gen_savedir=tmp_path, load_module=False)
+    threads.run(config(2).mesh(), rank)
 
 
 def _merged(layout: str, folder: Path) -> tuple[list[Any], Any]:

@@ -33,6 +33,12 @@ def test_convolutions_exchange_halos_by_one_program(ranks: int):
     assert {kind for kind, _ in replayed.program.counts()} == {"all-reduce", "collective-permute"}
 
 
+def test_pools_exchange_halos_by_one_program():
+    arguments = [(leaf(1, 2, 4, 5, seed=rank),) for rank in range(2)]
+    replayed = same_as_threads(programs.pools, Mesh(2, tp=2), arguments, tolerance=1e-5)
+    assert {kind for kind, _ in replayed.program.counts()} == {"collective-permute"}
+
+
 def test_roll_and_flip():
     same_as_threads(programs.rolled, Mesh(2, tp=2), [(leaf(2, 3, seed=rank),) for rank in range(2)])
 

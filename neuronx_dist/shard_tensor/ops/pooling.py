@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from ...comm.select import in_one_program
 from ..windows import Adaptive, Range, Sliding
 from .local_windows import (
     LocalWindow,
@@ -38,6 +39,7 @@ Ints = int | Sequence[int]
 Result = tuple[torch.Tensor, tuple[ShardedDim, ...]]
 MaxResult = tuple[torch.Tensor, torch.Tensor, tuple[ShardedDim, ...]]
 _MAX: list[Callable[..., Any]] = [F.max_pool1d, F.max_pool2d, F.max_pool3d]
+_AVG: list[Callable[..., Any]] = [F.avg_pool1d, F.avg_pool2d, F.avg_pool3d]
 _ADAPTIVE: list[Callable[..., Any]] = [F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d]
 _ADAPTIVE_MAX: list[Callable[..., Any]] = [F.adaptive_max_pool1d, F.adaptive_max_pool2d, F.adaptive_max_pool3d]
 
@@ -273,6 +275,9 @@ def _sums(
     x: torch.Tensor, kernel: Sequence[int], strides: Sequence[int], paddings: Sequence[int], ceil_mode: bool
 ) -> torch.Tensor:
     """The sum over each window."""
+    if in_one_program(x) and not ceil_mode:  # XLA has no divisor_override: torch_xla would compute it on the host
+        mean = _AVG[len(kernel) - 1](x, tuple(kernel), tuple(strides), tuple(paddings))
+        return mean * math.prod(kernel)
     if len(kernel) == 1:  # avg_pool1d has no divisor_override
         pool = F.avg_pool2d(
             x.unsqueeze(-2), (1, *kernel), (1, *strides), (0, *paddings), ceil_mode, True, divisor_override=1

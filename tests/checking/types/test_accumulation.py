@@ -149,3 +149,30 @@ def test_a_gradient_that_is_given_is_of_the_dual_type(loss, seed, fitting):
         else:
             with pytest.raises(SpmdTypeError, match="the gradient that is given must be"):
                 (x * 1).backward(gradient)
+
+
+@pytest.mark.parametrize("mesh, seed, fitting", [("tp", P, True), ("tp", R, False), ("tp", I, False), ("pp", R, True)])
+def test_the_gradient_of_a_loss_that_is_r_on_every_axis_is_p(mesh, seed, fitting):
+    """A loss made inside of the check names no axis; what it may be given is as where it is declared R."""
+    gradients = torch.ones(2), torch.ones(2)
+    with comm.as_rank(Mesh(2, **{mesh: 2}), 0, CheckBackend()), spmd.SpmdTypeMode():
+        x = torch.ones(2, requires_grad=True)
+        declared = spmd.assert_type(torch.ones(2, requires_grad=True), {mesh: R})
+        for loss, gradient in zip((x * 1, declared * 1), gradients):
+            spmd.assert_type(gradient, {mesh: seed})
+            if fitting:
+                loss.backward(gradient)
+            else:
+                with pytest.raises(SpmdTypeError, match=f"on tp the gradient that is given must be P, it is {seed}"):
+                    loss.backward(gradient)
+
+
+@pytest.mark.parametrize("axis", ["dp", "cp"])
+def test_a_loss_that_is_r_may_be_given_a_gradient_that_is_r_where_ranks_have_other_data(axis):
+    """It is a mean already, as by `backward()` alone: gradients are not to be averaged again."""
+    with comm.as_rank(Mesh(2, **({} if axis == "dp" else {axis: 2})), 0, CheckBackend()), spmd.SpmdTypeMode() as mode:
+        scales = []
+        for gradient in (None, torch.ones(())):
+            torch.ones(2, requires_grad=True).sum().backward(gradient)
+            scales.append(dict(mode.gradient_scales))
+        assert scales[0] == scales[1] == {axis: 1}

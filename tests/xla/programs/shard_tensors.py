@@ -37,6 +37,15 @@ def convolutions(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> dict[str,
     return {"y": y.to_local().detach(), "x": x.grad, "w": w.grad, "v": v.grad}
 
 
+def pools(x: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Halos of maxima and of means, with padding that counts and that does not; windows that meet no bound."""
+    h = F.max_pool2d(sharded(x, 2), 3, 1, 1)
+    h = F.avg_pool2d(h, 3, 1, 1) + F.avg_pool2d(h, 3, 1, 1, count_include_pad=False)
+    y = F.avg_pool2d(F.max_pool2d(h, (2, 1)), (2, 1))
+    y.square().sum().backward()
+    return {"h": h.to_local().detach(), "y": y.to_local().detach(), "x": x.grad}
+
+
 def rolled(x: torch.Tensor) -> dict[str, torch.Tensor]:
     y = sharded(x, 0).roll(1, 0).flip(0)
     (y * y).sum().backward()

@@ -329,19 +329,21 @@ def check_loss(mode: Session, loss: Tensor, gradient: Tensor | None = None) -> d
     scales: dict[str, int] = {}
     if gradient is not None:
         seed = mode.note(gradient, "backward")
-        gradient_type = loss_type.of_gradient()
+        gradient_type = mode.named(loss_type).of_gradient()  # of an axis in the rest too
         for axis in sorted({*gradient_type.types, *(seed.type.types if seed is not None else ())}):
             actual, expected = seed.type.get(axis) if seed is not None else None, gradient_type.get(axis)
-            if actual is None or expected is None:
+            if actual is None or expected is None or axis == "pp":
                 continue
-            if not (fits(actual.base, expected.base) or actual.letter == "R" and expected.letter != "P"):
+            given_whole = actual.letter == "R" and expected.letter != "P"
+            own_mean = actual.letter == "R" and expected.letter == "P" and axis in mode.data_axes()
+            if not (own_mean or given_whole or fits(actual.base, expected.base)):
                 raise SpmdTypeError(
                     f"backward of {shown(loss, loss_type)} at {call_site()}",
                     f"on {axis} the gradient that is given must be {expected}, it is {actual}",
                     axis=axis,
                     rule="loss",
                 )
-            scales[axis] = actual.scale - expected.scale
+            scales[axis] = actual.scale - expected.scale + own_mean
         return scales
     for axis in mode.axes_of(loss_type):
         spmd_type = loss_type.get(axis)
