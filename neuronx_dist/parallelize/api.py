@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import math
 import traceback
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ __all__ = ["parallelize"]
 
 CODE = "gencode0.py"
 CONSTANTS = "constants.json"
+PROOF = "proof.txt"
 
 
 def parallelize(
@@ -71,7 +73,8 @@ def parallelize(
         load_module: False: generate files, and return None. Needs no process group.
         module_dtype: the module is taken to this dtype first, in place; None: as it is.
         module_fn: makes the module where a class is given; None: the class, without arguments.
-        init_module_params: of an object: the initial values of the original; False: empty parameters.
+        init_module_params: of an object: the initial values that it has on rank 0, also where files of an earlier run
+            are used; False: empty parameters.
         broadcast_strategy: which newly generated files rank 0 sends to hosts that do not share its folder.
 
     Returns:
@@ -115,6 +118,7 @@ def parallelize(
         reuse=reuse,
         strategy=broadcast_strategy,
         load=load_module,
+        values=lambda: None if is_class or not init_module_params else _values(original()),
     )
     if generated is None:
         return None
@@ -207,14 +211,12 @@ def _emitted(module: nn.Module, arguments: dict[str, Any], policy: Any, config: 
     stored = stored_of(module, *divisions)
     source = emit(*divisions, name=type(module).__name__, stored=stored, signature=inspect.signature(module.forward))
     constants = {name: value.constant for value, name in constants_of(*divisions).items() if value.constant is not None}
-    tensors = {
-        **dict(module.named_parameters(remove_duplicate=False)),
-        **dict(module.named_buffers(remove_duplicate=False)),
-    }
+    tensors = _tensors(module)
     held = {name: tensors[name].detach() for name, each in stored.items() if each.kind in ("parameter", "buffer")}
+    verdicts = []
     try:
         for division in divisions:
-            verify(source, division, module, constants, arguments)
+            verdicts.append(verify(source, division, module, constants, arguments))
     except EmittedProgramError as error:
         kept = folder / f"refused_{type(module).__name__}.py"
         kept.parent.mkdir(parents=True, exist_ok=True)
@@ -225,7 +227,16 @@ def _emitted(module: nn.Module, arguments: dict[str, Any], policy: Any, config: 
         ) from error
     except Exception as error:  # the original does, which an emitted program is compared with
         raise _failed(module, arguments, error) from error
-    return Emitted({CODE: source, CONSTANTS: constants_text(constants)}, _initial(type(module).__name__, held))
+    not_run = next((verdict.not_run for verdict in verdicts if verdict.not_run), "")
+    if not_run:
+        warnings.warn(
+            f"{type(module).__name__}: the types of its program are proven, its values are {not_run}. To prove them, "
+            "call parallelize once with a smaller module of the same class (fewer or narrower layers) or smaller "
+            "dummy_forward_args, and the same policy",
+            stacklevel=2,
+        )
+    files = {CODE: source, CONSTANTS: constants_text(constants), PROOF: "\n".join(map(str, verdicts))}
+    return Emitted(files, _initial(type(module).__name__, held))
 
 
 def _divisions(module: nn.Module, arguments: dict[str, Any], policy: Any, config: ComputeConfig) -> list[Division]:
@@ -276,6 +287,17 @@ def _failed(module: nn.Module, arguments: Mapping[str, Any], error: Exception) -
     )
 
 
+def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers by all their names."""
+    parameters = module.named_parameters(remove_duplicate=False)
+    return {**dict(parameters), **dict(module.named_buffers(remove_duplicate=False))}
+
+
+def _values(module: nn.Module) -> dict[str, torch.Tensor] | None:
+    tensors = _tensors(module)
+    return None if any(tensor.is_meta for tensor in tensors.values()) else tensors
+
+
 def _initial(name: str, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor] | None:
     """The initial values; None: there are none."""
     missing = [each for each, tensor in tensors.items() if tensor.is_meta]
@@ -290,5 +312,5 @@ def _initial(name: str, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, tor
 def _loaded(generated: Generated, config: ComputeConfig) -> type[ParallelModule]:
     constants = constants_from_text(generated.text(CONSTANTS))
     loaded = parallel_class(generated.module(CODE), config, generated.weights, constants)
-    loaded.SOURCE = generated.text(CODE)
+    loaded.SOURCE, loaded.PROOF = generated.text(CODE), generated.text(PROOF)
     return loaded

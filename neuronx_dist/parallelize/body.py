@@ -11,6 +11,7 @@ import torch.utils._pytree as pytree
 
 from ..spmd.types import I, R, Shard, SpmdType
 from .conversions import conversion
+from .names import FILE_NAMES, argument_name
 from .program import Call, Division, Program, Value, dotted, local_shape, operands_of, values_in
 from .source_text import Imports, attribute, call_text, literal
 from .stages import Stage
@@ -65,7 +66,7 @@ class _Body:
         self.steps: list[_Step] = []
         self.names: dict[tuple[Value, SpmdType], str] = {}
         self.taken = {value.name for value in self.program.leaves}
-        self.taken |= {value.name for call in self.program.calls for value in call.results} | {"self", "F", "torch"}
+        self.taken |= {value.name for call in self.program.calls for value in call.results} | FILE_NAMES
         self.used: set[str] = set()
         self.span = _spans(division)
         self.consumers = self.program.consumers()
@@ -302,7 +303,7 @@ def _unpacked(program: Program, read: Collection[Value]) -> Iterator[tuple[str, 
         path = by_path.get(value.path)
         if path is None:
             raise ValueError(f"input {value.name}: forward has no argument {value.path!r}")
-        text = dotted(path[:1]) + "".join(map(_step_text, path[1:]))
+        text = argument_name(dotted(path[:1])) + "".join(map(_step_text, path[1:]))
         if text != value.name:
             yield value.name, f"{value.name} = {text}"
 

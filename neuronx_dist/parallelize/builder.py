@@ -14,11 +14,12 @@ import torch
 
 from ..checking.types.rules.indexing import write
 from ..pipeline.record.fake_mode import QuietFakeMode
+from .names import FILE_NAMES
 from .program import Call, Value, substituted, values_in
 
 __all__ = ["Builder", "Result", "another_call", "without_dead_calls"]
 
-_TAKEN = {*keyword.kwlist, *keyword.softkwlist, *dir(builtins), "torch", "nn", "F", "spmd", "composites", "self"}
+_TAKEN = {*keyword.kwlist, *keyword.softkwlist, *dir(builtins), "nn", *FILE_NAMES}
 
 
 class Result(NamedTuple):

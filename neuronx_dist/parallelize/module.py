@@ -13,6 +13,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from functools import wraps
 from types import ModuleType
 from typing import Any, ClassVar
 
@@ -27,6 +28,7 @@ from ..pipeline.record.recording import describe
 from ..weights.shard_spec import ShardedModule, set_spec
 from .config import ComputeConfig
 from .layouts import LAYOUT, layout_data
+from .names import FILE_NAMES, argument_name
 from .pipelined import Pipelined, StageTable
 from .stored import Stored
 
@@ -41,7 +43,12 @@ class Container(ShardedModule):
         self.__dict__["_uninitialised"] = {}  # name of a buffer without a value -> its qualified name
 
     def __getitem__(self, key: int | str) -> Any:
-        return getattr(self, str(key))
+        """What the original has under this name, also where `Container` has an attribute of its own."""
+        name = str(key)
+        for table in (self._modules, self._parameters, self._buffers):
+            if name in table and name not in self.__dict__["_uninitialised"]:
+                return table[name]
+        return self.__getattr__(name)
 
     def __getattr__(self, name: str) -> Any:
         uninitialised = self.__dict__.get("_uninitialised")
@@ -82,6 +89,7 @@ class ParallelModule(Container):
     STORED: ClassVar[dict[str, Stored]] = {}
     INPUTS: ClassVar[dict[str, tuple[list[int], torch.dtype]]] = {}
     SOURCE: ClassVar[str] = ""  # the text of the file
+    PROOF: ClassVar[str] = ""  # what was checked of it, and what was not
     FIXED: ClassVar[dict[str, Any]] = {}
     WEIGHTS: ClassVar[Callable[[], Mapping[str, torch.Tensor]]]  # whole initial parameters and buffers, by name
     CONSTANTS: ClassVar[Mapping[str, torch.Tensor]]
@@ -159,12 +167,15 @@ class ParallelModule(Container):
         return nn.Parameter(tensor, requires_grad=stored.trained) if stored.kind == "parameter" else tensor
 
     def _register(self, name: str, stored: Stored, tensor: torch.Tensor, is_empty: bool) -> None:
+        """Into the tables of its container: `register_parameter` refuses the names of attributes, such as `run`."""
         owner, attribute = self._owner(name)
         if isinstance(tensor, nn.Parameter):
-            owner.register_parameter(attribute, tensor)
+            owner._parameters[attribute] = tensor
             set_spec(owner, attribute, stored.spec(self.AXIS, self.SIZE))
             return
-        owner.register_buffer(attribute, tensor, persistent=stored.kind == "buffer" and stored.persistent)
+        owner._buffers[attribute] = tensor
+        if stored.kind != "buffer" or not stored.persistent:
+            owner._non_persistent_buffers_set.add(attribute)
         if is_empty and stored.kind == "buffer" and not tensor.is_meta:
             owner.__dict__["_uninitialised"][attribute] = name
 
@@ -174,7 +185,7 @@ class ParallelModule(Container):
         owner: Container = self
         for part in path:
             if part not in owner._modules:
-                owner.add_module(part, Container())
+                owner._modules[part] = Container()
             owner = owner._modules[part]  # type: ignore[assignment]
         return owner, attribute
 
@@ -196,7 +207,7 @@ class ParallelModule(Container):
 
     # --- running it ---------------------------------------------------------------------------------------------------
 
-    def check_arguments(self, **given: Any) -> None:
+    def check_arguments(self, /, **given: Any) -> None:
         """Raises ValueError where arguments are not as they were when the module was recorded."""
         for path, (shape, dtype) in self.INPUTS.items():
             x = _at(given, path)
@@ -356,7 +367,7 @@ def parallel_class(
     for each in vars(module).values():
         if inspect.isclass(each) and issubclass(each, ParallelModule) and each.__module__ == module.__name__:
             each.WEIGHTS, each.CONSTANTS, each.compute_config = staticmethod(weights), constants, compute_config
-            each.run = each.forward
+            each.run = each.forward = _with_names_of_arguments(each.forward)
             if compute_config.use_end2end:
                 each.forward = _refused
             return each
@@ -366,6 +377,18 @@ def parallel_class(
 def _holders(stored: Stored, ranks: int) -> list[int]:
     """The groups of ranks that hold a tensor of these stages."""
     return sorted({stage % ranks for stage in stored.stages})
+
+
+def _with_names_of_arguments(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A forward that takes its arguments by the names that the original has for them."""
+    parameters = inspect.signature(forward).parameters
+    renamed = {name: argument_name(name) for name in FILE_NAMES if argument_name(name) in parameters}
+
+    @wraps(forward)
+    def by_name(self: ParallelModule, /, *args: Any, **given: Any) -> Any:
+        return forward(self, *args, **{renamed.get(name, name): value for name, value in given.items()})
+
+    return by_name if renamed else forward
 
 
 def _refused(self: ParallelModule, *args: Any, **kwargs: Any) -> Any:
