@@ -2,7 +2,8 @@
 
 torchrun --nproc-per-node 2 examples/parallelize.py --model conv --policy tp --verify
 
---explain prints the program that is run; --verify trains the original in one process too, and compares. Alone, without
+--explain prints the program that is run, and for each call that reads parameters what every way to divide it would cost
+in the fastest plan; --verify trains the original in one process too, and compares. Alone, without
 torchrun, it is a world of one.
 """
 
@@ -16,7 +17,11 @@ import torch
 import torch.distributed
 from torch import nn
 
-from neuronx_dist.parallelize import ComputeConfig, ParallelModule, build_optimizer, parallelize
+from neuronx_dist.parallelize import ComputeConfig, IRGraph, ParallelModule, build_optimizer, parallelize
+from neuronx_dist.parallelize.decompose import decomposed
+from neuronx_dist.parallelize.nodes import IRFwOperation
+from neuronx_dist.parallelize.program import operands_of
+from neuronx_dist.parallelize.record import record_program
 from neuronx_dist.weights.shard_spec import gather_full, spec_of
 
 
@@ -64,7 +69,7 @@ def main() -> None:
     parser.add_argument("--policy", default="autodist", help="dp, tp, data, autodist, or the path of a plan")
     parser.add_argument("--plan-ngpus", type=int, help="ranks of a unit; all of them, if it is not given")
     parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--explain", action="store_true", help="print the program")
+    parser.add_argument("--explain", action="store_true", help="print the program, and why it is that one")
     parser.add_argument("--verify", action="store_true", help="compare with one process")
     options = parser.parse_args()
 
@@ -84,6 +89,7 @@ def main() -> None:
         )
         if options.explain and rank == 0:
             print(model.SOURCE)
+            explain(alone, sample, config)
         losses = train(model, build_optimizer(model, torch.optim.SGD, lr=0.1), options, config.units, rank, config)
     if rank == 0:
         print(f"{options.model}, policy {options.policy}, {world} ranks: losses {[round(x, 4) for x in losses]}")
@@ -93,6 +99,13 @@ def main() -> None:
             print("one process has the same weights")
     if world > 1:
         torch.distributed.destroy_process_group()
+
+
+def explain(module: nn.Module, sample: dict[str, torch.Tensor], config: ComputeConfig) -> None:
+    graph = IRGraph(decomposed(record_program(module, {"data": sample}, training=True)), config)
+    for node in graph.nodes():
+        if isinstance(node, IRFwOperation) and any(value.kind == "parameter" for value in operands_of(node.call)):
+            print(graph.explain(node))
 
 
 def _strategy(world: int) -> str:

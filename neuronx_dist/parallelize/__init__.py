@@ -5,23 +5,22 @@
     parallel = parallelize(Net(), {"x": example}, "autodist", ComputeConfig(plan_ngpus=2))
     optimizer = build_optimizer(parallel, torch.optim.AdamW)
 
-api.py         `parallelize`, from end to end; config.py: `ComputeConfig` and options
-program.py     the program and its division: what every step works on
-record.py      a module's forward as a program: translate.py, of a recording's graph; builder.py, calls added in order
-in_place.py    functions that write nothing, of the value that one in place has; memory.py: what a write makes of views
-decompose.py   means as sums; interpret.py runs a program on plain tensors, in one process
-strategies.py  the strategies of a call: congruence.py, the local call; conversions.py, between types
-composites.py  functions of a shard that torch's need all of; composite_strategies.py: when they are right
-choose.py      which strategy every call gets, exactly: tables.py, the costs as tables over variables; blocks.py
-policies.py    policies by name: graph.py, the graph in a policy's hands; nodes.py; plans.py, a division as a file
-emit.py        Python source: body.py, its lines; source_text.py, calls and values; stored.py, what a module keeps
-stages.py      what each pipeline stage runs and sends; pipelined.py runs them by a schedule
-verify.py      the source's types, and its values beside one process; emitted.py: a source imported without a file
-module.py      what an emitted class inherits; constants.py: tensors that are a part of the code
-generation.py  files, written once in a job and reused: files.py, keys.py, fingerprint.py
-register.py    rules for functions of users: annotation.py, their notation
-state_dicts.py merged and deduped: layouts.py, optimizer_layout.py; broadcast.py: weights sent to other units
-optimizer.py   optimizers whose gradients are summed over units: gradient_sync.py, reducer.py
+The files, in the order in which they work:
+
+start       api.py: `parallelize`, from end to end; config.py: `ComputeConfig`, options; program.py: what all work on
+record      record.py: a forward as a program; translate.py: from a recording's graph; builder.py: calls in order;
+            in_place.py, memory.py: writes in place as values; decompose.py: means as sums; interpret.py: a program run
+derive      strategies.py: of a call; derivation.py: from its rule; congruence.py: integers of the local call;
+            composites.py, composite_strategies.py: functions of a shard; register.py, annotation.py: users' functions
+choose      policies.py: by name; graph.py, nodes.py: in a policy's hands; plans.py: a division as a `Plan`;
+            choose.py: the least cost; tables.py: costs as tables; conversions.py: between types; blocks.py: strides
+emit        emit.py: the class; body.py: its lines; source_text.py: calls as text; stages.py: of a pipeline;
+            stored.py: parameters and buffers; constants.py: constants as text
+verify      verify.py: types, and values beside one process; emitted.py: source imported without a file
+load        generation.py: files, once in a job; files.py: a folder; keys.py, fingerprint.py: what they depend on;
+            module.py: what an emitted class inherits; broadcast.py: weights to other units
+train       optimizer.py, gradient_sync.py, reducer.py: gradients summed over units; pipelined.py: stages by a schedule
+save        state_dicts.py: merged, deduped; layouts.py, optimizer_layout.py: how they are laid out
 """
 
 from .api import parallelize

@@ -8,6 +8,9 @@ Rank 0 does this, unless there are files of an earlier run; every rank then make
 from __future__ import annotations
 
 import inspect
+import math
+import traceback
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,8 +20,8 @@ import torch.distributed
 from torch import nn
 
 from .. import comm
-from ..nearest import nearest
 from ..parallel_layers.parallel_state import destroy_model_parallel, initialize_model_parallel
+from ..pipeline.record.recording import TracingError, describe
 from .config import BroadcastGenFilesStrategy, ComputeConfig, ReuseType
 from .constants import constants_from_text, constants_text
 from .decompose import decomposed
@@ -28,8 +31,8 @@ from .generation import Emitted, generate
 from .keys import key_of
 from .module import ParallelModule, parallel_class
 from .policies import divide, divide_like
-from .program import Division
-from .record import record_program
+from .program import Division, Program, Value
+from .record import check_arguments, record_program
 from .source_text import program_text
 from .stored import constants_of, stored_of
 from .verify import EmittedProgramError, verify
@@ -38,6 +41,7 @@ __all__ = ["parallelize"]
 
 CODE = "gencode0.py"
 CONSTANTS = "constants.json"
+PROOF = "proof.txt"
 
 
 def parallelize(
@@ -69,7 +73,8 @@ def parallelize(
         load_module: False: generate files, and return None. Needs no process group.
         module_dtype: the module is taken to this dtype first, in place; None: as it is.
         module_fn: makes the module where a class is given; None: the class, without arguments.
-        init_module_params: of an object: the initial values of the original; False: empty parameters.
+        init_module_params: of an object: the initial values that it has on rank 0, also where files of an earlier run
+            are used; False: empty parameters.
         broadcast_strategy: which newly generated files rank 0 sends to hosts that do not share its folder.
 
     Returns:
@@ -77,7 +82,8 @@ def parallelize(
 
     Raises:
         TypeError: arguments that forward does not have, or an end2end module with a second required argument.
-        ValueError: forward has positional-only arguments, the module has parallel ones inside, an unknown policy.
+        ValueError: forward has positional-only arguments or fails on the dummy ones, the module has parallel ones
+            inside, an unknown policy, a mesh of other sizes.
         GeneratedFilesError: files of something else, with `ReuseType.MATCH`; or none where none is generated.
         EmittedProgramError: a bug of this package; the file is kept.
     """
@@ -85,6 +91,10 @@ def parallelize(
     module_class = module_or_module_class if isinstance(module_or_module_class, type) else type(module_or_module_class)
     if issubclass(module_class, ParallelModule):
         return module_or_module_class  # type: ignore[return-value]
+    if not isinstance(compute_config, ComputeConfig):
+        raise TypeError(
+            f"compute_config is a ComputeConfig, such as ComputeConfig(plan_ngpus=2), got {compute_config!r}"
+        )
     is_own_mesh = _join(compute_config)
 
     def module() -> nn.Module:
@@ -92,6 +102,8 @@ def parallelize(
 
     if not is_class:
         module()  # what is wrong with it is an error on every rank
+    if load_module and comm.is_initialized():
+        compute_config.check_mesh(comm.current().mesh)
     made: list[nn.Module] = []
 
     def original() -> nn.Module:
@@ -106,6 +118,7 @@ def parallelize(
         reuse=reuse,
         strategy=broadcast_strategy,
         load=load_module,
+        values=lambda: None if is_class or not init_module_params else _values(original()),
     )
     if generated is None:
         return None
@@ -133,7 +146,9 @@ def _module(
     config: ComputeConfig,
 ) -> nn.Module:
     """The module that is parallelized, and whether it can be."""
-    module = (module_fn or given)() if inspect.isclass(given) else given
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise TypeError(f"module_dtype is a torch.dtype, such as torch.bfloat16, got {dtype!r}")
+    module = _instance(given, module_fn) if inspect.isclass(given) else given
     if not isinstance(module, nn.Module):
         raise TypeError(f"parallelize takes a torch.nn.Module or a class of them, got {type(module).__name__}")
     if dtype is not None:
@@ -148,30 +163,46 @@ def _module(
     return module
 
 
+def _instance(module_class: type, module_fn: Callable[[], nn.Module] | None) -> Any:
+    """A module of the class. No random number is drawn: rank 0 alone makes one, and the others are to draw the same."""
+    if module_fn is None and issubclass(module_class, nn.Module):
+        parameters = inspect.signature(module_class).parameters.values()
+        variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        needed = [each.name for each in parameters if each.default is each.empty and each.kind not in variadic]
+        if needed:
+            name = module_class.__name__
+            raise TypeError(
+                f"{name} is made with arguments ({', '.join(needed)}): pass module_fn, such as lambda: {name}(...)"
+            )
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        return (module_fn or module_class)()
+
+
 def _check_arguments(module: nn.Module, arguments: Mapping[str, Any], config: ComputeConfig) -> None:
+    check_arguments(module, arguments)
     name = f"{type(module).__name__}.forward"
-    if not isinstance(arguments, Mapping):
-        raise TypeError(f"dummy_forward_args is a dict of {name}'s arguments by name, got {type(arguments).__name__}")
     parameters = list(inspect.signature(module.forward).parameters.values())
     names = [each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
     alone = [each.name for each in parameters if each.kind == each.POSITIONAL_ONLY]
     if alone:
         raise ValueError(f"{name} has positional-only arguments ({', '.join(alone)}): dummy_forward_args names them")
-    if not any(each.kind == each.VAR_KEYWORD for each in parameters):
-        for given in arguments:
-            if given not in names:
-                raise TypeError(
-                    f"dummy_forward_args: {name} has no argument {given!r}; nearest: {nearest(given, names)}"
-                )
     required = [each.name for each in parameters if each.default is each.empty and each.name in names]
-    missing = [each for each in required if each not in arguments]
-    if missing:
-        raise TypeError(f"dummy_forward_args: {name} needs {', '.join(missing)} too")
     if config.use_end2end and len(required) > 1:
         raise TypeError(
             f"use_end2end: {name} requires {', '.join(required)}; an end2end module takes one sample, and every other "
             "argument has a default"
         )
+    defaults = {each.name: each.default for each in parameters}
+    for given in arguments if config.use_end2end else ():
+        if given != names[0] and _differs(arguments[given], defaults.get(given)):
+            raise TypeError(
+                f"use_end2end: dummy_forward_args has {given!r}, and train_step gives {name} its first argument alone "
+                f"({names[0]}): leave {given!r} at its default"
+            )
+
+
+def _differs(given: Any, default: Any) -> bool:
+    return given is not default and (isinstance(given, torch.Tensor) or bool(given != default))
 
 
 def _emitted(module: nn.Module, arguments: dict[str, Any], policy: Any, config: ComputeConfig, folder: Path) -> Emitted:
@@ -180,14 +211,12 @@ def _emitted(module: nn.Module, arguments: dict[str, Any], policy: Any, config: 
     stored = stored_of(module, *divisions)
     source = emit(*divisions, name=type(module).__name__, stored=stored, signature=inspect.signature(module.forward))
     constants = {name: value.constant for value, name in constants_of(*divisions).items() if value.constant is not None}
-    tensors = {
-        **dict(module.named_parameters(remove_duplicate=False)),
-        **dict(module.named_buffers(remove_duplicate=False)),
-    }
+    tensors = _tensors(module)
     held = {name: tensors[name].detach() for name, each in stored.items() if each.kind in ("parameter", "buffer")}
+    verdicts = []
     try:
         for division in divisions:
-            verify(source, division, module, constants, arguments)
+            verdicts.append(verify(source, division, module, constants, arguments))
     except EmittedProgramError as error:
         kept = folder / f"refused_{type(module).__name__}.py"
         kept.parent.mkdir(parents=True, exist_ok=True)
@@ -196,17 +225,77 @@ def _emitted(module: nn.Module, arguments: dict[str, Any], policy: Any, config: 
             f"{error}\nThis is a bug of neuronx_dist, not of {type(module).__name__}: please report it with "
             f"{kept}, which was not loaded"
         ) from error
-    return Emitted({CODE: source, CONSTANTS: constants_text(constants)}, _initial(type(module).__name__, held))
+    except Exception as error:  # the original does, which an emitted program is compared with
+        raise _failed(module, arguments, error) from error
+    not_run = next((verdict.not_run for verdict in verdicts if verdict.not_run), "")
+    if not_run:
+        warnings.warn(
+            f"{type(module).__name__}: the types of its program are proven, its values are {not_run}. To prove them, "
+            "call parallelize once with a smaller module of the same class (fewer or narrower layers) or smaller "
+            "dummy_forward_args, and the same policy",
+            stacklevel=2,
+        )
+    files = {CODE: source, CONSTANTS: constants_text(constants), PROOF: "\n".join(map(str, verdicts))}
+    return Emitted(files, _initial(type(module).__name__, held))
 
 
 def _divisions(module: nn.Module, arguments: dict[str, Any], policy: Any, config: ComputeConfig) -> list[Division]:
     """The division in training mode, and that in evaluation mode if the module runs something else there."""
     if config.inference_only:
-        return [divide(decomposed(record_program(module, arguments, training=False)), policy, config)]
-    training, evaluation = (decomposed(record_program(module, arguments, training=mode)) for mode in (True, False))
+        return [divide(_recorded(module, arguments, config, training=False), policy, config)]
+    training, evaluation = (_recorded(module, arguments, config, training=mode) for mode in (True, False))
     same = program_text(evaluation) == program_text(training)
     division = divide(training, policy, config)
     return [division] if same else [division, divide_like(division, evaluation, config)]
+
+
+def _recorded(module: nn.Module, arguments: dict[str, Any], config: ComputeConfig, *, training: bool) -> Program:
+    """The program of a mode.
+
+    Raises:
+        ValueError: forward fails on these arguments, returns no tensor, or an end2end module's no loss.
+    """
+    try:
+        program = record_program(module, arguments, training=training)
+    except TracingError:
+        raise
+    except Exception as error:
+        raise _failed(module, arguments, error) from error
+    if not any(isinstance(each, Value) for each in program.outputs):
+        raise ValueError(
+            f"{type(module).__name__}.forward returns no tensor that it computes: nothing is to be divided"
+        )
+    first = program.outputs[0]
+    if config.use_end2end and not (isinstance(first, Value) and math.prod(first.shape) == 1):
+        returns = f"a tensor of shape {list(first.shape)}" if isinstance(first, Value) else repr(first)
+        raise ValueError(
+            f"use_end2end: {type(module).__name__}.forward returns {returns} first; an end2end module returns its loss "
+            "first, a tensor of one element: return its mean or sum, or compile with use_end2end=False"
+        )
+    return decomposed(program)
+
+
+def _failed(module: nn.Module, arguments: Mapping[str, Any], error: Exception) -> ValueError:
+    """Says where forward failed, and on what."""
+    frames = traceback.extract_tb(error.__traceback__)
+    libraries = str(Path(__file__).parents[1]), str(Path(torch.__file__).parent)
+    lines = [f" at {frame.filename}:{frame.lineno}" for frame in frames if not frame.filename.startswith(libraries)]
+    given = describe(arguments)
+    return ValueError(
+        f"{type(module).__name__}.forward fails on dummy_forward_args {given}{lines[-1] if lines else ''}: "
+        f"{type(error).__name__}: {error}"
+    )
+
+
+def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers by all their names."""
+    parameters = module.named_parameters(remove_duplicate=False)
+    return {**dict(parameters), **dict(module.named_buffers(remove_duplicate=False))}
+
+
+def _values(module: nn.Module) -> dict[str, torch.Tensor] | None:
+    tensors = _tensors(module)
+    return None if any(tensor.is_meta for tensor in tensors.values()) else tensors
 
 
 def _initial(name: str, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor] | None:
@@ -223,5 +312,5 @@ def _initial(name: str, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, tor
 def _loaded(generated: Generated, config: ComputeConfig) -> type[ParallelModule]:
     constants = constants_from_text(generated.text(CONSTANTS))
     loaded = parallel_class(generated.module(CODE), config, generated.weights, constants)
-    loaded.SOURCE = generated.text(CODE)
+    loaded.SOURCE, loaded.PROOF = generated.text(CODE), generated.text(PROOF)
     return loaded

@@ -11,14 +11,16 @@ import torch.utils._pytree as pytree
 
 from ..spmd.types import I, R, Shard, SpmdType
 from .conversions import conversion
-from .program import Call, Division, Program, Value, operands_of, values_in
+from .names import FILE_NAMES, argument_name
+from .program import Call, Division, Program, Value, dotted, local_shape, operands_of, values_in
 from .source_text import Imports, attribute, call_text, literal
 from .stages import Stage
 
-__all__ = ["INDENT", "body", "dotted", "local_shape"]
+__all__ = ["INDENT", "body"]
 
 INDENT = "    "
 _WIDTH = 120
+PRODUCTS = {"linear", "matmul", "__matmul__", "mm", "bmm", "addmm", "baddbmm"}  # their backward reads no result
 _Context = tuple[bool, tuple[str, torch.dtype, bool] | None]  # gradients are on, autocast
 _PLAIN: _Context = (True, None)
 
@@ -64,9 +66,10 @@ class _Body:
         self.steps: list[_Step] = []
         self.names: dict[tuple[Value, SpmdType], str] = {}
         self.taken = {value.name for value in self.program.leaves}
-        self.taken |= {value.name for call in self.program.calls for value in call.results} | {"self", "F", "torch"}
+        self.taken |= {value.name for call in self.program.calls for value in call.results} | FILE_NAMES
         self.used: set[str] = set()
         self.span = _spans(division)
+        self.consumers = self.program.consumers()
 
     def lines(self, is_last: bool) -> list[str]:
         read = {value for call in self.stage.calls for value in values_in((call.args, call.kwargs))}
@@ -135,16 +138,24 @@ class _Body:
         how = conversion(value, has, wanted, division.size)
         if how is None:
             raise ValueError(f"{value!r}: no operator makes {wanted} of {has}, at {above or 'the result'}")
-        expert = ", expert_mode=True" if wanted.letter == "P" else ""
-        text = f'{name} = spmd.{how.operator}({source}, "{division.axis}", src={how.src}, dst={how.dst}{expert})'
+        option = ", expert_mode=True" if wanted.letter == "P" else ""
+        if how.operator == "all_reduce" and self._read_once(value):
+            option = ", inplace=True"
+        text = f'{name} = spmd.{how.operator}({source}, "{division.axis}", src={how.src}, dst={how.dst}{option})'
         used = frozenset([source]) if source.isidentifier() else frozenset()
         self.steps.append(_Step(text, self._described(value, wanted), used, (name,), above=above, span=span))
         self.names[value, wanted] = name
         return name
 
+    def _read_once(self, value: Value) -> bool:
+        """It is a matrix product that one call alone reads: whoever converts it for this call may write over it."""
+        product = value.producer is not None and value.producer.name in PRODUCTS
+        result = any(output is value for output in self.program.outputs)
+        return product and not result and len(self.consumers.get(value, ())) == 1
+
     def _described(self, value: Value, spmd_type: SpmdType | None = None) -> str:
         spmd_type = spmd_type or self.division.type_of(value)
-        return f"{local_shape(value, spmd_type, self.division.size)} {spmd_type}"
+        return f"{list(local_shape(value.shape, spmd_type, self.division.size))} {spmd_type}"
 
     def _sent(self) -> str:
         names = [self._name(value, self.division.type_of(value)) for value in self.stage.sent]
@@ -174,14 +185,6 @@ class _Body:
 
 class _Text(str):
     """Source, where a value stood."""
-
-
-def local_shape(value: Value, spmd_type: SpmdType, size: int) -> list[int]:
-    """The shape of what one of `size` ranks has of a value."""
-    shape = list(value.shape)
-    if isinstance(spmd_type, Shard):
-        shape[spmd_type.dim] //= size
-    return shape
 
 
 def _is(has: SpmdType, wanted: SpmdType, value: Value) -> bool:
@@ -300,14 +303,9 @@ def _unpacked(program: Program, read: Collection[Value]) -> Iterator[tuple[str, 
         path = by_path.get(value.path)
         if path is None:
             raise ValueError(f"input {value.name}: forward has no argument {value.path!r}")
-        text = dotted(path[:1]) + "".join(map(_step_text, path[1:]))
+        text = argument_name(dotted(path[:1])) + "".join(map(_step_text, path[1:]))
         if text != value.name:
             yield value.name, f"{value.name} = {text}"
-
-
-def dotted(path: Sequence[Any]) -> str:
-    """A path of pytree as programs write it: `data.target`, `layers.0`."""
-    return ".".join(str(getattr(entry, "key", getattr(entry, "idx", getattr(entry, "name", "")))) for entry in path)
 
 
 def _step_text(entry: Any) -> str:

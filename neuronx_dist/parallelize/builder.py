@@ -5,21 +5,21 @@ from __future__ import annotations
 import builtins
 import keyword
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-import torch.utils._pytree as pytree
 
 from ..checking.types.rules.indexing import write
 from ..pipeline.record.fake_mode import QuietFakeMode
-from .program import Call, Value, values_in
+from .names import FILE_NAMES
+from .program import Call, Value, substituted, values_in
 
-__all__ = ["Builder", "Result", "map_values", "without_dead_calls"]
+__all__ = ["Builder", "Result", "another_call", "without_dead_calls"]
 
-_TAKEN = {*keyword.kwlist, *keyword.softkwlist, *dir(builtins), "torch", "nn", "F", "spmd", "composites", "self"}
+_TAKEN = {*keyword.kwlist, *keyword.softkwlist, *dir(builtins), "nn", *FILE_NAMES}
 
 
 class Result(NamedTuple):
@@ -66,25 +66,15 @@ class Builder:
 
     def compute(self, like: Call, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Value:
         """The value of `function(*args, **kwargs)`, at the place in the user's code that the call `like` has."""
-        call = replace(like, function=function, args=args, kwargs=kwargs, results=[], several=False, writes=())
-        call.flops, call.random = 0, False
+        call = another_call(like, function, *args, **kwargs)
         return self.add(call, [_result(call)])[0]
 
 
-def map_values(x: Any, change: Callable[[Value], Any]) -> Any:
-    """`x`, containers and slices included, with `change(value)` in the place of each value."""
-    if isinstance(x, Value):
-        return change(x)
-    if isinstance(x, slice):
-        return slice(*(map_values(bound, change) for bound in (x.start, x.stop, x.step)))
-    if type(x) in (list, tuple):
-        return type(x)([map_values(item, change) for item in x])
-    if isinstance(x, Mapping) and type(x) is dict:
-        return {key: map_values(item, change) for key, item in x.items()}
-    leaves, structure = pytree.tree_flatten(x)
-    if structure.is_leaf():
-        return x
-    return pytree.tree_unflatten([map_values(leaf, change) for leaf in leaves], structure)
+def another_call(like: Call, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Call:
+    """A call of `function`, without results yet, at the place in the user's code that the call `like` has."""
+    call = replace(like, function=function, args=args, kwargs=kwargs, results=[], several=False, writes=())
+    call.flops, call.random = 0, False
+    return call
 
 
 def without_dead_calls(calls: Sequence[Call], outputs: Any) -> list[Call]:
@@ -112,5 +102,5 @@ def _result(call: Call) -> Result:
         if call.autocast is not None:  # it asks for the device
             stack.enter_context(QuietFakeMode())
             stack.enter_context(torch.autocast(device, dtype=call.autocast[1], enabled=call.autocast[2]))
-        result = call.function(*map_values(call.args, stand_in), **map_values(call.kwargs, stand_in))
+        result = call.function(*substituted(call.args, Value, stand_in), **substituted(call.kwargs, Value, stand_in))
     return Result(tuple(result.shape), result.dtype, result.requires_grad)

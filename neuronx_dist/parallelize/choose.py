@@ -21,7 +21,7 @@ from ..spmd.types import I, R, S, Shard, SpmdType
 from .blocks import strides_of
 from .program import Call, Division, Program, Strategy, Value, operands_of
 from .strategies import candidates
-from .tables import Constraints, Held, Tables, bytes_of, reachable
+from .tables import Constraints, Held, Tables, reachable
 
 __all__ = ["Constraints", "Problem", "Solution", "choose", "is_whole", "stage_starts"]
 
@@ -155,7 +155,7 @@ class Problem:
                 dependent.update(call.results)
             elif not self.constraints.strategies.get(call):
                 found.add(call)
-            moved = sum(map(bytes_of, (*operands, *call.results)))
+            moved = sum(value.nbytes for value in (*operands, *call.results))
             seconds[depends] += max(call.flops / self.costs.flops, moved / self.costs.bandwidth)
         return found, seconds[False] * self.size < NEGLIGIBLE * seconds[True]
 
@@ -248,7 +248,7 @@ def stage_starts(problem: Problem, division: Division, count: int) -> list[int]:
         for value in call.results:
             if value in dependent and last.get(value, number) > number:
                 share = problem.size if isinstance(division.type_of(value), Shard) else 1
-                seconds = costs.communicate(bytes_of(value) / share, 1)
+                seconds = costs.communicate(value.nbytes / share, 1)
                 change[number + 1] += seconds
                 change[last[value] + 1] -= seconds
     times = problem.tables.times(division.strategies, division.type_of)

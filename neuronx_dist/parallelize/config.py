@@ -20,11 +20,12 @@ from ..mesh import Mesh
 from ..nearest import nearest
 from ..topology import LINEAR, UNITS
 
-__all__ = ["BroadcastGenFilesStrategy", "ComputeConfig", "Pipeline", "ReuseType"]
+__all__ = ["BroadcastGenFilesStrategy", "ComputeConfig", "Pipeline", "ReuseType", "divisors_near"]
 
-E = TypeVar("E", bound=Enum)
+Member = TypeVar("Member", bound=Enum)
 
 TRACE_STRATEGIES = ("cuda_run_cpu_offload", "cpu", "cuda", "meta", "reuse_cache")
+_OPTIONS = {"ReuseType": "reuse", "BroadcastGenFilesStrategy": "broadcast_strategy"}
 # nnScaler's names of schedules, and ours; None: there is none here.
 SCHEDULES = {
     "1f1b": "1f1b",
@@ -36,7 +37,26 @@ SCHEDULES = {
 }
 
 
-class ReuseType(Enum):
+class _Option(Enum):
+    """An option of `parallelize`, which may be given by its name."""
+
+    @classmethod
+    def of(cls: type[Member], value: Member | str) -> Member:
+        """The member, or that of this name in any case.
+
+        Raises:
+            ValueError: there is none; the message lists them.
+        """
+        if isinstance(value, cls):
+            return value
+        by_name = {member.value: member for member in cls}
+        if isinstance(value, str) and value.lower() in by_name:
+            return by_name[value.lower()]
+        near = f"; nearest: {nearest(value, by_name)}" if isinstance(value, str) else ""
+        raise ValueError(f"{_OPTIONS[cls.__name__]}={value!r} is none of {', '.join(map(repr, by_name))}{near}")
+
+
+class ReuseType(_Option):
     """What `parallelize` does with files of an earlier run.
 
     MATCH: reuse those of this very module, config and policy; generate where there are none; others are an error.
@@ -50,17 +70,8 @@ class ReuseType(Enum):
     MOO = "moo"
     GRAPH = "graph"
 
-    @classmethod
-    def of(cls, value: ReuseType | str) -> ReuseType:
-        """The member, or that of this name in any case.
 
-        Raises:
-            ValueError: there is none; the message lists them.
-        """
-        return _member(cls, value, "reuse")
-
-
-class BroadcastGenFilesStrategy(Enum):
+class BroadcastGenFilesStrategy(_Option):
     """Which newly generated files rank 0 sends to the other ranks. Reused files are never sent.
 
     NONE: none: ranks share a folder, or it is copied by hand.
@@ -73,15 +84,6 @@ class BroadcastGenFilesStrategy(Enum):
     ALL = "all"
     NO_WEIGHTS = "no_weights"
     CODE = "code"
-
-    @classmethod
-    def of(cls, value: BroadcastGenFilesStrategy | str) -> BroadcastGenFilesStrategy:
-        """The member, or that of this name in any case.
-
-        Raises:
-            ValueError: there is none; the message lists them.
-        """
-        return _member(cls, value, "broadcast_strategy")
 
 
 class Pipeline(NamedTuple):
@@ -145,7 +147,7 @@ class ComputeConfig:
             raise ValueError(
                 f"ComputeConfig: runtime_ngpus={self.runtime_ngpus} is not a multiple of plan_ngpus={self.plan_ngpus}: "
                 f"the job consists of whole units; the nearest runtime_ngpus that work are {near}, the nearest "
-                f"plan_ngpus {_divisors_near(self.world_size, self.plan_ngpus)}"
+                f"plan_ngpus {divisors_near(self.world_size, self.plan_ngpus)}"
             )
         self._check_options()
         self._check_zero()
@@ -197,7 +199,7 @@ class ComputeConfig:
             raise ValueError(
                 f"ComputeConfig: zero_ngroups={self.zero_ngroups} does not divide the {self.units} units "
                 f"(runtime_ngpus={self.runtime_ngpus} / plan_ngpus={self.plan_ngpus}); the nearest that work are "
-                f"{_divisors_near(self.units, self.zero_ngroups)}"
+                f"{divisors_near(self.units, self.zero_ngroups)}"
             )
 
     @property
@@ -230,10 +232,18 @@ class ComputeConfig:
         if self.plan_ngpus % stages:
             raise ValueError(
                 f"{stages} pipeline stages do not divide plan_ngpus={self.plan_ngpus}; the nearest that work are "
-                f"{_divisors_near(self.plan_ngpus, stages)}"
+                f"{divisors_near(self.plan_ngpus, stages)}"
             )
         order = UNITS if stages > 1 and self.units > 1 else LINEAR
         return Mesh(self.world_size, tp=self.plan_ngpus // stages, pp=stages, topology=order)
+
+    def check_mesh(self, mesh: Mesh) -> None:
+        """Raises ValueError unless a job of this mesh consists of these units."""
+        if mesh.dp != self.units or mesh.world_size != self.runtime_ngpus:
+            raise ValueError(
+                f"the configuration is for {self.units} units of {self.plan_ngpus} ranks, and the job is {mesh}: "
+                "initialize it as ComputeConfig.mesh() has it"
+            )
 
     def zero_groups(self, mesh: Mesh) -> list[list[int]] | None:
         """The lists of ranks that share an optimizer's state under ZeRO; None: all units."""
@@ -293,16 +303,6 @@ def _ranks_of_job(plan_ngpus: int) -> int:
     return int(os.environ.get("WORLD_SIZE", plan_ngpus))
 
 
-def _member(cls: type[E], value: Any, option: str) -> E:
-    if isinstance(value, cls):
-        return value
-    by_name = {member.value: member for member in cls}
-    if isinstance(value, str) and value.lower() in by_name:
-        return by_name[value.lower()]
-    near = f"; nearest: {nearest(value, by_name)}" if isinstance(value, str) else ""
-    raise ValueError(f"{option}={value!r} is none of {', '.join(map(repr, by_name))}{near}")
-
-
 def _positive(name: str, number: Any) -> None:
     if not isinstance(number, int) or isinstance(number, bool) or number < 1:
         raise ValueError(f"ComputeConfig: {name} must be a positive integer, got {number!r}")
@@ -313,7 +313,8 @@ def _multiples_near(number: int, factor: int) -> str:
     return _listed([size for size in (below, below + factor) if size])
 
 
-def _divisors_near(number: int, wanted: int) -> str:
+def divisors_near(number: int, wanted: int) -> str:
+    """The divisors of a number nearest to one that is none, as text."""
     divisors = {part for low in range(1, math.isqrt(number) + 1) if not number % low for part in (low, number // low)}
     below = max(part for part in divisors if part <= wanted) if wanted >= 1 else 1
     above = min((part for part in divisors if part >= wanted), default=below)

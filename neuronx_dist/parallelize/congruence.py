@@ -17,8 +17,9 @@ from typing import Any
 import torch
 
 from ..checking.types.rules import RULES, Rule, Spec
+from .program import substituted
 
-__all__ = ["Arguments", "Slot", "local_arguments", "normal_form", "spec_of", "substituted", "tensors_of"]
+__all__ = ["Arguments", "Slot", "local_arguments", "normal_form", "spec_of", "tensors_of"]
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Path = tuple[Any, ...]
@@ -32,21 +33,6 @@ class Slot:
     shape: tuple[int, ...]
     dtype: torch.dtype
     differentiable: bool
-
-
-def substituted(x: Any, of: type[Any], convert: Callable[[Any], Any]) -> Any:
-    """A copy of containers, slices included, with `convert(item)` in the place of each item of class `of`."""
-    if isinstance(x, of):
-        return convert(x)
-    if isinstance(x, tuple):
-        return tuple(substituted(item, of, convert) for item in x)
-    if isinstance(x, list):
-        return [substituted(item, of, convert) for item in x]
-    if isinstance(x, dict):
-        return {name: substituted(item, of, convert) for name, item in x.items()}
-    if isinstance(x, slice):
-        return slice(*(substituted(item, of, convert) for item in (x.start, x.stop, x.step)))
-    return x
 
 
 def spec_of(rule: Rule, arguments: Arguments) -> Spec:

@@ -7,10 +7,7 @@ all-reduce, and (n-1)/n of its own piece, B/n, for an all-to-all. The backward i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import prod
 from typing import NamedTuple
-
-import torch
 
 from ..spmd.rows import ROWS, Key
 from ..spmd.types import I, P, R, Shard, SpmdType
@@ -54,8 +51,7 @@ def conversion(value: Value, src: SpmdType, dst: SpmdType, size: int) -> Convers
     key = operator, src.letter, dst.letter
     back = ROWS[key].backward
     graded = value.requires_grad and (value.dtype.is_floating_point or value.dtype.is_complex)
-    count = prod(value.shape) * torch.empty((), dtype=value.dtype, device="meta").element_size()
-    forward, backward = bytes_sent(key, count, size), bytes_sent(back, count, size) if graded else 0
+    forward, backward = bytes_sent(key, value.nbytes, size), bytes_sent(back, value.nbytes, size) if graded else 0
     collectives = int(ROWS[key].communicates), int(graded and ROWS[back].communicates)
     return Conversion(operator, src, dst, forward, backward, collectives)
 

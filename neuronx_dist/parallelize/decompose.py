@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from .builder import Builder, map_values, without_dead_calls
-from .program import Call, Program, Value
+from .builder import Builder, without_dead_calls
+from .program import Call, Program, Value, substituted
 
 __all__ = ["decomposed"]
 
@@ -38,7 +38,7 @@ def decomposed(program: Program) -> Program:
         return instead.get(value, value)
 
     for call in program.calls:
-        call.args, call.kwargs = map_values((call.args, call.kwargs), current)
+        call.args, call.kwargs = substituted((call.args, call.kwargs), Value, current)
         rewrite = _REWRITES.get(call.function)
         result = rewrite(builder, call) if rewrite is not None else None
         if result is None:

@@ -23,9 +23,10 @@ from ..spmd.errors import Violation
 from ..spmd.tensor_type import TensorType
 from ..spmd.types import I, P, R, Shard, SpmdType
 from .composite_strategies import DRAWING, composite_of
-from .congruence import Arguments, Slot, local_arguments, spec_of, substituted
+from .congruence import Arguments, Slot, local_arguments, spec_of
+from .program import local_shape, substituted
 
-__all__ = ["Derivation", "Facts", "Refusal", "Template", "derive", "local_shape"]
+__all__ = ["Derivation", "Facts", "Refusal", "Template", "derive"]
 
 
 class Refusal(NamedTuple):
@@ -311,10 +312,3 @@ def _local(
     shapes = [local_shape(shape, spmd_type, facts.size) for shape, spmd_type in zip(facts.results, results)]
     tensor = _local_tensor(facts, types)
     return local_arguments(facts.function, spec, label, facts.size, facts.arguments, tensor, shapes)
-
-
-def local_shape(shape: tuple[int, ...], spmd_type: SpmdType, size: int) -> tuple[int, ...]:
-    """What a rank has of a tensor of `shape`."""
-    if not isinstance(spmd_type, Shard):
-        return shape
-    return *shape[: spmd_type.dim], shape[spmd_type.dim] // size, *shape[spmd_type.dim + 1 :]

@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 
 import torch.utils._pytree as pytree
 
-from ..planning.plan import PlanError
-from .body import INDENT, body, dotted, local_shape
-from .program import Division, Program, Value
+from .body import INDENT, body
+from .names import argument_name
+from .program import Division, Program, Value, dotted, local_shape
 from .source_text import Imports, literal
 from .stages import Stage, schedule_of, stages_of
 from .stored import Stored, constants_of, stored_of
@@ -49,16 +49,18 @@ def emit(
 
     Raises:
         ValueError: a conversion that no operator does, a function or container that a file cannot name; a schedule that
-            does not go with the numbers of stages, ranks and microbatches.
+            does not go with the numbers of stages, ranks and microbatches; a pipeline without a loss.
         PlanError: stages that cannot be cut there.
     """
     divisions = [division] if evaluation is None else [division, evaluation]
     stored = stored if stored is not None else stored_of(None, *divisions)
-    imports = Imports(name for each in divisions for name in _names(each.program))
     arguments = _arguments(division.program, signature)
+    own = list(map(argument_name, arguments))
+    name = argument_name(name)  # of a class, too, that the file does not import
+    imports = Imports([name, *own, *(value for each in divisions for value in _names(each.program))])
     constants = constants_of(*divisions)
     modes = ("train_", "eval_") if evaluation is not None else ("",)
-    methods = [_Methods.of(each, mode, arguments, imports, constants) for each, mode in zip(divisions, modes)]
+    methods = [_Methods.of(each, mode, own, imports, constants) for each, mode in zip(divisions, modes)]
     bodies = [each.forward for each in methods]
     lines = [f"class {name}(ParallelModule):", f'{INDENT}"""{_summary(division)}"""', ""]
     lines += [f'{INDENT}AXIS, SIZE = "{division.axis}", {division.size}', f"{INDENT}STORED = {{"]
@@ -68,16 +70,16 @@ def emit(
     lines += [f"{INDENT * 2}{json.dumps(v.path)}: ({list(v.shape)}, {v.dtype})," for v in division.program.inputs]
     lines += [f"{INDENT}}}", *_fixed(division.program, arguments), *_pipeline(division, methods), ""]
     head = f"{INDENT}def forward({', '.join(['self', *_parameters(arguments, imports)])}):"
-    given = ", ".join(f"{argument}={argument}" for argument in arguments)
+    given = ", ".join(f"{argument}={argument_name(argument)}" for argument in arguments)
     lines += [head, f"{INDENT * 2}self.check_arguments({given})"]
     if bodies[-1] == bodies[0]:
         lines += bodies[0]
     else:
-        call = ", ".join(arguments)
+        call = ", ".join(own)
         lines += [f"{INDENT * 2}if self.training:", f"{INDENT * 3}return self.train_forward({call})"]
         lines += [f"{INDENT * 2}return self.eval_forward({call})"]
-        for mode, own in zip(("train", "eval"), bodies):
-            lines += ["", f"{INDENT}def {mode}_forward({', '.join(['self', *arguments])}):", *own]
+        for mode, lines_of in zip(("train", "eval"), bodies):
+            lines += ["", f"{INDENT}def {mode}_forward({', '.join(['self', *own])}):", *lines_of]
     lines += [line for each in methods for line in each.stages]
     text = "\n".join(lines)
     return "\n".join(_header(text, imports)) + "\n\n\n" + text + "\n"
@@ -101,14 +103,13 @@ class _Methods(NamedTuple):
         cls,
         division: Division,
         mode: str,
-        arguments: Mapping[str, Any],
+        arguments: Sequence[str],
         imports: Imports,
         constants: Mapping[Value, str],
     ) -> _Methods:
         stages = stages_of(division)
         if len(stages) == 1:
             return cls(body(division, imports, constants, stages[0]), [], [])
-        _check_sample(division.program, next(iter(arguments), ""))
         forward, table, lines = [], [], []
         for number, stage in enumerate(stages):
             is_last = number == len(stages) - 1
@@ -124,17 +125,8 @@ class _Methods(NamedTuple):
 
 def _received(stage: Stage, division: Division) -> Iterator[str]:
     for value in stage.received:
-        shape = local_shape(value, division.type_of(value), division.size)
+        shape = list(local_shape(value.shape, division.type_of(value), division.size))
         yield f'{INDENT * 3}"{value.name}": ({shape}, {value.dtype}, {value.requires_grad}),'
-
-
-def _check_sample(program: Program, first: str) -> None:
-    other = next((value for value in program.inputs if value.path.partition(".")[0] != first), None)
-    if other is not None:
-        raise PlanError(
-            f"a pipeline's stages are given the sample alone, {first!r}, and {other.path!r} is another tensor: put "
-            "all tensors into the sample, or use a policy without stages"
-        )
 
 
 def _pipeline(division: Division, methods: Sequence[_Methods]) -> list[str]:
@@ -223,10 +215,10 @@ def _parameters(arguments: Mapping[str, Any], imports: Imports) -> Iterator[str]
     optional = False
     for name, default in arguments.items():
         if default is _NONE and not optional:
-            yield name
+            yield argument_name(name)
             continue
         optional = True
         try:
-            yield f"{name}={literal(None if default is _NONE else default, imports)}"
+            yield f"{argument_name(name)}={literal(None if default is _NONE else default, imports)}"
         except ValueError:  # a default that no file can name: it is taken as not given
-            yield f"{name}=None"
+            yield f"{argument_name(name)}=None"

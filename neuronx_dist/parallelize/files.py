@@ -116,6 +116,17 @@ class Generated:
         names = [name for name in self.manifest["files"] if name.startswith(WEIGHTS + "/")]
         return bool(names) and all((self.path / name).is_file() for name in names)
 
+    @property
+    def values_digest(self) -> str:
+        """What the initial weights are, as text; "": there are none."""
+        checksums = self.manifest["weights"]
+        return digest(json.dumps(checksums, sort_keys=True)) if checksums else ""
+
+    def has_values(self, tensors: Mapping[str, torch.Tensor]) -> bool:
+        """Whether the initial weights are these; there may be more of them."""
+        checksums = self.manifest["weights"]
+        return bool(checksums) and all(_checksum(tensors[name].detach().cpu()) == checksums[name] for name in checksums)
+
     def weights(self) -> Weights:
         """The initial weights.
 

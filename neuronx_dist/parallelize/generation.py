@@ -44,6 +44,7 @@ class _Outcome(NamedTuple):
     error: str = ""
     is_new: bool = False
     key_digest: str = ""
+    values_digest: str = ""  # of the weights that the module given has; "": it gives none
 
 
 def generate(
@@ -54,6 +55,7 @@ def generate(
     reuse: ReuseType | str = ReuseType.MATCH,
     strategy: BroadcastGenFilesStrategy | str = BroadcastGenFilesStrategy.NONE,
     load: bool = True,
+    values: Callable[[], Mapping[str, torch.Tensor] | None] = lambda: None,
 ) -> Generated | None:
     """Makes sure that a folder has the files of a module, on all ranks together.
 
@@ -61,6 +63,8 @@ def generate(
         make_key, emit: called on rank 0 alone, `emit` only where files are generated; without a process group on every
             process, whose last one to write wins.
         load: read the files on every rank.
+        values: called on rank 0: the initial weights that the module given now has, in whose place files that are used
+            again have those of another run; None: those are kept.
 
     Returns:
         The files; None without `load`.
@@ -78,29 +82,47 @@ def generate(
                 "initialize torch.distributed first, or pass broadcast_strategy='none'"
             )
         key = make_key()
-        _generate_here(folder, key, emit, reuse)
+        _generate_here(folder, key, emit, reuse, values())
         return folder.read(key) if load else None
-    outcome = _on_rank_0(lambda: _generate_here(folder, make_key(), emit, reuse))
+    outcome = _on_rank_0(lambda: _generate_here(folder, make_key(), emit, reuse, values()))
     if outcome.is_new and strategy is not BroadcastGenFilesStrategy.NONE:
         _send(folder, strategy)
-    return _read_on_all(folder, outcome.key_digest) if load else None
+    return _read_on_all(folder, outcome) if load else None
 
 
-def _generate_here(folder: GeneratedFolder, key: Key, emit: Callable[[], Emitted], reuse: ReuseType) -> _Outcome:
+def _generate_here(
+    folder: GeneratedFolder,
+    key: Key,
+    emit: Callable[[], Emitted],
+    reuse: ReuseType,
+    values: Mapping[str, torch.Tensor] | None,
+) -> _Outcome:
     state = _state(folder, key, reuse)
+    replace = reuse is not ReuseType.MATCH
+    generated = folder.read(key) if state != "empty" and not replace else None  # raises, and says what differs
     if state == "same" and reuse in (ReuseType.MATCH, ReuseType.MOO):
-        return _Outcome("", False, key.digest)
-    if state != "empty" and reuse is ReuseType.MATCH:
-        folder.read(key)  # raises, and says what differs
+        generated = generated or folder.read(key)
+        if values is None or generated.has_values(values):
+            return _outcome(folder, key, values, is_new=False)
+        names = generated.manifest["weights"]
+        if names:
+            files = {name: generated.text(name) for name in generated.files}
+            folder.write(key, files, {name: values[name] for name in names}, replace=replace)
+            return _outcome(folder, key, values, is_new=True)
+        # They are of a module on meta, and say nothing of the names of values.
     emitted = emit()
     folder.write(
         key,
         emitted.files,
         emitted.weights,
-        keep_weights=reuse is ReuseType.GRAPH and state.startswith("same"),
-        replace=reuse is not ReuseType.MATCH,
+        keep_weights=reuse is ReuseType.GRAPH and state.startswith("same") and values is None,
+        replace=replace,
     )
-    return _Outcome("", True, key.digest)
+    return _outcome(folder, key, values, is_new=True)
+
+
+def _outcome(folder: GeneratedFolder, key: Key, values: Mapping[str, torch.Tensor] | None, *, is_new: bool) -> _Outcome:
+    return _Outcome("", is_new, key.digest, "" if values is None else folder.read(key).values_digest)
 
 
 def _state(folder: GeneratedFolder, key: Key, reuse: ReuseType) -> str:
@@ -134,16 +156,19 @@ def _on_rank_0(function: Callable[[], _Outcome]) -> _Outcome:
     return outcome
 
 
-def _read_on_all(folder: GeneratedFolder, key_digest: str) -> Generated:
+def _read_on_all(folder: GeneratedFolder, outcome: _Outcome) -> Generated:
     """Reads the folder on every rank; what one cannot read is an error on all."""
     error: GeneratedFilesError | None = None
     generated: Generated | None = None
     try:
         generated = folder.read()
-        if generated.key.digest != key_digest:
+        other = "files of something else" if generated.key.digest != outcome.key_digest else ""
+        if not other and outcome.values_digest and generated.values_digest != outcome.values_digest:
+            other = "other initial weights"
+        if other:
             raise GeneratedFilesError(
-                f"{folder.path} has files of something else than what rank 0 has: copy its folder, or pass "
-                "broadcast_strategy='all' and reuse='override'"
+                f"{folder.path} has {other} than what rank 0 has: copy its folder, or pass broadcast_strategy='all' "
+                "and reuse='override'"
             )
     except GeneratedFilesError as failure:
         error = failure

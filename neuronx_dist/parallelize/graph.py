@@ -22,7 +22,7 @@ from ..planning.plan import PlanError
 from ..spmd.types import I, S, SpmdType
 from .blocks import strides_of
 from .choose import Problem, is_whole, stage_starts
-from .config import ComputeConfig, Pipeline
+from .config import ComputeConfig, Pipeline, divisors_near
 from .nodes import Algorithm, IRDataOperation, IRFwOperation, IRSegment, Node, SubNode, cuts_operand
 from .program import Call, Division, Program, Strategy, Value
 from .strategies import candidates, refusals
@@ -198,7 +198,7 @@ class IRGraph:
         if self.pipeline is None and self.config.plan_ngpus % len(starts):
             raise PlanError(
                 f"{len(starts)} stages do not divide plan_ngpus={self.config.plan_ngpus}: all stages have equally many "
-                f"ranks; {nearest_divisors(self.config.plan_ngpus, len(starts))} do"
+                f"ranks; {divisors_near(self.config.plan_ngpus, len(starts))} do"
             )
         bounds = [0, *starts[1:], len(self.operations)]
         self._segments = [
@@ -325,10 +325,3 @@ class IRGraph:
             lines.append(f"{mark} {strategy.name}: {types[0]} -> {types[1]}; {extra}")
         refused = refusals(node.call, self.axis, self.size, strides=self._strides)
         return "\n".join([*lines, *(f" x {refusal.name}: {refusal.why}" for refusal in refused)])
-
-
-def nearest_divisors(number: int, wanted: int) -> str:
-    """The divisors next to a number that is none."""
-    divisors = [d for d in range(1, number + 1) if number % d == 0]
-    below, above = [d for d in divisors if d < wanted], [d for d in divisors if d > wanted]
-    return " and ".join(map(str, below[-1:] + above[:1]))

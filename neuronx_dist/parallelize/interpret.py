@@ -8,28 +8,17 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
-from torch import nn
 
-from .builder import map_values
-from .program import Call, Program, Value
+from .program import Call, Program, Value, substituted
 
-__all__ = ["run_program", "tensors_of"]
-
-
-def tensors_of(program: Program, module: nn.Module, arguments: Mapping[str, Any]) -> dict[Value, torch.Tensor]:
-    """The tensor of each value that no call makes: of the module, and among the arguments."""
-    leaves = pytree.tree_leaves(dict(arguments))
-    of_module = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    tensors = {value: leaf for value, leaf in zip(program.arguments, leaves) if isinstance(value, Value)}
-    tensors |= {value: of_module[value.path] for value in (*program.parameters, *program.buffers)}
-    return tensors | {value: value.constant for value in program.constants if value.constant is not None}
+__all__ = ["run_program"]
 
 
 def run_program(program: Program, tensors: Mapping[Value, torch.Tensor]) -> Any:
     """What the recorded forward returns, for these tensors in the place of `program.leaves`."""
     known = dict(tensors)
     for call in program.calls:
-        args, kwargs = map_values((call.args, call.kwargs), known.__getitem__)
+        args, kwargs = substituted((call.args, call.kwargs), Value, known.__getitem__)
         with _surroundings(call):
             result = call.function(*args, **kwargs)
         for value, tensor in zip(call.results, result if call.several else [result]):

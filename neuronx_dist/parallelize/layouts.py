@@ -28,6 +28,7 @@ class StateLayout:
         unit: number of its unit.
         plan_ngpus, runtime_ngpus: sizes of the job.
         specs: of the sharded tensors, by key; others are whole.
+        elsewhere: keys of the whole module that other pipeline stages have.
     """
 
     rank: int
@@ -36,6 +37,7 @@ class StateLayout:
     plan_ngpus: int
     runtime_ngpus: int
     specs: dict[str, ShardSpec]
+    elsewhere: frozenset[str] = frozenset()
 
     def spec(self, key: str, shape: Sequence[int]) -> ShardSpec:
         """The layout of a tensor, of which this rank has one of this shape."""
@@ -65,10 +67,10 @@ def position_data(index: int, config: ComputeConfig | None) -> dict[str, int]:
     }
 
 
-def layout_data(module: nn.Module, index: int, config: ComputeConfig) -> dict[str, Any]:
-    """The layout of a parallel module's state dict, as plain data."""
+def layout_data(module: nn.Module, index: int, config: ComputeConfig, elsewhere: Sequence[str]) -> dict[str, Any]:
+    """The layout of a parallel module's state dict, as plain data; `elsewhere`: what other pipeline stages hold."""
     named = dict(module.named_parameters(remove_duplicate=False))
-    return {**position_data(index, config), "specs": specs_data(named)}
+    return {**position_data(index, config), "specs": specs_data(named), "elsewhere": list(elsewhere)}
 
 
 def layout_of(state_dict: Mapping[str, Any]) -> StateLayout:
@@ -89,6 +91,9 @@ def layout_of(state_dict: Mapping[str, Any]) -> StateLayout:
         for prefix, entry in entries.items()
         for name, data in entry["specs"].items()
     }
+    elsewhere = frozenset(
+        f"{prefix}.{name}" if prefix else name for prefix, entry in entries.items() for name in entry["elsewhere"]
+    )
     first = next(iter(entries.values()))
     position = {name: first[name] for name in ("rank", "index", "unit", "plan_ngpus", "runtime_ngpus")}
-    return StateLayout(**position, specs=specs)
+    return StateLayout(**position, specs=specs, elsewhere=elsewhere)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from functools import wraps
 from types import ModuleType
 from typing import Any, ClassVar
 
@@ -23,9 +24,11 @@ from torch import nn
 from .. import comm
 from ..gradients.in_backward import paused
 from ..gradients.norm import clip_grad_norm
+from ..pipeline.record.recording import describe
 from ..weights.shard_spec import ShardedModule, set_spec
 from .config import ComputeConfig
 from .layouts import LAYOUT, layout_data
+from .names import FILE_NAMES, argument_name
 from .pipelined import Pipelined, StageTable
 from .stored import Stored
 
@@ -40,7 +43,12 @@ class Container(ShardedModule):
         self.__dict__["_uninitialised"] = {}  # name of a buffer without a value -> its qualified name
 
     def __getitem__(self, key: int | str) -> Any:
-        return getattr(self, str(key))
+        """What the original has under this name, also where `Container` has an attribute of its own."""
+        name = str(key)
+        for table in (self._modules, self._parameters, self._buffers):
+            if name in table and name not in self.__dict__["_uninitialised"]:
+                return table[name]
+        return self.__getattr__(name)
 
     def __getattr__(self, name: str) -> Any:
         uninitialised = self.__dict__.get("_uninitialised")
@@ -81,6 +89,7 @@ class ParallelModule(Container):
     STORED: ClassVar[dict[str, Stored]] = {}
     INPUTS: ClassVar[dict[str, tuple[list[int], torch.dtype]]] = {}
     SOURCE: ClassVar[str] = ""  # the text of the file
+    PROOF: ClassVar[str] = ""  # what was checked of it, and what was not
     FIXED: ClassVar[dict[str, Any]] = {}
     WEIGHTS: ClassVar[Callable[[], Mapping[str, torch.Tensor]]]  # whole initial parameters and buffers, by name
     CONSTANTS: ClassVar[Mapping[str, torch.Tensor]]
@@ -136,11 +145,10 @@ class ParallelModule(Container):
         return {name: each for name, each in self.STORED.items() if not each.stages or own in _holders(each, ranks)}
 
     def _own_pipeline(self) -> Pipelined:
-        tied = {
-            name: holders
-            for name, each in self.STORED.items()
-            if each.kind == "parameter" and len(holders := _holders(each, self.RANKS)) > 1
+        parameters = {
+            name: _holders(each, self.RANKS) for name, each in self.STORED.items() if each.kind == "parameter"
         }
+        tied = {name: holders for name, holders in parameters.items() if len(holders) > 1}
         return Pipelined(self, self.RANKS, len(self.STAGES), self.MICROBATCHES, self.SCHEDULE, tied)
 
     def _part(self, name: str, stored: Stored, source: Mapping[str, torch.Tensor] | None) -> torch.Tensor:
@@ -159,12 +167,15 @@ class ParallelModule(Container):
         return nn.Parameter(tensor, requires_grad=stored.trained) if stored.kind == "parameter" else tensor
 
     def _register(self, name: str, stored: Stored, tensor: torch.Tensor, is_empty: bool) -> None:
+        """Into the tables of its container: `register_parameter` refuses the names of attributes, such as `run`."""
         owner, attribute = self._owner(name)
         if isinstance(tensor, nn.Parameter):
-            owner.register_parameter(attribute, tensor)
+            owner._parameters[attribute] = tensor
             set_spec(owner, attribute, stored.spec(self.AXIS, self.SIZE))
             return
-        owner.register_buffer(attribute, tensor, persistent=stored.kind == "buffer" and stored.persistent)
+        owner._buffers[attribute] = tensor
+        if stored.kind != "buffer" or not stored.persistent:
+            owner._non_persistent_buffers_set.add(attribute)
         if is_empty and stored.kind == "buffer" and not tensor.is_meta:
             owner.__dict__["_uninitialised"][attribute] = name
 
@@ -174,7 +185,7 @@ class ParallelModule(Container):
         owner: Container = self
         for part in path:
             if part not in owner._modules:
-                owner.add_module(part, Container())
+                owner._modules[part] = Container()
             owner = owner._modules[part]  # type: ignore[assignment]
         return owner, attribute
 
@@ -183,7 +194,9 @@ class ParallelModule(Container):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         metadata: Any = getattr(destination, "_metadata", {}).get(prefix[:-1])
         if metadata is not None:
-            metadata[LAYOUT] = layout_data(self, self._index, self.compute_config)
+            held = self._own_stored()
+            elsewhere = [name for name in self.STORED if name not in held]
+            metadata[LAYOUT] = layout_data(self, self._index, self.compute_config, elsewhere)
 
     @property
     def device(self) -> torch.device:
@@ -194,12 +207,14 @@ class ParallelModule(Container):
 
     # --- running it ---------------------------------------------------------------------------------------------------
 
-    def check_arguments(self, **given: Any) -> None:
+    def check_arguments(self, /, **given: Any) -> None:
         """Raises ValueError where arguments are not as they were when the module was recorded."""
         for path, (shape, dtype) in self.INPUTS.items():
             x = _at(given, path)
             if not isinstance(x, torch.Tensor) or list(x.shape) != shape or x.dtype != dtype:
-                has = f"{list(x.shape)} {x.dtype}" if isinstance(x, torch.Tensor) else repr(x)
+                has = (
+                    f"{list(x.shape)} {x.dtype}" if isinstance(x, torch.Tensor) else "missing" if x is None else repr(x)
+                )
                 raise ValueError(
                     f"{type(self).__name__}: {path} is {has}, and the program was recorded with {shape} {dtype}: "
                     "call parallelize with dummy_forward_args of these shapes, or pad the input"
@@ -208,7 +223,7 @@ class ParallelModule(Container):
             x = _at(given, name)
             if x is not value and (isinstance(x, torch.Tensor) or x != value):
                 raise ValueError(
-                    f"{type(self).__name__}: {name}={x!r}, and the program was recorded with {value!r}: "
+                    f"{type(self).__name__}: {name}={describe(x)}, and the program was recorded with {value!r}: "
                     "call parallelize with this value among dummy_forward_args"
                 )
 
@@ -235,6 +250,10 @@ class ParallelModule(Container):
         if self.compute_config.inference_only:
             raise RuntimeError("train_step: the module was compiled with inference_only=True, which has no backward")
         samples = self._samples(samples)
+        if not samples:
+            raise ValueError(
+                "train_step got no samples: a unit without data gives one sample, and is_dummy_batch=[True]"
+            )
         dummies = [False] * len(samples) if is_dummy_batch is None else list(is_dummy_batch)
         if len(dummies) != len(samples):
             raise ValueError(f"train_step: {len(samples)} samples, and is_dummy_batch has {len(dummies)} entries")
@@ -312,6 +331,15 @@ class ParallelModule(Container):
         """What an optimizer is given: the parameters as this rank holds them. (ZeRO shards them by itself.)"""
         return [parameter for parameter in self.parameters() if parameter.requires_grad]
 
+    def parameter_names(self) -> list[str]:
+        """Names of the parameters of the whole module, in the original's order: those of other stages too."""
+        names: dict[str, str] = {}
+        for name, stored in self.STORED.items():
+            first = stored.same_as or name
+            if self.STORED[first].kind == "parameter":
+                names.setdefault(first, name)
+        return list(names.values())
+
     def gather_params(self) -> None:
         """Waits for parameters that ZeRO has updated on other ranks: its step has done so already."""
 
@@ -339,7 +367,7 @@ def parallel_class(
     for each in vars(module).values():
         if inspect.isclass(each) and issubclass(each, ParallelModule) and each.__module__ == module.__name__:
             each.WEIGHTS, each.CONSTANTS, each.compute_config = staticmethod(weights), constants, compute_config
-            each.run = each.forward
+            each.run = each.forward = _with_names_of_arguments(each.forward)
             if compute_config.use_end2end:
                 each.forward = _refused
             return each
@@ -349,6 +377,18 @@ def parallel_class(
 def _holders(stored: Stored, ranks: int) -> list[int]:
     """The groups of ranks that hold a tensor of these stages."""
     return sorted({stage % ranks for stage in stored.stages})
+
+
+def _with_names_of_arguments(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A forward that takes its arguments by the names that the original has for them."""
+    parameters = inspect.signature(forward).parameters
+    renamed = {name: argument_name(name) for name in FILE_NAMES if argument_name(name) in parameters}
+
+    @wraps(forward)
+    def by_name(self: ParallelModule, /, *args: Any, **given: Any) -> Any:
+        return forward(self, *args, **{renamed.get(name, name): value for name, value in given.items()})
+
+    return by_name if renamed else forward
 
 
 def _refused(self: ParallelModule, *args: Any, **kwargs: Any) -> Any:

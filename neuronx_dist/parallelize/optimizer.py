@@ -88,6 +88,15 @@ def build_optimizer(
             that is not the whole; other sizes than the mesh's.
         RuntimeError: the module was compiled for inference alone.
     """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"build_optimizer takes the module, not its parameters: got {type(module).__name__}")
+    if isinstance(optimizer_fn, torch.optim.Optimizer) or not callable(optimizer_fn):
+        raise TypeError(
+            "optimizer_fn is a class of optimizers, such as torch.optim.AdamW, or a function that makes one of "
+            f"parameters; got a {type(optimizer_fn).__name__}"
+        )
+    if not isinstance(compute_config, (ComputeConfig, type(None))):
+        raise TypeError(f"compute_config is a ComputeConfig or None, got {compute_config!r}")
     modules = parallel_modules(module)
     config = _config(module, modules, compute_config)
     _check_mesh(config)
@@ -292,14 +301,5 @@ def _config(module: nn.Module, modules: dict[str, ParallelModule], given: Comput
 
 
 def _check_mesh(config: ComputeConfig | None) -> None:
-    if config is None:
-        return
-    if not comm.is_initialized():
-        mesh = Mesh(1)
-    else:
-        mesh = comm.current().mesh
-    if mesh.dp != config.units or mesh.world_size != config.runtime_ngpus:
-        raise ValueError(
-            f"the configuration is for {config.units} units of {config.plan_ngpus} ranks, and the job is {mesh}: "
-            "initialize it as ComputeConfig.mesh() has it"
-        )
+    if config is not None:
+        config.check_mesh(comm.current().mesh if comm.is_initialized() else Mesh(1))

@@ -22,8 +22,9 @@ from ..optimizer.zero1 import NeuronZero1Optimizer
 from ..weights.shard_spec import ShardSpec
 from .config import ComputeConfig
 from .layouts import LAYOUT, position_data, spec_from_data, specs_data
+from .module import ParallelModule
 
-__all__ = ["OwnState", "Rows", "optimizer_layout", "spec_for", "state_dict_with"]
+__all__ = ["OwnState", "Rows", "names_of_groups", "optimizer_layout", "spec_for", "state_dict_with"]
 
 States = dict[str, dict[str, Any]]
 
@@ -75,6 +76,7 @@ class OwnState:
         specs: layouts of the sharded ones.
         index: which shard of these this rank has.
         rows: what ZeRO gives this rank.
+        order: the names of all parameters of the module, those of other pipeline stages too.
     """
 
     rank: int
@@ -87,6 +89,12 @@ class OwnState:
     shapes: dict[str, tuple[int, ...]]
     specs: dict[str, ShardSpec]
     rows: Rows
+    order: list[str]
+
+    @property
+    def group_names(self) -> list[list[str]]:
+        """Names of the parameters of each group that are on this rank."""
+        return [group["params"] for group in self.groups]
 
     @classmethod
     def of(cls, state_dict: Mapping[str, Any]) -> OwnState:
@@ -108,7 +116,8 @@ class OwnState:
         else:
             states = {names[index]: dict(state) for index, state in state_dict["state"].items()}
         groups = [
-            {**group, "params": [names[index] for index in group["params"]]} for group in state_dict["param_groups"]
+            {**group, "params": [names[index] for index in group["params"] if names]}  # without: a stage that has none
+            for group in state_dict["param_groups"]
         ]
         return cls(
             **{name: layout[name] for name in ("rank", "unit", "index", "plan_ngpus", "runtime_ngpus")},
@@ -117,6 +126,7 @@ class OwnState:
             shapes={name: tuple(shape) for name, shape in zip(names, layout["shapes"])},
             specs={name: spec_from_data(data) for name, data in layout["specs"].items()},
             rows=Rows(**layout["rows"]),
+            order=layout["order"],
         )
 
     def is_elementwise(self, name: str, value: Any) -> bool:
@@ -128,12 +138,12 @@ def optimizer_layout(
 ) -> dict[str, Any]:
     """What `OwnState` needs beside an optimizer's state dict, as plain data."""
     names = {id(param): name for name, param in module.named_parameters()}
-    params = [param for group in optimizer.param_groups for param in group["params"]]
+    params = [param for group in optimizer.param_groups for param in group["params"] if id(param) in names]
     named = {names[id(param)]: param for param in params}
     rows, trained = Rows(), list(range(len(params)))
     if isinstance(optimizer, NeuronZero1Optimizer):
         position = {id(param): index for index, param in enumerate(params)}
-        trained = [position[id(shard.param)] for shard in optimizer.shards]
+        trained = [position[id(shard.param)] for shard in optimizer.shards if id(shard.param) in position]
         first = next(iter(optimizer.shards), None)
         if first is not None:
             rows = Rows(first.degree, first.group.rank, first.replicas.rank)
@@ -141,6 +151,7 @@ def optimizer_layout(
     return {
         **position_data(index, config),
         "names": list(named),
+        "order": module.parameter_names() if isinstance(module, ParallelModule) else [*names.values()],
         "shapes": [list(param.shape) for param in named.values()],
         "specs": specs_data(named),
         "rows": {"degree": rows.degree, "index": rows.index, "copy": rows.copy},
@@ -168,6 +179,16 @@ def state_dict_with(
     else:
         result["state"] = {index: states[name] for index, name in enumerate(names) if name in states}
     return result
+
+
+def names_of_groups(own: OwnState, ranks: Sequence[Sequence[Sequence[str]]]) -> list[list[str]]:
+    """The names of each parameter group of the original, from those of several ranks, which have one stage each."""
+    position = {name: number for number, name in enumerate(own.order)}
+    groups = []
+    for each in zip(*ranks, strict=True):
+        names = list(dict.fromkeys(name for part in each for name in part))
+        groups.append(names if len(names) == len(each[0]) else sorted(names, key=position.__getitem__))
+    return groups
 
 
 def spec_for(state: OwnState, name: str) -> ShardSpec:

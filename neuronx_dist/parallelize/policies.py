@@ -156,6 +156,8 @@ def _pipelined(graph: IRGraph, config: ComputeConfig, stages: int, ranks: int) -
 
 def _data(graph: IRGraph, config: ComputeConfig) -> IRGraph:
     """Every call that can run on a piece of the batch does; weights stay whole."""
+    if graph.size == 1:
+        return graph
     batch: dict[Value, SpmdType] = {value: S(0) for value in graph.program.inputs[:1]}
     for value in graph.program.inputs[1:]:  # inputs of as many samples: targets
         if value.shape[:1] == graph.program.inputs[0].shape[:1]:
@@ -170,7 +172,7 @@ def _data(graph: IRGraph, config: ComputeConfig) -> IRGraph:
             for result, type_ in zip(node.outputs(), options[0].results, strict=True):
                 if isinstance(type_, Shard):
                     batch[result] = type_
-    if graph.size > 1 and not graph.constraints.strategies:
+    if not graph.constraints.strategies:
         first = graph.program.inputs[0]
         raise PlanError(
             f"policy 'data' cannot cut the batch: dim 0 of {first.path} {list(first.shape)} over {graph.size} ranks"

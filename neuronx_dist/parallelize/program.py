@@ -10,7 +10,8 @@ Pure data: nothing here records, judges or chooses.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -18,9 +19,21 @@ import torch
 import torch.utils._pytree as pytree
 
 from ..checking.types.rules.spec import operands
-from ..spmd.types import SpmdType
+from ..spmd.types import Shard, SpmdType
 
-__all__ = ["Call", "Division", "LocalCall", "Program", "Strategy", "Value", "operands_of", "values_in"]
+__all__ = [
+    "Call",
+    "Division",
+    "LocalCall",
+    "Program",
+    "Strategy",
+    "Value",
+    "dotted",
+    "local_shape",
+    "operands_of",
+    "substituted",
+    "values_in",
+]
 
 
 @dataclass(eq=False, repr=False)
@@ -46,6 +59,10 @@ class Value:
     producer: Call | None = None
     varies: bool = True
     constant: torch.Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
 
     def __repr__(self) -> str:
         return f"{self.name}: {str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
@@ -206,3 +223,33 @@ def values_in(x: Any) -> Iterator[Value]:
         yield from values_in(list(x.values()))
     elif isinstance(x, slice):
         yield from values_in((x.start, x.stop, x.step))
+
+
+def substituted(x: Any, of: type[Any], convert: Callable[[Any], Any]) -> Any:
+    """A copy of containers, slices included, with `convert(item)` in the place of each item of class `of`."""
+    if isinstance(x, of):
+        return convert(x)
+    if isinstance(x, slice):
+        return slice(*(substituted(bound, of, convert) for bound in (x.start, x.stop, x.step)))
+    if type(x) in (tuple, torch.Size):
+        return tuple([substituted(item, of, convert) for item in x])
+    if type(x) is list:
+        return [substituted(item, of, convert) for item in x]
+    if type(x) is dict:
+        return {key: substituted(item, of, convert) for key, item in x.items()}
+    if x is None or isinstance(x, (int, float, str, torch.dtype)):
+        return x
+    leaves, structure = pytree.tree_flatten(x)
+    return x if structure.is_leaf() else structure.unflatten([substituted(leaf, of, convert) for leaf in leaves])
+
+
+def dotted(path: Sequence[Any]) -> str:
+    """A path of pytree as programs write it: `data.target`, `layers.0`."""
+    return ".".join(str(getattr(entry, "key", getattr(entry, "idx", getattr(entry, "name", "")))) for entry in path)
+
+
+def local_shape(shape: tuple[int, ...], spmd_type: SpmdType, size: int) -> tuple[int, ...]:
+    """The shape of what one of `size` ranks has of a tensor of `shape`."""
+    if not isinstance(spmd_type, Shard):
+        return shape
+    return *shape[: spmd_type.dim], shape[spmd_type.dim] // size, *shape[spmd_type.dim + 1 :]

@@ -20,7 +20,7 @@ from ..pipeline.record.surroundings import restored
 from .program import Program
 from .translate import translate
 
-__all__ = ["record_program"]
+__all__ = ["check_arguments", "record_program"]
 
 
 def record_program(module: nn.Module, arguments: Mapping[str, Any], *, training: bool) -> Program:
@@ -37,7 +37,7 @@ def record_program(module: nn.Module, arguments: Mapping[str, Any], *, training:
         TracingError: the forward branches on values of tensors, or writes what it may not.
         TypeError: forward does not take these arguments.
     """
-    _check_arguments(module, arguments)
+    check_arguments(module, arguments)
     with restored(module), comm.as_rank(Mesh(1), 0):
         if module.training != training:
             module.train(training)
@@ -47,8 +47,12 @@ def record_program(module: nn.Module, arguments: Mapping[str, Any], *, training:
     return translate(recording, dict(arguments), order, training)
 
 
-def _check_arguments(module: nn.Module, arguments: Mapping[str, Any]) -> None:
-    """TypeError unless forward takes these arguments."""
+def check_arguments(module: nn.Module, arguments: Mapping[str, Any]) -> None:
+    """That forward takes these arguments.
+
+    Raises:
+        TypeError: it does not; the message has its signature.
+    """
     what = f"forward of {type(module).__name__}"
     if not isinstance(arguments, Mapping) or not all(isinstance(name, str) for name in arguments):
         raise TypeError(

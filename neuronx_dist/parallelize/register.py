@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +22,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from ..checking.types.rules.spec import Spec, operands, rule
 from .annotation import Annotation, AnnotationError
+from .congruence import tensors_of
 
 __all__ = ["register_op"]
 
@@ -189,10 +191,7 @@ def _made(op: _Operator, annotation: Annotation) -> list[Any] | str:
         if term is not None:
             shape: list[int] = []
             for factors in term:
-                size = 1
-                for name in factors:
-                    size *= sizes.get(name, 1)
-                shape += [2, 4] if factors == ("*",) else [size]
+                shape += [2, 4] if factors == ("*",) else [math.prod(sizes[name] for name in factors)]
             args.append(torch.randn(shape, generator=generator, dtype=torch.float64))
         elif parameter.name in sizes:
             args.append(sizes[parameter.name])
@@ -213,7 +212,7 @@ def _verify(op: _Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> No
     spec = op.spec(*args, **kwargs)
     dims_of = dict(zip(op.operand_names(args, kwargs), spec.ins))
     with torch.no_grad():
-        whole = _tensors(op.function(*args, **kwargs))
+        whole = tensors_of(op.function(*args, **kwargs))
         if [tuple(result.shape) for result in whole] != [_shape(dims, spec.sizes) for dims in spec.outs]:
             raise AnnotationError(
                 f"register_op: {op.name} gives {_shapes(whole)}, and annotation {annotation.text!r} says "
@@ -239,7 +238,7 @@ def _call(op: _Operator, arguments: dict[str, Any], label: str) -> list[torch.Te
     bound = op.signature.bind_partial()
     bound.arguments.update(arguments)
     try:
-        return _tensors(op.function(*bound.args, **bound.kwargs))
+        return tensors_of(op.function(*bound.args, **bound.kwargs))
     except Exception as error:
         raise AnnotationError(
             f"register_op: {op.name} raises {type(error).__name__} on a half of {label} ({error}): if it cannot be "
@@ -304,17 +303,7 @@ def _half(x: torch.Tensor, dims: Any, label: int, sizes: Mapping[int, int], half
 
 
 def _shape(dims: Any, sizes: Mapping[int, int]) -> tuple[int, ...]:
-    shape = []
-    for factors in dims:
-        size = 1
-        for factor in factors:
-            size *= sizes[factor]
-        shape.append(size)
-    return tuple(shape)
-
-
-def _tensors(result: Any) -> list[torch.Tensor]:
-    return [result] if isinstance(result, torch.Tensor) else [x for x in result if isinstance(x, torch.Tensor)]
+    return tuple(math.prod(sizes[factor] for factor in factors) for factors in dims)
 
 
 def _shapes(tensors: Any) -> list[list[int]]:

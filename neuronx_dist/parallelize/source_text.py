@@ -7,6 +7,7 @@ import inspect
 import json
 import math
 import operator
+import re
 from collections.abc import Callable, Iterable, Mapping
 from types import EllipsisType
 from typing import Any
@@ -18,6 +19,8 @@ from torch import Tensor
 
 from .. import spmd
 from ..spmd.types import LocalType, Shard
+from .module import ParallelModule
+from .names import FILE_NAMES
 from .program import Program, Value
 
 __all__ = ["Imports", "attribute", "call_text", "literal", "program_text"]
@@ -43,13 +46,16 @@ _UNARY = {"neg": "-", "pos": "+", "invert": "~"}
 _METHODS = {"add", "sub", "mul", "matmul", "eq", "ne", "lt", "le", "gt", "ge"}
 
 
+_EMITTED_METHOD = re.compile(r"(train_|eval_)(forward|stage_\d+)|stage_\d+")
+
+
 class Imports:
     """The names that an emitted file imports beside those that all do."""
 
     def __init__(self, taken: Iterable[str] = ()) -> None:
         """`taken`: names that the program has for its values."""
         self.lines: dict[str, str] = {}  # name -> line
-        self.taken = set(taken)
+        self.taken = {*taken, *FILE_NAMES}
 
     def name(self, target: Any) -> str:
         """The name of a class or function of a module's top level, or of a member of one.
@@ -73,11 +79,24 @@ class Imports:
 
 
 def attribute(path: str) -> str:
-    """How the forward reads a parameter or buffer: `layers.0.weight` is `self.layers[0].weight`."""
+    """How the forward reads a parameter or buffer: `layers.0.weight` is `self.layers[0].weight`.
+
+    What a parallel module has a method or attribute of its own for is read as `self["run"].weight`.
+    """
     text = "self"
     for part in path.split("."):
-        text += f".{part}" if part.isidentifier() else f"[{part}]" if part.isdigit() else f"[{json.dumps(part)}]"
+        if part.isdigit():
+            text += f"[{part}]"
+        elif part.isidentifier() and not _is_own(part):
+            text += f".{part}"
+        else:
+            text += f"[{json.dumps(part)}]"
     return text
+
+
+def _is_own(name: str) -> bool:
+    is_attribute = hasattr(ParallelModule, name) or name in ParallelModule.__annotations__  # those without a value yet
+    return name.startswith("_") or is_attribute or _EMITTED_METHOD.fullmatch(name) is not None
 
 
 def literal(x: Any, imports: Imports, variable: Callable[[Any], str | None] = lambda x: None) -> str:
@@ -226,4 +245,6 @@ def _function(function: Any, name: str, imports: Imports) -> str:
             return f"{text}.{name}"
     if getattr(function, "__self__", None) is not None and _method(function, name):
         return f"torch.Tensor.{name}"
+    if isinstance(function, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        return f"torch.ops.{function}"  # of torch.library
     return imports.name(function)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from torch import nn
 from .. import comm
 from ..weights.shard_spec import ShardSpec
 from .layouts import StateLayout, layout_of
-from .optimizer_layout import OwnState, Rows, spec_for, state_dict_with
+from .optimizer_layout import OwnState, Rows, names_of_groups, spec_for, state_dict_with
 
 __all__ = [
     "deduped_state_dict",
@@ -44,6 +45,8 @@ def merge_state_dicts(
     Raises:
         ValueError: a part of a tensor is in none of them; or a state dict has no layout.
     """
+    if not module_state_dicts:
+        raise ValueError("merge_state_dicts got no state dicts: pass those of all ranks, or of one unit")
     layouts = [layout_of(state) for state in module_state_dicts]
     names = list(dict.fromkeys(name for state in module_state_dicts for name in state))
     merged: dict[str, Any] = OrderedDict()
@@ -82,7 +85,7 @@ def load_merged_state_dict(
         module.to(device)
     own = module.state_dict()
     layout = layout_of(own)
-    local = OrderedDict((name, value) for name, value in module_state_dict.items())
+    local = OrderedDict((name, value) for name, value in module_state_dict.items() if name not in layout.elsewhere)
     for name, value in own.items():
         if name in local and isinstance(value, torch.Tensor):
             local[name] = _own_part(name, local[name], layout.spec(name, value.shape), layout.index)
@@ -197,8 +200,7 @@ def _merged_optimizer(ranks: Sequence[OwnState]) -> dict[str, Any]:
     """The state dict of a plain optimizer of the original."""
     groups: list[dict[str, Any]] = []
     numbers: dict[str, int] = {}
-    for position, group in enumerate(ranks[0].groups):
-        names = list(dict.fromkeys(name for rank in ranks for name in rank.groups[position]["params"]))
+    for group, names in zip(ranks[0].groups, names_of_groups(ranks[0], [rank.group_names for rank in ranks])):
         first = len(numbers)
         numbers.update((name, first + offset) for offset, name in enumerate(names))
         groups.append({**group, "params": [numbers[name] for name in names]})
@@ -238,7 +240,8 @@ def _merged_value(ranks: Sequence[OwnState], name: str, key: str) -> Any:
 
 def _load_optimizer(optimizer: torch.optim.Optimizer, merged: Mapping[str, Any]) -> None:
     own = OwnState.of(optimizer.state_dict())
-    names = [name for group in own.groups for name in group["params"]]
+    stages = comm.gather_objects(own.group_names, "pp") if comm.is_initialized() else [own.group_names]
+    names = [name for group in names_of_groups(own, stages) for name in group]
     given = [index for group in merged["param_groups"] for index in group["params"]]
     if len(names) != len(given) or len(own.groups) != len(merged["param_groups"]):
         raise ValueError(
@@ -247,10 +250,12 @@ def _load_optimizer(optimizer: torch.optim.Optimizer, merged: Mapping[str, Any])
         )
     states: dict[str, dict[str, Any]] = {}
     for name, index in zip(names, given):
-        if index in merged["state"]:
+        if index in merged["state"] and name in own.shapes:
             spec = spec_for(own, name)
             states[name] = {
-                key: own.rows.cut(spec.local_slice(value, own.index)).clone() if _is_whole(value, spec) else value
+                key: own.rows.cut(spec.local_slice(value, own.index)).clone()
+                if _is_whole(value, spec)
+                else deepcopy(value)
                 for key, value in merged["state"][index].items()
             }
     optimizer.load_state_dict(state_dict_with(optimizer, states, merged["param_groups"]))

@@ -11,9 +11,9 @@ from typing import Any
 
 from ..checking.types.rules import RULES, operands
 from ..spmd.types import Shard
-from .congruence import Arguments, Slot, substituted
+from .congruence import Arguments, Slot
 from .derivation import Derivation, Facts, Refusal, derive
-from .program import Call, LocalCall, Strategy, Value
+from .program import Call, LocalCall, Strategy, Value, substituted
 
 __all__ = ["Refusal", "candidates", "refusals"]
 

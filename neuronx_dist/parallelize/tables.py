@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import combinations
-from math import inf
+from math import inf, prod
 from typing import NamedTuple
 
 import torch
@@ -22,7 +22,7 @@ from ..spmd.types import I, R, Shard, SpmdType
 from .conversions import conversion
 from .program import Call, Program, Strategy, Value, operands_of
 
-__all__ = ["Constraints", "Held", "Tables", "bytes_of", "saves"]
+__all__ = ["Constraints", "Held", "Tables", "saves"]
 
 Wants = tuple[frozenset[int], ...]  # of each option of a consumer the types that it wants a value in, by number
 GRAIN = 2.0**-40  # seconds: sums of multiples of it are exact in float64 up to 8192 s
@@ -55,17 +55,6 @@ class Held(NamedTuple):
     def total(self, stages: int = 1) -> float:
         """On one of so many pipeline stages: each keeps its activations of as many microbatches as there are stages."""
         return self.parameters / stages + self.activations
-
-
-def bytes_of(value: Value) -> int:
-    return _elements(value) * value.dtype.itemsize
-
-
-def _elements(value: Value) -> int:
-    count = 1
-    for size in value.shape:
-        count *= size
-    return count
 
 
 def saves(call: Call) -> bool:
@@ -194,7 +183,7 @@ class Tables:
         operands, results = operands_of(call), call.results
         rule = RULES.get(call.function)
         view = rule is not None and rule.aliases
-        moved = () if view else tuple(map(bytes_of, (*operands, *results)))
+        moved = () if view else tuple(value.nbytes for value in (*operands, *results))
         backward = self.backward and call.grad and any(result.requires_grad for result in results)
         types = tuple(
             (option.share, option.bytes_moved, *map(self.number, (*option.operands, *option.results)))
@@ -219,9 +208,9 @@ class Tables:
         return whole / self.size if isinstance(type_, Shard) else whole
 
     def _parameter_bytes(self, value: Value, type_: SpmdType) -> float:
-        whole = bytes_of(value)
+        whole = value.nbytes
         if value.requires_grad and self.backward:
-            whole += bytes_of(value) + self.costs.optimizer_bytes * _elements(value)
+            whole += value.nbytes + self.costs.optimizer_bytes * prod(value.shape)
         return self._local(whole, type_)
 
     def conversion(self, value: Value, src: int, dst: int) -> float:
@@ -272,7 +261,7 @@ class Tables:
         leaf = value.producer is None  # its own type is held already
 
         def seconds(src: int, form: int) -> float:
-            held = 0.0 if leaf and src == form else self._local(bytes_of(value), self._types[form])
+            held = 0.0 if leaf and src == form else self._local(value.nbytes, self._types[form])
             return self.conversion(value, src, form) + price * held
 
         sets = list(sets)
@@ -306,7 +295,7 @@ class Tables:
                     if operand is value
                 }
                 own = types.get(value)
-                activations += sum(self._local(bytes_of(value), form) for form in forms if form != own)
+                activations += sum(self._local(value.nbytes, form) for form in forms if form != own)
         return Held(parameters, activations)
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import linecache
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,10 +15,10 @@ from torch import fx
 
 from ..checking.types.rules import RULES
 from ..pipeline.record.recording import Recording, TracingError, info_of, pack
-from .builder import Builder, Result, without_dead_calls
+from .builder import Builder, Result, another_call, without_dead_calls
 from .in_place import writes_first, written_value
 from .memory import Memory, Tensor
-from .program import Call, Program, Value, operands_of, values_in
+from .program import Call, Program, Value, dotted, operands_of, values_in
 
 __all__ = ["translate"]
 
@@ -49,7 +48,7 @@ class _Translator:
 
     def program(self, arguments: Any, order: list[str], training: bool) -> Program:
         flat, structure = pytree.tree_flatten_with_path(arguments)
-        paths = [".".join(str(_key(entry)) for entry in path) for path, _ in flat]
+        paths = [dotted(path) for path, _ in flat]
         for node in self.recording.graph.nodes:
             if node.op == "placeholder":
                 self._add_input(node, paths[node.meta["leaf"]])
@@ -268,14 +267,9 @@ class _Translator:
                 f"{call.where}: {call.name} writes a value that requires a gradient to buffer {buffer.path}, so that "
                 f"the graph of this step would stay alive with it. Write a detached one: x.detach()."
             )
-        copy = replace(call, function=torch.Tensor.copy_, args=(buffer, whole), kwargs={}, results=[], writes=(0,))
-        copy.flops, copy.random = 0, False
+        copy = another_call(call, torch.Tensor.copy_, buffer, whole)
+        copy.writes = (0,)
         self.builder.add(copy, [])
-
-
-def _key(entry: Any) -> Any:
-    """What a path among arguments has at one level: a key, an index, or the name of an attribute."""
-    return next(getattr(entry, name) for name in ("key", "idx", "name") if hasattr(entry, name))
 
 
 def _number(node: fx.Node) -> Any:

@@ -2,7 +2,8 @@
 
 Types say nothing of constant factors: a loss that is divided by the number of ranks twice has the right type. So the
 program also runs for real, on threads, and its results, gradients and buffers are compared with those of the recorded
-program in one process. Random numbers are left out of both: dropout lets everything pass.
+program in one process. Random numbers are left out of both: dropout lets everything pass. A program of coarser dtypes
+runs twice: as it is, and with all its floating point numbers in float64, where rounding hides no wrong factor.
 """
 
 from __future__ import annotations
@@ -10,13 +11,13 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 import torch.utils._pytree as pytree
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from ..checking.api import check
 from ..comm.backends import threads
@@ -24,11 +25,11 @@ from ..mesh import Mesh
 from ..pipeline.record.surroundings import restored
 from ..spmd.declarations import get_local_type
 from ..spmd.errors import SpmdTypeError
-from ..spmd.random import checkpoint
 from ..spmd.types import R
 from ..weights.shard_spec import gather_full, spec_of
 from .emitted import imported
 from .interpret import run_program
+from .modes import Deterministic, InDouble, checkpoint_in, in_double, wide_dtype
 from .module import ParallelModule
 from .program import Division, Program, Value, operands_of
 
@@ -49,13 +50,19 @@ class Verdict(NamedTuple):
 
     Attributes:
         types: the report of the type check, as text.
-        values: whether the program ran for real; else why not.
-        largest_error: of all results, gradients and buffers, relative.
+        not_run: why the program did not run for real; "": it did.
+        largest_error: of all results, gradients and buffers, over what rounding explains; nan: it did not run.
     """
 
     types: str
-    values: str
+    not_run: str
     largest_error: float
+
+    def __str__(self) -> str:
+        values = (
+            self.not_run or f"equal to one process; largest error {self.largest_error:.2g} of what rounding explains"
+        )
+        return f"types: {self.types}\nvalues: {values}"
 
 
 def verify(
@@ -87,7 +94,10 @@ def too_large(program: Program) -> str:
     elements = sum(math.prod(value.shape) for value in program.parameters)
     if flops <= MOST_FLOPS and elements <= MOST_ELEMENTS:
         return ""
-    return f"a forward of {flops:.2g} operations on {elements:.2g} elements of parameters was not run for real"
+    return (
+        f"not compared with one process: its forward has {flops:.2g} operations on {elements:.2g} elements of "
+        f"parameters, and programs of up to {MOST_FLOPS:.0g} and {MOST_ELEMENTS:.0g} are run for that"
+    )
 
 
 def check_types(source: str, division: Division, arguments: Mapping[str, Any]) -> str:
@@ -140,30 +150,55 @@ def check_values(
     """
     program = division.program
     tensors = _values(program, module, arguments)
-    inputs = [tensors[leaf] if isinstance(leaf, Value) else leaf for leaf in program.arguments]
-    stored = {value.path: tensors[value] for value in (*program.parameters, *program.buffers)}
+    dtypes = {x.dtype for call in program.calls for x in (*call.results, *operands_of(call))}
+    tolerance = max((TOLERANCES.get(dtype, 0.0) for dtype in dtypes), default=0.0)
     on_meta = any(x.is_meta for x in (*module.parameters(), *module.buffers()))
-    wanted = _run_program(program, tensors) if on_meta else _run_original(module, program, inputs, stored)
+    wanted = _run_program(program, tensors) if on_meta else _run_original(module, program, tensors)
+    with imported(source, division.size, constants=constants) as emitted:
+        largest = _compared(emitted, division, tensors, wanted, tolerance)
+        if tolerance <= TOLERANCES[torch.float64]:
+            return largest
+        tensors = {value: _copy(in_double(x.detach()).requires_grad_(x.requires_grad)) for value, x in tensors.items()}
+        with InDouble():
+            try:
+                wanted = _run_program(program, tensors)
+            except Exception:  # it has functions that are not for float64
+                return largest
+        emitted.CONSTANTS = {name: in_double(x) for name, x in constants.items()}
+        emitted.INPUTS = {path: (shape, wide_dtype(dtype)) for path, (shape, dtype) in emitted.INPUTS.items()}
+        return max(largest, _compared(emitted, division, tensors, wanted, TOLERANCES[torch.float64], InDouble))
+
+
+def _compared(
+    emitted: type[ParallelModule],
+    division: Division,
+    tensors: Mapping[Value, torch.Tensor],
+    wanted: Mapping[str, torch.Tensor],
+    tolerance: float,
+    mode: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> float:
+    """Runs an emitted class on threads. Returns its largest relative error over `tolerance`."""
+    program = division.program
+    inputs = _inputs(program, tensors)
 
     def rank() -> dict[str, torch.Tensor]:
         module = emitted()
         module.train(program.training)
         own = [_copy(x) for x in inputs]
-        with torch.set_grad_enabled(program.training), _Deterministic():
+        with torch.set_grad_enabled(program.training), mode(), Deterministic():
             result = module.run(**pytree.tree_unflatten(own, program.structure))
             return _outcome(result, own, module, program.training)
 
-    with imported(source, division.size, constants=constants) as emitted:
-        own = vars(sys.modules[emitted.__module__])
-        if "checkpoint" in own:
-            own["checkpoint"] = _deterministic_checkpoint
-        zeros = {name: torch.zeros(each.shape, dtype=each.dtype) for name, each in emitted.STORED.items()}
-        emitted.WEIGHTS = staticmethod(lambda: {**zeros, **stored})
-        try:
-            ranks = threads.run(Mesh(division.size, tp=division.size), rank)
-        except Exception as error:
-            raise EmittedProgramError(f"an emitted program fails: {type(error).__name__}: {error}") from error
-    tolerance = max(TOLERANCES.get(x.dtype, 0.0) for call in program.calls for x in (*call.results, *operands_of(call)))
+    own = vars(sys.modules[emitted.__module__])
+    if "checkpoint" in own:
+        own["checkpoint"] = partial(checkpoint_in, mode)
+    zeros = {name: torch.zeros(each.shape, dtype=each.dtype) for name, each in emitted.STORED.items()}
+    weights = {**zeros, **_stored(program, tensors)}
+    emitted.WEIGHTS = staticmethod(lambda: weights)
+    try:
+        ranks = threads.run(Mesh(division.size, tp=division.size), rank)
+    except Exception as error:
+        raise EmittedProgramError(f"an emitted program fails: {type(error).__name__}: {error}") from error
     errors = {
         (number, name): error
         for number, has in enumerate(ranks)
@@ -181,40 +216,6 @@ def check_values(
 
 
 # --- values -----------------------------------------------------------------------------------------------------------
-
-
-class _Deterministic(TorchFunctionMode):
-    """No random numbers: dropout lets everything pass, and what is drawn is 0.5."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        name = getattr(func, "__name__", "")
-        if func in _DROPOUT:
-            return args[0] if args else (kwargs or {})["input"]
-        if func is F.scaled_dot_product_attention:
-            args, kwargs = (*args[:4], *([0.0] if len(args) > 4 else ()), *args[5:]), dict(kwargs or {})
-            kwargs.pop("dropout_p", None)
-        result = func(*args, **(kwargs or {}))
-        if name.rstrip("_") in _DRAWN and isinstance(result, torch.Tensor):
-            return torch.full_like(result, 0.5) if result.is_floating_point() else torch.zeros_like(result)
-        return result
-
-
-def _deterministic_checkpoint(function: Callable[..., Any], *args: Any) -> Any:
-    """`checkpoint` without random numbers in backward, in which torch turns modes off, too."""
-
-    def deterministic(*args: Any) -> Any:
-        with _Deterministic():
-            return function(*args)
-
-    return checkpoint(deterministic, *args)
-
-
-_DROPOUT = {
-    F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout,
-}  # fmt: skip
-_DRAWN = {"rand", "rand_like", "randn", "randn_like", "randint", "randint_like", "bernoulli", "normal", "uniform"}
 
 
 def _values(program: Program, module: nn.Module, arguments: Mapping[str, Any]) -> dict[Value, torch.Tensor]:
@@ -237,10 +238,18 @@ def _values(program: Program, module: nn.Module, arguments: Mapping[str, Any]) -
     return tensors
 
 
+def _inputs(program: Program, tensors: Mapping[Value, torch.Tensor]) -> list[Any]:
+    return [tensors[leaf] if isinstance(leaf, Value) else leaf for leaf in program.arguments]
+
+
+def _stored(program: Program, tensors: Mapping[Value, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {value.path: tensors[value] for value in (*program.parameters, *program.buffers)}
+
+
 def _run_program(program: Program, tensors: Mapping[Value, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Results, gradients and buffers of the program in one process, by name."""
     tensors = {value: _copy(x) for value, x in tensors.items()}
-    with torch.set_grad_enabled(program.training), _Deterministic():
+    with torch.set_grad_enabled(program.training), Deterministic():
         result = run_program(program, tensors)
         results = _results(result)
         _backward(result, program.training)
@@ -250,12 +259,12 @@ def _run_program(program: Program, tensors: Mapping[Value, torch.Tensor]) -> dic
 
 
 def _run_original(
-    module: nn.Module, program: Program, inputs: list[Any], stored: Mapping[str, torch.Tensor]
+    module: nn.Module, program: Program, tensors: Mapping[Value, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     """The same of the original, which is not changed."""
-    state = {name: _copy(x) for name, x in stored.items()}
-    own = [_copy(x) for x in inputs]
-    with restored(module), torch.set_grad_enabled(program.training), _Deterministic():
+    state = {name: _copy(x) for name, x in _stored(program, tensors).items()}
+    own = [_copy(x) for x in _inputs(program, tensors)]
+    with restored(module), torch.set_grad_enabled(program.training), Deterministic():
         module.train(program.training)
         arguments = pytree.tree_unflatten(own, program.structure)
         result = torch.func.functional_call(module, state, (), arguments)

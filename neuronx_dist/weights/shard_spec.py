@@ -161,7 +161,7 @@ class ShardSpec:
 
 def set_spec(module: nn.Module, name: str, spec: ShardSpec) -> None:
     """Records the layout of parameter `name` of `module`: on the module, and as NxD's attributes on the tensor."""
-    param = getattr(module, name)
+    param = module._parameters[name] if name in module._parameters else getattr(module, name)
     module.__dict__.setdefault(_TABLE, {})[name] = spec
     if param is not None:
         _stamp(param, spec)

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from neuronx_dist.parallelize.congruence import substituted
-from neuronx_dist.parallelize.program import Call, Value
+from neuronx_dist.parallelize.program import Call, Value, substituted
 from neuronx_dist.parallelize.strategies import candidates
 from tests.checking.types.rules.verify_rule import results_of
 

@@ -13,8 +13,7 @@ from neuronx_dist.comm.backends import threads
 from neuronx_dist.comm.backends.observed import CheckBackend
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.parallelize import composites
-from neuronx_dist.parallelize.congruence import substituted
-from neuronx_dist.parallelize.program import Call, Strategy, Value, operands_of
+from neuronx_dist.parallelize.program import Call, Strategy, Value, operands_of, substituted
 from neuronx_dist.parallelize.strategies import candidates
 from neuronx_dist.spmd import P, R, SpmdTypeError, assert_type, get_local_type, no_typecheck, typecheck
 from neuronx_dist.spmd.types import Shard, SpmdType

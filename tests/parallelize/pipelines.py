@@ -87,9 +87,11 @@ def samples(name: str, count: int, step: int = 0, unit: int = 0) -> list[Sample]
     return [MODULES[name][1](generator) for _ in range(count)]
 
 
-def config(plan: int, units: int = 1, *, micro: int = 4, zero: bool = False, **options: Any) -> ComputeConfig:
+def config(
+    plan: int, units: int = 1, *, micro: int = 4, zero: bool = False, reducer: bool = False, **options: Any
+) -> ComputeConfig:
     pas = {"pipeline_nmicros": micro, **options}
-    return ComputeConfig(plan, plan * units, use_end2end=True, use_zero=zero, pas_config=pas)
+    return ComputeConfig(plan, plan * units, use_end2end=True, use_zero=zero, use_async_reducer=reducer, pas_config=pas)
 
 
 class Run(NamedTuple):

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
-from neuronx_dist.parallelize.interpret import run_program, tensors_of
-from neuronx_dist.parallelize.program import Program
+from neuronx_dist.parallelize.interpret import run_program
+from neuronx_dist.parallelize.program import Program, Value
 from neuronx_dist.parallelize.record import record_program
 
 
@@ -70,3 +70,12 @@ def in_place_calls(program: Program) -> list[str]:
     """Names of the calls that write in place, but for copies to buffers."""
     names = [call.name for call in program.calls if not call.writes]
     return [name for name in names if name.endswith("_") and (not name.endswith("__") or name.startswith("__i"))]
+
+
+def tensors_of(program: Program, module: nn.Module, arguments: Mapping[str, Any]) -> dict[Value, torch.Tensor]:
+    """The tensor of each value that no call makes: of the module, and among the arguments."""
+    leaves = pytree.tree_leaves(dict(arguments))
+    of_module = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    tensors = {value: leaf for value, leaf in zip(program.arguments, leaves) if isinstance(value, Value)}
+    tensors |= {value: of_module[value.path] for value in (*program.parameters, *program.buffers)}
+    return tensors | {value: value.constant for value in program.constants if value.constant is not None}

@@ -16,8 +16,7 @@ from torch import Tensor
 from neuronx_dist.comm.backends import threads
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.parallelize import composites as composites_module
-from neuronx_dist.parallelize.congruence import substituted
-from neuronx_dist.parallelize.program import Value, operands_of
+from neuronx_dist.parallelize.program import Value, operands_of, substituted
 from neuronx_dist.parallelize.strategies import candidates
 from neuronx_dist.spmd import I, P, R, S
 from tests.parallelize.mutations import running_statistics

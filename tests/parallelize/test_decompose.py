@@ -11,8 +11,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from neuronx_dist.parallelize.decompose import decomposed
-from neuronx_dist.parallelize.interpret import run_program, tensors_of
+from neuronx_dist.parallelize.interpret import run_program
 from neuronx_dist.parallelize.record import record_program
+from tests.parallelize.programs import tensors_of
 
 
 class Function(nn.Module):

@@ -162,6 +162,8 @@ def test_an_emitted_llama_block_issues_the_collectives_of_hf_swap(tmp_path):
 
     for swapped, emitted in threads.run(Mesh(2, tp=2), rank):
         assert emitted == swapped == {("all_reduce", (1, 8, 64)): 4}
+    (source,) = tmp_path.rglob("gencode0.py")
+    assert source.read_text().count("dst=I, inplace=True)") == 2  # of the outputs of o_proj and down_proj
 
 
 @pytest.mark.slow

@@ -162,6 +162,48 @@ def test_reused_files_are_not_sent(tmp_path):
         comm.threads.run(Mesh(2), program, True)
 
 
+def given(value):
+    return lambda: {"weight": torch.full((4,), value), "tied": torch.full((4,), value)}
+
+
+@pytest.mark.parametrize("reuse", ["match", "moo"])
+def test_values_that_are_given_take_the_place_of_those_of_an_earlier_run(tmp_path, reuse):
+    folder = GeneratedFolder(tmp_path, Net)
+    generate(folder, make_key, emitted(3))
+    generated = generate(folder, make_key, refused, reuse=reuse, values=given(5.0))
+    assert torch.equal(generated.weights()["weight"], torch.full((4,), 5.0))
+    assert generated.module("gencode0.py").x == 3
+    assert list(generated.weights()) == ["weight"]
+    before = (folder.path / "manifest.json").stat().st_ino
+    generate(folder, make_key, refused, reuse=reuse, values=given(5.0))
+    assert (folder.path / "manifest.json").stat().st_ino == before  # equal values are not written again
+    kept = generate(folder, make_key, refused, reuse=reuse)
+    assert torch.equal(kept.weights()["weight"], torch.full((4,), 5.0))
+
+
+def test_files_of_a_module_on_meta_are_generated_anew_where_values_are_given(tmp_path):
+    folder = GeneratedFolder(tmp_path, Net)
+    generate(folder, make_key, lambda: Emitted({"gencode0.py": "x = 0"}, None))
+    assert generate(folder, make_key, emitted(1), values=given(1.0)).has_weights
+
+
+@pytest.mark.parametrize("strategy", ["none", "all"])
+def test_values_reach_the_other_hosts_or_are_refused(tmp_path, strategy):
+    for host in ("host0", "host1"):
+        generate(GeneratedFolder(tmp_path / host, Net), make_key, emitted(3))
+
+    def program():
+        folder = GeneratedFolder(tmp_path / f"host{comm.current().rank}", Net)
+        generated = generate(folder, make_key, refused, strategy=strategy, values=given(7.0))
+        return generated.weights()["weight"]
+
+    if strategy == "all":
+        assert all(torch.equal(x, torch.full((4,), 7.0)) for x in comm.threads.run(Mesh(2), program))
+        return
+    with pytest.raises(GeneratedFilesError, match="host1.*has other initial weights than what rank 0 has"):
+        comm.threads.run(Mesh(2), program)
+
+
 def test_a_shared_folder_sends_nothing(tmp_path):
     def program():
         with comm.record() as calls:

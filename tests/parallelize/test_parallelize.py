@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from neuronx_dist import Mesh
+from neuronx_dist import Mesh, comm
 from neuronx_dist.comm import threads
 from neuronx_dist.parallelize import ComputeConfig, EmittedProgramError, ParallelModule, parallelize
 from neuronx_dist.parallelize import api as api_module
@@ -138,6 +138,28 @@ def test_initial_values(tmp_path: Path) -> None:
     assert list(empty.state_dict()) == list(module.state_dict())
 
 
+@pytest.mark.parametrize("reuse", ["match", "moo", "graph", "override"])
+def test_an_object_gives_its_own_values_to_code_of_an_earlier_run(reuse: str, tmp_path: Path) -> None:
+    module, arguments = model("gpt")
+    tokens = {name: x.clone() for name, x in arguments.items()}
+
+    def loss(parallel: Any) -> float:
+        return float(parallel(**tokens).detach())
+
+    on_two(module, arguments, tmp_path, loss)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.mul_(1.5)
+    config = ComputeConfig(2, 2)
+
+    def rank() -> float:
+        # What other ranks have does not count: one model has one set of values.
+        own = module if comm.current().rank == 0 else model("gpt")[0]
+        return loss(parallelize(own, arguments, "tp", config, gen_savedir=tmp_path, reuse=reuse))
+
+    assert threads.run(Mesh(2, tp=2), rank) == pytest.approx([float(module(**tokens).detach())] * 2, rel=1e-12)
+
+
 def test_an_end2end_module_has_no_forward(tmp_path: Path) -> None:
     module, arguments = model("mlp")
     parallel = made(module, arguments, tmp_path, ComputeConfig(1, 1, use_end2end=True))
@@ -163,7 +185,7 @@ class Refusal(NamedTuple):
 X = torch.zeros(8, WIDTH).double()
 REFUSALS = {
     "unknown argument": Refusal({"arguments": {"x": X, "y": X, "scal": 2.0}}, TypeError, "no argument 'scal'.*scale"),
-    "missing argument": Refusal({"arguments": {"x": X}}, TypeError, "needs y too"),
+    "missing argument": Refusal({"arguments": {"x": X}}, TypeError, "needs y, which"),
     "two samples": Refusal({"config": ComputeConfig(1, 1, use_end2end=True)}, TypeError, "end2end.*requires x, y"),
     "no module": Refusal({"module": object()}, TypeError, "takes a torch.nn.Module"),
     "instance name": Refusal({"instance_name": "a-b"}, ValueError, "no Python identifier"),

@@ -17,9 +17,8 @@ from torch import Tensor
 from neuronx_dist.checking.types.judge import Operand, judge
 from neuronx_dist.checking.types.rules import RULES
 from neuronx_dist.parallelize import congruence
-from neuronx_dist.parallelize.congruence import spec_of, substituted
-from neuronx_dist.parallelize.derivation import local_shape
-from neuronx_dist.parallelize.program import Value, operands_of
+from neuronx_dist.parallelize.congruence import spec_of
+from neuronx_dist.parallelize.program import Value, local_shape, operands_of, substituted
 from neuronx_dist.parallelize.strategies import candidates, refusals
 from neuronx_dist.spmd import P, R, S, Shard
 from neuronx_dist.spmd.errors import Violation

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,24 @@ from typing import Any
 import pytest
 import torch
 
+from neuronx_dist import comm
 from neuronx_dist.comm import threads
 from neuronx_dist.parallel_layers.parallel_state import destroy_model_parallel
-from neuronx_dist.parallelize import ComputeConfig, parallelize
+from neuronx_dist.parallelize import (
+    ComputeConfig,
+    build_optimizer,
+    deduped_state_dict,
+    load_deduped_state_dict,
+    load_merged_state_dict,
+    merge_state_dicts,
+    parallelize,
+)
+from neuronx_dist.parallelize.decompose import decomposed
+from neuronx_dist.parallelize.emit import emit
+from neuronx_dist.parallelize.policies import divide
+from neuronx_dist.parallelize.record import record_program
+from neuronx_dist.parallelize.stored import stored_of
+from tests.parallelize.mutants import EAGER, Emitted, mutants, noticed
 from tests.parallelize.pipelines import (
     MODULES,
     accumulated,
@@ -35,6 +51,7 @@ LAYOUTS: dict[str, tuple[int, int, int, dict[str, Any]]] = {
     "pp2 tp2": (4, 1, 2, {"pipeline_nstages": 2}),
     "pp2 dp2": (2, 2, 2, {"pipeline_nstages": 2}),
     "pp2 dp2 zero": (2, 2, 2, {"pipeline_nstages": 2, "zero": True}),
+    "pp2 dp2 async": (2, 2, 2, {"pipeline_nstages": 2, "reducer": True}),
     "gpipe": (2, 1, 2, {"pipeline_nstages": 2, "pipeline_scheduler": "gpipe"}),
     "interleaved": (2, 1, 2, {"pipeline_nstages": 4, "pp_size": 2, "pipeline_scheduler": "1f1b_interleaved"}),
 }
@@ -124,4 +141,78 @@ def test_another_mesh_is_refused(tmp_path: Path) -> None:
         with pytest.raises(RuntimeError, match=r"stages on 2 groups of ranks, and the mesh has 1 along pp.*mesh\(2\)"):
             parallelize(module("mlp"), {"data": samples("mlp", 1)[0]}, "pp", config(2), gen_savedir=tmp_path)
 
-    threads.run(ComputeConfig(1, 2).mesh(), rank)
+    threads.run(config(2).mesh(), rank)
+
+
+def _merged(layout: str, folder: Path) -> tuple[list[Any], Any]:
+    """GPT after three steps in a layout: of each rank its deduped states, and the states of all merged."""
+    plan, units, ranks, options = LAYOUTS[layout]
+    settings = config(plan, units, **options)
+
+    def rank() -> Any:
+        parallel, stepper = _gpt(settings, folder)
+        for step in range(3):
+            parallel.train_step(samples("gpt", 4, step))
+            stepper.step()
+        return parallel.state_dict(), stepper.state_dict(), deduped_state_dict(parallel, stepper)
+
+    models, optimizers, deduped = zip(*threads.run(settings.mesh(ranks), rank))
+    return list(deduped), merge_state_dicts(models, optimizers)
+
+
+def _gpt(settings: ComputeConfig, folder: Path) -> Any:
+    parallel = parallelize(module("gpt"), {"data": samples("gpt", 1)[0]}, "hybrid", settings, gen_savedir=folder)
+    return parallel, build_optimizer(parallel, ADAMW)
+
+
+@pytest.mark.parametrize("layout", ["pp2 tp2", "pp2 dp2 zero"])
+def test_merged_states_are_those_of_one_process(layout: str, tmp_path: Path) -> None:
+    deduped, (model, optimizer) = _merged(layout, tmp_path)
+    whole = module("gpt")
+    stepper = ADAMW(whole.parameters())
+    for step in range(3):
+        whole.zero_grad()
+        for _ in range(LAYOUTS[layout][1]):
+            for sample in samples("gpt", 4, step):
+                first(whole(sample)).backward()
+        stepper.step()
+    loaded = module("gpt")
+    loaded.load_state_dict(model)
+    close(loaded.state_dict(), whole.state_dict(), 1e-9)
+    again = ADAMW(loaded.parameters())
+    again.load_state_dict(optimizer)
+    close(again.state_dict()["state"], stepper.state_dict()["state"], 1e-9)
+
+    plan, units, ranks, options = LAYOUTS[layout]
+    settings = config(plan, units, **options)
+
+    def resumed() -> Any:
+        states = []
+        for merged in (True, False):
+            parallel, other = _gpt(settings, tmp_path)
+            if merged:
+                load_merged_state_dict(parallel, model, other, optimizer)
+            else:
+                state, optimizer_state = deduped[comm.current().rank]
+                load_deduped_state_dict(parallel, state, other, optimizer_state)
+            parallel.train_step(samples("gpt", 4, 3))
+            other.step()
+            states.append({name: x.clone() for name, x in parallel.state_dict().items()})
+        return states
+
+    for merged, own in threads.run(settings.mesh(ranks), resumed):
+        close(own, dict(merged), 0.0)
+
+
+def test_mutants_of_collectives_of_stages_are_red() -> None:
+    settings = config(4, pipeline_nstages=2, costs=EAGER)
+    whole, given = module("mlp"), {"data": samples("mlp", 1)[0]}
+    division = divide(decomposed(record_program(whole, given, training=True)), "hybrid", settings)
+    assert len(division.stages) == 2
+    source = emit(division, stored=stored_of(whole, division), signature=inspect.signature(whole.forward))
+    program = Emitted(source, division, whole, {}, given)
+    assert noticed(program, source) == ""
+    wrong = list(mutants(source))
+    stages = source.split("def stage_")[1:]
+    assert len(stages) == 2 and "= spmd." in stages[0] + stages[1]
+    assert [mutant[:2] for mutant in wrong if not noticed(program, mutant.source)] == []

@@ -56,3 +56,4 @@ def test_example(name: str) -> None:
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert "one process has the same weights" in done.stdout and "spmd." in done.stdout
+    assert ", over 2 ranks:\n" in done.stdout and "\n-> " in done.stdout and "the program takes " in done.stdout

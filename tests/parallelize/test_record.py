@@ -12,10 +12,10 @@ from torch.nn import functional as F
 
 from neuronx_dist.checking.types.rules import RULES
 from neuronx_dist.parallelize.builder import Builder
-from neuronx_dist.parallelize.interpret import run_program, tensors_of
+from neuronx_dist.parallelize.interpret import run_program
 from neuronx_dist.parallelize.program import values_in
 from neuronx_dist.parallelize.record import record_program
-from tests.parallelize.programs import Function, assert_equal, sample
+from tests.parallelize.programs import Function, assert_equal, sample, tensors_of
 from tests.support.architectures import ARCHITECTURES, Architecture
 
 RECORDED = [each for each in ARCHITECTURES if each.name != "Mixtral"]

@@ -55,6 +55,7 @@ EXEMPT = {
     "_send:comm.barrier#1": _ORDER,
     "_send_file:comm.broadcast#1": _FILES,
     "_load_deduped_optimizer:comm.gather_objects#1": _STATES,
+    "_load_optimizer:comm.gather_objects#1": _STATES,
     **{
         f"{composition}#1": _COMPARED
         for composition in (

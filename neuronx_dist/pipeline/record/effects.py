@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +17,10 @@ __all__ = ["Effects", "has_tensors", "storage_of", "tensors_in"]
 
 # They write the running mean and variance, arguments 3 and 4, of which their schemas say nothing.
 _BATCH_NORMS = {getattr(torch.ops.aten, f"{backend}_batch_norm").default for backend in ("native", "cudnn", "miopen")}
+_ATTENTIONS = {
+    getattr(torch.ops.aten, f"_scaled_dot_product_{name}")
+    for name in ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
+}
 
 
 class Effects(TorchDispatchMode):
@@ -24,7 +29,7 @@ class Effects(TorchDispatchMode):
     Attributes:
         random: whether one draws random numbers.
         writes: the memory that they change.
-        flops: the floating-point operations of matrix products and convolutions, by torch's formulas.
+        flops: the floating-point operations of matrix products, convolutions and attention, by torch's formulas.
     """
 
     def __init__(self) -> None:
@@ -44,8 +49,9 @@ class Effects(TorchDispatchMode):
         if func in _BATCH_NORMS and args[5]:  # training
             self.writes |= {storage_of(x) for x in tensors_in(args[3:5])}
         result = func(*args, **(kwargs or {}))
-        count = flop_registry.get(func.overloadpacket)
-        if count is not None:
+        if func.overloadpacket in _ATTENTIONS:
+            self.flops += _attention_flops(*args[:3])
+        elif (count := flop_registry.get(func.overloadpacket)) is not None:
             self.flops += count(*args, **(kwargs or {}), out_val=result)
         return result
 
@@ -59,6 +65,14 @@ def _effects_of(func: Any) -> tuple[bool, list[tuple[int, str]]]:
         if argument.alias_info is not None and argument.alias_info.is_write
     ]
     return torch.Tag.nondeterministic_seeded in func.tags, written
+
+
+def _attention_flops(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> int:
+    """Of the two matrix products, as torch counts it, which has no count for CPU and before 2.10 none for shared heads.
+
+    query `[batch, heads, queries, width]`; key and value `[batch, heads or a divisor, keys, width]`
+    """
+    return 2 * math.prod(query.shape[:-1]) * key.shape[-2] * (query.shape[-1] + value.shape[-1])
 
 
 def tensors_in(x: Any) -> Iterator[torch.Tensor]:
