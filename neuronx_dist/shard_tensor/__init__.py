@@ -14,11 +14,12 @@ report.py        what is communicated, by function              attention_plan.p
 exchange.py      the exchange of a plan, differentiable         intervals.py, windows.py, chains.py  the plans
 one_program.py   the same as one program (XLA)                  pieces.py       parts of a shard
 halo.py, ring.py halos and rings of plain tensors               points.py, fetch.py  neighbours; rows by position
+awaited.py       redistribute(async_op=True)
 ops/             the handlers of torch's functions, one family a file
 """
 
 from ..call_site import hide
-from . import checkpoint, ops
+from . import awaited, checkpoint, ops
 from .construct import distribute_tensor, scatter_tensor
 from .device_mesh import DeviceMesh, init_device_mesh
 from .fallback import fallback, set_fallback
@@ -41,6 +42,7 @@ __all__ = [
     "ShardTensor",
     "ShardTensorSpec",
     "TensorPromotionMode",
+    "awaited",
     "checkpoint",
     "distribute_module",
     "distribute_tensor",

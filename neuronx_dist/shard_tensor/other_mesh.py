@@ -8,6 +8,7 @@ same way back, from the target's layout of gradients to the source's.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from .device_mesh import group_over
 from .spec import ShardTensorSpec, gradient_spec
 from .typed import declared
 
-__all__ = ["moved_to_mesh", "planned_bytes"]
+__all__ = ["moved_to_mesh", "planned_bytes", "start_move"]
 
 Box = tuple[tuple[int, int], ...]  # (first, behind the last) along each dim
 
@@ -50,14 +51,22 @@ class Move(NamedTuple):
         return all(piece.src == piece.dst for piece in self.pieces)
 
 
-def moved_to_mesh(local: torch.Tensor, spec: ShardTensorSpec, target: ShardTensorSpec) -> torch.Tensor:
+def moved_to_mesh(
+    local: torch.Tensor,
+    spec: ShardTensorSpec,
+    target: ShardTensorSpec,
+    finish: Callable[[], torch.Tensor] | None = None,
+) -> torch.Tensor:
     """This rank's part of a tensor by a layout on another mesh; empty where it is no part of that mesh. Differentiable.
 
     Every rank of the job calls it, in the same order, also one that is a part of neither mesh.
+
+    Args:
+        finish: of the same move, begun by `start_move`.
     """
     declared(local, spec)
     with no_typecheck():
-        result: torch.Tensor = _ToMesh.apply(local, spec, target)
+        result: torch.Tensor = _ToMesh.apply(local, spec, target, finish)
     return declared(result, target)
 
 
@@ -74,22 +83,29 @@ def planned_bytes(local: torch.Tensor, spec: ShardTensorSpec, target: ShardTenso
 
 class _ToMesh(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, spec: ShardTensorSpec, target: ShardTensorSpec) -> torch.Tensor:
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        spec: ShardTensorSpec,
+        target: ShardTensorSpec,
+        finish: Callable[[], torch.Tensor] | None,
+    ) -> torch.Tensor:
         ctx.back = gradient_spec(target), gradient_spec(spec)
-        return _exchange_boxes(x, spec, target)
+        return (finish or start_move(x, spec, target))()
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return moved_to_mesh(grad, *ctx.back), None, None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return moved_to_mesh(grad, *ctx.back), None, None, None
 
 
-def _exchange_boxes(x: torch.Tensor, spec: ShardTensorSpec, target: ShardTensorSpec) -> torch.Tensor:
+def start_move(x: torch.Tensor, spec: ShardTensorSpec, target: ShardTensorSpec) -> Callable[[], torch.Tensor]:
+    """Sends what other ranks need of `x`; the function that is returned waits, and gives this rank's part."""
     move = _plan(spec, target)
     group = None if move.is_local else group_over(spec.mesh, target.mesh)
     rank = target.mesh.get_rank()
     result = x.new_zeros(target.local_shape)
     if rank not in move.ranks:
-        return result
+        return lambda: result
     me = move.ranks.index(rank)
     source, own = move.source[me], move.target[me]
     sends = [x.new_empty(0)] * len(move.ranks)
@@ -100,16 +116,23 @@ def _exchange_boxes(x: torch.Tensor, spec: ShardTensorSpec, target: ShardTensorS
             sends[piece.dst] = _part(x, source, piece.box)
         if piece.dst == me:
             received[piece.src] = x.new_empty([high - low for low, high in piece.box])
+    handle = None
     if group is None:
         received = sends  # each rank keeps what it has
     else:
         order = [move.ranks.index(each) for each in group.ranks]
-        comm.exchange([sends[i] for i in order], [received[i] for i in order], group)
-    for piece in move.pieces:
-        if piece.dst == me:
-            assert own is not None
-            _part(result, own, piece.box).add_(received[piece.src])
-    return result
+        handle = comm.exchange([sends[i] for i in order], [received[i] for i in order], group, async_op=True)
+
+    def finish() -> torch.Tensor:
+        if handle is not None:
+            handle.wait()
+        for piece in move.pieces:
+            if piece.dst == me:
+                assert own is not None
+                _part(result, own, piece.box).add_(received[piece.src])
+        return result
+
+    return finish
 
 
 def _part(x: torch.Tensor, own: Box, box: Box) -> torch.Tensor:

@@ -175,22 +175,20 @@ class ShardTensor(torch.Tensor):
                 is no part of a mesh has an empty part of what lies there, and takes part in backward all the same.
             placements: None: Replicate everywhere, or its own if only `sizes` is wanted.
             sizes: for each mesh dim the sizes of its shards; None: chunks.
-            async_op: False. It stands here for torch's signature.
+            async_op: whether to return while the values travel, by one exchange; whoever asks for them first waits.
 
         Raises:
-            NotImplementedError: `async_op=True`.
+            NotImplementedError: `async_op=True` of a Partial that is no sum.
             ValueError: see `make_spec`.
         """
-        if async_op:
-            raise NotImplementedError(
-                "redistribute(async_op=True): the result is complete when redistribute returns; leave async_op out. "
-                "comm.exchange(.., async_op=True) overlaps, and so do convolutions and the ring by themselves"
-            )
         if placements is None and sizes is not None:
             placements = self._spec.placements
         target = make_spec(device_mesh or self._spec.mesh, placements, self._spec.shape, sizes)
         if target is self._spec:
             return self
+        if async_op:
+            result: ShardTensor = FUNCTIONS[ShardTensor.redistribute](self, target)
+            return result
         return wrap(redistributed(local_of(self), self._spec, target), target)
 
     # --- autograd

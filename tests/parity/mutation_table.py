@@ -175,7 +175,7 @@ CASES: dict[str, Callable[[], None]] = {
     },
     "_around:comm.exchange#1": mutations.halos_by_one_program,
     "_exchanged:comm.exchange#1": mutations.uneven_moves,
-    "_exchange_boxes:comm.exchange#1": mutations.moved_to_another_mesh,
+    "start_move:comm.exchange#1": mutations.moved_to_another_mesh,
     "_used:spmd.convert#1": mutations.weights,
     "_Together.backward:comm.all_reduce#1": mutations.gradients_together,
     "_Together.backward:spmd.all_reduce#1": mutations.gradients_with_a_graph,

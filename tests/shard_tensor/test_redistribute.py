@@ -131,15 +131,6 @@ def test_a_partial_mean_is_divided_by_the_number_of_ranks():
     on_ranks(2, means)
 
 
-def test_an_asynchronous_redistribute_is_refused_by_name():
-    def refuse(mesh):
-        x = distribute_tensor(whole(), mesh, [Shard(0)], src=None)
-        with pytest.raises(NotImplementedError, match=r"async_op=True.*complete when redistribute returns"):
-            x.redistribute(placements=[Replicate()], async_op=True)
-
-    on_ranks(2, refuse)
-
-
 def another_mesh(mesh):
     x = distribute_tensor(whole().requires_grad_(), mesh, [Shard(0)], sizes=[(1, 12, 0, 3)], src=None)
     grid = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("a", "b"))

@@ -264,6 +264,13 @@ def _twice(handler: Any) -> None:
     ShardTensor.register_function_handler(torch.dot, handler)
 
 
+def _modified_on_its_way(x):
+    y = x.redistribute(placements=[Partial()], async_op=True)
+    with torch.no_grad():
+        x.to_local().add_(1)
+    return y.to_local()
+
+
 def _judged(mesh: DeviceMesh, call: Callable[[torch.Tensor], Any]) -> None:
     with spmd.SpmdTypeMode():
         call(spmd.convert(torch.ones(3, 3), mesh.communicator(), src=spmd.R, dst=spmd.P))
@@ -524,7 +531,12 @@ _MORE: list[tuple[Callable[[DeviceMesh], Any], type[Exception], str]] = [
     ),
     (lambda mesh: RingPassingConfig(ring_direction="up"), ValueError, "ring_direction='up': use one of"),
     (lambda mesh: x(mesh).redistribute(sizes=[None, None]), ValueError, "there are 2 entries for a mesh of 1 dims"),
-    (lambda mesh: x(mesh).redistribute(async_op=True), NotImplementedError, "leave async_op out"),
+    (
+        lambda mesh: x(mesh).redistribute(placements=[Partial("max")], async_op=True),
+        NotImplementedError,
+        "leave async_op out",
+    ),
+    (lambda mesh: _modified_on_its_way(x(mesh)), RuntimeError, "modified in place while it was travelling"),
     (lambda mesh: copy.deepcopy(_leaf(mesh) * 2), RuntimeError, "only leaf ShardTensors can be copied"),
     (lambda mesh: _judged(mesh, lambda y: _exchange(mesh, y)), spmd.SpmdTypeError, "it is P on"),
     (
