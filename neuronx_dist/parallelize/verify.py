@@ -56,17 +56,19 @@ class Verdict(NamedTuple):
         types: the report of the type check, as text.
         not_run: why the program did not run for real; "": it did.
         largest_error: of all results, gradients and buffers, over what rounding explains; nan: it did not run.
+        coarse: why it was not compared in float64 too, where it is of coarser dtypes; "": it was.
     """
 
     types: str
     not_run: str
     largest_error: float
+    coarse: str
 
     def __str__(self) -> str:
         values = (
             self.not_run or f"equal to one process; largest error {self.largest_error:.2g} of what rounding explains"
         )
-        return f"types: {self.types}\nvalues: {values}"
+        return f"types: {self.types}\nvalues: {values}" + (f"; {self.coarse}" if self.coarse else "")
 
 
 def verify(
@@ -89,8 +91,8 @@ def verify(
     """
     report = check_types(source, division, arguments)
     reason = too_large(division.program)
-    error = math.nan if reason else check_values(source, division, module, constants, arguments)
-    return Verdict(report, reason, error)
+    error, coarse = (math.nan, "") if reason else check_values(source, division, module, constants, arguments)
+    return Verdict(report, reason, error, coarse)
 
 
 def too_large(program: Program) -> str:
@@ -147,8 +149,10 @@ def check_values(
     module: nn.Module,
     constants: Mapping[str, torch.Tensor],
     arguments: Mapping[str, Any],
-) -> float:
-    """Runs the source on threads and the original in one process, and compares. Returns the largest relative error.
+) -> tuple[float, str]:
+    """Runs the source on threads and the original in one process, and compares.
+
+    Returns the largest relative error, and why it was not compared in float64 too ("": it was, or is of float64).
 
     Raises:
         EmittedProgramError: they differ; the message names the tensors.
@@ -163,16 +167,17 @@ def check_values(
     with imported(source, division.size, constants=constants) as emitted:
         largest = _compared(emitted, division, tensors, wanted, tolerance)
         if tolerance <= TOLERANCES[torch.float64]:
-            return largest
+            return largest, ""
         tensors = {value: _copy(in_double(x.detach()).requires_grad_(x.requires_grad)) for value, x in tensors.items()}
         with InDouble():
             try:
                 wanted = _run_program(program, tensors)
-            except Exception:  # it has functions that are not for float64
-                return largest
+            except (RuntimeError, TypeError, ValueError, AssertionError) as error:  # a function that is not for float64
+                line = str(error).strip().partition("\n")[0]
+                return largest, f"not compared in float64: {type(error).__name__}: {line}"
         emitted.CONSTANTS = {name: in_double(x) for name, x in constants.items()}
         emitted.INPUTS = {path: (shape, wide_dtype(dtype)) for path, (shape, dtype) in emitted.INPUTS.items()}
-        return max(largest, _compared(emitted, division, tensors, wanted, TOLERANCES[torch.float64], InDouble))
+        return max(largest, _compared(emitted, division, tensors, wanted, TOLERANCES[torch.float64], InDouble)), ""
 
 
 def _compared(
@@ -334,7 +339,7 @@ def _errors(has: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor],
             errors[name] = math.inf
             continue
         floor = 1e-4 * largest if name.startswith("the gradient") else 1e-30
-        same = bool(torch.equal(torch.nan_to_num(own), torch.nan_to_num(x)))
+        same = bool(((own == x) | ((own != own) & (x != x))).all())  # nan is equal to nan alone
         distance = 0.0 if same else float((own.double() - x.double()).norm())
         errors[name] = distance / (max(norms[name], floor) * tolerance) if distance else 0.0
     return errors
