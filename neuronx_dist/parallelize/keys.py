@@ -6,6 +6,8 @@ import json
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -49,7 +51,7 @@ def key_of(module: nn.Module, arguments: Mapping[str, Any], policy: Any, config:
 
     Args:
         arguments: of forward, by name; of tensors the shapes and dtypes count.
-        policy: a name, a function, a plan.
+        policy: a name, a function, a plan; of a plan's file its content.
         others: what else the choice depends on.
     """
     program = {"class": type(module).__qualname__, **module_entries(module)}
@@ -63,10 +65,19 @@ def key_of(module: nn.Module, arguments: Mapping[str, Any], policy: Any, config:
         ]
         program[f"argument {name}"] = f"{structure} {texts}"
     program["torch"] = torch.__version__
-    choice = {"this package": own_sources(), "python": sys.version.split()[0], **value_entries("policy", policy)}
+    choice = {"this package": own_sources(), "python": sys.version.split()[0], **value_entries("policy", _read(policy))}
     for name, value in {**vars(config), **others}.items():
         choice |= value_entries(name, value)
+    plan = config.pas_config.get("load_plan_path")
+    if plan:
+        choice |= value_entries("pas_config", {**config.pas_config, "load_plan_path": _read(plan)})
     return Key(program, choice)
+
+
+def _read(value: Any) -> Any:
+    """Of a plan's file what is in it; anything else as it is."""
+    is_file = isinstance(value, (str, PathLike)) and Path(value).is_file()
+    return f"file {digest(Path(value).read_bytes())}" if is_file else value
 
 
 def _shown(old: str | None, new: str | None) -> str:
