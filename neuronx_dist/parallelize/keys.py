@@ -16,6 +16,7 @@ from torch import nn
 
 from .config import ComputeConfig
 from .fingerprint import digest, module_entries, own_sources, value_entries
+from .register import registrations
 
 __all__ = ["Key", "key_of"]
 
@@ -64,6 +65,8 @@ def key_of(module: nn.Module, arguments: Mapping[str, Any], policy: Any, config:
             for leaf in leaves
         ]
         program[f"argument {name}"] = f"{structure} {texts}"
+    for name, registered in registrations().items():  # all: code of installed packages may call any of them
+        program |= value_entries(f"registered {name}", registered)
     program["torch"] = torch.__version__
     choice = {"this package": own_sources(), "python": sys.version.split()[0], **value_entries("policy", _read(policy))}
     for name, value in {**vars(config), **others}.items():
