@@ -556,6 +556,12 @@ _MORE: list[tuple[Callable[[DeviceMesh], Any], type[Exception], str]] = [
         "a window of 5 does not fit into 2 inputs",
     ),
     (_modified_in_one_exchange, RuntimeError, "modified in place before the result was computed"),
+    (lambda mesh: (_leaf(mesh) * 2)[5].mul_(2), RuntimeError, r"it is a copy, .* Write x\[i\] = value or x\[i:i\+1\]"),
+    (
+        lambda mesh: x(mesh)[5].copy_(torch.ones(6, requires_grad=True)),
+        RuntimeError,
+        r"^in place on x\[i\], or another",
+    ),
     (lambda mesh: partition_spec(summand(mesh, 4)._spec), ValueError, "partition_spec: Partial"),
     (lambda mesh: partition_spec(x(mesh)._spec), ValueError, r"dim 0 has shards of \[4, 3\], and XLA's are equal"),
     (lambda mesh: placements_of((0, 0), 1), ValueError, "each for one dim of the tensor"),
