@@ -351,6 +351,12 @@ class ParallelModule(Container):
                 names.setdefault(first, name)
         return list(names.values())
 
+    def stages_of_weights(self) -> dict[str, comm.Communicator]:
+        """The weights on this rank that several pipeline stages hold, under all their names, with the ranks that do."""
+        groups = {} if self._pipeline is None else self._pipeline.tied
+        names = {name: stored.same_as or name for name, stored in self._own_stored().items()}
+        return {name: groups[first] for name, first in names.items() if first in groups}
+
     def gather_params(self) -> None:
         """Waits for parameters that ZeRO has updated on other ranks: its step has done so already."""
 

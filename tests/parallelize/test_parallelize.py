@@ -80,6 +80,27 @@ def test_both_modes_are_recorded(tmp_path: Path) -> None:
     torch.testing.assert_close(parallel.norm.running_var, module.norm.running_var)
 
 
+def test_autocast_is_of_the_device_that_the_module_is_on(tmp_path: Path) -> None:
+    """In the file as `self.device.type`: recorded on CPU, it runs on a GPU."""
+
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                y = self.linear(x)
+            return y.float() * x
+
+    module, x = Mixed(), torch.randn(8, WIDTH)
+    parallel = made(module, {"x": x}, tmp_path)
+    (code,) = tmp_path.rglob("gencode0.py")
+    lines = [line.strip() for line in code.read_text().splitlines() if "autocast" in line]
+    assert {*lines} == {"with torch.autocast(self.device.type, torch.bfloat16, enabled=True):"}
+    assert torch.equal(parallel(x), module(x))
+
+
 def test_train_step(tmp_path: Path) -> None:
     module, arguments = model("mlp")
     (sample,) = arguments.values()

@@ -13,6 +13,7 @@ from ..labels import Labels, inside
 from ..redistribute import redistributed
 from ..spec import ShardTensorSpec
 from ..tensor import ShardTensor, gradient_spec, local_of, wrap, written
+from ..written_back import copy_of
 from .deferred import Deferred, mapped
 
 __all__: list[str] = []
@@ -48,7 +49,10 @@ def _in_place(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> A
             f"{func.__name__} in place on {x._spec.placements}: redistribute() the tensor to Replicate first"
         )
     locals_, keywords, _ = _operands(args, kwargs, x._spec)
+    copy = copy_of(x._local)
     func(*locals_, **keywords)
+    if copy is not None:
+        copy.write_back()
     return written(x)
 
 
@@ -61,7 +65,10 @@ def _into(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
             f"{func.__name__}: out must be a ShardTensor of shape {tuple(result.shape)}, got a {type(out).__name__} of "
             f"{tuple(out.shape)}"
         )
+    copy = copy_of(out._local)
     out._local.copy_(redistributed(result._local, result._spec, out._spec))
+    if copy is not None:
+        copy.write_back()
     return out
 
 
@@ -239,7 +246,11 @@ def foreach(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any
         next(replaced) if any(x is each for each in lists) else x.full_tensor() if isinstance(x, ShardTensor) else x
         for x in args
     ]
+    copies = [copy_of(x) for x in locals_[0]] if writes and any(spec is not None for spec in specs) else []
     results = func(*arguments, **kwargs)
+    for copy in copies:
+        if copy is not None:
+            copy.write_back()
     if writes or results is None:
         return results
     return tuple(value if spec is None else wrap(value, spec) for value, spec in zip(results, specs))
