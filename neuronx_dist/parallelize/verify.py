@@ -82,7 +82,7 @@ def verify(
     Raises:
         EmittedProgramError: one of them is wrong; the message says what, and which.
     """
-    report = check_types(source, division, arguments)
+    report = check_types(source, division, arguments, constants)
     reason = too_large(division.program)
     error = math.nan if reason else check_values(source, division, module, constants, arguments)
     return Verdict(report, reason, error)
@@ -100,7 +100,12 @@ def too_large(program: Program) -> str:
     )
 
 
-def check_types(source: str, division: Division, arguments: Mapping[str, Any]) -> str:
+def check_types(
+    source: str,
+    division: Division,
+    arguments: Mapping[str, Any],
+    constants: Mapping[str, torch.Tensor] | None = None,
+) -> str:
     """The report of `spmd.check` over all ranks of the division.
 
     Raises:
@@ -120,7 +125,7 @@ def check_types(source: str, division: Division, arguments: Mapping[str, Any]) -
 
     leaves = [{division.axis: division.types[x]} if isinstance(x, Value) else None for x in division.program.arguments]
     in_types = pytree.tree_unflatten(leaves, division.program.structure)
-    with imported(source, division.size) as emitted:
+    with imported(source, division.size, constants=constants) as emitted:
         mesh = {division.axis: division.size}
         report = check(lambda: emitted(init_params=False), dict(arguments), mesh, step=step, in_types=in_types)
     if not report.ok:
