@@ -77,13 +77,12 @@ def load_merged_state_dict(
 
     Args:
         module: parallel, or with parallel submodules.
-        device: where the module is moved to first; None: it stays where it is.
+        device: where the module is moved to first; None: the mesh's device, or where it is without one or on CPU.
 
     Raises:
         ValueError: the state is of another model.
     """
-    if device is not None:
-        module.to(device)
+    _move(module, device)
     own = module.state_dict()
     layout = layout_of(own)
     local = OrderedDict((name, value) for name, value in module_state_dict.items() if name not in layout.elsewhere)
@@ -129,13 +128,12 @@ def load_deduped_state_dict(
     All ranks call it together.
 
     Args:
-        device: where the module is moved to first; None: it stays where it is.
+        device: where the module is moved to first; None: the mesh's device, or where it is without one or on CPU.
 
     Raises:
         ValueError: it is of another rank or layout.
     """
-    if device is not None:
-        module.to(device)
+    _move(module, device)
     own = module.state_dict()
     here, saved = layout_of(own), layout_of(module_state_dict)
     _check_same_layout(here, saved)
@@ -152,6 +150,13 @@ def load_deduped_state_dict(
 
 load_merged_state_dicts = load_merged_state_dict
 deduped_state_dicts = deduped_state_dict
+
+
+def _move(module: nn.Module, device: str | torch.device | None) -> None:
+    if device is None and comm.is_initialized() and comm.current().backend.device.type != "cpu":
+        device = comm.current().backend.device
+    if device is not None:
+        module.to(device)
 
 
 # --- modules ----------------------------------------------------------------------------------------------------------

@@ -89,7 +89,7 @@ def verify(
         EmittedProgramError: one of them is wrong; the message says what, and which.
         OriginalError: the original fails.
     """
-    report = check_types(source, division, arguments)
+    report = check_types(source, division, arguments, constants)
     reason = too_large(division.program)
     error, coarse = (math.nan, "") if reason else check_values(source, division, module, constants, arguments)
     return Verdict(report, reason, error, coarse)
@@ -107,7 +107,12 @@ def too_large(program: Program) -> str:
     )
 
 
-def check_types(source: str, division: Division, arguments: Mapping[str, Any]) -> str:
+def check_types(
+    source: str,
+    division: Division,
+    arguments: Mapping[str, Any],
+    constants: Mapping[str, torch.Tensor] | None = None,
+) -> str:
     """The report of `spmd.check` over all ranks of the division.
 
     Raises:
@@ -127,7 +132,7 @@ def check_types(source: str, division: Division, arguments: Mapping[str, Any]) -
 
     leaves = [{division.axis: division.types[x]} if isinstance(x, Value) else None for x in division.program.arguments]
     in_types = pytree.tree_unflatten(leaves, division.program.structure)
-    with imported(source, division.size) as emitted:
+    with imported(source, division.size, constants=constants) as emitted:
         mesh = {division.axis: division.size}
         report = check(lambda: emitted(init_params=False), dict(arguments), mesh, step=step, in_types=in_types)
     if not report.ok:
