@@ -140,6 +140,7 @@ MATMUL = [
 VIEWS = [
     Case("transpose", lambda x: x.transpose(0, 1), [(N, 3, 2)]),
     Case("permute", lambda x: x.permute(2, 0, 1), [(N, 3, 2)]),
+    Case("permute by name", lambda x: torch.permute(x, dims=[2, 0, 1]), [(N, 3, 2)]),
     Case("T", lambda x: x.T, [(N, 3)]),
     Case("mT", lambda x: x.mT, [(2, N, 3)]),
     Case("movedim", lambda x: torch.movedim(x, 0, -1), [(N, 3, 2)]),
@@ -150,6 +151,8 @@ VIEWS = [
     Case("view of a merge", lambda x: x.view(2 * N, 3), [(N, 2, 3)], refusals="redistribute"),
     Case("reshape of a split", lambda x: x.reshape(4, 4, 3), [(N, 3)], refusals="redistribute"),
     Case("unflatten", lambda x: x.unflatten(1, (2, 3)), [(N, 6)], refusals="redistribute"),
+    Case("reshape by name", lambda x: torch.reshape(x, shape=[N, 6]), [(N, 3, 2)], refusals="redistribute"),
+    Case("unflatten by name", lambda x: torch.unflatten(x, dim=1, sizes=[2, 3]), [(N, 6)], refusals="redistribute"),
     Case("heads", lambda x: x.view(2, N, 2, 3).transpose(1, 2), [(2, N, 6)], refusals="redistribute"),
     Case("expand", lambda x: x.expand(4, N, 5), [(N, 1)]),
     Case("expand_as", lambda x, y: x.expand_as(y) * 1, [(1, 3), (N, 3)]),
