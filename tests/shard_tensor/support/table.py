@@ -89,6 +89,8 @@ POINTWISE = [
     Case("a plain operand", torch.mul, [(N, 3), (N, 3)], plain=(1,)),
     Case("a plain row first", lambda x, y: y - x, [(N, 3), (3,)], plain=(1,)),
     Case("where", lambda x, y: torch.where(x > 0, x, y), [(N, 3), (N, 3)]),
+    Case("where alone", lambda x: torch.where(x > 0), [(N, 3)], gradients=False, gathers=True),
+    Case("where of a tensor", lambda x, y: x.where(y > 0, 0.0), [(N, 3), (N, 3)]),
     Case("where with a number", lambda x: torch.where(x > 0, x, 0.0), [(N, 3)]),
     Case("clamp", lambda x: x.clamp(-0.5, 0.5), [(N, 3)]),
     Case("lerp", torch.lerp, [(N, 3), (N, 3), (N, 1)]),
