@@ -131,6 +131,8 @@ MATMUL = [
     Case("einsum", lambda x, y: torch.einsum("bik,bkj->bij", x, y), [(3, N, 4), (3, 4, 5)]),
     Case("einsum with dots", lambda x, y: torch.einsum("...i,ji->...j", x, y), [(2, N, 4), (5, 4)]),
     Case("einsum implicit", lambda x, y: torch.einsum("ij,jk", x, y), [(N, 4), (4, 5)]),
+    Case("einsum of sublists", lambda x, y: torch.einsum(x, [0, 1], y, [1, 2], [2, 0]), [(N, 4), (4, 5)]),
+    Case("einsum of sublists, implicit", lambda x, y: torch.einsum(x, [..., 26, 0], y, [0, 1]), [(2, N, 4), (4, 5)]),
     Case("einsum outer", lambda x, y: torch.einsum("i,j->ij", x, y), [(N,), (5,)]),
     Case("einsum trace", lambda x: torch.einsum("iij->j", x), [(4, 4, N)]),
     Case("tensordot", lambda x, y: torch.tensordot(x, y, ([1, 0], [0, 2])), [(N, 3, 2), (3, 4, N)]),
