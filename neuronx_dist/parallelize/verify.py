@@ -33,7 +33,7 @@ from .modes import Deterministic, InDouble, checkpoint_in, in_double, wide_dtype
 from .module import ParallelModule
 from .program import Division, Program, Value, operands_of
 
-__all__ = ["EmittedProgramError", "Verdict", "check_types", "check_values", "verify"]
+__all__ = ["EmittedProgramError", "OriginalError", "Verdict", "check_types", "check_values", "verify"]
 
 MOST_FLOPS = 2e10  # of a forward that is run for real
 MOST_ELEMENTS = 1e8  # of its parameters
@@ -43,6 +43,10 @@ TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 3e-2, tor
 
 class EmittedProgramError(RuntimeError):
     """An emitted program is not what was recorded. This is a bug of this package."""
+
+
+class OriginalError(RuntimeError):
+    """The original module fails on its arguments; the cause says how."""
 
 
 class Verdict(NamedTuple):
@@ -81,6 +85,7 @@ def verify(
 
     Raises:
         EmittedProgramError: one of them is wrong; the message says what, and which.
+        OriginalError: the original fails.
     """
     report = check_types(source, division, arguments)
     reason = too_large(division.program)
@@ -147,6 +152,7 @@ def check_values(
 
     Raises:
         EmittedProgramError: they differ; the message names the tensors.
+        OriginalError: the original fails.
     """
     program = division.program
     tensors = _values(program, module, arguments)
@@ -267,9 +273,12 @@ def _run_original(
     with restored(module), torch.set_grad_enabled(program.training), Deterministic():
         module.train(program.training)
         arguments = pytree.tree_unflatten(own, program.structure)
-        result = torch.func.functional_call(module, state, (), arguments)
-        results = _results(result)
-        _backward(result, program.training)
+        try:
+            result = torch.func.functional_call(module, state, (), arguments)
+            results = _results(result)
+            _backward(result, program.training)
+        except Exception as error:
+            raise OriginalError(f"{type(error).__name__}: {error}") from error
     leaves = {value.path: state[value.path] for value in program.parameters}
     leaves |= {leaf.path: x for leaf, x in zip(program.arguments, own) if isinstance(leaf, Value)}
     buffers = {value.path: state[value.path] for value in program.buffers}
