@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ..handlers import sharded
+from ..handlers import FUNCTIONS, UNHANDLED, sharded
 from ..labels import Labels, inside
 from ..redistribute import redistributed
 from ..spec import ShardTensorSpec
@@ -123,7 +123,7 @@ isclose isfinite isinf isnan isneginf isposinf isreal ldexp le lerp less less_eq
 logaddexp logaddexp2 logical_and logical_not logical_or logical_xor logit lt masked_fill maximum minimum mul multiply
 mvlgamma nan_to_num ne neg negative nextafter not_equal polar polygamma positive pow rad2deg real reciprocal relu
 remainder resolve_conj resolve_neg round rsqrt rsub sgn sigmoid sign signbit sin sinc sinh special_entr sqrt square sub
-subtract tan tanh threshold true_divide trunc where xlogy clone complex celu selu elu hardshrink
+subtract tan tanh threshold true_divide trunc xlogy clone complex celu selu elu hardshrink
 """.split()
 _SPECIAL = (
     "digamma entr erf erfc erfcx erfinv exp2 expit expm1 gammainc gammaincc gammaln i0 i0e i1 i1e log1p log_ndtr logit \
@@ -174,6 +174,13 @@ _WRITING = [
 ]
 sharded(*_POINTWISE)(pointwise)
 sharded(*_WRITING)(_in_place)
+
+
+@sharded(torch.where, torch.Tensor.where)
+def where(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
+    """`torch.where(condition)` alone gives positions, as many as there are."""
+    handler = FUNCTIONS[UNHANDLED] if len(args) + len(kwargs) == 1 else pointwise
+    return handler(func, types, args, kwargs)
 
 
 @sharded(torch.zeros_like, torch.ones_like, torch.full_like, torch.empty_like)

@@ -52,7 +52,7 @@ def _permuted(shape: torch.Size, func: Callable[..., Any], args: Any, kwargs: An
 )
 def permuted(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
     x, *others = args
-    (local,), spec = inside(_permuted, (x,), func, hashable(others), tuple(kwargs.items()))
+    (local,), spec = inside(_permuted, (x,), func, hashable(others), hashable(list(kwargs.items())))
     return wrap(func(local, *others, **kwargs), spec)
 
 
@@ -150,7 +150,7 @@ def reshaped(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> An
         if others[0].itemsize != x.dtype.itemsize:
             raise ValueError("view: a dtype of another size would change the sharded sizes; use to(dtype)")
         return wrap(local_of(x).view(others[0]), x._spec)
-    source, spec = _reshaped(x._spec, func, hashable(others), tuple(kwargs.items()))
+    source, spec = _reshaped(x._spec, func, hashable(others), hashable(list(kwargs.items())))
     local = redistributed_view(local_of(x), x._spec, source)
     view = _T.view if func is _T.view else _T.reshape
     if active() is not None:  # the sizes are those of this rank's shard
