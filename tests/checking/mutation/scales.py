@@ -21,7 +21,7 @@ from pathlib import Path
 from types import CodeType
 from typing import Any, NamedTuple
 
-from neuronx_dist import attention, checking, comm, planning, shard_tensor, spmd, xla_replay
+from neuronx_dist import attention, checking, comm, parallelize, planning, shard_tensor, spmd, xla_replay
 from neuronx_dist.checking.types.handlers import autograd
 from tests.checking.mutation.programs import PROGRAMS
 from tests.support.call_sites import PACKAGE, Site
@@ -32,7 +32,7 @@ MUTANTS = {"dropped": "1", "twice": "({0}) * ({0})", "inverse": "1 / ({0})"}
 _SIZE = re.compile(r"comm\.size\(.*\)|[\w.]+\.size|([\w.]+\.)?scale|torch\.where\(count.*|count or .*")
 _PRODUCTS = ("_foreach_mul", "_foreach_mul_", "mul_")
 # The checker, and operators, for which it has rules; ShardTensors, whose cases compare values (tests/shard_tensor).
-_OUTSIDE = (attention, checking, comm, planning, shard_tensor, spmd, xla_replay)
+_OUTSIDE = (attention, checking, comm, parallelize, planning, shard_tensor, spmd, xla_replay)
 
 
 class ScaleSite(NamedTuple):
