@@ -419,9 +419,9 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
         load_optimizer_state_dict(base, {**base.state_dict(), "state": state_dict["base_state"]})
         if self.loss_scaler is not None and "loss_scaler" in state_dict:
             self.loss_scaler.load_state_dict(state_dict["loss_scaler"])
-        masters = state_dict.get("sharded_master_weights")
+        masters = state_dict.get("sharded_master_weights", {})
         for index, shard in enumerate(self.shards):
-            if masters is None:
+            if index not in masters:
                 shard.pull()
             else:
                 shard.set_master(masters[index])

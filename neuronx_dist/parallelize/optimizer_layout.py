@@ -24,8 +24,9 @@ from .config import ComputeConfig
 from .layouts import LAYOUT, position_data, spec_from_data, specs_data
 from .module import ParallelModule
 
-__all__ = ["OwnState", "Rows", "names_of_groups", "optimizer_layout", "spec_for", "state_dict_with"]
+__all__ = ["MASTER", "OwnState", "Rows", "names_of_groups", "optimizer_layout", "spec_for", "state_dict_with"]
 
+MASTER = "master_weight"  # the key of what ZeRO keeps of a weight in a finer dtype
 States = dict[str, dict[str, Any]]
 
 
@@ -113,6 +114,9 @@ class OwnState:
         if "base_state" in state_dict:
             trained = [names[index] for index in layout["trained"]]
             states = {trained[index]: dict(state) for index, state in state_dict["base_state"].items()}
+            for index, master in state_dict.get("sharded_master_weights", {}).items():
+                if index < len(trained):  # a stage without parameters has a master of none
+                    states.setdefault(trained[index], {})[MASTER] = master
         else:
             states = {names[index]: dict(state) for index, state in state_dict["state"].items()}
         groups = [
@@ -171,13 +175,14 @@ def state_dict_with(
         for group, new in zip(own["param_groups"], options)
     ]
     result = {**own, "param_groups": groups}
+    plain = {name: {key: x for key, x in state.items() if key != MASTER} for name, state in states.items()}
     if "base_state" in own:
-        result["base_state"] = {
-            number: states[names[index]] for number, index in enumerate(layout["trained"]) if names[index] in states
-        }
-        result.pop("sharded_master_weights", None)  # made of the weights
+        trained = {number: names[index] for number, index in enumerate(layout["trained"])}
+        result["base_state"] = {number: plain[name] for number, name in trained.items() if plain.get(name)}
+        masters = {number: states[name][MASTER] for number, name in trained.items() if MASTER in states.get(name, ())}
+        result["sharded_master_weights"] = masters  # of the others they are made of the weights
     else:
-        result["state"] = {index: states[name] for index, name in enumerate(names) if name in states}
+        result["state"] = {index: plain[name] for index, name in enumerate(names) if plain.get(name)}
     return result
 
 

@@ -23,7 +23,7 @@ from .. import comm
 from ..weights.shard_spec import ShardSpec
 from .layouts import StateLayout, layout_of
 from .module import ParallelModule
-from .optimizer_layout import OwnState, Rows, names_of_groups, spec_for, state_dict_with
+from .optimizer_layout import MASTER, OwnState, Rows, names_of_groups, spec_for, state_dict_with
 
 __all__ = [
     "deduped_state_dict",
@@ -218,11 +218,15 @@ def _merged_optimizer(ranks: Sequence[OwnState]) -> dict[str, Any]:
         numbers.update((name, first + offset) for offset, name in enumerate(names))
         groups.append({**group, "params": [numbers[name] for name in names]})
     state: dict[int, dict[str, Any]] = {}
+    masters: dict[int, torch.Tensor] = {}
     for name, number in numbers.items():
-        keys = list(dict.fromkeys(key for rank in ranks for key in rank.states.get(name, ())))
-        if keys:
-            state[number] = {key: _merged_value(ranks, name, key) for key in keys}
-    return {"state": state, "param_groups": groups}
+        keys = dict.fromkeys(key for rank in ranks for key in rank.states.get(name, ()))
+        values = {key: _merged_value(ranks, name, key) for key in keys}
+        if MASTER in values:  # not a part of the state, which a plain optimizer takes for its own
+            masters[number] = values.pop(MASTER)
+        if values:
+            state[number] = values
+    return {"state": state, "param_groups": groups, **({"master_weights": masters} if masters else {})}
 
 
 def _merged_value(ranks: Sequence[OwnState], name: str, key: str) -> Any:
@@ -261,15 +265,18 @@ def _load_optimizer(optimizer: torch.optim.Optimizer, merged: Mapping[str, Any])
             f"the optimizer's state is of {len(given)} parameters in {len(merged['param_groups'])} groups, and this "
             f"optimizer has {len(names)} in {len(own.groups)}: it is of another model or optimizer"
         )
+    whole = {index: dict(state) for index, state in merged["state"].items()}
+    for index, master in merged.get("master_weights", {}).items():
+        whole.setdefault(index, {})[MASTER] = master
     states: dict[str, dict[str, Any]] = {}
     for name, index in zip(names, given):
-        if index in merged["state"] and name in own.shapes:
+        if index in whole and name in own.shapes:
             spec = spec_for(own, name)
             states[name] = {
                 key: own.rows.cut(spec.local_slice(value, own.index)).clone()
                 if _is_whole(value, spec)
                 else deepcopy(value)
-                for key, value in merged["state"][index].items()
+                for key, value in whole[index].items()
             }
     optimizer.load_state_dict(state_dict_with(optimizer, states, merged["param_groups"]))
 

@@ -52,12 +52,28 @@ def through_a_file(x):
     return torch.load(stream, weights_only=True)
 
 
-def states_of(config, parent, factory, steps, load=None, states=lambda m, o: (m.state_dict(), o.state_dict())):
+def in_two_dtypes(module):
+    """A parent whose own layer is bfloat16."""
+    module.before.bfloat16()
+    module.before.register_forward_pre_hook(lambda module, args: args[0].bfloat16())
+    module.before.register_forward_hook(lambda module, args, result: result.double())
+    return module
+
+
+def states_of(
+    config,
+    parent,
+    factory,
+    steps,
+    load=None,
+    states=lambda m, o: (m.state_dict(), o.state_dict()),
+    change=lambda module: module,
+):
     """Of each rank the states after some steps, the results of the steps, and the whole weights."""
     with parallel(config, parent) as make:
 
         def program():
-            module = make()
+            module = change(make())
             optimizer = build_optimizer(module, factory)
             if load is not None:
                 load(module, optimizer)
@@ -132,13 +148,19 @@ def test_saved_under_one_plan_and_loaded_under_any_other(source, target):
         close(weights, {name: param.detach() for name, param in module.named_parameters()})
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout, change",
+    [
+        *((layout, None) for layout in LAYOUTS),
+        *((layout, in_two_dtypes) for layout in ("tp", "zero", "zero of 3", "tp x zero", "zero x 2")),
+    ],
+)
 @pytest.mark.parametrize("form", ["own", "merged", "deduped"])
-def test_training_goes_on_bit_equal_in_the_same_layout(layout, form):
-    config = config_of(layout)
-    straight = states_of(config, "parent", ADAMW, range(8))
+def test_training_goes_on_bit_equal_in_the_same_layout(layout, change, form):
+    config, options = config_of(layout), {"change": change} if change else {}
+    straight = states_of(config, "parent", ADAMW, range(8), **options)
     take = deduped_state_dict if form == "deduped" else lambda m, o: (m.state_dict(), o.state_dict())
-    half = states_of(config, "parent", ADAMW, HALF, states=take)
+    half = states_of(config, "parent", ADAMW, HALF, states=take, **options)
     states = [each for each, *_ in half]
 
     def load(module, optimizer):
@@ -152,7 +174,7 @@ def test_training_goes_on_bit_equal_in_the_same_layout(layout, form):
             optimizer.load_state_dict(own[1])
 
     merged = merge_state_dicts([own[0] for own in states], [own[1] for own in states])
-    resumed = states_of(config, "parent", ADAMW, REST, load)
+    resumed = states_of(config, "parent", ADAMW, REST, load, **options)
     for (_, results, weights), (_, expected, expected_weights) in zip(resumed, straight):
         equal(results, tuple(values[4:] for values in expected))
         equal(weights, expected_weights)
