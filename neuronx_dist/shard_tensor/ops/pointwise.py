@@ -130,7 +130,7 @@ _METHODS = """
 __abs__ __add__ __and__ __div__ __eq__ __floordiv__ __ge__ __gt__ __invert__ __le__ __lshift__ __lt__ __mod__ __mul__
 __ne__ __neg__ __or__ __pos__ __pow__ __radd__ __rand__ __rdiv__ __rfloordiv__ __rlshift__ __rmod__ __rmul__ __ror__
 __rpow__ __rrshift__ __rshift__ __rsub__ __rtruediv__ __rxor__ __sub__ __truediv__ __xor__ bfloat16 bool byte char
-contiguous cpu cuda double float half int long short to type type_as
+contiguous cpu cuda double float half int long short type
 """.split()
 _IN_PLACE = (
     "__iadd__ __iand__ __idiv__ __ifloordiv__ __ilshift__ __imod__ __imul__ __ior__ __ipow__ __irshift__ __isub__ \
@@ -167,6 +167,20 @@ _WRITING = [
 ]
 sharded(*_POINTWISE)(pointwise)
 sharded(*_WRITING)(_in_place)
+
+
+@sharded(torch.Tensor.to, torch.Tensor.type_as)
+def cast(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
+    """Of another tensor the dtype and the device alone are taken."""
+    x, *options = args
+    keywords = dict(kwargs)
+    other = options[0] if options else keywords.pop("tensor", keywords.pop("other", None))
+    if not isinstance(other, torch.Tensor):
+        return pointwise(func, types, args, kwargs)
+    target = (x, other.device, other.dtype, *options[1:])
+    if isinstance(x, ShardTensor):
+        return pointwise(torch.Tensor.to, types, target, keywords)
+    return torch.Tensor.to(*target, **keywords)
 
 
 @sharded(torch.zeros_like, torch.ones_like, torch.full_like, torch.empty_like)
