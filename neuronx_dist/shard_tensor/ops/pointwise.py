@@ -36,17 +36,20 @@ def _pointwise(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> 
     return wrap(func(*locals_, **keywords), spec)
 
 
-def _in_place(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
-    x = args[0]
+def check_writable(name: str, x: torch.Tensor) -> None:
+    """Raises a ValueError for a tensor that the function of this name cannot modify in place."""
     if not isinstance(x, ShardTensor):
         raise ValueError(
-            f"{func.__name__} would write a ShardTensor's values into a plain tensor of shape {tuple(x.shape)}: "
+            f"{name} would write a ShardTensor's values into a plain tensor of shape {tuple(x.shape)}: "
             "distribute it first, or use the form that returns a tensor"
         )
     if x._spec.partial:
-        raise ValueError(
-            f"{func.__name__} in place on {x._spec.placements}: redistribute() the tensor to Replicate first"
-        )
+        raise ValueError(f"{name} in place on {x._spec.placements}: redistribute() the tensor to Replicate first")
+
+
+def _in_place(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
+    x = args[0]
+    check_writable(func.__name__, x)
     locals_, keywords, _ = _operands(args, kwargs, x._spec)
     func(*locals_, **keywords)
     return written(x)
@@ -244,6 +247,8 @@ def foreach(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any
             specs.append(None)
             values: list[Any] = list(column)
         else:
+            if writes:
+                check_writable(func.__name__, column[0])
             values, spec = inside(aligned, column, result=column[0]._spec if writes else None)
             specs.append(spec)
         for row, value in zip(locals_, values):
@@ -255,5 +260,8 @@ def foreach(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any
     ]
     results = func(*arguments, **kwargs)
     if writes or results is None:
+        for column, spec in zip(columns, specs):
+            if spec is not None:
+                written(column[0])
         return results
     return tuple(value if spec is None else wrap(value, spec) for value, spec in zip(results, specs))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from neuronx_dist.shard_tensor import Partial, Shard, ShardTensor, distribute_tensor
-from tests.shard_tensor.support.cases import on_ranks
+from tests.shard_tensor.support.cases import assert_close, on_ranks
 
 
 def casts(mesh):
@@ -41,3 +42,37 @@ def casts(mesh):
 
 def test_casts_to_another_tensor():
     on_ranks(2, casts)
+
+
+class Foreign(torch.autograd.Function):
+    """A function that is not asked by `__torch_function__`."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+def lists(mesh):
+    whole = torch.linspace(1, 2, 5, dtype=torch.float64)
+    x = distribute_tensor(whole.clone().requires_grad_(), mesh, [Shard(0)], sizes=[(4, 1)], src=None)
+    y, plain = x * 2, torch.ones(3)
+    torch._foreach_mul_([plain, y], [torch.full((3,), 4.0), x.detach() * 0 + 3])
+    assert torch.equal(plain, torch.full((3,), 4.0))
+    Foreign.apply(y).sum().backward()
+    assert_close(x.grad.full_tensor(), torch.full_like(whole, 6), "gradient through a foreign function")
+    for write in (lambda y: torch._foreach_add_([y], 1.0), lambda y: torch._foreach_mul_([y], [x.detach()])):
+        summands = ShardTensor.from_local(whole, mesh, [Partial()], sharding_shapes="chunk")
+        with pytest.raises(ValueError, match=r"_foreach_..._ in place on .*Partial.*redistribute"):
+            write(summands)
+    plain = torch.ones(5, dtype=torch.float64)
+    with pytest.raises(ValueError, match="_foreach_mul_ would write a ShardTensor's values into a plain"):
+        torch._foreach_mul_([plain, x.detach()], [x.detach(), x.detach()])
+    assert torch.equal(plain, torch.ones(5, dtype=torch.float64)) and torch.equal(x.full_tensor(), whole)
+
+
+def test_lists_in_place():
+    on_ranks(2, lists)
