@@ -16,9 +16,10 @@ from ...spmd import S
 from ..handlers import sharded
 from ..labels import Labels, inside
 from ..redistribute import redistributed
-from ..tensor import ShardTensor, gradient_spec, local_of
+from ..tensor import ShardTensor, gradient_spec, local_of, written
 from ..typed import on_own_shard
 from .indexing import check_positions, expanded, in_layout_of, is_basic, own_positions, shortened
+from .pointwise import check_writable
 from .select import dim_of
 from .views import sliced
 
@@ -72,8 +73,8 @@ def _write(
         padded = torch.cat([local, local.new_zeros((*local.shape[:dim], 1, *local.shape[dim + 1 :]))], dim)
         return func(padded, dim, positions, own, **options).narrow(dim, 0, size)
 
-    written = on_own_shard(write, {x._spec.mesh.communicator(m): S(dim)})(local, positions, own)
-    return in_layout_of(written, spec, x, lambda d: d)
+    result = on_own_shard(write, {x._spec.mesh.communicator(m): S(dim)})(local, positions, own)
+    return in_layout_of(result, spec, x, lambda d: d)
 
 
 def _scatter(func: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -99,11 +100,8 @@ def _index_write(func: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 def _handler(call: Callable[..., Any], in_place: bool) -> Callable[..., Any]:
     def handler(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
-        if in_place and not isinstance(args[0], ShardTensor):
-            raise ValueError(
-                f"{func.__name__} would write a ShardTensor's values into a plain tensor of shape "
-                f"{tuple(args[0].shape)}: distribute it first, or use the form that returns a tensor"
-            )
+        if in_place:
+            check_writable(func.__name__, args[0])
         result = call(*args, **kwargs)
         return args[0].copy_(result) if in_place else result
 
@@ -190,6 +188,7 @@ def _set_slices(x: ShardTensor, entries: Sequence[Any], value: Any, index: Any) 
             tuple(slice(offset, offset + size) for offset, size in zip(part._spec.offsets, part._spec.local_shape))
         ]
     target.copy_(value if isinstance(value, torch.Tensor) else torch.as_tensor(value, device=target.device))
+    written(x)
 
 
 def _local_slice(x: ShardTensor, dim: int, each: slice) -> slice:
