@@ -18,7 +18,7 @@ from ..labels import Labels, inside
 from ..redistribute import redistributed
 from ..tensor import ShardTensor, gradient_spec, local_of, written
 from ..typed import on_own_shard
-from .indexing import check_positions, expanded, in_layout_of, is_basic, own_positions, shortened
+from .indexing import check_positions, expanded, in_layout_of, is_basic, is_mask, own_positions, shortened
 from .pointwise import check_writable
 from .select import dim_of
 from .views import sliced
@@ -121,7 +121,7 @@ for _make, _names in (
 @sharded(torch.index_put, _T.index_put, _T.index_put_)
 def index_put(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
     def call(input: Any, indices: Sequence[Any], values: Any, accumulate: bool = False) -> Any:
-        if len(indices) != 1 or indices[0].dtype is torch.bool:
+        if len(indices) != 1 or is_mask(indices[0]):
             raise NotImplementedError("index_put of ShardTensors takes one index of positions: use masks with where()")
         (index,) = indices
         index = torch.where(index < 0, index + input.shape[0], index)
@@ -144,11 +144,11 @@ def setitem(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Non
     entries = expanded(index, x.dim())
     if len(entries) == 1 and isinstance(entries[0], torch.Tensor):
         (only,) = entries
-        if only.dtype is torch.bool:
+        if is_mask(only):
             if isinstance(value, torch.Tensor) and value.dim():
                 raise NotImplementedError("x[mask] = y: which elements of y go where is data; use torch.where()")
             mask = only[(..., *[None] * (x.dim() - only.dim()))]
-            x.copy_(torch.where(mask, value, x))
+            x.copy_(torch.where(mask.bool(), value, x))
         else:
             value = value if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=x.dtype, device=x.device)
             index_put(_T.index_put_, types, (x, (only,), value), {})
