@@ -260,8 +260,8 @@ def foreach(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any
     ]
     results = func(*arguments, **kwargs)
     if writes or results is None:
-        for column, spec in zip(columns, specs):
-            if spec is not None:
+        for column in columns:
+            if isinstance(column[0], ShardTensor):
                 written(column[0])
         return results
     return tuple(value if spec is None else wrap(value, spec) for value, spec in zip(results, specs))
