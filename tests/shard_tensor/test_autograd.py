@@ -266,6 +266,16 @@ def written_in_place(mesh):
         Foreign.apply(y).sum().backward()
         assert_close(x.grad.full_tensor(), torch.full_like(whole, factor), "gradient through a foreign function")
     x = distribute_tensor(whole.clone().requires_grad_(), mesh, [Shard(0)], sizes=[(4, 1)], src=None)
+    y = x * 2
+    y[0:1] = 5
+    Foreign.apply(y).sum().backward()
+    assert_close(x.grad.full_tensor(), torch.tensor([0.0, 2, 2, 2, 2], dtype=torch.float64), "of what is left")
+    x.grad = None
+    y = torch.zeros_like(x.detach())
+    y[1:4:2] = x[:2] * 3
+    Foreign.apply(y).sum().backward()
+    assert_close(x.grad.full_tensor(), torch.tensor([3.0, 3, 0, 0, 0], dtype=torch.float64), "of a value")
+    x.grad = None
     y = torch.zeros_like(x.detach())
     y.add_(x * 2)
     Foreign.apply(y).sum().backward()

@@ -20,8 +20,9 @@ from torch.nn import init
 
 from ..construct import own_piece
 from ..handlers import sharded
-from ..tensor import ShardTensor, gradient_spec, wrap
+from ..tensor import ShardTensor, gradient_spec, wrap, written
 from ..written_back import copy_of
+from .pointwise import check_writable
 
 __all__: list[str] = []
 
@@ -78,10 +79,11 @@ def _drawn(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
     x, *others = args or (kwargs.pop("tensor"),)
     if any(isinstance(each, torch.Tensor) for each in others):
         raise NotImplementedError(f"{func.__name__} with a tensor of probabilities: full_tensor() first")
+    check_writable(func.__name__, x)
     whole = func(torch.empty(x.shape, dtype=x.dtype, device=x.device), *others, **kwargs)
     with torch.set_grad_enabled(torch.is_grad_enabled() and func not in _INITS):
         copy = copy_of(x._local)
-        x._local.copy_(own_piece(whole, gradient_spec(x._spec)))
+        x._local.copy_(own_piece(whole, x._spec))
         if copy is not None:
             copy.write_back()
-    return x
+        return written(x)

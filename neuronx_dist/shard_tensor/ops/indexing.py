@@ -254,14 +254,14 @@ def expanded(index: Any, ndim: int) -> list[Any]:
     entries = list(index) if isinstance(index, tuple) else [index]
     entries = [torch.tensor(each) if isinstance(each, list) else each for each in entries]
     entries = [int(each) if type(each).__name__ in ("int64", "int32") else each for each in entries]
-    used = sum(each.dim() if _is_mask(each) else 1 for each in entries if each is not None and each is not Ellipsis)
+    used = sum(each.dim() if is_mask(each) else 1 for each in entries if each is not None and each is not Ellipsis)
     at = next((i for i, each in enumerate(entries) if each is Ellipsis), None)
     if at is None:
         return entries
     return [*entries[:at], *[slice(None)] * (ndim - used), *entries[at + 1 :]]
 
 
-def _is_mask(x: Any) -> bool:
+def is_mask(x: Any) -> bool:
     return isinstance(x, torch.Tensor) and x.dtype in (torch.bool, torch.uint8)
 
 
@@ -276,9 +276,9 @@ def getitem(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any
     if is_basic(entries):
         return views.basic_index(x, index)
     entries = expanded(index, x.dim())
-    if len(entries) == 1 and _is_mask(entries[0]) and entries[0].dim():
+    if len(entries) == 1 and is_mask(entries[0]) and entries[0].dim():
         return _masked(x, entries[0])
-    if any(_is_mask(each) or isinstance(each, bool) or _is_odd(each) for each in entries):
+    if any(is_mask(each) or isinstance(each, bool) or _is_odd(each) for each in entries):
         return FUNCTIONS[UNHANDLED](func, types, args, kwargs)
     basic = [slice(None) if isinstance(each, torch.Tensor) else each for each in entries]
     if not all(each == slice(None) for each in basic if each is not None) or None in basic:
@@ -305,8 +305,8 @@ def _at_positions(x: Any, dim: int, indices: Sequence[Any]) -> Any:
     for i, index in enumerate(indices):
         size = x.shape[dim + i]
         position = torch.where(index < 0, index + size, index)
-        if len(indices) > 1 and not isinstance(position, ShardTensor):
-            check_positions(position, size, dim + i)
+        if len(indices) > 1:
+            check_positions(local_of(position) if isinstance(position, ShardTensor) else position, size, dim + i)
         flat = flat * size + position
     if len(indices) > 1:
         x = x.flatten(dim, dim + len(indices) - 1)

@@ -38,8 +38,17 @@ def product(x: torch.Size, y: torch.Size) -> Labels:
     *(torch.dot, _T.dot, torch.vdot, _T.vdot, torch.linalg.matmul),
 )
 def matmul(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
-    locals_, spec = inside(product, (*args, *kwargs.values()))
-    return wrap(func(*locals_), spec)
+    def call(
+        input: Any, other: Any = None, *, mat2: Any = None, vec: Any = None, tensor: Any = None, out: Any = None
+    ) -> Any:
+        if out is not None:
+            name = func.__name__
+            raise ValueError(f"{name}: out= is not written to; use the result: out.copy_(torch.{name}(..))")
+        second = next((each for each in (other, mat2, vec, tensor) if each is not None), None)
+        locals_, spec = inside(product, (input, second))
+        return wrap(func(*locals_), spec)
+
+    return call(*args, **kwargs)
 
 
 @sharded(_T.__rmatmul__)

@@ -37,17 +37,20 @@ def _pointwise(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> 
     return wrap(func(*locals_, **keywords), spec)
 
 
-def _in_place(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
-    x = args[0]
+def check_writable(name: str, x: torch.Tensor) -> None:
+    """Raises a ValueError for a tensor that the function of this name cannot modify in place."""
     if not isinstance(x, ShardTensor):
         raise ValueError(
-            f"{func.__name__} would write a ShardTensor's values into a plain tensor of shape {tuple(x.shape)}: "
+            f"{name} would write a ShardTensor's values into a plain tensor of shape {tuple(x.shape)}: "
             "distribute it first, or use the form that returns a tensor"
         )
     if x._spec.partial:
-        raise ValueError(
-            f"{func.__name__} in place on {x._spec.placements}: redistribute() the tensor to Replicate first"
-        )
+        raise ValueError(f"{name} in place on {x._spec.placements}: redistribute() the tensor to Replicate first")
+
+
+def _in_place(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
+    x = args[0]
+    check_writable(func.__name__, x)
     locals_, keywords, _ = _operands(args, kwargs, x._spec)
     copy = copy_of(x._local)
     func(*locals_, **keywords)
@@ -137,7 +140,7 @@ _METHODS = """
 __abs__ __add__ __and__ __div__ __eq__ __floordiv__ __ge__ __gt__ __invert__ __le__ __lshift__ __lt__ __mod__ __mul__
 __ne__ __neg__ __or__ __pos__ __pow__ __radd__ __rand__ __rdiv__ __rfloordiv__ __rlshift__ __rmod__ __rmul__ __ror__
 __rpow__ __rrshift__ __rshift__ __rsub__ __rtruediv__ __rxor__ __sub__ __truediv__ __xor__ bfloat16 bool byte char
-contiguous cpu cuda double float half int long short to type type_as
+contiguous cpu cuda double float half int long short type
 """.split()
 _IN_PLACE = (
     "__iadd__ __iand__ __idiv__ __ifloordiv__ __ilshift__ __imod__ __imul__ __ior__ __ipow__ __irshift__ __isub__ \
@@ -174,6 +177,20 @@ _WRITING = [
 ]
 sharded(*_POINTWISE)(pointwise)
 sharded(*_WRITING)(_in_place)
+
+
+@sharded(torch.Tensor.to, torch.Tensor.type_as)
+def cast(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
+    """Of another tensor the dtype and the device alone are taken."""
+    x, *options = args
+    keywords = dict(kwargs)
+    other = options[0] if options else keywords.pop("tensor", keywords.pop("other", None))
+    if not isinstance(other, torch.Tensor):
+        return pointwise(func, types, args, kwargs)
+    target = (x, other.device, other.dtype, *options[1:])
+    if isinstance(x, ShardTensor):
+        return pointwise(torch.Tensor.to, types, target, keywords)
+    return torch.Tensor.to(*target, **keywords)
 
 
 @sharded(torch.where, torch.Tensor.where)
@@ -244,6 +261,8 @@ def foreach(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any
             specs.append(None)
             values: list[Any] = list(column)
         else:
+            if writes:
+                check_writable(func.__name__, column[0])
             values, spec = inside(aligned, column, result=column[0]._spec if writes else None)
             specs.append(spec)
         for row, value in zip(locals_, values):
@@ -259,5 +278,8 @@ def foreach(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any
         if copy is not None:
             copy.write_back()
     if writes or results is None:
+        for column in columns:
+            if isinstance(column[0], ShardTensor):
+                written(column[0])
         return results
     return tuple(value if spec is None else wrap(value, spec) for value, spec in zip(results, specs))

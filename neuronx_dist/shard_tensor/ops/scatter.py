@@ -16,10 +16,11 @@ from ...spmd import S
 from ..handlers import sharded
 from ..labels import Labels, inside
 from ..redistribute import redistributed
-from ..tensor import ShardTensor, gradient_spec, local_of
+from ..tensor import ShardTensor, gradient_spec, local_of, written
 from ..typed import on_own_shard
 from ..written_back import copy_of
-from .indexing import check_positions, expanded, in_layout_of, is_basic, own_positions, shortened
+from .indexing import check_positions, expanded, in_layout_of, is_basic, is_mask, own_positions, shortened
+from .pointwise import check_writable
 from .select import dim_of
 from .views import sliced
 
@@ -73,8 +74,8 @@ def _write(
         padded = torch.cat([local, local.new_zeros((*local.shape[:dim], 1, *local.shape[dim + 1 :]))], dim)
         return func(padded, dim, positions, own, **options).narrow(dim, 0, size)
 
-    written = on_own_shard(write, {x._spec.mesh.communicator(m): S(dim)})(local, positions, own)
-    return in_layout_of(written, spec, x, lambda d: d)
+    result = on_own_shard(write, {x._spec.mesh.communicator(m): S(dim)})(local, positions, own)
+    return in_layout_of(result, spec, x, lambda d: d)
 
 
 def _scatter(func: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -100,11 +101,8 @@ def _index_write(func: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 def _handler(call: Callable[..., Any], in_place: bool) -> Callable[..., Any]:
     def handler(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
-        if in_place and not isinstance(args[0], ShardTensor):
-            raise ValueError(
-                f"{func.__name__} would write a ShardTensor's values into a plain tensor of shape "
-                f"{tuple(args[0].shape)}: distribute it first, or use the form that returns a tensor"
-            )
+        if in_place:
+            check_writable(func.__name__, args[0])
         result = call(*args, **kwargs)
         return args[0].copy_(result) if in_place else result
 
@@ -124,7 +122,7 @@ for _make, _names in (
 @sharded(torch.index_put, _T.index_put, _T.index_put_)
 def index_put(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
     def call(input: Any, indices: Sequence[Any], values: Any, accumulate: bool = False) -> Any:
-        if len(indices) != 1 or indices[0].dtype is torch.bool:
+        if len(indices) != 1 or is_mask(indices[0]):
             raise NotImplementedError("index_put of ShardTensors takes one index of positions: use masks with where()")
         (index,) = indices
         index = torch.where(index < 0, index + input.shape[0], index)
@@ -147,11 +145,11 @@ def setitem(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Non
     entries = expanded(index, x.dim())
     if len(entries) == 1 and isinstance(entries[0], torch.Tensor):
         (only,) = entries
-        if only.dtype is torch.bool:
+        if is_mask(only):
             if isinstance(value, torch.Tensor) and value.dim():
                 raise NotImplementedError("x[mask] = y: which elements of y go where is data; use torch.where()")
             mask = only[(..., *[None] * (x.dim() - only.dim()))]
-            x.copy_(torch.where(mask, value, x))
+            x.copy_(torch.where(mask.bool(), value, x))
         else:
             value = value if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=x.dtype, device=x.device)
             index_put(_T.index_put_, types, (x, (only,), value), {})
@@ -194,6 +192,7 @@ def _set_slices(x: ShardTensor, entries: Sequence[Any], value: Any, index: Any) 
     target.copy_(value if isinstance(value, torch.Tensor) else torch.as_tensor(value, device=target.device))
     if copy is not None:
         copy.write_back()
+    written(x)
 
 
 def _local_slice(x: ShardTensor, dim: int, each: slice) -> slice:

@@ -106,6 +106,34 @@ def test_random_numbers_in_place():
     on_ranks(2, step)
 
 
+class Foreign(torch.autograd.Function):
+    """A function that is not asked by `__torch_function__`."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+def test_random_numbers_in_place_of_a_partial_and_of_a_result():
+    def step(mesh):
+        summands = ShardTensor.from_local(randn(6, 4), mesh, [Partial()], sharding_shapes="chunk")
+        for fill in (lambda x: x.normal_(), nn.init.uniform_):
+            with pytest.raises(ValueError, match=r"in place on .*Partial.*redistribute"):
+                fill(summands)
+        assert_close(summands.full_tensor(), randn(6, 4) * 2, "it is as it was")
+        x = on(mesh, randn(6, 4), Shard(0), (1, 5))
+        y = x * 2
+        one_after_the_other(mesh, lambda: y.uniform_())
+        (Foreign.apply(y).sum() + x.sum()).backward()
+        assert_close(x.grad.full_tensor(), torch.ones(6, 4, dtype=torch.float64), "nothing of what was overwritten")
+
+    on_ranks(2, step)
+
+
 def on_processes():
     mesh = DeviceMesh("cpu", [0, 1])
     x = randn(6, 7)

@@ -16,6 +16,10 @@ def sharded(x, mesh, dim=0, sizes=None):
     return distribute_tensor(x, mesh, [Shard(dim)], sizes=[sizes], src=None)
 
 
+def replicated(x):
+    return x.redistribute(placements=[Replicate()])
+
+
 def traffic(calls):
     return [(call.verb, call.bytes) for call in calls]
 
@@ -114,12 +118,14 @@ REFUSED = [
     (IndexError, "dim 2 is none of a tensor of 2 dims", lambda x, i: x.argmax(2)),
     (IndexError, "from 1 to 8 for dim 0, which has 8", lambda x, i: x[torch.tensor([1, 8])]),
     (IndexError, "outside of a dim of 8 elements: {1: 1}", lambda x, i: x[i]),
+    (IndexError, "from 0 to 8 for dim 1, which has 3", lambda x, i: x[0 * replicated(i), replicated(i)]),
     (IndexError, "from 9 to 9 for dim 0", lambda x, i: F.embedding(torch.tensor([9]), x)),
     (NotImplementedError, "no max_norm", lambda x, i: F.embedding(i, x, max_norm=1.0)),
     (ValueError, "interleaved; redistribute", lambda x, i: x.mT[(x > 0).mT]),
     (ValueError, "narrow", lambda x, i: x.scatter(1, torch.zeros(2, 1, dtype=torch.int64), 1.0)),
     (ValueError, "plain x", lambda x, i: torch.zeros(8, 3).__setitem__(slice(0, 8), x)),
     (NotImplementedError, "torch.where", lambda x, i: x.__setitem__(x > 0, torch.ones(24))),
+    (NotImplementedError, "use masks", lambda x, i: x.index_put((torch.ones(8, dtype=torch.uint8),), torch.ones(()))),
     (ValueError, "roll: 2 shifts for 1 dims", lambda x, i: x.roll((1, 2), (0,))),
     (ValueError, "windows of 9", lambda x, i: x.unfold(0, 9, 1)),
     (ValueError, "k=9 of 8 points", lambda x, i: knn(x, x, 9)),
@@ -144,5 +150,18 @@ def test_a_boolean_is_taken_from_the_rank_that_has_it():
         x = sharded(torch.tensor([True, False, True, True]), mesh)
         y = x[distribute_tensor(torch.tensor([2, 1]), mesh, [Replicate()], src=None)]
         assert y.dtype is torch.bool and y.full_tensor().tolist() == [True, False]
+
+    on_ranks(2, rank)
+
+
+def test_bytes_are_a_mask_as_in_getitem():
+    """torch refuses a number here, and takes bytes for a mask elsewhere."""
+
+    def rank(mesh):
+        x = sharded(torch.arange(6.0), mesh, sizes=(1, 5))
+        mask = sharded(torch.tensor([1, 0, 0, 1, 1, 0], dtype=torch.uint8), mesh, sizes=(1, 5))
+        assert x[mask].full_tensor().tolist() == [0, 3, 4]
+        x[mask] = 9.0
+        assert x.full_tensor().tolist() == [9, 1, 2, 9, 9, 5]
 
     on_ranks(2, rank)

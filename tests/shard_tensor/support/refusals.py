@@ -410,6 +410,11 @@ _MORE: list[tuple[Callable[[DeviceMesh], Any], type[Exception], str]] = [
     (lambda mesh: _manager().initialize_mesh((2,), ("a", "b")), ValueError, "give one for each"),
     (lambda mesh: distribute_module(nn.ReLU(), mesh, lambda a, b, c, d: None), TypeError, "takes 4 arguments"),
     (lambda mesh: F.glu(x(mesh, shape=(4, 5))), RuntimeError, "glu halves dim -1, which has 5 elements"),
+    (
+        lambda mesh: torch.matmul(x(mesh), torch.ones(6, 2), out=torch.ones(7, 2)),
+        ValueError,
+        "matmul: out= is not written to",
+    ),
     (lambda mesh: torch.tensordot(x(mesh), x(mesh), out=x(mesh)), ValueError, "tensordot: out= is not written to"),
     (lambda mesh: x(mesh).bernoulli_(torch.ones(7, 6)), NotImplementedError, "with a tensor of probabilities"),
     (lambda mesh: F.dropout(x(mesh), 1.5), ValueError, "between 0 and 1, but got 1.5"),

@@ -1,0 +1,78 @@
+"""Functions of single elements: casts by another tensor, and lists that are written in place."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from neuronx_dist.shard_tensor import Partial, Shard, ShardTensor, distribute_tensor
+from tests.shard_tensor.support.cases import assert_close, on_ranks
+
+
+def casts(mesh):
+    """Of another tensor they take the dtype alone: x keeps its shape, its layout and its gradient."""
+    whole = torch.linspace(0, 1, 12, dtype=torch.float64).view(4, 3)
+    others = [
+        distribute_tensor(torch.ones(5, 7), mesh, [Shard(1)], src=None)[2, 3],
+        distribute_tensor(torch.ones(5, 1, 3), mesh, [Shard(0)], sizes=[(4, 1)], src=None),
+        distribute_tensor(torch.ones(4, 3), mesh, [Shard(1)], sizes=[(2, 1)], src=None),
+        ShardTensor.from_local(torch.ones(6), mesh, [Partial()], sharding_shapes="chunk"),
+        torch.ones(9),
+    ]
+    for other in others:
+        for cast in (
+            lambda x, y: x.to(y),
+            lambda x, y: x.to(tensor=y, copy=True),
+            lambda x, y: x.type_as(y),
+            lambda x, y: x.type_as(other=y),
+        ):
+            x = distribute_tensor(whole, mesh, [Shard(0)], sizes=[(1, 3)], src=None).requires_grad_()
+            y = cast(x, other)
+            assert y._spec is x._spec and y.dtype == y.to_local().dtype == torch.float32
+            assert y.to_local().shape == x.to_local().shape
+            torch.testing.assert_close(y.full_tensor(), whole.float())
+            y.sum().backward()
+            torch.testing.assert_close(x.grad.full_tensor(), torch.ones_like(whole))
+            plain = cast(whole, other)
+            assert type(plain) is torch.Tensor
+            torch.testing.assert_close(plain, whole.float())
+    summands = ShardTensor.from_local(whole, mesh, [Partial()], sharding_shapes="chunk")
+    torch.testing.assert_close(summands.to(others[0]).full_tensor(), whole.float() * 2)
+
+
+def test_casts_to_another_tensor():
+    on_ranks(2, casts)
+
+
+class Foreign(torch.autograd.Function):
+    """A function that is not asked by `__torch_function__`."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+def lists(mesh):
+    whole = torch.linspace(1, 2, 5, dtype=torch.float64)
+    x = distribute_tensor(whole.clone().requires_grad_(), mesh, [Shard(0)], sizes=[(4, 1)], src=None)
+    y, plain = x * 2, torch.ones(3)
+    torch._foreach_mul_([plain, y], [torch.full((3,), 4.0), x.detach() * 0 + 3])
+    assert torch.equal(plain, torch.full((3,), 4.0))
+    Foreign.apply(y).sum().backward()
+    assert_close(x.grad.full_tensor(), torch.full_like(whole, 6), "gradient through a foreign function")
+    for write in (lambda y: torch._foreach_add_([y], 1.0), lambda y: torch._foreach_mul_([y], [x.detach()])):
+        summands = ShardTensor.from_local(whole, mesh, [Partial()], sharding_shapes="chunk")
+        with pytest.raises(ValueError, match=r"_foreach_..._ in place on .*Partial.*redistribute"):
+            write(summands)
+    plain = torch.ones(5, dtype=torch.float64)
+    with pytest.raises(ValueError, match="_foreach_mul_ would write a ShardTensor's values into a plain"):
+        torch._foreach_mul_([plain, x.detach()], [x.detach(), x.detach()])
+    assert torch.equal(plain, torch.ones(5, dtype=torch.float64)) and torch.equal(x.full_tensor(), whole)
+
+
+def test_lists_in_place():
+    on_ranks(2, lists)
