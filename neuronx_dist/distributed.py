@@ -16,7 +16,23 @@ from .shard_tensor import (
     scatter_tensor,
     sync_module_over_mesh,
 )
-from .shard_tensor.construct import arange, empty, full, ones, rand, randint, randn, zeros
+from .shard_tensor.construct import (
+    arange,
+    empty,
+    empty_like,
+    full,
+    full_like,
+    ones,
+    ones_like,
+    rand,
+    rand_like,
+    randint,
+    randint_like,
+    randn,
+    randn_like,
+    zeros,
+    zeros_like,
+)
 
 __all__ = [
     "DTensor",
@@ -30,15 +46,22 @@ __all__ = [
     "distribute_module",
     "distribute_tensor",
     "empty",
+    "empty_like",
     "full",
+    "full_like",
     "init_device_mesh",
     "ones",
+    "ones_like",
     "rand",
+    "rand_like",
     "randint",
+    "randint_like",
     "randn",
+    "randn_like",
     "scatter_tensor",
     "sync_module_over_mesh",
     "zeros",
+    "zeros_like",
 ]
 
 DTensor = ShardTensor

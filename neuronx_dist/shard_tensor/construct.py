@@ -15,21 +15,28 @@ from .. import comm
 from .device_mesh import DeviceMesh, current_mesh
 from .placements import Placement, Shard
 from .spec import ShardTensorSpec, make_spec
-from .tensor import ShardTensor, as_leaf, wrap
+from .tensor import ShardTensor, as_leaf, gradient_spec, wrap
 from .typed import carried
 
 __all__ = [
     "arange",
     "distribute_tensor",
     "empty",
+    "empty_like",
     "full",
+    "full_like",
     "ones",
+    "ones_like",
     "own_piece",
     "rand",
+    "rand_like",
     "randint",
+    "randint_like",
     "randn",
+    "randn_like",
     "scatter_tensor",
     "zeros",
+    "zeros_like",
 ]
 
 
@@ -291,3 +298,43 @@ def arange(
     whole = torch.arange(*bounds, dtype=dtype, device=_device(mesh))
     spec = make_spec(mesh, placements, whole.shape, sizes)
     return as_leaf(own_piece(whole, spec).clone(), spec, requires_grad)
+
+
+def _like(make: Callable[..., torch.Tensor]) -> Callable[..., ShardTensor]:
+    """A factory for the shape, and by default the dtype, of another tensor."""
+
+    def factory(
+        input: torch.Tensor,
+        *arguments: Any,
+        device_mesh: DeviceMesh | None = None,
+        placements: Sequence[Placement] | None = None,
+        sizes: Sequence[Sequence[int] | None] | None = None,
+        dtype: torch.dtype | None = None,
+        requires_grad: bool = False,
+    ) -> ShardTensor:
+        as_input = device_mesh is None and placements is None and sizes is None
+        if isinstance(input, ShardTensor):
+            device_mesh = device_mesh or input.device_mesh
+        spec = _spec(input.shape, device_mesh, placements, sizes)
+        if isinstance(input, ShardTensor) and as_input:
+            spec = gradient_spec(input._spec)
+        is_drawn = make in (torch.rand_like, torch.randn_like, torch.randint_like)
+        shape = spec.shape if is_drawn else spec.local_shape
+        blank = torch.empty(shape, dtype=input.dtype, device=_device(spec.mesh))
+        values = make(blank, *arguments, dtype=dtype)
+        return as_leaf(own_piece(values, spec).clone() if is_drawn else values, spec, requires_grad)
+
+    factory.__name__ = factory.__qualname__ = make.__name__
+    factory.__doc__ = (
+        f"`torch.{make.__name__}` in the layout that is given: in that of `input`, if it is a ShardTensor and none is."
+    )
+    return factory
+
+
+empty_like = _like(torch.empty_like)
+full_like = _like(torch.full_like)
+ones_like = _like(torch.ones_like)
+rand_like = _like(torch.rand_like)
+randint_like = _like(torch.randint_like)
+randn_like = _like(torch.randn_like)
+zeros_like = _like(torch.zeros_like)

@@ -287,6 +287,28 @@ def test_a_wrong_program_is_kept_and_not_loaded(tmp_path: Path, monkeypatch: pyt
     assert not list(tmp_path.rglob("gencode0.py"))
 
 
+@pytest.mark.parametrize("broken", ["is no Python (", "raise KeyError('x')"])
+def test_a_file_that_does_not_run_is_our_bug(broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, arguments = model("mlp")
+    monkeypatch.setattr(api_module, "emit", lambda *args, **kwargs: broken)
+    with pytest.raises(EmittedProgramError, match="^(SyntaxError|KeyError): (.|\n)*bug of neuronx_dist, not of Mlp"):
+        made(module, arguments, tmp_path)
+    assert (tmp_path / "refused_Mlp.py").read_text() == broken
+
+
+class FailsOnValues(nn.Linear):
+    """Nothing is known of values when it is recorded."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input[torch.full((8,), 99)])
+
+
+def test_an_original_that_fails_on_its_values_is_not_our_bug(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"FailsOnValues.forward fails on dummy_forward_args .* at .*: IndexError"):
+        made(FailsOnValues(16, 4).double(), {"input": X}, tmp_path)
+    assert not list(tmp_path.glob("refused_*"))
+
+
 @pytest.mark.parametrize("first", ["neuronx_dist", "neuronx_dist.parallelize"])
 @pytest.mark.process
 def test_imports_in_either_order(first: str) -> None:

@@ -8,7 +8,15 @@ import torch
 from neuronx_dist import comm, distributed
 from neuronx_dist.comm import threads
 from neuronx_dist.mesh import Mesh
-from neuronx_dist.shard_tensor import DeviceMesh, Replicate, Shard, ShardTensor, distribute_tensor, scatter_tensor
+from neuronx_dist.shard_tensor import (
+    DeviceMesh,
+    Replicate,
+    Shard,
+    ShardTensor,
+    distribute_tensor,
+    fallback,
+    scatter_tensor,
+)
 from tests.shard_tensor.support.cases import on_ranks, verbs
 
 
@@ -190,6 +198,89 @@ def test_factories_give_the_values_of_one_process(placements):
             return pieces[mesh.get_local_rank()].full_tensor()
 
         assert all(torch.equal(x, expected) for x in on_ranks(3, draw)), name
+
+
+def _one_after_the_other(function):
+    """`function(mesh)` on 2 ranks, whose generator is one: each draws from the seed."""
+
+    def on_rank(mesh):
+        for index in range(mesh.size()):
+            if index == mesh.get_local_rank():
+                torch.manual_seed(4)
+                x = function(mesh)
+            comm.barrier(mesh.communicator())
+        return x._spec, x.dtype, x.requires_grad, x.full_tensor().detach()
+
+    return on_ranks(2, on_rank)
+
+
+LIKES = {
+    "rand_like": (),
+    "randn_like": (),
+    "randint_like": (2, 9),
+    "zeros_like": (),
+    "ones_like": (),
+    "full_like": (3.5,),
+}
+
+
+@pytest.mark.parametrize("name", LIKES)
+@pytest.mark.parametrize("sizes", [None, (1, 6)], ids=str)
+def test_like_another_tensor(name, sizes):
+    arguments = LIKES[name]
+    torch.manual_seed(4)
+    expected = getattr(torch, name)(whole(3, 7), *arguments)
+
+    def operand(mesh):
+        return distribute_tensor(whole(3, 7), mesh, [Shard(1)], sizes=[sizes], src=None)
+
+    makers = {
+        "torch": lambda mesh: getattr(torch, name)(operand(mesh), *arguments),
+        "ours": lambda mesh: getattr(distributed, name)(operand(mesh), *arguments),
+        "of a plain tensor": lambda mesh: getattr(distributed, name)(
+            whole(3, 7), *arguments, device_mesh=mesh, placements=[Shard(1)], sizes=[sizes]
+        ),
+        "to another layout": lambda mesh: getattr(distributed, name)(
+            operand(mesh), *arguments, placements=[Shard(0)], requires_grad=True
+        ),
+    }
+    with fallback("error"):
+        for words, make in makers.items():
+            for spec, dtype, grad, values in _one_after_the_other(make):
+                assert torch.equal(values, expected), words
+                assert dtype == torch.float64 and grad == (words == "to another layout")
+                assert spec.placements == ((Shard(0),) if grad else (Shard(1),)), words
+                assert grad or spec.sizes == (sizes or (4, 3),), words
+
+
+def test_new_tensors():
+    def make(mesh):
+        x = distribute_tensor(whole(3, 7).requires_grad_(), mesh, [Shard(1)], sizes=[(1, 6)], src=None)
+        with comm.record() as calls, fallback("error"):
+            like = {
+                "zeros": x.new_zeros(3, 7),
+                "ones": x.new_ones((3, 7), dtype=torch.int64),
+                "full": x.new_full((3, 7), 3.5),
+                "full by name": x.new_full(size=x.shape, fill_value=3.5),
+                "empty": x.new_empty(x.shape),
+            }
+            other = [x.new_zeros(2, 4), x.new_full((2, 4), 0.0), x.new_tensor([[0.0] * 4] * 2, requires_grad=True)]
+            copy = x.new_tensor(x, dtype=torch.float32)
+        assert calls == []
+        assert all(y._spec is x._spec and not y.requires_grad for y in like.values())
+        assert all(y.placements == (Replicate(),) and y.tolist() == [[0.0] * 4] * 2 for y in other)
+        assert all(y.dtype == torch.float64 for y in other) and other[-1].requires_grad
+        assert copy._spec is x._spec and torch.equal(copy.full_tensor(), whole(3, 7).float())
+        return [(name, y.dtype, y.full_tensor()) for name, y in like.items() if name != "empty"]
+
+    expected = [
+        torch.zeros(3, 7, dtype=torch.float64),
+        torch.ones(3, 7, dtype=torch.int64),
+        *[torch.full((3, 7), 3.5, dtype=torch.float64)] * 2,
+    ]
+    for made in on_ranks(2, make):
+        for (name, dtype, values), plain in zip(made, expected, strict=True):
+            assert dtype == plain.dtype and torch.equal(values, plain), name
 
 
 def test_arange():

@@ -10,7 +10,7 @@ select.py      topk, max and argmax of a dim, sort         indexing.py   x[index
 scatter.py     scatter, index_add, x[..] = y               rearrange.py  cat, roll, flip, repeat, unfold, tril
 optimizers.py  fused steps, gradient scaling               distances.py  cdist, pairwise distances
 tensor_parallel.py  parallel layers, operators of spmd
-deferred.py    one_exchange: windows computed together
+deferred.py    one_exchange: windows computed together    factories.py  like another tensor: random, new_zeros
 composed.py    functions that are made of others
 """
 
@@ -19,6 +19,7 @@ from . import (
     composed,
     distances,
     dropout,
+    factories,
     indexing,
     losses,
     matmul,
@@ -42,6 +43,7 @@ __all__ = [
     "composed",
     "distances",
     "dropout",
+    "factories",
     "indexing",
     "losses",
     "matmul",

@@ -85,19 +85,25 @@ class _Elementwise:
             )
         locals_, spec = inside(aligned, operands)
         keywords = {name: x for name, x in zip(self.tensors[2:], locals_[2:]) if x is not None} | options
-        y = self.function(*locals_[:2], reduction="none" if reduction == "none" else "sum", **keywords)
         if reduction == "none":
-            return wrap(y, spec)
+            return wrap(self.function(*locals_[:2], reduction="none", **keywords), spec)
+        dtype = torch.result_type(locals_[0], locals_[1])
+        if torch.is_autocast_enabled(locals_[0].device.type):  # which chooses the dtype of most
+            y = self.function(*locals_[:2], reduction="sum", **keywords)
+            dtype = y.dtype
+        else:
+            keywords = {name: wide(x) if isinstance(x, torch.Tensor) else x for name, x in keywords.items()}
+            y = self.function(*map(wide, locals_[:2]), reduction="sum", **keywords)
         weight = keywords.get("weight")
         if reduction == "mean" and self.divided_by_weights and weight is not None:
             loss, weights = _over_all(torch.stack((y, weight.sum())), spec).unbind(0)
-            return wrap(loss / weights, _scalar(spec))
+            return wrap((loss / weights).to(dtype), _scalar(spec))
         y = _over_all(y, spec)
         if reduction == "mean":
             y = y / spec.shape.numel() if spec.shape.numel() else y / torch.zeros_like(y)
         elif reduction == "batchmean":
             y = y / spec.shape[0]
-        return wrap(y, _scalar(spec))
+        return wrap(y.to(dtype), _scalar(spec))
 
 
 _OLD = ("size_average", "reduce", "reduction")
@@ -248,12 +254,13 @@ def _reduced(
             placements[spec.mesh_dim_of[dim]] = Partial()
             result = make_spec(spec.mesh, placements, result.shape, result.sizes)
         return wrap(losses, result)
+    dtype, loss = losses.dtype, wide(losses).sum()
     if reduction == "sum":
-        return wrap(_over_all(losses.sum(), spec), _scalar(spec))
+        return wrap(_over_all(loss, spec).to(dtype), _scalar(spec))
     if isinstance(divisors, int):
-        return wrap(_over_all(losses.sum(), spec) / divisors, _scalar(spec))
-    loss, divisor = _over_all(torch.stack((losses.sum(), divisors.sum())), spec).unbind(0)
-    return wrap(loss / divisor, _scalar(spec))
+        return wrap((_over_all(loss, spec) / divisors).to(dtype), _scalar(spec))
+    loss, divisor = _over_all(torch.stack((loss, wide(divisors).sum())), spec).unbind(0)
+    return wrap((loss / divisor).to(dtype), _scalar(spec))
 
 
 # --- distances

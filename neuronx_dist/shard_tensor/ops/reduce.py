@@ -29,6 +29,7 @@ from ..typed import on_own_shard
 __all__: list[str] = []
 
 _T = torch.Tensor
+_HALF = (torch.float16, torch.bfloat16)
 
 
 class Reduced(NamedTuple):
@@ -94,7 +95,13 @@ def total(x: torch.Tensor, groups: tuple[Communicator, ...]) -> torch.Tensor:
 
 def wide(x: torch.Tensor) -> torch.Tensor:
     """As torch's kernels compute: half precision in float32."""
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+    return x.float() if x.dtype in _HALF else x
+
+
+def _narrow(y: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A result of `wide` operands in their dtype; sums and norms stay in float32 under CUDA's autocast, as torch's."""
+    autocast = y.is_cuda and torch.is_autocast_enabled("cuda")
+    return y.to(dtype) if dtype in _HALF and not autocast else y
 
 
 def _refuse_out(func: Callable[..., Any], out: Any) -> None:
@@ -126,13 +133,15 @@ def sums(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
         linear = sum_ is torch.sum and _only_sums(input._spec)
         local, spec = (local_of(input), input._spec) if linear else operand(input)
         plan = reduced(spec, dim, keepdim, linear)
-        y = sum_(local, plan.dims, keepdim=keepdim, dtype=dtype) if plan.dims else local.to(dtype or local.dtype)
+        local = local if dtype is None else local.to(dtype)
+        inner = torch.float32 if local.dtype in _HALF else None  # fp16 ends at 65504
+        y = sum_(local, plan.dims, keepdim=keepdim, dtype=inner) if plan.dims else wide(local)
         y = total(y, plan.groups)
         if is_mean:
             if not y.is_floating_point() and not y.is_complex():
                 raise RuntimeError(f"mean: a tensor of {y.dtype} has no mean; give dtype=")
             y = y / plan.elements if plan.elements else y / torch.zeros_like(y)
-        return wrap(y, plan.spec)
+        return wrap(_narrow(y, local.dtype), plan.spec)
 
     return call(*args, **kwargs)
 
@@ -207,7 +216,7 @@ def variance(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> An
             correction = 1 if unbiased is None or unbiased else 0
         local, spec = operand(input)
         plan, result = reduced(spec, dim, True), reduced(spec, dim, keepdim).spec
-        mean, squares = moments(local, spec, plan)
+        mean, squares = moments(wide(local), spec, plan)
         y = (
             squares / max(plan.elements - correction, 0)
             if plan.elements > correction
@@ -215,8 +224,10 @@ def variance(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> An
         )
         if func not in _VAR:
             y = y.sqrt()
-        spread = wrap(y.reshape(result.local_shape), result)
-        return (spread, wrap(mean.reshape(result.local_shape), result)) if func in _WITH_MEAN else spread
+        spread = wrap(_narrow(y.reshape(result.local_shape), local.dtype), result)
+        if func not in _WITH_MEAN:
+            return spread
+        return spread, wrap(_narrow(mean.reshape(result.local_shape), local.dtype), result)
 
     return call(*args, **kwargs)
 
@@ -291,6 +302,7 @@ def _norm(x: ShardTensor, ord_: Any, dim: Any, keepdim: bool, dtype: torch.dtype
         ):
             return wrap(_norm_of_coordinates(local, keepdim), plan.spec)
         return wrap(torch.linalg.vector_norm(local, ord_, plan.dims, keepdim), plan.spec)
+    dtype, local = local.dtype, wide(local)
     size = local.abs()
     if ord_ in (float("inf"), float("-inf")):
         y = extreme(size, plan.dims, plan.groups, "max" if ord_ > 0 else "min")
@@ -300,7 +312,7 @@ def _norm(x: ShardTensor, ord_: Any, dim: Any, keepdim: bool, dtype: torch.dtype
         s = total(size.pow(ord_).sum(plan.dims, keepdim=True), plan.groups)
         positive = s != 0
         y = torch.where(positive, s, torch.ones_like(s)).pow(1 / ord_) * positive  # the gradient at 0 is 0, as torch's
-    return wrap(y.reshape(plan.spec.local_shape), plan.spec)
+    return wrap(_narrow(y, dtype).reshape(plan.spec.local_shape), plan.spec)
 
 
 @sharded(torch.norm, _T.norm)

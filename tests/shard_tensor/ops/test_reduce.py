@@ -104,3 +104,53 @@ def test_the_checker_follows_axes_together_and_other_dims_one_by_one() -> None:
 
     threads.run(Mesh(4, tp=2), rank, 1)
     threads.run(Mesh(4), rank, 2)
+
+
+HALVES = {  # fp16 ends at 65504: the sum over a dim, or what divides it, is larger
+    "sum-dim": lambda x, t: (x / 8).sum(0),
+    "mean": lambda x, t: x.mean(),
+    "mean-dim": lambda x, t: x.mean(0),
+    "mean-whole": lambda x, t: x.mean(1),
+    "norm": lambda x, t: (x / 32).norm(),
+    "norm-3": lambda x, t: torch.linalg.vector_norm(x / 32, 3),
+    "var": lambda x, t: x.var(),
+    "std-dim": lambda x, t: x.std(0),
+    "var_mean": lambda x, t: torch.var_mean(x),
+    "clip": lambda x, t: torch.nn.utils.get_total_norm([x / 32]),
+    "mse": lambda x, t: F.mse_loss(x, t),
+    "mse-weight": lambda x, t: F.mse_loss(x, t, weight=t.abs() + 100),
+    "l1": lambda x, t: F.l1_loss(x, t),
+    "kl": lambda x, t: F.kl_div(x, t.abs(), reduction="batchmean"),
+    "ce": lambda x, t: F.cross_entropy(x, torch.zeros(4096, dtype=torch.int64)),
+    "ce-weight": lambda x, t: F.cross_entropy(x, torch.zeros(4096, dtype=torch.int64), torch.full_like(t[0], 30)),
+    "ce-probabilities": lambda x, t: F.cross_entropy(x, t.abs() / 2),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("name", HALVES)
+def test_half_precision_is_summed_in_float32(name: str, dim: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    a = (torch.randn(4096, 8, generator=generator) * 4 + 100).to(dtype)
+    b = torch.randn(4096, 8, generator=generator).to(dtype)
+
+    def results(x: torch.Tensor, t: torch.Tensor) -> list[torch.Tensor]:
+        y = HALVES[name](x, t)
+        return list(y) if isinstance(y, tuple) else [y]
+
+    plain, exact = results(a, b), results(a.double(), b.double())
+    assert all(each.dtype == dtype for each in plain)
+    near = 4 * torch.finfo(dtype).eps  # of the terms too, as torch's
+
+    def rank(mesh: Any) -> None:
+        x, t = (distribute_tensor(each.clone().requires_grad_(), mesh, [Shard(dim)], src=None) for each in (a, b))
+        found = results(x, t)
+        for y, expected in zip(found, exact, strict=True):
+            assert y.dtype == dtype
+            torch.testing.assert_close(y.full_tensor().detach().double(), expected, rtol=near, atol=near)
+        if found[0].requires_grad:
+            found[0].sum().backward()
+            assert x.grad.full_tensor().isfinite().all()
+
+    on_ranks(2, rank)
