@@ -361,7 +361,18 @@ class ParallelModule(Container):
         """Waits for parameters that ZeRO has updated on other ranks: its step has done so already."""
 
     def clip_gnorm(self, max_norm: float | None = None) -> torch.Tensor:
-        """The norm of all gradients, each element of the whole model counted once; with `max_norm`, clipped to it."""
+        """The norm of all gradients, each element of the whole model counted once; with `max_norm`, clipped to it.
+
+        Raises:
+            RuntimeError: there are several units, or ZeRO: the optimizer has the gradients that are summed over units.
+        """
+        config = self.compute_config
+        if config.units > 1 or config.use_zero:
+            has = "use_zero=True" if config.use_zero else f"{config.units} units"
+            raise RuntimeError(
+                f"{type(self).__name__}.clip_gnorm: with {has} these are one unit's own gradients, and the optimizer "
+                "steps by their sum over the units: call optimizer.clip_gnorm() of the one that build_optimizer made"
+            )
         return clip_grad_norm(self.parameters(), float("inf") if max_norm is None else max_norm)
 
 

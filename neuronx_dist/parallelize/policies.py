@@ -158,6 +158,8 @@ def _data(graph: IRGraph, config: ComputeConfig) -> IRGraph:
     """Every call that can run on a piece of the batch does; weights stay whole."""
     if graph.size == 1:
         return graph
+    if not graph.program.inputs:
+        raise PlanError("policy 'data' cuts the batch, and forward has no tensor among its arguments: use 'tp' or 'dp'")
     batch: dict[Value, SpmdType] = {value: S(0) for value in graph.program.inputs[:1]}
     for value in graph.program.inputs[1:]:  # inputs of as many samples: targets
         if value.shape[:1] == graph.program.inputs[0].shape[:1]:

@@ -120,8 +120,11 @@ def literal(x: Any, imports: Imports, variable: Callable[[Any], str | None] = la
         return f'float("{x}")'
     if isinstance(x, str):
         return json.dumps(x)
-    if x is None or isinstance(x, (bool, int, float, complex, bytes)):
-        return repr(x)
+    for base in (bool, int, float, complex, bytes):
+        if isinstance(x, base):  # of an enum or a NumPy scalar its number
+            return base.__repr__(x)
+    if x is None:
+        return "None"
     if isinstance(x, EllipsisType):
         return "..."
     if isinstance(x, (LocalType, Shard)):

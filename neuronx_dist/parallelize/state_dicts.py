@@ -21,7 +21,7 @@ from torch import nn
 
 from .. import comm
 from ..weights.shard_spec import ShardSpec
-from .layouts import StateLayout, layout_of
+from .layouts import LAYOUT, StateLayout, layout_of
 from .module import ParallelModule
 from .optimizer_layout import MASTER, OwnState, Rows, names_of_groups, spec_for, state_dict_with
 
@@ -76,7 +76,8 @@ def load_merged_state_dict(
     """Loads a whole state dict, of `merge_state_dicts` or of the original module and its optimizer, into this layout.
 
     Args:
-        module: parallel, or with parallel submodules.
+        module: parallel, or with parallel submodules; or the original.
+        optimizer: of `build_optimizer`, or a plain one of the original.
         device: where the module is moved to first; None: the mesh's device, or where it is without one or on CPU.
 
     Raises:
@@ -84,14 +85,19 @@ def load_merged_state_dict(
     """
     _move(module, device)
     own = module.state_dict()
-    layout = layout_of(own)
-    local = OrderedDict((name, value) for name, value in module_state_dict.items() if name not in layout.elsewhere)
-    for name, value in own.items():
-        if name in local and isinstance(value, torch.Tensor):
-            local[name] = _own_part(name, local[name], layout.spec(name, value.shape), layout.index)
+    local: Mapping[str, Any] = module_state_dict
+    if any(isinstance(each, ParallelModule) for each in module.modules()):
+        layout = layout_of(own)
+        local = OrderedDict((name, value) for name, value in module_state_dict.items() if name not in layout.elsewhere)
+        for name, value in own.items():
+            if name in local and isinstance(value, torch.Tensor):
+                local[name] = _own_part(name, local[name], layout.spec(name, value.shape), layout.index)
     module.load_state_dict(local)
     if optimizer is not None and optimizer_state_dict is not None:
-        _load_optimizer(optimizer, optimizer_state_dict)
+        if LAYOUT in optimizer.state_dict():
+            _load_optimizer(optimizer, optimizer_state_dict)
+        else:
+            optimizer.load_state_dict(dict(optimizer_state_dict))
 
 
 def deduped_state_dict(

@@ -157,6 +157,25 @@ def owners_of(optimizer):
     return params if shards is None else [shard.master for shard in shards]
 
 
+@pytest.mark.parametrize("plan, units, zero", [(2, 1, False), (2, 2, False), (2, 1, True), (2, 2, True)])
+def test_a_module_clips_only_what_is_summed(plan, units, zero):
+    """Before the sum each unit would clip by a norm of its own; under ZeRO the optimizer steps by other tensors."""
+
+    def body(module, optimizer, *_):
+        loss_of(module, batch(0, comm.rank("dp"))).backward()
+        if zero or units > 1:
+            grads = [p.grad for p in module.parameters() if p.grad is not None]
+            before = [grad.clone() for grad in grads]
+            with pytest.raises(RuntimeError, match=r"call optimizer.clip_gnorm\(\)"):
+                module.clip_gnorm(0.1)
+            assert before and all(map(torch.equal, grads, before))
+            return
+        assert float(module.clip_gnorm(0.1)) > 0.2
+        assert float(module.clip_gnorm()) == pytest.approx(0.1, rel=1e-4)
+
+    trained(ComputeConfig(plan, plan * units, use_zero=zero), lambda m: build_optimizer(m, SGD), body=body)
+
+
 @pytest.mark.parametrize("zero", [False, True])
 def test_gradients_are_summed_once_and_scaled_after(zero):
     def body(module, optimizer, *_):

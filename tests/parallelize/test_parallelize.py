@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from enum import IntEnum
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -99,6 +101,28 @@ def test_autocast_is_of_the_device_that_the_module_is_on(tmp_path: Path) -> None
     lines = [line.strip() for line in code.read_text().splitlines() if "autocast" in line]
     assert {*lines} == {"with torch.autocast(self.device.type, torch.bfloat16, enabled=True):"}
     assert torch.equal(parallel(x), module(x))
+
+
+class Mode(IntEnum):
+    SUM = 0
+    ROWS = 1
+
+
+def test_numbers_of_other_classes_are_written_as_numbers(tmp_path: Path) -> None:
+    """Members of enums and NumPy's scalars, whose own text is none that Python reads."""
+
+    class Numbers(nn.Linear):
+        def forward(self, x: torch.Tensor) -> Any:
+            return (
+                torch.sum(self.weight * x * np.float64(8.0), Mode.ROWS),
+                Mode.SUM,
+                np.float64(0.5),
+                np.complex128(1 + 2j),
+            )
+
+    module, x = Numbers(WIDTH, 4, bias=False), torch.ones(4, WIDTH)
+    first, *others = made(module, {"x": x}, tmp_path)(x)
+    assert torch.equal(first, module(x)[0]) and others == [0, 0.5, 1 + 2j]
 
 
 def test_train_step(tmp_path: Path) -> None:

@@ -67,6 +67,12 @@ def test_data_needs_a_batch_that_divides():
         divide(mlp(2, 16, batch=7), "data", config(2))
 
 
+def test_data_needs_an_input():
+    program = replace(mlp(2, 16), inputs=[])
+    with pytest.raises(PlanError, match="'data' cuts the batch, and forward has no tensor among its arguments"):
+        divide(program, "data", config(2))
+
+
 def test_pp_has_a_stage_a_rank_of_equal_time():
     division = divide(mlp(8, 16), "pp", config(4, pipeline_nmicros=8, costs=replace(H100, link_latency=0.0)))
     assert (division.size, division.pipeline_ranks, division.microbatches, division.schedule) == (1, 4, 8, "1f1b")

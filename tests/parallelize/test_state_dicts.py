@@ -148,6 +148,18 @@ def test_saved_under_one_plan_and_loaded_under_any_other(source, target):
         close(weights, {name: param.detach() for name, param in module.named_parameters()})
 
 
+@pytest.mark.parametrize("make_optimizer", [lambda m: ADAMW(m.parameters()), lambda m: build_optimizer(m, ADAMW)])
+def test_a_merged_state_is_loaded_into_the_original(make_optimizer):
+    merged, merged_optimizer = merged_after(config_of("tp x zero"), "parent", ADAMW, HALF)
+    module, expected = original("parent"), original("parent")
+    optimizer, plain = make_optimizer(module), ADAMW(expected.parameters())
+    load_merged_state_dict(module, clone(merged), optimizer, clone(merged_optimizer))
+    expected.load_state_dict(merged)
+    plain.load_state_dict(clone(merged_optimizer))
+    equal(one_process(module, optimizer, REST, 2), one_process(expected, plain, REST, 2))
+    equal(dict(module.state_dict()), dict(expected.state_dict()))
+
+
 @pytest.mark.parametrize(
     "layout, change",
     [

@@ -93,7 +93,7 @@ _local = threading.local()  # .recorder: the one at work in this thread
 # Calls that return no tensor, and yet are made for their effect.
 _EFFECTS = {torch.Tensor.register_hook, torch.Tensor.retain_grad}
 
-_AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "mps", "hpu", "xla", "mtia", "privateuseone")
+_AUTOCAST_DEVICES = tuple("cpu cuda xpu mps hpu xla mtia privateuseone".split())
 
 # About a tensor that comes from a call that was not seen.
 _ADVICE = "If it is made by a module of yours, list its class in leaf_module_cls."
