@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed
+import torch.utils._pytree as pytree
 from torch import nn
 
 from .. import comm
@@ -64,8 +65,8 @@ def parallelize(
     Args:
         module_or_module_class: what is already parallel is returned as it is. May be on meta; the object form then has
             no initial weights.
-        dummy_forward_args: arguments of forward by name: of tensors shapes and dtypes count. What is left out has
-            forward's default.
+        dummy_forward_args: arguments of forward by name: of tensors shapes and dtypes count (those of floating point
+            have gradients, unless the module is end2end or for inference). What is left out has forward's default.
         pas_policy: the name of a policy, or a function `(IRGraph, ComputeConfig) -> IRGraph`.
         gen_savedir: where generated files are.
         reuse: what is done with files of an earlier run.
@@ -96,6 +97,8 @@ def parallelize(
             f"compute_config is a ComputeConfig, such as ComputeConfig(plan_ngpus=2), got {compute_config!r}"
         )
     is_own_mesh = _join(compute_config)
+    if isinstance(dummy_forward_args, Mapping) and not (compute_config.use_end2end or compute_config.inference_only):
+        dummy_forward_args = pytree.tree_map_only(torch.Tensor, _with_gradient, dict(dummy_forward_args))
 
     def module() -> nn.Module:
         return _module(module_or_module_class, module_fn, module_dtype, dummy_forward_args, compute_config)
@@ -127,6 +130,13 @@ def parallelize(
         destroy_model_parallel()
         _join(compute_config, loaded.RANKS)
     return loaded if is_class else loaded(init_module_params)
+
+
+def _with_gradient(x: torch.Tensor) -> torch.Tensor:
+    """An input of a module that may be in the middle of a graph: its gradient is whole on every rank."""
+    if x.requires_grad or not (x.is_floating_point() or x.is_complex()):
+        return x
+    return x.detach().requires_grad_()
 
 
 def _join(config: ComputeConfig, stages: int = 1) -> bool:
