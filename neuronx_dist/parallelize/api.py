@@ -35,7 +35,7 @@ from .program import Division, Program, Value
 from .record import check_arguments, record_program
 from .source_text import program_text
 from .stored import constants_of, stored_of
-from .verify import EmittedProgramError, verify
+from .verify import EmittedProgramError, OriginalError, verify
 
 __all__ = ["parallelize"]
 
@@ -217,16 +217,19 @@ def _emitted(module: nn.Module, arguments: dict[str, Any], policy: Any, config: 
     try:
         for division in divisions:
             verdicts.append(verify(source, division, module, constants, arguments))
-    except EmittedProgramError as error:
+    except OriginalError as error:
+        cause = error.__cause__
+        assert isinstance(cause, Exception)
+        raise _failed(module, arguments, cause) from cause
+    except Exception as error:  # EmittedProgramError, or the file is no program, or the check crashed
         kept = folder / f"refused_{type(module).__name__}.py"
         kept.parent.mkdir(parents=True, exist_ok=True)
         kept.write_text(source)
+        text = str(error) if isinstance(error, EmittedProgramError) else f"{type(error).__name__}: {error}"
         raise EmittedProgramError(
-            f"{error}\nThis is a bug of neuronx_dist, not of {type(module).__name__}: please report it with "
+            f"{text}\nThis is a bug of neuronx_dist, not of {type(module).__name__}: please report it with "
             f"{kept}, which was not loaded"
         ) from error
-    except Exception as error:  # the original does, which an emitted program is compared with
-        raise _failed(module, arguments, error) from error
     not_run = next((verdict.not_run for verdict in verdicts if verdict.not_run), "")
     if not_run:
         warnings.warn(

@@ -288,8 +288,8 @@ def _contexts(context: _Context) -> Iterator[str]:
     if not grad:
         yield "with torch.no_grad():"
     if autocast is not None:
-        device, dtype, enabled = autocast
-        yield f'with torch.autocast("{device}", {dtype}, enabled={enabled}):'
+        _, dtype, enabled = autocast  # of the device that was recorded on, in whose place is the one that it runs on
+        yield f"with torch.autocast(self.device.type, {dtype}, enabled={enabled}):"
 
 
 def _unpacked(program: Program, read: Collection[Value]) -> Iterator[tuple[str, str]]:

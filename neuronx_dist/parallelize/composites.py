@@ -77,10 +77,12 @@ def cross_entropy(
         ignore_index=ignore_index,
         vocab_size=classes,
         tensor_model_parallel_group=axis,
-    ).to(input.dtype)
-    if reduction == "none":
-        return losses
-    return losses.sum() if reduction == "sum" else losses.sum() / (target != ignore_index).sum()
+    )
+    if reduction != "none":
+        losses = _wide(losses).sum()
+    if reduction == "mean":
+        losses = losses / (target != ignore_index).sum()
+    return losses.to(input.dtype)
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -77,7 +77,7 @@ class BroadcastGenFilesStrategy(_Option):
     NONE: none: ranks share a folder, or it is copied by hand.
     ALL: all of them.
     NO_WEIGHTS: all but the initial weights: modules are made with `init_params=False`.
-    CODE: the code alone.
+    CODE: what code needs to load, its constants too: the same as NO_WEIGHTS.
     """
 
     NONE = "none"

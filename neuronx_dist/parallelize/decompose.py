@@ -8,6 +8,8 @@ those of the whole program: a strategy that cuts a dim leaves them as they are.
     cross entropy, nll          sum / (target != ignore_index).sum()
     other losses                sum / number of elements (kl_div's "batchmean": / number of rows)
 
+Of 16-bit losses each element is computed in 16 bit, as torch does, and their sum and the division in float32.
+
 What stays: means over some dims (of shards they are P("avg"), which are all-reduced as such), class weights (they are
 in the denominator too), and `size_average` and `reduce`, torch's old names.
 """
@@ -55,9 +57,8 @@ def _mean(builder: Builder, call: Call) -> Value | None:
     if math.prod(result.shape) != 1 or "out" in call.kwargs:
         return None
     dim, keepdim = options.get("dim"), options.get("keepdim", False)
-    wide = torch.float32 if result.dtype in (torch.float16, torch.bfloat16) else result.dtype
     named = {"dim": dim, "keepdim": keepdim} if dim is not None or keepdim else {}
-    total = builder.compute(call, torch.sum, x, **named, dtype=wide)
+    total = builder.compute(call, torch.sum, x, **named, dtype=_wide(result.dtype))
     return _as(builder, call, builder.compute(call, torch.div, total, math.prod(x.shape)), result)
 
 
@@ -88,8 +89,19 @@ def _loss(builder: Builder, call: Call) -> Value | None:
 def _over(builder: Builder, call: Call, options: dict[str, Any], count: Value | int) -> Value:
     named = {name: value for name, value in options.items() if _is_given(call, name, value)}
     operands = [named.pop(name) for name in _OPERANDS if name in named]
-    total = builder.compute(call, call.function, *operands, **{**named, "reduction": "sum"})
-    return builder.compute(call, torch.div, total, count)
+    result = call.results[0]
+    wide = _wide(result.dtype)
+    if wide == result.dtype:
+        total = builder.compute(call, call.function, *operands, **{**named, "reduction": "sum"})
+    else:  # the sum of 16-bit losses overflows, or loses the small ones
+        losses = builder.compute(call, call.function, *operands, **{**named, "reduction": "none"})
+        total = builder.compute(call, torch.sum, losses, dtype=wide)
+    return _as(builder, call, builder.compute(call, torch.div, total, count), result)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """In which a sum is computed whose result has this dtype."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 _OPERANDS = ("input", "input1", "input2", "target")

@@ -15,7 +15,6 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch.utils._pytree as pytree
@@ -68,7 +67,7 @@ def emit(
         lines.append(f"{INDENT * 2}{json.dumps(path)}: {_stored_text(each)},")
     lines += [f"{INDENT}}}", f"{INDENT}INPUTS = {{"]
     lines += [f"{INDENT * 2}{json.dumps(v.path)}: ({list(v.shape)}, {v.dtype})," for v in division.program.inputs]
-    lines += [f"{INDENT}}}", *_fixed(division.program, arguments), *_pipeline(division, methods), ""]
+    lines += [f"{INDENT}}}", *_fixed(division.program, arguments, imports), *_pipeline(division, methods), ""]
     head = f"{INDENT}def forward({', '.join(['self', *_parameters(arguments, imports)])}):"
     given = ", ".join(f"{argument}={argument_name(argument)}" for argument in arguments)
     lines += [head, f"{INDENT * 2}self.check_arguments({given})"]
@@ -194,7 +193,7 @@ def _arguments(program: Program, signature: inspect.Signature | None) -> dict[st
     return arguments
 
 
-def _fixed(program: Program, arguments: Mapping[str, Any]) -> list[str]:
+def _fixed(program: Program, arguments: Mapping[str, Any], imports: Imports) -> list[str]:
     """The lines of the table of arguments that are no tensors: the program holds for these values alone."""
     tree = pytree.tree_unflatten(program.arguments, program.structure)
     fixed = {name: default for name, default in arguments.items() if name not in tree and default is not _NONE}
@@ -203,8 +202,13 @@ def _fixed(program: Program, arguments: Mapping[str, Any]) -> list[str]:
             fixed[dotted(path)] = leaf
     lines = []
     for name, value in fixed.items():
-        with suppress(ValueError):  # what no file can name is not compared
-            lines.append(f"{INDENT * 2}{json.dumps(name)}: {literal(value, Imports())},")
+        try:
+            lines.append(f"{INDENT * 2}{json.dumps(name)}: {literal(value, imports)},")
+        except ValueError as error:
+            raise ValueError(
+                f"forward's argument {name} is {value!r}, which the emitted file cannot compare with what it is called "
+                f"with ({error}): give a tensor, number, text or member of an Enum, or keep it in the module"
+            ) from error
     return [f"{INDENT}FIXED = {{", *lines, f"{INDENT}}}"] if lines else []
 
 
@@ -220,5 +224,5 @@ def _parameters(arguments: Mapping[str, Any], imports: Imports) -> Iterator[str]
         optional = True
         try:
             yield f"{argument_name(name)}={literal(None if default is _NONE else default, imports)}"
-        except ValueError:  # a default that no file can name: it is taken as not given
+        except ValueError:  # a default that no file can name, in whose place a tensor or another value was recorded
             yield f"{argument_name(name)}=None"

@@ -214,8 +214,6 @@ def _wanted(folder: GeneratedFolder, strategy: BroadcastGenFilesStrategy) -> lis
     names = [*folder.read().manifest["files"], MANIFEST]
     if strategy is not BroadcastGenFilesStrategy.ALL:
         names = [name for name in names if not name.startswith(WEIGHTS + "/")]
-    if strategy is BroadcastGenFilesStrategy.CODE:
-        names = [name for name in names if name.endswith(".py") or name == MANIFEST]
     return [(name, (folder.path / name).stat().st_size) for name in names]
 
 

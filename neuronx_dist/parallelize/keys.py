@@ -6,6 +6,8 @@ import json
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from torch import nn
 
 from .config import ComputeConfig
 from .fingerprint import digest, module_entries, own_sources, value_entries
+from .register import registrations
 
 __all__ = ["Key", "key_of"]
 
@@ -49,7 +52,7 @@ def key_of(module: nn.Module, arguments: Mapping[str, Any], policy: Any, config:
 
     Args:
         arguments: of forward, by name; of tensors the shapes and dtypes count.
-        policy: a name, a function, a plan.
+        policy: a name, a function, a plan; of a plan's file its content.
         others: what else the choice depends on.
     """
     program = {"class": type(module).__qualname__, **module_entries(module)}
@@ -62,11 +65,22 @@ def key_of(module: nn.Module, arguments: Mapping[str, Any], policy: Any, config:
             for leaf in leaves
         ]
         program[f"argument {name}"] = f"{structure} {texts}"
+    for name, registered in registrations().items():  # all: code of installed packages may call any of them
+        program |= value_entries(f"registered {name}", registered)
     program["torch"] = torch.__version__
-    choice = {"this package": own_sources(), "python": sys.version.split()[0], **value_entries("policy", policy)}
+    choice = {"this package": own_sources(), "python": sys.version.split()[0], **value_entries("policy", _read(policy))}
     for name, value in {**vars(config), **others}.items():
         choice |= value_entries(name, value)
+    plan = config.pas_config.get("load_plan_path")
+    if plan:
+        choice |= value_entries("pas_config", {**config.pas_config, "load_plan_path": _read(plan)})
     return Key(program, choice)
+
+
+def _read(value: Any) -> Any:
+    """Of a plan's file what is in it; anything else as it is."""
+    is_file = isinstance(value, (str, PathLike)) and Path(value).is_file()
+    return f"file {digest(Path(value).read_bytes())}" if is_file else value
 
 
 def _shown(old: str | None, new: str | None) -> str:

@@ -13,7 +13,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from functools import wraps
+from enum import Enum
+from functools import cache, wraps
 from types import ModuleType
 from typing import Any, ClassVar
 
@@ -222,9 +223,19 @@ class ParallelModule(Container):
         for name, value in self.FIXED.items():
             x = _at(given, name)
             if x is not value and (isinstance(x, torch.Tensor) or x != value):
+                has = repr(x) if isinstance(x, Enum) else describe(x)
                 raise ValueError(
-                    f"{type(self).__name__}: {name}={describe(x)}, and the program was recorded with {value!r}: "
+                    f"{type(self).__name__}: {name}={has}, and the program was recorded with {value!r}: "
                     "call parallelize with this value among dummy_forward_args"
+                )
+        for path, names in _containers((*self.INPUTS, *self.FIXED)).items():
+            x = _at(given, path)
+            items = x if isinstance(x, Mapping) else dict(enumerate(x)) if isinstance(x, (list, tuple)) else {}
+            more = [key for key, item in items.items() if str(key) not in names and pytree.tree_leaves(item)]
+            if more:
+                raise ValueError(
+                    f"{type(self).__name__}: {path} has {', '.join(map(repr, more))}, and the program was recorded "
+                    f"with {', '.join(sorted(names))} alone: call parallelize with dummy_forward_args of this structure"
                 )
 
     def train_step(
@@ -340,6 +351,12 @@ class ParallelModule(Container):
                 names.setdefault(first, name)
         return list(names.values())
 
+    def stages_of_weights(self) -> dict[str, comm.Communicator]:
+        """The weights on this rank that several pipeline stages hold, under all their names, with the ranks that do."""
+        groups = {} if self._pipeline is None else self._pipeline.tied
+        names = {name: stored.same_as or name for name, stored in self._own_stored().items()}
+        return {name: groups[first] for name, first in names.items() if first in groups}
+
     def gather_params(self) -> None:
         """Waits for parameters that ZeRO has updated on other ranks: its step has done so already."""
 
@@ -396,6 +413,17 @@ def _refused(self: ParallelModule, *args: Any, **kwargs: Any) -> Any:
         f"{type(self).__name__} is end2end: call train_step or infer_step; to call forward, compile it with "
         "ComputeConfig(use_end2end=False)"
     )
+
+
+@cache
+def _containers(paths: tuple[str, ...]) -> dict[str, set[str]]:
+    """The names in each container, by its path, of the paths of all leaves."""
+    containers: dict[str, set[str]] = {}
+    for path in paths:
+        while "." in path:
+            path, _, name = path.rpartition(".")
+            containers.setdefault(path, set()).add(name)
+    return containers
 
 
 def _at(x: Any, path: str) -> Any:

@@ -61,12 +61,12 @@ class Pipelined:
         pipelines = comm.current().mesh.groups("pp")
         ways = ["pp_forward", "pp_backward"] + ["pp_forward_up", "pp_backward_down"] * (stages > ranks)
         self._channels = Channels(*(comm.new_group(pipelines, way) for way in ways))
-        self._tied: list[tuple[str, comm.Communicator]] = []
+        self.tied: dict[str, comm.Communicator] = {}  # of the weights that are here
         for name, holders in tied.items():
             lists = [[pipeline[stage] for stage in holders] for pipeline in pipelines]
             group = comm.new_group(lists, f"pp_tied_{'_'.join(map(str, holders))}")
             if group is not None:
-                self._tied.append((name, group))
+                self.tied[name] = group
                 if self._stage != holders[0]:
                     module.get_parameter(name).shared = True  # type: ignore[attr-defined]  # norms count the first
 
@@ -85,7 +85,7 @@ class Pipelined:
         """
         with paused(module.parameters()):  # gradients are complete behind this
             results = self._run(module, table, samples, True, dummies, scale_fn or _as_it_is)
-        for name, group in self._tied:
+        for name, group in self.tied.items():
             parameter = module.get_parameter(name)
             if parameter.requires_grad:
                 grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad

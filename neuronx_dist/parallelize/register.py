@@ -20,11 +20,11 @@ from typing import Any, NamedTuple
 import torch
 from torch.overrides import handle_torch_function, has_torch_function
 
-from ..checking.types.rules.spec import Spec, operands, rule
+from ..checking.types.rules.spec import RULES, Spec, operands, rule
 from .annotation import Annotation, AnnotationError
 from .congruence import tensors_of
 
-__all__ = ["register_op"]
+__all__ = ["register_op", "registrations"]
 
 AnnotationLike = str | Callable[..., str]
 Example = tuple[Sequence[Any], Mapping[str, Any]]
@@ -83,6 +83,18 @@ def register_op(
         return called
 
     return register
+
+
+def registrations() -> dict[str, tuple[Any, ...]]:
+    """What is registered, by the functions' full names: annotation, groups of linear operands, randomness."""
+    found = {}
+    for function, known in RULES.items():
+        op = getattr(known.spec, "__self__", None)
+        if isinstance(op, _Operator):
+            annotation = op.rule.text if isinstance(op.rule, Annotation) else op.rule
+            random = known.random() if callable(known.random) else known.random
+            found[f"{function.__module__}.{function.__qualname__}"] = (annotation, known.linear, random)
+    return found
 
 
 class _Operator:

@@ -9,6 +9,7 @@ import math
 import operator
 import re
 from collections.abc import Callable, Iterable, Mapping
+from enum import Enum
 from types import EllipsisType
 from typing import Any
 
@@ -108,6 +109,9 @@ def literal(x: Any, imports: Imports, variable: Callable[[Any], str | None] = la
     named = variable(x)
     if named is not None:
         return named
+    if isinstance(x, Enum):
+        own = imports.name(type(x))
+        return f"{own}.{x.name}" if x.name in type(x).__members__ else f"{own}({literal(x.value, imports)})"
     if isinstance(x, torch.device):
         return "self.device"
     if isinstance(x, (torch.dtype, torch.layout, torch.memory_format)):

@@ -22,6 +22,7 @@ from torch import nn
 from .. import comm
 from ..weights.shard_spec import ShardSpec
 from .layouts import StateLayout, layout_of
+from .module import ParallelModule
 from .optimizer_layout import OwnState, Rows, names_of_groups, spec_for, state_dict_with
 
 __all__ = [
@@ -76,13 +77,12 @@ def load_merged_state_dict(
 
     Args:
         module: parallel, or with parallel submodules.
-        device: where the module is moved to first; None: it stays where it is.
+        device: where the module is moved to first; None: the mesh's device, or where it is without one or on CPU.
 
     Raises:
         ValueError: the state is of another model.
     """
-    if device is not None:
-        module.to(device)
+    _move(module, device)
     own = module.state_dict()
     layout = layout_of(own)
     local = OrderedDict((name, value) for name, value in module_state_dict.items() if name not in layout.elsewhere)
@@ -100,15 +100,16 @@ def deduped_state_dict(
     """This rank's state dicts without what a rank before it has: over all ranks, one model and one optimizer state."""
     state = module.state_dict()
     layout = layout_of(state)
+    before = {name for name, group in _tied_groups(module).items() if group.rank != 0}  # a stage before has them
     for name in list(state):
-        if not (layout.unit == 0 and (layout.index == 0 or name in layout.specs)):
+        if not (layout.unit == 0 and (layout.index == 0 or name in layout.specs)) or name in before:
             del state[name]
     if optimizer is None:
         return state, None
     whole = optimizer.state_dict()
     own = OwnState.of(whole)
     states = {
-        name: {key: value for key, value in values.items() if _is_kept(own, name, value)}
+        name: {key: value for key, value in values.items() if _is_kept(own, name, value, name not in before)}
         for name, values in own.states.items()
     }
     return state, state_dict_with(optimizer, states, whole["param_groups"])
@@ -127,27 +128,35 @@ def load_deduped_state_dict(
     All ranks call it together.
 
     Args:
-        device: where the module is moved to first; None: it stays where it is.
+        device: where the module is moved to first; None: the mesh's device, or where it is without one or on CPU.
 
     Raises:
         ValueError: it is of another rank or layout.
     """
-    if device is not None:
-        module.to(device)
+    _move(module, device)
     own = module.state_dict()
     here, saved = layout_of(own), layout_of(module_state_dict)
     _check_same_layout(here, saved)
+    tied = _tied_groups(module)
     for name, value in own.items():
         if isinstance(value, torch.Tensor):
             tensor = module_state_dict.get(name, value).to(value.device).contiguous().clone()
-            own[name] = _received(tensor, ("dp", *(() if name in here.specs else ("tp",))))
+            axes = ("dp", *(() if name in here.specs else ("tp",)), *([tied[name]] if name in tied else ()))
+            own[name] = _received(tensor, axes)
     module.load_state_dict(own)
     if optimizer is not None and optimizer_state_dict is not None:
-        _load_deduped_optimizer(optimizer, optimizer_state_dict)
+        _load_deduped_optimizer(optimizer, optimizer_state_dict, tied)
 
 
 load_merged_state_dicts = load_merged_state_dict
 deduped_state_dicts = deduped_state_dict
+
+
+def _move(module: nn.Module, device: str | torch.device | None) -> None:
+    if device is None and comm.is_initialized() and comm.current().backend.device.type != "cpu":
+        device = comm.current().backend.device
+    if device is not None:
+        module.to(device)
 
 
 # --- modules ----------------------------------------------------------------------------------------------------------
@@ -185,7 +194,11 @@ def _check_same_layout(here: StateLayout, saved: StateLayout) -> None:
             )
 
 
-def _received(tensor: torch.Tensor, axes: Sequence[str]) -> torch.Tensor:
+def _tied_groups(module: nn.Module) -> dict[str, comm.Communicator]:
+    return module.stages_of_weights() if isinstance(module, ParallelModule) else {}
+
+
+def _received(tensor: torch.Tensor, axes: Sequence[Any]) -> torch.Tensor:
     """The tensor of the first rank along each axis, one after the other: `tensor` gives shape and dtype elsewhere."""
     if comm.is_initialized():
         for axis in axes:
@@ -265,17 +278,19 @@ def _is_whole(value: Any, spec: ShardSpec) -> bool:
     return isinstance(value, torch.Tensor) and tuple(value.shape) == spec.unpadded_shape and value.dim() > 0
 
 
-def _is_kept(own: OwnState, name: str, value: Any) -> bool:
+def _is_kept(own: OwnState, name: str, value: Any, is_first_stage: bool) -> bool:
     """Whether this rank is the first with a value."""
     if not isinstance(value, torch.Tensor):
         return True
-    first_copy = (own.unit == 0) if own.rows.is_whole else own.rows.copy == 0
+    first_copy = is_first_stage and (own.unit == 0 if own.rows.is_whole else own.rows.copy == 0)
     if not own.is_elementwise(name, value):
         return first_copy and own.index == 0 and own.rows.index == 0
     return first_copy and (own.index == 0 or name in own.specs)
 
 
-def _load_deduped_optimizer(optimizer: Any, state_dict: Mapping[str, Any]) -> None:
+def _load_deduped_optimizer(
+    optimizer: Any, state_dict: Mapping[str, Any], tied: Mapping[str, comm.Communicator]
+) -> None:
     own, saved = OwnState.of(optimizer.state_dict()), OwnState.of(state_dict)
     if (own.rank, own.rows, own.specs) != (saved.rank, saved.rows, saved.specs):
         raise ValueError(
@@ -302,6 +317,7 @@ def _load_deduped_optimizer(optimizer: Any, state_dict: Mapping[str, Any]) -> No
                 device = comm.current().backend.device if comm.is_initialized() else torch.device("cpu")
                 tensor = torch.empty(shape, dtype=dtype, device=device) if value is None else value.to(device).clone()
                 value = _received_state(optimizer, tensor, is_elementwise, name in own.specs, own.rows)
+                value = _received(value, [tied[name]] if name in tied else ())
             states.setdefault(name, {})[key] = value
     optimizer.load_state_dict(state_dict_with(optimizer, states, state_dict["param_groups"]))
 

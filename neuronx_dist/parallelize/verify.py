@@ -33,7 +33,7 @@ from .modes import Deterministic, InDouble, checkpoint_in, in_double, wide_dtype
 from .module import ParallelModule
 from .program import Division, Program, Value, operands_of
 
-__all__ = ["EmittedProgramError", "Verdict", "check_types", "check_values", "verify"]
+__all__ = ["EmittedProgramError", "OriginalError", "Verdict", "check_types", "check_values", "verify"]
 
 MOST_FLOPS = 2e10  # of a forward that is run for real
 MOST_ELEMENTS = 1e8  # of its parameters
@@ -45,6 +45,10 @@ class EmittedProgramError(RuntimeError):
     """An emitted program is not what was recorded. This is a bug of this package."""
 
 
+class OriginalError(RuntimeError):
+    """The original module fails on its arguments; the cause says how."""
+
+
 class Verdict(NamedTuple):
     """What was looked at.
 
@@ -52,17 +56,19 @@ class Verdict(NamedTuple):
         types: the report of the type check, as text.
         not_run: why the program did not run for real; "": it did.
         largest_error: of all results, gradients and buffers, over what rounding explains; nan: it did not run.
+        coarse: why it was not compared in float64 too, where it is of coarser dtypes; "": it was.
     """
 
     types: str
     not_run: str
     largest_error: float
+    coarse: str
 
     def __str__(self) -> str:
         values = (
             self.not_run or f"equal to one process; largest error {self.largest_error:.2g} of what rounding explains"
         )
-        return f"types: {self.types}\nvalues: {values}"
+        return f"types: {self.types}\nvalues: {values}" + (f"; {self.coarse}" if self.coarse else "")
 
 
 def verify(
@@ -81,11 +87,12 @@ def verify(
 
     Raises:
         EmittedProgramError: one of them is wrong; the message says what, and which.
+        OriginalError: the original fails.
     """
-    report = check_types(source, division, arguments)
+    report = check_types(source, division, arguments, constants)
     reason = too_large(division.program)
-    error = math.nan if reason else check_values(source, division, module, constants, arguments)
-    return Verdict(report, reason, error)
+    error, coarse = (math.nan, "") if reason else check_values(source, division, module, constants, arguments)
+    return Verdict(report, reason, error, coarse)
 
 
 def too_large(program: Program) -> str:
@@ -100,7 +107,12 @@ def too_large(program: Program) -> str:
     )
 
 
-def check_types(source: str, division: Division, arguments: Mapping[str, Any]) -> str:
+def check_types(
+    source: str,
+    division: Division,
+    arguments: Mapping[str, Any],
+    constants: Mapping[str, torch.Tensor] | None = None,
+) -> str:
     """The report of `spmd.check` over all ranks of the division.
 
     Raises:
@@ -120,7 +132,7 @@ def check_types(source: str, division: Division, arguments: Mapping[str, Any]) -
 
     leaves = [{division.axis: division.types[x]} if isinstance(x, Value) else None for x in division.program.arguments]
     in_types = pytree.tree_unflatten(leaves, division.program.structure)
-    with imported(source, division.size) as emitted:
+    with imported(source, division.size, constants=constants) as emitted:
         mesh = {division.axis: division.size}
         report = check(lambda: emitted(init_params=False), dict(arguments), mesh, step=step, in_types=in_types)
     if not report.ok:
@@ -142,11 +154,14 @@ def check_values(
     module: nn.Module,
     constants: Mapping[str, torch.Tensor],
     arguments: Mapping[str, Any],
-) -> float:
-    """Runs the source on threads and the original in one process, and compares. Returns the largest relative error.
+) -> tuple[float, str]:
+    """Runs the source on threads and the original in one process, and compares.
+
+    Returns the largest relative error, and why it was not compared in float64 too ("": it was, or is of float64).
 
     Raises:
         EmittedProgramError: they differ; the message names the tensors.
+        OriginalError: the original fails.
     """
     program = division.program
     tensors = _values(program, module, arguments)
@@ -157,16 +172,17 @@ def check_values(
     with imported(source, division.size, constants=constants) as emitted:
         largest = _compared(emitted, division, tensors, wanted, tolerance)
         if tolerance <= TOLERANCES[torch.float64]:
-            return largest
+            return largest, ""
         tensors = {value: _copy(in_double(x.detach()).requires_grad_(x.requires_grad)) for value, x in tensors.items()}
         with InDouble():
             try:
                 wanted = _run_program(program, tensors)
-            except Exception:  # it has functions that are not for float64
-                return largest
+            except (RuntimeError, TypeError, ValueError, AssertionError) as error:  # a function that is not for float64
+                line = str(error).strip().partition("\n")[0]
+                return largest, f"not compared in float64: {type(error).__name__}: {line}"
         emitted.CONSTANTS = {name: in_double(x) for name, x in constants.items()}
         emitted.INPUTS = {path: (shape, wide_dtype(dtype)) for path, (shape, dtype) in emitted.INPUTS.items()}
-        return max(largest, _compared(emitted, division, tensors, wanted, TOLERANCES[torch.float64], InDouble))
+        return max(largest, _compared(emitted, division, tensors, wanted, TOLERANCES[torch.float64], InDouble)), ""
 
 
 def _compared(
@@ -267,9 +283,12 @@ def _run_original(
     with restored(module), torch.set_grad_enabled(program.training), Deterministic():
         module.train(program.training)
         arguments = pytree.tree_unflatten(own, program.structure)
-        result = torch.func.functional_call(module, state, (), arguments)
-        results = _results(result)
-        _backward(result, program.training)
+        try:
+            result = torch.func.functional_call(module, state, (), arguments)
+            results = _results(result)
+            _backward(result, program.training)
+        except Exception as error:
+            raise OriginalError(f"{type(error).__name__}: {error}") from error
     leaves = {value.path: state[value.path] for value in program.parameters}
     leaves |= {leaf.path: x for leaf, x in zip(program.arguments, own) if isinstance(leaf, Value)}
     buffers = {value.path: state[value.path] for value in program.buffers}
@@ -325,7 +344,7 @@ def _errors(has: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor],
             errors[name] = math.inf
             continue
         floor = 1e-4 * largest if name.startswith("the gradient") else 1e-30
-        same = bool(torch.equal(torch.nan_to_num(own), torch.nan_to_num(x)))
+        same = bool(((own == x) | ((own != own) & (x != x))).all())  # nan is equal to nan alone
         distance = 0.0 if same else float((own.double() - x.double()).norm())
         errors[name] = distance / (max(norms[name], floor) * tolerance) if distance else 0.0
     return errors

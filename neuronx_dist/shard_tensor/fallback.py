@@ -21,7 +21,8 @@ from .handlers import DISPATCH, FUNCTIONS, UNHANDLED, check_promotion, sharded
 from .redistribute import redistributed
 from .report import gathered
 from .spec import ShardTensorSpec, make_spec
-from .tensor import ShardTensor, wrap
+from .tensor import ShardTensor, local_of, wrap
+from .written_back import redistributed_view
 
 __all__ = ["fallback", "set_fallback"]
 
@@ -106,8 +107,13 @@ def _gathered(func: Any, args: Any, kwargs: Any) -> Any:
     for x in flat:
         if isinstance(x, torch.Tensor) and not isinstance(x, ShardTensor):
             check_promotion(x, name)
-    args, kwargs = tree_unflatten([x.full_tensor() if isinstance(x, ShardTensor) else x for x in flat], tree)
+    args, kwargs = tree_unflatten([_whole(x) if isinstance(x, ShardTensor) else x for x in flat], tree)
     return tree_map(lambda x: _split_again(x, first) if isinstance(x, torch.Tensor) else x, func(*args, **kwargs))
+
+
+def _whole(x: ShardTensor) -> torch.Tensor:
+    """`x` on every rank. What is written into a view of it is written into `x`."""
+    return redistributed_view(local_of(x), x._spec, x._spec.replicated())
 
 
 def _split_again(whole: torch.Tensor, like: ShardTensorSpec) -> ShardTensor:

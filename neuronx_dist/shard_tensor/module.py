@@ -31,19 +31,25 @@ def distribute_module(
     Args:
         device_mesh: None: that of the innermost `with mesh:`, else one dim over the world.
         partition_fn: `(name, module, mesh)`, called for every submodule; it replaces parameters by ShardTensors. What
-            it leaves is replicated.
+            it leaves is replicated. What was one tensor in several places stays one.
         input_fn: `(inputs, mesh)` or `(module, inputs, mesh)`: what the module is to be called with.
         output_fn: `(outputs, mesh)` or `(module, outputs, mesh)`: what it is to return.
 
     Raises:
         TypeError: a function takes another number of arguments.
+        ValueError: `partition_fn` gave two layouts to parameters that were one tensor.
     """
     mesh = device_mesh or current_mesh()
     with torch.no_grad():
-        for name, child in module.named_modules():
-            if partition_fn is not None:
+        ties = _ties(module)
+        if partition_fn is not None:
+            for name, child in module.named_modules():
                 _call(partition_fn, {2: (name, child), 3: (name, child, mesh)}, "partition_fn")
-            _replicate(child, mesh)
+        for tie in ties:
+            _tie_again(*tie)
+        replicated: dict[torch.Tensor, torch.Tensor] = {}  # by identity
+        for child in module.modules():
+            _replicate(child, mesh, replicated)
     if input_fn is not None:
         function = input_fn
 
@@ -76,15 +82,51 @@ def _call(function: Callable[..., Any], arguments: dict[int, tuple[Any, ...]], n
     return function(*arguments[len(needed)])
 
 
-def _replicate(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Parameters and buffers that are plain become Replicate."""
-    for name, param in module._parameters.items():
-        if param is not None and not isinstance(param, ShardTensor):
-            whole = distribute_tensor(param.detach(), mesh, src=None if param.is_meta else 0)
-            module.register_parameter(name, nn.Parameter(whole, requires_grad=param.requires_grad))
-    for name, buffer in module._buffers.items():
-        if buffer is not None and not isinstance(buffer, ShardTensor):
-            module._buffers[name] = distribute_tensor(buffer.detach(), mesh, src=None if buffer.is_meta else 0)
+_Place = tuple[dict[str, Any], str, str]  # a module's parameters or buffers, the name there, and that in the whole
+
+
+def _ties(module: nn.Module) -> list[tuple[torch.Tensor, list[_Place]]]:
+    """Each tensor that is in several places, and these."""
+    places: dict[int, tuple[torch.Tensor, list[_Place]]] = {}
+    for prefix, child in module.named_modules():
+        for table in (child._parameters, child._buffers):
+            for name, x in table.items():
+                if x is not None:
+                    full_name = f"{prefix}.{name}" if prefix else name
+                    places.setdefault(id(x), (x, []))[1].append((table, name, full_name))
+    return [each for each in places.values() if len(each[1]) > 1]
+
+
+def _tie_again(old: torch.Tensor, places: list[_Place]) -> None:
+    """Puts what replaced `old` in one of its places into all of them."""
+    new = {full_name: table[name] for table, name, full_name in places if table.get(name) is not None}
+    replaced = {full_name: x for full_name, x in new.items() if x is not old}
+    if not replaced:
+        return
+    layouts = {full_name: (getattr(x, "_spec", None), x.shape) for full_name, x in replaced.items()}
+    if len(set(layouts.values())) > 1:
+        told = ", ".join(f"{each} {getattr(x, 'placements', 'plain')}" for each, x in replaced.items())
+        raise ValueError(
+            f"distribute_module: {', '.join(new)} were one tensor, and partition_fn gave them several layouts "
+            f"({told}): give them one, or untie them before"
+        )
+    first = next(iter(replaced.values()))
+    for table, name, full_name in places:
+        if full_name in new:
+            table[name] = first
+
+
+def _replicate(module: nn.Module, mesh: DeviceMesh, replicated: dict[torch.Tensor, torch.Tensor]) -> None:
+    """Parameters and buffers that are plain become Replicate, what is one tensor one."""
+    for table in (module._parameters, module._buffers):
+        for name, x in table.items():
+            if x is None or isinstance(x, ShardTensor):
+                continue
+            if x not in replicated:
+                whole = distribute_tensor(x.detach(), mesh, src=None if x.is_meta else 0)
+                is_parameter = isinstance(x, nn.Parameter)
+                replicated[x] = nn.Parameter(whole, requires_grad=x.requires_grad) if is_parameter else whole
+            table[name] = replicated[x]  # type: ignore[assignment]
 
 
 def sync_module_over_mesh(module: nn.Module, mesh: DeviceMesh, src: int = 0) -> None:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -251,6 +252,46 @@ def test_an_argument_that_was_not_recorded_is_described_in_one_line(tmp_path: Pa
     parallel = compiled(tmp_path, config=ComputeConfig(1, 1), load_module=True)
     with pytest.raises(ValueError, match=r"scale=Tensor\[8, 16\], and the program was recorded with 1.0"):
         parallel(X, scale=X)
+
+
+class Kind(Enum):
+    PLUS = "plus"
+    TIMES = "times"
+
+
+class Branching(Net):
+    def forward(self, x: torch.Tensor, kind: Any = Kind.PLUS) -> torch.Tensor:
+        y = super().forward(x)
+        return y + 1 if kind is Kind.PLUS else y * 2
+
+
+@pytest.mark.parametrize("given", [{}, {"kind": Kind.TIMES}])
+def test_a_member_of_an_enum_is_compared(given: dict[str, Any], tmp_path: Path) -> None:
+    module = Branching()
+    parallel = compiled(tmp_path, module, {"x": X, **given}, config=ComputeConfig(1, 1), load_module=True)
+    torch.testing.assert_close(parallel(X, **given), module(X, **given))
+    other = Kind.PLUS if given else Kind.TIMES
+    with pytest.raises(ValueError, match=f"kind=.*Kind.{other.name}.*the program was recorded with "):
+        parallel(X, kind=other)
+
+
+@pytest.mark.parametrize("path, value", [("kind", object()), ("kind.a.0", {"a": [object()]})])
+def test_an_argument_that_no_file_can_name_is_refused(path: str, value: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"argument {path} is <object .*cannot compare"):
+        compiled(tmp_path, Branching(), {"x": X, "kind": value})
+
+
+class Summing(Net):
+    def forward(self, data: dict[str, Any]) -> torch.Tensor:  # type: ignore[override]
+        return sum(map(super().forward, data["x"]), start=torch.zeros(()))
+
+
+@pytest.mark.parametrize("sample, more", [({"x": [X, X, X]}, "data.x has 2"), ({"x": [X, X], "y": X}, "data has 'y'")])
+def test_more_in_a_sample_than_was_recorded_is_refused(sample: dict[str, Any], more: str, tmp_path: Path) -> None:
+    parallel = compiled(tmp_path, Summing(), {"data": {"x": [X, X]}}, config=ComputeConfig(1, 1), load_module=True)
+    parallel({"x": [X, X]})
+    with pytest.raises(ValueError, match=f"Summing: {more}, and the program was recorded with .* alone"):
+        parallel(sample)
 
 
 def test_weights_of_another_model(tmp_path: Path) -> None:

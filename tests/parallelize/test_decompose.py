@@ -59,7 +59,7 @@ CASES: dict[str, tuple[Callable[..., Any], Any]] = {
     "cross entropy of probabilities": (lambda w, t: F.cross_entropy(w, t), FLOATS),
     "nll": (lambda w, t: F.nll_loss(w.log_softmax(1), t, reduction="mean"), CLASSES),
     "mse": (F.mse_loss, FLOATS),
-    "mse that broadcasts": (lambda w, t: F.mse_loss(w, t[:, :1].expand(6, 5)), FLOATS),
+    "mse that broadcasts": (lambda w, t: F.mse_loss(w, t[:, :1].expand(-1, 5)), FLOATS),
     "l1": (F.l1_loss, FLOATS),
     "smooth l1": (lambda w, t: F.smooth_l1_loss(w, t, beta=0.5), FLOATS),
     "huber": (lambda w, t: F.huber_loss(w, t, delta=0.7), FLOATS),
@@ -111,6 +111,29 @@ def test_mean_of_sixteen_bit_numbers_is_computed_in_float32(dtype: torch.dtype) 
     expected, computed, _ = both(Function(lambda w, t: (w + 40).mean(), 64, 64, dtype=dtype), None)
     assert computed[0].dtype == dtype
     assert torch.equal(expected[0], computed[0]) and torch.equal(expected[1], computed[1])
+
+
+@pytest.mark.filterwarnings("ignore:reduction. .mean. divides")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", [name for name in CASES if name not in SUMMED])
+def test_losses_of_sixteen_bits_are_those_of_float32(name: str, dtype: torch.dtype) -> None:
+    """Their sum is more than float16 has numbers for; gradients are of a scaled loss, as in mixed precision."""
+    function, target = CASES[name]
+    samples = 2**17
+    target = target[torch.arange(samples) % len(target)]
+    target = target.to(dtype) if target.is_floating_point() else target
+    module = Function(function, samples, 5, dtype=dtype)
+    program = decomposed(record_program(module, {"target": target}, training=True))
+    computed = run_program(program, tensors_of(program, module, {"target": target}))
+    weight = module.weight.detach().float().requires_grad_()
+    expected = function(weight, target.float() if target.is_floating_point() else target)
+    gradients = [
+        torch.autograd.grad(loss.float() * 2**15, at)[0] for loss, at in ((computed, module.weight), (expected, weight))
+    ]
+    digits = 8 * torch.finfo(dtype).eps
+    assert computed.dtype == gradients[0].dtype == dtype
+    torch.testing.assert_close(computed.float(), expected, rtol=digits, atol=0)
+    assert (gradients[0].float() - gradients[1]).norm() < digits * gradients[1].norm()
 
 
 def test_cross_entropy_of_ignored_labels_alone_is_not_a_number() -> None:

@@ -55,7 +55,7 @@ class Net(nn.Module):
 
 def test_the_file_that_is_shown() -> None:
     module = Net()
-    program = decomposed(record_program(module, {"x": torch.randn(8, 16)}, training=True))
+    program = decomposed(record_program(module, {"x": torch.randn(8, 16, requires_grad=True)}, training=True))
     division = divide(program, "tp", ComputeConfig(2, 2))
     source = emit(division, name="Net", stored=stored_of(module, division))
     assert re.sub(r"test_docs\.py:\d+", "net.py", source).strip() == BLOCKS["What is emitted"].strip()

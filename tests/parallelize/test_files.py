@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -124,6 +125,20 @@ def test_closures_globals_and_called_functions_count(monkeypatch):
         patch.setattr(keys, "own_sources", lambda: "another version")
         assert key.differences(keyed()) == [next(line for line in key.differences(keyed()) if "this package" in line)]
     assert keyed() == key
+
+
+@pytest.mark.parametrize("of", [str, Path])
+def test_the_content_of_a_plan_file_counts(tmp_path, of):
+    file = tmp_path / "plan.json"
+    for keyed_by in (lambda: keyed(chosen=of(file)), lambda: keyed(pas_config={"load_plan_path": of(file)})):
+        file.write_text("one")
+        key = keyed_by()
+        assert keyed_by() == key
+        file.write_text("two")
+        lines = key.differences(keyed_by())
+        assert len(lines) == 1 and "plan.json" not in lines[0] and "file" in lines[0], lines
+    moved = file.rename(tmp_path / "moved.json")
+    assert keyed(chosen=of(moved)) == keyed(chosen=of(moved.rename(file)))
 
 
 def test_only_the_policy_and_config_leave_the_program_the_same(tmp_path):

@@ -8,10 +8,12 @@ from torch import nn
 
 from neuronx_dist import comm
 from neuronx_dist.mesh import Mesh
+from neuronx_dist.parallelize.api import parallelize
 from neuronx_dist.parallelize.config import ComputeConfig
 from neuronx_dist.parallelize.files import GeneratedFilesError, GeneratedFolder
 from neuronx_dist.parallelize.generation import Emitted, generate
 from neuronx_dist.parallelize.keys import key_of
+from neuronx_dist.parallelize.state_dicts import load_merged_state_dict
 from tests.support.pool import processes
 
 WEIGHTS = {"weight": torch.arange(4.0)}
@@ -104,9 +106,6 @@ def test_no_process_group_and_files_to_send(tmp_path):
     assert generate(GeneratedFolder(tmp_path, Net), make_key, emitted(0), load=False) is None
 
 
-HAS = {"all": ("gencode0.py", "plan.json", "weights"), "no_weights": ("gencode0.py", "plan.json"), "code": ()}
-
-
 @pytest.mark.parametrize("strategy", ["none", "all", "no_weights", "code"])
 def test_who_gets_what(tmp_path, strategy):
     """Ranks 0 and 1 share a folder, 2 and 3 another one."""
@@ -120,7 +119,7 @@ def test_who_gets_what(tmp_path, strategy):
             lambda: calls.append("key") or make_key(),
             lambda: calls.append("emit") or emitted(rank)(),
             strategy=strategy,
-            load=strategy not in ("none", "code"),
+            load=strategy != "none",
         )
         return calls, None if generated is None else (set(generated.files), generated.has_weights)
 
@@ -134,10 +133,10 @@ def test_who_gets_what(tmp_path, strategy):
             "none": [],
             "all": ["gencode0.py", "manifest.json", "plan.json", "weights"],
             "no_weights": ["gencode0.py", "manifest.json", "plan.json"],
-            "code": ["gencode0.py", "manifest.json"],
+            "code": ["gencode0.py", "manifest.json", "plan.json"],
         }[strategy]
     )
-    if strategy in ("all", "no_weights"):
+    if strategy != "none":
         assert [result for _, result in results] == [
             ({"gencode0.py", "plan.json"}, strategy == "all" or rank < 2) for rank in range(4)
         ]
@@ -145,6 +144,28 @@ def test_who_gets_what(tmp_path, strategy):
         generated = GeneratedFolder(tmp_path / "host1", Net).read(make_key())
         assert torch.equal(generated.weights()["weight"], WEIGHTS["weight"])
     assert not [*tmp_path.rglob("*.new")]
+
+
+@pytest.mark.parametrize("strategy", ["all", "no_weights", "code"])
+def test_what_is_sent_loads(tmp_path, strategy):
+    scale = torch.arange(4.0)
+
+    class Scaled(nn.Linear):
+        def forward(self, input):
+            return super().forward(input) * scale
+
+    whole, x = Scaled(4, 4), torch.ones(2, 4)
+
+    def program():
+        folder = tmp_path / f"host{comm.current().rank}"
+        options = {"gen_savedir": folder, "broadcast_strategy": strategy, "init_module_params": strategy == "all"}
+        parallel = parallelize(whole, {"input": x}, "tp", ComputeConfig(2, 2), **options)
+        load_merged_state_dict(parallel, whole.state_dict())
+        return parallel(x).detach(), parallel.PROOF
+
+    for result, proof in comm.threads.run(Mesh(2, tp=2), program):
+        torch.testing.assert_close(result, whole(x).detach())
+        assert proof
 
 
 def test_reused_files_are_not_sent(tmp_path):

@@ -80,6 +80,27 @@ def test_both_modes_are_recorded(tmp_path: Path) -> None:
     torch.testing.assert_close(parallel.norm.running_var, module.norm.running_var)
 
 
+def test_autocast_is_of_the_device_that_the_module_is_on(tmp_path: Path) -> None:
+    """In the file as `self.device.type`: recorded on CPU, it runs on a GPU."""
+
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                y = self.linear(x)
+            return y.float() * x
+
+    module, x = Mixed(), torch.randn(8, WIDTH)
+    parallel = made(module, {"x": x}, tmp_path)
+    (code,) = tmp_path.rglob("gencode0.py")
+    lines = [line.strip() for line in code.read_text().splitlines() if "autocast" in line]
+    assert {*lines} == {"with torch.autocast(self.device.type, torch.bfloat16, enabled=True):"}
+    assert torch.equal(parallel(x), module(x))
+
+
 def test_train_step(tmp_path: Path) -> None:
     module, arguments = model("mlp")
     (sample,) = arguments.values()
@@ -240,6 +261,28 @@ def test_a_wrong_program_is_kept_and_not_loaded(tmp_path: Path, monkeypatch: pyt
         made(module, arguments, tmp_path)
     assert "tanh" in (tmp_path / "refused_Mlp.py").read_text()
     assert not list(tmp_path.rglob("gencode0.py"))
+
+
+@pytest.mark.parametrize("broken", ["is no Python (", "raise KeyError('x')"])
+def test_a_file_that_does_not_run_is_our_bug(broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, arguments = model("mlp")
+    monkeypatch.setattr(api_module, "emit", lambda *args, **kwargs: broken)
+    with pytest.raises(EmittedProgramError, match="^(SyntaxError|KeyError): (.|\n)*bug of neuronx_dist, not of Mlp"):
+        made(module, arguments, tmp_path)
+    assert (tmp_path / "refused_Mlp.py").read_text() == broken
+
+
+class FailsOnValues(nn.Linear):
+    """Nothing is known of values when it is recorded."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input[torch.full((8,), 99)])
+
+
+def test_an_original_that_fails_on_its_values_is_not_our_bug(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"FailsOnValues.forward fails on dummy_forward_args .* at .*: IndexError"):
+        made(FailsOnValues(16, 4).double(), {"input": X}, tmp_path)
+    assert not list(tmp_path.glob("refused_*"))
 
 
 @pytest.mark.parametrize("first", ["neuronx_dist", "neuronx_dist.parallelize"])

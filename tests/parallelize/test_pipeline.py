@@ -165,6 +165,16 @@ def _gpt(settings: ComputeConfig, folder: Path) -> Any:
     return parallel, build_optimizer(parallel, ADAMW)
 
 
+def _states(state: dict[str, Any]) -> Any:
+    return state.get("base_state", state["state"])
+
+
+def _numbers(state: Any) -> int:
+    if isinstance(state, torch.Tensor):
+        return state.numel()
+    return sum(map(_numbers, state.values())) if isinstance(state, dict) else 0
+
+
 @pytest.mark.parametrize("layout", ["pp2 tp2", "pp2 dp2 zero"])
 def test_merged_states_are_those_of_one_process(layout: str, tmp_path: Path) -> None:
     deduped, (model, optimizer) = _merged(layout, tmp_path)
@@ -182,6 +192,9 @@ def test_merged_states_are_those_of_one_process(layout: str, tmp_path: Path) -> 
     again = ADAMW(loaded.parameters())
     again.load_state_dict(optimizer)
     close(again.state_dict()["state"], stepper.state_dict()["state"], 1e-9)
+    for index, expected in enumerate((model, optimizer["state"])):
+        each = [state[index] if not index else _states(state[index]) for state in deduped]
+        assert sum(map(_numbers, each)) == _numbers(expected), index  # the tied weight is on the first stage alone
 
     plan, units, ranks, options = LAYOUTS[layout]
     settings = config(plan, units, **options)

@@ -15,6 +15,7 @@ from neuronx_dist.checking.types.rules.spec import RULES
 from neuronx_dist.parallelize.annotation import Annotation, AnnotationError
 from neuronx_dist.parallelize.api import parallelize
 from neuronx_dist.parallelize.config import ComputeConfig
+from neuronx_dist.parallelize.keys import key_of
 from neuronx_dist.parallelize.register import register_op
 from neuronx_dist.spmd import P, R, S
 from neuronx_dist.weights.shard_spec import gather_full
@@ -208,6 +209,39 @@ class Registered(nn.Module):
             registered_ops.Cubed.apply(registered_ops.scaled_linear(x, self.up)), self.down
         )
         return (x - target).square().sum()
+
+
+@pytest.mark.parametrize(
+    "annotation, options",
+    [
+        ("m k^, n^ k^ -> m n^", {}),
+        (lambda x, w: "m k+, n k+ -> m n", {}),
+        ("m k+, n k+ -> m n", {"linear": [0]}),
+        ("m k+, n k+ -> m n", {"random": True}),
+    ],
+)
+def test_another_registration_is_another_key(annotation, options):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(4, 6))
+
+        def forward(self, x):
+            return matmul(x, self.weight)
+
+    def keyed(annotation, **options):
+        global matmul
+        before = matmul
+        try:
+            register_op(annotation, example=lambda: ([torch.ones(2, 6), torch.ones(4, 6)], {}), **options)(matmul)
+            return key_of(Net(), {"x": torch.zeros(2, 6)}, "tp", ComputeConfig(2, 2))
+        finally:
+            matmul = before
+
+    key = keyed("m k+, n k+ -> m n")
+    assert keyed("m k+, n k+ -> m n") == key
+    lines = key.differences(keyed(annotation, **options))
+    assert any("matmul" in line for line in lines), lines
 
 
 def test_registered_functions_are_divided(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import os
 import subprocess
@@ -14,6 +15,8 @@ import torch
 from torch import nn
 
 import neuronx_dist.parallelize as package
+from neuronx_dist import Mesh
+from neuronx_dist.comm import threads
 from neuronx_dist.parallelize import ComputeConfig, build_optimizer, parallelize
 from tests.support.paths import ROOT
 
@@ -97,6 +100,41 @@ def test_compiling_a_class_draws_no_random_numbers(tmp_path: Path) -> None:
     before = torch.get_rng_state()
     parallelize(Net, {"x": x}, "tp", ComputeConfig(2, 2), gen_savedir=tmp_path, load_module=False)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+class Parent(nn.Module):
+    def __init__(self, first: nn.Module, heavy: nn.Module) -> None:
+        super().__init__()
+        self.first, self.heavy = first, heavy
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.heavy(self.first(x))
+
+
+@pytest.mark.parametrize("policy", ["tp", "data", "autodist"])
+def test_what_is_before_a_parallel_submodule_trains_as_in_one_process(policy: str, tmp_path: Path) -> None:
+    """Example 2: its input has a gradient at run time, and the dummy input says nothing of that."""
+    torch.manual_seed(0)
+    first, heavy, x = nn.Linear(16, 16).double(), Net().double(), torch.randn(8, 16).double()
+    heavy.dropout.p = 0.0
+    ends = (first, heavy, x)
+
+    def trained(compile: Any) -> torch.Tensor:
+        first, heavy, x = copy.deepcopy(ends)
+        model = Parent(first, compile(heavy, x))
+        optimizer = build_optimizer(model, torch.optim.SGD, lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(x).square().sum().backward()
+            optimizer.step()
+        return first.weight.detach()
+
+    def rank() -> torch.Tensor:
+        return trained(lambda heavy, x: parallelize(heavy, {"x": x}, policy, ComputeConfig(2, 2), gen_savedir=tmp_path))
+
+    wanted = threads.run(Mesh(1), lambda: trained(lambda heavy, x: heavy))[0]
+    for weight in threads.run(Mesh(2, tp=2), rank):
+        torch.testing.assert_close(weight, wanted, rtol=1e-10, atol=1e-10)
 
 
 EXAMPLE = """
@@ -185,6 +223,10 @@ def main():
             other = result.clone()
             torch.distributed.broadcast(other, 0)
             assert torch.equal(result, other), policy
+            if isinstance(model, ParallelizedLLM):
+                other = model.first.weight.detach().clone()
+                torch.distributed.broadcast(other, 0)
+                assert torch.equal(model.first.weight, other), policy
         end2end = ComputeConfig(plan_ngpus=2, runtime_ngpus=2, use_end2end=True)
         samples = [{'data': a, 'target': torch.sigmoid(b)} for a, b in data]
         model = parallelize(End2EndMLP, {'data': samples[0]}, policy, end2end, instance_name=policy)()

@@ -197,6 +197,22 @@ def test_deduped_states_of_all_ranks_are_one_model_and_one_state(layout):
     close(merged_optimizer["state"], optimizer.state_dict()["state"])
 
 
+@pytest.mark.parametrize("form", ["merged", "deduped"])
+@pytest.mark.parametrize("device", ["cpu", "meta"])  # which stands for a GPU
+def test_a_module_is_loaded_on_the_device_of_the_mesh(monkeypatch, device, form):
+    config = config_of("alone")
+
+    def program(make):
+        module = make()
+        state = module.state_dict()
+        monkeypatch.setattr(type(comm.current().backend), "device", property(lambda _: torch.device(device)))
+        (load_merged_state_dict if form == "merged" else load_deduped_state_dict)(module, state)
+        return {param.device.type for param in module.parameters()}
+
+    with parallel(config, "parent") as make:
+        assert comm.threads.run(config.mesh(), program, make) == [{device}]
+
+
 def test_one_unit_is_enough_to_merge():
     ranks = states_of(config_of("tp x dp"), "parent", ADAMW, HALF)
     both = [merge_state_dicts([s[0] for s, *_ in part], [s[1] for s, *_ in part]) for part in (ranks, ranks[2:])]

@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import math
 import re
+import threading
 import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from neuronx_dist.parallelize import ComputeConfig, EmittedProgramError, parallelize
 from neuronx_dist.parallelize import api as api_module
 from neuronx_dist.parallelize import verify as verify_module
 from tests.parallelize.models import model
+
+
+class NotANumber(nn.Linear):
+    """Its gradients are nan."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4, bias=False)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input) / 0
 
 
 def generated(tmp_path: Path, dtype: torch.dtype) -> str:
@@ -44,6 +57,27 @@ def test_small_programs_are_compared_with_one_process(dtype: torch.dtype, tmp_pa
     assert "not compared" not in proof
 
 
+@pytest.mark.parametrize("wrong", [0.0, math.inf])
+def test_nan_is_equal_to_nan_alone(wrong: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = NotANumber()
+    parallelize(
+        module, {"input": torch.zeros(4, 4)}, "tp", ComputeConfig(2, 2), gen_savedir=tmp_path, load_module=False
+    )
+    right: Any = vars(verify_module)["_grad"]
+    main = threading.main_thread()
+
+    def other(x: torch.Tensor) -> torch.Tensor:
+        grad: torch.Tensor = right(x)
+        return grad if threading.current_thread() is main else torch.full_like(grad, wrong)
+
+    monkeypatch.setattr(verify_module, "_grad", other)
+    folder = tmp_path / "wrong"
+    with pytest.raises(EmittedProgramError, match="the gradient of weight on rank 0"):
+        parallelize(
+            module, {"input": torch.zeros(4, 4)}, "tp", ComputeConfig(2, 2), gen_savedir=folder, load_module=False
+        )
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("factor", [1.0005, 1.000001])
 def test_a_small_wrong_factor_is_found_in_every_dtype(
@@ -65,7 +99,8 @@ def test_functions_that_are_not_for_float64_are_compared_as_they_are(
         return right(program, tensors)
 
     monkeypatch.setattr(verify_module, "run_program", refusing)
-    assert "equal to one process" in generated(tmp_path, torch.float32)
+    proof = generated(tmp_path, torch.float32)
+    assert "equal to one process" in proof and "; not compared in float64: RuntimeError: not for float64" in proof
     scaled(monkeypatch, 1.05)
     with pytest.raises(EmittedProgramError, match="computes something else than one process"):
         generated(tmp_path / "wrong", torch.float32)

@@ -196,3 +196,45 @@ def test_sync_module_over_mesh():
 def test_all_names_of_the_rfc_are_there():
     for name in distributed.__all__:
         assert getattr(distributed, name) is not None
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(7, 4, dtype=torch.float64)
+        self.head = nn.Linear(4, 7, bias=False, dtype=torch.float64)
+        self.head.weight = self.embed.weight
+        self.first, self.second = nn.Module(), nn.Module()
+        self.first.register_buffer("scale", torch.full((7,), 2.0, dtype=torch.float64))
+        self.second.register_buffer("scale", self.first.scale)
+        with torch.no_grad():
+            self.embed.weight.copy_(torch.linspace(-1, 1, 28).view(7, 4))
+
+    def forward(self, tokens):
+        return self.head(self.embed(tokens)) * self.first.scale
+
+
+def _sharded(*names):
+    def partition(name, module, mesh):
+        if name in names:
+            module.weight = nn.Parameter(distribute_tensor(module.weight, mesh, [Shard(0)]))
+
+    return partition
+
+
+@pytest.mark.parametrize("names", [(), ("embed",), ("head",), ("embed", "head")], ids="_".join)
+def test_tied_parameters_stay_tied(names):
+    tokens = torch.tensor([[0, 3, 6], [2, 2, 5]])
+    twin = Tied()
+    twin(tokens).square().mean().backward()
+
+    def run(mesh):
+        module = distribute_module(Tied(), mesh, partition_fn=_sharded(*names))
+        assert module.embed.weight is module.head.weight
+        assert module.first.scale is module.second.scale
+        assert module.embed.weight.placements == ((Shard(0),) if names else (Replicate(),))
+        assert [name for name, _ in module.named_parameters()] == ["embed.weight"]
+        module(tokens).square().mean().backward()
+        assert_close(module.head.weight.grad.full_tensor(), twin.embed.weight.grad, "gradient")
+
+    on_ranks(2, run)

@@ -38,7 +38,7 @@ from .checkpoints import Checkpoints
 from .effects import has_tensors, storage_of, tensors_in
 from .evaluation import Evaluation, name_of
 from .nodes import Nodes, refuse_hidden
-from .recording import Info, Recording, is_leaf, register_dataclasses
+from .recording import Info, Recording, TracingError, is_leaf, register_dataclasses
 from .surroundings import ShapesOfStage, restored, without_cache
 
 __all__ = ["record"]
@@ -66,7 +66,8 @@ def record(
         bodies: functions that are looked into, and what runs in their place.
 
     Raises:
-        TracingError: the forward branches on values, or passes tensors in a way that cannot be followed.
+        TracingError: the forward branches on values, passes tensors in a way that cannot be followed, or switches
+            autocast of another device type than `device`.
         CommError: it communicates between pipeline stages.
     """
     if device is None:
@@ -91,6 +92,8 @@ def record(
 _local = threading.local()  # .recorder: the one at work in this thread
 # Calls that return no tensor, and yet are made for their effect.
 _EFFECTS = {torch.Tensor.register_hook, torch.Tensor.retain_grad}
+
+_AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "mps", "hpu", "xla", "mtia", "privateuseone")
 
 # About a tensor that comes from a call that was not seen.
 _ADVICE = "If it is made by a module of yours, list its class in leaf_module_cls."
@@ -121,6 +124,7 @@ class _Recorder(TorchFunctionMode):
         self.buffers: dict[int, frozenset[int]] = {}  # by id of the leaf
         self.stale: set[int] = set()  # storages whose real values are not what the model would have
         self.ambient = self._autocast()
+        self.ambient_elsewhere = self._autocast_elsewhere()
         self.checkpoints = Checkpoints()
 
     def run(self, inputs: dict[str, Any]) -> Recording:
@@ -205,6 +209,7 @@ class _Recorder(TorchFunctionMode):
             tensors = list(tensors_in((args, kwargs)))
             known = op == "call_function" and not any(self._is_unknown(x) for x in tensors)
             grad, autocast = torch.is_grad_enabled(), self._autocast()
+            self._refuse_autocast_elsewhere(where)
             # Arguments first: afterwards one that is changed in place stands for the result.
             node_args, node_kwargs = (
                 self.nodes.argument(tuple(target_args), where),
@@ -325,6 +330,22 @@ class _Recorder(TorchFunctionMode):
     def _autocast(self) -> tuple[str, torch.dtype, bool]:
         device = self.device.type
         return device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+
+    def _autocast_elsewhere(self) -> list[tuple[str, torch.dtype]]:
+        """The other device types for which autocast is on, and its dtype."""
+        others = [device for device in _AUTOCAST_DEVICES if device != self.device.type]
+        return [(device, torch.get_autocast_dtype(device)) for device in others if torch.is_autocast_enabled(device)]
+
+    def _refuse_autocast_elsewhere(self, where: str) -> None:
+        now = self._autocast_elsewhere()
+        if now != self.ambient_elsewhere:
+            device = min(device for device, _ in {*now} ^ {*self.ambient_elsewhere})
+            own = self.device.type
+            raise TracingError(
+                f'{where}: this runs in a block of torch.autocast("{device}"), and the forward is recorded on {own}, '
+                f"where the block does nothing: it would be lost. Write torch.autocast(x.device.type, ..) of a "
+                f"tensor x, or record on {device}"
+            )
 
 
 def _leaf_called(recorder: _Recorder, module: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:

@@ -21,6 +21,7 @@ from torch.nn import init
 from ..construct import own_piece
 from ..handlers import sharded
 from ..tensor import ShardTensor, gradient_spec, wrap
+from ..written_back import copy_of
 
 __all__: list[str] = []
 
@@ -79,5 +80,8 @@ def _drawn(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
         raise NotImplementedError(f"{func.__name__} with a tensor of probabilities: full_tensor() first")
     whole = func(torch.empty(x.shape, dtype=x.dtype, device=x.device), *others, **kwargs)
     with torch.set_grad_enabled(torch.is_grad_enabled() and func not in _INITS):
+        copy = copy_of(x._local)
         x._local.copy_(own_piece(whole, gradient_spec(x._spec)))
+        if copy is not None:
+            copy.write_back()
     return x

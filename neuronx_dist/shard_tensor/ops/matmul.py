@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from string import ascii_lowercase, ascii_uppercase
 from typing import Any
 
 import torch
@@ -121,8 +122,23 @@ def _dots_of(term: str, shape: torch.Size) -> torch.Size:
     return shape[len(before) : len(shape) - len(behind)]
 
 
+def _of_sublists(args: Any) -> tuple[Any, ...]:
+    """`x, [0, 1], y, [1, 2]`, with the dims of the result last or not, as an equation and operands."""
+    letters = ascii_uppercase + ascii_lowercase  # as torch numbers them, so that the order of implicit dims is the same
+
+    def term(names: Any) -> str:
+        return "".join("..." if name is Ellipsis else letters[name] for name in names)
+
+    equation = ",".join(term(names) for names in args[1::2])
+    if len(args) % 2:
+        return f"{equation}->{term(args[-1])}", *args[:-1:2]
+    return equation, *args[::2]
+
+
 @sharded(torch.einsum)
 def einsum(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
+    if not isinstance(args[0], str):
+        args = _of_sublists(args)
     equation, *operands = args
     if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
         operands = list(operands[0])

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ..handlers import sharded
+from ..handlers import FUNCTIONS, UNHANDLED, sharded
 from ..labels import Labels, inside
 from ..redistribute import redistributed
 from ..spec import ShardTensorSpec
 from ..tensor import ShardTensor, gradient_spec, local_of, wrap, written
+from ..written_back import copy_of
 from .deferred import Deferred, mapped
 
 __all__: list[str] = []
@@ -48,7 +49,10 @@ def _in_place(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> A
             f"{func.__name__} in place on {x._spec.placements}: redistribute() the tensor to Replicate first"
         )
     locals_, keywords, _ = _operands(args, kwargs, x._spec)
+    copy = copy_of(x._local)
     func(*locals_, **keywords)
+    if copy is not None:
+        copy.write_back()
     return written(x)
 
 
@@ -61,7 +65,10 @@ def _into(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
             f"{func.__name__}: out must be a ShardTensor of shape {tuple(result.shape)}, got a {type(out).__name__} of "
             f"{tuple(out.shape)}"
         )
+    copy = copy_of(out._local)
     out._local.copy_(redistributed(result._local, result._spec, out._spec))
+    if copy is not None:
+        copy.write_back()
     return out
 
 
@@ -116,7 +123,7 @@ isclose isfinite isinf isnan isneginf isposinf isreal ldexp le lerp less less_eq
 logaddexp logaddexp2 logical_and logical_not logical_or logical_xor logit lt masked_fill maximum minimum mul multiply
 mvlgamma nan_to_num ne neg negative nextafter not_equal polar polygamma positive pow rad2deg real reciprocal relu
 remainder resolve_conj resolve_neg round rsqrt rsub sgn sigmoid sign signbit sin sinc sinh special_entr sqrt square sub
-subtract tan tanh threshold true_divide trunc where xlogy clone complex celu selu elu hardshrink
+subtract tan tanh threshold true_divide trunc xlogy clone complex celu selu elu hardshrink
 """.split()
 _SPECIAL = (
     "digamma entr erf erfc erfcx erfinv exp2 expit expm1 gammainc gammaincc gammaln i0 i0e i1 i1e log1p log_ndtr logit \
@@ -167,6 +174,13 @@ _WRITING = [
 ]
 sharded(*_POINTWISE)(pointwise)
 sharded(*_WRITING)(_in_place)
+
+
+@sharded(torch.where, torch.Tensor.where)
+def where(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
+    """`torch.where(condition)` alone gives positions, as many as there are."""
+    handler = FUNCTIONS[UNHANDLED] if len(args) + len(kwargs) == 1 else pointwise
+    return handler(func, types, args, kwargs)
 
 
 @sharded(torch.zeros_like, torch.ones_like, torch.full_like, torch.empty_like)
@@ -239,7 +253,11 @@ def foreach(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any
         next(replaced) if any(x is each for each in lists) else x.full_tensor() if isinstance(x, ShardTensor) else x
         for x in args
     ]
+    copies = [copy_of(x) for x in locals_[0]] if writes and any(spec is not None for spec in specs) else []
     results = func(*arguments, **kwargs)
+    for copy in copies:
+        if copy is not None:
+            copy.write_back()
     if writes or results is None:
         return results
     return tuple(value if spec is None else wrap(value, spec) for value, spec in zip(results, specs))

@@ -18,6 +18,7 @@ from ..labels import Labels, inside
 from ..redistribute import redistributed
 from ..tensor import ShardTensor, gradient_spec, local_of
 from ..typed import on_own_shard
+from ..written_back import copy_of
 from .indexing import check_positions, expanded, in_layout_of, is_basic, own_positions, shortened
 from .select import dim_of
 from .views import sliced
@@ -174,6 +175,7 @@ def _set_slices(x: ShardTensor, entries: Sequence[Any], value: Any, index: Any) 
         part = sliced(part, dim, *each.indices(x.shape[dim]))
         cut.append(each)
     target = local_of(x)
+    copy = copy_of(target)
     for dim, each in enumerate(cut):
         target = target[(slice(None),) * dim + (_local_slice(x, dim, each),)]
     if isinstance(value, torch.Tensor) and value.dim():
@@ -190,6 +192,8 @@ def _set_slices(x: ShardTensor, entries: Sequence[Any], value: Any, index: Any) 
             tuple(slice(offset, offset + size) for offset, size in zip(part._spec.offsets, part._spec.local_shape))
         ]
     target.copy_(value if isinstance(value, torch.Tensor) else torch.as_tensor(value, device=target.device))
+    if copy is not None:
+        copy.write_back()
 
 
 def _local_slice(x: ShardTensor, dim: int, each: slice) -> slice:

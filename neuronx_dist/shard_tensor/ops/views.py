@@ -13,12 +13,11 @@ from ...spmd.watching import active
 from ..handlers import sharded
 from ..intervals import bounds_of
 from ..labels import Labels, New, inside, planned
-from ..moves import gather
 from ..placements import Placement, Replicate, Shard
-from ..redistribute import redistributed
 from ..spec import ShardTensorSpec, make_spec
 from ..tensor import ShardTensor, local_of, wrap
 from ..typed import on_own_shard, shards_of
+from ..written_back import redistributed_view
 from .select import dim_of
 
 __all__: list[str] = []
@@ -53,7 +52,7 @@ def _permuted(shape: torch.Size, func: Callable[..., Any], args: Any, kwargs: An
 )
 def permuted(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
     x, *others = args
-    (local,), spec = inside(_permuted, (x,), func, hashable(others), tuple(kwargs.items()))
+    (local,), spec = inside(_permuted, (x,), func, hashable(others), hashable(list(kwargs.items())))
     return wrap(func(local, *others, **kwargs), spec)
 
 
@@ -151,8 +150,8 @@ def reshaped(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> An
         if others[0].itemsize != x.dtype.itemsize:
             raise ValueError("view: a dtype of another size would change the sharded sizes; use to(dtype)")
         return wrap(local_of(x).view(others[0]), x._spec)
-    source, spec = _reshaped(x._spec, func, hashable(others), tuple(kwargs.items()))
-    local = redistributed(local_of(x), x._spec, source)
+    source, spec = _reshaped(x._spec, func, hashable(others), hashable(list(kwargs.items())))
+    local = redistributed_view(local_of(x), x._spec, source)
     view = _T.view if func is _T.view else _T.reshape
     if active() is not None:  # the sizes are those of this rank's shard
         view = on_own_shard(view, shards_of(spec))
@@ -221,8 +220,8 @@ def selected(x: ShardTensor, dim: int, index: int) -> ShardTensor:
     m = spec.mesh_dim_of.get(dim)
     placements, sizes = list(spec.placements), list(spec.sizes)
     if m is not None:
-        local = gather(local, spec.mesh.communicator(m), dim, spec.sizes[m] or ())
         placements[m], sizes[m] = Replicate(), None
+        local = redistributed_view(local, spec, make_spec(spec.mesh, placements, spec.shape, sizes))
     placements = [Shard(p.dim - 1) if isinstance(p, Shard) and p.dim > dim else p for p in placements]
     shape = (*spec.shape[:dim], *spec.shape[dim + 1 :])
     return wrap(local.squeeze(dim), make_spec(spec.mesh, placements, shape, sizes))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -237,6 +238,31 @@ def test_a_model_on_meta_is_recorded_for_the_device_of_its_inputs() -> None:
     recording = recorded(model, batch())
     assert recording.result.device.type == "cpu"
     assert len(recording.calls()) == 7
+
+
+@pytest.mark.parametrize("around", [False, True])
+def test_autocast_of_another_device_is_refused(around: bool) -> None:
+    """Nothing says which calls it is for once the model is elsewhere. Around the whole forward it is no block."""
+
+    @contextmanager
+    def autocast_of_cuda(enabled: bool) -> Iterator[None]:  # torch.autocast leaves it off where there is no such device
+        before = torch.is_autocast_enabled("cuda")
+        torch.set_autocast_enabled("cuda", enabled)
+        try:
+            yield
+        finally:
+            torch.set_autocast_enabled("cuda", before)
+
+    class Elsewhere(Model):
+        def body(self, x: torch.Tensor) -> torch.Tensor:
+            with autocast_of_cuda(not around):
+                x = x * 2
+            return super().body(x)
+
+    with autocast_of_cuda(around):
+        with pytest.raises(TracingError, match=rf'{THIS}:\d+.*a block of torch.autocast\("cuda"\).*recorded on cpu'):
+            recorded(make(Elsewhere), batch())
+        recorded(make(), batch())
 
 
 def test_autocast_regions_are_kept() -> None:

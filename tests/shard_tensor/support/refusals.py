@@ -271,6 +271,17 @@ def _modified_on_its_way(x):
     return y.to_local()
 
 
+def _tied_in_two_layouts(mesh: DeviceMesh) -> None:
+    module = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    module[1].weight = module[0].weight
+
+    def partition(name: str, child: Any) -> None:
+        if name:
+            child.weight = nn.Parameter(distribute_tensor(child.weight, mesh, [Shard(int(name))]))
+
+    distribute_module(module, mesh, partition)
+
+
 def _judged(mesh: DeviceMesh, call: Callable[[torch.Tensor], Any]) -> None:
     with spmd.SpmdTypeMode():
         call(spmd.convert(torch.ones(3, 3), mesh.communicator(), src=spmd.R, dst=spmd.P))
@@ -556,6 +567,13 @@ _MORE: list[tuple[Callable[[DeviceMesh], Any], type[Exception], str]] = [
         "a window of 5 does not fit into 2 inputs",
     ),
     (_modified_in_one_exchange, RuntimeError, "modified in place before the result was computed"),
+    (lambda mesh: (_leaf(mesh) * 2)[5].mul_(2), RuntimeError, r"it is a copy, .* Write x\[i\] = value or x\[i:i\+1\]"),
+    (
+        lambda mesh: x(mesh)[5].copy_(torch.ones(6, requires_grad=True)),
+        RuntimeError,
+        r"^in place on x\[i\], or another",
+    ),
+    (_tied_in_two_layouts, ValueError, r"0.weight, 1.weight were one tensor, .* \(0.weight .*, 1.weight .*\): give"),
     (lambda mesh: partition_spec(summand(mesh, 4)._spec), ValueError, "partition_spec: Partial"),
     (lambda mesh: partition_spec(x(mesh)._spec), ValueError, r"dim 0 has shards of \[4, 3\], and XLA's are equal"),
     (lambda mesh: placements_of((0, 0), 1), ValueError, "each for one dim of the tensor"),
