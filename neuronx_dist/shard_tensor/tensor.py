@@ -103,12 +103,13 @@ class ShardTensor(torch.Tensor):
             device_mesh: None: that of the innermost `with mesh:`, else of the job (`current_mesh`).
             placements: None: Replicate everywhere.
             sharding_shapes: "infer": all ranks tell one another their shapes, once. "chunk": shards are as
-                `torch.chunk` cuts them; nothing is communicated. A dict from mesh dim to the shapes of all shards
-                along it is taken at its word.
+                `torch.chunk` cuts them. A dict from mesh dim to the shapes of all shards along it. Both of these
+                communicate nothing, and must be equal on all ranks.
             global_shape: of the whole tensor, for "chunk"; None: every shard is as long as this one.
 
         Raises:
-            ValueError: sizes that do not add up or differ between ranks, or that are not those of this rank's tensor.
+            ValueError: sizes that do not add up, that are not those of this rank's tensor, or, by "infer", dims other
+                than the sharded ones that differ between ranks.
         """
         mesh = device_mesh or current_mesh(local_tensor.device.type)
         spec = local_spec(local_tensor.shape, mesh, placements, sharding_shapes, global_shape)

@@ -146,6 +146,25 @@ def test_from_local_by_chunks_and_by_what_is_told():
     assert on_ranks(2, make) in ([[], []], [["gather_objects"]] * 2)
 
 
+def test_only_infer_compares_between_ranks():
+    """What differs elsewhere is noticed by the next exchange of parts, and not by a sum: docs/shard-tensor.md."""
+
+    def make(mesh):
+        rank = mesh.get_local_rank()
+        split = [(5, 3), (3, 5)][rank]
+        with comm.record() as calls:
+            x = distribute_tensor(whole(8), mesh, [Shard(0)], sizes=[split], src=None)
+            told = ShardTensor.from_local(torch.ones(split[rank]), mesh, [Shard(0)], sharding_shapes={0: [*zip(split)]})
+            chunk = ShardTensor.from_local(torch.ones(4, 2 + rank), mesh, [Shard(0)], sharding_shapes="chunk")
+        assert calls == [] and told.shape == (8,) and chunk.shape == (8, 2 + rank)
+        for y in (x, told):
+            with pytest.raises(comm.CommError, match="sends 5 elements to rank 1, which expects 3"):
+                y.full_tensor()
+        assert x.sum().item() == 35.0 and whole(8).sum() == 28.0
+
+    on_ranks(2, make)
+
+
 def test_shapes_that_do_not_fit_are_refused_on_all_ranks():
     def infer(mesh):
         with pytest.raises(ValueError, match=r"must be equal but for dim 0, and the ranks have \[\(2, 3\), \(2, 4\)\]"):
