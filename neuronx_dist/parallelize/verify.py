@@ -128,7 +128,8 @@ def check_types(
         results = [x for x in tensors if x.requires_grad]
         if training and results:
             sum(x.sum() for x in results).backward()  # type: ignore[union-attr]
-            optimizer.step()
+            if optimizer is not None:  # nothing is trained
+                optimizer.step()
 
     leaves = [{division.axis: division.types[x]} if isinstance(x, Value) else None for x in division.program.arguments]
     in_types = pytree.tree_unflatten(leaves, division.program.structure)
