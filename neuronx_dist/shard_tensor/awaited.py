@@ -14,31 +14,27 @@ from ..comm.select import in_one_program
 from ..spmd.watching import active
 from .handlers import FUNCTIONS
 from .other_mesh import moved_to_mesh, start_move
+from .pending import Pending
 from .placements import Partial
 from .redistribute import redistributed
 from .spec import ShardTensorSpec, gradient_spec
-from .tensor import ShardTensor, in_layout, local_of, wrap, written
+from .tensor import ShardTensor, in_layout, local_of, wrap
 
 __all__ = ["start_redistribute"]
 
 Finish = Callable[[], torch.Tensor]
 
 
-class Awaited(ShardTensor):
-    """A ShardTensor whose local tensor is on its way. It is a plain ShardTensor once that has been asked for."""
+class Awaited(Pending):
+    """A ShardTensor whose local tensor is on its way."""
 
     __slots__ = ()
 
-    _finish: Callable[[], torch.Tensor]
+    _finish: Finish
 
-    @property
-    def _local(self) -> torch.Tensor:  # type: ignore[override]
+    def _values(self) -> torch.Tensor:
         local = self._finish()
         del self._finish
-        self.__class__ = ShardTensor  # type: ignore[assignment]
-        self._local = local  # type: ignore[misc]
-        with torch.enable_grad():
-            written(self)
         return local
 
 
@@ -75,10 +71,8 @@ def start_redistribute(x: ShardTensor, target: ShardTensorSpec) -> ShardTensor:
 
 
 def _outlined(source: torch.Tensor, target: ShardTensorSpec, finish: Finish) -> Awaited:
-    result: Awaited = torch.Tensor._make_wrapper_subclass(
-        Awaited, target.shape, dtype=source.dtype, device=source.device
-    )
-    result._spec, result._finish = target, finish
+    result = Awaited.outlined(source, target)
+    result._finish = finish
     return result
 
 

@@ -25,9 +25,10 @@ from ...spmd import S
 from ..chains import plan_chain
 from ..exchange import planned_bytes
 from ..intervals import bounds_of
+from ..pending import Pending
 from ..report import note, watched
 from ..spec import ShardTensorSpec, make_spec
-from ..tensor import ShardTensor, in_layout, local_of, wrap, written
+from ..tensor import ShardTensor, in_layout, local_of, wrap
 from ..typed import on_own_shard
 from ..windows import plan_windows
 from .local_windows import ShardedDim, Windows, chained, over_halo
@@ -67,22 +68,17 @@ class Work(NamedTuple):
     grad_enabled: bool
 
 
-class Deferred(ShardTensor):
-    """A ShardTensor whose local tensor is computed when it is asked for. It is a plain ShardTensor from then on."""
+class Deferred(Pending):
+    """A ShardTensor whose local tensor is computed when it is asked for."""
 
     __slots__ = ()
 
     _work: Work
 
-    @property
-    def _local(self) -> torch.Tensor:  # type: ignore[override]
+    def _values(self) -> torch.Tensor:
         local = _computed(self._work)
         (_block.get() or {}).pop(id(self), None)
         del self._work
-        self.__class__ = ShardTensor  # type: ignore[assignment]
-        self._local = local  # type: ignore[misc]
-        with torch.enable_grad():
-            written(self)
         return local
 
 
@@ -201,11 +197,8 @@ def _new(work: Work, spec: ShardTensorSpec, before: Deferred | None) -> Deferred
 
 
 def _outlined(work: Work, spec: ShardTensorSpec) -> Deferred:
-    source = work.source
-    result: Deferred = torch.Tensor._make_wrapper_subclass(
-        Deferred, spec.shape, dtype=source.dtype, device=source.device
-    )
-    result._spec, result._work = spec, work
+    result = Deferred.outlined(work.source, spec)
+    result._work = work
     return result
 
 
