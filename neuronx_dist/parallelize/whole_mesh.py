@@ -58,19 +58,19 @@ def check_mesh(
         return "one unit without stages" if config.units == 1 else "units that do not communicate"
     if stages > 1:
         prove(schedule_of(ranks, stages, first.microbatches, first.schedule))
-    with imported(source, first.size, constants=constants, config=config) as emitted:
+    with imported(source, first.ranks, constants=constants, config=config) as emitted:
         _fold_parameters(emitted, divisions)
         _replace_stages(emitted, divisions)
         results = [_result(each) for each in (first, divisions[-1])]
         levels: list[tuple[str | None, ComputeConfig]] = [("G", replace(config, zero_ngroups=1))]
         if config.zero_ngroups > 1:  # types are written on all of dp; groups of units are compared without
             levels.append((None, config))
-        reports = []
+        reports, mesh = [], replace(config.mesh(ranks), tp_replicas=first.size if first.outer else 1)
         for level, settings in levels:
             report = check(
                 lambda: emitted(init_params=False),
                 dict(arguments),
-                config.mesh(ranks),
+                mesh,
                 step=_step(settings, *results),
                 optimizer=lambda params: None,  # the step makes it
                 level=level,
@@ -117,7 +117,7 @@ def _declare_messages(module: ParallelModule, tied: Mapping[str, Any]) -> None:
     """What comes from other stages varies over the units; gradients of a tied weight are P on pp until summed."""
     mode: Any = active()
     if mode is not None:
-        mode.received = lambda x, axis: _type(V)
+        mode.received = lambda x, axis: _type(mode, V)
         mode.tied.update((id(module.get_parameter(name)), group) for name, group in tied.items())
 
 
@@ -182,13 +182,14 @@ def _like(value: Value, division: Division, history: torch.Tensor, over_units: S
         x = x + history.to(value.dtype) if value.requires_grad else x
     mode = active()
     if mode is not None:
-        mode.stamp(x, _type(over_units))
+        mode.stamp(x, _type(mode, over_units))
     return x
 
 
-def _type(over_units: SpmdType) -> TensorType:
-    """Types over tp are proven apart."""
-    return TensorType.of({"dp": over_units, "tp": I, "pp": V})
+def _type(mode: Any, over_units: SpmdType) -> TensorType:
+    """Types over the ranks of a stage are proven apart."""
+    types: dict[str, SpmdType] = dict.fromkeys(mode.atoms("tp"), I)
+    return TensorType.of({**types, **dict.fromkeys(mode.atoms("dp"), over_units), "pp": V})
 
 
 def _unchecked() -> AbstractContextManager[Any]:
