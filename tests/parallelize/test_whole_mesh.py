@@ -43,6 +43,7 @@ JOBS: dict[str, tuple[str, ComputeConfig, str]] = {
         config(2, 2, zero=True, pipeline_nstages=4, pp_size=2, pipeline_scheduler="1f1b_interleaved"),
         "4 stages by 'interleaved'",
     ),
+    "two axes pp2 dp2": ("mlp", config(8, 2, tp_size=2, **PP), "16 ranks, level G.* 2 stages"),
     "gpipe pp4 dp2": ("gpt", config(4, 2, pipeline_nstages=4, pipeline_scheduler="gpipe"), "8 ranks, .* 4 stages by"),
 }
 GROUPS = ComputeConfig(1, 4, use_end2end=True, use_zero=True, zero_ngroups=2, pas_config={"pipeline_nmicros": 4})
