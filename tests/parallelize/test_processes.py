@@ -55,5 +55,5 @@ def test_example(name: str) -> None:
         [*command, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240, check=False
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert "one process has the same weights" in done.stdout and "spmd." in done.stdout
+    assert "training in one process gives the same weights" in done.stdout and "spmd." in done.stdout
     assert ", over 2 ranks:\n" in done.stdout and "\n-> " in done.stdout and "the program takes " in done.stdout
