@@ -16,7 +16,7 @@ choose      policies.py: by name; graph.py, nodes.py: in a policy's hands; plans
             choose.py: the least cost; tables.py: costs as tables; conversions.py: between types; blocks.py: strides
 emit        emit.py: the class; body.py: its lines; source_text.py: calls as text; stages.py: of a pipeline;
             stored.py: parameters and buffers; constants.py: constants as text
-verify      verify.py: types, and values beside one process; emitted.py: source imported without a file
+verify      verify.py: types; compare.py: values beside one process; emitted.py: source imported without a file
 load        generation.py: files, once in a job; files.py: a folder; keys.py, fingerprint.py: what they depend on;
             module.py: what an emitted class inherits; broadcast.py: weights to other units
 train       optimizer.py, gradient_sync.py, reducer.py: gradients summed over units; pipelined.py: stages by a schedule
@@ -25,6 +25,7 @@ save        state_dicts.py: merged, deduped; layouts.py, optimizer_layout.py: ho
 
 from .api import parallelize
 from .broadcast import broadcast_weights
+from .compare import EmittedProgramError
 from .config import BroadcastGenFilesStrategy, ComputeConfig, ReuseType
 from .graph import IRGraph
 from .module import ParallelModule
@@ -38,7 +39,6 @@ from .state_dicts import (
     load_merged_state_dicts,
     merge_state_dicts,
 )
-from .verify import EmittedProgramError
 
 __all__ = [
     "BroadcastGenFilesStrategy",
