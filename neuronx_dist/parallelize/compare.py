@@ -29,7 +29,7 @@ from .modes import Deterministic, InDouble, checkpoint_in, in_double, wide_dtype
 from .module import ParallelModule
 from .program import Division, Program, Value, operands_of
 
-__all__ = ["EmittedProgramError", "OriginalError", "check_values"]
+__all__ = ["EmittedProgramError", "OriginalError", "check_program", "check_values", "drawn"]
 
 # Of the coarsest dtype of a program.
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
@@ -60,24 +60,58 @@ def check_values(
     """
     program = division.program
     tensors = _values(program, module, arguments)
-    dtypes = {x.dtype for call in program.calls for x in (*call.results, *operands_of(call))}
-    tolerance = max((TOLERANCES.get(dtype, 0.0) for dtype in dtypes), default=0.0)
+    tolerance = _tolerance(program)
     on_meta = any(x.is_meta for x in (*module.parameters(), *module.buffers()))
     wanted = _run_program(program, tensors) if on_meta else _run_original(module, program, tensors)
     with imported(source, division.size, constants=constants) as emitted:
         largest = _compared(emitted, division, tensors, wanted, tolerance)
         if tolerance <= TOLERANCES[torch.float64]:
             return largest, ""
-        tensors = {value: _copy(in_double(x.detach()).requires_grad_(x.requires_grad)) for value, x in tensors.items()}
-        with InDouble():
-            try:
-                wanted = _run_program(program, tensors)
-            except (RuntimeError, TypeError, ValueError, AssertionError) as error:  # a function that is not for float64
-                line = str(error).strip().partition("\n")[0]
-                return largest, f"not compared in float64: {type(error).__name__}: {line}"
-        emitted.CONSTANTS = {name: in_double(x) for name, x in constants.items()}
-        emitted.INPUTS = {path: (shape, wide_dtype(dtype)) for path, (shape, dtype) in emitted.INPUTS.items()}
-        return max(largest, _compared(emitted, division, tensors, wanted, TOLERANCES[torch.float64], InDouble)), ""
+        error, coarse = _in_double(emitted, division, constants, tensors)
+        return max(largest, error), coarse
+
+
+def check_program(
+    source: str, division: Division, constants: Mapping[str, torch.Tensor], tensors: Mapping[Value, torch.Tensor]
+) -> tuple[float, str]:
+    """Runs the source on threads and its program in one process on these tensors, in float64 if it can be.
+
+    Returns the largest relative error, and why it was not compared in float64 ("": it was).
+
+    Raises:
+        EmittedProgramError: they differ; the message names the tensors.
+    """
+    program = division.program
+    with imported(source, division.size, constants=constants) as emitted:
+        error, coarse = _in_double(emitted, division, constants, tensors)
+        if coarse:
+            error = _compared(emitted, division, tensors, _run_program(program, tensors), _tolerance(program))
+        return error, coarse
+
+
+def _in_double(
+    emitted: type[ParallelModule],
+    division: Division,
+    constants: Mapping[str, torch.Tensor],
+    tensors: Mapping[Value, torch.Tensor],
+) -> tuple[float, str]:
+    """The largest relative error with all floating point numbers in float64, and why there is none ("": there is)."""
+    tensors = {value: _copy(in_double(x.detach()).requires_grad_(x.requires_grad)) for value, x in tensors.items()}
+    with InDouble():
+        try:
+            wanted = _run_program(division.program, tensors)
+        except (RuntimeError, TypeError, ValueError, AssertionError) as error:  # a function that is not for float64
+            line = str(error).strip().partition("\n")[0]
+            return 0.0, f"not compared in float64: {type(error).__name__}: {line}"
+    emitted.CONSTANTS = {name: in_double(x) for name, x in constants.items()}
+    emitted.INPUTS = {path: (shape, wide_dtype(dtype)) for path, (shape, dtype) in emitted.INPUTS.items()}
+    return _compared(emitted, division, tensors, wanted, TOLERANCES[torch.float64], InDouble), ""
+
+
+def _tolerance(program: Program) -> float:
+    """That of its coarsest dtype."""
+    dtypes = {x.dtype for call in program.calls for x in (*call.results, *operands_of(call))}
+    return max((TOLERANCES.get(dtype, 0.0) for dtype in dtypes), default=0.0)
 
 
 def _compared(
@@ -139,14 +173,19 @@ def _values(program: Program, module: nn.Module, arguments: Mapping[str, Any]) -
         own = value.constant if value.kind == "constant" else given.get(value, state.get(value.path))
         if own is not None and not own.is_meta:
             tensors[value] = own.detach().to("cpu", copy=True)
-        elif value.dtype.is_floating_point or value.dtype.is_complex:
-            drawn = torch.rand(value.shape, generator=generator, dtype=torch.float32)
-            scale = max(1, math.prod(value.shape[1:])) ** -0.5
-            tensors[value] = ((drawn - 0.5) * scale if value.kind == "parameter" else drawn).to(value.dtype)
         else:
-            tensors[value] = torch.zeros(value.shape, dtype=value.dtype)
+            tensors[value] = drawn(value, generator)
         tensors[value].requires_grad_(value.requires_grad)
     return tensors
+
+
+def drawn(value: Value, generator: torch.Generator) -> torch.Tensor:
+    """Random numbers for a leaf, weights around 0; zeros where it is of integers, for they may be positions."""
+    if not (value.dtype.is_floating_point or value.dtype.is_complex):
+        return torch.zeros(value.shape, dtype=value.dtype)
+    x = torch.rand(value.shape, generator=generator, dtype=torch.float32)
+    scale = max(1, math.prod(value.shape[1:])) ** -0.5
+    return ((x - 0.5) * scale if value.kind == "parameter" else x).to(value.dtype)
 
 
 def _inputs(program: Program, tensors: Mapping[Value, torch.Tensor]) -> list[Any]:

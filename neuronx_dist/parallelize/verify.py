@@ -17,6 +17,7 @@ from ..spmd.types import R
 from .compare import EmittedProgramError, check_values
 from .emitted import imported
 from .program import Division, Program, Value
+from .toy import NotShrunk, check_toy, toy_of
 
 __all__ = ["Verdict", "check_types", "verify"]
 
@@ -32,18 +33,21 @@ class Verdict(NamedTuple):
         not_run: why the program did not run for real; "": it did.
         largest_error: of all results, gradients and buffers, over what rounding explains; nan: it did not run.
         coarse: why it was not compared in float64 too, where it is of coarser dtypes; "": it was.
+        sizes: the toy sizes at which it was compared, in words; "": at its own.
     """
 
     types: str
     not_run: str
     largest_error: float
     coarse: str
+    sizes: str = ""
 
     def __str__(self) -> str:
         values = (
             self.not_run or f"equal to one process; largest error {self.largest_error:.2g} of what rounding explains"
         )
-        return f"types: {self.types}\nvalues: {values}" + (f"; {self.coarse}" if self.coarse else "")
+        notes = [values, self.coarse, f"at toy sizes: {self.sizes}" if self.sizes else ""]
+        return f"types: {self.types}\nvalues: " + "; ".join(filter(None, notes))
 
 
 def verify(
@@ -66,8 +70,15 @@ def verify(
     """
     report = check_types(source, division, arguments, constants)
     reason = too_large(division.program)
-    error, coarse = (math.nan, "") if reason else check_values(source, division, module, constants, arguments)
-    return Verdict(report, reason, error, coarse)
+    if not reason:
+        return Verdict(report, "", *check_values(source, division, module, constants, arguments))
+    try:
+        toy = toy_of(division, module, arguments)
+    except NotShrunk as error:
+        return Verdict(report, f"{reason}; nor at toy sizes: {error}", math.nan, "")
+    if too_large(toy.division.program):
+        return Verdict(report, f"{reason}; nor at toy sizes, which are too large: {toy.sizes}", math.nan, "")
+    return Verdict(report, "", *check_toy(source, toy), toy.sizes)
 
 
 def too_large(program: Program) -> str:
