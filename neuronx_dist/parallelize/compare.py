@@ -58,12 +58,12 @@ def check_values(
         EmittedProgramError: they differ; the message names the tensors.
         OriginalError: the original fails.
     """
-    program = division.program
+    program = division.whole
     tensors = _values(program, module, arguments)
     tolerance = _tolerance(program)
     on_meta = any(x.is_meta for x in (*module.parameters(), *module.buffers()))
     wanted = _run_program(program, tensors) if on_meta else _run_original(module, program, tensors)
-    with imported(source, division.size, constants=constants) as emitted:
+    with imported(source, division.ranks, constants=constants) as emitted:
         largest = _compared(emitted, division, tensors, wanted, tolerance)
         if tolerance <= TOLERANCES[torch.float64]:
             return largest, ""
@@ -81,8 +81,8 @@ def check_program(
     Raises:
         EmittedProgramError: they differ; the message names the tensors.
     """
-    program = division.program
-    with imported(source, division.size, constants=constants) as emitted:
+    program = division.whole
+    with imported(source, division.ranks, constants=constants) as emitted:
         error, coarse = _in_double(emitted, division, constants, tensors)
         if coarse:
             error = _compared(emitted, division, tensors, _run_program(program, tensors), _tolerance(program))
@@ -99,7 +99,7 @@ def _in_double(
     tensors = {value: _copy(in_double(x.detach()).requires_grad_(x.requires_grad)) for value, x in tensors.items()}
     with InDouble():
         try:
-            wanted = _run_program(division.program, tensors)
+            wanted = _run_program(division.whole, tensors)
         except (RuntimeError, TypeError, ValueError, AssertionError) as error:  # a function that is not for float64
             line = str(error).strip().partition("\n")[0]
             return 0.0, f"not compared in float64: {type(error).__name__}: {line}"
@@ -123,7 +123,7 @@ def _compared(
     mode: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> float:
     """Runs an emitted class on threads. Returns its largest relative error over `tolerance`."""
-    program = division.program
+    program = division.whole
     inputs = _inputs(program, tensors)
 
     def rank() -> dict[str, torch.Tensor]:
@@ -141,7 +141,7 @@ def _compared(
     weights = {**zeros, **_stored(program, tensors)}
     emitted.WEIGHTS = staticmethod(lambda: weights)
     try:
-        ranks = threads.run(Mesh(division.size, tp=division.size), rank)
+        ranks = threads.run(Mesh(division.ranks, tp=division.ranks), rank)
     except Exception as error:
         raise EmittedProgramError(f"an emitted program fails: {type(error).__name__}: {error}") from error
     errors = {

@@ -6,8 +6,9 @@ shapes. Where a result is of another length (a convolution's, a padded one's), t
 that any call refuses stays as it is. The result is a program of its own: it has other values than the whole one has,
 and the same structure.
 
-Lengths keep their order (positions stay within their table) and what they have in common with the number of ranks, so
-that whatever divides them still does.
+The count by which a sum is divided is that of the positions left, so that a mean is one. Lengths keep their order
+(positions stay within their table) and what they have in common with the number of ranks, so that whatever divides
+them still does.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ from .strategies import frozen
 __all__ = ["Kept", "Resized", "Shrunk", "picked_of", "shrunk"]
 
 FEW = 4  # of so many positions none is left out
+NEAR = 6  # so many calls lie between a sum and its division by a count
+DIVISIONS = {"div", "__truediv__", "true_divide", "divide"}
 Shapes = tuple[tuple[int, ...], ...]
 Lengths = tuple[tuple[int, int], ...]
 
@@ -262,6 +265,8 @@ class _Shrinking:
         for call in self.program.calls:
             small = [instead[value] for value in self.slots[call]]
             args, kwargs = substituted(self.arguments[call], Slot, partial(_numbered, small))
+            if call.name in DIVISIONS:
+                args = tuple([self._count(call, x) if type(x) is int else x for x in args])
             calls[call] = new = replace(call, args=args, kwargs=kwargs, results=[])
             for value in call.results:
                 instead[value] = replace(value, shape=self.sizes.shape(value), producer=new)
@@ -291,6 +296,21 @@ class _Shrinking:
             for each in sorted(self.readers, key=lambda each: each.length)
         ]
         return Shrunk(program, instead, calls, sizes, dims, self._limits())
+
+    def _count(self, call: Call, number: int) -> int:
+        """By what a sum is divided: by how many positions it was a sum of, here; else by what it was divided."""
+        values = operands_of(call)[:1]
+        for _ in range(NEAR):
+            if not values or number <= FEW:
+                break
+            shape = self.sizes.shape(values[0])
+            if prod(values[0].shape) == number:
+                return prod(shape)
+            if number in values[0].shape:
+                return shape[values[0].shape.index(number)]
+            producer = values[0].producer
+            values = operands_of(producer)[:1] if producer is not None else []
+        return number
 
     def _limits(self) -> dict[Value, int]:
         limits: dict[Value, int] = {}

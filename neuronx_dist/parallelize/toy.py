@@ -23,6 +23,7 @@ from .blocks import strides_of
 from .compare import EmittedProgramError, check_program, drawn
 from .emit import emit
 from .interpret import running
+from .local_program import local_program
 from .modes import Deterministic
 from .program import Call, Division, Program, Strategy, Value, operands_of, substituted
 from .same_text import text_difference
@@ -78,7 +79,7 @@ def check_toy(source: str, toy: Toy) -> tuple[float, str]:
     Raises:
         EmittedProgramError: they differ; the message names the tensors. Or the text is not that of the whole.
     """
-    difference = text_difference(source, toy.source, toy.division.program.training, toy.integers)
+    difference = text_difference(source, toy.source, toy.division.whole.training, toy.integers)
     if difference:
         raise EmittedProgramError(f"the file is not the program that is compared at toy sizes: {difference}")
     return check_program(toy.source, toy.division, toy.constants, toy.tensors)
@@ -92,11 +93,11 @@ def toy_of(division: Division, module: nn.Module, arguments: Mapping[str, Any]) 
     """
     kept: dict[Call, Kept] = {}
     for _ in range(ATTEMPTS):
-        small = shrunk(division.program, division.size, kept)
+        small = shrunk(division.whole, division.ranks, kept)
+        tensors = _tensors(division.whole, small, module, arguments)
         try:
-            divided, integers = _divided(division, small)
-            tensors = _tensors(division.program, small, module, arguments)
             _check_runs(small, tensors)
+            divided, integers = _divided(division, small)
         except _Unlike as unlike:
             kept[unlike.call] = Kept(unlike.why, unlike.fixed and unlike.call not in kept)
             continue
@@ -116,31 +117,67 @@ def _divided(division: Division, small: Shrunk) -> tuple[Division, set[tuple[int
     Raises:
         _Unlike: a call has no such strategy.
     """
+    if division.outer is None:
+        return _with_strategies(division, small.program, small.calls, small.values, None)
+    outer, integers = _divided(division.outer, small)
+    program = local_program(outer).program
+    calls, own_calls = division.program.calls, program.calls
+    leaves = dict(zip(division.program.leaves, program.leaves, strict=True))
+    for call, own in zip(calls, own_calls):
+        if call.function is not own.function or len(call.results) != len(own.results):
+            raise _Unlike(_whole(call, division), f"{own!r} stands where {call!r} does")
+        leaves |= dict(zip(call.results, own.results))
+    if len(calls) != len(own_calls):
+        raise _Unlike(_whole(calls[-1], division), f"there are {len(own_calls)} calls in place of {len(calls)}")
+    divided, others = _with_strategies(division, program, dict(zip(calls, own_calls)), leaves, outer)
+    return divided, integers | others
+
+
+def _with_strategies(
+    division: Division,
+    program: Program,
+    calls: Mapping[Call, Call],
+    values: Mapping[Value, Value],
+    outer: Division | None,
+) -> tuple[Division, set[tuple[int, int]]]:
+    """A smaller program divided as `division` is.
+
+    Args:
+        calls, values: those of the smaller one.
+    """
     axis, size = division.axis, division.size
-    strides, small_strides = strides_of(division.program), strides_of(small.program)
+    strides, small_strides = strides_of(division.program), strides_of(program)
     strategies: dict[Call, Strategy] = {}
-    types = {small.values[value]: spmd_type for value, spmd_type in division.types.items() if value in small.values}
+    types = {values[value]: spmd_type for value, spmd_type in division.types.items() if value in values}
     integers: set[tuple[int, int]] = set()
-    for call, own in small.calls.items():
+    for call, own in calls.items():
         whole = division.strategies[call]
-        one = _like(
-            whole, candidates(call, axis, size, strides=strides), candidates(own, axis, size, strides=small_strides)
-        )
+        found = candidates(own, axis, size, strides=small_strides)
+        one = _like(whole, candidates(call, axis, size, strides=strides), found)
         if one is None:
-            raise _Unlike(call, f"{call!r} is not divided by {whole.name!r}")
+            raise _Unlike(_whole(call, division), f"{call!r} is not divided by {whole.name!r}")
         strategies[own] = one
         integers.update(_integers((whole.local.args, whole.local.kwargs), (one.local.args, one.local.kwargs)))
         for value, wanted, small_wanted in zip(operands_of(call), whole.operands, one.operands):
             if value.producer is None and division.types[value] == wanted:
-                types[small.values[value]] = small_wanted
-    divided = replace(division, program=small.program, strategies=strategies, types=types)
-    for call, own in small.calls.items():
+                types[values[value]] = small_wanted
+    divided = replace(division, program=program, strategies=strategies, types=types, outer=outer)
+    for call, own in calls.items():
         whole, one = division.strategies[call], strategies[own]
         for value, wanted, small_wanted in zip(operands_of(call), whole.operands, one.operands):
             same = division.type_of(value) == wanted
-            if same != (divided.type_of(small.values[value]) == small_wanted):
-                raise _Unlike(call, f"{call!r} takes {value.name} as {small_wanted}")
+            if same != (divided.type_of(values[value]) == small_wanted):
+                raise _Unlike(_whole(call, division), f"{call!r} takes {value.name} as {small_wanted}")
     return divided, integers
+
+
+def _whole(call: Call, division: Division) -> Call:
+    """The call of the whole program; of a conversion the one that it is for."""
+    if call.outer is None:
+        return call
+    following = division.program.calls[division.program.calls.index(call) :]
+    found = (each.outer.whole for each in following if each.outer and each.outer.whole)
+    return next(found, division.whole.calls[-1])
 
 
 def _like(strategy: Strategy, candidates: Sequence[Strategy], small: Sequence[Strategy]) -> Strategy | None:

@@ -11,9 +11,10 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from ..checking.api import check
+from ..mesh import Mesh
 from ..spmd.declarations import get_local_type
 from ..spmd.errors import SpmdTypeError
-from ..spmd.types import R
+from ..spmd.types import R, SpmdType
 from .compare import EmittedProgramError, check_values
 from .emitted import imported
 from .program import Division, Program, Value
@@ -69,14 +70,14 @@ def verify(
         OriginalError: the original fails.
     """
     report = check_types(source, division, arguments, constants)
-    reason = too_large(division.program)
+    reason = too_large(division.whole)
     if not reason:
         return Verdict(report, "", *check_values(source, division, module, constants, arguments))
     try:
         toy = toy_of(division, module, arguments)
     except NotShrunk as error:
         return Verdict(report, f"{reason}; nor at toy sizes: {error}", math.nan, "")
-    if too_large(toy.division.program):
+    if too_large(toy.division.whole):
         return Verdict(report, f"{reason}; nor at toy sizes, which are too large: {toy.sizes}", math.nan, "")
     return Verdict(report, "", *check_toy(source, toy), toy.sizes)
 
@@ -104,27 +105,33 @@ def check_types(
     Raises:
         EmittedProgramError: it found a problem.
     """
-    training = division.program.training
+    training = division.whole.training
 
     def step(model: torch.nn.Module, optimizer: Any, inputs: Any) -> None:
         model.train(training)
         tensors = [x for x in pytree.tree_leaves(model(**inputs)) if isinstance(x, torch.Tensor)]
-        for number, x in enumerate(tensors if division.size > 1 else ()):
-            _check_whole(x, f"result {number}", division.axis)
+        for axis, size in division.axes.items():
+            for number, x in enumerate(tensors if size > 1 else ()):
+                _check_whole(x, f"result {number}", axis)
         results = [x for x in tensors if x.requires_grad]
         if training and results:
             sum(x.sum() for x in results).backward()  # type: ignore[union-attr]
             if optimizer is not None:  # nothing is trained
                 optimizer.step()
 
-    leaves = [{division.axis: division.types[x]} if isinstance(x, Value) else None for x in division.program.arguments]
+    leaves = [_types_of(x, division) if isinstance(x, Value) else None for x in division.program.arguments]
     in_types = pytree.tree_unflatten(leaves, division.program.structure)
-    with imported(source, division.size, constants=constants) as emitted:
-        mesh = {division.axis: division.size}
+    with imported(source, division.ranks, constants=constants) as emitted:
+        mesh = Mesh(division.ranks, tp=division.ranks, tp_replicas=division.size if division.outer else 1)
         report = check(lambda: emitted(init_params=False), dict(arguments), mesh, step=step, in_types=in_types)
     if not report.ok:
         raise EmittedProgramError(f"the types of an emitted program are wrong:\n{report}")
     return str(report)
+
+
+def _types_of(value: Value, division: Division) -> dict[str, SpmdType]:
+    own = {division.axis: division.types[value]}
+    return own if division.outer is None or value.outer is None else {division.outer.axis: value.outer, **own}
 
 
 def _check_whole(x: torch.Tensor, name: str, axis: str) -> None:
