@@ -38,6 +38,7 @@ from .record import check_arguments, record_program
 from .source_text import program_text
 from .stored import constants_of, stored_of
 from .verify import verify
+from .whole_mesh import check_mesh
 
 __all__ = ["parallelize"]
 
@@ -228,6 +229,7 @@ def _emitted(module: nn.Module, arguments: dict[str, Any], policy: Any, config: 
     try:
         for division in divisions:
             verdicts.append(verify(source, division, module, constants, arguments))
+        mesh = check_mesh(source, divisions, config, arguments, constants)
     except OriginalError as error:
         cause = error.__cause__
         assert isinstance(cause, Exception)
@@ -249,7 +251,11 @@ def _emitted(module: nn.Module, arguments: dict[str, Any], policy: Any, config: 
             "dummy_forward_args, and the same policy",
             stacklevel=2,
         )
-    files = {CODE: source, CONSTANTS: constants_text(constants), PROOF: "\n".join(map(str, verdicts))}
+    files = {
+        CODE: source,
+        CONSTANTS: constants_text(constants),
+        PROOF: "\n".join([*map(str, verdicts), f"mesh: {mesh}"]),
+    }
     return Emitted(files, _initial(type(module).__name__, held))
 
 

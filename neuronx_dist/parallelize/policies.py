@@ -143,6 +143,8 @@ def _over_two_axes(graph: IRGraph, config: ComputeConfig) -> IRGraph | None:
 
 def _weights_cut(graph: IRGraph) -> IRGraph:
     """Weights of two and more dims are stored in shards, where any of their consumers can take them so."""
+    if graph.size == 1:
+        return graph
     for value, types in graph.problem().types.items():
         shards = tuple(type_ for type_ in types if isinstance(type_, Shard))
         if value.kind == "parameter" and len(value.shape) > 1 and shards:

@@ -15,6 +15,7 @@ from ..mesh import Mesh
 from ..spmd.declarations import get_local_type
 from ..spmd.errors import SpmdTypeError
 from ..spmd.types import R, SpmdType
+from .boundaries import compare_stages
 from .compare import EmittedProgramError, check_values
 from .emitted import imported
 from .program import Division, Program, Value
@@ -122,6 +123,7 @@ def check_types(
     leaves = [_types_of(x, division) if isinstance(x, Value) else None for x in division.program.arguments]
     in_types = pytree.tree_unflatten(leaves, division.program.structure)
     with imported(source, division.ranks, constants=constants) as emitted:
+        compare_stages(emitted, division)
         mesh = Mesh(division.ranks, tp=division.ranks, tp_replicas=division.size if division.outer else 1)
         report = check(lambda: emitted(init_params=False), dict(arguments), mesh, step=step, in_types=in_types)
     if not report.ok:

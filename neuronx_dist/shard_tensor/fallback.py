@@ -17,7 +17,8 @@ from torch._C import DisableTorchFunction
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from ..call_site import call_site
-from .handlers import DISPATCH, FUNCTIONS, UNHANDLED, check_promotion, sharded
+from .handlers import DISPATCH, FUNCTIONS, UNHANDLED, sharded
+from .labels import one_mesh
 from .redistribute import redistributed
 from .report import gathered
 from .spec import ShardTensorSpec, make_spec
@@ -88,6 +89,7 @@ def _gathered(func: Any, args: Any, kwargs: Any) -> Any:
         )
     flat, tree = tree_flatten((args, kwargs))
     operands = [x for x in flat if isinstance(x, ShardTensor)]
+    one_mesh([x for x in flat if isinstance(x, torch.Tensor)], name)
     first = operands[0]._spec
     split = [x for x in operands if x._spec is not x._spec.replicated()]
     if split:
@@ -104,9 +106,6 @@ def _gathered(func: Any, args: Any, kwargs: Any) -> Any:
         if mode == "warn" and (name, site) not in _warned:
             _warned.add((name, site))
             warnings.warn(f"{text}; at {site}", stacklevel=3)
-    for x in flat:
-        if isinstance(x, torch.Tensor) and not isinstance(x, ShardTensor):
-            check_promotion(x, name)
     args, kwargs = tree_unflatten([_whole(x) if isinstance(x, ShardTensor) else x for x in flat], tree)
     return tree_map(lambda x: _split_again(x, first) if isinstance(x, torch.Tensor) else x, func(*args, **kwargs))
 

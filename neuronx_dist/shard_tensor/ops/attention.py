@@ -13,7 +13,7 @@ from ...spmd import I
 from ..attention_method import forced_method, note_choice, token_order
 from ..attention_plan import AttentionPlan, Call, plan_attention
 from ..exchange import linked
-from ..handlers import check_promotion, sharded
+from ..handlers import sharded
 from ..labels import one_mesh
 from ..redistribute import redistributed, run
 from ..spec import ShardTensorSpec, make_spec
@@ -70,14 +70,10 @@ def scaled_dot_product_attention(func: Callable[..., Any], types: Any, args: Any
 
 
 def _specs(operands: list[torch.Tensor]) -> list[ShardTensorSpec]:
-    mesh = one_mesh(operands)
+    mesh = one_mesh(operands, "scaled_dot_product_attention")
     specs = []
     for x in operands:
-        if isinstance(x, ShardTensor):
-            specs.append(x._spec)
-        else:
-            check_promotion(x, "scaled_dot_product_attention")
-            specs.append(make_spec(mesh, None, x.shape))
+        specs.append(x._spec if isinstance(x, ShardTensor) else make_spec(mesh, None, x.shape))
     return specs
 
 
