@@ -32,6 +32,8 @@ class Size:
     def root(self) -> Size:
         size = self
         while size.same_as is not None:
+            if size.same_as.same_as is not None:  # half of the way, the next time
+                size.same_as = size.same_as.same_as
             size = size.same_as
         return size
 
