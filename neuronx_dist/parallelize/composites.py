@@ -6,7 +6,7 @@ sharded. They are made of typed operators, which the checker follows as it does 
 embedding           rows of the table on different ranks: partial sums of the lookups, none sent
 cross_entropy       classes on different ranks; the logits are never gathered
 softmax, norms      the ranks' sums (and maximum) are reduced; two passes, never E[x^2] - E[x]^2
-dropout, attention  masks from this rank's own random stream
+dropout, attention  masks from this rank's own random stream (random_numbers.py)
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import comm, spmd
-from ..comm.rank_numbers import concrete
 from ..parallel_layers.loss_functions import parallel_cross_entropy
 from ..spmd import P, R, S, V
-from ..spmd.random import TENSOR_PARALLEL, streams
 from ..spmd.watching import active
+from .random_numbers import own_stream
 
 __all__ = [
     "batch_norm",
@@ -237,17 +236,11 @@ def _move(running: Tensor | None, value: Tensor, momentum: float) -> None:
 # --- random numbers ---
 
 
-def _with_own_numbers(function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    """A call that draws from this rank's own stream; torch's own generator, of whole values, stays where it is.
-
-    Where nobody seeded the stream (`spmd.random.manual_seed`), it begins at the seed of torch's own generator and this
-    rank's number, so that units differ too.
-    """
-    own = streams()
-    if TENSOR_PARALLEL not in own.get_states():
-        own.add(TENSOR_PARALLEL, torch.initial_seed() % 2**62 + 2718 + concrete(comm.rank("world")))
-    with own.fork():
-        return function(*args, **kwargs)
+def _with_own_numbers(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
+    """A call that draws from this rank's own stream; that of whole values stays where it is."""
+    with own_stream().fork():
+        result: Tensor = function(*args, **kwargs)
+    return result
 
 
 def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
