@@ -6,7 +6,7 @@ sharded. They are made of typed operators, which the checker follows as it does 
 embedding           rows of the table on different ranks: partial sums of the lookups, none sent
 cross_entropy       classes on different ranks; the logits are never gathered
 softmax, norms      the ranks' sums (and maximum) are reduced; two passes, never E[x^2] - E[x]^2
-dropout, attention  masks from this rank's own random stream (random_numbers.py)
+dropout, attention  masks from this rank's own random stream
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import comm, spmd
+from ..comm.rank_numbers import concrete
 from ..parallel_layers.loss_functions import parallel_cross_entropy
 from ..spmd import P, R, S, V
+from ..spmd.random import TENSOR_PARALLEL, streams
 from ..spmd.watching import active
-from .random_numbers import own_stream
 
 __all__ = [
     "batch_norm",
@@ -236,18 +237,31 @@ def _move(running: Tensor | None, value: Tensor, momentum: float) -> None:
 # --- random numbers ---
 
 
-def _with_own_numbers(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
-    """A call that draws from this rank's own stream; that of whole values stays where it is."""
-    with own_stream().fork():
-        result: Tensor = function(*args, **kwargs)
-    return result
+def _with_own_numbers(alike: str | None, function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    """A call that draws from this rank's own stream; torch's own generator, of whole values, stays where it is.
+
+    Where nobody seeded the stream (`spmd.random.manual_seed`), it begins at the seed of torch's own generator and this
+    rank's number, so that units differ too.
+
+    Args:
+        alike: part of tp ("tp/2") along which the ranks draw the same numbers, from a stream of their own.
+    """
+    own, name = streams(), f"{TENSOR_PARALLEL} {alike}" if alike else TENSOR_PARALLEL
+    if name not in own.get_states():
+        first = concrete(comm.communicator(alike).ranks[0] if alike else comm.rank("world"))
+        number = 1 if alike is None else 2 if "/" in alike else 3  # of the stream: no two begin alike
+        own.add(name, torch.initial_seed() % 2**62 + 2718 * number + first)
+    with own.fork(name):
+        return function(*args, **kwargs)
 
 
-def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    """Dropout of a shard, whose mask is another one on every rank."""
-    return _with_own_numbers(F.dropout, input, p, training, inplace)
+def dropout(
+    input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, *, alike: str | None = None
+) -> Tensor:
+    """Dropout of a shard, whose mask is another one on every rank, but for those along `alike`."""
+    return _with_own_numbers(alike, F.dropout, input, p, training, inplace)
 
 
-def scaled_dot_product_attention(*args: Any, **kwargs: Any) -> Tensor:
-    """Attention with dropout of a shard of the batch, the heads or the queries."""
-    return _with_own_numbers(F.scaled_dot_product_attention, *args, **kwargs)
+def scaled_dot_product_attention(*args: Any, alike: str | None = None, **kwargs: Any) -> Tensor:
+    """Attention with dropout of a shard of the batch, the heads or the queries; masks as those of `dropout`."""
+    return _with_own_numbers(alike, F.scaled_dot_product_attention, *args, **kwargs)
