@@ -23,7 +23,7 @@ from .compiling import run_as_it_is
 from .device_mesh import DeviceMesh, current_mesh
 from .handed import dtensor_of, handed_out, local_of_dtensor
 from .handlers import DISPATCH, FUNCTIONS, UNHANDLED
-from .local_shapes import local_spec
+from .local_shapes import local_spec, weighed
 from .placements import Placement
 from .redistribute import moved, nothing_of, redistributed
 from .spec import ShardTensorSpec, gradient_spec, make_spec
@@ -104,7 +104,8 @@ class ShardTensor(torch.Tensor):
             placements: None: Replicate everywhere.
             sharding_shapes: "infer": all ranks tell one another their shapes, once. "chunk": shards are as
                 `torch.chunk` cuts them. A dict from mesh dim to the shapes of all shards along it. Both of these
-                communicate nothing, and must be equal on all ranks.
+                communicate nothing, and must be equal on all ranks. For a mesh dim that is `Partial("avg")` a dict may
+                have the shapes of the shards whose means the ranks have: of other sizes they become a sum, by their counts.
             global_shape: of the whole tensor, for "chunk"; None: every shard is as long as this one.
 
         Raises:
@@ -112,6 +113,8 @@ class ShardTensor(torch.Tensor):
                 than the sharded ones that differ between ranks.
         """
         mesh = device_mesh or current_mesh(local_tensor.device.type)
+        if not isinstance(sharding_shapes, str):
+            local_tensor, placements = weighed(local_tensor, mesh, placements, sharding_shapes)
         spec = local_spec(local_tensor.shape, mesh, placements, sharding_shapes, global_shape)
         return wrap(declared(local_tensor, spec), spec)
 
