@@ -8,10 +8,10 @@
 | `Partial("avg")` | P("avg") | divided by the number of ranks, and so made a sum | Replicate |
 | `Partial("max")` | P("max") | its maximum over the ranks; it is never added | Replicate |
 
-`Partial("avg")` counts each rank once, as torch does. So it is the mean over a sharded dim only where all shards have one
-size. `ShardTensor.from_local(means, mesh, [Partial("avg")], sharding_shapes=x._spec.sharding_shapes())` gets the means of
-shards of any sizes and makes them a sum, each by its share of all elements. The functions of this package add up what the
-ranks have, and divide by the global count.
+`Partial("avg")` counts each rank once, as torch does. So it is the mean over a sharded dim only where all shards have
+one size. Of shards of any sizes `ShardTensor.from_local(means, mesh, [Partial("avg")], sharding_shapes=shapes)` makes a
+sum, each mean by its share of all elements; the shapes are `x._spec.sharding_shapes()`. The functions of this package
+add up what the ranks have, and divide by the global count.
 """
 
 from __future__ import annotations
