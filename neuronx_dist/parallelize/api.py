@@ -25,6 +25,7 @@ from .. import comm
 from ..comm.launch import init_distributed
 from ..parallel_layers.parallel_state import destroy_model_parallel, initialize_model_parallel
 from ..pipeline.record.recording import TracingError, describe
+from .compare import EmittedProgramError, OriginalError
 from .config import BroadcastGenFilesStrategy, ComputeConfig, ReuseType
 from .constants import constants_from_text, constants_text
 from .decompose import decomposed
@@ -38,7 +39,7 @@ from .program import Division, Program, Value
 from .record import check_arguments, record_program
 from .source_text import program_text
 from .stored import constants_of, stored_of
-from .verify import EmittedProgramError, OriginalError, verify
+from .verify import verify
 from .whole_mesh import check_mesh
 
 __all__ = ["parallelize"]
