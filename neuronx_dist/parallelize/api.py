@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import os
 import traceback
 import warnings
 from collections.abc import Callable, Mapping
@@ -21,6 +22,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from .. import comm
+from ..comm.launch import init_distributed
 from ..parallel_layers.parallel_state import destroy_model_parallel, initialize_model_parallel
 from ..pipeline.record.recording import TracingError, describe
 from .compare import EmittedProgramError, OriginalError
@@ -98,7 +100,7 @@ def parallelize(
         raise TypeError(
             f"compute_config is a ComputeConfig, such as ComputeConfig(plan_ngpus=2), got {compute_config!r}"
         )
-    is_own_mesh = _join(compute_config)
+    is_own_mesh = load_module and _join(compute_config)
     if isinstance(dummy_forward_args, Mapping) and not (compute_config.use_end2end or compute_config.inference_only):
         dummy_forward_args = pytree.tree_map_only(torch.Tensor, _with_gradient, dict(dummy_forward_args))
 
@@ -142,9 +144,13 @@ def _with_gradient(x: torch.Tensor) -> torch.Tensor:
 
 
 def _join(config: ComputeConfig, stages: int = 1) -> bool:
-    """Makes the mesh of the job, where there are processes and no mesh yet; returns whether it did."""
-    if comm.is_initialized() or not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+    """Joins the job that torchrun started, and makes its mesh where there is none yet; returns whether it made one."""
+    if comm.is_initialized() or not torch.distributed.is_available():
         return False
+    if not torch.distributed.is_initialized():
+        if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+            return False
+        init_distributed()
     mesh = config.mesh(stages)
     initialize_model_parallel(mesh.tp, mesh.pp, topology=mesh.topology)
     return True
