@@ -197,7 +197,7 @@ def program_text(program: Program) -> str:
     lines = [f"{value!r} {value.path}" for value in program.leaves]
     for call in program.calls:
         results = ", ".join(map(repr, call.results))
-        context = f"{call.grad} {call.autocast} {call.checkpoint}"
+        context = f"{call.grad} {call.autocast} {call.checkpoints}"
         lines.append(f"{results} = {call_text(call.function, call.args, call.kwargs, imports, variable)}  {context}")
     outputs = pytree.tree_unflatten(program.outputs, program.output_structure)
     return "\n".join([*lines, literal(outputs, imports, variable), *imports.lines.values()])

@@ -132,7 +132,7 @@ class _Translator:
             random=info.random and _draws(info.function, args, kwargs),
             grad=info.grad,
             autocast=info.autocast,
-            checkpoint=info.checkpoint,
+            checkpoints=info.checkpoints,
         )
         if info.writes and call.name in _OTHER_VIEWS:
             call.function = getattr(torch.Tensor, call.name.removesuffix("_"))
