@@ -82,6 +82,20 @@ def test_both_modes_are_recorded(tmp_path: Path) -> None:
     torch.testing.assert_close(parallel.norm.running_var, module.norm.running_var)
 
 
+def test_modes_that_differ_in_a_constant_alone_are_two(tmp_path: Path) -> None:
+    constants = {True: torch.arange(4.0), False: torch.ones(4)}
+
+    class Scaled(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * constants[self.training]
+
+    module, x = Scaled(4, 4), torch.ones(2, 4)
+    parallel = made(module, {"x": x}, tmp_path)
+    for training in (True, False):
+        module.train(training), parallel.train(training)
+        torch.testing.assert_close(parallel(x), module(x))
+
+
 def test_autocast_is_of_the_device_that_the_module_is_on(tmp_path: Path) -> None:
     """In the file as `self.device.type`: recorded on CPU, it runs on a GPU."""
 
