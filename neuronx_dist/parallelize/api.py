@@ -273,7 +273,9 @@ def _emitted(
             stacklevel=2,
         )
     files = {CODE: source, CONSTANTS: constants_text(constants), PROOF: "\n".join(map(str, verdicts))}
-    programs = programs_text([division.program for division in divisions], names)
+    for division in divisions:  # of a rank's program those of the whole
+        names |= {whole: names[own] for own, whole in zip(division.program.constants, division.whole.constants)}
+    programs = programs_text([division.whole for division in divisions], names)
     if programs is not None:
         files[PROGRAMS] = programs
     return Emitted(files, _initial(type(module).__name__, held))

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.utils._pytree as pytree
 
-from ..spmd.types import I, R, Shard, SpmdType
-from .conversions import conversion
-from .names import FILE_NAMES, argument_name
+from ..spmd.types import I, R, SpmdType
+from .conversions import conversion, has_type, read_once, suffix
+from .names import FILE_NAMES, argument_name, fresh
 from .program import Call, Division, Program, Value, dotted, local_shape, operands_of, values_in
 from .source_text import Imports, attribute, call_text, literal
 from .stages import Stage
@@ -20,7 +20,6 @@ __all__ = ["INDENT", "body"]
 
 INDENT = "    "
 _WIDTH = 120
-PRODUCTS = {"linear", "matmul", "__matmul__", "mm", "bmm", "addmm", "baddbmm"}  # their backward reads no result
 _Context = tuple[bool, tuple[str, torch.dtype, bool] | None]  # gradients are on, autocast
 _PLAIN: _Context = (True, None)
 
@@ -129,33 +128,25 @@ class _Body:
     def _converted(self, value: Value, wanted: SpmdType, above: str = "", spans: tuple[int, ...] = ()) -> str:
         """The name of a value as `wanted`; a conversion is written where it is first asked for."""
         has = self.division.type_of(value)
-        if self.division.size == 1 or _is(has, wanted, value) or (value, wanted) in self.names:
+        if self.division.size == 1 or has_type(has, wanted, value) or (value, wanted) in self.names:
             return self._name(value, wanted)
         source = self._name(value, has)
-        suffix = wanted.letter + (str(wanted.dim) if isinstance(wanted, Shard) else "")
-        name = _fresh(f"{value.name}_{suffix}", self.taken)
+        name = fresh(value.name + suffix(wanted), self.taken)
         division = self.division
         how = conversion(value, has, wanted, division.size)
         if how is None:
             raise ValueError(f"{value!r}: no operator makes {wanted} of {has}, at {above or 'the result'}")
-        option = ", expert_mode=True" if wanted.letter == "P" else ""
-        if how.operator == "all_reduce" and self._read_once(value):
-            option = ", inplace=True"
-        text = f'{name} = spmd.{how.operator}({source}, "{division.axis}", src={how.src}, dst={how.dst}{option})'
+        call = how.call(_Text(source), division.axis, inplace=read_once(value, self.program, self.consumers))
+        text = f"{name} = {call_text(*call, self.imports, _text)}"
         used = frozenset([source]) if source.isidentifier() else frozenset()
         self.steps.append(_Step(text, self._described(value, wanted), used, (name,), above=above, spans=spans))
         self.names[value, wanted] = name
         return name
 
-    def _read_once(self, value: Value) -> bool:
-        """It is a matrix product that one call alone reads: whoever converts it for this call may write over it."""
-        product = value.producer is not None and value.producer.name in PRODUCTS
-        result = any(output is value for output in self.program.outputs)
-        return product and not result and len(self.consumers.get(value, ())) == 1
-
     def _described(self, value: Value, spmd_type: SpmdType | None = None) -> str:
         spmd_type = spmd_type or self.division.type_of(value)
-        return f"{list(local_shape(value.shape, spmd_type, self.division.size))} {spmd_type}"
+        types = str(spmd_type) if self.division.outer is None else f"{value.outer}, {spmd_type}"
+        return f"{list(local_shape(value.shape, spmd_type, self.division.size))} {types}"
 
     def _sent(self) -> str:
         names = [self._name(value, self.division.type_of(value)) for value in self.stage.sent]
@@ -180,19 +171,15 @@ class _Body:
             self.used.add(text)
             names.append(_Text(text))
         result = pytree.tree_unflatten(names, self.program.output_structure)
-        return literal(result, self.imports, lambda x: str(x) if isinstance(x, _Text) else None)
+        return literal(result, self.imports, _text)
 
 
 class _Text(str):
     """Source, where a value stood."""
 
 
-def _is(has: SpmdType, wanted: SpmdType, value: Value) -> bool:
-    """Whether a value of one type is one of another as it is: equal copies that need no gradient are R and I."""
-    if isinstance(has, Shard) and isinstance(wanted, Shard):
-        return (has.dim, has.stride) == (wanted.dim, wanted.stride)
-    letters = {has.letter, wanted.letter}
-    return has.scale == wanted.scale and (len(letters) == 1 or (letters == {"R", "I"} and not value.requires_grad))
+def _text(x: Any) -> str | None:
+    return str(x) if isinstance(x, _Text) else None
 
 
 def _spans(division: Division) -> dict[Call, tuple[int, ...]]:
@@ -209,14 +196,6 @@ def _where(call: Call) -> str:
     """`model.py:12: x = layer(x)`: where the module's author made the call."""
     where = call.where.replace("\\", "/").rpartition("/")[2]
     return f"{where}: {call.source.strip()}" if call.source else where
-
-
-def _fresh(name: str, taken: set[str]) -> str:
-    fresh, number = name, 2
-    while fresh in taken:
-        fresh, number = f"{name}_{number}", number + 1
-    taken.add(fresh)
-    return fresh
 
 
 def _with_functions(

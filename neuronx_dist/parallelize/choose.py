@@ -105,7 +105,7 @@ class Problem:
             for index, value in enumerate(operands_of(call)):
                 if value in parameters:
                     wanted = dict.fromkeys(option.operands[index] for option in options)
-                    types[value] += [t for t in wanted if _is_layout(t) and t not in types[value]]
+                    types[value] += [t for t in wanted if _is_layout(t, value) and t not in types[value]]
         for value, allowed in self.constraints.types.items():
             left = [t for t in types[value] if t in allowed]
             if not left:
@@ -258,9 +258,11 @@ def stage_starts(problem: Problem, division: Division, count: int) -> list[int]:
         raise PlanError(f"pipeline: {error}") from None
 
 
-def _is_layout(type_: SpmdType) -> bool:
-    """A parameter can be stored like this: in shards, of blocks or not."""
-    return isinstance(type_, Shard) and type_ == S(type_.dim, stride=type_.stride)
+def _is_layout(type_: SpmdType, value: Value) -> bool:
+    """A parameter can be stored like this: in shards, of blocks or not; over two axes in the same blocks."""
+    if not isinstance(type_, Shard) or type_ != S(type_.dim, stride=type_.stride):
+        return False
+    return not isinstance(value.outer, Shard) or value.outer == type_
 
 
 def is_whole(strategy: Strategy) -> bool:

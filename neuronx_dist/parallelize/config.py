@@ -176,7 +176,7 @@ class ComputeConfig:
     def _check_pas_config(self) -> None:
         """What every policy reads alike; a policy refuses the names that it does not know."""
         config = self.pas_config
-        for name in ("pipeline_nmicros", "pipeline_nstages", "pp_size", "seed"):
+        for name in ("pipeline_nmicros", "pipeline_nstages", "pp_size", "tp_size", "seed"):
             number = config.get(name)
             if number is None or (name == "pipeline_nstages" and number == "auto"):
                 continue

@@ -6,14 +6,20 @@ all-reduce, and (n-1)/n of its own piece, B/n, for an all-to-all. The backward i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
+from .. import spmd
 from ..spmd.rows import ROWS, Key
 from ..spmd.types import I, P, R, Shard, SpmdType
-from .program import Value
+from .program import Call, LocalCall, Program, Value
 
-__all__ = ["Conversion", "bytes_sent", "conversion"]
+__all__ = ["OPERATORS", "Conversion", "bytes_sent", "conversion", "has_type", "read_once", "suffix"]
+
+PRODUCTS = {"linear", "matmul", "__matmul__", "mm", "bmm", "addmm", "baddbmm"}  # their backward reads no result
+OPERATORS = {
+    name: getattr(spmd, name) for name in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "convert")
+}
 
 
 class Conversion(NamedTuple):
@@ -32,6 +38,35 @@ class Conversion(NamedTuple):
     forward: int
     backward: int
     collectives: tuple[int, int]
+
+    def call(self, x: Any, axis: str, *, inplace: bool = False) -> LocalCall:
+        """The call of the operator on `x`; `inplace`: it may write over it, if it is an all-reduce."""
+        options: dict[str, Any] = {"src": self.src, "dst": self.dst}
+        if self.dst.letter == "P":
+            options["expert_mode"] = True
+        if self.operator == "all_reduce" and inplace:
+            options["inplace"] = True
+        return LocalCall(OPERATORS[self.operator], (x, axis), options)
+
+
+def has_type(has: SpmdType, wanted: SpmdType, value: Value) -> bool:
+    """Whether a value of one type is one of another as it is: equal copies that need no gradient are R and I."""
+    if isinstance(has, Shard) and isinstance(wanted, Shard):
+        return (has.dim, has.stride) == (wanted.dim, wanted.stride)
+    letters = {has.letter, wanted.letter}
+    return has.scale == wanted.scale and (len(letters) == 1 or (letters == {"R", "I"} and not value.requires_grad))
+
+
+def read_once(value: Value, program: Program, consumers: Mapping[Value, Sequence[tuple[Call, int]]]) -> bool:
+    """It is a matrix product that one call alone reads: whoever converts it for this call may write over it."""
+    product = value.producer is not None and value.producer.name in PRODUCTS
+    result = any(output is value for output in program.outputs)
+    return product and not result and len(consumers.get(value, ())) == 1
+
+
+def suffix(wanted: SpmdType) -> str:
+    """What the name of a converted value ends in."""
+    return "_" + wanted.letter + (str(wanted.dim) if isinstance(wanted, Shard) else "")
 
 
 def conversion(value: Value, src: SpmdType, dst: SpmdType, size: int) -> Conversion | None:

@@ -24,7 +24,8 @@ from ..spmd.tensor_type import TensorType
 from ..spmd.types import I, P, R, Shard, SpmdType
 from .composite_strategies import DRAWING, composite_of
 from .congruence import Arguments, Slot, local_arguments, spec_of
-from .program import local_shape, substituted
+from .conversions import OPERATORS
+from .program import OuterCall, local_shape, substituted
 
 __all__ = ["Derivation", "Facts", "Refusal", "Template", "derive"]
 
@@ -71,10 +72,13 @@ class Facts(NamedTuple):
     axis: str
     size: int
     strides: tuple[int, ...]
+    outer: OuterCall | None = None  # the types that it has on the first of two axes
 
 
 def derive(facts: Facts) -> Derivation:
     """All strategies of a call, "R" first."""
+    if facts.function in OPERATORS.values():
+        return Derivation(list(_passed_on(facts)), [])
     derivation = Derivation([], [])
     spec, affine, why = _described(facts)
     for name, types, label in _assignments(facts, spec):
@@ -155,6 +159,27 @@ def _assignments(facts: Facts, spec: Spec | None) -> Iterator[tuple[str, tuple[S
                 yield from _cut(facts, spec, label, stride)
 
 
+def _passed_on(facts: Facts) -> Iterator[Template]:
+    """The strategies of a conversion on the first axis: it has no effect on types of the second.
+
+    But a dim that it cuts, gathers or exchanges is not cut on the second: the first axis has the outer part of it.
+    """
+    (slot,) = facts.slots
+    options = facts.arguments[1]
+    touched = {spmd_type.dim for spmd_type in (options["src"], options["dst"]) if isinstance(spmd_type, Shard)}
+    types: list[SpmdType] = [R]
+    if facts.varies:
+        types += [I] if slot.differentiable else []
+        types += [P] if slot.dtype.is_floating_point or slot.dtype.is_complex else []
+        for dim, length in enumerate(slot.shape):
+            if dim not in touched and length:
+                strides = (stride for stride in (1, *facts.strides) if length % (stride * facts.size) == 0)
+                types += [Shard(dim, stride) for stride in dict.fromkeys(strides)]
+    for spmd_type in types:
+        name = str(spmd_type) if spmd_type in (R, I) else f"{spmd_type} of operand 0"
+        yield Template(name, (spmd_type,), (spmd_type,), None)
+
+
 def _any_type(slot: Slot, size: int) -> Iterator[SpmdType]:
     """The types, R aside, of an operand whose values nobody reads."""
     if slot.differentiable:
@@ -220,9 +245,11 @@ def cuts(dims: Any, spec: Spec, label: int, stride: int = 1) -> Shard | None:
 
 def _results(facts: Facts, spec: Spec, affine: bool, types: Sequence[SpmdType]) -> tuple[SpmdType, ...] | str:
     """Types of the results, or why there are none."""
+    outer = facts.outer
+    known = [{outer.axis: spmd_type} for spmd_type in outer.operands] if outer else [{}] * len(types)
     judged = [
-        Operand(TensorType.of({facts.axis: spmd_type}, R), slot.differentiable)
-        for spmd_type, slot in zip(types, facts.slots)
+        Operand(TensorType.of({**first, facts.axis: spmd_type}, R), slot.differentiable)
+        for first, spmd_type, slot in zip(known, types, facts.slots, strict=True)
     ]
     assert facts.rule is not None
     try:
@@ -231,6 +258,10 @@ def _results(facts: Facts, spec: Spec, affine: bool, types: Sequence[SpmdType]) 
         return violation.why
     if judgement.assumed:
         return f"it would rest on an assumption: {judgement.assumed[0]}"
+    if outer is not None:
+        for spmd_type, type_ in zip(outer.results, judgement.types, strict=True):
+            if _plain(type_.get(outer.axis) or R) != spmd_type:
+                return f"on {outer.axis} its result would be {type_.get(outer.axis)}, and is {spmd_type}"
     return tuple(_plain(type_.get(facts.axis) or R) for type_ in judgement.types)
 
 

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch.utils._pytree as pytree
 
+from ..mesh import part_of
 from .body import INDENT, body
 from .names import argument_name
 from .program import Division, Program, Value, dotted, local_shape
@@ -62,7 +63,10 @@ def emit(
     methods = [_Methods.of(each, mode, own, imports, constants) for each, mode in zip(divisions, modes)]
     bodies = [each.forward for each in methods]
     lines = [f"class {name}(ParallelModule):", f'{INDENT}"""{_summary(division)}"""', ""]
-    lines += [f'{INDENT}AXIS, SIZE = "{division.axis}", {division.size}', f"{INDENT}STORED = {{"]
+    axis = part_of(division.axis)[0]
+    lines += [f'{INDENT}AXIS, SIZE = "{axis}", {division.ranks}']
+    lines += [f"{INDENT}PARTS = {literal(tuple(division.axes), imports)}"] if division.outer else []
+    lines += [f"{INDENT}STORED = {{"]
     for path, each in stored.items():
         lines.append(f"{INDENT * 2}{json.dumps(path)}: {_stored_text(each)},")
     lines += [f"{INDENT}}}", f"{INDENT}INPUTS = {{"]
@@ -164,9 +168,14 @@ def _header(text: str, imports: Imports) -> list[str]:
 
 
 def _summary(division: Division) -> str:
-    calls, stages = len(division.program.calls), len(division.stages)
+    stages = len(division.stages)
     pipeline = f" of each of {stages} pipeline stages" if stages > 1 else ""
-    return f"A forward of {calls} calls over {division.size} ranks of axis {division.axis}{pipeline}."
+    calls = len(division.whole.calls)
+    over = f"{division.size} ranks of axis {division.axis}"
+    if division.outer is not None:
+        over = " x ".join(map(str, division.axes.values())) + f" ranks of axes {' and '.join(division.axes)}"
+    types = "" if division.outer is None else " Types are those on the one, and on the other."
+    return f"A forward of {calls} calls over {over}{pipeline}.{types}"
 
 
 def _stored_text(stored: Stored) -> str:
@@ -177,6 +186,7 @@ def _stored_text(stored: Stored) -> str:
     parts += [] if stored.trained else ["trained=False"]
     parts += [] if stored.persistent else ["persistent=False"]
     parts += [f"stages={stored.stages}"] if stored.stages else []
+    parts += [f'axis="{stored.axis}"'] if stored.axis else []
     return f"Stored({', '.join(parts)})"
 
 

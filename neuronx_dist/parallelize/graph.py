@@ -12,7 +12,7 @@ as ranks. The rest is refused by `PlanError`. Names are nnScaler's, but for `sha
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase
 from itertools import groupby
 from typing import Any
@@ -24,6 +24,7 @@ from ..spmd.types import I, S, SpmdType
 from .blocks import strides_of
 from .choose import Problem, is_whole, stage_starts
 from .config import ComputeConfig, Pipeline, divisors_near
+from .local_program import LocalProgram, local_program
 from .nodes import Algorithm, IRDataOperation, IRFwOperation, IRSegment, Node, SubNode, cuts_operand
 from .program import Call, Division, Program, Strategy, Value
 from .strategies import candidates, refusals
@@ -43,6 +44,9 @@ class IRGraph:
         constraints: on strategies and types.
         pipeline: what `config.apply_pipeline_scheduler` set; None: no pipeline.
         pipeline_ranks: on how many groups of ranks the stages lie; None: each on its own, as far as there are ranks.
+        second: ranks of a stage along the second of two axes; 1: a stage is one axis. Each call is divided over the
+            first axis, and what a rank of that runs over the second.
+        decide_second: gets the graph of what a rank of the first axis runs, and decides there; and how it came about.
         costs, memory: what the choice counts with.
         stage_seconds: of each stage, forward and backward, once the program is divided.
     """
@@ -52,15 +56,18 @@ class IRGraph:
         program: Program,
         config: ComputeConfig,
         *,
-        axis: str = "tp",
         costs: Costs = H100,
         memory: float | None = None,
+        part_of: IRGraph | None = None,
     ) -> None:
-        self.program, self.config, self.axis = program, config, axis
+        """`part_of`: the graph of whose first axis a rank runs this program."""
+        self.program, self.config, self._outer = program, config, part_of
         self.costs, self.memory = costs, memory
         self.constraints = Constraints()
         self.pipeline: Pipeline | None = None
         self.pipeline_ranks: int | None = None
+        self.second = 1
+        self.decide_second: list[Callable[[IRGraph, LocalProgram], Any]] = []
         self.stage_seconds: list[float] = []
         self._found: dict[tuple[Call, int], list[Strategy]] = {}
         self._data = IRDataOperation("data", "", values=program.inputs)
@@ -87,9 +94,21 @@ class IRGraph:
         return self.pipeline_ranks or min(self.stages, self.config.plan_ngpus)
 
     @property
-    def size(self) -> int:
+    def ranks(self) -> int:
         """How many ranks a stage has."""
         return self.config.plan_ngpus // self.groups
+
+    @property
+    def size(self) -> int:
+        """How many ranks its axis has: those of a stage, unless they are two axes."""
+        return self._outer.second if self._outer else self.ranks // self.second
+
+    @property
+    def axis(self) -> str:
+        """The axis over which its operations are divided."""
+        if self._outer:
+            return f"tp%{self._outer.second}"
+        return f"tp/{self.second}" if self.second > 1 else "tp"
 
     def nodes(self, flatten: bool = True) -> list[Node]:
         """The inputs and the operations, in order; `flatten=False`: segments in the place of their operations."""
@@ -247,13 +266,23 @@ class IRGraph:
         """
         self._check_pipeline()
         problem = self.problem()
-        division = problem.fitting(self.memory, stages=self.groups)
+        memory = None if self.memory is None else self.memory * self.second  # the second axis may divide all of it
+        division = problem.fitting(memory, stages=self.groups)
+        starts = list(range(len(self.operations) + 1))
+        if self.second > 1:
+            local = local_program(division)
+            inner = IRGraph(local.program, self.config, costs=self.costs, part_of=self)
+            for decide in self.decide_second:
+                decide(inner, local)
+            problem, outer, starts = inner.problem(), division, local.starts
+            division = problem.fitting(self.memory, stages=self.groups)
+            division.outer = outer
         if self.pipeline:
             division.schedule, division.microbatches = self.pipeline.schedule, self.pipeline.nmicros
             division.pipeline_ranks = self.groups
-            division.stages = [self._number[segment.operations[0]] for segment in self._segments]
+            division.stages = [starts[self._number[segment.operations[0]]] for segment in self._segments]
             division.stages = division.stages or stage_starts(problem, division, self.pipeline.nstages)
-        division.recompute = self._recomputed()
+        division.recompute = [(starts[first], starts[last]) for first, last in self._recomputed()]
         times = problem.tables.times(division.strategies, division.type_of)
         bounds = [*division.stages, len(times)]
         self.stage_seconds = [sum(times[first:last]) for first, last in zip(bounds, bounds[1:], strict=False)]
@@ -289,13 +318,13 @@ class IRGraph:
             raise PlanError(f"{node!r} has no device for parts {missing} of {len(devices)}: graph.assign(part, device)")
         if isinstance(node, IRDataOperation):
             return
-        first = self._stage_of(node) % self.groups * self.size
-        expected = list(range(first, first + self.size))
+        first = self._stage_of(node) % self.groups * self.ranks
+        expected = list(range(first, first + self.ranks))
         if devices != expected:
             raise PlanError(
                 f"{node!r} is on devices {devices}, and its stage consists of {expected}: one program runs on all "
-                f"ranks of a stage, so it needs {self.size} part(s), part i on device {first} + i"
-                + (f"; replicate(node, times={self.size}) computes it on each" if len(devices) != self.size else "")
+                f"ranks of a stage, so it needs {self.ranks} part(s), part i on device {first} + i"
+                + (f"; replicate(node, times={self.ranks}) computes it on each" if len(devices) != self.ranks else "")
                 + ("; graph.staging makes pipeline stages" if not self._segments and len(devices) == 1 else "")
             )
 

@@ -87,6 +87,7 @@ class ParallelModule(Container):
 
     AXIS: ClassVar[str] = "tp"
     SIZE: ClassVar[int] = 1
+    PARTS: ClassVar[tuple[str, ...]] = ()  # of the axis, where the program is divided over two
     STORED: ClassVar[dict[str, Stored]] = {}
     INPUTS: ClassVar[dict[str, tuple[list[int], torch.dtype]]] = {}
     SOURCE: ClassVar[str] = ""  # the text of the file
@@ -130,6 +131,8 @@ class ParallelModule(Container):
                 f"{type(self).__name__} is divided over {self.SIZE} ranks of axis {self.AXIS!r}, and the mesh has "
                 f"{size}: it is {comm.current().mesh}"
             )
+        for part in self.PARTS:  # while all ranks are here: a stage of a pipeline uses them alone
+            comm.communicator(part)
         return comm.rank(self.AXIS)
 
     def _own_stored(self) -> dict[str, Stored]:
@@ -164,7 +167,11 @@ class ParallelModule(Container):
                     f"{type(self).__name__}: the initial {name} has shape {list(whole.shape)}, and the program was "
                     f"emitted for {list(stored.shape)}: these are weights of another model"
                 )
-            tensor = spec.local_slice(whole, self._index).to(torch.get_default_device(), copy=True).contiguous()
+            tensor = (
+                spec.local_slice(whole, spec.index_of(self._index))
+                .to(torch.get_default_device(), copy=True)
+                .contiguous()
+            )
         return nn.Parameter(tensor, requires_grad=stored.trained) if stored.kind == "parameter" else tensor
 
     def _register(self, name: str, stored: Stored, tensor: torch.Tensor, is_empty: bool) -> None:

@@ -21,13 +21,12 @@ from ..nearest import nearest
 from ..planning.costs import CPU, H100, Costs
 from ..planning.plan import Plan, PlanError
 from ..spmd.types import I, R, S, Shard, SpmdType
-from .config import ComputeConfig
+from .config import ComputeConfig, divisors_near
 from .graph import IRGraph
 from .nodes import IRFwOperation
 from .plans import apply_plan, plan_of
 from .program import Division, Program, Strategy, Value
 from .stages import starts_like
-from .tables import Constraints
 
 __all__ = ["POLICIES", "Policy", "divide", "divide_like"]
 
@@ -68,17 +67,25 @@ def divide(program: Program, policy: Policy, config: ComputeConfig) -> Division:
 
 def divide_like(division: Division, program: Program, config: ComputeConfig) -> Division:
     """The same module's program in another mode (evaluation), with the parameters as they are stored already."""
-    graph = IRGraph(program, config, axis=division.axis, costs=_costs(config))
+    graph = IRGraph(program, config, costs=_costs(config))
     graph.pipeline_ranks = division.pipeline_ranks
-    types = {value.path: division.types[value] for value in division.program.parameters}
-    graph.constraints = Constraints(
-        types={value: (types[value.path],) for value in program.parameters if value.path in types}
-    )
+    _store_as(division.outer or division, graph)
+    if division.outer:
+        graph.second = division.size
+        graph.decide_second.append(lambda inner, local: _store_as(division, inner))
     divided = graph.divide()
     divided.stages = starts_like(division, program)
     for name in ("schedule", "microbatches", "pipeline_ranks"):
         setattr(divided, name, getattr(division, name))
     return divided
+
+
+def _store_as(division: Division, graph: IRGraph) -> None:
+    """Decides that parameters are stored on the graph's axis as they are in a division of it."""
+    types = {value.path: division.types[value] for value in division.program.parameters}
+    graph.constraints.types |= {
+        value: (types[value.path],) for value in graph.program.parameters if value.path in types
+    }
 
 
 def _planned(plan: Plan) -> Callable[[IRGraph, ComputeConfig], IRGraph]:
@@ -115,6 +122,26 @@ def _dp(graph: IRGraph, config: ComputeConfig) -> IRGraph:
 
 
 def _tp(graph: IRGraph, config: ComputeConfig) -> IRGraph:
+    """The weights are cut over all ranks of a stage; with `tp_size` over so many, and the batch over the others."""
+    return _over_two_axes(graph, config) or _weights_cut(graph)
+
+
+def _over_two_axes(graph: IRGraph, config: ComputeConfig) -> IRGraph | None:
+    """The batch cut over a first axis, the weights over a second one of `tp_size` ranks; None: there is one axis."""
+    size = config.pas_config.get("tp_size")
+    if size is not None and graph.ranks % size:
+        raise PlanError(
+            f"pas_config['tp_size']={size} does not divide the {graph.ranks} ranks of a stage; the nearest that work "
+            f"are {divisors_near(graph.ranks, size)}"
+        )
+    if size in (None, 1, graph.ranks):
+        return None
+    graph.second = size
+    graph.decide_second.append(lambda inner, local: _weights_cut(inner))
+    return _batch_cut(graph)
+
+
+def _weights_cut(graph: IRGraph) -> IRGraph:
     """Weights of two and more dims are stored in shards, where any of their consumers can take them so."""
     for value, types in graph.problem().types.items():
         shards = tuple(type_ for type_ in types if isinstance(type_, Shard))
@@ -155,6 +182,11 @@ def _pipelined(graph: IRGraph, config: ComputeConfig, stages: int, ranks: int) -
 
 
 def _data(graph: IRGraph, config: ComputeConfig) -> IRGraph:
+    """The batch is cut over all ranks of a stage; with `tp_size` the weights over so many, and it over the others."""
+    return _over_two_axes(graph, config) or _batch_cut(graph)
+
+
+def _batch_cut(graph: IRGraph) -> IRGraph:
     """Every call that can run on a piece of the batch does; weights stay whole."""
     if graph.size == 1:
         return graph
@@ -239,10 +271,10 @@ _PIPELINE = {"pipeline_nmicros", "pipeline_scheduler"}
 _AUTODIST = {"mem_constraint", "recompute_modules", "load_plan_path", "save_plan_path", "explore_pipeline"}
 POLICIES: dict[str, tuple[Callable[[IRGraph, ComputeConfig], Any], set[str]]] = {
     "dp": (_dp, _COMMON),
-    "tp": (_tp, _COMMON | {"seed"}),
+    "tp": (_tp, _COMMON | {"seed", "tp_size"}),
     "pp": (_pp, _COMMON | _PIPELINE | {"pipeline_nstages"}),
-    "data": (_data, _COMMON),
-    "hybrid": (_hybrid, _COMMON | _PIPELINE | {"pipeline_nstages", "pp_size"}),
+    "data": (_data, _COMMON | {"tp_size"}),
+    "hybrid": (_hybrid, _COMMON | _PIPELINE | {"pipeline_nstages", "pp_size", "tp_size"}),
     "autodist": (_autodist, _COMMON | _PIPELINE | _AUTODIST),
 }
 """Of each policy what it does, and the names in `pas_config` that it reads (`seed`: nnScaler's tp is random)."""

@@ -48,6 +48,7 @@ class Value:
         producer: the call that it is a result of.
         varies: it depends on an input, a parameter or a buffer. What does not is left R.
         constant: the tensor itself, of a constant.
+        outer: of a rank's program, which is to be divided over a second axis, its type on the first one.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Value:
     producer: Call | None = None
     varies: bool = True
     constant: torch.Tensor | None = None
+    outer: SpmdType | None = None
 
     @property
     def nbytes(self) -> int:
@@ -85,6 +87,7 @@ class Call:
         autocast: `(device type, dtype, enabled)` where that differed from around the forward.
         checkpoints: numbers of the activation checkpoints that the user's code put around it, the outermost first.
         writes: operands that it writes in place (buffers only: all else is made a value when it is recorded).
+        outer: of a rank's program, which is to be divided over a second axis, what it is on the first one.
     """
 
     function: Callable[..., Any]
@@ -101,6 +104,7 @@ class Call:
     autocast: tuple[str, torch.dtype, bool] | None = None
     checkpoints: tuple[int, ...] = ()
     writes: tuple[int, ...] = ()
+    outer: OuterCall | None = None
 
     @property
     def name(self) -> str:
@@ -148,6 +152,22 @@ class Program:
         return table
 
 
+class OuterCall(NamedTuple):
+    """What a call of a rank's program is on the axis that is divided already.
+
+    Attributes:
+        operands, results: their types there.
+        bytes_moved: what a rank sends over it in the call itself, forward and backward.
+        whole: the call of the whole program; None: a conversion stands here.
+    """
+
+    axis: str
+    operands: tuple[SpmdType, ...]
+    results: tuple[SpmdType, ...]
+    bytes_moved: tuple[int, int]
+    whole: Call | None
+
+
 class LocalCall(NamedTuple):
     """What one rank calls: the function with the integers of its shard (views, groups, splits), or a composite's."""
 
@@ -180,6 +200,8 @@ class Strategy(NamedTuple):
 class Division:
     """A program divided over the ranks of a unit: `stages` pipeline stages of `size` ranks along `axis`.
 
+    Over two axes: the program is that of a rank of the first one, which `outer` makes of the whole program.
+
     Attributes:
         strategies: of each call.
         types: of inputs, parameters, buffers and constants. Those of results are their calls' (`type_of`). Where an
@@ -187,7 +209,8 @@ class Division:
         stages: number of the first call of each stage; `[0]`: one stage.
         recompute: spans of calls, from and to, whose values are computed again in backward; one may lie in another.
         schedule, microbatches: how stages take turns; a name of `pipeline.schedule`.
-        pipeline_ranks: stage s is on group s % pipeline_ranks of `size` ranks.
+        pipeline_ranks: stage s is on group s % pipeline_ranks of a stage's ranks.
+        outer: how the whole program is divided over the first of two axes; None: there is one.
     """
 
     program: Program
@@ -200,6 +223,22 @@ class Division:
     schedule: str = "1f1b"
     microbatches: int = 1
     pipeline_ranks: int = 1
+    outer: Division | None = None
+
+    @property
+    def whole(self) -> Program:
+        """The program as it was recorded."""
+        return self.program if self.outer is None else self.outer.program
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """The axes that it is divided over, with the number of ranks along each."""
+        return {**({} if self.outer is None else self.outer.axes), self.axis: self.size}
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks a stage has."""
+        return math.prod(self.axes.values())
 
     def type_of(self, value: Value) -> SpmdType:
         if value.producer is None:

@@ -180,7 +180,7 @@ def call_text(
         written = _operator(function, name, args, text)
         if written is not None:
             return written
-    defaults = _defaults(function)
+    defaults = {} if getattr(spmd, name, None) is function else _defaults(function)  # types are always written
     keywords = {key: item for key, item in kwargs.items() if key not in defaults or defaults[key] is not item}
     arguments = [*map(text, args), *(f"{key}={text(item)}" for key, item in keywords.items())]
     if _method(function, name) and args:

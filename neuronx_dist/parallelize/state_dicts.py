@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from .. import comm
+from ..mesh import Axis
 from ..weights.shard_spec import ShardSpec
 from .layouts import LAYOUT, StateLayout, layout_of
 from .module import ParallelModule
@@ -58,7 +59,7 @@ def merge_state_dicts(
             if name in state:
                 value = state[name]
                 spec = layout.specs.get(name, spec)
-                pieces.setdefault(layout.index, value)
+                pieces.setdefault(spec.index_of(layout.index), value)
         merged[name] = _assembled(name, pieces, spec)
     if optimizer_state_dicts is None:
         return merged, None
@@ -108,7 +109,8 @@ def deduped_state_dict(
     layout = layout_of(state)
     before = {name for name, group in _tied_groups(module).items() if group.rank != 0}  # a stage before has them
     for name in list(state):
-        if not (layout.unit == 0 and (layout.index == 0 or name in layout.specs)) or name in before:
+        is_first = layout.unit == 0 and layout.specs.get(name, ShardSpec()).is_first(layout.index)
+        if not is_first or name in before:
             del state[name]
     if optimizer is None:
         return state, None
@@ -147,7 +149,8 @@ def load_deduped_state_dict(
     for name, value in own.items():
         if isinstance(value, torch.Tensor):
             tensor = module_state_dict.get(name, value).to(value.device).contiguous().clone()
-            axes = ("dp", *(() if name in here.specs else ("tp",)), *([tied[name]] if name in tied else ()))
+            copies = here.specs.get(name, ShardSpec()).replicated_over
+            axes = ("dp", *((copies,) if copies else ()), *([tied[name]] if name in tied else ()))
             own[name] = _received(tensor, axes)
     module.load_state_dict(own)
     if optimizer is not None and optimizer_state_dict is not None:
@@ -187,7 +190,7 @@ def _own_part(name: str, value: torch.Tensor, spec: ShardSpec, index: int) -> to
             f"{name!r} has shape {list(value.shape)} in the state dict and {list(spec.unpadded_shape)} in this module: "
             "it is of another model"
         )
-    return spec.local_slice(value, index)
+    return spec.local_slice(value, spec.index_of(index))
 
 
 def _check_same_layout(here: StateLayout, saved: StateLayout) -> None:
@@ -242,7 +245,8 @@ def _merged_value(ranks: Sequence[OwnState], name: str, key: str) -> Any:
         return value
     by_shard: dict[int, dict[int, torch.Tensor]] = {}
     for rank in holders:
-        by_shard.setdefault(rank.index, {}).setdefault(rank.rows.index, rank.states[name][key])
+        shard = spec_for(rank, name).index_of(rank.index)
+        by_shard.setdefault(shard, {}).setdefault(rank.rows.index, rank.states[name][key])
     first, spec = holders[0], spec_for(holders[0], name)
     what = f"{key} of {name}"
     shards, absent = {}, None
@@ -279,7 +283,7 @@ def _load_optimizer(optimizer: torch.optim.Optimizer, merged: Mapping[str, Any])
         if index in whole and name in own.shapes:
             spec = spec_for(own, name)
             states[name] = {
-                key: own.rows.cut(spec.local_slice(value, own.index)).clone()
+                key: own.rows.cut(spec.local_slice(value, spec.index_of(own.index))).clone()
                 if _is_whole(value, spec)
                 else deepcopy(value)
                 for key, value in whole[index].items()
@@ -298,7 +302,7 @@ def _is_kept(own: OwnState, name: str, value: Any, is_first_stage: bool) -> bool
     first_copy = is_first_stage and (own.unit == 0 if own.rows.is_whole else own.rows.copy == 0)
     if not own.is_elementwise(name, value):
         return first_copy and own.index == 0 and own.rows.index == 0
-    return first_copy and (own.index == 0 or name in own.specs)
+    return first_copy and spec_for(own, name).is_first(own.index)
 
 
 def _load_deduped_optimizer(
@@ -329,7 +333,8 @@ def _load_deduped_optimizer(
                 shape = own.rows.shape(own.shapes[name]) if is_elementwise else shape_or_value
                 device = comm.current().backend.device if comm.is_initialized() else torch.device("cpu")
                 tensor = torch.empty(shape, dtype=dtype, device=device) if value is None else value.to(device).clone()
-                value = _received_state(optimizer, tensor, is_elementwise, name in own.specs, own.rows)
+                copies = spec_for(own, name).replicated_over if is_elementwise else "tp"
+                value = _received_state(optimizer, tensor, is_elementwise, copies, own.rows)
                 value = _received(value, [tied[name]] if name in tied else ())
             states.setdefault(name, {})[key] = value
     optimizer.load_state_dict(state_dict_with(optimizer, states, state_dict["param_groups"]))
@@ -342,7 +347,7 @@ def _description(saved: OwnState, name: str, value: Any) -> tuple[bool, Any, Any
 
 
 def _received_state(
-    optimizer: Any, tensor: torch.Tensor, is_elementwise: bool, is_sharded: bool, rows: Rows
+    optimizer: Any, tensor: torch.Tensor, is_elementwise: bool, copies: Axis, rows: Rows
 ) -> torch.Tensor:
     if not comm.is_initialized():
         return tensor
@@ -350,4 +355,4 @@ def _received_state(
     if not rows.is_whole:
         shard = optimizer.shards[0]
         axes = [shard.replicas, *(() if is_elementwise else (shard.group,))]
-    return _received(tensor, [*axes, *(() if is_elementwise and is_sharded else ("tp",))])
+    return _received(tensor, [*axes, *((copies,) if copies else ())])

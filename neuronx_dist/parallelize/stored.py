@@ -8,9 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from ..mesh import part_of
 from ..spmd.types import I, R, Shard, SpmdType
 from ..weights.shard_spec import ShardSpec
-from .program import Division, Value
+from .program import Division, Program, Value
 from .stages import kept_by
 
 __all__ = ["Stored", "constants_of", "stored_of"]
@@ -23,6 +24,7 @@ class Stored(NamedTuple):
         kind: "parameter", "buffer", "constant", or "tied" (another name of `same_as`).
         shape: of the whole tensor.
         type: on the axis of the division: I, S(dim, stride), or R of buffers and constants.
+        axis: the part of the axis that it is cut over, "tp/2" or "tp%2"; "": all of it.
         trained: it requires a gradient.
         persistent: a buffer that is in state dicts.
         stages: the pipeline stages that hold it; (): all.
@@ -36,12 +38,15 @@ class Stored(NamedTuple):
     persistent: bool = True
     same_as: str = ""
     stages: tuple[int, ...] = ()
+    axis: str = ""
 
     def spec(self, axis: str, size: int) -> ShardSpec:
-        """Its layout over the ranks of `axis`."""
+        """Its layout over the `size` ranks of `axis`."""
         if not isinstance(self.type, Shard) or size == 1:
             return ShardSpec(full_shape=self.shape)
-        return ShardSpec(axis, self.type.dim, self.type.stride, size, self.shape)
+        _, sign, count = part_of(self.axis)
+        shards = size // count if sign == "/" else count if sign else size
+        return ShardSpec(self.axis or axis, self.type.dim, self.type.stride, shards, self.shape)
 
 
 def stored_of(module: nn.Module | None, *divisions: Division) -> dict[str, Stored]:
@@ -54,21 +59,22 @@ def stored_of(module: nn.Module | None, *divisions: Division) -> dict[str, Store
     Raises:
         ValueError: two programs divide one parameter differently.
     """
-    types: dict[str, SpmdType] = {}
+    layouts: dict[str, Layout] = {}
     values: dict[str, Value] = {}
     for division in divisions:
-        for value in (*division.program.parameters, *division.program.buffers):
-            before = types.setdefault(value.path, division.types[value])
-            if before != division.types[value]:
+        for value, whole in zip(_kept(division.program), _kept(division.whole), strict=True):
+            layout = _layout(value, division)
+            before = layouts.setdefault(value.path, layout)
+            if before != layout:
                 raise ValueError(
-                    f"{value.path} is {before} in the training program and {division.types[value]} in the other: one "
+                    f"{value.path} is {_said(before)} in the training program and {_said(layout)} in the other: one "
                     "module has one division of its parameters"
                 )
-            values[value.path] = value
+            values[value.path] = whole
     if module is None:
-        stored = {path: _of_value(value, types[path]) for path, value in values.items()}
+        stored = {path: _of_value(value, layouts[path]) for path, value in values.items()}
     else:
-        stored = _of_module(module, types)
+        stored = _of_module(module, layouts)
     if len(divisions[0].stages) > 1:
         stages = kept_by(divisions)
         stored = {path: each._replace(stages=stages.get(each.same_as or path, (0,))) for path, each in stored.items()}
@@ -96,11 +102,30 @@ def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)
 
 
-def _of_value(value: Value, spmd_type: SpmdType) -> Stored:
-    return Stored(value.kind, value.shape, value.dtype, spmd_type, value.requires_grad)
+Layout = tuple[SpmdType, str]  # type, and the part of the axis that it is cut over
 
 
-def _of_module(module: nn.Module, types: Mapping[str, SpmdType]) -> dict[str, Stored]:
+def _kept(program: Program) -> list[Value]:
+    return [*program.parameters, *program.buffers]
+
+
+def _layout(value: Value, division: Division) -> Layout:
+    """How a leaf is kept; what two axes cut in the same blocks is cut over all ranks of a stage."""
+    spmd_type, outer = division.types[value], division.outer
+    if outer is None or value.outer == spmd_type:
+        return spmd_type, ""
+    return (spmd_type, division.axis) if isinstance(spmd_type, Shard) else (value.outer or R, outer.axis)
+
+
+def _said(layout: Layout) -> str:
+    return f"{layout[0]} on {layout[1]}" if layout[1] else str(layout[0])
+
+
+def _of_value(value: Value, layout: Layout) -> Stored:
+    return Stored(value.kind, value.shape, value.dtype, layout[0], value.requires_grad, axis=layout[1])
+
+
+def _of_module(module: nn.Module, types: Mapping[str, Layout]) -> dict[str, Stored]:
     stored: dict[str, Stored] = {}
     first: dict[int, str] = {}  # by id of the tensor: the name that the programs call it by, else its first
     named: list[tuple[str, torch.Tensor, str]] = []
@@ -114,9 +139,11 @@ def _of_module(module: nn.Module, types: Mapping[str, SpmdType]) -> dict[str, St
         if first[id(tensor)] != name:
             stored[name] = Stored("tied", same_as=first[id(tensor)])
             continue
-        spmd_type = types.get(name, I if kind == "parameter" else R)
+        spmd_type, axis = types.get(name, (I if kind == "parameter" else R, ""))
         persistent = kind == "parameter" or _is_persistent(module, name)
-        stored[name] = Stored(kind, tuple(tensor.shape), tensor.dtype, spmd_type, tensor.requires_grad, persistent)
+        stored[name] = Stored(
+            kind, tuple(tensor.shape), tensor.dtype, spmd_type, tensor.requires_grad, persistent, axis=axis
+        )
     return stored
 
 

@@ -43,7 +43,9 @@ def candidates(call: Call, axis: str, size: int, *, strides: Sequence[int] = ())
         types = template.operands, template.results
         share = 1 / size if any(isinstance(spmd_type, Shard) for spmd_type in (*types[0], *types[1])) else 1.0
         local = LocalCall(template.function or call.function, args, kwargs)
-        strategies.append(Strategy(template.name, *types, local, share, template.bytes_moved))
+        on_first = call.outer.bytes_moved if call.outer else (0, 0)
+        sent = tuple(own + int(first * share) for own, first in zip(template.bytes_moved, on_first, strict=True))
+        strategies.append(Strategy(template.name, *types, local, share, (sent[0], sent[1])))
     return strategies
 
 
@@ -72,6 +74,7 @@ def _facts(call: Call, axis: str, size: int, strides: tuple[int, ...], values: l
         axis,
         size,
         strides,
+        call.outer and call.outer._replace(bytes_moved=(0, 0), whole=None),
     )
 
 

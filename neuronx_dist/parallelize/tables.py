@@ -19,7 +19,7 @@ from ..checking.types.rules.spec import ALL, RULES
 from ..planning.choice import Scope
 from ..planning.costs import Costs
 from ..spmd.types import I, R, Shard, SpmdType
-from .conversions import conversion
+from .conversions import OPERATORS, conversion
 from .program import Call, Program, Strategy, Value, operands_of
 
 __all__ = ["Constraints", "Held", "Tables", "saves"]
@@ -27,6 +27,7 @@ __all__ = ["Constraints", "Held", "Tables", "saves"]
 Wants = tuple[frozenset[int], ...]  # of each option of a consumer the types that it wants a value in, by number
 GRAIN = 2.0**-40  # seconds: sums of multiples of it are exact in float64 up to 8192 s
 FEW = 4  # consumers
+CONVERSIONS = frozenset(OPERATORS.values())  # of the first axis, in a program that is divided over a second one
 MAX_FORMS = 6  # types in one variable of forms
 
 
@@ -59,7 +60,7 @@ class Held(NamedTuple):
 
 def saves(call: Call) -> bool:
     """Its backward reads its operands: all but sums, views and other functions linear in all operands at once."""
-    if not call.grad or not any(result.requires_grad for result in call.results):
+    if not call.grad or not any(result.requires_grad for result in call.results) or call.function in CONVERSIONS:
         return False
     rule = RULES.get(call.function)
     if rule is None:
@@ -195,13 +196,12 @@ class Tables:
             for option in options:
                 local = sum(self._local(b, t) for b, t in zip(moved, (*option.operands, *option.results), strict=False))
                 sent = [number for number in option.bytes_moved[: 1 + backward] if number]
-                seconds.append(
-                    self.costs.compute(call.flops * option.share, local, backward=backward)
-                    + self.costs.communicate(sum(sent), len(sent))
-                )
+                compute = self.costs.compute(call.flops * option.share, local, backward=backward)
+                compute = 0.0 if call.function in CONVERSIONS else compute
+                seconds.append(compute + self.costs.communicate(sum(sent), len(sent)))
             return _rounded_row(seconds)
 
-        return self._once(("call", types, moved, call.flops, backward), build)
+        return self._once(("call", types, moved, call.flops, backward, call.function in CONVERSIONS), build)
 
     def _local(self, whole: float, type_: SpmdType) -> float:
         """Bytes of a tensor on one rank."""

@@ -25,7 +25,7 @@ from ..mesh import Mesh
 from ..pipeline.record.surroundings import restored
 from ..spmd.declarations import get_local_type
 from ..spmd.errors import SpmdTypeError
-from ..spmd.types import R
+from ..spmd.types import R, SpmdType
 from ..weights.shard_spec import gather_full, spec_of
 from .emitted import imported
 from .interpret import run_program
@@ -90,7 +90,7 @@ def verify(
         OriginalError: the original fails.
     """
     report = check_types(source, division, arguments, constants)
-    reason = too_large(division.program)
+    reason = too_large(division.whole)
     error, coarse = (math.nan, "") if reason else check_values(source, division, module, constants, arguments)
     return Verdict(report, reason, error, coarse)
 
@@ -118,27 +118,33 @@ def check_types(
     Raises:
         EmittedProgramError: it found a problem.
     """
-    training = division.program.training
+    training = division.whole.training
 
     def step(model: torch.nn.Module, optimizer: Any, inputs: Any) -> None:
         model.train(training)
         tensors = [x for x in pytree.tree_leaves(model(**inputs)) if isinstance(x, torch.Tensor)]
-        for number, x in enumerate(tensors if division.size > 1 else ()):
-            _check_whole(x, f"result {number}", division.axis)
+        for axis, size in division.axes.items():
+            for number, x in enumerate(tensors if size > 1 else ()):
+                _check_whole(x, f"result {number}", axis)
         results = [x for x in tensors if x.requires_grad]
         if training and results:
             sum(x.sum() for x in results).backward()  # type: ignore[union-attr]
             if optimizer is not None:  # nothing is trained
                 optimizer.step()
 
-    leaves = [{division.axis: division.types[x]} if isinstance(x, Value) else None for x in division.program.arguments]
+    leaves = [_types_of(x, division) if isinstance(x, Value) else None for x in division.program.arguments]
     in_types = pytree.tree_unflatten(leaves, division.program.structure)
-    with imported(source, division.size, constants=constants) as emitted:
-        mesh = {division.axis: division.size}
+    with imported(source, division.ranks, constants=constants) as emitted:
+        mesh = Mesh(division.ranks, tp=division.ranks, tp_replicas=division.size if division.outer else 1)
         report = check(lambda: emitted(init_params=False), dict(arguments), mesh, step=step, in_types=in_types)
     if not report.ok:
         raise EmittedProgramError(f"the types of an emitted program are wrong:\n{report}")
     return str(report)
+
+
+def _types_of(value: Value, division: Division) -> dict[str, SpmdType]:
+    own = {division.axis: division.types[value]}
+    return own if division.outer is None or value.outer is None else {division.outer.axis: value.outer, **own}
 
 
 def _check_whole(x: torch.Tensor, name: str, axis: str) -> None:
@@ -164,13 +170,13 @@ def check_values(
         EmittedProgramError: they differ; the message names the tensors.
         OriginalError: the original fails.
     """
-    program = division.program
+    program = division.whole
     tensors = _values(program, module, arguments)
     dtypes = {x.dtype for call in program.calls for x in (*call.results, *operands_of(call))}
     tolerance = max((TOLERANCES.get(dtype, 0.0) for dtype in dtypes), default=0.0)
     on_meta = any(x.is_meta for x in (*module.parameters(), *module.buffers()))
     wanted = _run_program(program, tensors) if on_meta else _run_original(module, program, tensors)
-    with imported(source, division.size, constants=constants) as emitted:
+    with imported(source, division.ranks, constants=constants) as emitted:
         largest = _compared(emitted, division, tensors, wanted, tolerance)
         if tolerance <= TOLERANCES[torch.float64]:
             return largest, ""
@@ -195,7 +201,7 @@ def _compared(
     mode: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> float:
     """Runs an emitted class on threads. Returns its largest relative error over `tolerance`."""
-    program = division.program
+    program = division.whole
     inputs = _inputs(program, tensors)
 
     def rank() -> dict[str, torch.Tensor]:
@@ -213,7 +219,7 @@ def _compared(
     weights = {**zeros, **_stored(program, tensors)}
     emitted.WEIGHTS = staticmethod(lambda: weights)
     try:
-        ranks = threads.run(Mesh(division.size, tp=division.size), rank)
+        ranks = threads.run(Mesh(division.ranks, tp=division.ranks), rank)
     except Exception as error:
         raise EmittedProgramError(f"an emitted program fails: {type(error).__name__}: {error}") from error
     errors = {

@@ -84,7 +84,19 @@ class ShardSpec:
     def replicated_over(self) -> Axis:
         """The tp ranks that hold the same values: `"tp"`, a part of it, or `()` where each has a shard of its own."""
         axis, sign, count = part_of(self.axis or "")
-        return "tp" if axis != "tp" else f"tp%{count}" if sign else ()
+        return "tp" if axis != "tp" else f"tp{'%' if sign == '/' else '/'}{count}" if sign else ()
+
+    def index_of(self, rank: int) -> int:
+        """The number of the shard that a rank has, by its number along the axis as a whole ("tp" of `"tp/4"`)."""
+        _, sign, count = part_of(self.axis or "")
+        return rank // count if sign == "/" else rank % count if sign else rank
+
+    def is_first(self, rank: int) -> bool:
+        """Whether no rank before it, by its number along the axis as a whole, has the same values."""
+        _, sign, count = part_of(self.axis or "")
+        if self.axis is None:
+            return rank == 0
+        return rank % count == 0 if sign == "/" else rank < count if sign else True
 
     @property
     def local_shape(self) -> tuple[int, ...]:

@@ -76,12 +76,20 @@ class Net(nn.Module):
         return (x.T.T if self.training else x + 1).sum()
 
 
-def _generated(folder: Path, policy: str = "tp", reuse: str = "graph", width: int = WIDTH, **config: Any) -> str:
+def _generated(
+    folder: Path, policy: str = "tp", reuse: str = "graph", width: int = WIDTH, plan: int = 2, **config: Any
+) -> str:
     torch.manual_seed(0)
     arguments = {"x": torch.zeros(BATCH, WIDTH)}
     options = {"use_end2end": True, **config}
     parallelize(
-        Net(width), arguments, policy, ComputeConfig(2, **options), gen_savedir=folder, reuse=reuse, load_module=False
+        Net(width),
+        arguments,
+        policy,
+        ComputeConfig(plan, **options),
+        gen_savedir=folder,
+        reuse=reuse,
+        load_module=False,
     )
     (file,) = folder.rglob("gencode0.py")
     return file.read_text()
@@ -106,6 +114,7 @@ def recordings_made(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         ({}, []),
         ({"policy": "data"}, []),
         ({"use_zero": True}, []),
+        ({"plan": 4, "pas_config": {"tp_size": 2}}, []),
         ({"policy": "pp", "pas_config": {"pipeline_nmicros": 2}}, []),
         ({"width": 8}, [True, False]),
         ({"inference_only": True}, []),

@@ -25,7 +25,7 @@ from neuronx_dist.parallelize.state_dicts import (
 from tests.parallelize.training import ADAMW, SGD, clone, close, one_process, one_rank, original, parallel, whole
 
 HALF, REST = range(4), range(4, 8)
-LAYOUTS = {  # plan, units, groups of ZeRO (0: none)
+LAYOUTS = {  # plan, units, groups of ZeRO (0: none); ranks along the second of two axes
     "alone": (1, 1, 0),
     "dp": (1, 2, 0),
     "tp": (2, 1, 0),
@@ -36,12 +36,15 @@ LAYOUTS = {  # plan, units, groups of ZeRO (0: none)
     "zero of 3": (1, 3, 1),  # which divides no dim: shards are padded
     "zero x 2": (1, 4, 2),
     "tp x zero": (2, 2, 1),
+    "two axes": (4, 1, 0, 2),
+    "two axes x zero": (4, 2, 1, 2),
 }
 
 
 def config_of(layout):
-    plan, units, groups = LAYOUTS[layout]
-    return ComputeConfig(plan, plan * units, use_zero=groups > 0, zero_ngroups=max(groups, 1))
+    plan, units, groups, *second = LAYOUTS[layout]
+    options = {"tp_size": second[0]} if second else {}
+    return ComputeConfig(plan, plan * units, use_zero=groups > 0, zero_ngroups=max(groups, 1), pas_config=options)
 
 
 def through_a_file(x):
@@ -128,6 +131,7 @@ def test_merged_states_are_the_originals(layout, name, parent):
     [
         *(("tp x zero", target) for target in LAYOUTS),
         *((source, target) for source in ("alone", "tp x dp", "zero of 4") for target in ("tp4", "zero x 2")),
+        *(("two axes", target) for target in ("tp4", "two axes x zero")),
     ],
 )
 def test_saved_under_one_plan_and_loaded_under_any_other(source, target):

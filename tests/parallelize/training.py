@@ -15,6 +15,7 @@ from neuronx_dist import comm
 from neuronx_dist.parallelize.config import ComputeConfig
 from neuronx_dist.parallelize.emit import emit
 from neuronx_dist.parallelize.emitted import imported
+from neuronx_dist.parallelize.policies import divide
 from neuronx_dist.parallelize.stored import stored_of
 from neuronx_dist.spmd import I
 from neuronx_dist.weights.shard_spec import gather_full, spec_of
@@ -76,6 +77,8 @@ def parallel(config: ComputeConfig, parent: str = "") -> Iterator[Callable[[], n
     if parent:  # the input has a gradient, which is whole on every rank
         x = division.program.inputs[0]
         division.types[x], x.requires_grad = I, True
+    if "tp_size" in config.pas_config:
+        division = divide(division.program, "tp", config)
     source = emit(division, name="Pair", stored=stored_of(module, division))
     with imported(source, config.plan_ngpus, module.state_dict(), config=config) as cls:
 

@@ -64,11 +64,12 @@ def linear_labels(x: torch.Size, weight: torch.Size, bias: torch.Size | None) ->
 
 @sharded(F.linear)
 def linear(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
-    def call(input: Any, weight: Any, bias: Any = None) -> Any:
-        locals_, spec = inside(linear_labels, (input, weight, bias))
-        return wrap(func(*locals_), spec)
+    return _linear(func, *args, **kwargs)
 
-    return call(*args, **kwargs)
+
+def _linear(func: Callable[..., Any], input: Any, weight: Any, bias: Any = None) -> Any:
+    locals_, spec = inside(linear_labels, (input, weight, bias))
+    return wrap(func(*locals_), spec)
 
 
 def _added(bias: torch.Size, x: torch.Size, y: torch.Size) -> Labels:
