@@ -24,6 +24,7 @@ from torch import nn
 from .. import comm
 from ..parallel_layers.parallel_state import destroy_model_parallel, initialize_model_parallel
 from ..pipeline.record.recording import TracingError, describe
+from ..planning.plan import Plan
 from .config import BroadcastGenFilesStrategy, ComputeConfig, ReuseType
 from .constants import constants_from_text, constants_text
 from .decompose import decomposed
@@ -32,6 +33,7 @@ from .files import Generated, GeneratedFilesError, GeneratedFolder
 from .generation import Emitted, generate
 from .keys import Key, key_of
 from .module import ParallelModule, parallel_class
+from .plans import plan_of
 from .policies import divide, divide_like
 from .program import Division, Program, Value
 from .record import check_arguments, record_program
@@ -46,6 +48,7 @@ CODE = "gencode0.py"
 CONSTANTS = "constants.json"
 PROOF = "proof.txt"
 PROGRAMS = "programs.json"
+PLAN = "plan.json"
 
 
 def parallelize(
@@ -135,6 +138,7 @@ def parallelize(
         load=load_module,
         values=lambda: None if is_class or not init_module_params else _values(original()),
     )
+    _save_plan(folder, pas_policy, compute_config)
     if generated is None:
         return None
     loaded = _loaded(generated, compute_config)
@@ -142,6 +146,13 @@ def parallelize(
         destroy_model_parallel()
         _join(compute_config, loaded.RANKS)
     return loaded if is_class else loaded(init_module_params)
+
+
+def _save_plan(folder: GeneratedFolder, policy: Any, config: ComputeConfig) -> None:
+    """Writes the plan of the files to where `autodist` is asked to save it, whether they are new or not."""
+    path = config.pas_config.get("save_plan_path")
+    if path and policy == "autodist" and not (comm.is_initialized() and comm.current().rank):
+        Plan.load(folder.read().path / PLAN).save(path)
 
 
 def _with_gradient(x: torch.Tensor) -> torch.Tensor:
@@ -278,6 +289,8 @@ def _emitted(
     programs = programs_text([division.whole for division in divisions], names)
     if programs is not None:
         files[PROGRAMS] = programs
+    if divisions[0].outer is None:
+        files[PLAN] = plan_of(divisions[0], units=config.units).text()
     return Emitted(files, _initial(type(module).__name__, held))
 
 
