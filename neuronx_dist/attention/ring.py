@@ -206,7 +206,7 @@ class _Attention(torch.autograd.Function):
                 continue
             if travelling is not None:
                 dk, dv = _sum((dk, dv), travelling.wait())
-            travelling = _Passing(dk, dv, owner, options)
+            travelling = _Passing(_packed(dk, dv), dk, dv, owner, options)
         assert home is not None
         if travelling is not None:
             home = _sum(home, travelling.wait())
@@ -261,32 +261,49 @@ def _turn(k: torch.Tensor, v: torch.Tensor, options: _Options) -> Iterator[tuple
     if group is None or group.size == 1 or options.keys.merged:
         yield options.rank, k, v
         return
+    packed = _packed(k, v)
     for step in range(group.size):
         owner = (options.rank - step) % group.size
-        passing = _Passing(k, v, owner, options) if step < group.size - 1 else None
+        passing = _Passing(packed, k, v, owner, options) if step < group.size - 1 else None
         yield owner, k, v
         if passing is not None:
+            packed = passing.received
             k, v = passing.wait()
+
+
+def _packed(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """One message: all of k, then all of v, so that each is contiguous where it arrives."""
+    packed = k.new_empty(k.numel() + v.numel())
+    for x, place in zip((k, v), _unpacked(packed, k, v, k.shape[2])):
+        place.copy_(x)
+    return packed
+
+
+def _unpacked(packed: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keys: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The `keys` keys and values in a message, of the shapes of k and v but for their number."""
+    shapes = [torch.Size((*x.shape[:2], keys, x.shape[3])) for x in (k, v)]
+    first, second = packed.split([shape.numel() for shape in shapes])
+    return first.view(shapes[0]), second.view(shapes[1])
 
 
 class _Passing:
     """A block's keys and values on their way to the next rank, in one message, while those of the rank before come."""
 
-    def __init__(self, k: torch.Tensor, v: torch.Tensor, owner: int, options: _Options) -> None:
+    def __init__(self, packed: torch.Tensor, k: torch.Tensor, v: torch.Tensor, owner: int, options: _Options) -> None:
         group = options.group
         assert group is not None
         size, rank = group.size, int(group.rank)
         keys = options.keys.sizes[(owner - 1) % size]
-        self._width = k.shape[3]
-        self._received = k.new_empty((*k.shape[:2], keys, k.shape[3] + v.shape[3]))
+        self.received = k.new_empty(k.shape[0] * k.shape[1] * keys * (k.shape[3] + v.shape[3]))
+        self._parts = _unpacked(self.received, k, v, keys)
         nothing = k.new_empty(0)
         sends, recvs = [nothing] * size, [nothing] * size
-        sends[(rank + 1) % size], recvs[(rank - 1) % size] = torch.cat([k, v], -1), self._received
+        sends[(rank + 1) % size], recvs[(rank - 1) % size] = packed, self.received
         self._handle: Any = comm.exchange(sends, recvs, group, async_op=True)
 
     def wait(self) -> tuple[torch.Tensor, torch.Tensor]:
         self._handle.wait()
-        return self._received[..., : self._width], self._received[..., self._width :]
+        return self._parts
 
 
 def _sum(

@@ -6,6 +6,7 @@ import atexit
 import datetime
 import importlib.util
 import os
+import sys
 from typing import Any
 
 import torch
@@ -53,17 +54,23 @@ def init_distributed(device: str = "auto", timeout: float | None = None) -> torc
         if "RANK" not in os.environ:
             options.update(store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
         dist.init_process_group("nccl" if device == "cuda" else "gloo", **options)
-        atexit.register(_leave)
     return own_device
 
 
-def _leave() -> None:
-    """Ends gloo's threads after a job that ended in order, while they can still run Python.
+@atexit.register  # at import, so that it runs after what scripts register: they may end torch.distributed themselves
+def _end_gloo() -> None:
+    """Ends gloo's threads while they can still run Python, whatever the script has destroyed itself.
 
-    One that lets go of a collective's tensors later than that aborts the process: "terminate called".
+    A thread that drops the last reference to a collective's tensors later than that aborts the process: "terminate
+    called". After an uncaught exception they are left alone: a collective may be under way that waits for other ranks.
     """
-    if context.default() is None and dist.is_initialized() and dist.get_backend() == "gloo":
+    has_failed = hasattr(sys, "last_value")
+    if has_failed or backends.xla.in_use() or (dist.is_initialized() and dist.get_backend() != "gloo"):
+        return
+    disconnect()
+    if dist.is_initialized():
         dist.destroy_process_group()
+    backends.c10d.let_go_of_groups()
 
 
 def world() -> tuple[int, int]:

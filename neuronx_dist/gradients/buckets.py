@@ -18,8 +18,9 @@ import torch
 from .. import spmd
 from ..comm import Communicator
 from ..spmd import P
+from ..spmd.watching import active
 
-__all__ = ["BucketPlan", "cap_in_bytes", "cut", "overlap", "presence"]
+__all__ = ["BucketPlan", "cap_in_bytes", "cut", "is_anywhere", "overlap", "presence"]
 
 T = TypeVar("T")
 W = TypeVar("W")
@@ -109,3 +110,8 @@ def presence(present: Sequence[bool], like: torch.Tensor, group: Communicator) -
     """
     flags = like.new_ones(len(present)) if all(present) else like.new_tensor([float(flag) for flag in present])
     return spmd.trust(flags, group, P)
+
+
+def is_anywhere(count: torch.Tensor) -> bool:
+    """Whether any rank has a gradient that this one lacks: it waits for the device. A check has no values: none has."""
+    return active() is None and bool(count > 0)

@@ -12,7 +12,7 @@ from torch import nn
 from .. import comm
 from ..comm.select import in_one_program
 from ..spmd.watching import active
-from .buckets import BucketPlan, presence
+from .buckets import BucketPlan, is_anywhere, presence
 from .gradient import DATA_AXES, ParameterGradient
 from .in_backward import BackwardReduction, Bucket, is_late
 from .plan import GradientPlan, ModelGradients
@@ -120,7 +120,7 @@ class MeanInBackward:
 
         def finish(handle: Any) -> None:
             for gradient, own_grad, grad, flag in zip(gradients, own, grads, handle.wait()[-1]):
-                if own_grad is None and bool(flag > 0):
+                if own_grad is None and is_anywhere(flag):
                     gradient.tensor = grad
 
         return Bucket(gradients, start, finish, in_backward=not is_late(gradients[0]))

@@ -20,7 +20,7 @@ from torch import nn
 
 from .. import comm
 from .accumulation import is_accumulating
-from .buckets import BucketPlan, cap_in_bytes
+from .buckets import BucketPlan, cap_in_bytes, is_anywhere
 from .buckets import overlap as in_turn
 from .data_mean import MeanInBackward, start_sum
 from .gradient import DATA_AXES, ParameterGradient, Parameters, gradient_of, parameters_of
@@ -244,7 +244,7 @@ def _all_reduce(
     def finish(bucket: list[int], handle: Any) -> None:
         for i, flag in zip(bucket, handle.wait()[-1]):
             # Waits for the device where a gradient is missing, and only there.
-            somewhere[i] = present[i] or bool(flag > 0)
+            somewhere[i] = present[i] or is_anywhere(flag)
 
     kinds: list[Hashable] = [(grad.dtype, grad.device) for grad in grads]
     nbytes = [grad.numel() * grad.element_size() for grad in grads]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from .. import comm, spmd
-from ..gradients.buckets import BucketPlan, presence
+from ..gradients.buckets import BucketPlan, is_anywhere, presence
 from ..gradients.in_backward import Bucket, is_late
 from ..spmd.watching import active
 from .shards import ParameterShard
@@ -76,7 +76,7 @@ def finish_reduce_scatter(bucket: list[ParameterShard], handle: Any) -> None:
         torch._foreach_mul_(parts, first.scale)
     for shard, part, flag in zip(bucket, parts, spmd.local(flags)[0]):
         # Waits for the device where a gradient is missing, and only there.
-        is_somewhere = shard.gradient.tensor is not None or bool(flag > 0)
+        is_somewhere = shard.gradient.tensor is not None or is_anywhere(flag)
         shard.master.grad = part.view(shard.shape).to(shard.master.dtype) if is_somewhere else None
 
 

@@ -16,7 +16,8 @@ choose      policies.py: by name; graph.py, nodes.py: in a policy's hands; plans
             choose.py: the least cost; tables.py: costs as tables; conversions.py: between types; blocks.py: strides
 emit        emit.py: the class; body.py: its lines; source_text.py: calls as text; stages.py: of a pipeline;
             stored.py: parameters and buffers; constants.py: constants as text
-verify      verify.py: types, and values beside one process; emitted.py: source imported without a file
+verify      verify.py: types, and values beside one process; boundaries.py: what stages pass on;
+            whole_mesh.py: a step of the whole job; emitted.py: source imported without a file
 load        generation.py: files, once in a job; files.py: a folder; keys.py, fingerprint.py: what they depend on;
             module.py: what an emitted class inherits; broadcast.py: weights to other units
 train       optimizer.py, gradient_sync.py, reducer.py: gradients summed over units; pipelined.py: stages by a schedule

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import os
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +23,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from .. import comm
+from ..comm.launch import init_distributed
 from ..parallel_layers.parallel_state import destroy_model_parallel, initialize_model_parallel
 from ..pipeline.record.recording import TracingError, describe
 from ..planning.plan import Plan
@@ -41,6 +43,7 @@ from .recordings import programs_from_text, programs_text
 from .source_text import program_text
 from .stored import constants_of, stored_of
 from .verify import EmittedProgramError, OriginalError, verify
+from .whole_mesh import check_mesh
 
 __all__ = ["parallelize"]
 
@@ -102,7 +105,7 @@ def parallelize(
         raise TypeError(
             f"compute_config is a ComputeConfig, such as ComputeConfig(plan_ngpus=2), got {compute_config!r}"
         )
-    is_own_mesh = _join(compute_config)
+    is_own_mesh = load_module and _join(compute_config)
     if isinstance(dummy_forward_args, Mapping) and not (compute_config.use_end2end or compute_config.inference_only):
         dummy_forward_args = pytree.tree_map_only(torch.Tensor, _with_gradient, dict(dummy_forward_args))
 
@@ -163,9 +166,13 @@ def _with_gradient(x: torch.Tensor) -> torch.Tensor:
 
 
 def _join(config: ComputeConfig, stages: int = 1) -> bool:
-    """Makes the mesh of the job, where there are processes and no mesh yet; returns whether it did."""
-    if comm.is_initialized() or not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+    """Joins the job that torchrun started, and makes its mesh where there is none yet; returns whether it made one."""
+    if comm.is_initialized() or not torch.distributed.is_available():
         return False
+    if not torch.distributed.is_initialized():
+        if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+            return False
+        init_distributed()
     mesh = config.mesh(stages)
     initialize_model_parallel(mesh.tp, mesh.pp, topology=mesh.topology)
     return True
@@ -262,6 +269,7 @@ def _emitted(
     try:
         for division in divisions:
             verdicts.append(verify(source, division, module, constants, arguments))
+        mesh = check_mesh(source, divisions, config, arguments, constants)
     except OriginalError as error:
         cause = error.__cause__
         assert isinstance(cause, Exception)
@@ -283,14 +291,17 @@ def _emitted(
             "dummy_forward_args, and the same policy",
             stacklevel=2,
         )
-    files = {CODE: source, CONSTANTS: constants_text(constants), PROOF: "\n".join(map(str, verdicts))}
+    files = {
+        CODE: source,
+        CONSTANTS: constants_text(constants),
+        PROOF: "\n".join([*map(str, verdicts), f"mesh: {mesh}"]),
+        PLAN: plan_of(divisions[0], units=config.units).text(),
+    }
     for division in divisions:  # of a rank's program those of the whole
         names |= {whole: names[own] for own, whole in zip(division.program.constants, division.whole.constants)}
     programs = programs_text([division.whole for division in divisions], names)
     if programs is not None:
         files[PROGRAMS] = programs
-    if divisions[0].outer is None:
-        files[PLAN] = plan_of(divisions[0], units=config.units).text()
     return Emitted(files, _initial(type(module).__name__, held))
 
 

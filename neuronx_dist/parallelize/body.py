@@ -10,7 +10,7 @@ import torch
 import torch.utils._pytree as pytree
 
 from ..spmd.types import I, R, SpmdType
-from .conversions import conversion, has_type, read_once, suffix
+from .conversions import OPERATORS, conversion, has_type, read_once, suffix
 from .names import FILE_NAMES, argument_name, fresh
 from .program import Call, Division, Program, Value, dotted, local_shape, operands_of, values_in
 from .source_text import Imports, attribute, call_text, literal
@@ -67,6 +67,7 @@ class _Body:
         self.taken = {value.name for value in self.program.leaves}
         self.taken |= {value.name for call in self.program.calls for value in call.results} | FILE_NAMES
         self.used: set[str] = set()
+        self.own = set(stage.calls)
         self.spans = _spans(division)
         self.consumers = self.program.consumers()
 
@@ -106,7 +107,10 @@ class _Body:
             used.add(self.names.get((x, spmd_type), x.name))
             return self._name(x, spmd_type)
 
-        text = call_text(*strategy.local, self.imports, variable)
+        function, args, kwargs = strategy.local
+        if "inplace" in kwargs and function in OPERATORS.values() and not self._made_here(args[0], spans):
+            kwargs = {name: item for name, item in kwargs.items() if name != "inplace"}
+        text = call_text(function, args, kwargs, self.imports, variable)
         results = [value.name for value in call.results]
         if call.several:
             text = f"{', '.join(results)}{',' if len(results) == 1 else ''} = {text}"
@@ -136,12 +140,18 @@ class _Body:
         how = conversion(value, has, wanted, division.size)
         if how is None:
             raise ValueError(f"{value!r}: no operator makes {wanted} of {has}, at {above or 'the result'}")
-        call = how.call(_Text(source), division.axis, inplace=read_once(value, self.program, self.consumers))
+        inplace = read_once(value, self.program, self.consumers) and self._made_here(value, spans)
+        call = how.call(_Text(source), division.axis, inplace=inplace)
         text = f"{name} = {call_text(*call, self.imports, _text)}"
         used = frozenset([source]) if source.isidentifier() else frozenset()
         self.steps.append(_Step(text, self._described(value, wanted), used, (name,), above=above, spans=spans))
         self.names[value, wanted] = name
         return name
+
+    def _made_here(self, value: Value, spans: tuple[int, ...]) -> bool:
+        """A call of this stage makes it, inside of the same recomputed span: what comes from outside is not written."""
+        producer = value.producer
+        return producer in self.own and self.spans.get(producer, ()) == spans
 
     def _described(self, value: Value, spmd_type: SpmdType | None = None) -> str:
         spmd_type = spmd_type or self.division.type_of(value)

@@ -150,11 +150,8 @@ class ParallelModule(Container):
         return {name: each for name, each in self.STORED.items() if not each.stages or own in _holders(each, ranks)}
 
     def _own_pipeline(self) -> Pipelined:
-        parameters = {
-            name: _holders(each, self.RANKS) for name, each in self.STORED.items() if each.kind == "parameter"
-        }
-        tied = {name: holders for name, holders in parameters.items() if len(holders) > 1}
-        return Pipelined(self, self.RANKS, len(self.STAGES), self.MICROBATCHES, self.SCHEDULE, tied)
+        used_by = {name: each.stages for name, each in self.STORED.items() if each.kind == "parameter"}
+        return Pipelined(self, self.RANKS, len(self.STAGES), self.MICROBATCHES, self.SCHEDULE, used_by)
 
     def _part(self, name: str, stored: Stored, source: Mapping[str, torch.Tensor] | None) -> torch.Tensor:
         """This rank's part of a stored tensor; without a source it is empty."""

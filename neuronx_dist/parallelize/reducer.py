@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from .. import comm
-from ..gradients.buckets import BucketPlan, cap_in_bytes
+from ..gradients.buckets import BucketPlan, cap_in_bytes, is_anywhere
 from ..gradients.data_mean import start_sum
 from ..gradients.gradient import ParameterGradient
 from ..gradients.in_backward import BackwardReduction, Bucket, is_late
@@ -97,7 +97,7 @@ class Reducer:
             counts = handle.wait()
             if units.size > 1:
                 for gradient, own_grad, grad, count in zip(gradients, own, grads, counts[-1]):
-                    if own_grad is None and bool(count > 0):
+                    if own_grad is None and is_anywhere(count):
                         gradient.tensor = grad
             held = [gradient.tensor for gradient in gradients]
             self.apply(self.post_hooks, [grad for grad in held if grad is not None])

@@ -6,14 +6,15 @@ dtypes and other arguments.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..checking.types.rules import RULES, operands
 from ..spmd.types import Shard
 from .congruence import Arguments, Slot
-from .derivation import Derivation, Facts, Refusal, derive
+from .derivation import Derivation, Facts, Refusal
 from .program import Call, LocalCall, Strategy, Value, substituted
+from .second_axis import derive_second
 
 __all__ = ["Refusal", "candidates", "refusals"]
 
@@ -75,17 +76,32 @@ def _facts(call: Call, axis: str, size: int, strides: tuple[int, ...], values: l
         size,
         strides,
         call.outer and call.outer._replace(bytes_moved=(0, 0), whole=None),
+        _original(call),
     )
+
+
+def _original(call: Call) -> tuple[Callable[..., Any], Arguments] | None:
+    """The function and arguments of the whole call in whose place a composite stands."""
+    whole = call.outer.whole if call.outer else None
+    if whole is None or whole.function is call.function:
+        return None
+    values: list[Value] = []
+
+    def slot(value: Value) -> Slot:
+        values.append(value)
+        return Slot(len(values) - 1, value.shape, value.dtype, False)
+
+    return whole.function, substituted((whole.args, whole.kwargs), Value, slot)
 
 
 def _derivation(call: Call, facts: Facts) -> Derivation:
     try:
-        key = facts.function, facts.rule, _frozen(facts.arguments), facts[4:]
+        key = facts.function, facts.rule, _frozen(facts.arguments), facts[4:-1], _frozen(facts.original)
         hash(key)
     except TypeError:  # an argument that cannot be hashed
-        return derive(facts)
+        return derive_second(facts)
     if key not in _derived:
-        _derived[key] = derive(facts)
+        _derived[key] = derive_second(facts)
     return _derived[key]
 
 

@@ -27,6 +27,7 @@ from ..spmd.declarations import get_local_type
 from ..spmd.errors import SpmdTypeError
 from ..spmd.types import R, SpmdType
 from ..weights.shard_spec import gather_full, spec_of
+from .boundaries import compare_stages
 from .emitted import imported
 from .interpret import run_program
 from .modes import Deterministic, InDouble, checkpoint_in, in_double, wide_dtype, without_checkpoints
@@ -135,6 +136,7 @@ def check_types(
     leaves = [_types_of(x, division) if isinstance(x, Value) else None for x in division.program.arguments]
     in_types = pytree.tree_unflatten(leaves, division.program.structure)
     with imported(source, division.ranks, constants=constants) as emitted:
+        compare_stages(emitted, division)
         mesh = Mesh(division.ranks, tp=division.ranks, tp_replicas=division.size if division.outer else 1)
         report = check(lambda: emitted(init_params=False), dict(arguments), mesh, step=step, in_types=in_types)
     if not report.ok:

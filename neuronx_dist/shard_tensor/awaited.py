@@ -16,7 +16,7 @@ from .handlers import FUNCTIONS
 from .other_mesh import moved_to_mesh, start_move
 from .pending import Pending
 from .placements import Partial
-from .redistribute import redistributed
+from .redistribute import moved
 from .spec import ShardTensorSpec, gradient_spec
 from .tensor import ShardTensor, in_layout, local_of, wrap
 
@@ -51,7 +51,7 @@ def start_redistribute(x: ShardTensor, target: ShardTensorSpec) -> ShardTensor:
                 f"redistribute(async_op=True) of {each!r}: only sums travel so; leave async_op out"
             )
     if active() is not None or in_one_program(x._local):  # the checker judges the moves; XLA's compiler orders them
-        return wrap(redistributed(local_of(x), x._spec, target), target)
+        return wrap(moved(local_of(x), x._spec, target), target)
     source, spec, grad_enabled = local_of(x), x._spec, torch.is_grad_enabled()
     version = source._version
     move = start_move(source.detach(), spec, target)

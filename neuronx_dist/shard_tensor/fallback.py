@@ -1,4 +1,6 @@
-"""What computes a function that has no handler: its operands are gathered, and its results split again.
+"""What computes a function that has no handler: on shards, if they are independent (`free_labels.py`).
+
+Else its operands are gathered, and its results split again.
 
 Nothing is gathered silently: each call site is warned of once, with the function, the bytes, and what to do. DTensor's
 own rules are not used, since they are wrong for shards that are no chunks.
@@ -17,7 +19,9 @@ from torch._C import DisableTorchFunction
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from ..call_site import call_site
-from .handlers import DISPATCH, FUNCTIONS, UNHANDLED, check_promotion, sharded
+from .free_labels import on_shards
+from .handlers import DISPATCH, FUNCTIONS, UNHANDLED, sharded
+from .labels import one_mesh
 from .redistribute import redistributed
 from .report import gathered
 from .spec import ShardTensorSpec, make_spec
@@ -55,7 +59,7 @@ def fallback(mode: str) -> Iterator[None]:
 
 @sharded(UNHANDLED)
 def by_gathering(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-    """Computes `func` on whole tensors, on every rank."""
+    """Computes `func` on shards that are independent, or else on whole tensors, on every rank."""
     if DISPATCH.keys() != {UNHANDLED} and not getattr(func, "__module__", "").startswith("neuronx_dist"):
         with DisableTorchFunction():  # down to operators, of which some have a handler
             return func(*args, **kwargs)
@@ -88,6 +92,10 @@ def _gathered(func: Any, args: Any, kwargs: Any) -> Any:
         )
     flat, tree = tree_flatten((args, kwargs))
     operands = [x for x in flat if isinstance(x, ShardTensor)]
+    one_mesh([x for x in flat if isinstance(x, torch.Tensor)], name)
+    result = on_shards(func, args, kwargs)
+    if result is not NotImplemented:
+        return result
     first = operands[0]._spec
     split = [x for x in operands if x._spec is not x._spec.replicated()]
     if split:
@@ -104,9 +112,6 @@ def _gathered(func: Any, args: Any, kwargs: Any) -> Any:
         if mode == "warn" and (name, site) not in _warned:
             _warned.add((name, site))
             warnings.warn(f"{text}; at {site}", stacklevel=3)
-    for x in flat:
-        if isinstance(x, torch.Tensor) and not isinstance(x, ShardTensor):
-            check_promotion(x, name)
     args, kwargs = tree_unflatten([_whole(x) if isinstance(x, ShardTensor) else x for x in flat], tree)
     return tree_map(lambda x: _split_again(x, first) if isinstance(x, torch.Tensor) else x, func(*args, **kwargs))
 

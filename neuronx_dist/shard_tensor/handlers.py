@@ -42,6 +42,7 @@ from enum import Enum
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from ..call_site import call_site
 
@@ -167,8 +168,13 @@ def check_promotion(x: torch.Tensor, function: str) -> None:
     """Lets a plain tensor be used as Replicate, or not.
 
     Raises:
-        ValueError: the mode is DISABLED.
+        ValueError: the mode is DISABLED; it is torch's DTensor, whose layout is its own.
     """
+    if type(x) is DTensor:
+        raise ValueError(
+            f"{function}: a DTensor of shape {tuple(x.shape)}, {x.placements}, meets a ShardTensor: "
+            "ShardTensor.from_dtensor(x) has the same layout and graph"
+        )
     mode = _mode.get()
     if mode is TensorPromotionMode.SILENT:
         return

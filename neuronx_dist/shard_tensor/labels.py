@@ -19,7 +19,7 @@ from ..spmd.watching import active
 from .device_mesh import DeviceMesh
 from .handlers import check_promotion
 from .placements import Partial, Placement, Replicate, Shard
-from .redistribute import Step, steps, used_by, used_together
+from .redistribute import Step, other_mesh, steps, used_by, used_together
 from .report import note, watched
 from .spec import ShardTensorSpec, make_spec
 from .tensor import ShardTensor, local_of
@@ -85,15 +85,18 @@ def planned(function: Callable[..., Any]) -> Callable[..., Any]:
     return looked_up
 
 
-def one_mesh(operands: Sequence[Any]) -> DeviceMesh:
-    """The mesh of the ShardTensors among some operands; there is one at least.
+def one_mesh(operands: Sequence[Any], function: str) -> DeviceMesh:
+    """The mesh of the ShardTensors among some operands, one at least; plain tensors are promoted (`check_promotion`).
 
     Raises:
         ValueError: they are on different meshes.
     """
     mesh, *others = dict.fromkeys(x._spec.mesh for x in operands if isinstance(x, ShardTensor))
     if others:
-        raise ValueError(f"operands are on {mesh} and {others[0]}: redistribute(mesh, placements) one of them")
+        raise other_mesh(mesh, others[0])
+    for x in operands:
+        if isinstance(x, torch.Tensor) and not isinstance(x, ShardTensor):
+            check_promotion(x, function)
     return mesh
 
 
@@ -119,7 +122,7 @@ def inside(
             if mesh is None:
                 mesh = spec.mesh
             elif mesh is not spec.mesh:
-                mesh = one_mesh(operands)
+                mesh = one_mesh(operands, rule.__name__)
         else:
             locals_.append(x)
             if x is None:

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import torch
 
 from .fetch import has_values
-from .handlers import check_promotion
 from .labels import one_mesh, planned
 from .placements import Placement, Replicate, Shard
 from .redistribute import redistributed
@@ -76,11 +75,10 @@ def radius_search(x: Any, y: Any, radius: float, max_points: int) -> Neighbours:
 
 def _in_rows(x: Any, y: Any) -> tuple[ShardTensor, ShardTensor]:
     """Points and queries that are sharded by rows alone; queries over the ranks of the points where they are free."""
-    mesh = one_mesh((x, y))
+    mesh = one_mesh((x, y), "knn")
     both = []
     for each in (x, y):
         if not isinstance(each, ShardTensor):
-            check_promotion(each, "knn")
             each = wrap(each, make_spec(mesh, None, each.shape))
         both.append(each)
     x, y = both

@@ -26,7 +26,7 @@ from .placements import Partial, Placement, Replicate, Shard
 from .spec import ShardTensorSpec, gradient_spec
 from .typed import laid_out
 
-__all__ = ["Step", "nothing_of", "redistributed", "run", "steps", "used_by", "used_together"]
+__all__ = ["Step", "moved", "nothing_of", "other_mesh", "redistributed", "run", "steps", "used_by", "used_together"]
 
 Step = Callable[[torch.Tensor], torch.Tensor]
 
@@ -34,17 +34,30 @@ _REPLICATE = Replicate()
 
 
 def redistributed(local: torch.Tensor, spec: ShardTensorSpec, target: ShardTensorSpec) -> torch.Tensor:
-    """This rank's part of a tensor in another layout.
+    """This rank's part of a tensor in another layout on its mesh.
 
     Raises:
-        ValueError: the target is a layout of another shape.
+        ValueError: the target is a layout of another shape, or on another mesh: only `ShardTensor.redistribute` moves a
+            tensor there.
     """
     if spec is target:
         return local
+    if spec.mesh is not target.mesh:
+        raise other_mesh(spec.mesh, target.mesh)
+    return moved(local, spec, target)
+
+
+def moved(local: torch.Tensor, spec: ShardTensorSpec, target: ShardTensorSpec) -> torch.Tensor:
+    """This rank's part of a tensor in another layout, which may be on another mesh."""
     result = run(local, steps(spec, target))
     if active() is not None:
         laid_out(result, target)
     return result
+
+
+def other_mesh(one: DeviceMesh, other: DeviceMesh) -> ValueError:
+    """The error of operands on two meshes."""
+    return ValueError(f"operands are on {one} and {other}: redistribute(mesh, placements) one of them")
 
 
 def run(local: torch.Tensor, steps: Sequence[Step]) -> torch.Tensor:

@@ -25,7 +25,7 @@ from .handed import dtensor_of, handed_out, local_of_dtensor
 from .handlers import DISPATCH, FUNCTIONS, UNHANDLED
 from .local_shapes import local_spec
 from .placements import Placement
-from .redistribute import nothing_of, redistributed
+from .redistribute import moved, nothing_of, redistributed
 from .spec import ShardTensorSpec, gradient_spec, make_spec
 from .typed import declared, laid_out, promoted
 
@@ -190,7 +190,7 @@ class ShardTensor(torch.Tensor):
         if async_op:
             result: ShardTensor = FUNCTIONS[ShardTensor.redistribute](self, target)
             return result
-        return wrap(redistributed(local_of(self), self._spec, target), target)
+        return wrap(moved(local_of(self), self._spec, target), target)
 
     # --- autograd
 

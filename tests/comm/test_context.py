@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import sys
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -150,7 +151,6 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     made: list[tuple[Any, ...]] = []
     monkeypatch.setattr(dist, "init_process_group", lambda *args, **options: made.append((*args, options)))
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: made.append(("device", device)))
-    monkeypatch.setattr(launch.atexit, "register", lambda function: made.append(("atexit", function.__name__)))
     monkeypatch.delenv("RANK", raising=False)
     return made
 
@@ -158,8 +158,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 @pytest.mark.parametrize("timeout, limit", [(None, c10d.DEFAULT_TIMEOUT), (7.5, datetime.timedelta(seconds=7.5))])
 def test_a_job_of_one_or_of_torchrun(calls, monkeypatch, timeout, limit) -> None:
     assert launch.init_distributed("cpu", timeout) == torch.device("cpu")
-    (name, options), ended = calls
-    assert name == "gloo" and ended == ("atexit", "_leave")
+    ((name, options),) = calls
+    assert name == "gloo"
     assert (options["timeout"], options["rank"], options["world_size"]) == (limit, 0, 1)
     assert isinstance(options["store"], dist.HashStore)
     calls.clear()
@@ -181,9 +181,7 @@ def test_the_local_ranks_gpu(calls, monkeypatch) -> None:
         if local is not None:
             monkeypatch.setenv("LOCAL_RANK", local)
         assert launch.init_distributed() == torch.device(device)
-        assert calls == [
-            ("device", torch.device(device)), ("nccl", {"timeout": c10d.DEFAULT_TIMEOUT}), ("atexit", "_leave"),
-        ]  # fmt: skip
+        assert calls == [("device", torch.device(device)), ("nccl", {"timeout": c10d.DEFAULT_TIMEOUT})]
         calls.clear()
 
 
@@ -194,21 +192,24 @@ def test_xla_without_torch_xla(monkeypatch) -> None:
     assert str(error.value) == ("device 'xla' needs torch_xla, which is not installed: pip install 'neuronx_dist[xla]'")
 
 
-@pytest.mark.parametrize("backend, has_mesh, ends", [("gloo", False, 1), ("nccl", False, 0), ("gloo", True, 0)])
-def test_gloo_is_ended_at_the_end_where_nobody_has_a_mesh(monkeypatch, backend, has_mesh, ends) -> None:
+@pytest.mark.parametrize(
+    "backend, failed, ends", [("gloo", False, True), ("nccl", False, False), ("gloo", True, False)]
+)
+def test_gloo_is_ended_after_a_script_that_has_not_failed(monkeypatch, backend, failed, ends) -> None:
     destroyed: list[int] = []
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_backend", lambda: backend)
     monkeypatch.setattr(dist, "destroy_process_group", lambda: destroyed.append(1))
-    context.set_default(Context(MESH, 0, SHAPES) if has_mesh else None)
+    monkeypatch.delattr(sys, "last_value", raising=False)
+    if failed:
+        monkeypatch.setattr(sys, "last_value", ValueError(), raising=False)
+    context.set_default(Context(MESH, 0, SHAPES))
     try:
-        launch._leave()
+        launch._end_gloo()
+        assert (context.default() is None) == ends
     finally:
         context.set_default(None)
-    assert len(destroyed) == ends
-    monkeypatch.setattr(dist, "is_initialized", lambda: False)
-    launch._leave()
-    assert len(destroyed) == ends
+    assert bool(destroyed) == ends
 
 
 class Failing(Counting):

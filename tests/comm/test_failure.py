@@ -114,6 +114,16 @@ def test_different_shapes_are_an_error_of_that_collective_on_all_ranks():
     assert "terminate called" not in outputs[0]
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc")
+@pytest.mark.parametrize("destroyed", ["", "groups", "mesh", "mesh groups"])
+def test_no_thread_of_gloo_is_left_at_the_end_whatever_the_script_has_destroyed(destroyed):
+    """One that comes back to Python later aborts the process."""
+    command = [sys.executable, str(JOB.with_name("ending_job.py")), *destroyed.split()]
+    job = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120, check=False)
+    assert (job.returncode, job.stdout) == (0, "in the job True\nat the end False\n"), job.stderr
+
+
 def test_under_torchrun_every_rank_shows_the_first_failure():
     """torchrun ends the other ranks as soon as one has failed: they have said why by then."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
@@ -137,23 +147,3 @@ def test_under_torchrun_every_rank_shows_the_first_failure():
     assert ended - failing < LIMIT, output
     assert f"[rank 0] {FIRST}" in output, output
     assert "ValueError: the parrot is dead" in output
-
-
-ENDS = """
-import atexit, os
-import torch.distributed as dist
-import neuronx_dist as nxd
-
-threads = lambda: sum("gloo" in open(f"/proc/self/task/{task}/comm").read() for task in os.listdir("/proc/self/task"))
-atexit.register(lambda: print("at the end", dist.is_initialized(), threads()))
-nxd.init_distributed("cpu")
-nxd.initialize_model_parallel()
-print("in the job", dist.is_initialized(), threads() > 0)
-nxd.destroy_model_parallel()
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc")
-def test_a_job_that_ends_in_order_leaves_no_thread_of_gloo():
-    done = subprocess.run([sys.executable, "-c", ENDS], env=environment(), capture_output=True, text=True, timeout=120)
-    assert done.stdout == "in the job True True\nat the end False 0\n", done.stderr

@@ -201,7 +201,7 @@ def close(has: Any, wanted: Any, tolerance: float) -> None:
     flat, structure = torch.utils._pytree.tree_flatten(has)
     other, expected = torch.utils._pytree.tree_flatten(wanted)
     assert structure == expected
-    for x, y in zip(flat, other):
+    for x, y in zip(flat, other, strict=True):
         if isinstance(x, torch.Tensor):
             torch.testing.assert_close(x, y.detach(), rtol=tolerance, atol=tolerance)
         elif isinstance(x, float):

@@ -34,3 +34,25 @@ class Cubed(torch.autograd.Function):
 
 
 register_op("* -> *", "cubed")(Cubed)
+
+
+def _routed() -> tuple[list[torch.Tensor], dict[str, Any]]:
+    """6 tokens of width 4, each to 2 of 3 experts of width 8."""
+    generator = torch.Generator().manual_seed(0)
+    tokens, gate_up, down = (torch.randn(s, generator=generator).double() for s in ((6, 4), (3, 16, 4), (3, 4, 8)))
+    weights, chosen = torch.rand(6, 3, generator=generator).double().topk(2)
+    return [tokens, chosen, weights, gate_up, down], {}
+
+
+@register_op("t h^, t k^, t k^, e^ (2 i+) h^, e^ h^ i+ -> t h^", example=_routed)
+def experts(
+    x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
+) -> torch.Tensor:
+    """The sum of the chosen experts' results for each token, weighted: which of them have tokens is in the values."""
+    total = torch.zeros_like(x)
+    for expert in chosen.unique().tolist():
+        token, position = torch.where(chosen == expert)
+        gate, up = F.linear(x[token], gate_up[expert]).chunk(2, dim=-1)
+        result = F.linear(F.silu(gate) * up, down[expert]) * weights[token, position, None]
+        total = total.index_add(0, token, result.to(total.dtype))
+    return total

@@ -199,7 +199,7 @@ def test_train_step(tmp_path: Path) -> None:
         parallel.train_step([other, sample], is_dummy_batch=[True, False])  # in place of the gradients before
         second = [p.grad.clone() for p in parallel.parameters()]
         alone = parallel.train_step(sample)  # one sample is a list of one
-        for p, grad in zip(parallel.parameters(), second):
+        for p, grad in zip(parallel.parameters(), second, strict=True):
             assert torch.equal(p.grad, grad)
         index = {name: spec_of(p).local_slice(whole[name], parallel._index) for name, p in parallel.named_parameters()}
         return results, alone, parallel.infer_step([sample, other]), first, index

@@ -52,6 +52,7 @@ LAYOUTS: dict[str, tuple[int, int, int, dict[str, Any]]] = {
     "pp2": (2, 1, 2, {"pipeline_nstages": 2}),
     "pp4": (4, 1, 4, {"pipeline_nstages": 4}),
     "pp2 tp2": (4, 1, 2, {"pipeline_nstages": 2}),
+    "pp2 of 2 x 2": (8, 1, 2, {"pipeline_nstages": 2, "tp_size": 2}),
     "pp2 dp2": (2, 2, 2, {"pipeline_nstages": 2}),
     "pp2 dp2 zero": (2, 2, 2, {"pipeline_nstages": 2, "zero": True}),
     "pp2 dp2 async": (2, 2, 2, {"pipeline_nstages": 2, "reducer": True}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -218,6 +219,20 @@ def test_a_weight_by_another_reference_is_one_parameter() -> None:
     assert [value.path for value in program.leaves] == ["x", "weight", "total"]
     result = run_program(program, tensors_of(program, module, {"x": sample()}))
     assert torch.equal(result, module(sample()))
+
+
+def test_what_forward_writes_to_a_modules_config_is_taken_back() -> None:
+    """Image models of transformers keep there which loss they chose: the module would not be the same any more."""
+
+    def forward(self: Function, x: torch.Tensor) -> torch.Tensor:
+        self.config.kind, self.config.calls = "chosen", self.config.calls + 1
+        del self.config.left
+        return x * self.weight
+
+    module = Function(forward)
+    module.config = SimpleNamespace(calls=0, left=3)
+    record_program(module, {"x": sample()}, training=True)
+    assert vars(module.config) == {"calls": 0, "left": 3}
 
 
 def test_names_are_identifiers_that_nothing_else_has() -> None:

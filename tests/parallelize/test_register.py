@@ -7,6 +7,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 import neuronx_dist as nxd
@@ -136,6 +137,50 @@ def test_what_cannot_be_verified_is_said():
     with pytest.warns(UserWarning, match="picky is not verified, because it raises AssertionError on \\[\\[4\\]\\]"):
         register_op("m -> m")(picky)
     register_op("m -> m", example=lambda: ((torch.zeros(4),), {}))(lambda x: x)
+
+
+class Scaled(torch.autograd.Function):
+    """x * w for each row, with a gradient of `w` that is right, and one of `x` that is right as long as rows are whole.
+
+    `mistake` is one of "" (right), "rows" (the gradient of x mixes rows), "mean" (that of w is averaged), "none".
+    """
+
+    @staticmethod
+    def forward(ctx, x, w, mistake):
+        ctx.save_for_backward(x, w)
+        ctx.mistake = mistake
+        return x * w
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, w = ctx.saved_tensors
+        if ctx.mistake == "none":
+            raise NotImplementedError("it has no backward")
+        of_x, of_w = grad * w, grad * x
+        if ctx.mistake == "rows":
+            of_x = of_x - of_x.mean(0)
+        return of_x, of_w.mean(0) if ctx.mistake == "mean" else of_w.sum(0), None
+
+
+@pytest.mark.parametrize("mistake, operand", [("rows", "x"), ("mean", "w")])
+def test_a_backward_whose_pieces_do_not_make_up_the_whole_is_refused(mistake, operand):
+    def scaled(x, w, mistake=mistake):
+        return Scaled.apply(x, w, mistake)
+
+    with pytest.raises(
+        AnnotationError, match=f"split in two along m its pieces do not make up the gradient of {operand} .*write m\\^"
+    ):
+        register_op("m k, k -> m k")(scaled)
+    assert not [rule for rule in RULES.values() if rule.name == "scaled"]
+    register_op("m^ k, k -> m^ k")(scaled)
+
+
+def test_a_right_backward_and_none():
+    register_op("m k, k -> m k")(lambda x, w, mistake="": Scaled.apply(x, w, mistake))
+    with pytest.warns(UserWarning, match="backward of none is not verified, because it raises NotImplementedError: it"):
+        register_op("m k, k -> m k", "none")(lambda x, w, mistake="none": Scaled.apply(x, w, mistake))
+    # Two results, of which both halves of m have the second one.
+    register_op("m k, k -> m k, k")(lambda x, w: (x * w, w.square()))
 
 
 def test_linearity_is_measured():
@@ -268,3 +313,55 @@ def test_registered_functions_are_divided(tmp_path):
     text = next(tmp_path.rglob("gencode0.py")).read_text()
     assert "Cubed.apply(" in text and "scaled_linear" in text
     assert ", 2)  # [1, 12, 4] S(2)" in text  # two of the four heads on each rank
+
+
+class Routed(nn.Module):
+    """A layer of experts, whose tokens are in the values."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(4, 3, bias=False)
+        self.gate_up, self.down = nn.Parameter(torch.randn(3, 16, 4)), nn.Parameter(torch.randn(3, 4, 8))
+
+    def forward(self, x):
+        weights, chosen = self.gate(x).softmax(-1).topk(2)
+        return registered_ops.experts(x, chosen, weights, self.gate_up, self.down).square().sum()
+
+
+@pytest.mark.parametrize("plan", [1, 2])
+def test_a_function_that_asks_for_values_is_proven_by_its_annotation(plan, tmp_path):
+    """The check has no values: it takes shapes from the annotation. The hidden dim of all experts is cut."""
+    torch.manual_seed(0)
+    module, x = Routed().double(), torch.randn(6, 4).double()
+    loss = module(x)
+    loss.backward()
+    expected = {name: param.grad for name, param in module.named_parameters()}
+    config = ComputeConfig(plan, plan)
+
+    def program():
+        ours = parallelize(module, {"x": x}, "tp", config, gen_savedir=tmp_path)
+        result = ours(x)
+        result.backward()
+        grads = {name: gather_full(param.grad, spec_of_param(param)) for name, param in ours.named_parameters()}
+        return result.detach(), grads, ours.down.shape
+
+    for result, grads, shape in comm.threads.run(config.mesh(), program):
+        torch.testing.assert_close(result, loss.detach(), rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(grads, expected, rtol=1e-10, atol=1e-10)
+        assert shape == (3, 4, 8 // plan)
+
+
+def test_results_without_values_have_the_dtypes_of_the_example():
+    def picked(x, scores):
+        return x * int(scores.sum()), scores.sum(0).long()
+
+    example = lambda: ((torch.ones(4, 2), torch.ones(4, 2)), {})  # noqa: E731
+    for number, options in enumerate(({"example": example, "linear": []}, {"random": True})):
+        op = register_op("m^ k^, m^ k^ -> m^ k^, k^", f"picked {number}", **options)(picked)
+        with FakeTensorMode():
+            x = torch.ones(6, 2, dtype=torch.bfloat16, requires_grad=True)
+            products, sums = op(x, torch.ones(6, 2))
+            products.sum().backward()
+        assert (products.shape, products.dtype) == ((6, 2), torch.bfloat16)
+        assert (sums.shape, sums.dtype) == ((2,), torch.bfloat16 if number else torch.int64)
+        assert x.grad.shape == x.shape

@@ -66,7 +66,7 @@ def test_the_other_ways_to_ask_for_gradients():
         expected_x, expected_w = whole(16, 4).requires_grad_(), whole(4).requires_grad_()
         expected = torch.autograd.grad((expected_x * expected_w).tanh().sum(), [expected_x, expected_w])
         grads = torch.autograd.grad(y.sum(), [x, w], retain_graph=True)
-        for actual, wanted, operand in zip(grads, expected, (x, w)):
+        for actual, wanted, operand in zip(grads, expected, (x, w), strict=True):
             assert actual.placements == operand.placements
             assert_close(actual.full_tensor(), wanted, "autograd.grad")
         torch.autograd.backward(y, torch.ones(16, 4, dtype=torch.float64), retain_graph=True)
@@ -331,7 +331,7 @@ def together(mesh):
     program(x, w, b).backward()
     plain = [each.clone().requires_grad_() for each in (whole, weight, bias)]
     program(*plain).backward()
-    for ours, each in zip((x, w, b), plain):
+    for ours, each in zip((x, w, b), plain, strict=True):
         assert_close(ours.grad.full_tensor(), each.grad, "gradient of a gradient")
     b.requires_grad_(False)
     with comm.record() as calls:

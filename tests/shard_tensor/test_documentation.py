@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,9 +14,9 @@ import torch
 import torch.nn.functional as F
 
 from neuronx_dist import distributed, shard_tensor
-from neuronx_dist.shard_tensor import Replicate, Shard, distribute_tensor, one_exchange, report
+from neuronx_dist.shard_tensor import Replicate, Shard, ShardTensor, distribute_tensor, one_exchange, report
 from neuronx_dist.shard_tensor.handlers import FUNCTIONS
-from tests.shard_tensor.support.cases import on_ranks
+from tests.shard_tensor.support.cases import assert_close, on_ranks
 from tests.support.paths import ROOT
 
 PAGE = (ROOT / "docs" / "shard-tensor.md").read_text()
@@ -24,20 +25,23 @@ TABLE = re.findall(
 )
 
 
-def operands(mesh: Any) -> dict[str, Any]:
+def composed(function: Callable[[], Any]) -> Any:
+    with one_exchange():
+        return function()
+
+
+def operands(mesh: Any, sizes: Any = None, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+    """What the table's code names; plain tensors where the mesh is None."""
+
     def part(*shape):
-        whole = torch.linspace(0, 1, torch.Size(shape).numel()).view(shape)
-        return distribute_tensor(whole.requires_grad_(), mesh, [Shard(2)], src=None)
+        whole = torch.linspace(0, 1, torch.Size(shape).numel(), dtype=dtype).view(shape).requires_grad_()
+        return whole if mesh is None else distribute_tensor(whole, mesh, [Shard(2)], sizes=sizes, src=None)
 
     def weight(*shape):
-        return torch.linspace(-1, 1, torch.Size(shape).numel()).view(shape).requires_grad_()
-
-    def composed(function):
-        with one_exchange():
-            return function()
+        return torch.linspace(-1, 1, torch.Size(shape).numel(), dtype=dtype).view(shape).requires_grad_()
 
     return {
-        "composed": composed,
+        "composed": composed if mesh is not None else lambda function: function(),
         **{name: part(1, 4, 16, 8) for name in "xts"},
         "w": weight(4, 4, 3, 3),
         "v": weight(8, 8),
@@ -75,6 +79,30 @@ def traffic(code: str, mesh: Any) -> tuple[str, str]:
 @pytest.mark.parametrize(("code", "forward", "backward"), TABLE, ids=[row[0] for row in TABLE])
 def test_what_travels(code, forward, backward):
     assert on_ranks(4, partial(traffic, code))[1] == (forward, backward)
+
+
+SPLITS = {2: ((11, 5), (16, 0)), 3: ((2, 9, 5), (0, 16, 0)), 4: ((1, 12, 0, 3), (0, 0, 16, 0))}
+
+
+def values(code: str, mesh: Any, sizes: Any = None) -> list[torch.Tensor]:
+    """The result, and the gradients of all operands."""
+    given = operands(mesh, sizes, torch.float64)
+    result = eval(code, given)
+    leaves = [given[name] for name in "xtswvh"]
+    if result.requires_grad:
+        (result * result).sum().backward()
+    results = [result, *(x.grad if x.grad is not None else torch.zeros_like(x) for x in leaves)]
+    return [(x.full_tensor() if isinstance(x, ShardTensor) else x).detach() for x in results]
+
+
+@pytest.mark.parametrize("code", [row[0] for row in TABLE if ".redistribute" not in row[0] and "full_" not in row[0]])
+def test_each_function_of_the_table_equals_one_process_at_uneven_splits(code):
+    expected = values(code, None)
+    for count, splits in SPLITS.items():
+        for split in splits:
+            for result in on_ranks(count, lambda mesh, split=split: values(code, mesh, [split])):
+                for i, (actual, whole) in enumerate(zip(result, expected, strict=True)):
+                    assert_close(actual, whole, f"{code} at {split}: value {i}")
 
 
 def test_the_table_is_read():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,24 +13,49 @@ from torch.distributed.tensor import distribute_tensor as distribute_dtensor
 from neuronx_dist import distributed
 from neuronx_dist.shard_tensor import DeviceMesh, Replicate, Shard, ShardTensor
 from tests.shard_tensor.support.cases import assert_close, check_on_this_rank
-from tests.shard_tensor.support.table import LOSSES, MATMUL, NORMALISE, POINTWISE, REDUCE, SOFTMAX, VIEWS
+from tests.shard_tensor.support.selection import DISTANCES, INDEXING, REARRANGE, SCATTER, SELECT
+from tests.shard_tensor.support.table import ATTENTION, LOSSES, MATMUL, NORMALISE, POINTWISE, REDUCE, SOFTMAX, VIEWS
+from tests.shard_tensor.support.windows import CASES as WINDOWS
 from tests.support.pool import processes
 
 pytestmark = pytest.mark.process
-SAMPLE = [case for family in (POINTWISE, MATMUL, VIEWS, REDUCE, NORMALISE, SOFTMAX, LOSSES) for case in family[::5]]
+FAMILIES = {
+    "pointwise": POINTWISE,
+    "matmul": MATMUL,
+    "views": VIEWS,
+    "reduce": REDUCE,
+    "normalise": NORMALISE,
+    "softmax": SOFTMAX,
+    "losses": LOSSES,
+    "attention": ATTENTION,
+    "windows": WINDOWS,
+    "select": SELECT,
+    "indexing": INDEXING,
+    "scatter": SCATTER,
+    "rearrange": REARRANGE,
+    "distances": DISTANCES,
+}
+SAMPLE = [(name, case) for name, family in FAMILIES.items() for case in family[::6]]
+RING = replace(ATTENTION[0], whole=tuple((operand, dim) for operand in range(3) for dim in (0, 1, 3)))
 
 
 def whole(*shape: int) -> torch.Tensor:
     return torch.linspace(1, 2, torch.Size(shape).numel(), dtype=torch.float64).view(shape)
 
 
-def sample() -> int:
-    return sum(check_on_this_rank(case, (2,), 4) for case in SAMPLE)
+def sample() -> dict[str, int]:
+    """How many layouts of each family were computed."""
+    counts = dict.fromkeys(FAMILIES, 0)
+    for name, case in SAMPLE:
+        counts[name] += check_on_this_rank(case, (2,), 2)
+    counts["ring"] = check_on_this_rank(RING, (2,), 7)  # each of q, k, v whole, or sharded along the sequence
+    return counts
 
 
 def test_a_sample_of_the_table():
     first, second = processes(2).run(sample, mesh={})
-    assert first == second > 50
+    assert first == second
+    assert min(first.values()) >= 6 and first["ring"] == 21
 
 
 def torchs_tensors():

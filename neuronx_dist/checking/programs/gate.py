@@ -104,10 +104,10 @@ def _check(mode: SpmdTypeMode, optimizer: Any) -> None:
 
 
 def _averaged_by(shard: ParameterShard, own: tuple[str, ...], mode: SpmdTypeMode) -> tuple[str, ...]:
-    """The axes by whose sizes a ZeRO-1 optimizer divides a gradient."""
+    """The axes by whose sizes a ZeRO-1 optimizer divides a gradient; none if it sums (`average=False`)."""
     data = atoms_of(DATA_AXES, mode.mesh)
     count = math.prod(mode.mesh.size(axis) for axis in DATA_AXES) if mode.mesh is not None else 1
-    return tuple({*own, *data}) if math.isclose(shard.scale * count, 1.0) else own
+    return tuple({*own, *data}) if math.isclose(shard.scale * count, 1.0) else ()
 
 
 def _declare_master(master: torch.Tensor, type_: TensorType, sharded: tuple[str, ...], mode: SpmdTypeMode) -> None:

@@ -13,6 +13,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -27,7 +28,7 @@ from ..failure import FailureMonitor
 from ..waiting import noted
 from .messages import LARGE, exchange, start_alone
 
-__all__ = ["DEFAULT_TIMEOUT", "C10dBackend", "C10dCommunicator", "ranks_of_group"]
+__all__ = ["DEFAULT_TIMEOUT", "C10dBackend", "C10dCommunicator", "let_go_of_groups", "ranks_of_group"]
 
 DEFAULT_TIMEOUT = datetime.timedelta(minutes=10)  # torch's own is half an hour on gloo, and this on NCCL
 
@@ -42,6 +43,16 @@ _SMALL = 1 << 20  # bytes of an all_gather's result up to which gloo's all_to_al
 _TAG = TAGS  # collectives made of messages use tags of their own, so that they never meet a user's send
 _TAGS = 2 * _TAG  # of one communicator
 _SHARERS = 2**31 // _TAGS  # communicators of one group that gloo's 32 bits of a tag keep apart
+_on_gloo: WeakSet[C10dCommunicator] = WeakSet()  # all communicators of this process on gloo
+
+
+def let_go_of_groups() -> None:
+    """Takes the process groups from all communicators on gloo, which are of no use after this.
+
+    A group has threads as long as something refers to it, and models and optimizers keep communicators.
+    """
+    for communicator in _on_gloo:
+        del communicator.group
 
 
 class C10dCommunicator(Communicator):
@@ -58,6 +69,8 @@ class C10dCommunicator(Communicator):
         self.group = group
         self._monitor = monitor
         self._gloo = dist.get_backend(group) == "gloo"
+        if self._gloo:
+            _on_gloo.add(self)
         self._first_tag = first_tag  # added to all tags: a group may be shared, and messages are not to meet in it
 
     def start_all_reduce(self, buffer: torch.Tensor, op: str) -> WorkLike:

@@ -78,8 +78,8 @@ def record(
     with ExitStack() as stack:
         stack.enter_context(no_typecheck())
         stack.enter_context(intercept(_see_function))
+        stack.enter_context(without_cache(module))  # before what is kept: a config may be common to several ranks
         stack.enter_context(restored(module))
-        stack.enter_context(without_cache(module))
         backend = None if isinstance(here.rank, RankNumber) else ShapesOfStage(here.mesh)
         shapes_only = stack.enter_context(comm.as_rank(here.mesh, here.rank, backend))
         shapes_only.extras.update(here.extras)  # random streams

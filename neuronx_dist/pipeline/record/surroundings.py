@@ -6,6 +6,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from types import FunctionType, ModuleType
 from typing import Any
 
 from torch import nn
@@ -54,12 +55,22 @@ class _BetweenStages(Communicator):
 
 @contextmanager
 def restored(module: nn.Module) -> Iterator[None]:
-    """Takes back whatever a forward, run on fake tensors, keeps on its modules (caches, counters, buffers)."""
+    """Takes back whatever a forward keeps on its modules (caches, counters, buffers), and on objects that these have.
+
+    Models of transformers, for one, write to their config which loss they chose.
+    """
     tables = ("_parameters", "_buffers", "_modules")
     saved = [(m, dict(m.__dict__), {t: dict(m.__dict__[t]) for t in tables}) for m in module.modules()]
+    held = {id(value): value for m in module.modules() for value in vars(m).values()}
+    objects = [value for value in held.values() if hasattr(value, "__dict__") and not isinstance(value, _NOT_STATE)]
+    saved_objects = [(vars(value), dict(vars(value))) for value in objects]
     try:
         yield
     finally:
+        for written, before in saved_objects:
+            for name in written.keys() - before.keys():
+                del written[name]
+            written.update(before)
         for m, attributes, contents in saved:
             m.__dict__.clear()
             m.__dict__.update(attributes)
@@ -68,6 +79,7 @@ def restored(module: nn.Module) -> Iterator[None]:
                 m.__dict__[table].update(content)
 
 
+_NOT_STATE = (type, ModuleType, FunctionType, nn.Module)
 _recordings: Counter[int] = Counter()  # id of a config -> recordings at work that have switched its cache off
 _lock = threading.Lock()
 

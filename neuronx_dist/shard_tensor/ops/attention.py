@@ -13,7 +13,7 @@ from ...spmd import I
 from ..attention_method import forced_method, note_choice, token_order
 from ..attention_plan import AttentionPlan, Call, plan_attention
 from ..exchange import linked
-from ..handlers import check_promotion, sharded
+from ..handlers import sharded
 from ..labels import one_mesh
 from ..redistribute import redistributed, run
 from ..spec import ShardTensorSpec, make_spec
@@ -70,14 +70,10 @@ def scaled_dot_product_attention(func: Callable[..., Any], types: Any, args: Any
 
 
 def _specs(operands: list[torch.Tensor]) -> list[ShardTensorSpec]:
-    mesh = one_mesh(operands)
+    mesh = one_mesh(operands, "scaled_dot_product_attention")
     specs = []
     for x in operands:
-        if isinstance(x, ShardTensor):
-            specs.append(x._spec)
-        else:
-            check_promotion(x, "scaled_dot_product_attention")
-            specs.append(make_spec(mesh, None, x.shape))
+        specs.append(x._spec if isinstance(x, ShardTensor) else make_spec(mesh, None, x.shape))
     return specs
 
 
@@ -119,6 +115,12 @@ def _with_heads(x: torch.Tensor, batch: Any) -> torch.Tensor:
 
 
 def _noise(plan: AttentionPlan, dropout_p: float, q: torch.Tensor) -> torch.Tensor:
-    """This rank's part of the noise of one process: all ranks draw all of it."""
-    whole = torch.dropout(torch.ones(plan.weights, dtype=q.dtype, device=q.device), dropout_p, True)
-    return whole[tuple(slice(*part) for part in plan.noise)]
+    """This rank's part of the noise of one process: all ranks draw all of it, a byte an element, and keep their part.
+
+    It cannot be drawn block by block (`dropout.py` says why).
+    """
+    part = tuple(slice(*each) for each in plan.noise)
+    if dropout_p == 1.0:  # torch draws nothing
+        return q.new_zeros([each.stop - each.start for each in part])
+    kept = torch.empty(plan.weights, dtype=torch.uint8, device=q.device).bernoulli_(1 - dropout_p)
+    return kept[part].to(q.dtype).div_(1 - dropout_p)

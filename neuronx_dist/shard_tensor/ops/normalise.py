@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from ... import spmd
 from ...spmd import I, P, R, S, V
 from ..handlers import check_promotion, sharded
-from ..labels import Labels, inside
+from ..labels import Labels, inside, one_mesh
 from ..spec import ShardTensorSpec, make_spec
 from ..tensor import ShardTensor, in_layout, wrap
 from ..typed import on_own_shard
@@ -276,8 +276,9 @@ def _instance_norm(func: Callable[..., Any], types: Any, args: Any, kwargs: Any)
 
 def _where_statistics_are(x: Any, *running: Any) -> Any:
     """A plain tensor as one on the mesh of running statistics, which may be all that is a ShardTensor."""
-    meshes = [each._spec.mesh for each in running if isinstance(each, ShardTensor)]
-    return wrap(x, make_spec(meshes[0], None, x.shape)) if meshes and not isinstance(x, ShardTensor) else x
+    if isinstance(x, ShardTensor) or not any(isinstance(each, ShardTensor) for each in running):
+        return x
+    return wrap(x, make_spec(one_mesh((x, *running), "batch_norm"), None, x.shape))
 
 
 @sharded(torch.batch_norm, torch.instance_norm)

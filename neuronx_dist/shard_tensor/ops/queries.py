@@ -10,6 +10,7 @@ import torch
 from torch._C import DisableTorchFunction
 
 from ..handlers import sharded
+from ..labels import one_mesh
 from ..redistribute import redistributed
 from ..tensor import ShardTensor, gradient_spec, in_layout, local_of, wrap
 
@@ -72,6 +73,7 @@ def takes_the_data(func: Callable[..., Any], types: Any, args: Any, kwargs: Any)
 @sharded(torch.equal, _T.equal)
 def equal(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> bool:
     x, y = args
+    one_mesh(args, "equal")
     return x.shape == y.shape and bool(torch.eq(x, y).all())
 
 

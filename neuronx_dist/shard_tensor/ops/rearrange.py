@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from ..exchange import exchange, linked
 from ..handlers import sharded
 from ..intervals import Bounds, Plan, Run, bounds_of, divided, flipped, rolled
-from ..labels import planned
+from ..labels import one_mesh, planned
 from ..redistribute import redistributed
 from ..spec import ShardTensorSpec, make_spec
 from ..tensor import ShardTensor, gradient_spec, local_of, wrap
@@ -75,7 +75,7 @@ def cat(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
     def call(tensors: Sequence[Any], dim: int = 0, axis: int | None = None) -> Any:
         dim = dim if axis is None else axis
         ndim = max(x.dim() for x in tensors)
-        mesh = next(x._spec.mesh for x in tensors if isinstance(x, ShardTensor))
+        mesh = one_mesh(tensors, "cat")
         tensors = [x for x in tensors if x.dim() == ndim or x.shape != (0,)]  # as torch, which lets empty vectors be
         if not any(isinstance(x, ShardTensor) for x in tensors):
             tensors[0] = wrap(tensors[0], make_spec(mesh, None, tensors[0].shape))
@@ -88,7 +88,7 @@ def cat(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
         locals_, specs = [], []
         for x in tensors:
             own = x._spec if isinstance(x, ShardTensor) else make_spec(like.mesh, None, x.shape)
-            keeps = own.mesh is like.mesh and own.mesh_dim_of.get(dim) == m
+            keeps = own.mesh_dim_of.get(dim) == m
             sizes = [(own.sizes[m] if keeps else None) if i == m else each for i, each in enumerate(like.sizes)]
             specs.append(make_spec(like.mesh, like.placements, x.shape, sizes))
             locals_.append(redistributed(local_of(x) if isinstance(x, ShardTensor) else x, own, specs[-1]))
@@ -174,10 +174,10 @@ def repeat_interleave(func: Callable[..., Any], types: Any, args: Any, kwargs: A
         if dim is None:
             input, dim = input.reshape(-1), 0
         if not isinstance(repeats, int):
-            index = torch.repeat_interleave(
-                repeats.full_tensor() if isinstance(repeats, ShardTensor) else repeats, output_size=output_size
-            )
-            return torch.index_select(input, dim, index)
+            mesh = one_mesh((input, repeats), "repeat_interleave")
+            whole = repeats.full_tensor() if isinstance(repeats, ShardTensor) else repeats
+            index = torch.repeat_interleave(whole, output_size=output_size)
+            return torch.index_select(input, dim, wrap(index, make_spec(mesh, None, index.shape)))
         dim = dim_of(input, dim)
         m = input._spec.mesh_dim_of.get(dim)
         own = input.shape[dim] if m is None else input._spec.sizes[m] or ()
@@ -275,6 +275,7 @@ def triangle(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> An
 def meshgrid(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
     def call(*tensors: Any, indexing: str = "ij") -> Any:
         tensors = tuple(tensors[0]) if isinstance(tensors[0], (list, tuple)) else tensors
+        one_mesh(tensors, "meshgrid")
         shape = [x.numel() for x in tensors]
         grids = []
         for i, x in enumerate(tensors):

@@ -14,9 +14,10 @@ import torch
 
 from ...spmd import S
 from ..handlers import sharded
-from ..labels import Labels, inside
+from ..labels import Labels, inside, one_mesh
 from ..redistribute import redistributed
-from ..tensor import ShardTensor, gradient_spec, local_of, written
+from ..spec import make_spec
+from ..tensor import ShardTensor, gradient_spec, local_of, wrap, written
 from ..typed import on_own_shard
 from ..written_back import copy_of
 from .indexing import check_positions, expanded, in_layout_of, is_basic, is_mask, own_positions, shortened
@@ -151,7 +152,8 @@ def setitem(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Non
             mask = only[(..., *[None] * (x.dim() - only.dim()))]
             x.copy_(torch.where(mask.bool(), value, x))
         else:
-            value = value if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=x.dtype, device=x.device)
+            if not isinstance(value, torch.Tensor):
+                value = wrap(torch.tensor(value, dtype=x.dtype, device=x.device), make_spec(x._spec.mesh, None, ()))
             index_put(_T.index_put_, types, (x, (only,), value), {})
         return
     if not is_basic(entries):
@@ -164,6 +166,7 @@ def setitem(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Non
 
 
 def _set_slices(x: ShardTensor, entries: Sequence[Any], value: Any, index: Any) -> None:
+    one_mesh((x, value), "__setitem__")
     part, cut = x, []  # of the local tensor; ints stay dims of one
     for dim, each in enumerate(entries):
         if isinstance(each, int):

@@ -10,6 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.device_mesh import DeviceMesh as TorchMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from neuronx_dist import comm, spmd
 from neuronx_dist.comm import CommError
@@ -58,6 +61,14 @@ def x(mesh, *sizes, shape=(7, 6), dim=0):
 
 def _local(mesh, rows):
     return ShardTensor.from_local(torch.ones(rows, 6), mesh, [Shard(0)], sharding_shapes="infer")
+
+
+def _dtensor():
+    """A DTensor of torch, whole on this rank; it needs no processes as long as nothing is computed."""
+    mesh = TorchMesh("cpu", [0], _init_backend=False, _rank=0)
+    whole = torch.ones(7, 6)
+    meta = TensorMeta(whole.shape, whole.stride(), whole.dtype)
+    return DTensor(whole, DTensorSpec(mesh, (Replicate(),), tensor_meta=meta), requires_grad=False)
 
 
 def alone(mesh, *, shape=(7, 6), dim=0):
@@ -141,6 +152,11 @@ REFUSALS = {
     ),
     "another mesh among operands": (
         lambda mesh: x(mesh) + x(DeviceMesh("cpu", [1, 0])),
+        ValueError,
+        r"operands are on .* redistribute\(mesh, placements\) one of them",
+    ),
+    "a gradient on another mesh": (
+        lambda mesh: setattr(x(mesh), "grad", x(DeviceMesh("cpu", [1, 0]))),
         ValueError,
         r"operands are on .* redistribute\(mesh, placements\) one of them",
     ),
@@ -571,6 +587,9 @@ _MORE: list[tuple[Callable[[DeviceMesh], Any], type[Exception], str]] = [
         ValueError,
         "a window of 5 does not fit into 2 inputs",
     ),
+    (lambda mesh: x(mesh) + _dtensor(), ValueError, r"aligned: a DTensor of .* ShardTensor.from_dtensor\(x\) has the"),
+    (lambda mesh: torch.cat([_dtensor(), x(mesh)]), ValueError, r"cat: a DTensor of shape \(7, 6\), \(Replicate"),
+    (lambda mesh: torch.isin(x(mesh), _dtensor()), ValueError, r"isin: a DTensor of shape \(7, 6\)"),
     (_modified_in_one_exchange, RuntimeError, "modified in place before the result was computed"),
     (lambda mesh: (_leaf(mesh) * 2)[5].mul_(2), RuntimeError, r"it is a copy, .* Write x\[i\] = value or x\[i:i\+1\]"),
     (

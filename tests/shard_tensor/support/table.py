@@ -111,6 +111,9 @@ POINTWISE = [
     Case("glu", F.glu, [(N, 6)]),
     Case("glu of a dim", lambda x: F.glu(x, 0), [(N, 3)]),
     Case("rrelu in eval", F.rrelu, [(N, 3)]),
+    Case("zeros and ones like it", lambda x, y: torch.zeros_like(x) + torch.ones_like(x) * y, [(N, 3), (N, 3)]),
+    Case("of lists", lambda x, y: torch._foreach_mul([x, y], [y, x]), [(N, 3), (N, 3)]),
+    Case("of lists and a number", lambda x: torch._foreach_add([x], 2.0), [(N, 3)]),
     Case("logs", lambda x: torch.log(x) + x.sqrt(), [(N, 3)], positive=True),
 ]
 MATMUL = [
@@ -176,6 +179,7 @@ VIEWS = [
     Case("chunk", lambda x: x.chunk(3, 0), [(N, 3)]),
     Case("split", lambda x: torch.split(x, [5, 0, 11]), [(N, 3)]),
     Case("tensor_split", lambda x: x.tensor_split(5), [(N, 3)]),
+    Case("rows one by one", lambda x: [row * 2 for row in x], [(4, N)], refusals="redistribute"),
     Case("unbind", lambda x: x.unbind(1), [(N, 3)]),
     Case("stack", lambda x, y: torch.stack([x, y], 1), [(N, 3), (N, 3)]),
     Case("cat of other dims", lambda x, y: torch.cat([x, y], 1), [(N, 3), (N, 2)]),
@@ -266,6 +270,7 @@ LOSSES = [
     Case("bce_with_logits", _bce_with_logits, [(N, 3), (N, 3), (3,)], positive=True),
     Case("poisson_nll_loss", F.poisson_nll_loss, [(N, 3), (N, 3)]),
     Case("soft_margin_loss", lambda x, y: F.soft_margin_loss(x, y.detach().sign()), [(N, 3), (N, 3)]),
+    Case("hinge_embedding_loss", lambda x, y: F.hinge_embedding_loss(x, y.detach().sign(), 0.3), [(N, 3), (N, 3)]),
     Case("margin_ranking_loss", lambda x, y: F.margin_ranking_loss(x, y, y.sign(), 0.2), [(N,), (N,)]),
     *(
         Case(f"triplet_margin_loss {reduction}", _triplet(reduction=reduction, margin=0.5), [(N, 4)] * 3)
