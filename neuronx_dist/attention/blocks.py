@@ -57,7 +57,7 @@ def merge(out: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse: 
     """Writes into `out` and `lse` the attention to the keys of both blocks."""
     total = torch.logaddexp(lse, other_lse)
     base = without_infinity(total)
-    out.mul_((lse - base).exp_().unsqueeze(-1)).addcmul_(other.to(out.dtype), (other_lse - base).exp_().unsqueeze(-1))
+    out.lerp_(other.to(out.dtype), (other_lse - base).exp_().unsqueeze(-1))  # the weights of both add up to 1
     lse.copy_(total)
 
 

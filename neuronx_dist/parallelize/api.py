@@ -27,6 +27,7 @@ from ..comm.launch import init_distributed
 from ..parallel_layers.parallel_state import destroy_model_parallel, initialize_model_parallel
 from ..pipeline.record.recording import TracingError, describe
 from ..planning.plan import Plan
+from .compare import EmittedProgramError, OriginalError
 from .config import BroadcastGenFilesStrategy, ComputeConfig, ReuseType
 from .constants import constants_from_text, constants_text
 from .decompose import decomposed
@@ -42,7 +43,7 @@ from .record import check_arguments, record_program
 from .recordings import programs_from_text, programs_text
 from .source_text import program_text
 from .stored import constants_of, stored_of
-from .verify import EmittedProgramError, OriginalError, verify
+from .verify import verify
 from .whole_mesh import check_mesh
 
 __all__ = ["parallelize"]

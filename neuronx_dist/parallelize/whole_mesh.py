@@ -25,13 +25,13 @@ from ..pipeline.schedule import prove
 from ..spmd.tensor_type import TensorType
 from ..spmd.types import I, P, SpmdType, V
 from ..spmd.watching import active
+from .compare import EmittedProgramError
 from .config import ComputeConfig
 from .emitted import imported
 from .module import ParallelModule
 from .optimizer import build_optimizer
 from .program import Division, Value, local_shape, values_in
 from .stages import Stage, schedule_of, stages_of
-from .verify import EmittedProgramError
 
 __all__ = ["check_mesh"]
 

@@ -2,6 +2,7 @@
 
 placements.py    Shard, Replicate, Partial, and their types     device_mesh.py  ranks as a grid with groups
 spec.py          the layout of a tensor, interned               tensor.py       ShardTensor: a wrapper of a local tensor
+bounded.py       tables of plans, of limited size
 local_shapes.py  a layout from one rank's part                  construct.py    distribute, scatter, factories
 moves.py         gather, split, exchange along one mesh dim     redistribute.py from one layout to another
 handlers.py      how functions get handlers; the recipe         labels.py       layouts by labels of dims
