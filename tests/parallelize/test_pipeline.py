@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from neuronx_dist import comm
 from neuronx_dist.comm import threads
@@ -26,11 +27,13 @@ from neuronx_dist.parallelize.emit import emit
 from neuronx_dist.parallelize.policies import divide
 from neuronx_dist.parallelize.record import record_program
 from neuronx_dist.parallelize.stored import stored_of
+from tests.parallelize.models import WIDTH
 from tests.parallelize.mutants import EAGER, Emitted, mutants, noticed
 from tests.parallelize.pipelines import (
     close,
     config,
     first,
+    mlp_sample,
     module,
     samples,
 )
@@ -189,3 +192,30 @@ def test_mutants_of_collectives_of_stages_are_red() -> None:
     stages = source.split("def stage_")[1:]
     assert len(stages) == 2 and "= spmd." in stages[0] + stages[1]
     assert [mutant[:2] for mutant in wrong if not noticed(program, mutant.source)] == []
+
+
+class Named(nn.Module):
+    """Arguments that are called as values between stages would be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+
+    def forward(self, linear: dict[str, torch.Tensor], tanh: float = 2.0) -> torch.Tensor:
+        x = linear["data"]
+        for layer in self.layers:
+            x = torch.tanh(layer(x)) * tanh
+        return (x - linear["target"]).pow(2).mean()
+
+
+def test_an_argument_called_as_a_value_between_stages(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    whole = Named().double()
+    given = [mlp_sample(torch.Generator().manual_seed(seed)) for seed in range(2)]
+
+    def rank() -> list[float]:
+        parallel = parallelize(whole, {"linear": given[0]}, "pp", config(2, micro=2), gen_savedir=tmp_path)
+        return [float(loss) for loss in parallel.train_step(given)]
+
+    expected = [float(whole(sample).detach()) for sample in given]
+    assert threads.run(config(2).mesh(2), rank) == [pytest.approx(expected, rel=1e-12)] * 2
