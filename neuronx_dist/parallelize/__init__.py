@@ -14,7 +14,9 @@ derive      strategies.py: of a call; derivation.py: from its rule; congruence.p
             composites.py, composite_strategies.py: functions of a shard; random_numbers.py: streams;
             register.py, annotation.py: users' functions
 choose      policies.py: by name; graph.py, nodes.py: in a policy's hands; plans.py: a division as a `Plan`;
-            choose.py: the least cost; tables.py: costs as tables; conversions.py: between types; blocks.py: strides
+            choose.py: the least cost; tables.py: costs as tables; conversions.py: between types; blocks.py: strides;
+            two axes: local_program.py: what a rank of the first runs; second_axis.py: its strategies over the second;
+            two_axes.py: what a policy says of it
 emit        emit.py: the class; body.py: its lines; source_text.py: calls as text; stages.py: of a pipeline;
             stored.py: parameters and buffers; constants.py: constants as text
 verify      verify.py: types; boundaries.py: what stages pass on; whole_mesh.py: a step of the whole job;
