@@ -43,6 +43,7 @@ ADAMW = partial(torch.optim.AdamW, lr=1e-2)
 LAYOUTS: dict[str, tuple[int, int, int, dict[str, Any]]] = {
     "pp2 tp2": (4, 1, 2, {"pipeline_nstages": 2}),
     "pp2 dp2 zero": (2, 2, 2, {"pipeline_nstages": 2, "zero": True}),
+    "pp2 of 2 x 2": (8, 1, 2, {"pipeline_nstages": 2, "tp_size": 2}),
 }
 
 
@@ -138,7 +139,7 @@ def _numbers(state: Any) -> int:
     return sum(map(_numbers, state.values())) if isinstance(state, dict) else 0
 
 
-@pytest.mark.parametrize("layout", ["pp2 tp2", "pp2 dp2 zero"])
+@pytest.mark.parametrize("layout", ["pp2 tp2", "pp2 dp2 zero", "pp2 of 2 x 2"])
 def test_merged_states_are_those_of_one_process(layout: str, tmp_path: Path) -> None:
     deduped, (model, optimizer) = _merged(layout, tmp_path)
     whole = module("gpt")
