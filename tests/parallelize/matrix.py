@@ -215,12 +215,22 @@ def on_rank(name: str, layout: str, folder: Any, dtype: torch.dtype = torch.floa
     return [_on_rank(name, LAYOUTS[layout], optimizer, folder, dtype) for optimizer in OPTIMIZERS]
 
 
+def compiled(name: str, layout: Layout, folder: Any, dtype: torch.dtype = torch.float64) -> None:
+    """Writes the files that ranks load: those that wait for the first one would give up on a machine that is busy."""
+    whole, given = _whole(name, layout, dtype)
+    parallelize(whole, given, layout.policy, layout.config, gen_savedir=folder, load_module=False)
+
+
+def _whole(name: str, layout: Layout, dtype: torch.dtype) -> tuple[nn.Module, dict[str, Any]]:
+    module, arguments, _ = case(name, dtype)
+    return (Sampled(module), {"data": arguments}) if layout.micro else (module, arguments)
+
+
 def built(
     name: str, layout: Layout, optimizer: str, folder: Any, dtype: torch.dtype = torch.float64
 ) -> tuple[ParallelModule, Any]:
     """The parallel module of a rank, and its optimizer."""
-    module, arguments, _ = case(name, dtype)
-    whole, given = (Sampled(module), {"data": arguments}) if layout.micro else (module, arguments)
+    whole, given = _whole(name, layout, dtype)
     parallel = parallelize(whole, given, layout.policy, layout.config, gen_savedir=folder)
     assert isinstance(parallel, ParallelModule)
     return parallel, build_optimizer(parallel, OPTIMIZERS[optimizer])
@@ -266,7 +276,7 @@ def _gradients(parallel: nn.Module, stepper: Any, layout: Layout) -> Iterator[tu
 def on_threads(name: str, layout: str, folder: Any, dtype: torch.dtype = torch.float64) -> list[list[Run]]:
     """Of each rank the runs of the optimizers."""
     mesh = LAYOUTS[layout].config.mesh(LAYOUTS[layout].pp)
-    case(name, dtype)  # before there are threads: modules are made with a seed
+    compiled(name, LAYOUTS[layout], folder, dtype)
     return threads.run(mesh, on_rank, name, layout, folder, dtype)
 
 

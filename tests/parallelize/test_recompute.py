@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from neuronx_dist.parallelize.nodes import IRFwOperation
 from neuronx_dist.spmd.random import manual_seed
 from tests.parallelize.models import WIDTH
 from tests.parallelize.pipelines import accumulated, assert_same, config, pipelined
-from tests.parallelize.test_pipeline import SGD
+
+SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
 
 class Blocks(nn.Module):

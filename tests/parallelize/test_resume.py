@@ -22,6 +22,7 @@ from tests.parallelize.matrix import (
     Sampled,
     built,
     case,
+    compiled,
     close,
     sample,
     whole_weights,
@@ -58,6 +59,7 @@ def trained(
             stepper.step()
         return losses, whole_weights(parallel), parallel.state_dict(), stepper.state_dict()
 
+    compiled(name, layout, folder)
     losses, weights, models, optimizers = zip(*threads.run(layout.config.mesh(layout.pp), rank))
     return list(losses), list(weights), merge_state_dicts(list(models), list(optimizers))
 
