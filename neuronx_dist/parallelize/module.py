@@ -27,6 +27,7 @@ from ..gradients.in_backward import paused
 from ..gradients.norm import clip_grad_norm
 from ..pipeline.record.recording import describe
 from ..weights.shard_spec import ShardedModule, set_spec
+from .buffers import buffers_kept
 from .config import ComputeConfig
 from .layouts import LAYOUT, layout_data
 from .names import FILE_NAMES, argument_name
@@ -108,7 +109,8 @@ class ParallelModule(Container):
     def __init__(self, init_params: bool = True) -> None:
         super().__init__()
         self._index = self._own_index()
-        weights = type(self).WEIGHTS() if init_params else None
+        has_weights = any(stored.kind in ("parameter", "buffer") for stored in self.STORED.values())
+        weights = type(self).WEIGHTS() if init_params and has_weights else None
         tensors: dict[str, torch.Tensor] = {}
         for name, stored in self._own_stored().items():  # in the order of the original's state dict
             first = stored.same_as or name
@@ -255,7 +257,7 @@ class ParallelModule(Container):
         Args:
             samples: each is forward's first argument; one sample alone is taken as a list of one. Of a pipeline they
                 are a list of `pipeline_nmicros`.
-            is_dummy_batch: which samples add nothing.
+            is_dummy_batch: which samples add nothing, neither to gradients nor to statistics in buffers.
             scale_fn: what the loss is scaled by before backward; the loss that is returned is not scaled.
 
         Raises:
@@ -284,7 +286,8 @@ class ParallelModule(Container):
         results = []
         last = max((number for number, dummy in enumerate(dummies) if not dummy), default=None)
         for number, sample in enumerate(samples):
-            result = self.run(sample)
+            with buffers_kept(self) if dummies[number] else nullcontext():
+                result = self.run(sample)
             if not dummies[number]:
                 loss = _loss_of(result)
                 # Reductions that start in backward start in the last one.
