@@ -60,8 +60,9 @@ class Pipelined:
     ) -> None:
         if not comm.current().backend.has_messages:
             raise RuntimeError(
-                f"{type(module).__name__} is a pipeline of {stages} stages, and these ranks cannot exchange messages: "
-                "use a policy without stages"
+                f"{type(module).__name__} is a pipeline of {stages} stages, which send each other messages, and the "
+                f"ranks here ({comm.current().backend.name}) have none: all that they run is one program. "
+                "Compile it with a policy without stages (pipeline_nstages=1, or 'tp'), or run it on gloo or NCCL"
             )
         self.microbatches = microbatches
         self._training = schedule_of(ranks, stages, microbatches, schedule)

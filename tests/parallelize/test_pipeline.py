@@ -121,6 +121,22 @@ def test_inference_in_evaluation_mode(tmp_path: Path) -> None:
         assert not first(results[0]).requires_grad
 
 
+def test_stages_that_are_empty_in_evaluation(tmp_path: Path) -> None:
+    """Two of the cuts are between calls that training alone has."""
+    plan, _, ranks, options = LAYOUTS["interleaved"]
+    settings, given = config(plan, **options), samples("skip", 4)
+
+    def rank() -> Any:
+        parallel: Any = parallelize(module("skip"), {"data": given[0]}, "hybrid", settings, gen_savedir=tmp_path)
+        parallel.eval()
+        assert parallel.EVAL_STAGES.keys() == {f"eval_stage_{number}" for number in range(4)}
+        return parallel.infer_step(given)
+
+    whole = module("skip").eval()
+    for results in threads.run(settings.mesh(ranks), rank):
+        close(results, [whole(sample) for sample in given], 1e-12)
+
+
 @pytest.mark.parametrize("step", ["train_step", "infer_step"])
 def test_wrong_samples_are_refused_on_every_rank(step: str, tmp_path: Path) -> None:
     def wrong(parallel: Any) -> None:
@@ -135,6 +151,21 @@ def test_wrong_samples_are_refused_on_every_rank(step: str, tmp_path: Path) -> N
             run(short)
 
     _on_ranks(wrong, tmp_path)
+
+
+def test_ranks_without_messages_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On XLA all ranks run one program."""
+    given = {"data": samples("mlp", 1)[0]}
+    parallelize(module("mlp"), given, "pp", config(2), gen_savedir=tmp_path, load_module=False)
+
+    def rank() -> None:
+        monkeypatch.setattr(type(comm.current().backend), "has_messages", False)
+        with pytest.raises(
+            RuntimeError, match=r"Mlp is a pipeline of 2 stages, .* \(threads\) have none.*policy without"
+        ):
+            parallelize(module("mlp"), given, "pp", config(2), gen_savedir=tmp_path)
+
+    threads.run(config(2).mesh(2), rank)
 
 
 def test_another_mesh_is_refused(tmp_path: Path) -> None:
