@@ -17,6 +17,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 import torch.utils._pytree as pytree
 
 from ..mesh import part_of
@@ -215,7 +216,7 @@ def _fixed(program: Program, arguments: Mapping[str, Any], imports: Imports) -> 
     lines = []
     for name, value in fixed.items():
         try:
-            lines.append(f"{INDENT * 2}{json.dumps(name)}: {literal(value, imports)},")
+            lines.append(f"{INDENT * 2}{json.dumps(name)}: {literal(value, imports, _device)},")
         except ValueError as error:
             raise ValueError(
                 f"forward's argument {name} is {value!r}, which the emitted file cannot compare with what it is called "
@@ -227,6 +228,11 @@ def _fixed(program: Program, arguments: Mapping[str, Any], imports: Imports) -> 
 _NONE = inspect.Parameter.empty
 
 
+def _device(x: Any) -> str | None:
+    """A device where the class is defined: no module is there yet, whose own it could be."""
+    return f'torch.device("{x}")' if isinstance(x, torch.device) else None
+
+
 def _parameters(arguments: Mapping[str, Any], imports: Imports) -> Iterator[str]:
     optional = False
     for name, default in arguments.items():
@@ -235,6 +241,6 @@ def _parameters(arguments: Mapping[str, Any], imports: Imports) -> Iterator[str]
             continue
         optional = True
         try:
-            yield f"{argument_name(name)}={literal(None if default is _NONE else default, imports)}"
+            yield f"{argument_name(name)}={literal(None if default is _NONE else default, imports, _device)}"
         except ValueError:  # a default that no file can name, in whose place a tensor or another value was recorded
             yield f"{argument_name(name)}=None"

@@ -29,6 +29,7 @@ from ..pipeline.record.recording import describe
 from ..weights.shard_spec import ShardedModule, set_spec
 from .buffers import buffers_kept
 from .config import ComputeConfig
+from .devices import device_of
 from .layouts import LAYOUT, layout_data
 from .names import FILE_NAMES, argument_name
 from .pipelined import Pipelined, StageTable
@@ -208,10 +209,8 @@ class ParallelModule(Container):
 
     @property
     def device(self) -> torch.device:
-        """Where its tensors are."""
-        for tensor in (*self.parameters(), *self.buffers()):
-            return tensor.device
-        return torch.get_default_device()
+        """Where its tensors are; of a rank that holds none, where its mesh communicates."""
+        return device_of(self)
 
     # --- running it ---------------------------------------------------------------------------------------------------
 
@@ -229,7 +228,8 @@ class ParallelModule(Container):
                 )
         for name, value in self.FIXED.items():
             x = _at(given, name)
-            if x is not value and (isinstance(x, torch.Tensor) or x != value):
+            is_own_device = isinstance(value, torch.device) and isinstance(x, torch.device) and x == self.device
+            if x is not value and not is_own_device and (isinstance(x, torch.Tensor) or x != value):
                 has = repr(x) if isinstance(x, Enum) else describe(x)
                 raise ValueError(
                     f"{type(self).__name__}: {name}={has}, and the program was recorded with {value!r}: "
