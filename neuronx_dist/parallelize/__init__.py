@@ -19,7 +19,8 @@ emit        emit.py: the class; body.py: its lines; source_text.py: calls as tex
             stored.py: parameters and buffers; constants.py: constants as text
 verify      verify.py: types; boundaries.py: what stages pass on; whole_mesh.py: a step of the whole job;
             compare.py: values beside one process; toy.py: at toy sizes; sizes.py, shrink.py: a program made small;
-            same_text.py: its text beside the file's; emitted.py: source imported without a file
+            fold.py: two of its equal blocks; same_text.py: its text beside the file's;
+            emitted.py: source imported without a file
 load        generation.py: files, once in a job; files.py: a folder; keys.py, fingerprint.py: what they depend on;
             module.py: what an emitted class inherits; broadcast.py: weights to other units
 train       optimizer.py, gradient_sync.py, reducer.py: gradients summed over units; pipelined.py: stages by a schedule;

@@ -23,7 +23,7 @@ import torch.utils._pytree as pytree
 from ..mesh import part_of
 from .body import INDENT, body
 from .names import argument_name
-from .program import Division, Program, Value, dotted, local_shape
+from .program import Division, Program, Value, dotted, local_shape, values_in
 from .source_text import Imports, literal
 from .stages import Stage, schedule_of, stages_of
 from .stored import Stored, constants_of, stored_of
@@ -116,6 +116,7 @@ class _Methods(NamedTuple):
         stages = stages_of(division)
         if len(stages) == 1:
             return cls(body(division, imports, constants, stages[0]), [], [])
+        arguments = [name for number, name in enumerate(arguments) if not number or name in _with_tensors(division)]
         forward, table, lines = [], [], []
         for number, stage in enumerate(stages):
             is_last = number == len(stages) - 1
@@ -127,6 +128,13 @@ class _Methods(NamedTuple):
             lines += body(division, imports, constants, stage, is_last=is_last)
             table += [f'{INDENT * 2}"{name}": {{', *_received(stage, division), f"{INDENT * 2}}},"]
         return cls(forward, table, lines)
+
+
+def _with_tensors(division: Division) -> set[str]:
+    """The arguments that have tensors in them, of which alone stages read something."""
+    program = division.program
+    tree = pytree.tree_unflatten(program.arguments, program.structure)
+    return {argument_name(name) for name, given in tree.items() if any(values_in(pytree.tree_leaves(given)))}
 
 
 def _received(stage: Stage, division: Division) -> Iterator[str]:
@@ -215,6 +223,8 @@ def _fixed(program: Program, arguments: Mapping[str, Any], imports: Imports) -> 
             fixed[dotted(path)] = leaf
     lines = []
     for name, value in fixed.items():
+        if isinstance(value, torch.device):  # in its place is the one that the module is on
+            continue
         try:
             lines.append(f"{INDENT * 2}{json.dumps(name)}: {literal(value, imports, _device)},")
         except ValueError as error:
@@ -229,7 +239,7 @@ _NONE = inspect.Parameter.empty
 
 
 def _device(x: Any) -> str | None:
-    """A device where the class is defined: no module is there yet, whose own it could be."""
+    """The source of a device outside of the forward, where there is no module."""
     return f'torch.device("{x}")' if isinstance(x, torch.device) else None
 
 

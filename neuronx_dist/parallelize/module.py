@@ -110,7 +110,8 @@ class ParallelModule(Container):
     def __init__(self, init_params: bool = True) -> None:
         super().__init__()
         self._index = self._own_index()
-        weights = type(self).WEIGHTS() if init_params else None
+        has_weights = any(stored.kind in ("parameter", "buffer") for stored in self.STORED.values())
+        weights = type(self).WEIGHTS() if init_params and has_weights else None
         tensors: dict[str, torch.Tensor] = {}
         for name, stored in self._own_stored().items():  # in the order of the original's state dict
             first = stored.same_as or name

@@ -21,6 +21,7 @@ from neuronx_dist.parallelize.decompose import decomposed
 from neuronx_dist.parallelize.emit import emit
 from neuronx_dist.parallelize.local_program import local_program
 from neuronx_dist.parallelize.nodes import IRFwOperation
+from neuronx_dist.parallelize.plans import plan_of
 from neuronx_dist.parallelize.policies import divide
 from neuronx_dist.parallelize.program import Call, Division, Strategy
 from neuronx_dist.parallelize.record import record_program
@@ -250,8 +251,8 @@ class Small(nn.Module):
 def test_autodist_finds_two_axes_and_a_plan_has_both(tmp_path: Path) -> None:
     module, arguments = Small().double(), {"x": torch.randn(2, 6).double()}
     file = tmp_path / "small.plan.json"
-    options = {"explore_axes": True, "save_plan_path": str(file), "costs": EAGER}
-    division = divided(module, arguments, "autodist", config(**options))
+    division = divided(module, arguments, "autodist", config(explore_axes=True, costs=EAGER))
+    plan_of(division).save(file)
     assert division.axes == {"tp/2": 2, "tp%2": 2}
     assert divided(module, arguments, "autodist", config(costs=EAGER)).axes == {"tp": 4}
     cut = [str(division.strategies[call].results) for call in division.program.calls if call.name == "linear"]

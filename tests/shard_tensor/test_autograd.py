@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from neuronx_dist import comm
 from neuronx_dist.shard_tensor import Partial, Replicate, Shard, ShardTensor, distribute_tensor
+from tests.shard_tensor.sharding import Foreign
 from tests.shard_tensor.support.cases import assert_close, on_ranks, verbs
 
 
@@ -239,18 +240,6 @@ def test_copies():
         assert x.full_tensor().abs().sum() == 0
 
     on_ranks(2, copied)
-
-
-class Foreign(torch.autograd.Function):
-    """A function that is not asked by `__torch_function__`, as those of FSDP and DDP."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x * 1
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad
 
 
 def written_in_place(mesh):
