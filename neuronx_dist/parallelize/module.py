@@ -229,8 +229,7 @@ class ParallelModule(Container):
                 )
         for name, value in self.FIXED.items():
             x = _at(given, name)
-            is_own_device = isinstance(value, torch.device) and isinstance(x, torch.device) and x == self.device
-            if x is not value and not is_own_device and (isinstance(x, torch.Tensor) or x != value):
+            if x is not value and (isinstance(x, torch.Tensor) or x != value):
                 has = repr(x) if isinstance(x, Enum) else describe(x)
                 raise ValueError(
                     f"{type(self).__name__}: {name}={has}, and the program was recorded with {value!r}: "
