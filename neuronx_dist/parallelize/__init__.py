@@ -25,7 +25,8 @@ verify      verify.py: types; boundaries.py: what stages pass on; whole_mesh.py:
             emitted.py: source imported without a file
 load        generation.py: files, once in a job; files.py: a folder; keys.py, fingerprint.py: what they depend on;
             module.py: what an emitted class inherits; broadcast.py: weights to other units
-train       optimizer.py, gradient_sync.py, reducer.py: gradients summed over units; pipelined.py: stages by a schedule
+train       optimizer.py, gradient_sync.py, reducer.py: gradients summed over units; pipelined.py: stages by a schedule;
+            buffers.py: dummy batches; devices.py: where tensors are
 save        state_dicts.py: merged, deduped; layouts.py, optimizer_layout.py: how they are laid out
 """
 

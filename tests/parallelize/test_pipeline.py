@@ -100,6 +100,21 @@ def test_wrong_samples_are_refused_on_every_rank(step: str, tmp_path: Path) -> N
     _on_ranks(wrong, tmp_path)
 
 
+def test_ranks_without_messages_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On XLA all ranks run one program."""
+    given = {"data": samples("mlp", 1)[0]}
+    parallelize(module("mlp"), given, "pp", config(2), gen_savedir=tmp_path, load_module=False)
+
+    def rank() -> None:
+        monkeypatch.setattr(type(comm.current().backend), "has_messages", False)
+        with pytest.raises(
+            RuntimeError, match=r"Mlp is a pipeline of 2 stages, .* \(threads\) have none.*policy without"
+        ):
+            parallelize(module("mlp"), given, "pp", config(2), gen_savedir=tmp_path)
+
+    threads.run(config(2).mesh(2), rank)
+
+
 def test_another_mesh_is_refused(tmp_path: Path) -> None:
     def rank() -> None:
         with pytest.raises(RuntimeError, match=r"stages on 2 groups of ranks, and the mesh has 1 along pp.*mesh\(2\)"):
