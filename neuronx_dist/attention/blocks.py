@@ -5,9 +5,10 @@ Shapes: q `[b, heads, rows, e]`, k `[b, kv heads, keys, e]`, v `[b, kv heads, ke
 `[b, heads, rows, keys]`: 0 or 1 / (1 - p). out `[b, heads, rows, ev]`. lse `[b, heads, rows]`, which is -inf for rows
 that see nothing.
 
-torch's fused kernel for CPUs computes a block where it can; elsewhere its formula is written out. Both backwards take
-the log-sum-exp and the output of the *whole* row, so that blocks are differentiated one by one (Dao, arXiv:2307.08691;
-Liu et al., Ring Attention, arXiv:2310.01889).
+torch's fused kernel for CPUs computes a block where it can; elsewhere, on other devices too, its formula is written
+out, with the scores of one block in memory. Both backwards take the log-sum-exp and the output of the *whole* row, so
+that blocks are differentiated one by one (Dao, arXiv:2307.08691; Liu et al., Ring Attention, arXiv:2310.01889). torch
+has such kernels for GPUs, which pad the log-sum-exp and take other arguments: none is used before it has been tested.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def merge(out: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse: 
     """Writes into `out` and `lse` the attention to the keys of both blocks."""
     total = torch.logaddexp(lse, other_lse)
     base = without_infinity(total)
-    out.mul_((lse - base).exp_().unsqueeze(-1)).addcmul_(other.to(out.dtype), (other_lse - base).exp_().unsqueeze(-1))
+    out.lerp_(other.to(out.dtype), (other_lse - base).exp_().unsqueeze(-1))  # the weights of both add up to 1
     lse.copy_(total)
 
 

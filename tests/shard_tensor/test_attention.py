@@ -26,7 +26,6 @@ from neuronx_dist.shard_tensor.attention_method import (
 from neuronx_dist.shard_tensor.placements import Shard
 from neuronx_dist.spmd import I, S
 from tests.shard_tensor.support.cases import assert_close, distributed, on_ranks, sizes, verbs
-from tests.support.pool import processes
 
 SHAPE = (2, 4, 16, 3)
 
@@ -347,30 +346,13 @@ def test_more_dims_and_fewer():
         on_ranks(2, rank)
 
 
-def _dropped(seed: int) -> list[torch.Tensor]:
-    """Attention with dropout on this process, at several layouts."""
-    mesh = DeviceMesh("cpu", [0, 1])
-    results = []
-    for dims in ((2, 2, 2), (None, 2, 2), (2, None, None), (1, 1, 1), (0, 0, 0)):
-        torch.manual_seed(seed)
-        with attention_method("ring"):
-            y, given = attend(mesh, dims, dropout_p=0.4)
-        drawn = torch.rand(1)
-        y.backward(normal(*SHAPE, seed=9))
-        results.append([drawn, y.full_tensor().detach(), *(x.grad.full_tensor() for x in given)])
-    return results
-
-
-def test_dropout_has_the_values_of_one_process():
-    plain = triple()
-    torch.manual_seed(3)
-    expected = F.scaled_dot_product_attention(*plain, dropout_p=0.4)
-    drawn = torch.rand(1)
-    expected.backward(normal(*SHAPE, seed=9))
-    for by_layout in processes(2).run(_dropped, 3, mesh={}):
-        for each in by_layout:
-            for actual, other in zip(each, [drawn, expected.detach(), *(x.grad for x in plain)]):
-                assert_close(actual, other, "with dropout")
+def test_a_block_on_a_device_without_a_fused_kernel_is_computed_by_its_formula():
+    q, k, v = (torch.empty(1, 4, 5, 3, device="meta") for _ in range(3))
+    block = blocks.Block(q, k[:, :2], v[:, :2], None, None, True, 0.5)
+    out, lse = blocks.forward(block)
+    assert not block.fused and out.shape == q.shape and lse.shape == (1, 4, 5)
+    grads = blocks.backward(block, out, out, lse, False)
+    assert [x.shape for x in grads[:3]] == [block.q.shape, block.k.shape, block.v.shape]
 
 
 @pytest.mark.parametrize("batch_first", [False, True])

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from neuronx_dist import comm
 from neuronx_dist.shard_tensor import Partial, Replicate, Shard, ShardTensor, distribute_tensor
+from tests.shard_tensor.sharding import Foreign
 from tests.shard_tensor.support.cases import assert_close, on_ranks, verbs
 
 
@@ -66,7 +67,7 @@ def test_the_other_ways_to_ask_for_gradients():
         expected_x, expected_w = whole(16, 4).requires_grad_(), whole(4).requires_grad_()
         expected = torch.autograd.grad((expected_x * expected_w).tanh().sum(), [expected_x, expected_w])
         grads = torch.autograd.grad(y.sum(), [x, w], retain_graph=True)
-        for actual, wanted, operand in zip(grads, expected, (x, w)):
+        for actual, wanted, operand in zip(grads, expected, (x, w), strict=True):
             assert actual.placements == operand.placements
             assert_close(actual.full_tensor(), wanted, "autograd.grad")
         torch.autograd.backward(y, torch.ones(16, 4, dtype=torch.float64), retain_graph=True)
@@ -241,18 +242,6 @@ def test_copies():
     on_ranks(2, copied)
 
 
-class Foreign(torch.autograd.Function):
-    """A function that is not asked by `__torch_function__`, as those of FSDP and DDP."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x * 1
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad
-
-
 def written_in_place(mesh):
     whole = torch.linspace(1, 2, 5, dtype=torch.float64)
     for write, factor in [
@@ -331,7 +320,7 @@ def together(mesh):
     program(x, w, b).backward()
     plain = [each.clone().requires_grad_() for each in (whole, weight, bias)]
     program(*plain).backward()
-    for ours, each in zip((x, w, b), plain):
+    for ours, each in zip((x, w, b), plain, strict=True):
         assert_close(ours.grad.full_tensor(), each.grad, "gradient of a gradient")
     b.requires_grad_(False)
     with comm.record() as calls:

@@ -115,6 +115,12 @@ def _with_heads(x: torch.Tensor, batch: Any) -> torch.Tensor:
 
 
 def _noise(plan: AttentionPlan, dropout_p: float, q: torch.Tensor) -> torch.Tensor:
-    """This rank's part of the noise of one process: all ranks draw all of it."""
-    whole = torch.dropout(torch.ones(plan.weights, dtype=q.dtype, device=q.device), dropout_p, True)
-    return whole[tuple(slice(*part) for part in plan.noise)]
+    """This rank's part of the noise of one process: all ranks draw all of it, a byte an element, and keep their part.
+
+    It cannot be drawn block by block (`dropout.py` says why).
+    """
+    part = tuple(slice(*each) for each in plan.noise)
+    if dropout_p == 1.0:  # torch draws nothing
+        return q.new_zeros([each.stop - each.start for each in part])
+    kept = torch.empty(plan.weights, dtype=torch.uint8, device=q.device).bernoulli_(1 - dropout_p)
+    return kept[part].to(q.dtype).div_(1 - dropout_p)
