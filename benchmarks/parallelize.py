@@ -47,6 +47,7 @@ from neuronx_dist.parallelize.emit import emit
 from neuronx_dist.parallelize.program import Division
 from neuronx_dist.parallelize.record import record_program
 from neuronx_dist.parallelize.stored import stored_of
+from neuronx_dist.parallelize.toy import check_toy, toy_of
 from neuronx_dist.parallelize.verify import check_types
 from neuronx_dist.planning.costs import H100
 from neuronx_dist.weights.shard_spec import gather_full, spec_of
@@ -56,7 +57,7 @@ VARIANTS = ("swap", "emitted", "dtensor", "again")
 GOALS = {256: {"swap": 1.05, "dtensor": 0.8}, 1024: {"swap": 1.02}}
 ROUNDS = ((512, 400), (1 << 30, 100))  # up to this hidden size: this many
 COLUMNS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
-STEPS = ("record", "choose", "emit", "check")
+STEPS = ("record", "choose", "emit", "check", "toy")
 ROWS = ("self_attn.o_proj", "mlp.down_proj")
 
 
@@ -243,12 +244,13 @@ def compile_times(layers: int) -> dict[str, float]:
     division = timed("choose", lambda: choose(program, "tp", 8, costs=H100))
     source = timed("emit", lambda: source_of(division))
     timed("check", lambda: check_types(source, division, arguments))
+    timed("toy", lambda: check_toy(source, toy_of(division, model, arguments)))
     return {"calls": len(program.calls), **seconds}
 
 
 def report_compiling(layers: list[int]) -> dict[str, dict[str, float]]:
     report: dict[str, dict[str, float]] = {}
-    print(f"{'layers':>6}{'calls':>7}{'record':>9}{'choose':>9}{'emit':>9}{'check':>9}   CPU seconds")
+    print(f"{'layers':>6}{'calls':>7}{'record':>9}{'choose':>9}{'emit':>9}{'check':>9}{'toy':>9}   CPU seconds")
     for count in layers:
         with multiprocessing.get_context("spawn").Pool(1) as pool:
             each = pool.apply(compile_times, (count,))

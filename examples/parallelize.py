@@ -3,26 +3,29 @@
 torchrun --nproc-per-node 2 examples/parallelize.py --model conv --policy tp --verify
 
 --explain prints the program that is run, and for each call that reads parameters what every way to divide it would cost
-in the fastest plan; --verify trains the original in one process too, and compares. Alone, without
-torchrun, it is a world of one.
+in the fastest plan; --verify trains the original in one process too, and compares the weights. Without torchrun there
+is one rank, and nothing is divided.
 """
 
 import argparse
 import copy
 import os
+import sys
 import tempfile
 from typing import Any
 
 import torch
-import torch.distributed
 from torch import nn
 
 from neuronx_dist.parallelize import ComputeConfig, IRGraph, ParallelModule, build_optimizer, parallelize
 from neuronx_dist.parallelize.decompose import decomposed
 from neuronx_dist.parallelize.nodes import IRFwOperation
+from neuronx_dist.parallelize.policies import POLICIES
 from neuronx_dist.parallelize.program import operands_of
 from neuronx_dist.parallelize.record import record_program
 from neuronx_dist.weights.shard_spec import gather_full, spec_of
+
+MICROBATCHES = 2  # samples that a unit trains on in a step
 
 
 class ConvNet(nn.Module):
@@ -63,64 +66,69 @@ def sample_of(model: str, number: int) -> dict[str, torch.Tensor]:
     return {"x": torch.randint(0, 256, (4, 32), generator=generator)}
 
 
+def samples_of(model: str, batch: int) -> list[dict[str, torch.Tensor]]:
+    return [sample_of(model, batch * MICROBATCHES + number) for number in range(MICROBATCHES)]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=["gpt2", "conv"], default="gpt2")
-    parser.add_argument("--policy", default="autodist", help="dp, tp, data, autodist, or the path of a plan")
-    parser.add_argument("--plan-ngpus", type=int, help="ranks of a unit; all of them, if it is not given")
-    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument(
+        "--policy", default="autodist", help=f"{', '.join(POLICIES)}, or the path of a plan; default: autodist"
+    )
+    parser.add_argument("--plan-ngpus", type=positive, help="ranks of a unit; all of them, if it is not given")
+    parser.add_argument("--steps", type=positive, default=5, help="default: 5")
     parser.add_argument("--explain", action="store_true", help="print the program, and why it is that one")
     parser.add_argument("--verify", action="store_true", help="compare with one process")
     options = parser.parse_args()
 
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    if world > 1:
-        torch.distributed.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-    rank = int(os.environ.get("RANK", "0"))
-    config = ComputeConfig(options.plan_ngpus or world, world, use_end2end=True)
-
+    rank, world = (int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
     torch.manual_seed(0)
     original = Gpt2() if options.model == "gpt2" else ConvNet()
     alone: Any = copy.deepcopy(original)
-    with tempfile.TemporaryDirectory() as folder:
-        sample = sample_of(options.model, 0)
-        model: Any = parallelize(
-            original, {"data": sample}, options.policy, config, gen_savedir=folder, broadcast_strategy=_strategy(world)
-        )
-        if options.explain and rank == 0:
-            print(model.SOURCE)
-            explain(alone, sample, config)
-        losses = train(model, build_optimizer(model, torch.optim.SGD, lr=0.1), options, config.units, rank, config)
+    sample = {"data": sample_of(options.model, 0)}
+    try:
+        pipeline = {"pipeline_nmicros": MICROBATCHES} if options.policy in ("pp", "hybrid") else {}
+        config = ComputeConfig(options.plan_ngpus or world, world, use_end2end=True, pas_config=pipeline)
+        with tempfile.TemporaryDirectory() as folder:  # each rank has its own, so that rank 0 sends the files
+            strategy = "all" if world > 1 else "none"
+            model: Any = parallelize(
+                original, sample, options.policy, config, gen_savedir=folder, broadcast_strategy=strategy
+            )
+    except (ValueError, RuntimeError) as error:  # on rank 0 what is wrong with the options; the others hear of it
+        sys.exit(f"parallelize.py: {error}" if rank == 0 else 2)
+    if options.explain and rank == 0:
+        print(model.SOURCE)
+        explain(alone, sample, config)
+    losses = train(model, build_optimizer(model, torch.optim.SGD, lr=0.1), options, config, rank)
     if rank == 0:
-        print(f"{options.model}, policy {options.policy}, {world} ranks: losses {[round(x, 4) for x in losses]}")
+        print(f"{options.model}, policy {options.policy}, ranks: {world}, losses: {[round(x, 4) for x in losses]}")
     if options.verify:
         compare(model, alone, options, config.units)
         if rank == 0:
-            print("one process has the same weights")
-    if world > 1:
-        torch.distributed.destroy_process_group()
+            print("training in one process gives the same weights")
 
 
-def explain(module: nn.Module, sample: dict[str, torch.Tensor], config: ComputeConfig) -> None:
-    graph = IRGraph(decomposed(record_program(module, {"data": sample}, training=True)), config)
+def positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
+    return int(text)
+
+
+def explain(module: nn.Module, sample: dict[str, Any], config: ComputeConfig) -> None:
+    graph = IRGraph(decomposed(record_program(module, sample, training=True)), config)
     for node in graph.nodes():
         if isinstance(node, IRFwOperation) and any(value.kind == "parameter" for value in operands_of(node.call)):
             print(graph.explain(node))
 
 
-def _strategy(world: int) -> str:
-    return "all" if world > 1 else "none"  # each rank has a temporary folder of its own
-
-
-def train(
-    model: ParallelModule, optimizer: Any, options: Any, units: int, rank: int, config: ComputeConfig
-) -> list[float]:
+def train(model: ParallelModule, optimizer: Any, options: Any, config: ComputeConfig, rank: int) -> list[float]:
     losses = []
     for step in range(options.steps):
-        sample = sample_of(options.model, step * units + rank // config.plan_ngpus)
-        (loss,) = model.train_step([sample])
+        unit = rank // config.plan_ngpus
+        parts = model.train_step(samples_of(options.model, step * config.units + unit))
         optimizer.step()
-        losses.append(loss.item())
+        losses.append(sum(loss.item() for loss in parts))
     return losses
 
 
@@ -129,7 +137,8 @@ def compare(model: ParallelModule, alone: nn.Module, options: Any, units: int) -
     for step in range(options.steps):
         optimizer.zero_grad()
         for unit in range(units):
-            alone(sample_of(options.model, step * units + unit)).backward()
+            for sample in samples_of(options.model, step * units + unit):
+                alone(sample).backward()
         optimizer.step()
     expected = dict(alone.named_parameters())
     for name, parameter in model.named_parameters():

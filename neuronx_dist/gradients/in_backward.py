@@ -200,8 +200,12 @@ def _hooks(param: torch.Tensor) -> dict[int, _Hook]:
 
 
 def is_late(gradient: ParameterGradient) -> bool:
-    """Whether something is added to a gradient after backward: over tp, or over the stages that hold a tied weight."""
-    return comm.size("pp") > 1 or (gradient.is_partial_over_tp and comm.size("tp") > 1)
+    """Whether something is added to a gradient after backward: over tp, or over the stages that hold a tied weight.
+
+    On a pipeline that may be each; of one that says `param.complete_in_backward = True` nothing is.
+    """
+    may_be_tied = comm.size("pp") > 1 and not getattr(gradient.param, "complete_in_backward", False)
+    return may_be_tied or (gradient.is_partial_over_tp and comm.size("tp") > 1)
 
 
 def release(param: torch.Tensor) -> None:

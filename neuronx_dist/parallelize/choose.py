@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 from ..planning.choice import Impossible, TooLarge, minimize
 from ..planning.costs import Costs
+from ..planning.linear_partition import balanced
 from ..planning.plan import PlanError
-from ..planning.stages import balanced
 from ..spmd.types import I, R, S, Shard, SpmdType
 from .blocks import strides_of
 from .program import Call, Division, Program, Strategy, Value, operands_of

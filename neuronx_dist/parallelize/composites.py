@@ -237,24 +237,31 @@ def _move(running: Tensor | None, value: Tensor, momentum: float) -> None:
 # --- random numbers ---
 
 
-def _with_own_numbers(function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+def _with_own_numbers(alike: str | None, function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
     """A call that draws from this rank's own stream; torch's own generator, of whole values, stays where it is.
 
     Where nobody seeded the stream (`spmd.random.manual_seed`), it begins at the seed of torch's own generator and this
     rank's number, so that units differ too.
+
+    Args:
+        alike: part of tp ("tp/2") along which the ranks draw the same numbers, from a stream of their own.
     """
-    own = streams()
-    if TENSOR_PARALLEL not in own.get_states():
-        own.add(TENSOR_PARALLEL, torch.initial_seed() % 2**62 + 2718 + concrete(comm.rank("world")))
-    with own.fork():
+    own, name = streams(), f"{TENSOR_PARALLEL} {alike}" if alike else TENSOR_PARALLEL
+    if name not in own.get_states():
+        first = concrete(comm.communicator(alike).ranks[0] if alike else comm.rank("world"))
+        number = 1 if alike is None else 2 if "/" in alike else 3  # of the stream: no two begin alike
+        own.add(name, torch.initial_seed() % 2**62 + 2718 * number + first)
+    with own.fork(name):
         return function(*args, **kwargs)
 
 
-def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    """Dropout of a shard, whose mask is another one on every rank."""
-    return _with_own_numbers(F.dropout, input, p, training, inplace)
+def dropout(
+    input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, *, alike: str | None = None
+) -> Tensor:
+    """Dropout of a shard, whose mask is another one on every rank, but for those along `alike`."""
+    return _with_own_numbers(alike, F.dropout, input, p, training, inplace)
 
 
-def scaled_dot_product_attention(*args: Any, **kwargs: Any) -> Tensor:
-    """Attention with dropout of a shard of the batch, the heads or the queries."""
-    return _with_own_numbers(F.scaled_dot_product_attention, *args, **kwargs)
+def scaled_dot_product_attention(*args: Any, alike: str | None = None, **kwargs: Any) -> Tensor:
+    """Attention with dropout of a shard of the batch, the heads or the queries; masks as those of `dropout`."""
+    return _with_own_numbers(alike, F.scaled_dot_product_attention, *args, **kwargs)

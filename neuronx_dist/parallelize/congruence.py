@@ -19,7 +19,7 @@ import torch
 from ..checking.types.rules import RULES, Rule, Spec
 from .program import substituted
 
-__all__ = ["Arguments", "Slot", "local_arguments", "normal_form", "spec_of", "tensors_of"]
+__all__ = ["Arguments", "Slot", "edited", "local_arguments", "normal_form", "spec_of", "tensors_of"]
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Path = tuple[Any, ...]
@@ -96,15 +96,14 @@ def local_arguments(
         shapes: of a rank's results.
     """
     wanted = normal_form(whole, label, size)
-    for paths in _edits(arguments, size):
-        edited = _divided(arguments, paths, size)
-        local = substituted(edited, Slot, local_tensor)
+    for local in edited(arguments, lambda x: None if x % size else x // size):
+        tensors = substituted(local, Slot, local_tensor)
         try:
-            congruent = normal_form(spec_of(RULES[function], local)) == wanted
+            congruent = normal_form(spec_of(RULES[function], tensors)) == wanted
         except Exception:  # a view of a shard to the whole sizes, say: whatever the rule says of such arguments
             continue
-        if congruent and _gives(function, local, shapes):
-            return edited
+        if congruent and _gives(function, tensors, shapes):
+            return local
     return None
 
 
@@ -119,49 +118,55 @@ def _gives(function: Callable[..., Any], arguments: Arguments, shapes: Sequence[
     return [tuple(x.shape) for x in results] == list(shapes)
 
 
-def _edits(arguments: Arguments, size: int) -> Iterator[Sequence[Path]]:
-    """Which integers to divide: none, each one, those of one list, each two, all."""
-    paths = list(_divisible(arguments, size, ()))
-    yield ()
-    yield from ((path,) for path in paths)
+def edited(arguments: Arguments, change: Callable[[int], int | None]) -> Iterator[Arguments]:
+    """The arguments with integers changed: none, each one, those of one list, each two, all.
+
+    Args:
+        change: what becomes of an integer; None: it stays.
+    """
+    paths = list(_changed(arguments, change, ()))
+    yield arguments
+    groups: list[Sequence[Path]] = [(path,) for path in paths]
     lists: dict[Path, list[Path]] = {}
     for path in paths:
         lists.setdefault(path[:-1], []).append(path)
-    yield from (group for group in lists.values() if len(group) > 1)
-    yield from combinations(paths, 2)
+    groups += [group for group in lists.values() if len(group) > 1]
+    groups += combinations(paths, 2)
     if len(paths) > 2:
-        yield paths
+        groups.append(paths)
+    for group in groups:
+        yield _with(arguments, group, change)
 
 
-def _divisible(x: Any, size: int, path: Path) -> Iterator[Path]:
+def _changed(x: Any, change: Callable[[int], int | None], path: Path) -> Iterator[Path]:
     if isinstance(x, bool):
         return
     if isinstance(x, int):
-        if x and x % size == 0:
+        if x and change(x) is not None:
             yield path
     elif isinstance(x, (tuple, list)):
         for index, item in enumerate(x):
-            yield from _divisible(item, size, (*path, index))
+            yield from _changed(item, change, (*path, index))
     elif isinstance(x, dict):
         for name, item in x.items():
-            yield from _divisible(item, size, (*path, name))
+            yield from _changed(item, change, (*path, name))
     elif isinstance(x, slice):
         for name in ("start", "stop", "step"):
-            yield from _divisible(getattr(x, name), size, (*path, name))
+            yield from _changed(getattr(x, name), change, (*path, name))
 
 
-def _divided(x: Any, paths: Sequence[Path], size: int) -> Any:
-    """`x` with the integers at `paths` divided by `size`."""
+def _with(x: Any, paths: Sequence[Path], change: Callable[[int], int | None]) -> Any:
+    """`x` with the integers at `paths` changed."""
     if not paths:
         return x
     if isinstance(x, int):
-        return x // size
+        return change(x)
     inner: dict[Any, list[Path]] = {}
     for path in paths:
         inner.setdefault(path[0], []).append(path[1:])
     if isinstance(x, dict):
-        return {name: _divided(item, inner.get(name, ()), size) for name, item in x.items()}
+        return {name: _with(item, inner.get(name, ()), change) for name, item in x.items()}
     if isinstance(x, slice):
-        return slice(*(_divided(getattr(x, n), inner.get(n, ()), size) for n in ("start", "stop", "step")))
-    items = [_divided(item, inner.get(index, ()), size) for index, item in enumerate(x)]
+        return slice(*(_with(getattr(x, n), inner.get(n, ()), change) for n in ("start", "stop", "step")))
+    items = [_with(item, inner.get(index, ()), change) for index, item in enumerate(x)]
     return items if isinstance(x, list) else tuple(items)

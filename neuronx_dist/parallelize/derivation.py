@@ -19,15 +19,27 @@ import torch
 
 from ..checking.types.judge import Judgement, Operand, judge
 from ..checking.types.rules import Rule, Spec
+from ..mesh import part_of
 from ..spmd.errors import Violation
 from ..spmd.tensor_type import TensorType
 from ..spmd.types import I, P, R, Shard, SpmdType
 from .composite_strategies import DRAWING, composite_of
 from .congruence import Arguments, Slot, local_arguments, spec_of
-from .conversions import OPERATORS
 from .program import OuterCall, local_shape, substituted
 
-__all__ = ["Derivation", "Facts", "Refusal", "Template", "derive"]
+__all__ = [
+    "Derivation",
+    "Facts",
+    "Refusal",
+    "Template",
+    "assignments",
+    "cut_types",
+    "described",
+    "derive",
+    "results_of",
+    "unjudged",
+    "unwanted",
+]
 
 
 class Refusal(NamedTuple):
@@ -73,19 +85,19 @@ class Facts(NamedTuple):
     size: int
     strides: tuple[int, ...]
     outer: OuterCall | None = None  # the types that it has on the first of two axes
+    original: tuple[Callable[..., Any], Arguments] | None = None  # whose composite the first axis asks for
 
 
 def derive(facts: Facts) -> Derivation:
     """All strategies of a call, "R" first."""
-    if facts.function in OPERATORS.values():
-        return Derivation(list(_passed_on(facts)), [])
     derivation = Derivation([], [])
-    spec, affine, why = _described(facts)
-    for name, types, label in _assignments(facts, spec):
+    spec, affine, why = described(facts)
+    judged = _with_dims_of_one(facts) if spec is not None and facts.outer is not None else spec
+    for name, types, label in assignments(facts, spec):
         if why and name not in ("R", "I"):
             continue
-        results = _results(facts, spec, affine, types) if spec is not None else _unjudged(facts, types)
-        reason = results if isinstance(results, str) else _unwanted(facts, types, results)
+        results = results_of(facts, judged, affine, types) if judged is not None else unjudged(facts, types)
+        reason = results if isinstance(results, str) else unwanted(facts, types, results)
         arguments = None
         if not reason and label is not None:
             assert facts.rule is not None and spec is not None and not isinstance(results, str)
@@ -98,7 +110,7 @@ def derive(facts: Facts) -> Derivation:
             derivation.refusals.append(Refusal(name, reason))
         else:
             assert not isinstance(results, str)
-            derivation.templates.append(_drawing(facts, Template(name, types, results, arguments)))
+            derivation.templates.append(with_own_mask(facts, Template(name, types, results, arguments)))
     if facts.varies:
         derivation.templates.extend(_composites(facts, spec) if spec is not None else _made_alike(facts))
     if why:
@@ -106,7 +118,7 @@ def derive(facts: Facts) -> Derivation:
     return derivation
 
 
-def _described(facts: Facts) -> tuple[Spec | None, bool, str]:
+def described(facts: Facts) -> tuple[Spec | None, bool, str]:
     """`(spec, affine, why there is no spec)`."""
     rule = facts.rule
     if rule is None:
@@ -129,6 +141,14 @@ def _described(facts: Facts) -> tuple[Spec | None, bool, str]:
     return spec, affine, ""
 
 
+def _with_dims_of_one(facts: Facts) -> Spec:
+    """The spec with factors of size 1: of a dim that the first axis cuts one position may be left."""
+    assert facts.rule is not None and facts.rule.spec is not None
+    args, kwargs = substituted(facts.arguments, Slot, whole_tensor)
+    spec: Spec = facts.rule.spec(*args, **kwargs)
+    return spec
+
+
 @lru_cache(4096)
 def _meta(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
@@ -138,7 +158,7 @@ def whole_tensor(slot: Slot) -> torch.Tensor:
     return _meta(slot.shape, slot.dtype)
 
 
-def _assignments(facts: Facts, spec: Spec | None) -> Iterator[tuple[str, tuple[SpmdType, ...], int | None]]:
+def assignments(facts: Facts, spec: Spec | None) -> Iterator[tuple[str, tuple[SpmdType, ...], int | None]]:
     """Types of the operands that may be a strategy: `(name, types, label that is cut)`."""
     count = len(facts.slots)
     yield "R", (R,) * count, None
@@ -156,28 +176,7 @@ def _assignments(facts: Facts, spec: Spec | None) -> Iterator[tuple[str, tuple[S
             continue
         for stride in dict.fromkeys((1, *facts.strides)):
             if length % (stride * facts.size) == 0 and length:
-                yield from _cut(facts, spec, label, stride)
-
-
-def _passed_on(facts: Facts) -> Iterator[Template]:
-    """The strategies of a conversion on the first axis: it has no effect on types of the second.
-
-    But a dim that it cuts, gathers or exchanges is not cut on the second: the first axis has the outer part of it.
-    """
-    (slot,) = facts.slots
-    options = facts.arguments[1]
-    touched = {spmd_type.dim for spmd_type in (options["src"], options["dst"]) if isinstance(spmd_type, Shard)}
-    types: list[SpmdType] = [R]
-    if facts.varies:
-        types += [I] if slot.differentiable else []
-        types += [P] if slot.dtype.is_floating_point or slot.dtype.is_complex else []
-        for dim, length in enumerate(slot.shape):
-            if dim not in touched and length:
-                strides = (stride for stride in (1, *facts.strides) if length % (stride * facts.size) == 0)
-                types += [Shard(dim, stride) for stride in dict.fromkeys(strides)]
-    for spmd_type in types:
-        name = str(spmd_type) if spmd_type in (R, I) else f"{spmd_type} of operand 0"
-        yield Template(name, (spmd_type,), (spmd_type,), None)
+                yield from cut_types(facts, spec, label, stride)
 
 
 def _any_type(slot: Slot, size: int) -> Iterator[SpmdType]:
@@ -207,7 +206,9 @@ def _groups(rule: Rule, count: int) -> list[tuple[int, ...]]:
     return list(dict.fromkeys(tuple(index for index in group if index < count) for group in groups))
 
 
-def _cut(facts: Facts, spec: Spec, label: int, stride: int) -> Iterator[tuple[str, tuple[SpmdType, ...], int | None]]:
+def cut_types(
+    facts: Facts, spec: Spec, label: int, stride: int
+) -> Iterator[tuple[str, tuple[SpmdType, ...], int | None]]:
     """A label cut on every operand that has it; the others R, or P where they are added to what becomes partial."""
     shards = {index: cuts(dims, spec, label, stride) for index, dims in enumerate(spec.ins) if dims is not None}
     shards = {index: shard for index, shard in shards.items() if shard is not None}
@@ -243,7 +244,7 @@ def cuts(dims: Any, spec: Spec, label: int, stride: int = 1) -> Shard | None:
     return None
 
 
-def _results(facts: Facts, spec: Spec, affine: bool, types: Sequence[SpmdType]) -> tuple[SpmdType, ...] | str:
+def results_of(facts: Facts, spec: Spec, affine: bool, types: Sequence[SpmdType]) -> tuple[SpmdType, ...] | str:
     """Types of the results, or why there are none."""
     outer = facts.outer
     known = [{outer.axis: spmd_type} for spmd_type in outer.operands] if outer else [{}] * len(types)
@@ -272,12 +273,12 @@ def _plain(spmd_type: SpmdType) -> SpmdType:
     return R if spmd_type.letter in "R0" and not spmd_type.scale else spmd_type
 
 
-def _unjudged(facts: Facts, types: Sequence[SpmdType]) -> tuple[SpmdType, ...]:
+def unjudged(facts: Facts, types: Sequence[SpmdType]) -> tuple[SpmdType, ...]:
     """Of a function of which nothing is known: on all ranks the same, if its operands are."""
     return (I if I in types else R,) * len(facts.results)
 
 
-def _unwanted(facts: Facts, types: Sequence[SpmdType], results: Sequence[SpmdType]) -> str:
+def unwanted(facts: Facts, types: Sequence[SpmdType], results: Sequence[SpmdType]) -> str:
     """Why a legal call is no strategy; "": it is one."""
     for spmd_type in results:
         if isinstance(spmd_type, Shard):
@@ -309,14 +310,18 @@ def _seen(
     """Whether the checker, which sees local sizes alone, comes to the same types."""
     assert facts.rule is not None and facts.rule.spec is not None
     args, kwargs = substituted(arguments, Slot, _local_tensor(facts, types))
-    return _results(facts, facts.rule.spec(*args, **kwargs), affine, types) == tuple(results)
+    return results_of(facts, facts.rule.spec(*args, **kwargs), affine, types) == tuple(results)
 
 
-def _drawing(facts: Facts, template: Template) -> Template:
-    """A call of shards that draws random numbers draws each rank's own."""
+def with_own_mask(facts: Facts, template: Template) -> Template:
+    """A call of shards that draws random numbers draws each rank's own; along another axis they are alike."""
     if not facts.random or template.arguments is None:
         return template
-    return template._replace(function=DRAWING[facts.function])
+    args, kwargs = template.arguments
+    whole, sign, count = part_of(facts.axis)
+    if sign:
+        kwargs = {**kwargs, "alike": f"{whole}{'%' if sign == '/' else '/'}{count}"}
+    return template._replace(function=DRAWING[facts.function], arguments=(args, kwargs))
 
 
 def _composites(facts: Facts, spec: Spec) -> Iterator[Template]:
@@ -328,7 +333,7 @@ def _composites(facts: Facts, spec: Spec) -> Iterator[Template]:
         shards = [cuts(dims or (), spec, label) for dims in spec.ins]
         types = tuple(shard if shard and i not in composite.whole else R for i, shard in enumerate(shards))
         results = tuple(cuts(dims, spec, label) or composite.ended for dims in spec.outs)
-        if not _unwanted(facts, types, results):
+        if not unwanted(facts, types, results):
             itemsize = max(4, facts.slots[0].dtype.itemsize)
             sent = tuple(2 * count * itemsize * (facts.size - 1) // facts.size for count in composite.reduced)
             first = next(index for index, spmd_type in enumerate(types) if spmd_type is not R)

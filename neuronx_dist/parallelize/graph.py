@@ -12,8 +12,10 @@ as ranks. The rest is refused by `PlanError`. Names are nnScaler's, but for `sha
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase
+from itertools import groupby
 from typing import Any
 
 from ..nearest import nearest
@@ -23,15 +25,17 @@ from ..spmd.types import I, S, SpmdType
 from .blocks import strides_of
 from .choose import Problem, is_whole, stage_starts
 from .config import ComputeConfig, Pipeline, divisors_near
-from .local_program import LocalProgram, local_program
+from .local_program import local_program
 from .nodes import Algorithm, IRDataOperation, IRFwOperation, IRSegment, Node, SubNode, cuts_operand
 from .program import Call, Division, Program, Strategy, Value
 from .strategies import candidates, refusals
 from .tables import Constraints
+from .two_axes import SecondAxis
 
 __all__ = ["IRDataOperation", "IRFwOperation", "IRGraph", "IRSegment"]
 
 NodeType = type[Node] | tuple[type[Node], ...]
+_BY_POLICY = -1  # in the place of a checkpoint's number
 
 
 class IRGraph:
@@ -42,9 +46,8 @@ class IRGraph:
         constraints: on strategies and types.
         pipeline: what `config.apply_pipeline_scheduler` set; None: no pipeline.
         pipeline_ranks: on how many groups of ranks the stages lie; None: each on its own, as far as there are ranks.
-        second: ranks of a stage along the second of two axes; 1: a stage is one axis. Each call is divided over the
-            first axis, and what a rank of that runs over the second.
-        decide_second: gets the graph of what a rank of the first axis runs, and decides there; and how it came about.
+        second: the second of two axes: each call is divided over the first one, and what a rank of that runs over the
+            second.
         costs, memory: what the choice counts with.
         stage_seconds: of each stage, forward and backward, once the program is divided.
     """
@@ -64,14 +67,17 @@ class IRGraph:
         self.constraints = Constraints()
         self.pipeline: Pipeline | None = None
         self.pipeline_ranks: int | None = None
-        self.second = 1
-        self.decide_second: list[Callable[[IRGraph, LocalProgram], Any]] = []
+        self.second = SecondAxis()
+        self._sharded: dict[Value, tuple[SpmdType, ...]] = {}
         self.stage_seconds: list[float] = []
-        self._found: dict[tuple[Call, int], list[Strategy]] = {}
+        self._found: dict[tuple[Call, str, int], list[Strategy]] = {}
         self._data = IRDataOperation("data", "", values=program.inputs)
         self._strides = strides_of(program)
         self.operations = [
-            IRFwOperation(call.name, call.module, call=call, strategies=self._strategies) for call in program.calls
+            IRFwOperation(
+                call.name, call.module, call=call, strategies=self._strategies, recompute=bool(call.checkpoints)
+            )
+            for call in program.calls
         ]
         self._number = {node: number for number, node in enumerate(self.operations)}
         self._segments: list[IRSegment] = []
@@ -96,14 +102,14 @@ class IRGraph:
     @property
     def size(self) -> int:
         """How many ranks its axis has: those of a stage, unless they are two axes."""
-        return self._outer.second if self._outer else self.ranks // self.second
+        return self._outer.second.size if self._outer else self.ranks // self.second.size
 
     @property
     def axis(self) -> str:
         """The axis over which its operations are divided."""
         if self._outer:
-            return f"tp%{self._outer.second}"
-        return f"tp/{self.second}" if self.second > 1 else "tp"
+            return f"tp%{self._outer.second.size}"
+        return f"tp/{self.second.size}" if self.second.size > 1 else "tp"
 
     def nodes(self, flatten: bool = True) -> list[Node]:
         """The inputs and the operations, in order; `flatten=False`: segments in the place of their operations."""
@@ -135,44 +141,50 @@ class IRGraph:
         return self._strategies(node.call)
 
     def _strategies(self, call: Call, size: int | None = None) -> list[Strategy]:
-        key = call, size or self.size
+        key = call, self.axis, size or self.size
         if key not in self._found:
-            self._found[key] = candidates(call, self.axis, key[1], strides=self._strides)
+            self._found[key] = candidates(*key, strides=self._strides)
         return self._found[key]
 
     # Verbs.
 
-    def partition(self, node: Node, algo: Algorithm, *, idx: int, dim: int, num: int) -> list[SubNode]:
-        """Cuts an operation along dim `dim` of its tensor operand `idx` into `num` parts.
+    def partition(self, node: Node | SubNode, algo: Algorithm, *, idx: int, dim: int, num: int) -> list[SubNode]:
+        """Cuts an operation along dim `dim` of its tensor operand `idx` into `num` parts; a part again, too.
+
+        An operation in n parts, each of which is in m parts, is over two axes of n and m ranks; then all are.
 
         Raises:
             PlanError: it cannot be cut so; the message has what can.
         """
-        if not isinstance(node, IRFwOperation):
+        whole = node.node if isinstance(node, SubNode) else node
+        if not isinstance(whole, IRFwOperation):
             raise PlanError(
                 f"{node!r} cannot be partitioned: inputs are whole on every rank of a unit; partition the operations "
                 "that read them, or replicate"
             )
         if not algo.satisfy(idx=idx, dim=dim, num=num):
-            names = [f"(idx={i}, dim={d})" for i, d in node.transform_space()]
+            names = [f"(idx={i}, dim={d})" for i, d in whole.transform_space()]
             raise PlanError(
                 f"{node!r} cannot be cut along dim {dim} of operand {idx} over {num} ranks; along these it can over "
                 f"{self.size}: {', '.join(names) or 'none'}"
                 + ("" if names else "; a function without a rule gets one by register_op")
             )
-        self.constraints.strategies.setdefault(node.call, []).append(cuts_operand(idx, dim))
-        return self._divided(node, num)
+        return self._divided(node, num, cuts_operand(idx, dim))
 
-    def replicate(self, node: Node, times: int) -> list[SubNode]:
-        """Runs the whole operation on `times` ranks."""
-        if isinstance(node, IRFwOperation):
-            self.constraints.strategies.setdefault(node.call, []).append(is_whole)
-        return self._divided(node, times)
+    def replicate(self, node: Node | SubNode, times: int) -> list[SubNode]:
+        """Runs the whole operation, or part of one, on `times` ranks."""
+        return self._divided(node, times, is_whole)
 
-    def _divided(self, node: Node, count: int) -> list[SubNode]:
+    def _divided(self, node: Node | SubNode, count: int, allowed: Callable[[Strategy], bool]) -> list[SubNode]:
         if node.parts:
             raise PlanError(f"{node!r} was divided already, into {len(node.parts)} parts: a policy divides a node once")
-        node.parts = [SubNode(node, index, count) for index in range(count)]
+        whole, is_part = (node.node, True) if isinstance(node, SubNode) else (node, False)
+        if is_part and node not in whole.parts:
+            raise PlanError(f"{node!r} is a part of a part: a unit has two axes at most")
+        if isinstance(whole, IRFwOperation):
+            table = self.second.strategies if is_part else self.constraints.strategies
+            table.setdefault(whole.call, []).append(allowed)
+        node.parts = [SubNode(whole, index, count) for index in range(count)]
         return list(node.parts)
 
     def assign(self, node: Node | SubNode, device: int) -> None:
@@ -189,11 +201,13 @@ class IRGraph:
                 self.assign(operation, device)
             return
         if isinstance(node, Node):
-            if node.parts and node.parts[0].device is None:
-                raise PlanError(f"{node!r} is in {len(node.parts)} parts: assign these")
-            part = node.parts[0] if node.parts else self.replicate(node, 1)[0]
+            if node.parts and node.ends[0].device is None:
+                raise PlanError(f"{node!r} is in {len(node.ends)} parts: assign these")
+            part = node.ends[0] if node.parts else self.replicate(node, 1)[0]
         else:
             part = node
+        if part.parts:
+            raise PlanError(f"{part!r} is in {len(part.parts)} parts: assign these")
         if part.device is not None:
             raise PlanError(f"{part.node!r} is assigned twice: to device {part.device}, and to {device}")
         part.device = device
@@ -231,6 +245,8 @@ class IRGraph:
     def shard(self, module: str, **dims: int | None) -> None:
         """Decides how parameters are stored: `graph.shard("layers.*.mlp.up_proj", weight=0)`; None: whole.
 
+        Of two axes on the second one.
+
         Raises:
             PlanError: there is no such parameter.
         """
@@ -241,7 +257,7 @@ class IRGraph:
                 known = [value.path for value in self.program.parameters]
                 raise PlanError(f"no parameter is called {pattern}; nearest: {nearest(pattern, known)}")
             for value in found:
-                self.constraints.types[value] = self._stored(value, dim)
+                self._sharded[value] = self._stored(value, dim)
 
     def _stored(self, value: Value, dim: int | None) -> tuple[SpmdType, ...]:
         if dim is None:
@@ -261,13 +277,15 @@ class IRGraph:
         """
         self._check_pipeline()
         problem = self.problem()
-        memory = None if self.memory is None else self.memory * self.second  # the second axis may divide all of it
+        second = self.second
+        memory = None if self.memory is None else self.memory * second.size  # the second axis may divide all of it
         division = problem.fitting(memory, stages=self.groups)
         starts = list(range(len(self.operations) + 1))
-        if self.second > 1:
+        if second.size > 1:
             local = local_program(division)
             inner = IRGraph(local.program, self.config, costs=self.costs, part_of=self)
-            for decide in self.decide_second:
+            inner.constraints = second.constrain(local, self.constraints, self.operations, self.ranks)
+            for decide in second.decide:
                 decide(inner, local)
             problem, outer, starts = inner.problem(), division, local.starts
             division = problem.fitting(self.memory, stages=self.groups)
@@ -276,7 +294,7 @@ class IRGraph:
             division.schedule, division.microbatches = self.pipeline.schedule, self.pipeline.nmicros
             division.pipeline_ranks = self.groups
             division.stages = [starts[self._number[segment.operations[0]]] for segment in self._segments]
-            division.stages = division.stages or stage_starts(problem, division, self.pipeline.nstages)
+            division.stages = division.stages or _before(starts, stage_starts(problem, division, self.pipeline.nstages))
         division.recompute = [(starts[first], starts[last]) for first, last in self._recomputed()]
         times = problem.tables.times(division.strategies, division.type_of)
         bounds = [*division.stages, len(times)]
@@ -301,14 +319,18 @@ class IRGraph:
         Raises:
             PlanError: an operation has parts without a device, or on devices that one program cannot serve.
         """
+        if self._outer is None:
+            self.second.settle([self._data, *self.operations], self.ranks)
+            table = self.second.types if self.second.size > 1 else self.constraints.types
+            table.update(self._sharded)
         for node in (self._data, *self.operations):
             if node.parts:
                 self._check_devices(node)
         return Problem(self.program, self.axis, self.size, self.costs, self.constraints, self._strategies)
 
     def _check_devices(self, node: Node) -> None:
-        devices = [part.device for part in node.parts]
-        missing = [part.index for part in node.parts if part.device is None]
+        devices = [part.device for part in node.ends]
+        missing = [number for number, part in enumerate(node.ends) if part.device is None]
         if missing:
             raise PlanError(f"{node!r} has no device for parts {missing} of {len(devices)}: graph.assign(part, device)")
         if isinstance(node, IRDataOperation):
@@ -328,12 +350,15 @@ class IRGraph:
 
     def _recomputed(self) -> list[tuple[int, int]]:
         """The spans of calls, from and to, that are computed again in backward."""
-        spans: list[tuple[int, int]] = []
-        for number, node in enumerate(self.operations):
-            if node.recompute:
-                first = spans.pop()[0] if spans and spans[-1][1] == number else number
-                spans.append((first, number + 1))
-        return spans
+        around = [(node.call.checkpoints or (_BY_POLICY,)) if node.recompute else () for node in self.operations]
+        spans: set[tuple[int, int]] = set()
+        for depth in range(max(map(len, around), default=0)):
+            inside = [path[: depth + 1] if len(path) > depth else None for path in around]
+            for path, group in groupby(enumerate(inside), lambda numbered: numbered[1]):
+                numbers = [number for number, _ in group]
+                if path is not None:
+                    spans.add((numbers[0], numbers[-1] + 1))
+        return sorted(spans, key=lambda span: (span[0], -span[1]))
 
     def explain(self, node: IRFwOperation) -> str:
         """Each strategy of an operation and what the whole program takes under it; what is no strategy, and why."""
@@ -354,3 +379,15 @@ class IRGraph:
             lines.append(f"{mark} {strategy.name}: {types[0]} -> {types[1]}; {extra}")
         refused = refusals(node.call, self.axis, self.size, strides=self._strides)
         return "\n".join([*lines, *(f" x {refusal.name}: {refusal.why}" for refusal in refused)])
+
+
+def _before(starts: Sequence[int], chosen: Sequence[int]) -> list[int]:
+    """Where stages begin: before the conversions that the first call of each needs.
+
+    Raises:
+        PlanError: two begin at one call.
+    """
+    found = [starts[bisect_right(starts, start) - 1] for start in chosen]
+    if len(set(found)) < len(found):
+        raise PlanError(f"{len(found)} stages of a program of {len(starts) - 1} calls begin at the same: use fewer")
+    return found

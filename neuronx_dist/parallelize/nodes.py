@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Protocol
 
 from ..planning.plan import PlanError
@@ -29,16 +30,31 @@ class SubNode:
 
     Attributes:
         device: the rank in the unit that it is assigned to; None: none yet.
+        parts: what a division over a second axis made of it.
     """
 
     node: Node
     index: int
     count: int
     device: int | None = None
+    parts: list[SubNode] = field(default_factory=list)
 
     @property
     def name(self) -> str:
         return self.node.name
+
+    def algorithm(self, name: str) -> Algorithm:
+        """The way to partition it, over a second axis, that has this name; there is "dim"."""
+        if not isinstance(self.node, IRFwOperation):
+            raise PlanError(f"{self!r} cannot be partitioned: inputs are whole on every rank of a unit")
+        return self.node.algorithm(name)
+
+    algorithms = algorithm
+
+    @property
+    def ends(self) -> list[SubNode]:
+        """It, or the parts it is in."""
+        return self.parts or [self]
 
     def __repr__(self) -> str:
         return f"part {self.index} of {self.count} of {self.node!r}"
@@ -61,7 +77,12 @@ class Node:
     @property
     def device(self) -> list[int]:
         """The devices that its parts are assigned to."""
-        return [part.device for part in self.parts if part.device is not None]
+        return [part.device for part in self.ends if part.device is not None]
+
+    @property
+    def ends(self) -> list[SubNode]:
+        """Its parts; of those in parts themselves these."""
+        return [end for part in self.parts for end in part.ends]
 
     def inputs(self) -> list[Value]:
         """The tensors that it reads."""
@@ -109,7 +130,11 @@ class Algorithm:
 
 @dataclass(eq=False, repr=False)
 class IRFwOperation(Node):
-    """One call of the program."""
+    """One call of the program.
+
+    Attributes:
+        recompute: it is computed again in backward: `graph.recompute` says so, or the module's own checkpoints.
+    """
 
     call: Call = field(kw_only=True)
     strategies: Strategies = field(kw_only=True)
@@ -165,6 +190,7 @@ class IRSegment(Node):
         return f"{self.name} ({len(self.operations)} operations)"
 
 
+@cache
 def cuts_operand(index: int, dim: int) -> Callable[[Strategy], bool]:
     """Whether a strategy cuts that dim of that operand, in blocks or not."""
 

@@ -4,12 +4,14 @@
     pipeline.train(samples, dummies, scale_fn)            # gradients are added to those that parameters have
 
 A rank runs the methods of its own stages. Gradients are the sums over the microbatches, and those of a weight that is
-on several stages the sums over these, too.
+on several stages the sums over these, too. The others are complete in the backward of their stage's last microbatch,
+and their reduction over the units may start there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -23,8 +25,9 @@ from ..pipeline.run.executor import Executor
 from ..pipeline.run.messages import Messages
 from ..pipeline.run.transport import Channels
 from ..pipeline.run.wire import wires_of
-from ..pipeline.schedule import Inference, Task
+from ..pipeline.schedule import Inference, Kind, Task
 from ..pipeline.schedule.tasks import OTHER_END
+from .buffers import buffers_kept
 from .stages import schedule_of
 
 __all__ = ["Pipelined", "StageTable"]
@@ -39,14 +42,21 @@ class Pipelined:
     Args:
         ranks: on how many groups of ranks the stages lie.
         schedule: a name of `pipeline.schedule`.
-        stages: the groups that hold each tied weight, by the name under which parameters are registered.
+        stages: how many there are.
+        used_by: the stages that use each parameter, by the name under which it is registered.
 
     Raises:
         RuntimeError: ranks here have no messages between two of them.
     """
 
     def __init__(
-        self, module: nn.Module, ranks: int, stages: int, microbatches: int, schedule: str, tied: Mapping[str, Any]
+        self,
+        module: nn.Module,
+        ranks: int,
+        stages: int,
+        microbatches: int,
+        schedule: str,
+        used_by: Mapping[str, Sequence[int]],
     ) -> None:
         if not comm.current().backend.has_messages:
             raise RuntimeError(
@@ -62,7 +72,12 @@ class Pipelined:
         ways = ["pp_forward", "pp_backward"] + ["pp_forward_up", "pp_backward_down"] * (stages > ranks)
         self._channels = Channels(*(comm.new_group(pipelines, way) for way in ways))
         self.tied: dict[str, comm.Communicator] = {}  # of the weights that are here
-        for name, holders in tied.items():
+        for name, users in used_by.items():
+            holders = sorted({stage % ranks for stage in users})
+            if len(users) == 1 and self._stage in holders:
+                module.get_parameter(name).complete_in_backward = True  # type: ignore[attr-defined]
+            if len(holders) == 1:
+                continue
             lists = [[pipeline[stage] for stage in holders] for pipeline in pipelines]
             group = comm.new_group(lists, f"pp_tied_{'_'.join(map(str, holders))}")
             if group is not None:
@@ -83,8 +98,7 @@ class Pipelined:
         Args:
             dummies: numbers of the samples that add nothing.
         """
-        with paused(module.parameters()):  # gradients are complete behind this
-            results = self._run(module, table, samples, True, dummies, scale_fn or _as_it_is)
+        results = self._run(module, table, samples, True, dummies, scale_fn or _as_it_is)
         for name, group in self.tied.items():
             parameter = module.get_parameter(name)
             if parameter.requires_grad:
@@ -124,7 +138,9 @@ class Pipelined:
         def keep(task: Task, outputs: list[Any], _: Any) -> None:
             kept[task.microbatch] = [x.detach() if isinstance(x, torch.Tensor) else x for x in outputs]
 
-        messages = Messages(
+        messages = _Messages(
+            module=module,
+            dummies=dummies,
             schedule=schedule,
             stage=self._stage,
             wires=[{kind: wires_of(chunk, kind) for kind in OTHER_END} for chunk in chunks],
@@ -166,6 +182,38 @@ class Pipelined:
             else:
                 columns.append([leaf] * self.microbatches)
         return [pytree.tree_unflatten(list(leaves), like.structure) for leaves in zip(*columns, strict=True)]
+
+
+class _Messages(Messages):
+    """With what stands around the tasks of a training step.
+
+    Reductions of gradients start in no backward but the last one of a stage that adds something. The forward of a dummy
+    leaves buffers as they are.
+
+    Args:
+        module: what this rank holds.
+        dummies: microbatches that add nothing.
+    """
+
+    def __init__(self, *, module: nn.Module, dummies: Collection[int], **options: Any) -> None:
+        super().__init__(**options)
+        self._module, self._dummies = module, dummies
+        self._parameters = [*module.parameters()]
+        tasks = options["schedule"].tasks(options["stage"])
+        backwards = [task for task in tasks if task.kind is Kind.BACKWARD and task.microbatch not in dummies]
+        self._last = {task.chunk: task for task in backwards}
+
+    def run(self, compute: Callable[[Task], None]) -> None:
+        def computed(task: Task) -> None:
+            with self._around(task):
+                compute(task)
+
+        super().run(computed)
+
+    def _around(self, task: Task) -> AbstractContextManager[None]:
+        if task.kind is Kind.FORWARD:
+            return buffers_kept(self._module) if task.microbatch in self._dummies else nullcontext()
+        return nullcontext() if task == self._last.get(task.chunk) else paused(self._parameters)
 
 
 class _Results(NamedTuple):

@@ -4,35 +4,59 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from ..planning.plan import CallPlan, Plan, PlanError, TensorPlan
 from ..spmd.types import I, R, S, SpmdType
 from .graph import IRGraph
-from .program import Division, Strategy, Value
+from .local_program import LocalProgram, local_program
+from .program import Call, Division, Strategy, Value
 
 __all__ = ["apply_plan", "plan_of"]
 
 
 def plan_of(division: Division, *, units: int = 1) -> Plan:
     """The plan of a division; `units`: how many units of ranks train together."""
-    program = division.program
-    ranks = division.pipeline_ranks
+    first, program = division.outer or division, division.whole
+    position = {start: number for number, start in enumerate(_starts(division))}
     return Plan(
-        tp=division.size,
-        pp=ranks,
+        tp=division.ranks,
+        pp=division.pipeline_ranks,
         dp=units,
+        second=division.size if division.outer else 1,
         schedule=division.schedule,
         microbatches=division.microbatches,
-        stages=tuple(division.stages),
-        recompute=tuple(division.recompute),
-        calls=tuple(CallPlan(call.name, call.module, division.strategies[call].name) for call in program.calls),
-        parameters=_tensors(division, program.parameters),
-        inputs=_tensors(division, program.inputs),
+        stages=tuple(position[start] for start in division.stages),
+        recompute=tuple((position[start], position[stop]) for start, stop in division.recompute),
+        calls=_calls(first),
+        second_calls=_calls(division) if division.outer else (),
+        parameters=_tensors(division, program.parameters, division.program.parameters),
+        inputs=_tensors(division, program.inputs, division.program.inputs),
     )
 
 
-def _tensors(division: Division, values: Sequence[Value]) -> dict[str, TensorPlan]:
-    return {value.path: TensorPlan(tuple(value.shape), _dtype(value), str(division.types[value])) for value in values}
+def _starts(division: Division) -> list[int]:
+    """The number, in the program that is emitted, of the first call that each one of the whole program needs."""
+    if division.outer is None:
+        return list(range(len(division.program.calls) + 1))
+    return local_program(division.outer).starts
+
+
+def _calls(division: Division) -> tuple[CallPlan, ...]:
+    return tuple(CallPlan(*_place(call), division.strategies[call].name) for call in division.program.calls)
+
+
+def _place(call: Call) -> tuple[str, str]:
+    return call.name, call.module
+
+
+def _tensors(division: Division, whole: Sequence[Value], values: Sequence[Value]) -> dict[str, TensorPlan]:
+    """The types of leaves of the whole program, which `values` are of the program that is emitted."""
+    found = {}
+    for value, own in zip(whole, values, strict=True):
+        types = (division.types[own],) if division.outer is None else (division.outer.types[value], division.types[own])
+        found[value.path] = TensorPlan(tuple(value.shape), _dtype(value), *map(str, types))
+    return found
 
 
 def _dtype(value: Value) -> str:
@@ -54,6 +78,8 @@ def apply_plan(plan: Plan, graph: IRGraph) -> IRGraph:
         inputs={value.path: (value.shape, _dtype(value)) for value in program.inputs},
     )
     operations = graph.operations
+    graph.second.size = plan.second
+    graph.second.decide.append(partial(_decide_second, plan))
     if plan.pp > 1:
         config.apply_pipeline_scheduler(graph, len(plan.stages), plan.microbatches, plan.schedule)
         graph.pipeline_ranks = plan.pp
@@ -61,14 +87,35 @@ def apply_plan(plan: Plan, graph: IRGraph) -> IRGraph:
         graph.staging([operations[start] for start in plan.stages])
     for first, last in plan.recompute:
         graph.recompute(operations[first:last])
-    for node, call in zip(operations, plan.calls, strict=True):
+    _decide(graph, plan.calls)
+    for value in program.parameters:
+        graph.constraints.types[value] = (_type((plan.parameters or {})[value.path].type, value.path),)
+    return graph
+
+
+def _decide(graph: IRGraph, calls: Sequence[CallPlan]) -> None:
+    for node, call in zip(graph.operations, calls, strict=True):
         names = [strategy.name for strategy in graph.strategies(node)]
         if call.strategy not in names:
             raise PlanError(f"{node!r} has no strategy {call.strategy!r} as in the plan; it has {', '.join(names)}")
         graph.constraints.strategies.setdefault(node.call, []).append(_is_called(call.strategy))
-    for value in program.parameters:
-        graph.constraints.types[value] = (_type((plan.parameters or {})[value.path].type, value.path),)
-    return graph
+
+
+def _decide_second(plan: Plan, graph: IRGraph, local: LocalProgram) -> None:
+    """Decides what a rank of the first axis runs as the plan says.
+
+    Raises:
+        PlanError: that is another program than it was when the plan was made.
+    """
+    here = [_place(call) for call in local.program.calls]
+    if here != [(call.function, call.module) for call in plan.second_calls]:
+        raise PlanError(
+            f"the plan has {len(plan.second_calls)} calls over the second axis, and its first axis leaves "
+            f"{len(here)} here, or others: it was changed, or made by another version"
+        )
+    _decide(graph, plan.second_calls)
+    for value in graph.program.parameters:
+        graph.constraints.types[value] = (_type((plan.parameters or {})[value.path].second, value.path),)
 
 
 def _is_called(name: str) -> Callable[[Strategy], bool]:

@@ -12,7 +12,7 @@ A policy may also be a `planning.Plan`, the path of one, or a function `(IRGraph
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from ..spmd.types import I, R, S, Shard, SpmdType
 from .config import ComputeConfig, divisors_near
 from .graph import IRGraph
 from .nodes import IRFwOperation
-from .plans import apply_plan, plan_of
+from .plans import apply_plan
 from .program import Division, Program, Strategy, Value
 from .stages import starts_like
 
@@ -71,8 +71,8 @@ def divide_like(division: Division, program: Program, config: ComputeConfig) -> 
     graph.pipeline_ranks = division.pipeline_ranks
     _store_as(division.outer or division, graph)
     if division.outer:
-        graph.second = division.size
-        graph.decide_second.append(lambda inner, local: _store_as(division, inner))
+        graph.second.size = division.size
+        graph.second.decide.append(lambda inner, local: _store_as(division, inner))
     divided = graph.divide()
     divided.stages = starts_like(division, program)
     for name in ("schedule", "microbatches", "pipeline_ranks"):
@@ -136,8 +136,8 @@ def _over_two_axes(graph: IRGraph, config: ComputeConfig) -> IRGraph | None:
         )
     if size in (None, 1, graph.ranks):
         return None
-    graph.second = size
-    graph.decide_second.append(lambda inner, local: _weights_cut(inner))
+    graph.second.size = size
+    graph.second.decide.append(lambda inner, local: _weights_cut(inner))
     return _batch_cut(graph)
 
 
@@ -225,11 +225,9 @@ def _autodist(graph: IRGraph, config: ComputeConfig) -> Division:
     options = config.pas_config
     if options.get("load_plan_path"):
         return apply_plan(Plan.load(options["load_plan_path"]), graph).divide()
-    explore = options.get("explore_pipeline", "pipeline_nmicros" in options)
     best: tuple[float, Division] | None = None
     refused: list[str] = []
-    for ranks in [d for d in range(1, config.plan_ngpus + 1) if config.plan_ngpus % d == 0] if explore else [1]:
-        attempt = _pipelined(IRGraph(graph.program, config, costs=graph.costs), config, ranks, ranks)
+    for attempt, what in _attempts(graph, config):
         if options.get("mem_constraint"):
             attempt.memory = options["mem_constraint"] * GB
         for module in filter(None, str(options.get("recompute_modules") or "").split(",")):
@@ -237,16 +235,33 @@ def _autodist(graph: IRGraph, config: ComputeConfig) -> Division:
         try:
             division = attempt.divide()
         except PlanError as error:
-            refused.append(f"{ranks} stages: {error}")
+            refused.append(f"{what}: {error}")
             continue
         seconds = _step_time(attempt, division)
         if best is None or seconds < best[0]:
             best = (seconds, division)
     if best is None:
         raise PlanError("\n  - ".join(["autodist found no plan:", *refused]))
-    if options.get("save_plan_path"):
-        plan_of(best[1], units=config.units).save(options["save_plan_path"])
     return best[1]
+
+
+def _attempts(graph: IRGraph, config: ComputeConfig) -> Iterator[tuple[IRGraph, str]]:
+    """What autodist compares: numbers of stages and, with `explore_axes`, stages over two axes of any sizes.
+
+    Over two axes what is chosen for the first is the best there, or the batch is cut.
+    """
+    options, units = config.pas_config, config.plan_ngpus
+    explore = options.get("explore_pipeline", "pipeline_nmicros" in options)
+    for ranks in [d for d in range(1, units + 1) if units % d == 0] if explore else [1]:
+        sizes = [d for d in range(2, units // ranks) if units // ranks % d == 0] if options.get("explore_axes") else []
+        for size, batch in [(1, False), *((size, batch) for size in sizes for batch in (False, True))]:
+            attempt = _pipelined(IRGraph(graph.program, config, costs=graph.costs), config, ranks, ranks)
+            attempt.second.size = size
+            what = f"{ranks} stages" + (f" of {units // ranks // size} x {size} ranks" if size > 1 else "")
+            try:
+                yield (_batch_cut(attempt) if batch else attempt), what
+            except PlanError:  # the batch cannot be cut in so many
+                continue
 
 
 def _inside(graph: IRGraph, module: str) -> list[IRFwOperation]:
@@ -270,7 +285,14 @@ def _step_time(graph: IRGraph, division: Division) -> float:
 
 _COMMON = {"costs"}
 _PIPELINE = {"pipeline_nmicros", "pipeline_scheduler"}
-_AUTODIST = {"mem_constraint", "recompute_modules", "load_plan_path", "save_plan_path", "explore_pipeline"}
+_AUTODIST = {
+    "mem_constraint",
+    "recompute_modules",
+    "load_plan_path",
+    "save_plan_path",
+    "explore_pipeline",
+    "explore_axes",
+}
 POLICIES: dict[str, tuple[Callable[[IRGraph, ComputeConfig], Any], set[str]]] = {
     "dp": (_dp, _COMMON),
     "tp": (_tp, _COMMON | {"seed", "tp_size"}),

@@ -6,16 +6,17 @@ dtypes and other arguments.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..checking.types.rules import RULES, operands
 from ..spmd.types import Shard
 from .congruence import Arguments, Slot
-from .derivation import Derivation, Facts, Refusal, derive
+from .derivation import Derivation, Facts, Refusal
 from .program import Call, LocalCall, Strategy, Value, substituted
+from .second_axis import derive_second
 
-__all__ = ["Refusal", "candidates", "refusals"]
+__all__ = ["Refusal", "candidates", "facts_of", "frozen", "refusals"]
 
 _derived: dict[Any, Derivation] = {}
 
@@ -30,7 +31,7 @@ def candidates(call: Call, axis: str, size: int, *, strides: Sequence[int] = ())
         At least "R", all ranks compute the whole.
     """
     values: list[Value] = []
-    facts = _facts(call, axis, size, tuple(strides), values)
+    facts = facts_of(call, axis, size, tuple(strides), values)
 
     def value(slot: Slot) -> Value:
         return values[slot.number]
@@ -51,10 +52,10 @@ def candidates(call: Call, axis: str, size: int, *, strides: Sequence[int] = ())
 
 def refusals(call: Call, axis: str, size: int, *, strides: Sequence[int] = ()) -> list[Refusal]:
     """The candidates of a call that are no strategies, and why."""
-    return _derivation(call, _facts(call, axis, size, tuple(strides), [])).refusals
+    return _derivation(call, facts_of(call, axis, size, tuple(strides), [])).refusals
 
 
-def _facts(call: Call, axis: str, size: int, strides: tuple[int, ...], values: list[Value]) -> Facts:
+def facts_of(call: Call, axis: str, size: int, strides: tuple[int, ...], values: list[Value]) -> Facts:
     """The facts of a call; its tensors are put into `values`, by the numbers of their slots."""
 
     def slot(value: Value) -> Slot:
@@ -75,28 +76,43 @@ def _facts(call: Call, axis: str, size: int, strides: tuple[int, ...], values: l
         size,
         strides,
         call.outer and call.outer._replace(bytes_moved=(0, 0), whole=None),
+        _original(call),
     )
+
+
+def _original(call: Call) -> tuple[Callable[..., Any], Arguments] | None:
+    """The function and arguments of the whole call in whose place a composite stands."""
+    whole = call.outer.whole if call.outer else None
+    if whole is None or whole.function is call.function:
+        return None
+    values: list[Value] = []
+
+    def slot(value: Value) -> Slot:
+        values.append(value)
+        return Slot(len(values) - 1, value.shape, value.dtype, False)
+
+    return whole.function, substituted((whole.args, whole.kwargs), Value, slot)
 
 
 def _derivation(call: Call, facts: Facts) -> Derivation:
     try:
-        key = facts.function, facts.rule, _frozen(facts.arguments), facts[4:]
+        key = facts.function, facts.rule, frozen(facts.arguments), facts[4:-1], frozen(facts.original)
         hash(key)
     except TypeError:  # an argument that cannot be hashed
-        return derive(facts)
+        return derive_second(facts)
     if key not in _derived:
-        _derived[key] = derive(facts)
+        _derived[key] = derive_second(facts)
     return _derived[key]
 
 
-def _frozen(x: Any) -> Any:
+def frozen(x: Any) -> Any:
     """Arguments as a key: 1, 1.0 and True are different ones."""
     if isinstance(x, Slot):
         return x
     if isinstance(x, (tuple, list)):
-        return type(x), tuple(map(_frozen, x))
+        return type(x), tuple(map(frozen, x))
     if isinstance(x, dict):
-        return dict, tuple((name, _frozen(item)) for name, item in x.items())
+        return dict, tuple((name, frozen(item)) for name, item in x.items())
     if isinstance(x, slice):
         return slice, x.start, x.stop, x.step
     return type(x), x

@@ -1,18 +1,9 @@
-"""Emitted source, proven before it is loaded: its types on the whole mesh, and its values beside one process.
-
-Types say nothing of constant factors: a loss that is divided by the number of ranks twice has the right type. So the
-program also runs for real, on threads, and its results, gradients and buffers are compared with those of the recorded
-program in one process. Random numbers are left out of both: dropout lets everything pass. A program of coarser dtypes
-runs twice: as it is, and with all its floating point numbers in float64, where rounding hides no wrong factor.
-"""
+"""Emitted source, proven before it is loaded: its types on the whole mesh, and its values beside one process."""
 
 from __future__ import annotations
 
 import math
-import sys
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -20,34 +11,20 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from ..checking.api import check
-from ..comm.backends import threads
 from ..mesh import Mesh
-from ..pipeline.record.surroundings import restored
 from ..spmd.declarations import get_local_type
 from ..spmd.errors import SpmdTypeError
 from ..spmd.types import R, SpmdType
-from ..weights.shard_spec import gather_full, spec_of
 from .boundaries import compare_stages
+from .compare import EmittedProgramError, check_values
 from .emitted import imported
-from .interpret import run_program
-from .modes import Deterministic, InDouble, checkpoint_in, in_double, wide_dtype
-from .module import ParallelModule
-from .program import Division, Program, Value, operands_of
+from .program import Division, Program, Value
+from .toy import NotShrunk, check_toy, toy_of
 
-__all__ = ["EmittedProgramError", "OriginalError", "Verdict", "check_types", "check_values", "verify"]
+__all__ = ["Verdict", "check_types", "verify"]
 
 MOST_FLOPS = 2e10  # of a forward that is run for real
 MOST_ELEMENTS = 1e8  # of its parameters
-# Of the coarsest dtype of a program.
-TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
-
-
-class EmittedProgramError(RuntimeError):
-    """An emitted program is not what was recorded. This is a bug of this package."""
-
-
-class OriginalError(RuntimeError):
-    """The original module fails on its arguments; the cause says how."""
 
 
 class Verdict(NamedTuple):
@@ -58,18 +35,21 @@ class Verdict(NamedTuple):
         not_run: why the program did not run for real; "": it did.
         largest_error: of all results, gradients and buffers, over what rounding explains; nan: it did not run.
         coarse: why it was not compared in float64 too, where it is of coarser dtypes; "": it was.
+        sizes: the toy sizes at which it was compared, in words; "": at its own.
     """
 
     types: str
     not_run: str
     largest_error: float
     coarse: str
+    sizes: str = ""
 
     def __str__(self) -> str:
         values = (
             self.not_run or f"equal to one process; largest error {self.largest_error:.2g} of what rounding explains"
         )
-        return f"types: {self.types}\nvalues: {values}" + (f"; {self.coarse}" if self.coarse else "")
+        notes = [values, self.coarse, f"at toy sizes: {self.sizes}" if self.sizes else ""]
+        return f"types: {self.types}\nvalues: " + "; ".join(filter(None, notes))
 
 
 def verify(
@@ -92,8 +72,15 @@ def verify(
     """
     report = check_types(source, division, arguments, constants)
     reason = too_large(division.whole)
-    error, coarse = (math.nan, "") if reason else check_values(source, division, module, constants, arguments)
-    return Verdict(report, reason, error, coarse)
+    if not reason:
+        return Verdict(report, "", *check_values(source, division, module, constants, arguments))
+    try:
+        toy = toy_of(division, module, arguments)
+    except NotShrunk as error:
+        return Verdict(report, f"{reason}; nor at toy sizes: {error}", math.nan, "")
+    if too_large(toy.division.whole):
+        return Verdict(report, f"{reason}; nor at toy sizes, which are too large: {toy.sizes}", math.nan, "")
+    return Verdict(report, "", *check_toy(source, toy), toy.sizes)
 
 
 def too_large(program: Program) -> str:
@@ -155,213 +142,3 @@ def _check_whole(x: torch.Tensor, name: str, axis: str) -> None:
     if spmd_type.letter != "I" and (spmd_type.letter != "R" or x.requires_grad):
         wanted = "I" if x.requires_grad else "R or I"
         raise SpmdTypeError(f"{name} {list(x.shape)}", f"it is {spmd_type} on {axis}, and results are {wanted}")
-
-
-def check_values(
-    source: str,
-    division: Division,
-    module: nn.Module,
-    constants: Mapping[str, torch.Tensor],
-    arguments: Mapping[str, Any],
-) -> tuple[float, str]:
-    """Runs the source on threads and the original in one process, and compares.
-
-    Returns the largest relative error, and why it was not compared in float64 too ("": it was, or is of float64).
-
-    Raises:
-        EmittedProgramError: they differ; the message names the tensors.
-        OriginalError: the original fails.
-    """
-    program = division.whole
-    tensors = _values(program, module, arguments)
-    dtypes = {x.dtype for call in program.calls for x in (*call.results, *operands_of(call))}
-    tolerance = max((TOLERANCES.get(dtype, 0.0) for dtype in dtypes), default=0.0)
-    on_meta = any(x.is_meta for x in (*module.parameters(), *module.buffers()))
-    wanted = _run_program(program, tensors) if on_meta else _run_original(module, program, tensors)
-    with imported(source, division.ranks, constants=constants) as emitted:
-        largest = _compared(emitted, division, tensors, wanted, tolerance)
-        if tolerance <= TOLERANCES[torch.float64]:
-            return largest, ""
-        tensors = {value: _copy(in_double(x.detach()).requires_grad_(x.requires_grad)) for value, x in tensors.items()}
-        with InDouble():
-            try:
-                wanted = _run_program(program, tensors)
-            except (RuntimeError, TypeError, ValueError, AssertionError) as error:  # a function that is not for float64
-                line = str(error).strip().partition("\n")[0]
-                return largest, f"not compared in float64: {type(error).__name__}: {line}"
-        emitted.CONSTANTS = {name: in_double(x) for name, x in constants.items()}
-        emitted.INPUTS = {path: (shape, wide_dtype(dtype)) for path, (shape, dtype) in emitted.INPUTS.items()}
-        return max(largest, _compared(emitted, division, tensors, wanted, TOLERANCES[torch.float64], InDouble)), ""
-
-
-def _compared(
-    emitted: type[ParallelModule],
-    division: Division,
-    tensors: Mapping[Value, torch.Tensor],
-    wanted: Mapping[str, torch.Tensor],
-    tolerance: float,
-    mode: Callable[[], AbstractContextManager[Any]] = nullcontext,
-) -> float:
-    """Runs an emitted class on threads. Returns its largest relative error over `tolerance`."""
-    program = division.whole
-    inputs = _inputs(program, tensors)
-
-    def rank() -> dict[str, torch.Tensor]:
-        module = emitted()
-        module.train(program.training)
-        own = [_copy(x) for x in inputs]
-        with torch.set_grad_enabled(program.training), mode(), Deterministic():
-            result = module.run(**pytree.tree_unflatten(own, program.structure))
-            return _outcome(result, own, module, program.training)
-
-    own = vars(sys.modules[emitted.__module__])
-    if "checkpoint" in own:
-        own["checkpoint"] = partial(checkpoint_in, mode)
-    zeros = {name: torch.zeros(each.shape, dtype=each.dtype) for name, each in emitted.STORED.items()}
-    weights = {**zeros, **_stored(program, tensors)}
-    emitted.WEIGHTS = staticmethod(lambda: weights)
-    try:
-        ranks = threads.run(Mesh(division.ranks, tp=division.ranks), rank)
-    except Exception as error:
-        raise EmittedProgramError(f"an emitted program fails: {type(error).__name__}: {error}") from error
-    errors = {
-        (number, name): error
-        for number, has in enumerate(ranks)
-        for name, error in _errors(has, wanted, tolerance).items()
-    }
-    wrong = [f"{name} on rank {number}: {error:.2g}" for (number, name), error in errors.items() if not error <= 1]
-    if wrong:
-        more = f", and {len(wrong) - 8} more" if len(wrong) > 8 else ""
-        raise EmittedProgramError(
-            "an emitted program computes something else than one process; errors over what rounding explains: "
-            + ", ".join(wrong[:8])
-            + more
-        )
-    return max(errors.values(), default=0.0)
-
-
-# --- values -----------------------------------------------------------------------------------------------------------
-
-
-def _values(program: Program, module: nn.Module, arguments: Mapping[str, Any]) -> dict[Value, torch.Tensor]:
-    """A tensor for each leaf of the program: the one that there is; for one on meta it is drawn."""
-    generator = torch.Generator().manual_seed(0)
-    state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    given = dict(zip(program.arguments, pytree.tree_leaves(dict(arguments)), strict=True) if program.arguments else ())
-    tensors: dict[Value, torch.Tensor] = {}
-    for value in program.leaves:
-        own = value.constant if value.kind == "constant" else given.get(value, state.get(value.path))
-        if own is not None and not own.is_meta:
-            tensors[value] = own.detach().to("cpu", copy=True)
-        elif value.dtype.is_floating_point or value.dtype.is_complex:
-            drawn = torch.rand(value.shape, generator=generator, dtype=torch.float32)
-            scale = max(1, math.prod(value.shape[1:])) ** -0.5
-            tensors[value] = ((drawn - 0.5) * scale if value.kind == "parameter" else drawn).to(value.dtype)
-        else:
-            tensors[value] = torch.zeros(value.shape, dtype=value.dtype)
-        tensors[value].requires_grad_(value.requires_grad)
-    return tensors
-
-
-def _inputs(program: Program, tensors: Mapping[Value, torch.Tensor]) -> list[Any]:
-    return [tensors[leaf] if isinstance(leaf, Value) else leaf for leaf in program.arguments]
-
-
-def _stored(program: Program, tensors: Mapping[Value, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {value.path: tensors[value] for value in (*program.parameters, *program.buffers)}
-
-
-def _run_program(program: Program, tensors: Mapping[Value, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Results, gradients and buffers of the program in one process, by name."""
-    tensors = {value: _copy(x) for value, x in tensors.items()}
-    with torch.set_grad_enabled(program.training), Deterministic():
-        result = run_program(program, tensors)
-        results = _results(result)
-        _backward(result, program.training)
-    leaves = {value.path: x for value, x in tensors.items() if value.kind in ("parameter", "input")}
-    buffers = {value.path: tensors[value] for value in program.buffers}
-    return {**results, **_gradients(leaves, program.training), **_buffers(buffers)}
-
-
-def _run_original(
-    module: nn.Module, program: Program, tensors: Mapping[Value, torch.Tensor]
-) -> dict[str, torch.Tensor]:
-    """The same of the original, which is not changed."""
-    state = {name: _copy(x) for name, x in _stored(program, tensors).items()}
-    own = [_copy(x) for x in _inputs(program, tensors)]
-    with restored(module), torch.set_grad_enabled(program.training), Deterministic():
-        module.train(program.training)
-        arguments = pytree.tree_unflatten(own, program.structure)
-        try:
-            result = torch.func.functional_call(module, state, (), arguments)
-            results = _results(result)
-            _backward(result, program.training)
-        except Exception as error:
-            raise OriginalError(f"{type(error).__name__}: {error}") from error
-    leaves = {value.path: state[value.path] for value in program.parameters}
-    leaves |= {leaf.path: x for leaf, x in zip(program.arguments, own) if isinstance(leaf, Value)}
-    buffers = {value.path: state[value.path] for value in program.buffers}
-    return {**results, **_gradients(leaves, program.training), **_buffers(buffers)}
-
-
-def _gradients(leaves: Mapping[str, torch.Tensor], training: bool) -> dict[str, torch.Tensor]:
-    return {f"the gradient of {name}": _grad(x) for name, x in leaves.items() if x.requires_grad and training}
-
-
-def _buffers(buffers: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {f"buffer {name}": x.detach() for name, x in buffers.items()}
-
-
-def _outcome(result: Any, inputs: list[Any], module: ParallelModule, training: bool) -> dict[str, torch.Tensor]:
-    """The same of an emitted module, from this rank's parts."""
-    results = _results(result)
-    _backward(result, training)
-    gradients = {}
-    if training:
-        for name, parameter in module.named_parameters():
-            if parameter.requires_grad:
-                gradients[f"the gradient of {name}"] = gather_full(_grad(parameter), spec_of(parameter))
-    given = [x for x in inputs if isinstance(x, torch.Tensor)]
-    gradients |= _gradients(dict(zip(module.INPUTS, given)), training)
-    return {**results, **gradients, **_buffers(dict(module.named_buffers()))}
-
-
-def _results(result: Any) -> dict[str, torch.Tensor]:
-    leaves = pytree.tree_leaves(result)
-    return {f"result {n}": x.detach() for n, x in enumerate(leaves) if isinstance(x, torch.Tensor)}
-
-
-def _backward(result: Any, training: bool) -> None:
-    """From all results at once, each with weights of its own: a sum alone has no gradient behind a softmax."""
-    results = [x for x in pytree.tree_leaves(result) if isinstance(x, torch.Tensor) and x.requires_grad]
-    if training and results:
-        weights = []
-        for number, x in enumerate(results):
-            positions = torch.arange(x.numel(), dtype=torch.float64).reshape(x.shape)
-            weights.append((torch.sin(positions * 0.7 + number) + 1.5).to(x.dtype))
-        torch.autograd.backward(results, weights)
-
-
-def _errors(has: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor], tolerance: float) -> dict[str, float]:
-    """For each tensor its relative error over the tolerance; a tiny gradient's against the largest of all."""
-    norms = {name: float(x.double().norm()) for name, x in wanted.items()}
-    largest = max((norms[name] for name in norms if name.startswith("the gradient")), default=0.0)
-    errors = {}
-    for name, x in wanted.items():
-        own = has.get(name)
-        if own is None or own.shape != x.shape or own.dtype != x.dtype:
-            errors[name] = math.inf
-            continue
-        floor = 1e-4 * largest if name.startswith("the gradient") else 1e-30
-        same = bool(((own == x) | ((own != own) & (x != x))).all())  # nan is equal to nan alone
-        distance = 0.0 if same else float((own.double() - x.double()).norm())
-        errors[name] = distance / (max(norms[name], floor) * tolerance) if distance else 0.0
-    return errors
-
-
-def _grad(x: torch.Tensor) -> torch.Tensor:
-    return torch.zeros_like(x) if x.grad is None else x.grad.detach()
-
-
-def _copy(x: Any) -> Any:
-    return x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x

@@ -40,11 +40,15 @@ class CallPlan(NamedTuple):
 
 
 class TensorPlan(NamedTuple):
-    """The type of one parameter or input, as text (`I`, `S(0)`, `S(0, stride=3)`); shape and dtype are of the whole."""
+    """The type of one parameter or input, as text (`I`, `S(0)`, `S(0, stride=3)`); shape and dtype are of the whole.
+
+    `second`: its type on the second of two axes; "": there is one.
+    """
 
     shape: tuple[int, ...]
     dtype: str
     type: str
+    second: str = ""
 
 
 @dataclass(frozen=True)
@@ -53,31 +57,37 @@ class Plan:
 
     Attributes:
         tp, pp, dp: ranks along each axis; `tp * pp` is a unit, one model.
+        second: of tp, ranks along the second of two axes; 1: there is one.
         schedule: a name of `pipeline.schedule`; `microbatches`: of a step.
         stages: number of the first call of each pipeline stage.
         recompute: spans of calls, from and to, that are computed again in backward.
         layers: which layers become parallel ones.
-        calls: the strategy of each call of the recorded program, in order.
+        calls: the strategy of each call of the recorded program, in order; `second_calls`: of each call that a rank of
+            the first of two axes runs, its strategy on the second.
         parameters, inputs: by name, of the recorded program.
     """
 
     tp: int = 1
     pp: int = 1
     dp: int = 1
+    second: int = 1
     schedule: str = "1f1b"
     microbatches: int = 1
     stages: tuple[int, ...] = (0,)
     recompute: tuple[tuple[int, int], ...] = ()
     layers: tuple[LayerPlan, ...] = ()
     calls: tuple[CallPlan, ...] = ()
+    second_calls: tuple[CallPlan, ...] = ()
     parameters: Mapping[str, TensorPlan] | None = None
     inputs: Mapping[str, TensorPlan] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("tp", "pp", "dp", "microbatches"):
+        for name in ("tp", "pp", "dp", "second", "microbatches"):
             number = getattr(self, name)
             if not isinstance(number, int) or isinstance(number, bool) or number < 1:
                 raise PlanError(f"Plan: {name} must be a positive integer, got {number!r}")
+        if self.tp % self.second:
+            raise PlanError(f"Plan: second={self.second} does not divide tp={self.tp}: it is a part of it")
         for layer in self.layers:
             if layer.style not in STYLES:
                 raise PlanError(
@@ -91,14 +101,18 @@ class Plan:
         Raises:
             TypeError: options of a layer that JSON cannot hold.
         """
+        temporary = Path(f"{path}.new")
+        temporary.write_text(self.text())
+        temporary.replace(path)
+
+    def text(self) -> str:
+        """What a plan's file holds."""
         content = {"format": FORMAT, "version": VERSION, **asdict(self)}
         for name in ("parameters", "inputs"):
             content[name] = {key: tensor._asdict() for key, tensor in (getattr(self, name) or {}).items()}
-        content["calls"] = [call._asdict() for call in self.calls]
-        text = json.dumps(content, indent=1)
-        temporary = Path(f"{path}.new")
-        temporary.write_text(text + "\n")
-        temporary.replace(path)
+        for name in ("calls", "second_calls"):
+            content[name] = [call._asdict() for call in getattr(self, name)]
+        return json.dumps(content, indent=1) + "\n"
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> Plan:
@@ -167,10 +181,11 @@ def _decoded(content: dict[str, Any]) -> dict[str, Any]:
     decoded["stages"] = tuple(content.get("stages", (0,)))
     decoded["recompute"] = tuple((first, last) for first, last in content.get("recompute", ()))
     decoded["layers"] = tuple(map(_layer, content.get("layers", ())))
-    decoded["calls"] = tuple(CallPlan(**call) for call in content.get("calls", ()))
+    for name in ("calls", "second_calls"):
+        decoded[name] = tuple(CallPlan(**call) for call in content.get(name, ()))
     for name in ("parameters", "inputs"):
         decoded[name] = {
-            key: TensorPlan(tuple(tensor["shape"]), tensor["dtype"], tensor["type"])
+            key: TensorPlan(tuple(tensor["shape"]), tensor["dtype"], tensor["type"], tensor.get("second", ""))
             for key, tensor in (content.get(name) or {}).items()
         }
     return decoded

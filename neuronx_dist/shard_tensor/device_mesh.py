@@ -25,6 +25,7 @@ from ..comm.rank_numbers import concrete
 from ..mesh import DENSE_AXES, Axis, Mesh
 from ..spmd import no_typecheck
 from ..spmd.watching import active
+from .bounded import Bounded
 
 __all__ = ["DeviceMesh", "current_mesh", "group_over", "init_device_mesh"]
 
@@ -57,7 +58,7 @@ class DeviceMesh:
     ndim: int
     mesh: torch.Tensor
     communicators: tuple[Communicator, ...] | None
-    plans: dict[Any, Any]  # of operations on layouts of this mesh, by who computed them
+    plans: Bounded  # of operations on layouts of this mesh, by who computed them
     tables: dict[str, Any]  # other things that live as long as the mesh
 
     def __new__(cls, device_type: str, mesh: Any, *, mesh_dim_names: Sequence[str] | None = None) -> DeviceMesh:
@@ -217,7 +218,10 @@ def init_device_mesh(
     if shape.count(-1) == 1 and known > 0 and world % known == 0:
         shape[shape.index(-1)] = world // known
     if prod(shape) != world or min(shape, default=0) < 1:
-        raise ValueError(f"init_device_mesh: a mesh of shape {tuple(mesh_shape)} does not fit {world} ranks")
+        raise ValueError(
+            f"init_device_mesh: a mesh of shape {tuple(mesh_shape)} does not fit {world} ranks: the product of the "
+            "sizes is to be the number of ranks; one size may be -1, and the product of the others divides it"
+        )
     return DeviceMesh(device_type, torch.arange(world).view(shape), mesh_dim_names=mesh_dim_names)
 
 
@@ -308,7 +312,7 @@ def _known(
     mesh = object.__new__(DeviceMesh)
     mesh.device_type, mesh.mesh_dim_names, mesh.mesh = device_type, names, ranks
     mesh.shape, mesh.ndim = tuple(ranks.shape), ranks.ndim
-    mesh.plans, mesh.tables = {}, {}
+    mesh.plans, mesh.tables = Bounded(), {}
     if groups is None:
         groups = [_group(context, ranks, dim, names) for dim in range(ranks.ndim)]  # type: ignore[misc]
     whole = all(group is not None for group in groups)

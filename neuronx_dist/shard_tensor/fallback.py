@@ -1,4 +1,6 @@
-"""What computes a function that has no handler: its operands are gathered, and its results split again.
+"""What computes a function that has no handler: on shards, if they are independent (`free_labels.py`).
+
+Else its operands are gathered, and its results split again.
 
 Nothing is gathered silently: each call site is warned of once, with the function, the bytes, and what to do. DTensor's
 own rules are not used, since they are wrong for shards that are no chunks.
@@ -17,6 +19,7 @@ from torch._C import DisableTorchFunction
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from ..call_site import call_site
+from .free_labels import on_shards
 from .handlers import DISPATCH, FUNCTIONS, UNHANDLED, sharded
 from .labels import one_mesh
 from .redistribute import redistributed
@@ -56,7 +59,7 @@ def fallback(mode: str) -> Iterator[None]:
 
 @sharded(UNHANDLED)
 def by_gathering(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-    """Computes `func` on whole tensors, on every rank."""
+    """Computes `func` on shards that are independent, or else on whole tensors, on every rank."""
     if DISPATCH.keys() != {UNHANDLED} and not getattr(func, "__module__", "").startswith("neuronx_dist"):
         with DisableTorchFunction():  # down to operators, of which some have a handler
             return func(*args, **kwargs)
@@ -90,6 +93,9 @@ def _gathered(func: Any, args: Any, kwargs: Any) -> Any:
     flat, tree = tree_flatten((args, kwargs))
     operands = [x for x in flat if isinstance(x, ShardTensor)]
     one_mesh([x for x in flat if isinstance(x, torch.Tensor)], name)
+    result = on_shards(func, args, kwargs)
+    if result is not NotImplemented:
+        return result
     first = operands[0]._spec
     split = [x for x in operands if x._spec is not x._spec.replicated()]
     if split:

@@ -10,8 +10,10 @@ import torch
 from torch import nn
 
 from .. import comm
+from ..comm import Communicator
 from .construct import distribute_tensor
 from .device_mesh import DeviceMesh, current_mesh
+from .placements import Replicate
 from .tensor import ShardTensor
 
 __all__ = ["distribute_module", "sync_module_over_mesh"]
@@ -130,12 +132,39 @@ def _replicate(module: nn.Module, mesh: DeviceMesh, replicated: dict[torch.Tenso
 
 
 def sync_module_over_mesh(module: nn.Module, mesh: DeviceMesh, src: int = 0) -> None:
-    """Gives plain parameters and buffers the values that rank `mesh.mesh.flatten()[src]` has, in place."""
+    """Gives parameters and buffers the values that rank `mesh.mesh.flatten()[src]` has, in place.
+
+    A ShardTensor gets them along the mesh dims that do not shard it, each shard from the rank there that has its part.
+
+    Raises:
+        ValueError: the ranks along a mesh dim are some of those that shard a parameter, or others too.
+    """
     coordinate = [int(each) for each in torch.unravel_index(torch.tensor(src), mesh.shape)]
     with torch.no_grad():
         for x in (*module.parameters(), *module.buffers()):
             local = x._local if isinstance(x, ShardTensor) else x
-            if isinstance(x, ShardTensor) and x._spec.sharded:
-                continue
             for m, index in enumerate(coordinate):
-                local.copy_(comm.broadcast(local.detach(), mesh.communicator(m), src=index))
+                group = mesh.communicator(m)
+                if not _differs_over(x, group):
+                    local.copy_(comm.broadcast(local.detach(), group, src=index))
+
+
+def _differs_over(x: torch.Tensor, group: Communicator) -> bool:
+    """Whether the ranks of a group have other parts of `x`.
+
+    Raises:
+        ValueError: some of them have, or in another order.
+    """
+    spec = x._spec if isinstance(x, ShardTensor) else None
+    for m, placement in enumerate(spec.placements if spec is not None else ()):
+        assert spec is not None
+        ranks = spec.mesh.communicator(m).ranks
+        if isinstance(placement, Replicate) or len({*ranks} & {*group.ranks}) < 2:
+            continue
+        if ranks == group.ranks:
+            return True
+        raise ValueError(
+            f"sync_module_over_mesh: over ranks {[*group.ranks]}, of a parameter of shape {tuple(x.shape)} that is "
+            f"{placement!r} over ranks {[*ranks]}: give a mesh that has these ranks along a dim of their own"
+        )
+    return False

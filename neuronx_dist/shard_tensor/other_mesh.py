@@ -15,6 +15,7 @@ import torch
 
 from .. import comm
 from ..spmd import no_typecheck
+from .bounded import Bounded
 from .device_mesh import group_over
 from .spec import ShardTensorSpec, gradient_spec
 from .typed import declared
@@ -149,7 +150,7 @@ def _count(box: Box) -> int:
 
 def _plan(spec: ShardTensorSpec, target: ShardTensorSpec) -> Move:
     """Computed once for two layouts."""
-    table = spec.mesh.tables.setdefault("moves to other meshes", {})
+    table = spec.mesh.tables.setdefault("moves to other meshes", Bounded(128))
     if (spec, target) not in table:
         table[spec, target] = _planned(spec, target)
     move: Move = table[spec, target]

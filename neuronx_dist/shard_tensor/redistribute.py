@@ -19,6 +19,7 @@ from ..spmd import I, P, R
 from ..spmd.rows import ROWS
 from ..spmd.watching import active
 from . import moves
+from .bounded import Bounded
 from .device_mesh import DeviceMesh
 from .extremes import extreme
 from .other_mesh import moved_to_mesh
@@ -80,7 +81,7 @@ def steps(spec: ShardTensorSpec, target: ShardTensorSpec, used: Sequence[int] = 
         return _to_another_mesh(spec, target, used)
     if spec.mesh.communicators is None:
         return (partial(nothing_of, shape=target.local_shape),)
-    table = spec.mesh.tables.setdefault("steps", {})
+    table = spec.mesh.tables.setdefault("steps", Bounded())
     key = (spec, target, tuple(used))
     if key not in table:
         table[key] = _steps(spec, target, used)

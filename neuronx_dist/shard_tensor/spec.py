@@ -1,16 +1,19 @@
 """`ShardTensorSpec`: how a tensor lies on a device mesh, with the size of every shard. It never communicates.
 
-Specs are interned on their mesh: equal ones are the same object, so that a plan for an operation is looked up by
-identity. (`Layout` is another thing in this package: the degrees of a job.)
+Specs are interned on their mesh, as long as somebody holds them: equal ones are the same object, so that a plan for an
+operation is looked up by identity. (`Layout` is another thing in this package: the degrees of a job.)
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NoReturn
+from weakref import WeakValueDictionary
 
 import torch
 
+from .bounded import Bounded
 from .device_mesh import DeviceMesh
 from .placements import Partial, Placement, Replicate, Shard, checked_placements
 
@@ -35,6 +38,7 @@ class ShardTensorSpec:
     """
 
     __slots__ = (
+        "__weakref__",
         "local_shape",
         "mesh",
         "mesh_dim_of",
@@ -54,23 +58,39 @@ class ShardTensorSpec:
     offsets: tuple[int, ...]
     sharded: tuple[tuple[int, int], ...]
     partial: tuple[int, ...]
-    mesh_dim_of: dict[int, int]
+    mesh_dim_of: Mapping[int, int]
 
     def __init__(self, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size, sizes: Sizes) -> None:
-        self.mesh, self.placements, self.shape, self.sizes = mesh, placements, shape, sizes
-        self.sharded = tuple((m, p.dim) for m, p in enumerate(placements) if isinstance(p, Shard))
-        self.partial = tuple(m for m, p in enumerate(placements) if isinstance(p, Partial))
-        self.mesh_dim_of = {dim: m for m, dim in self.sharded}
+        sharded = tuple((m, p.dim) for m, p in enumerate(placements) if isinstance(p, Shard))
         local, offsets = list(shape), [0] * len(shape)
         coordinate = mesh.get_coordinate()
-        for m, dim in self.sharded:
+        for m, dim in sharded:
             along = sizes[m]
             assert along is not None
             if coordinate is not None:
                 local[dim], offsets[dim] = along[coordinate[m]], sum(along[: coordinate[m]])
         if coordinate is None:  # no part of the mesh: it holds nothing
             local[:1] = [0]
-        self.local_shape, self.offsets = torch.Size(local), tuple(offsets)
+        for name, value in {
+            "mesh": mesh,
+            "placements": placements,
+            "shape": shape,
+            "sizes": sizes,
+            "sharded": sharded,
+            "partial": tuple(m for m, p in enumerate(placements) if isinstance(p, Partial)),
+            "mesh_dim_of": MappingProxyType({dim: m for m, dim in sharded}),
+            "local_shape": torch.Size(local),
+            "offsets": tuple(offsets),
+        }.items():
+            object.__setattr__(self, name, value)
+
+    def __setattr__(self, name: str, value: Any) -> NoReturn:
+        raise AttributeError(
+            f"{name} of a layout cannot be set: tensors share it; redistribute(mesh, placements, sizes=) gives another"
+        )
+
+    def __delattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"{name} of a layout cannot be deleted: tensors share it")
 
     def sharding_shapes(self, mesh_dim: int | None = None) -> Any:
         """The shapes of all shards along a mesh dim, or of every sharded one as a dict by mesh dim."""
@@ -118,7 +138,10 @@ def make_spec(
             dim, are negative, or do not add up to the tensor's dim.
     """
     shape = shape if isinstance(shape, torch.Size) else torch.Size(shape)
-    specs = mesh.tables.setdefault("specs", {})
+    specs = mesh.tables.get("specs")
+    if specs is None:
+        specs = mesh.tables["specs"] = Bounded()
+        mesh.tables["living specs"] = WeakValueDictionary()
     key = (tuple(placements) if placements is not None else None, shape, None if sizes is None else tuple(sizes))
     try:
         spec: ShardTensorSpec | None = specs.get(key)
@@ -146,9 +169,10 @@ def make_spec(
             )
         complete.append(along)
     full_key = (checked, shape, tuple(complete))
-    spec = specs.get(full_key)
+    living = mesh.tables["living specs"]
+    spec = living.get(full_key)
     if spec is None:
-        spec = specs.setdefault(full_key, ShardTensorSpec(mesh, checked, shape, tuple(complete)))
+        spec = living[full_key] = ShardTensorSpec(mesh, checked, shape, tuple(complete))
     specs[key] = spec
     return spec
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -19,11 +18,6 @@ from neuronx_dist.mesh import Mesh
 from neuronx_dist.optimizer import LossScaler
 
 AdamW, SGD = torch.optim.AdamW, torch.optim.SGD
-
-
-@pytest.fixture(autouse=True)
-def _no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 
 
 def on_ranks(function: Callable[[], Any], ranks: int = 2) -> list[Any]:

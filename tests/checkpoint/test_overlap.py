@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,11 +25,6 @@ CASES: dict[str, tuple[Mesh, Callable[[], dict[str, Any]]]] = {
     "pairs": (Mesh(4), lambda: dict(sharding_groups=PAIRS)),
     "scaled": (Mesh(2), lambda: dict(loss_scaler=LossScaler(scale=8.0))),
 }
-
-
-@pytest.fixture(autouse=True)
-def _no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 
 
 def awaited(run: Run) -> int:

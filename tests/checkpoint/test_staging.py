@@ -24,11 +24,6 @@ from neuronx_dist.optimizer import MasterWeightsOptimizer
 from tests.checkpoint.small_run import Run, equal
 
 
-@pytest.fixture(autouse=True)
-def _no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-
-
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Copies in the background begin when it is set, and at the latest when somebody waits for them."""

@@ -22,11 +22,6 @@ from neuronx_dist.mesh import Mesh
 CRC32_OF_X = 0x8CDC1683
 
 
-@pytest.fixture(autouse=True)
-def _no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # test_storage.py says what is synced
-
-
 @pytest.fixture(params=["local", "memory"])
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> CheckpointFolder:
     url = tmp_path / "run" if request.param == "local" else f"memory://{uuid.uuid4().hex}/run"

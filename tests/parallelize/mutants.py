@@ -10,12 +10,13 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from neuronx_dist.parallelize.choose import choose
+from neuronx_dist.parallelize.compare import EmittedProgramError, check_values
 from neuronx_dist.parallelize.decompose import decomposed
 from neuronx_dist.parallelize.emit import emit
 from neuronx_dist.parallelize.program import Division
 from neuronx_dist.parallelize.record import record_program
 from neuronx_dist.parallelize.stored import constants_of, stored_of
-from neuronx_dist.parallelize.verify import EmittedProgramError, check_types, check_values
+from neuronx_dist.parallelize.verify import check_types
 from neuronx_dist.planning.costs import Costs
 from tests.parallelize.models import model
 

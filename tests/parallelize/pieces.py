@@ -107,7 +107,7 @@ class Case:
 
     @staticmethod
     def backward(leaves: dict[Value, Tensor], results: list[Tensor], cotangents: Sequence[Any]) -> dict[Value, Tensor]:
-        pairs = [(x, g) for x, g in zip(results, cotangents) if x.requires_grad]
+        pairs = [(x, g) for x, g in zip(results, cotangents, strict=True) if x.requires_grad]
         if pairs:
             torch.autograd.backward(*map(list, zip(*pairs)))
         return {value: x.grad if x.grad is not None else torch.zeros_like(x) for value, x in leaves.items()}
@@ -155,7 +155,7 @@ class Case:
         else:
             done = [on_rank(rank) for rank in range(size)]
         results, gradients = zip(*done)
-        for number, (whole, spmd_type) in enumerate(zip(self.whole, strategy.results)):
+        for number, (whole, spmd_type) in enumerate(zip(self.whole, strategy.results, strict=True)):
             yield from self.differences(
                 f"result {number}", whole, [each[number].detach() for each in results], spmd_type
             )

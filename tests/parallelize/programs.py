@@ -55,13 +55,13 @@ def assert_equal(module: nn.Module, arguments: dict[str, Any], training: bool = 
                 torch.autograd.backward(leaves, weights)
         (expected, structure), (computed, other_structure) = map(pytree.tree_flatten, results)
         assert type(results[0]) is type(results[1]) and structure == other_structure
-        for a, b in zip(expected, computed):
+        for a, b in zip(expected, computed, strict=True):
             assert torch.equal(a, b) and a.dtype == b.dtype if isinstance(a, torch.Tensor) else a == b
             assert not isinstance(a, torch.Tensor) or a.requires_grad == b.requires_grad
-        for (name, a), (_, b) in zip(module.named_parameters(), other.named_parameters()):
+        for (name, a), (_, b) in zip(module.named_parameters(), other.named_parameters(), strict=True):
             assert (a.grad is None) == (b.grad is None), name
             assert a.grad is None or torch.equal(a.grad, b.grad), name
-        for (name, a), (_, b) in zip(module.named_buffers(), other.named_buffers()):
+        for (name, a), (_, b) in zip(module.named_buffers(), other.named_buffers(), strict=True):
             assert torch.equal(a, b), name
     return program
 

@@ -82,7 +82,7 @@ def test_means_become_sums(name: str) -> None:
     function, target = CASES[name]
     expected, computed, calls = both(Function(function, 6, 5), target)
     tolerance = 1e-6 if name == "mean with dtype" else 1e-14
-    for a, b in zip(expected, computed):
+    for a, b in zip(expected, computed, strict=True):
         assert a.dtype == b.dtype and a.shape == b.shape
         torch.testing.assert_close(b, a, rtol=tolerance, atol=tolerance)
     assert "div" in calls and ("sum" in calls or name not in SUMMED) and "mean" not in calls
@@ -101,7 +101,7 @@ KEPT: dict[str, tuple[Callable[..., Any], Any]] = {
 def test_what_stays(name: str) -> None:
     function, target = KEPT[name]
     expected, computed, calls = both(Function(function, 6, 5), target)
-    assert all(torch.equal(a, b) for a, b in zip(expected, computed))
+    assert all(torch.equal(a, b) for a, b in zip(expected, computed, strict=True))
     assert "div" not in calls
 
 
@@ -146,7 +146,7 @@ def test_images_and_single_samples() -> None:
     for shape, target in [((2, 5, 3, 2), torch.arange(12).reshape(2, 3, 2) % 5), ((5,), torch.tensor(3))]:
         for given in (target, F.one_hot(target, 5).movedim(-1, 1 if target.ndim else 0).double()):
             expected, computed, calls = both(Function(F.cross_entropy, *shape), given)
-            for a, b in zip(expected, computed):
+            for a, b in zip(expected, computed, strict=True):
                 torch.testing.assert_close(b, a, rtol=1e-14, atol=1e-14)
             assert "div" in calls
 

@@ -267,7 +267,7 @@ def test_hooks_see_every_gradient_before_and_after_its_sum(zero, asynchronous, p
         end_to_end_hooks(config, body)
         return
     results = trained(config, lambda m: build_optimizer(m, SGD), "parent", body=body)
-    for (result, weights), (expected, expected_weights) in zip(results, plain):
+    for (result, weights), (expected, expected_weights) in zip(results, plain, strict=True):
         close(result[0], expected)
         close(weights, expected_weights)
 
@@ -329,7 +329,7 @@ def test_asynchronous_reduction_is_bit_equal_and_starts_in_backward(zero, cap):
         trained(ComputeConfig(1, 2, use_async_reducer=each, **options), without_spare, body=body)
         for each in (False, True)
     ]
-    for ((early, started), weights), ((late, _), expected) in zip(results[1], results[0]):
+    for ((early, started), weights), ((late, _), expected) in zip(results[1], results[0], strict=True):
         assert not cap or all(started)  # the last layer's buckets start first
         assert (not any(late), early) == (True, [3 if cap else 1] * 8)
         assert all(torch.equal(weights[name], expected[name]) for name in weights)

@@ -111,3 +111,30 @@ def test_spans_in_pipeline_stages(tmp_path: Path) -> None:
     (file,) = tmp_path.rglob("gencode0.py")
     stages = file.read_text().split("def stage_")[1:]
     assert all("= checkpoint(recomputed_0" in stage for stage in stages)
+
+
+class _Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.down(torch.relu(self.up(x)))).square().mean()
+
+
+def test_what_a_span_is_given_is_not_written(tmp_path: Path) -> None:
+    """The product is made outside of the span, and reduced inside: again in backward, of the same partial sums."""
+
+    def policy(graph: IRGraph, config: ComputeConfig) -> IRGraph:
+        graph.shard("up", weight=0)
+        graph.shard("down", weight=1)
+        graph.recompute(graph.select(name="tanh"))
+        return graph
+
+    torch.manual_seed(0)
+    arguments = {"x": torch.randn(4, 8, dtype=torch.float64)}
+    parallelize(
+        _Residual().double(), arguments, policy, ComputeConfig(2, 2), gen_savedir=tmp_path, load_module=False
+    )  # values are compared
+    (source,) = (file.read_text() for file in tmp_path.rglob("gencode0.py"))
+    assert "all_reduce" in source.partition("def recomputed_0")[2].partition("checkpoint(")[0]

@@ -191,7 +191,7 @@ def test_training_goes_on_bit_equal_in_the_same_layout(layout, change, form):
 
     merged = merge_state_dicts([own[0] for own in states], [own[1] for own in states])
     resumed = states_of(config, "parent", ADAMW, REST, load, **options)
-    for (_, results, weights), (_, expected, expected_weights) in zip(resumed, straight):
+    for (_, results, weights), (_, expected, expected_weights) in zip(resumed, straight, strict=True):
         equal(results, tuple(values[4:] for values in expected))
         equal(weights, expected_weights)
 

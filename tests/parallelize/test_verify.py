@@ -15,6 +15,7 @@ from torch import nn
 
 from neuronx_dist.parallelize import ComputeConfig, EmittedProgramError, parallelize
 from neuronx_dist.parallelize import api as api_module
+from neuronx_dist.parallelize import compare as compare_module
 from neuronx_dist.parallelize import verify as verify_module
 from tests.parallelize.models import model
 
@@ -63,14 +64,14 @@ def test_nan_is_equal_to_nan_alone(wrong: float, tmp_path: Path, monkeypatch: py
     parallelize(
         module, {"input": torch.zeros(4, 4)}, "tp", ComputeConfig(2, 2), gen_savedir=tmp_path, load_module=False
     )
-    right: Any = vars(verify_module)["_grad"]
+    right: Any = vars(compare_module)["_grad"]
     main = threading.main_thread()
 
     def other(x: torch.Tensor) -> torch.Tensor:
         grad: torch.Tensor = right(x)
         return grad if threading.current_thread() is main else torch.full_like(grad, wrong)
 
-    monkeypatch.setattr(verify_module, "_grad", other)
+    monkeypatch.setattr(compare_module, "_grad", other)
     folder = tmp_path / "wrong"
     with pytest.raises(EmittedProgramError, match="the gradient of weight on rank 0"):
         parallelize(
@@ -91,14 +92,14 @@ def test_a_small_wrong_factor_is_found_in_every_dtype(
 def test_functions_that_are_not_for_float64_are_compared_as_they_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right: Any = vars(verify_module)["run_program"]
+    right: Any = vars(compare_module)["run_program"]
 
     def refusing(program: Any, tensors: Any) -> Any:
         if any(x.dtype == torch.float64 for x in tensors.values()):
             raise RuntimeError("not for float64")
         return right(program, tensors)
 
-    monkeypatch.setattr(verify_module, "run_program", refusing)
+    monkeypatch.setattr(compare_module, "run_program", refusing)
     proof = generated(tmp_path, torch.float32)
     assert "equal to one process" in proof and "; not compared in float64: RuntimeError: not for float64" in proof
     scaled(monkeypatch, 1.05)

@@ -119,7 +119,9 @@ def test_a_training_step():
         assert loss.dtype == expected.dtype == torch.float32
         assert abs(loss.item() - expected.item()) < TOLERANCE
         loss.backward()
-        for (name, actual), one, true in zip(module.named_parameters(), plain.parameters(), exact.parameters()):
+        for (name, actual), one, true in zip(
+            module.named_parameters(), plain.parameters(), exact.parameters(), strict=True
+        ):
             assert actual.grad.dtype == one.grad.dtype == torch.float32, name
             off = float((actual.grad.full_tensor() - true.grad).norm())
             assert off <= 2 * float((one.grad - true.grad).norm()) + 1e-3, (name, off)

@@ -12,10 +12,12 @@ from neuronx_dist.mesh import Mesh
 from neuronx_dist.parallel_layers.layers import ColumnParallelLinear, RowParallelLinear
 from neuronx_dist.shard_tensor import (
     DeviceMesh,
+    Partial,
     Replicate,
     Shard,
     ShardTensor,
     distribute_tensor,
+    fallback,
     sharded,
 )
 from neuronx_dist.shard_tensor.halo import HaloConfig, halo_padding
@@ -50,6 +52,31 @@ def test_types_of_a_linear_layer():
         return [type_of(each.to_local()) for each in (x, w, y, loss, w.grad, x.grad)]
 
     assert on_dp(step) == [[S(0), I, S(0), I, I, S(0)]] * 2
+
+
+def test_types_of_a_function_that_runs_on_shards_by_its_rule():
+    def step(mesh):
+        x = distribute_tensor(torch.ones(4, 8, 3, 3, requires_grad=True), mesh, [Shard(0)], sizes=[(1, 3)], src=None)
+        theta = distribute_tensor(torch.ones(4, 2, 3, requires_grad=True), mesh, [Shard(0)], sizes=[(1, 3)], src=None)
+        with fallback("error"):
+            y = F.grid_sample(F.pixel_shuffle(x, 2), F.affine_grid(theta, (4, 2, 5, 5), False), align_corners=False)
+        y.square().mean().backward()
+        return [type_of(each.to_local()) for each in (y, x.grad, theta.grad)]
+
+    assert on_dp(step) == [[S(0), S(0), S(0)]] * 2
+
+
+@pytest.mark.parametrize(("sizes", "sums"), [((5, 3), True), ((4, 4), False)])
+def test_means_of_shards_are_a_sum_where_shards_are_uneven(sizes, sums):
+    def step(mesh):
+        x = distribute_tensor(torch.ones(8, 3, requires_grad=True), mesh, [Shard(0)], sizes=[sizes], src=None)
+        shapes = x._spec.sharding_shapes()
+        y = ShardTensor.from_local(x.to_local().mean(0), mesh, [Partial("avg")], sharding_shapes=shapes)
+        total = y.redistribute(placements=[Replicate()])
+        total.sum().backward()
+        return [type_of(each.to_local()) for each in (y, total, x.grad)]
+
+    assert on_dp(step) == [[P if sums else P("avg"), I, S(0)]] * 2
 
 
 def test_a_handler_that_forgets_a_reduction_is_reported():

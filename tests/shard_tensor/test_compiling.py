@@ -40,7 +40,7 @@ def compiled() -> None:
     x = distributed.distribute_tensor(whole().requires_grad_(), mesh, [Shard(1)], sizes=[(5, 2)])
     module(x).square().mean().backward()
     assert_close(x.grad.full_tensor(), xx.grad, "gradient of the input")
-    for param, grad in zip(twin.parameters(), expected):
+    for param, grad in zip(twin.parameters(), expected, strict=True):
         assert_close(param.grad, grad, "gradient of a weight")
     result = torch.compile(function, backend="eager")(x)
     assert result._spec is function(x)._spec

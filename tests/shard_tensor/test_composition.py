@@ -64,7 +64,7 @@ def train(module: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, 
             steps.zero_grad()
             each(data).square().mean().backward()
         if step == 0 and not isinstance(optimizer, NeuronZero1Optimizer) and name == "sgd":
-            for (label, param), expected in zip(module.named_parameters(), twin.parameters()):
+            for (label, param), expected in zip(module.named_parameters(), twin.parameters(), strict=True):
                 if param.grad is not None and param.grad.shape == expected.grad.shape:
                     assert_close(value(param.grad), expected.grad, f"gradient of {label}")
         optimizer.step()

@@ -23,7 +23,8 @@ Words, in names as in text:
     violation   why a call has no judgement: what an error is made of
 """
 
-from .handlers import losses, operators, verbs
-from .mode import SpmdTypeMode, typecheck
+from ...lazy_names import lazy_names
 
-__all__ = ["SpmdTypeMode", "losses", "operators", "typecheck", "verbs"]
+__all__ = ["SpmdTypeMode", "typecheck"]
+
+__getattr__ = lazy_names(__name__, {"SpmdTypeMode": "checking.types.mode", "typecheck": "checking.types.mode"})

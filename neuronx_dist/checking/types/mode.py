@@ -39,7 +39,15 @@ from ...spmd.watching import HANDLERS, Watcher, entered, left
 from . import raw_collectives as raw
 from .axis_sizes import tracked
 from .declared import parameter_type
-from .handlers import autograd, axis_numbers, hooks, packing
+from .handlers import (  # noqa: F401 - importing losses, operators and verbs fills HANDLERS
+    autograd,
+    axis_numbers,
+    hooks,
+    losses,
+    operators,
+    packing,
+    verbs,
+)
 from .handlers.inplace import check_write, note_write, stale
 from .handlers.local_code import local_scope
 from .handlers.lookups import lookup_note

@@ -170,20 +170,23 @@ def _cross_entropy(func: Callable[..., Any], types: Any, args: Any, kwargs: Any)
         reduction = reduction_name(reduction, size_average, reduce)
         (x, target, weight), spec = inside(class_losses, (input, target, weight))
         x, weight = as_autocast(x), None if weight is None else as_autocast(weight)
-        dim = min(1, x.dim() - 1)
+        dtype, dim = x.dtype, min(1, x.dim() - 1)
         m = spec.mesh_dim_of.get(dim)
+        if m is not None or label_smoothing or target.is_floating_point():  # sums over classes
+            x, weight = wide(x), None if weight is None else wide(weight)
+            target = wide(target)
         logs = torch.log_softmax(x, dim) if m is None else log_softmax_of(x, dim, spec.mesh.communicator(m))
         if target.is_floating_point():
             probabilities = target * (1 - label_smoothing) + label_smoothing / spec.shape[dim]
             terms = -(logs * probabilities if weight is None else logs * probabilities * _along(weight, logs, dim))
             number = spec.shape.numel() // max(spec.shape[dim], 1)
-            return _reduced(terms.sum(dim), spec, dim, reduction, number)
+            return _reduced(terms.sum(dim), spec, dim, reduction, number, dtype)
         losses, divisors = _of_targets(logs, target, weight, ignore_index, spec, dim)
         if label_smoothing:
             own = logs if weight is None else logs * _along(weight, logs, dim)
             smooth = torch.where(target == ignore_index, torch.zeros_like(losses), -own.sum(dim))
             losses = losses * (1 - label_smoothing) + smooth * (label_smoothing / spec.shape[dim])
-        return _reduced(losses, spec, dim, reduction, divisors)
+        return _reduced(losses, spec, dim, reduction, divisors, dtype)
 
     return call(*args, **kwargs)
 
@@ -204,7 +207,7 @@ def _nll_loss(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> A
         x, weight = as_autocast(x), None if weight is None else as_autocast(weight)
         dim = min(1, x.dim() - 1)
         losses, divisors = _of_targets(x, target, weight, ignore_index, spec, dim)
-        return _reduced(losses, spec, dim, reduction, divisors)
+        return _reduced(losses, spec, dim, reduction, divisors, x.dtype)
 
     return call(*args, **kwargs)
 
@@ -244,17 +247,28 @@ def _of_targets(
 
 
 def _reduced(
-    losses: torch.Tensor, spec: ShardTensorSpec, dim: int, reduction: str, divisors: torch.Tensor | int
+    losses: torch.Tensor,
+    spec: ShardTensorSpec,
+    dim: int,
+    reduction: str,
+    divisors: torch.Tensor | int,
+    dtype: torch.dtype,
 ) -> ShardTensor:
-    """`losses` lack dim `dim` of `spec`, the classes; where it was sharded they are this rank's summands."""
+    """`losses` lack dim `dim` of `spec`, the classes; where it was sharded they are this rank's summands.
+
+    Args:
+        dtype: of the result, narrower than that of `losses` where these are sums.
+    """
     if reduction == "none":
         result = reduced(spec, dim, False).spec
-        if dim in spec.mesh_dim_of:
+        if dim in spec.mesh_dim_of and losses.dtype != dtype:
+            losses = total(losses, (spec.mesh.communicator(spec.mesh_dim_of[dim]),)).to(dtype)
+        elif dim in spec.mesh_dim_of:
             placements = list(result.placements)
             placements[spec.mesh_dim_of[dim]] = Partial()
             result = make_spec(spec.mesh, placements, result.shape, result.sizes)
-        return wrap(losses, result)
-    dtype, loss = losses.dtype, wide(losses).sum()
+        return wrap(losses.to(dtype), result)
+    loss = wide(losses).sum()
     if reduction == "sum":
         return wrap(_over_all(loss, spec).to(dtype), _scalar(spec))
     if isinstance(divisors, int):

@@ -256,8 +256,8 @@ def logsumexp(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> A
         with torch.no_grad():
             largest = extreme(local, plan.dims, plan.groups, "max")
             largest = torch.where(largest.isfinite(), largest, torch.zeros_like(largest))
-        y = total((local - largest).exp().sum(plan.dims, keepdim=True), plan.groups).log() + largest
-        return wrap(y.reshape(plan.spec.local_shape), plan.spec)
+        y = total((wide(local) - largest).exp().sum(plan.dims, keepdim=True), plan.groups).log() + largest
+        return wrap(y.to(local.dtype).reshape(plan.spec.local_shape), plan.spec)
 
     return call(*args, **kwargs)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.checking.programs import hook_programs, whole_steps
+from tests.checking.programs import hook_programs, module_hook_programs, whole_steps
 
-NAMES = whole_steps.names_in(hook_programs)
+NAMES = [*whole_steps.names_in(hook_programs), *whole_steps.names_in(module_hook_programs)]
 
 
 @pytest.mark.parametrize("name", NAMES)

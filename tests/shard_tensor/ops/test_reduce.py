@@ -124,6 +124,8 @@ HALVES = {  # fp16 ends at 65504: the sum over a dim, or what divides it, is lar
     "ce": lambda x, t: F.cross_entropy(x, torch.zeros(4096, dtype=torch.int64)),
     "ce-weight": lambda x, t: F.cross_entropy(x, torch.zeros(4096, dtype=torch.int64), torch.full_like(t[0], 30)),
     "ce-probabilities": lambda x, t: F.cross_entropy(x, t.abs() / 2),
+    "ce-smooth": lambda x, t: F.cross_entropy(x, torch.zeros(4096, dtype=torch.int64), label_smoothing=0.4),
+    "logsumexp": lambda x, t: torch.logsumexp(x, 0),
 }
 
 
@@ -152,5 +154,30 @@ def test_half_precision_is_summed_in_float32(name: str, dim: int, dtype: torch.d
         if found[0].requires_grad:
             found[0].sum().backward()
             assert x.grad.full_tensor().isfinite().all()
+
+    on_ranks(2, rank)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dim", [0, 1])
+def test_sums_over_classes_in_half_precision(dim: int, dtype: torch.dtype) -> None:
+    """They are above the largest fp16, 65504, and what bf16 adds to 256 is lost."""
+    x = torch.randn(2, 70_000, generator=torch.Generator().manual_seed(0)).to(dtype)
+    target = torch.tensor([5, 69_000])
+    near = 4 * torch.finfo(dtype).eps
+
+    def results(x: torch.Tensor) -> list[torch.Tensor]:
+        smooth = [F.cross_entropy(x, target, label_smoothing=0.4, reduction=each) for each in ("none", "mean")]
+        return [torch.logsumexp(x * 0, 1), torch.logsumexp(x, 1), *smooth]
+
+    exact = results(x.double())
+
+    def rank(mesh: Any) -> None:
+        given = distribute_tensor(x.clone().requires_grad_(), mesh, [Shard(dim)], src=None)
+        for y, expected in zip(results(given), exact, strict=True):
+            assert y.dtype == dtype
+            torch.testing.assert_close(y.full_tensor().detach().double(), expected, rtol=near, atol=near)
+            y.sum().backward()
+            assert given.grad.full_tensor().isfinite().all()
 
     on_ranks(2, rank)

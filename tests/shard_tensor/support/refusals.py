@@ -37,6 +37,7 @@ from neuronx_dist.shard_tensor import (
     promotion_mode,
     scatter_tensor,
     spmd_type,
+    sync_module_over_mesh,
 )
 from neuronx_dist.shard_tensor.attention_method import attention_method, zigzag
 from neuronx_dist.shard_tensor.chains import plan_chain
@@ -69,6 +70,12 @@ def _dtensor():
     whole = torch.ones(7, 6)
     meta = TensorMeta(whole.shape, whole.stride(), whole.dtype)
     return DTensor(whole, DTensorSpec(mesh, (Replicate(),), tensor_meta=meta), requires_grad=False)
+
+
+def _synchronised_alone(mesh):
+    module = nn.Module()
+    module.weight = nn.Parameter(x(DeviceMesh("cpu", [1, 0])))
+    sync_module_over_mesh(module, mesh)
 
 
 def alone(mesh, *, shape=(7, 6), dim=0):
@@ -154,6 +161,26 @@ REFUSALS = {
         lambda mesh: x(mesh) + x(DeviceMesh("cpu", [1, 0])),
         ValueError,
         r"operands are on .* redistribute\(mesh, placements\) one of them",
+    ),
+    "a module synchronised over other ranks than shard it": (
+        _synchronised_alone,
+        ValueError,
+        r"over ranks \[0, 1\], of a parameter of shape \(7, 6\) that is Shard\(dim=0\) over ranks \[1, 0\]",
+    ),
+    "a layout that is changed": (
+        lambda mesh: setattr(x(mesh)._spec, "shape", (7,)),
+        AttributeError,
+        r"shape of a layout cannot be set: tensors share it; redistribute",
+    ),
+    "an attribute of a layout that is deleted": (
+        lambda mesh: delattr(x(mesh)._spec, "sizes"),
+        AttributeError,
+        "sizes of a layout cannot be deleted",
+    ),
+    "means of shards that are not told": (
+        lambda mesh: ShardTensor.from_local(torch.ones(6), mesh, [Partial("avg")], sharding_shapes={0: [(7, 6)]}),
+        ValueError,
+        r"1 shapes for mesh dim 0, which is Partial\(avg\) over 2 ranks: give that of each shard",
     ),
     "a gradient on another mesh": (
         lambda mesh: setattr(x(mesh), "grad", x(DeviceMesh("cpu", [1, 0]))),

@@ -15,6 +15,7 @@ from ....call_site import call_site
 from ....comm import context
 from ....comm.rank_numbers import concrete
 from ....comm.rank_values import RankValue
+from ....mesh import part_of
 from ....shared_context import Replacement
 from ....spmd.random import TENSOR_PARALLEL, streams
 from ..session import Session
@@ -64,7 +65,7 @@ class Stream(NamedTuple):
     differing: frozenset[str]
 
     def differs(self, axis: str) -> bool:
-        return axis in self.differing or (self.unseeded and axis != "tp")
+        return axis in self.differing or (self.unseeded and part_of(axis)[0] != "tp")
 
 
 def generator_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Generator | None:
@@ -80,8 +81,10 @@ def seed_of(generator: torch.Generator | None) -> int:
 
 def stream(mode: Session, generator: torch.Generator | None) -> Stream:
     """The stream that random numbers come from now."""
-    if generator is None and context.is_initialized() and streams().drawing == TENSOR_PARALLEL:
-        return Stream(True, frozenset({"tp"}))
+    drawing = streams().drawing if context.is_initialized() else ""
+    if generator is None and drawing.startswith(TENSOR_PARALLEL):
+        alike = drawing.removeprefix(TENSOR_PARALLEL).strip()  # a part of tp along which ranks draw the same numbers
+        return Stream(True, frozenset({"tp", *mode.atoms("tp")} - {alike}))
     seed = seed_of(generator)
     differing = {*mode.atoms("pp")}
     if isinstance(seed, RankValue):

@@ -15,6 +15,7 @@ from . import (  # noqa: F401 - importing them fills the registry
     others,
     pieces,
     pointwise,
+    recurrent,
     reduce,
     views,
 )

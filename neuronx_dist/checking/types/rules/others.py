@@ -142,6 +142,19 @@ def grid_sample(input: Tensor, grid: Tensor, *args: Any, **kwargs: Any) -> Spec:
     return builder.spec([[samples, channels, *places], [samples, *taken, pair]], [[samples, channels, *taken]])
 
 
+@rule(F.affine_grid, linear=FIRST)
+def affine_grid(theta: Tensor, size: Any, align_corners: Any = None) -> Spec:
+    """`theta` is a matrix a sample; the sizes are those of a batch of images."""
+    builder = Labels()
+    why = "a grid multiplies its positions by the matrix"
+    samples = (builder.new(theta.shape[0]),)
+    ins = [samples, *((builder.new(each, why),) for each in theta.shape[1:])]
+    count = as_int(size[0])
+    if count != theta.shape[0]:
+        raise ValueError(f"affine_grid of {theta.shape[0]} matrices for {count} images")
+    return builder.spec([ins], [[samples, *builder.dims(map(as_int, size[2:])), (builder.new(len(size) - 2),)]])
+
+
 # --- counts and sets: as many results as the values say ---
 
 

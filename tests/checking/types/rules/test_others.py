@@ -21,6 +21,52 @@ def whole(high: int, *shape: int) -> Tensor:
     return torch.randint(0, high, shape, generator=torch.Generator().manual_seed(high))
 
 
+def weights(gates: int) -> list[Tensor]:
+    """Of a recurrent network from 5 features to 3, whose steps have so many gates."""
+    shapes = ((gates * 3, 5), (gates * 3, 3), (gates * 3,), (gates * 3,))
+    return [x(*shape, seed=number) for number, shape in enumerate(shapes)]
+
+
+# --- recurrent networks, grids ---
+
+
+def test_recurrent_networks():
+    state = x(1, 4, 3)
+    last = (True, 1, 0.0, False, False, False)
+    spec = verify(torch.lstm, x(2, 4, 5), (state, x(1, 4, 3, seed=1)), weights(4), *last)
+    assert spec is not None and spec.ins[0][1][0] not in spec.fixed
+    for function, gates in ((torch.gru, 3), (torch.rnn_tanh, 1), (torch.rnn_relu, 1)):
+        spec = verify(function, x(2, 4, 5), state, weights(gates), *last)
+        assert spec is not None and {label for dim in spec.ins[0][::2] for label in dim} <= set(spec.fixed)
+        of_batches = verify(function, x(4, 2, 5), state, weights(gates), *last[:-1], True)
+        assert of_batches is not None and of_batches.ins[0][0][0] not in of_batches.fixed
+    for cell, gates in ((torch.gru_cell, 3), (torch.rnn_tanh_cell, 1), (torch.rnn_relu_cell, 1)):
+        verify(cell, x(4, 5), x(4, 3), *weights(gates))
+    verify(torch.lstm_cell, x(4, 5), (x(4, 3), x(4, 3, seed=1)), *weights(4))
+    assert RULES[torch.lstm].random(x(2, 4, 5), (state, state), [], True, 1, 0.5, True, False, False)  # type: ignore[operator]
+    assert not RULES[torch.lstm].random(x(2, 4, 5), (state, state), [], True, 1, 0.5, False, False, False)  # type: ignore[operator]
+
+
+def test_packed_samples_are_not_independent():
+    packed = torch.nn.utils.rnn.pack_sequence([x(4, 5), x(2, 5)])
+    call = (packed.data, packed.batch_sizes, x(1, 2, 3), weights(3), True, 1, 0.0, False, False)
+    spec = RULES[torch.gru].spec(*call)  # type: ignore[misc]
+    assert [tuple(spec.sizes[label] for (label,) in dims) for dims in spec.outs] == [
+        tuple(each.shape) for each in torch.gru(*call)
+    ]
+    assert {label for dims in spec.ins for dim in dims or () for label in dim} <= set(spec.fixed)
+
+
+def test_affine_grid():
+    def images(label, spec, args, kwargs):
+        return (args[0], (2, *args[1][1:]), *args[2:]), kwargs
+
+    spec = verify(F.affine_grid, x(4, 2, 3), (4, 1, 6, 8), False, _adapt=images)
+    assert spec is not None and len(spec.fixed) == 2
+    with pytest.raises(ValueError, match="affine_grid of 2 matrices for 4 images"):
+        RULES[F.affine_grid].spec(x(2, 2, 3), (4, 1, 6, 8))  # type: ignore[misc]
+
+
 # --- the registry ---
 
 
@@ -50,29 +96,28 @@ WITHOUT_RULE = """
 _coalesced_ _fused_rms_norm _fw_primal_copy _indices _indices_copy _make_dual_copy _native_batch_norm_legit
 _reshape_alias_copy _rowwise_prune _sparse_broadcast_to_copy _sparse_mask_projection _sym_acos _sym_asin _sym_atan
 _sym_cos _sym_cosh _sym_sin _sym_sinh _sym_tan _sym_tanh _values _values_copy _wrapped_linear_prepack
-_wrapped_quantized_linear_prepacked adaptive_max_pool1d affine_grid affine_grid_generator apply_ as_strided_
-as_strided_scatter autocast batch_norm batch_norm_backward_elemt batch_norm_backward_reduce batch_norm_elemt
-batch_norm_gather_stats batch_norm_gather_stats_with_counts batch_norm_stats batch_norm_update_stats ccol_indices
-ccol_indices_copy cholesky_ex cholesky_inverse cholesky_solve choose_qparams_optimized coalesce col_indices
-col_indices_copy combinations cond conv_tbc convolution corrcoef cosine_embedding_loss cov crow_indices
-crow_indices_copy ctc_loss cumulative_trapezoid dequantize eig eigh eigvals eigvalsh embedding_bag
-fake_quantize_per_channel_affine fake_quantize_per_tensor_affine fbgemm_linear_fp16_weight
-fbgemm_linear_fp16_weight_fp32_activation fbgemm_linear_int8_weight fbgemm_linear_int8_weight_fp32_activation
-fbgemm_linear_quantize_weight fbgemm_pack_gemm_matrix_fp16 fbgemm_pack_quantized_matrix fractional_max_pool2d
-fractional_max_pool2d_with_indices fractional_max_pool3d fractional_max_pool3d_with_indices frobenius_norm
-fused_moving_avg_obs_fake_quant geqrf gradient grid_sampler grid_sampler_2d grid_sampler_3d gru gru_cell hash_tensor
-histogramdd householder_product hsmm index indices indices_copy instance_norm int_repr inv_ex istft ldl_factor
-ldl_factor_ex ldl_solve lobpcg lstm lstm_cell lstsq lu lu_factor lu_factor_ex lu_solve lu_unpack map2_ map_
-matrix_rank max_pool1d_with_indices max_unpool1d max_unpool2d max_unpool3d miopen_batch_norm miopen_convolution
-miopen_convolution_add_relu miopen_convolution_relu miopen_convolution_transpose miopen_depthwise_convolution
-miopen_rnn native_batch_norm native_group_norm native_norm norm_except_dim nuclear_norm orgqr ormqr pca_lowrank pdist
-pinv pinverse q_per_channel_scales q_per_channel_zero_points qr quantize_per_channel quantize_per_tensor
-quantize_per_tensor_dynamic quantized_batch_norm quantized_gru_cell quantized_lstm_cell quantized_max_pool1d
-quantized_max_pool2d quantized_max_pool3d quantized_rnn_relu_cell quantized_rnn_tanh_cell renorm renorm_ resize
-resize_ resize_as resize_as_ resize_as_sparse_ rnn_relu rnn_relu_cell rnn_tanh rnn_tanh_cell row_indices
-row_indices_copy segment_reduce set_ slice_copy slice_inverse smm solve solve_ex solve_triangular sparse_mask
-sparse_resize_ sparse_resize_and_clear_ saddmm sspaddmm stft svd svd_lowrank svdvals tensorinv tensorsolve
-to_sparse trapezoid trapz triangular_solve triplet_margin_loss values values_copy vander
+_wrapped_quantized_linear_prepacked adaptive_max_pool1d affine_grid_generator apply_ as_strided_ as_strided_scatter
+autocast batch_norm batch_norm_backward_elemt batch_norm_backward_reduce batch_norm_elemt batch_norm_gather_stats
+batch_norm_gather_stats_with_counts batch_norm_stats batch_norm_update_stats ccol_indices ccol_indices_copy
+cholesky_ex cholesky_inverse cholesky_solve choose_qparams_optimized coalesce col_indices col_indices_copy
+combinations cond conv_tbc convolution corrcoef cosine_embedding_loss cov crow_indices crow_indices_copy ctc_loss
+cumulative_trapezoid dequantize eig eigh eigvals eigvalsh embedding_bag fake_quantize_per_channel_affine
+fake_quantize_per_tensor_affine fbgemm_linear_fp16_weight fbgemm_linear_fp16_weight_fp32_activation
+fbgemm_linear_int8_weight fbgemm_linear_int8_weight_fp32_activation fbgemm_linear_quantize_weight
+fbgemm_pack_gemm_matrix_fp16 fbgemm_pack_quantized_matrix fractional_max_pool2d fractional_max_pool2d_with_indices
+fractional_max_pool3d fractional_max_pool3d_with_indices frobenius_norm fused_moving_avg_obs_fake_quant geqrf gradient
+grid_sampler grid_sampler_2d grid_sampler_3d hash_tensor histogramdd householder_product hsmm index indices
+indices_copy instance_norm int_repr inv_ex istft ldl_factor ldl_factor_ex ldl_solve lobpcg lstsq lu lu_factor
+lu_factor_ex lu_solve lu_unpack map2_ map_ matrix_rank max_pool1d_with_indices max_unpool1d max_unpool2d max_unpool3d
+miopen_batch_norm miopen_convolution miopen_convolution_add_relu miopen_convolution_relu miopen_convolution_transpose
+miopen_depthwise_convolution miopen_rnn native_batch_norm native_group_norm native_norm norm_except_dim nuclear_norm
+orgqr ormqr pca_lowrank pdist pinv pinverse q_per_channel_scales q_per_channel_zero_points qr quantize_per_channel
+quantize_per_tensor quantize_per_tensor_dynamic quantized_batch_norm quantized_gru_cell quantized_lstm_cell
+quantized_max_pool1d quantized_max_pool2d quantized_max_pool3d quantized_rnn_relu_cell quantized_rnn_tanh_cell renorm
+renorm_ resize resize_ resize_as resize_as_ resize_as_sparse_ row_indices row_indices_copy segment_reduce set_
+slice_copy slice_inverse smm solve solve_ex solve_triangular sparse_mask sparse_resize_ sparse_resize_and_clear_
+saddmm sspaddmm stft svd svd_lowrank svdvals tensorinv tensorsolve to_sparse trapezoid trapz triangular_solve
+triplet_margin_loss values values_copy vander
 """
 
 

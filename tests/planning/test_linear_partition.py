@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from neuronx_dist.planning.stages import balanced
+from neuronx_dist.planning.linear_partition import balanced
 
 
 def slowest(times, crossing, starts):

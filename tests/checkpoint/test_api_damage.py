@@ -1,0 +1,189 @@
+"""Checkpoints with damaged or missing files."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import neuronx_dist as nxd
+from neuronx_dist import comm
+from neuronx_dist.checkpoint.errors import CheckpointCorrupted, CheckpointMismatch
+from neuronx_dist.checkpoint.storage import RemoteStorage, open_storage
+from neuronx_dist.checkpoint.tags import CheckpointFolder
+from neuronx_dist.mesh import Mesh
+from tests.checkpoint.saved_runs import on_ranks, saved
+from tests.checkpoint.small_run import Run, equal
+
+
+def files_of(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def flip(path: Path, bit: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(content)
+
+
+def test_a_flipped_bit_anywhere_is_noticed(tmp_path: Path) -> None:
+    """200 times with NXD_FULL=1. The error says whether weights were overwritten; nothing else ever is."""
+    saved(tmp_path, "a")
+    count = 200 if os.environ.get("NXD_FULL") else 24
+    generator = torch.Generator().manual_seed(0)
+    files = files_of(tmp_path / "a")
+    ends = list(itertools.accumulate(path.stat().st_size for path in files))
+    positions = torch.randint(0, 8 * ends[-1], (count,), generator=generator).tolist()
+    positions += [8 * end - 1 for end in ends]  # and the last bit of each file
+
+    def rank() -> None:
+        run = Run(seed=1)
+        run.train()
+        weights, before, overwritten = len([*run.model.parameters()]), run.values(), 0
+        for position in positions:
+            number = next(index for index, end in enumerate(ends) if position < 8 * end)
+            start = ends[number - 1] if number else 0
+            if comm.rank("world") == 0:
+                flip(files[number], position - 8 * start)
+            comm.barrier()
+            with pytest.raises(CheckpointCorrupted) as error:
+                run.load(tmp_path, "a")
+            message, now = str(error.value), run.values()
+            assert files[number].name in message, position
+            assert equal(now[weights:], before[weights:]) and run.scheduler.last_epoch == 1
+            if "nothing was changed" in message:
+                assert equal(now, before)
+            else:
+                assert "weights of the model were overwritten in part" in message
+                before, overwritten = now, overwritten + 1
+            comm.barrier()
+            if comm.rank("world") == 0:
+                flip(files[number], position - 8 * start)
+            comm.barrier()
+        assert overwritten
+        run.load(tmp_path, "a")
+
+    on_ranks(rank, Mesh(2))
+
+
+@pytest.mark.parametrize("damage", ["missing", "truncated", "empty"])
+def test_files_that_are_not_whole(tmp_path: Path, damage: str) -> None:
+    """Each is named, on all ranks."""
+    saved(tmp_path, "a")
+    paths = [path for path in files_of(tmp_path / "a") if path.name not in ("done", "checkpoint")]
+
+    def rank() -> None:
+        run = Run()
+        for path in paths:
+            content = path.read_bytes()
+            comm.barrier()
+            if comm.rank("world") == 0:
+                path.unlink() if damage == "missing" else path.write_bytes(content[:-1] if damage[0] == "t" else b"")
+            comm.barrier()
+            said = "is missing" if damage == "missing" else f"instead of {len(content)}"
+            with pytest.raises(CheckpointCorrupted, match=f"a is damaged: .*{path.name} .*{said}.*nothing was changed"):
+                run.load(tmp_path, "a")
+            comm.barrier()
+            path.write_bytes(content)
+            comm.barrier()
+        run.load(tmp_path, "a")
+
+    on_ranks(rank, Mesh(2, tp=2))
+
+
+def test_a_damaged_checkpoint_makes_room_for_an_older_one(tmp_path: Path) -> None:
+    saved(tmp_path, "a", "b", "c")
+    flip(tmp_path / "c" / "__0_0.distcp", 1000)
+    (tmp_path / "b" / "scheduler.pt").unlink()
+
+    def rank() -> None:
+        assert Run(seed=1).load(tmp_path) == {"step": 1}
+
+    with warnings.catch_warnings(record=True) as caught:  # of all ranks: which are threads
+        warnings.simplefilter("always")
+        on_ranks(rank)
+    said = [str(each.message) for each in caught if "is damaged" in str(each.message)]
+    assert len(said) == 1 and "\n" not in said[0]
+    assert f"checkpoint {tmp_path}/c is damaged: c/__0_0.distcp" in said[0] and said[0].endswith(
+        "; a is loaded instead"
+    )
+
+
+def test_a_tag_whose_replacement_was_interrupted(tmp_path: Path) -> None:
+    saved(tmp_path, "a")
+    CheckpointFolder(open_storage(tmp_path)).begin("a")
+
+    def rank() -> None:
+        for tag in (None, "a"):
+            assert Run().load(tmp_path, tag) == {"step": 1}
+
+    with pytest.warns(UserWarning, match="checkpoint a was being replaced when its job ended; a.previous is loaded"):
+        on_ranks(rank, Mesh(1))
+
+
+def test_each_file_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From a storage that is not local a rank reads no byte twice, and of the weights no other rank's."""
+    folder = "memory://read-once"
+    saved(folder, "a")  # type: ignore[arg-type]
+    taken: dict[tuple[int, str], list[tuple[int, int]]] = {}
+    read, cat_ranges = RemoteStorage.read, type(open_storage(folder)._filesystem).cat_ranges  # type: ignore[attr-defined]
+
+    def noted(self: RemoteStorage, path: str, start: int = 0, stop: int | None = None) -> bytes:
+        content = read(self, path, start, stop)
+        taken.setdefault((comm.rank("world"), path), []).append((start, start + len(content)))
+        return content
+
+    def noted_ranges(self: Any, paths: list[str], starts: list[int], ends: list[int], **options: Any) -> Any:
+        for path, start, end in zip(paths, starts, ends):
+            taken.setdefault((comm.rank("world"), path.partition("read-once/")[2]), []).append((start, end))
+        return cat_ranges(self, paths, starts, ends, **options)
+
+    def rank() -> None:
+        run = Run(seed=1)
+        comm.barrier()
+        if comm.rank("world") == 0:
+            monkeypatch.setattr(RemoteStorage, "read", noted)
+            monkeypatch.setattr(type(open_storage(folder)._filesystem), "cat_ranges", noted_ranges)  # type: ignore[attr-defined]
+        comm.barrier()
+        run.load(folder, "a")
+
+    on_ranks(rank, Mesh(4, tp=2))
+    of_weights = [0, 0, 0, 0]
+    for (number, path), ranges in taken.items():
+        if path in ("a/done", "a/checkpoint"):
+            continue
+        ends = [0, *(stop for _, stop in sorted(ranges))]
+        assert all(start >= end for (start, _), end in zip(sorted(ranges), ends)), (path, ranges)
+        if path.endswith(".distcp"):
+            of_weights[number] += sum(stop - start for start, stop in ranges)
+    storage = open_storage(folder)
+    size = sum(storage.size(f"a/{name}") for name in storage.list("a") if name.endswith(".distcp"))
+    assert len({path for _, path in taken if path.endswith(".distcp")}) == 4 and max(of_weights) < 0.75 * size
+
+
+def test_a_damaged_checkpoint_leaves_no_values(tmp_path: Path) -> None:
+    """The older one has to have all that was overwritten, `strict` or not; else the error says what is left."""
+
+    def rank() -> None:
+        run = Run()
+        run.save(tmp_path, "small", model=run.model.up, optimizer=None)
+        run.save(tmp_path, "whole", optimizer=None)
+        comm.barrier()
+        if comm.rank("world") == 0:
+            weights = run.model.down.weight.detach().numpy().tobytes()
+            (path,) = [each for each in (tmp_path / "whole").glob("*.distcp") if weights in each.read_bytes()]
+            flip(path, 8 * path.read_bytes().index(weights))
+        comm.barrier()
+        with pytest.raises(CheckpointMismatch) as error:
+            nxd.load_checkpoint(tmp_path, model=run.model, strict=False)
+        assert "whole is damaged" in str(error.value) and "weights of the model were overwritten in part" in str(
+            error.value
+        )
+        assert "missing in it: model.up.weight" in str(error.value)
+
+    on_ranks(rank, Mesh(2))

@@ -1,0 +1,151 @@
+"""Functions without a handler run on shards where what is sharded is a free label of the checker's rule."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from neuronx_dist import comm, spmd
+from neuronx_dist.checking.types.rules import RULES
+from neuronx_dist.shard_tensor import Replicate, Shard, distribute_tensor, fallback
+from tests.shard_tensor.support.cases import Case, assert_close, on_ranks, run_case
+
+IDS = (torch.arange(16 * 3).view(16, 3) % 4) + 1
+LENGTHS = (torch.arange(16) % 3) + 1
+
+
+def paths(x, reduction):
+    """CTC of samples in dim 1."""
+    steps = torch.full((16,), 6)
+    return F.ctc_loss(x.log_softmax(2), IDS, steps, LENGTHS, reduction=reduction)
+
+
+def weights(gates: int, width: int = 3, hidden: int = 2) -> tuple[tuple[int, ...], ...]:
+    return (gates * hidden, width), (gates * hidden, hidden), (gates * hidden,), (gates * hidden,)
+
+
+def lstm(x, h, c, *params):
+    return torch.lstm(x, (h, c), list(params), True, 1, 0.0, True, False, False)
+
+
+def gru_of_batches(x, h, *params):
+    return torch.gru(x, h, list(params), True, 1, 0.0, True, False, True)
+
+
+BATCH = [(0, 1), (0, 2), (0, 3)]  # what stays whole
+STEPS = [(0, 0), (0, 2), (1, 0), (1, 2), (2, 0), (2, 2)]
+CASES = [
+    Case("pixel_shuffle", lambda x: F.pixel_shuffle(x, 2), [(16, 8, 3, 2)], whole=BATCH),
+    Case("pixel_shuffle of rows", lambda x: F.pixel_shuffle(x, 2), [(2, 4, 16, 3)], whole=[(0, 0), (0, 1), (0, 3)]),
+    Case("pixel_unshuffle", lambda x: F.pixel_unshuffle(x, 2), [(16, 2, 4, 6)], whole=BATCH),
+    Case("affine_grid", lambda x: F.affine_grid(x, (16, 5, 3, 4), False), [(16, 2, 3)], whole=BATCH[:2]),
+    Case(
+        "grid_sample",
+        lambda x, grid: F.grid_sample(x, grid, align_corners=False),
+        [(16, 2, 3, 4), (16, 2, 3, 2)],
+        whole=[*BATCH, (1, 1), (1, 2), (1, 3)],
+    ),
+    Case("rfft over the other dims", lambda x: torch.fft.rfft2(x).abs(), [(16, 4, 6)], whole=BATCH[:2]),
+    Case("fft of columns", lambda x: torch.fft.fft(x, dim=0).abs(), [(5, 16)], whole=[(0, 0)]),
+    Case("ctc_loss, mean", lambda x: paths(x, "mean"), [(6, 16, 5)], whole=[(0, 0), (0, 2)]),
+    Case("ctc_loss, sum", lambda x: paths(x, "sum"), [(6, 16, 5)], whole=[(0, 0), (0, 2)]),
+    Case("ctc_loss, none", lambda x: paths(x, "none"), [(6, 16, 5)], whole=[(0, 0), (0, 2)]),
+    Case("lstm", lstm, [(4, 16, 3), (1, 16, 2), (1, 16, 2), *weights(4)], plain=(3, 4, 5, 6), whole=STEPS),
+    Case(
+        "gru, batch first",
+        gru_of_batches,
+        [(16, 4, 3), (1, 16, 2), *weights(3)],
+        plain=(2, 3, 4, 5),
+        whole=[(0, 1), (0, 2), (1, 0), (1, 2)],
+    ),
+    Case(
+        "rnn_tanh_cell",
+        torch.rnn_tanh_cell,
+        [(16, 3), (16, 2), *weights(1)],
+        plain=(2, 3, 4, 5),
+        whole=[(0, 1), (1, 1)],
+    ),
+    Case("linalg.inv", lambda x: torch.linalg.inv(x @ x.mT + torch.eye(3)), [(16, 3, 3)], whole=BATCH[:2]),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("ranks", [4, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
+def test_a_free_label_is_not_gathered(case, ranks):
+    assert run_case(case, (ranks,)) > 0
+
+
+@pytest.mark.parametrize("dims", [(0, 2), (2, 0)])
+def test_two_mesh_dims_cut_two_labels(dims):
+    def function(mesh):
+        x = torch.arange(6.0 * 8 * 5 * 2, dtype=torch.float64).view(6, 8, 5, 2)
+        placements = [Shard(dim) for dim in dims]
+        shards = distribute_tensor(x, mesh, placements, sizes=[(1, x.shape[dim] - 1) for dim in dims], src=None)
+        with fallback("error"), comm.record() as calls:
+            y = F.pixel_shuffle(shards, 2)
+        assert list(calls) == [] and y.placements == tuple(placements)
+        assert_close(y.full_tensor(), F.pixel_shuffle(x, 2), "pixel_shuffle")
+
+    on_ranks(4, function, (2, 2))
+
+
+def test_what_is_mixed_still_gathers():
+    def function(mesh):
+        x = distribute_tensor(torch.randn(6, 4), mesh, [Shard(0)], src=None)
+        images = distribute_tensor(torch.randn(2, 8, 3, 3), mesh, [Shard(1)], sizes=[(3, 5)], src=None)
+        told = []
+        for call in (lambda: torch.fft.fft(x, dim=0), lambda: F.pixel_shuffle(images, 2)):
+            with fallback("error"), pytest.raises(NotImplementedError) as caught:
+                call()
+            told.append(str(caught.value).split(":")[0])
+        return told
+
+    # channels are cut inside of what becomes one pixel: 3 of 4 places in it
+    assert on_ranks(2, function) == [["fft_fft has no handler", "pixel_shuffle has no handler"]] * 2
+
+
+def test_shards_that_disagree_gather():
+    def function(mesh):
+        x = distribute_tensor(torch.randn(6, 2, 3, 3), mesh, [Shard(0)], sizes=[(1, 5)], src=None)
+        grid = distribute_tensor(torch.rand(6, 2, 2, 2), mesh, [Shard(0)], sizes=[(4, 2)], src=None)
+        with fallback("error"), pytest.raises(NotImplementedError, match="has no handler: 2 ShardTensors"):
+            F.grid_sample(x, grid, align_corners=False)
+        with fallback("error"):
+            F.grid_sample(x, grid.redistribute(sizes=[(1, 5)]), align_corners=False)
+
+    on_ranks(2, function)
+
+
+def test_a_weight_that_all_samples_share_gets_one_reduced_gradient():
+    def function(mesh):
+        x = distribute_tensor(torch.randn(5, 3), mesh, [Shard(0)], sizes=[(4, 1)], src=None)
+        params = [distribute_tensor(torch.ones(s), mesh, [Replicate()], src=None) for s in ((2, 3), (2, 2), (2,), (2,))]
+        for each in params:
+            each.requires_grad_()
+        state = torch.zeros(5, 2)
+        with comm.record() as calls:
+            torch.rnn_tanh_cell(x, state, *params).sum().backward()
+        return [call.verb for call in calls]
+
+    assert on_ranks(2, function) == [["all_reduce"] * 2] * 2  # the sum, and all gradients together
+
+
+def test_a_function_of_a_user_by_its_rule():
+    def double(x):
+        if torch.overrides.has_torch_function_unary(x):
+            return torch.overrides.handle_torch_function(double, (x,), x)
+        return x * 2
+
+    spmd.register_rule(double)(lambda x: RULES[torch.relu].spec(x))
+    try:
+
+        def function(mesh):
+            x = distribute_tensor(torch.arange(6.0), mesh, [Shard(0)], sizes=[(4, 2)], src=None)
+            with fallback("error"):
+                y = double(x)
+            return y.placements == (Shard(0),) and y.full_tensor().tolist()
+
+        assert on_ranks(2, function) == [[0.0, 2.0, 4.0, 6.0, 8.0, 10.0]] * 2
+    finally:
+        del RULES[double]
