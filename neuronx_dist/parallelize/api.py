@@ -12,7 +12,8 @@ import math
 import os
 import traceback
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,18 +26,21 @@ from .. import comm
 from ..comm.launch import init_distributed
 from ..parallel_layers.parallel_state import destroy_model_parallel, initialize_model_parallel
 from ..pipeline.record.recording import TracingError, describe
+from ..planning.plan import Plan
 from .compare import EmittedProgramError, OriginalError
 from .config import BroadcastGenFilesStrategy, ComputeConfig, ReuseType
 from .constants import constants_from_text, constants_text
 from .decompose import decomposed
 from .emit import emit
-from .files import Generated, GeneratedFolder
+from .files import Generated, GeneratedFilesError, GeneratedFolder
 from .generation import Emitted, generate
-from .keys import key_of
+from .keys import Key, key_of
 from .module import ParallelModule, parallel_class
+from .plans import plan_of
 from .policies import divide, divide_like
 from .program import Division, Program, Value
 from .record import check_arguments, record_program
+from .recordings import programs_from_text, programs_text
 from .source_text import program_text
 from .stored import constants_of, stored_of
 from .verify import verify
@@ -47,6 +51,8 @@ __all__ = ["parallelize"]
 CODE = "gencode0.py"
 CONSTANTS = "constants.json"
 PROOF = "proof.txt"
+PROGRAMS = "programs.json"
+PLAN = "plan.json"
 
 
 def parallelize(
@@ -118,15 +124,25 @@ def parallelize(
             made.append(module())
         return made[0]
 
+    @cache
+    def key() -> Key:
+        return key_of(original(), dummy_forward_args, pas_policy, compute_config)
+
+    def emitted() -> Emitted:
+        recorded = _stored_programs(folder, key(), dummy_forward_args) if ReuseType.of(reuse) is ReuseType.GRAPH else []
+        return _emitted(original(), dummy_forward_args, pas_policy, compute_config, Path(gen_savedir), recorded)
+
+    folder = GeneratedFolder(gen_savedir, module_class, instance_name)
     generated = generate(
-        GeneratedFolder(gen_savedir, module_class, instance_name),
-        lambda: key_of(original(), dummy_forward_args, pas_policy, compute_config),
-        lambda: _emitted(original(), dummy_forward_args, pas_policy, compute_config, Path(gen_savedir)),
+        folder,
+        key,
+        emitted,
         reuse=reuse,
         strategy=broadcast_strategy,
         load=load_module,
         values=lambda: None if is_class or not init_module_params else _values(original()),
     )
+    _save_plan(folder, pas_policy, compute_config)
     if generated is None:
         return None
     loaded = _loaded(generated, compute_config)
@@ -134,6 +150,13 @@ def parallelize(
         destroy_model_parallel()
         _join(compute_config, loaded.RANKS)
     return loaded if is_class else loaded(init_module_params)
+
+
+def _save_plan(folder: GeneratedFolder, policy: Any, config: ComputeConfig) -> None:
+    """Writes the plan of the files to where `autodist` is asked to save it, whether they are new or not."""
+    path = config.pas_config.get("save_plan_path")
+    if path and policy == "autodist" and not (comm.is_initialized() and comm.current().rank):
+        Plan.load(folder.read().path / PLAN).save(path)
 
 
 def _with_gradient(x: torch.Tensor) -> torch.Tensor:
@@ -223,12 +246,24 @@ def _differs(given: Any, default: Any) -> bool:
     return given is not default and (isinstance(given, torch.Tensor) or bool(given != default))
 
 
-def _emitted(module: nn.Module, arguments: dict[str, Any], policy: Any, config: ComputeConfig, folder: Path) -> Emitted:
-    """What is generated: recorded, divided, emitted, proven."""
-    divisions = _divisions(module, arguments, policy, config)
+def _emitted(
+    module: nn.Module,
+    arguments: dict[str, Any],
+    policy: Any,
+    config: ComputeConfig,
+    folder: Path,
+    recorded: Sequence[Program],
+) -> Emitted:
+    """What is generated: recorded, divided, emitted, proven.
+
+    Args:
+        recorded: programs of an earlier recording of the same; what it lacks is recorded.
+    """
+    divisions = _divisions(module, arguments, policy, config, recorded)
     stored = stored_of(module, *divisions)
     source = emit(*divisions, name=type(module).__name__, stored=stored, signature=inspect.signature(module.forward))
-    constants = {name: value.constant for value, name in constants_of(*divisions).items() if value.constant is not None}
+    names = constants_of(*divisions)
+    constants = {name: value.constant for value, name in names.items() if value.constant is not None}
     tensors = _tensors(module)
     held = {name: tensors[name].detach() for name, each in stored.items() if each.kind in ("parameter", "buffer")}
     verdicts = []
@@ -261,32 +296,66 @@ def _emitted(module: nn.Module, arguments: dict[str, Any], policy: Any, config: 
         CODE: source,
         CONSTANTS: constants_text(constants),
         PROOF: "\n".join([*map(str, verdicts), f"mesh: {mesh}"]),
+        PLAN: plan_of(divisions[0], units=config.units).text(),
     }
+    for division in divisions:  # of a rank's program those of the whole
+        names |= {whole: names[own] for own, whole in zip(division.program.constants, division.whole.constants)}
+    programs = programs_text([division.whole for division in divisions], names)
+    if programs is not None:
+        files[PROGRAMS] = programs
     return Emitted(files, _initial(type(module).__name__, held))
 
 
-def _divisions(module: nn.Module, arguments: dict[str, Any], policy: Any, config: ComputeConfig) -> list[Division]:
+def _divisions(
+    module: nn.Module, arguments: dict[str, Any], policy: Any, config: ComputeConfig, recorded: Sequence[Program]
+) -> list[Division]:
     """The division in training mode, and that in evaluation mode if the module runs something else there."""
+    programs = {program.training: program for program in recorded}
+    wanted = (False,) if config.inference_only else (True, False)
+    if wanted[0] not in programs:
+        programs = {mode: _recorded(module, arguments, training=mode) for mode in wanted}
+        if len(wanted) == 2 and program_text(programs[False]) == program_text(programs[True]):
+            del programs[False]
+    for program in programs.values():
+        _check_outputs(module, program, config)
     if config.inference_only:
-        return [divide(_recorded(module, arguments, config, training=False), policy, config)]
-    training, evaluation = (_recorded(module, arguments, config, training=mode) for mode in (True, False))
-    same = program_text(evaluation) == program_text(training)
-    division = divide(training, policy, config)
-    return [division] if same else [division, divide_like(division, evaluation, config)]
+        return [divide(programs[False], policy, config)]
+    division = divide(programs[True], policy, config)
+    return [division] if False not in programs else [division, divide_like(division, programs[False], config)]
 
 
-def _recorded(module: nn.Module, arguments: dict[str, Any], config: ComputeConfig, *, training: bool) -> Program:
+def _stored_programs(folder: GeneratedFolder, key: Key, arguments: Mapping[str, Any]) -> list[Program]:
+    """The programs that a folder has of the same module and arguments."""
+    try:
+        generated = folder.read()
+    except GeneratedFilesError:
+        return []
+    if generated.key.program != key.program or PROGRAMS not in generated.files:
+        return []
+    constants = constants_from_text(generated.text(CONSTANTS))
+    return programs_from_text(generated.text(PROGRAMS), arguments, constants) or []
+
+
+def _recorded(module: nn.Module, arguments: dict[str, Any], *, training: bool) -> Program:
     """The program of a mode.
 
     Raises:
-        ValueError: forward fails on these arguments, returns no tensor, or an end2end module's no loss.
+        ValueError: forward fails on these arguments.
     """
     try:
-        program = record_program(module, arguments, training=training)
+        return decomposed(record_program(module, arguments, training=training))
     except TracingError:
         raise
     except Exception as error:
         raise _failed(module, arguments, error) from error
+
+
+def _check_outputs(module: nn.Module, program: Program, config: ComputeConfig) -> None:
+    """What forward returns.
+
+    Raises:
+        ValueError: it is no tensor, or an end2end module's is no loss.
+    """
     if not any(isinstance(each, Value) for each in program.outputs):
         raise ValueError(
             f"{type(module).__name__}.forward returns no tensor that it computes: nothing is to be divided"
@@ -298,7 +367,6 @@ def _recorded(module: nn.Module, arguments: dict[str, Any], config: ComputeConfi
             f"use_end2end: {type(module).__name__}.forward returns {returns} first; an end2end module returns its loss "
             "first, a tensor of one element: return its mean or sum, or compile with use_end2end=False"
         )
-    return decomposed(program)
 
 
 def _failed(module: nn.Module, arguments: Mapping[str, Any], error: Exception) -> ValueError:

@@ -33,7 +33,7 @@ class _Step(NamedTuple):
     defines: tuple[str, ...]
     context: _Context = _PLAIN
     above: str = ""  # a comment of its own, where the source line changes
-    span: int | None = None  # number of the recomputed span it is in
+    spans: tuple[int, ...] = ()  # numbers of the recomputed spans it is in, the outermost first
     inner: tuple[str, ...] = ()  # the lines of the function that it calls
 
 
@@ -68,7 +68,7 @@ class _Body:
         self.taken |= {value.name for call in self.program.calls for value in call.results} | FILE_NAMES
         self.used: set[str] = set()
         self.own = set(stage.calls)
-        self.span = _spans(division)
+        self.spans = _spans(division)
         self.consumers = self.program.consumers()
 
     def lines(self, is_last: bool) -> list[str]:
@@ -77,13 +77,13 @@ class _Body:
         unpacked = _unpacked(self.program, read)
         self.steps += [_Step(text, "", frozenset(), (name,)) for name, text in unpacked]
         for call in self.stage.calls:
-            self._call(call, self.span.get(call))
+            self._call(call, self.spans.get(call, ()))
         result = self._result() if is_last else self._sent()
         local = {value.name for value in (*self.program.inputs, *self.stage.received)}
         steps = _with_functions(self.steps, self.used, local)
         return [*_written(_with_deletions(steps, self.used)), f"{INDENT * 2}return {result}"]
 
-    def _call(self, call: Call, span: int | None) -> None:
+    def _call(self, call: Call, spans: tuple[int, ...]) -> None:
         division = self.division
         strategy = division.strategies[call]
         above = "  ".join(filter(None, [call.module, _where(call)]))
@@ -92,7 +92,7 @@ class _Body:
             wanted.setdefault(value, []).append(spmd_type)
         for value, types in wanted.items():
             for spmd_type in dict.fromkeys(types):
-                self._converted(value, spmd_type, above, span)
+                self._converted(value, spmd_type, above, spans)
 
         used: set[str] = set()
 
@@ -108,7 +108,7 @@ class _Body:
             return self._name(x, spmd_type)
 
         function, args, kwargs = strategy.local
-        if "inplace" in kwargs and function in OPERATORS.values() and not self._made_here(args[0], span):
+        if "inplace" in kwargs and function in OPERATORS.values() and not self._overwrites(args[0], call, spans):
             kwargs = {name: item for name, item in kwargs.items() if name != "inplace"}
         text = call_text(function, args, kwargs, self.imports, variable)
         results = [value.name for value in call.results]
@@ -118,7 +118,7 @@ class _Body:
             text = f"{results[0]} = {text}"
         comment = "; ".join(self._described(value) for value in call.results)
         self.steps.append(
-            _Step(text, comment, frozenset(used), tuple(results), (call.grad, call.autocast), above, span)
+            _Step(text, comment, frozenset(used), tuple(results), (call.grad, call.autocast), above, spans)
         )
 
     def _name(self, value: Value, spmd_type: SpmdType) -> str:
@@ -129,7 +129,7 @@ class _Body:
             return attribute(value.path)
         return attribute(self.constants[value]) if value.kind == "constant" else value.name
 
-    def _converted(self, value: Value, wanted: SpmdType, above: str = "", span: int | None = None) -> str:
+    def _converted(self, value: Value, wanted: SpmdType, above: str = "", spans: tuple[int, ...] = ()) -> str:
         """The name of a value as `wanted`; a conversion is written where it is first asked for."""
         has = self.division.type_of(value)
         if self.division.size == 1 or has_type(has, wanted, value) or (value, wanted) in self.names:
@@ -140,18 +140,23 @@ class _Body:
         how = conversion(value, has, wanted, division.size)
         if how is None:
             raise ValueError(f"{value!r}: no operator makes {wanted} of {has}, at {above or 'the result'}")
-        inplace = read_once(value, self.program, self.consumers) and self._made_here(value, span)
+        inplace = read_once(value, self.program, self.consumers) and self._made_here(value, spans)
         call = how.call(_Text(source), division.axis, inplace=inplace)
         text = f"{name} = {call_text(*call, self.imports, _text)}"
         used = frozenset([source]) if source.isidentifier() else frozenset()
-        self.steps.append(_Step(text, self._described(value, wanted), used, (name,), above=above, span=span))
+        self.steps.append(_Step(text, self._described(value, wanted), used, (name,), above=above, spans=spans))
         self.names[value, wanted] = name
         return name
 
-    def _made_here(self, value: Value, span: int | None) -> bool:
+    def _overwrites(self, value: Value, conversion: Call, spans: tuple[int, ...]) -> bool:
+        """A conversion on the first axis is given the product itself, not what was made of it on the second."""
+        wanted = self.division.strategies[conversion].operands[0]
+        return self._made_here(value, spans) and has_type(self.division.type_of(value), wanted, value)
+
+    def _made_here(self, value: Value, spans: tuple[int, ...]) -> bool:
         """A call of this stage makes it, inside of the same recomputed span: what comes from outside is not written."""
         producer = value.producer
-        return producer in self.own and self.span.get(producer) == span
+        return producer in self.own and self.spans.get(producer, ()) == spans
 
     def _described(self, value: Value, spmd_type: SpmdType | None = None) -> str:
         spmd_type = spmd_type or self.division.type_of(value)
@@ -192,15 +197,14 @@ def _text(x: Any) -> str | None:
     return str(x) if isinstance(x, _Text) else None
 
 
-def _spans(division: Division) -> dict[Call, int]:
-    """The recomputed span of each call in one; what writes a buffer is in none, for it would write it twice."""
-    calls = division.program.calls
-    return {
-        call: number
-        for number, (start, stop) in enumerate(division.recompute)
-        for call in calls[start:stop]
-        if not call.writes
-    }
+def _spans(division: Division) -> dict[Call, tuple[int, ...]]:
+    """The recomputed spans of each call in one; what writes a buffer is in none, for it would write it twice."""
+    found: dict[Call, tuple[int, ...]] = {}
+    for number, (start, stop) in enumerate(sorted(division.recompute, key=lambda span: (span[0], -span[1]))):
+        for call in division.program.calls[start:stop]:
+            if not call.writes:
+                found[call] = (*found.get(call, ()), number)
+    return found
 
 
 def _where(call: Call) -> str:
@@ -209,30 +213,38 @@ def _where(call: Call) -> str:
     return f"{where}: {call.source.strip()}" if call.source else where
 
 
-def _with_functions(steps: Sequence[_Step], kept: Iterable[str], local: Iterable[str]) -> list[_Step]:
+def _with_functions(
+    steps: Sequence[_Step],
+    kept: Iterable[str],
+    local: Iterable[str],
+    depth: int = 0,
+    numbers: Iterator[int] | None = None,
+) -> list[_Step]:
     """The steps, those of each recomputed span as one: a function, and its call under `checkpoint`.
 
     Args:
         kept: names that are read after all steps.
         local: names that are there before them.
+        depth: in how many spans all of them are; `numbers`: for names of functions.
     """
+    numbers = numbers or count()
     known = {*local, *(name for step in steps for name in step.defines)}
-    together = [list(group) for _, group in groupby(steps, lambda step: step.span)]
+    together = [list(group) for _, group in groupby(steps, lambda step: step.spans[depth : depth + 1])]
     later = [set(kept)]  # names that are read after each group, from the last one back
     for group in reversed(together):
         later.append(later[-1].union(*(step.uses for step in group)))
     result: list[_Step] = []
-    numbers = count()
     for group, after in zip(together, [*reversed(later)][1:], strict=True):
         made = dict.fromkeys(name for step in group for name in step.defines)
         given = [name for name in made if name in after]
-        if group[0].span is None or not given:
+        if len(group[0].spans) <= depth or not given:
             result += group
             continue
         read = sorted({name for step in group for name in step.uses if name in known and name not in made})
         name = f"recomputed_{next(numbers)}"
         inner = [f"{INDENT * 2}def {name}({', '.join(read)}):"]
-        inner += [INDENT + line for line in _written(_with_deletions(group, given))]
+        within = _with_functions(group, given, read, depth + 1, numbers)
+        inner += [INDENT + line for line in _written(_with_deletions(within, given))]
         inner += [f"{INDENT * 3}return {', '.join(given)}", ""]
         text = f"{', '.join(given)} = checkpoint({', '.join([name, *read])})"
         result.append(_Step(text, "", frozenset(read), tuple(given), inner=("", *inner)))

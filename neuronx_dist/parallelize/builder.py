@@ -37,10 +37,10 @@ class Builder:
         calls: so far, in order.
     """
 
-    def __init__(self, values: Iterable[Value] = ()) -> None:
-        """`values`: what the program has already."""
+    def __init__(self, values: Iterable[Value] = (), taken: Iterable[str] = ()) -> None:
+        """`values`: what the program has already; `taken`: names that no value gets."""
         self.calls: list[Call] = []
-        self._names: dict[str, int] = dict.fromkeys([*_TAKEN, *(value.name for value in values)], 0)
+        self._names: dict[str, int] = dict.fromkeys([*_TAKEN, *taken, *(value.name for value in values)], 0)
 
     def name(self, wish: str) -> str:
         """An identifier that no other value has: the wish, or the wish and a number."""

@@ -25,7 +25,7 @@ from ..pipeline.record.surroundings import restored
 from ..weights.shard_spec import gather_full, spec_of
 from .emitted import imported
 from .interpret import run_program
-from .modes import Deterministic, InDouble, checkpoint_in, in_double, wide_dtype
+from .modes import Deterministic, InDouble, checkpoint_in, in_double, wide_dtype, without_checkpoints
 from .module import ParallelModule
 from .program import Division, Program, Value, operands_of
 
@@ -214,7 +214,7 @@ def _run_original(
     """The same of the original, which is not changed."""
     state = {name: _copy(x) for name, x in _stored(program, tensors).items()}
     own = [_copy(x) for x in _inputs(program, tensors)]
-    with restored(module), torch.set_grad_enabled(program.training), Deterministic():
+    with restored(module), without_checkpoints(), torch.set_grad_enabled(program.training), Deterministic():
         module.train(program.training)
         arguments = pytree.tree_unflatten(own, program.structure)
         try:

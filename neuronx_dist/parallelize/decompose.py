@@ -23,9 +23,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch.nn import functional as F
 
 from .builder import Builder, without_dead_calls
+from .names import argument_name
 from .program import Call, Program, Value, substituted
 
 __all__ = ["decomposed"]
@@ -33,7 +35,9 @@ __all__ = ["decomposed"]
 
 def decomposed(program: Program) -> Program:
     """The same program with means as sums, equal to rounding. It takes over the calls of `program`."""
-    builder = Builder([*program.leaves, *(value for call in program.calls for value in call.results)])
+    arguments = pytree.tree_unflatten(program.arguments, program.structure)
+    values = [*program.leaves, *(value for call in program.calls for value in call.results)]
+    builder = Builder(values, taken=map(argument_name, arguments))
     instead: dict[Value, Value] = {}
 
     def current(value: Value) -> Value:

@@ -17,12 +17,13 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 import torch.utils._pytree as pytree
 
 from ..mesh import part_of
 from .body import INDENT, body
 from .names import argument_name
-from .program import Division, Program, Value, dotted, local_shape
+from .program import Division, Program, Value, dotted, local_shape, values_in
 from .source_text import Imports, literal
 from .stages import Stage, schedule_of, stages_of
 from .stored import Stored, constants_of, stored_of
@@ -71,7 +72,9 @@ def emit(
         lines.append(f"{INDENT * 2}{json.dumps(path)}: {_stored_text(each)},")
     lines += [f"{INDENT}}}", f"{INDENT}INPUTS = {{"]
     lines += [f"{INDENT * 2}{json.dumps(v.path)}: ({list(v.shape)}, {v.dtype})," for v in division.program.inputs]
-    lines += [f"{INDENT}}}", *_fixed(division.program, arguments, imports), *_pipeline(division, methods), ""]
+    lines += [f"{INDENT}}}", *_fixed(division.program, arguments, imports), *_pipeline(division, methods)]
+    draws = any(call.random for each in divisions for call in each.whole.calls)
+    lines += [*([f"{INDENT}DRAWS = True"] if draws else []), ""]
     head = f"{INDENT}def forward({', '.join(['self', *_parameters(arguments, imports)])}):"
     given = ", ".join(f"{argument}={argument_name(argument)}" for argument in arguments)
     lines += [head, f"{INDENT * 2}self.check_arguments({given})"]
@@ -113,6 +116,7 @@ class _Methods(NamedTuple):
         stages = stages_of(division)
         if len(stages) == 1:
             return cls(body(division, imports, constants, stages[0]), [], [])
+        arguments = [name for number, name in enumerate(arguments) if not number or name in _with_tensors(division)]
         forward, table, lines = [], [], []
         for number, stage in enumerate(stages):
             is_last = number == len(stages) - 1
@@ -124,6 +128,13 @@ class _Methods(NamedTuple):
             lines += body(division, imports, constants, stage, is_last=is_last)
             table += [f'{INDENT * 2}"{name}": {{', *_received(stage, division), f"{INDENT * 2}}},"]
         return cls(forward, table, lines)
+
+
+def _with_tensors(division: Division) -> set[str]:
+    """The arguments that have tensors in them, of which alone stages read something."""
+    program = division.program
+    tree = pytree.tree_unflatten(program.arguments, program.structure)
+    return {argument_name(name) for name, given in tree.items() if any(values_in(pytree.tree_leaves(given)))}
 
 
 def _received(stage: Stage, division: Division) -> Iterator[str]:
@@ -212,8 +223,10 @@ def _fixed(program: Program, arguments: Mapping[str, Any], imports: Imports) -> 
             fixed[dotted(path)] = leaf
     lines = []
     for name, value in fixed.items():
+        if isinstance(value, torch.device):  # in its place is the one that the module is on
+            continue
         try:
-            lines.append(f"{INDENT * 2}{json.dumps(name)}: {literal(value, imports)},")
+            lines.append(f"{INDENT * 2}{json.dumps(name)}: {literal(value, imports, _device)},")
         except ValueError as error:
             raise ValueError(
                 f"forward's argument {name} is {value!r}, which the emitted file cannot compare with what it is called "
@@ -225,6 +238,11 @@ def _fixed(program: Program, arguments: Mapping[str, Any], imports: Imports) -> 
 _NONE = inspect.Parameter.empty
 
 
+def _device(x: Any) -> str | None:
+    """The source of a device outside of the forward, where there is no module."""
+    return f'torch.device("{x}")' if isinstance(x, torch.device) else None
+
+
 def _parameters(arguments: Mapping[str, Any], imports: Imports) -> Iterator[str]:
     optional = False
     for name, default in arguments.items():
@@ -233,6 +251,6 @@ def _parameters(arguments: Mapping[str, Any], imports: Imports) -> Iterator[str]
             continue
         optional = True
         try:
-            yield f"{argument_name(name)}={literal(None if default is _NONE else default, imports)}"
+            yield f"{argument_name(name)}={literal(None if default is _NONE else default, imports, _device)}"
         except ValueError:  # a default that no file can name, in whose place a tensor or another value was recorded
             yield f"{argument_name(name)}=None"

@@ -123,9 +123,11 @@ class Generated:
         return digest(json.dumps(checksums, sort_keys=True)) if checksums else ""
 
     def has_values(self, tensors: Mapping[str, torch.Tensor]) -> bool:
-        """Whether the initial weights are these; there may be more of them."""
+        """Whether the initial weights are these; there may be more of them. A module without any has none here."""
         checksums = self.manifest["weights"]
-        return bool(checksums) and all(_checksum(tensors[name].detach().cpu()) == checksums[name] for name in checksums)
+        return bool(checksums) == bool(tensors) and all(
+            _checksum(tensors[name].detach().cpu()) == checksums[name] for name in checksums
+        )
 
     def weights(self) -> Weights:
         """The initial weights.

@@ -60,36 +60,41 @@ def module_entries(module: nn.Module) -> dict[str, str]:
     Classes and functions, attributes of each submodule, shapes and dtypes of parameters (tied ones under all their
     names), and values of buffers.
     """
-    describer = _Describer()
-    entries = {}
-    for name, child in module.named_modules(remove_duplicate=False):
-        attributes = {key: value for key, value in vars(child).items() if key not in _MODULE_INTERNALS}
-        hooks = {key: list(vars(child)[key].values()) for key in _HOOKS if vars(child)[key]}
-        if child.training != module.training:  # both modes of the whole are recorded
-            attributes["training"] = child.training
-        text = f"{describer.of(type(child))} {describer.of({**attributes, **hooks})}"
-        entries[f"module {name or '(the whole)'}"] = text
-    first: dict[int, str] = {}
-    for name, param in module.named_parameters(remove_duplicate=False):
-        tied = first.setdefault(id(param), name)
-        text = f"{param.dtype} {tuple(param.shape)} requires_grad={param.requires_grad}"
-        entries[f"parameter {name}"] = text if tied == name else f"{text} tied to {tied}"
-    persistent = module.state_dict(keep_vars=True).keys()
-    for name, buffer in module.named_buffers(remove_duplicate=False):
-        entries[f"buffer {name}"] = f"{describer.of(buffer)} persistent={name in persistent}"
-    return {**entries, **describer.source_entries()}
+    describer = _Describer(module)
+    return {**describer.parts_of(module), **describer.source_entries()}
 
 
 class _Describer:
     """Writes texts of values, and keeps digests of the functions and classes that they name."""
 
-    def __init__(self) -> None:
+    def __init__(self, whole: Any = None) -> None:
+        """`whole`: what refers to it from inside, such as a forward that is wrapped, says so."""
         self._sources: dict[str, str] = {}
         self._seen: dict[int, tuple[Any, str]] = {}  # functions and classes, with their names
-        self._under_way: dict[int, Any] = {}
+        self._under_way: dict[int, Any] = {id(whole): whole}
 
     def source_entries(self) -> dict[str, str]:
         return {f"source of {name}": text for name, text in self._sources.items()}
+
+    def parts_of(self, module: nn.Module) -> dict[str, str]:
+        """The texts of the parts of a module."""
+        entries = {}
+        for name, child in module.named_modules(remove_duplicate=False):
+            attributes = {key: value for key, value in vars(child).items() if key not in _MODULE_INTERNALS}
+            hooks = {key: list(vars(child)[key].values()) for key in _HOOKS if vars(child)[key]}
+            if child.training != module.training:  # both modes of the whole are recorded
+                attributes["training"] = child.training
+            text = f"{self.of(type(child))} {self.of({**attributes, **hooks})}"
+            entries[f"module {name or '(the whole)'}"] = text
+        first: dict[int, str] = {}
+        for name, param in module.named_parameters(remove_duplicate=False):
+            tied = first.setdefault(id(param), name)
+            text = f"{param.dtype} {tuple(param.shape)} requires_grad={param.requires_grad}"
+            entries[f"parameter {name}"] = text if tied == name else f"{text} tied to {tied}"
+        persistent = module.state_dict(keep_vars=True).keys()
+        for name, buffer in module.named_buffers(remove_duplicate=False):
+            entries[f"buffer {name}"] = f"{self.of(buffer)} persistent={name in persistent}"
+        return entries
 
     def of(self, value: Any) -> str:
         if isinstance(value, _PLAIN):
@@ -125,7 +130,7 @@ class _Describer:
         if isinstance(value, ModuleType):
             return f"module {value.__name__}"
         if isinstance(value, nn.Module):
-            return digest(repr(module_entries(value)))
+            return digest(repr(self.parts_of(value)))
         if hasattr(value, "__qualname__"):  # of C
             return _name_of(value)
         if hasattr(value, "tobytes"):  # an array

@@ -15,6 +15,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase
+from itertools import groupby
 from typing import Any
 
 from ..nearest import nearest
@@ -34,6 +35,7 @@ from .two_axes import SecondAxis
 __all__ = ["IRDataOperation", "IRFwOperation", "IRGraph", "IRSegment"]
 
 NodeType = type[Node] | tuple[type[Node], ...]
+_BY_POLICY = -1  # in the place of a checkpoint's number
 
 
 class IRGraph:
@@ -72,7 +74,10 @@ class IRGraph:
         self._data = IRDataOperation("data", "", values=program.inputs)
         self._strides = strides_of(program)
         self.operations = [
-            IRFwOperation(call.name, call.module, call=call, strategies=self._strategies) for call in program.calls
+            IRFwOperation(
+                call.name, call.module, call=call, strategies=self._strategies, recompute=bool(call.checkpoints)
+            )
+            for call in program.calls
         ]
         self._number = {node: number for number, node in enumerate(self.operations)}
         self._segments: list[IRSegment] = []
@@ -345,12 +350,15 @@ class IRGraph:
 
     def _recomputed(self) -> list[tuple[int, int]]:
         """The spans of calls, from and to, that are computed again in backward."""
-        spans: list[tuple[int, int]] = []
-        for number, node in enumerate(self.operations):
-            if node.recompute:
-                first = spans.pop()[0] if spans and spans[-1][1] == number else number
-                spans.append((first, number + 1))
-        return spans
+        around = [(node.call.checkpoints or (_BY_POLICY,)) if node.recompute else () for node in self.operations]
+        spans: set[tuple[int, int]] = set()
+        for depth in range(max(map(len, around), default=0)):
+            inside = [path[: depth + 1] if len(path) > depth else None for path in around]
+            for path, group in groupby(enumerate(inside), lambda numbered: numbered[1]):
+                numbers = [number for number, _ in group]
+                if path is not None:
+                    spans.add((numbers[0], numbers[-1] + 1))
+        return sorted(spans, key=lambda span: (span[0], -span[1]))
 
     def explain(self, node: IRFwOperation) -> str:
         """Each strategy of an operation and what the whole program takes under it; what is no strategy, and why."""

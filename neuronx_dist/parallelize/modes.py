@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 import torch.utils._pytree as pytree
+import torch.utils.checkpoint
 from torch.overrides import TorchFunctionMode
 
+from ..shared_context import Replacement
+from ..spmd.intercept import intercept
 from ..spmd.random import checkpoint
 
-__all__ = ["Deterministic", "InDouble", "checkpoint_in", "in_double", "wide_dtype"]
+__all__ = ["Deterministic", "InDouble", "checkpoint_in", "in_double", "wide_dtype", "without_checkpoints"]
 
 
 class Deterministic(TorchFunctionMode):
@@ -67,6 +71,41 @@ def checkpoint_in(mode: Callable[[], AbstractContextManager[Any]], function: Cal
             return function(*args)
 
     return checkpoint(in_modes, *args)
+
+
+_local = threading.local()  # .keeps: checkpoints of this thread keep what is saved
+
+
+def _keep(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+def _hook(*args: Any) -> Any:
+    """What torch puts around what a checkpoint saves."""
+    if getattr(_local, "keeps", False):
+        return torch.autograd.graph.saved_tensors_hooks(_keep, _keep)
+    return _replacement.before["_checkpoint_hook"](*args)
+
+
+_replacement = Replacement(torch.utils.checkpoint, _checkpoint_hook=_hook)
+
+
+def _run(original: Callable[..., Any], cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if cls is torch.utils.checkpoint.CheckpointFunction:
+        function, _, *inputs = args
+        return function(*inputs)
+    return original(*args, **kwargs)
+
+
+@contextmanager
+def without_checkpoints() -> Iterator[None]:
+    """Inside, in this thread, activation checkpoints keep all: backward would recompute outside of these modes."""
+    with _replacement, intercept(_run):
+        _local.keeps = True
+        try:
+            yield
+        finally:
+            _local.keeps = False
 
 
 _DROPOUT = {

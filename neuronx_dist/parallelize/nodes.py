@@ -130,7 +130,11 @@ class Algorithm:
 
 @dataclass(eq=False, repr=False)
 class IRFwOperation(Node):
-    """One call of the program."""
+    """One call of the program.
+
+    Attributes:
+        recompute: it is computed again in backward: `graph.recompute` says so, or the module's own checkpoints.
+    """
 
     call: Call = field(kw_only=True)
     strategies: Strategies = field(kw_only=True)

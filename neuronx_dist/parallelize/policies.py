@@ -24,7 +24,7 @@ from ..spmd.types import I, R, S, Shard, SpmdType
 from .config import ComputeConfig, divisors_near
 from .graph import IRGraph
 from .nodes import IRFwOperation
-from .plans import apply_plan, plan_of
+from .plans import apply_plan
 from .program import Division, Program, Strategy, Value
 from .stages import starts_like
 
@@ -242,8 +242,6 @@ def _autodist(graph: IRGraph, config: ComputeConfig) -> Division:
             best = (seconds, division)
     if best is None:
         raise PlanError("\n  - ".join(["autodist found no plan:", *refused]))
-    if options.get("save_plan_path"):
-        plan_of(best[1], units=config.units).save(options["save_plan_path"])
     return best[1]
 
 

@@ -85,7 +85,7 @@ class Call:
         random: it draws random numbers.
         grad: gradients were enabled.
         autocast: `(device type, dtype, enabled)` where that differed from around the forward.
-        checkpoint: number of the activation checkpoint that the user's code put around it.
+        checkpoints: numbers of the activation checkpoints that the user's code put around it, the outermost first.
         writes: operands that it writes in place (buffers only: all else is made a value when it is recorded).
         outer: of a rank's program, which is to be divided over a second axis, what it is on the first one.
     """
@@ -102,7 +102,7 @@ class Call:
     random: bool = False
     grad: bool = True
     autocast: tuple[str, torch.dtype, bool] | None = None
-    checkpoint: int | None = None
+    checkpoints: tuple[int, ...] = ()
     writes: tuple[int, ...] = ()
     outer: OuterCall | None = None
 
@@ -207,7 +207,7 @@ class Division:
         types: of inputs, parameters, buffers and constants. Those of results are their calls' (`type_of`). Where an
             operand's type differs from its value's, a conversion stands between, once for all who want it.
         stages: number of the first call of each stage; `[0]`: one stage.
-        recompute: spans of calls, from and to, whose values are computed again in backward.
+        recompute: spans of calls, from and to, whose values are computed again in backward; one may lie in another.
         schedule, microbatches: how stages take turns; a name of `pipeline.schedule`.
         pipeline_ranks: stage s is on group s % pipeline_ranks of a stage's ranks.
         outer: how the whole program is divided over the first of two axes; None: there is one.

@@ -44,7 +44,8 @@ def record_program(module: nn.Module, arguments: Mapping[str, Any], *, training:
         weights = (x.device for x in (*module.parameters(), *module.buffers()) if not x.is_meta)
         recording = record(module, dict(arguments), device=next(weights, None), leaves=False, bodies=BODIES)
     order = [name for name, _ in (*module.named_parameters(), *module.named_buffers())]
-    return translate(recording, dict(arguments), order, training)
+    names = inspect.signature(module.forward).parameters
+    return translate(recording, dict(arguments), names, order, training)
 
 
 def check_arguments(module: nn.Module, arguments: Mapping[str, Any]) -> None:

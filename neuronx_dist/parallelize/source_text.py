@@ -20,6 +20,7 @@ from torch import Tensor
 
 from .. import spmd
 from ..spmd.types import LocalType, Shard
+from .constants import constants_text
 from .module import ParallelModule
 from .names import FILE_NAMES
 from .program import Program, Value
@@ -194,10 +195,11 @@ def program_text(program: Program) -> str:
     def variable(x: Any) -> str | None:
         return x.name if isinstance(x, Value) else None
 
-    lines = [f"{value!r} {value.path}" for value in program.leaves]
+    constants = {value.name: value.constant for value in program.constants if value.constant is not None}
+    lines = [*(f"{value!r} {value.path}" for value in program.leaves), constants_text(constants)]
     for call in program.calls:
         results = ", ".join(map(repr, call.results))
-        context = f"{call.grad} {call.autocast} {call.checkpoint}"
+        context = f"{call.grad} {call.autocast} {call.checkpoints}"
         lines.append(f"{results} = {call_text(call.function, call.args, call.kwargs, imports, variable)}  {context}")
     outputs = pytree.tree_unflatten(program.outputs, program.output_structure)
     return "\n".join([*lines, literal(outputs, imports, variable), *imports.lines.values()])

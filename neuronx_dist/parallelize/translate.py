@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import linecache
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from ..pipeline.record.recording import Recording, TracingError, info_of, pack
 from .builder import Builder, Result, another_call, without_dead_calls
 from .in_place import writes_first, written_value
 from .memory import Memory, Tensor
+from .names import argument_name
 from .program import Call, Program, Value, dotted, operands_of, values_in
 
 __all__ = ["translate"]
@@ -26,20 +28,24 @@ __all__ = ["translate"]
 _OTHER_VIEWS = {"transpose_", "swapaxes_", "swapdims_", "t_", "squeeze_", "unsqueeze_", "detach_"}
 
 
-def translate(recording: Recording, arguments: Any, order: list[str], training: bool) -> Program:
+def translate(
+    recording: Recording, arguments: dict[str, Any], names: Iterable[str], order: list[str], training: bool
+) -> Program:
     """The program of a recording.
 
     Args:
-        arguments: what was recorded with.
+        arguments: what was recorded with; `names`: of all arguments of forward.
         order: names of parameters and buffers, as the module has them.
     """
-    return _Translator(recording).program(arguments, order, training)
+    containers = [name for name in names if not isinstance(arguments.get(name), torch.Tensor)]
+    return _Translator(recording, containers).program(arguments, order, training)
 
 
 class _Translator:
-    def __init__(self, recording: Recording) -> None:
+    def __init__(self, recording: Recording, taken: Iterable[str]) -> None:
+        """`taken`: arguments that are no tensors, which the emitted forward has by their names."""
         self.recording = recording
-        self.builder = Builder()
+        self.builder = Builder(taken=map(argument_name, taken))
         self.leaves: dict[str, dict[str, Value]] = {"parameter": {}, "buffer": {}, "constant": {}}
         self.inputs: dict[int, Value] = {}  # by index among the leaves of the arguments
         self.tensors: dict[fx.Node, Tensor] = {}
@@ -132,7 +138,7 @@ class _Translator:
             random=info.random and _draws(info.function, args, kwargs),
             grad=info.grad,
             autocast=info.autocast,
-            checkpoint=info.checkpoint,
+            checkpoints=info.checkpoints,
         )
         if info.writes and call.name in _OTHER_VIEWS:
             call.function = getattr(torch.Tensor, call.name.removesuffix("_"))

@@ -101,15 +101,18 @@ class Plan:
         Raises:
             TypeError: options of a layer that JSON cannot hold.
         """
+        temporary = Path(f"{path}.new")
+        temporary.write_text(self.text())
+        temporary.replace(path)
+
+    def text(self) -> str:
+        """What a plan's file holds."""
         content = {"format": FORMAT, "version": VERSION, **asdict(self)}
         for name in ("parameters", "inputs"):
             content[name] = {key: tensor._asdict() for key, tensor in (getattr(self, name) or {}).items()}
         for name in ("calls", "second_calls"):
             content[name] = [call._asdict() for call in getattr(self, name)]
-        text = json.dumps(content, indent=1)
-        temporary = Path(f"{path}.new")
-        temporary.write_text(text + "\n")
-        temporary.replace(path)
+        return json.dumps(content, indent=1) + "\n"
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> Plan:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from enum import IntEnum
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -80,6 +81,64 @@ def test_both_modes_are_recorded(tmp_path: Path) -> None:
         module.train(training), parallel.train(training)
         torch.testing.assert_close(parallel(x), module(x), rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(parallel.norm.running_var, module.norm.running_var)
+
+
+def test_a_module_without_parameters(tmp_path: Path) -> None:
+    class Bare(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.relu().sum()
+
+    x = torch.randn(3)
+    for _ in range(2):
+        parallel = made(Bare(), {"x": x}, tmp_path)
+        assert torch.equal(parallel(x), x.relu().sum()) and not parallel.state_dict()
+    (code,) = tmp_path.rglob("gencode0.py")
+    before = code.stat().st_ino
+    made(Bare(), {"x": x}, tmp_path)
+    assert code.stat().st_ino == before  # it was used again
+
+
+def test_a_device_among_the_arguments_is_that_of_the_module(tmp_path: Path) -> None:
+    cpu = torch.device("cpu")
+
+    class Moved(nn.Linear):
+        def forward(
+            self, x: torch.Tensor, device: torch.device = cpu, other: torch.device | None = None
+        ) -> torch.Tensor:
+            return super().forward(x.to(device)) + torch.ones(4, device=other)
+
+    module, x = Moved(4, 4), torch.randn(2, 4)
+    parallel = made(module, {"x": x, "other": cpu}, tmp_path)
+    assert torch.equal(parallel(x, other=cpu), module(x, other=cpu))
+    assert torch.equal(parallel(x, torch.device("cpu", 0)), module(x))
+
+
+def test_a_forward_that_is_wrapped_in_the_instance(tmp_path: Path) -> None:
+    """It closes over its own module, as what accelerate and PEFT put there does."""
+    module, x = nn.Sequential(nn.Linear(4, 4)), torch.randn(2, 4)
+
+    def wrapped(inner: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+        forward = inner.forward
+        return lambda input: forward(input) * (1 + len([*inner.children()]))
+
+    for each in (module[0], module):
+        each.forward = wrapped(each)
+    parallel = made(module, {"input": x}, tmp_path)
+    torch.testing.assert_close(parallel(x), module(x))
+
+
+def test_modes_that_differ_in_a_constant_alone_are_two(tmp_path: Path) -> None:
+    constants = {True: torch.arange(4.0), False: torch.ones(4)}
+
+    class Scaled(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * constants[self.training]
+
+    module, x = Scaled(4, 4), torch.ones(2, 4)
+    parallel = made(module, {"x": x}, tmp_path)
+    for training in (True, False):
+        module.train(training), parallel.train(training)
+        torch.testing.assert_close(parallel(x), module(x))
 
 
 def test_autocast_is_of_the_device_that_the_module_is_on(tmp_path: Path) -> None:

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from neuronx_dist import comm
 from neuronx_dist.comm import threads
-from neuronx_dist.parallel_layers.parallel_state import destroy_model_parallel
 from neuronx_dist.parallelize import (
     ComputeConfig,
     build_optimizer,
@@ -27,70 +27,31 @@ from neuronx_dist.parallelize.emit import emit
 from neuronx_dist.parallelize.policies import divide
 from neuronx_dist.parallelize.record import record_program
 from neuronx_dist.parallelize.stored import stored_of
+from tests.parallelize.models import WIDTH
 from tests.parallelize.mutants import EAGER, Emitted, mutants, noticed
 from tests.parallelize.pipelines import (
-    MODULES,
-    accumulated,
-    assert_same,
     close,
     config,
     first,
+    mlp_sample,
     module,
-    on_rank,
-    pipelined,
     samples,
 )
-from tests.support.pool import processes
 
-SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 ADAMW = partial(torch.optim.AdamW, lr=1e-2)
 # Ranks of a unit, units, groups of ranks, options.
 LAYOUTS: dict[str, tuple[int, int, int, dict[str, Any]]] = {
-    "pp2": (2, 1, 2, {"pipeline_nstages": 2}),
-    "pp4": (4, 1, 4, {"pipeline_nstages": 4}),
     "pp2 tp2": (4, 1, 2, {"pipeline_nstages": 2}),
-    "pp2 of 2 x 2": (8, 1, 2, {"pipeline_nstages": 2, "tp_size": 2}),
-    "pp2 dp2": (2, 2, 2, {"pipeline_nstages": 2}),
     "pp2 dp2 zero": (2, 2, 2, {"pipeline_nstages": 2, "zero": True}),
-    "pp2 dp2 async": (2, 2, 2, {"pipeline_nstages": 2, "reducer": True}),
-    "gpipe": (2, 1, 2, {"pipeline_nstages": 2, "pipeline_scheduler": "gpipe"}),
-    "interleaved": (2, 1, 2, {"pipeline_nstages": 4, "pp_size": 2, "pipeline_scheduler": "1f1b_interleaved"}),
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", MODULES)
-def test_layouts(name: str, layout: str, tmp_path: Path) -> None:
-    plan, units, ranks, options = LAYOUTS[layout]
-    optimizer = ADAMW if layout in ("pp2 dp2 zero", "pp2 tp2") else SGD
-    has = pipelined(name, optimizer, 4, config(plan, units, **options), ranks, tmp_path, "hybrid")
-    assert_same(has, accumulated(name, optimizer, 4, units), units)
-
-
-@pytest.mark.parametrize("name", ["mlp", "skip"])
-def test_pipeline_alone_is_accumulation_to_the_bit(name: str, tmp_path: Path) -> None:
-    runs = [run._replace(norms=[]) for run in pipelined(name, SGD, 2, config(2), 2, tmp_path, "pp")]
-    assert_same(runs, accumulated(name, SGD, 2, 1)._replace(norms=[]), 1, 0.0)
-
-
-def _on_process(*arguments: Any) -> Any:
-    """Where there is no mesh `parallelize` makes it."""
-    destroy_model_parallel()
-    return on_rank(*arguments)
-
-
-def test_real_processes(tmp_path: Path) -> None:
-    settings = config(2, 2, pipeline_nstages=2)
-    has = processes(4).run(_on_process, "gpt", SGD, 2, settings, str(tmp_path), "hybrid")
-    assert_same(has, accumulated("gpt", SGD, 2, 2), 2)
-
-
-def _on_ranks(function: Any, folder: Path, name: str = "mlp", policy: Any = "pp") -> list[Any]:
+def _on_ranks(function: Any, folder: Path, name: str = "mlp", policy: Any = "pp", stages: int = 2) -> list[Any]:
     def rank() -> Any:
         given = samples(name, 1)[0]
-        return function(parallelize(module(name), {"data": given}, policy, config(2), gen_savedir=folder))
+        return function(parallelize(module(name), {"data": given}, policy, config(stages), gen_savedir=folder))
 
-    return threads.run(config(2).mesh(2), rank)
+    return threads.run(config(stages).mesh(stages), rank)
 
 
 def test_dummy_batches_add_nothing_and_losses_are_not_scaled(tmp_path: Path) -> None:
@@ -110,13 +71,14 @@ def test_dummy_batches_add_nothing_and_losses_are_not_scaled(tmp_path: Path) -> 
         close(gradients, {name: whole.get_parameter(name).grad for name in gradients}, 1e-12)
 
 
-def test_inference_in_evaluation_mode(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stages", [2, 4])  # cut as in training, two stages of four would be empty in evaluation
+def test_inference_in_evaluation_mode(stages: int, tmp_path: Path) -> None:
     def infer(parallel: Any) -> Any:
         parallel.eval()
         return parallel.infer_step(samples("skip", 4))
 
     whole = module("skip").eval()
-    for results in _on_ranks(infer, tmp_path, "skip"):
+    for results in _on_ranks(infer, tmp_path, "skip", stages=stages):
         close(results, [whole(sample) for sample in samples("skip", 4)], 1e-12)
         assert not first(results[0]).requires_grad
 
@@ -230,3 +192,30 @@ def test_mutants_of_collectives_of_stages_are_red() -> None:
     stages = source.split("def stage_")[1:]
     assert len(stages) == 2 and "= spmd." in stages[0] + stages[1]
     assert [mutant[:2] for mutant in wrong if not noticed(program, mutant.source)] == []
+
+
+class Named(nn.Module):
+    """Arguments that are called as values between stages would be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+
+    def forward(self, linear: dict[str, torch.Tensor], tanh: float = 2.0) -> torch.Tensor:
+        x = linear["data"]
+        for layer in self.layers:
+            x = torch.tanh(layer(x)) * tanh
+        return (x - linear["target"]).pow(2).mean()
+
+
+def test_an_argument_called_as_a_value_between_stages(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    whole = Named().double()
+    given = [mlp_sample(torch.Generator().manual_seed(seed)) for seed in range(2)]
+
+    def rank() -> list[float]:
+        parallel = parallelize(whole, {"linear": given[0]}, "pp", config(2, micro=2), gen_savedir=tmp_path)
+        return [float(loss) for loss in parallel.train_step(given)]
+
+    expected = [float(whole(sample).detach()) for sample in given]
+    assert threads.run(config(2).mesh(2), rank) == [pytest.approx(expected, rel=1e-12)] * 2

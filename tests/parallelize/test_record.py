@@ -172,16 +172,25 @@ def test_getters_are_functions_that_rules_know() -> None:
     assert program.calls[0].function == torch.Tensor.T.__get__ and len(program.calls[0].args) == 1
 
 
-def test_checkpoints_are_numbered() -> None:
+@pytest.mark.parametrize("outer", [False, True])
+def test_checkpoints_are_numbered(outer: bool) -> None:
     def forward(self: Function, x: torch.Tensor) -> torch.Tensor:
         for use_reentrant in (True, False):
             x = torch.utils.checkpoint.checkpoint(lambda y: (y * self.weight).sin(), x, use_reentrant=use_reentrant)
         return x + 1
 
-    program = record_program(Function(forward), {"x": sample()}, training=True)
-    assert [(call.name, call.checkpoint) for call in program.calls] == [
-        ("mul", 0), ("sin", 0), ("mul", 1), ("sin", 1), ("add", None),
+    def around(self: Function, x: torch.Tensor) -> torch.Tensor:
+        return torch.utils.checkpoint.checkpoint(lambda x: forward(self, x), x, use_reentrant=outer)
+
+    arguments = {"x": sample().requires_grad_()}
+    program = record_program(Function(forward), arguments, training=True)
+    assert [(call.name, call.checkpoints) for call in program.calls] == [
+        ("mul", (0,)), ("sin", (0,)), ("mul", (1,)), ("sin", (1,)), ("add", ()),
     ]  # fmt: skip
+    program = record_program(Function(around), arguments, training=True)
+    numbers = [call.checkpoints for call in program.calls]
+    assert [len(path) for path in numbers] == [2, 2, 2, 2, 1]
+    assert len({path[0] for path in numbers}) == 1 and len({path[:2] for path in numbers}) == 3
 
 
 def test_hooks_of_modules_are_part_of_forward() -> None:

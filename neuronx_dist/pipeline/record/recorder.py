@@ -125,7 +125,7 @@ class _Recorder(TorchFunctionMode):
         self.stale: set[int] = set()  # storages whose real values are not what the model would have
         self.ambient = self._autocast()
         self.ambient_elsewhere = self._autocast_elsewhere()
-        self.checkpoints = Checkpoints()
+        self.checkpoints = Checkpoints(strict=not leaves)
 
     def run(self, inputs: dict[str, Any]) -> Recording:
         self._replace_attributes()
@@ -204,7 +204,8 @@ class _Recorder(TorchFunctionMode):
         target_args: tuple[Any, ...],
         module: nn.Module | None = None,
     ) -> Any:
-        where, checkpoint = call_site(), self.checkpoints.innermost()
+        where = call_site()
+        checkpoints = self.checkpoints.running(where)
         with self._paused():
             tensors = list(tensors_in((args, kwargs)))
             known = op == "call_function" and not any(self._is_unknown(x) for x in tensors)
@@ -256,7 +257,7 @@ class _Recorder(TorchFunctionMode):
                 flops=effects.flops,
                 grad=grad,
                 autocast=None if autocast == self.ambient else autocast,
-                checkpoint=checkpoint,
+                checkpoints=checkpoints,
                 function=func if module is None else None,
                 module=self.running[-1] if module is None else str(target),
             )
@@ -377,5 +378,5 @@ def _see_function(original: Any, cls: Any, args: tuple[Any, ...], kwargs: dict[s
     if recorder is None or recorder.paused:
         return original(*args, **kwargs)
     if cls is CheckpointFunction:
-        return recorder.checkpoints.run_reentrant(*args)
+        return recorder.checkpoints.run_reentrant(call_site(), *args)
     return recorder.call_function(original, args, kwargs)

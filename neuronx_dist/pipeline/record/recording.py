@@ -51,7 +51,7 @@ class Info:
         flops: floating-point operations of its matrix products and convolutions.
         grad: whether gradients were enabled, in a forward that is run with gradients.
         autocast: `(device type, dtype, enabled)` where that differed from around the forward.
-        checkpoint: the number of the activation checkpoint, around several calls, that it lies in.
+        checkpoints: the numbers of the activation checkpoints that it lies in, the outermost first.
         constant: the tensor itself, for `constant`.
         function: what was called, for `function`: the object that a `TorchFunctionMode` receives.
         module: qualified name of the module whose forward was running; known if no module is a leaf.
@@ -70,11 +70,16 @@ class Info:
     flops: int = 0
     grad: bool = True
     autocast: tuple[str, torch.dtype, bool] | None = None
-    checkpoint: int | None = None
+    checkpoints: tuple[int, ...] = ()
     constant: torch.Tensor | None = None
     function: Callable[..., Any] | None = None
     module: str = ""
     items: int = 0
+
+    @property
+    def checkpoint(self) -> int | None:
+        """The number of the innermost activation checkpoint that it lies in."""
+        return self.checkpoints[-1] if self.checkpoints else None
 
 
 @dataclass
