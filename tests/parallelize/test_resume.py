@@ -22,8 +22,8 @@ from tests.parallelize.matrix import (
     Sampled,
     built,
     case,
-    compiled,
     close,
+    compiled,
     sample,
     whole_weights,
 )
