@@ -7,6 +7,8 @@ Changed are the imports, the device, and what is no Python there: `DeviceMesh(de
 """
 # mypy: ignore-errors
 
+import argparse
+
 import torch
 import torch.nn as nn
 from tutorial import say
@@ -127,10 +129,13 @@ def check_module(module: nn.Module, alone: nn.Module, what: str) -> None:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     DistributedManager.initialize("cpu")
     world_size = DistributedManager().world_size
     if world_size != 4:
-        raise SystemExit(f"rfc.py needs 4 ranks, as the RFC's meshes have them, not {world_size}")
+        raise SystemExit(
+            f"rfc.py needs 4 ranks, as the RFC's meshes have them, not {world_size}: torchrun --nproc-per-node 4"
+        )
     torch.manual_seed(0)
     big_tensor_in_three_lines(world_size)
     tensors()

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from tutorial import expect_equal, say
+from tutorial import expect_equal, positive, say
 
 from neuronx_dist import comm
 from neuronx_dist.shard_tensor import DeviceMesh, DistributedManager, Shard, ShardTensor, distribute_tensor, report
@@ -61,13 +61,23 @@ def own_rows(x: torch.Tensor, mesh: DeviceMesh, sizes: list[int]) -> ShardTensor
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--domain", type=int, default=2, help="ranks that share an image; the others have other images")
-    parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--rows", type=int, default=22)
+    parser.add_argument(
+        "--domain", type=positive, default=2, help="ranks that share an image, default: 2; the others have other images"
+    )
+    parser.add_argument("--steps", type=positive, default=5, help="default: 5")
+    parser.add_argument("--rows", type=positive, default=22, help="of an image, an even number; default: 22")
     parser.add_argument("--verify", action="store_true", help="compare with one process")
     options = parser.parse_args()
+    if options.rows % 2 or options.rows < 2 * options.domain:
+        parser.error(f"--rows {options.rows}: an even number is needed, at least {2 * options.domain} for --domain")
 
     DistributedManager.initialize("cpu")
+    ranks = DistributedManager().world_size
+    if ranks % options.domain:
+        raise SystemExit(
+            f"--domain {options.domain} does not divide the number of ranks, which is {ranks}: start the script by "
+            f"torchrun --nproc-per-node {options.domain}, or choose another --domain"
+        )
     mesh = DistributedManager().initialize_mesh((-1, options.domain), ("data", "domain"))
     data, domain = mesh.shape
     first = max(1, options.rows // domain - 3)  # the first rank has fewer rows than the last one

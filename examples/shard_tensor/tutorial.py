@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -15,10 +16,19 @@ _Size = TypeVar("_Size")
 
 def size_of(laptop: _Size, full: _Size) -> tuple[_Size, bool]:
     """The size that `--size` chooses, and whether it is small enough to be computed in one process as well."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--size", choices=("laptop", "full"), default="laptop", help="full: that of the tutorial")
+    parser = argparse.ArgumentParser(description=sys.modules["__main__"].__doc__)
+    parser.add_argument(
+        "--size", choices=("laptop", "full"), default="laptop", help="full: that of the tutorial; default: laptop"
+    )
     chosen = parser.parse_args().size
     return (full, False) if chosen == "full" else (laptop, True)
+
+
+def positive(text: str) -> int:
+    """The number of a command line's argument."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
+    return int(text)
 
 
 def say(text: object) -> None:

@@ -84,7 +84,17 @@ class RankValue(RankNumber):
 
     @property
     def axes(self) -> frozenset[str]:
-        return frozenset(self.table.names)
+        """The axes along which it differs; where types are written on parts of tp, the parts."""
+        count = self.observed.mesh.tp_replicas
+        if count == 1 or "tp" not in self.names or self.table.steps is None:
+            return frozenset(self.names)
+        steps = self.table.steps[self.names.index("tp")]
+        parts = set()
+        if any(step != steps[k - k % count] for k, step in enumerate(steps)):
+            parts.add(f"tp%{count}")
+        if any(step != steps[k % count] for k, step in enumerate(steps)):
+            parts.add(f"tp/{count}")
+        return frozenset({*self.names, *parts} - {"tp"})
 
     def value_on(self, rank: int) -> int:
         """Its value on another rank of the mesh."""

@@ -14,6 +14,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TypeVar
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from .. import spmd
 from ..comm import Communicator
@@ -114,4 +115,4 @@ def presence(present: Sequence[bool], like: torch.Tensor, group: Communicator) -
 
 def is_anywhere(count: torch.Tensor) -> bool:
     """Whether any rank has a gradient that this one lacks: it waits for the device. A check has no values: none has."""
-    return active() is None and bool(count > 0)
+    return active() is None and not isinstance(count, FakeTensor) and bool(count > 0)

@@ -11,14 +11,16 @@ start       api.py: `parallelize`, from end to end; config.py: `ComputeConfig`, 
 record      record.py: a forward as a program; translate.py: from a recording's graph; builder.py: calls in order;
             in_place.py, memory.py: writes in place as values; decompose.py: means as sums; interpret.py: a program run
 derive      strategies.py: of a call; derivation.py: from its rule; congruence.py: integers of the local call;
-            composites.py, composite_strategies.py: functions of a shard; register.py, annotation.py: users' functions
+            composites.py, composite_strategies.py: functions of a shard; random_numbers.py: streams;
+            register.py, annotation.py: users' functions
 choose      policies.py: by name; graph.py, nodes.py: in a policy's hands; plans.py: a division as a `Plan`;
             choose.py: the least cost; tables.py: costs as tables; conversions.py: between types; blocks.py: strides
 emit        emit.py: the class; body.py: its lines; source_text.py: calls as text; stages.py: of a pipeline;
             stored.py: parameters and buffers; constants.py: constants as text
 verify      verify.py: types; boundaries.py: what stages pass on; whole_mesh.py: a step of the whole job;
             compare.py: values beside one process; toy.py: at toy sizes; sizes.py, shrink.py: a program made small;
-            same_text.py: its text beside the file's; emitted.py: source imported without a file
+            fold.py: two of its equal blocks; same_text.py: its text beside the file's;
+            emitted.py: source imported without a file
 load        generation.py: files, once in a job; files.py: a folder; keys.py, fingerprint.py: what they depend on;
             module.py: what an emitted class inherits; broadcast.py: weights to other units
 train       optimizer.py, gradient_sync.py, reducer.py: gradients summed over units; pipelined.py: stages by a schedule

@@ -108,7 +108,7 @@ class _Body:
             return self._name(x, spmd_type)
 
         function, args, kwargs = strategy.local
-        if "inplace" in kwargs and function in OPERATORS.values() and not self._made_here(args[0], spans):
+        if "inplace" in kwargs and function in OPERATORS.values() and not self._overwrites(args[0], call, spans):
             kwargs = {name: item for name, item in kwargs.items() if name != "inplace"}
         text = call_text(function, args, kwargs, self.imports, variable)
         results = [value.name for value in call.results]
@@ -147,6 +147,11 @@ class _Body:
         self.steps.append(_Step(text, self._described(value, wanted), used, (name,), above=above, spans=spans))
         self.names[value, wanted] = name
         return name
+
+    def _overwrites(self, value: Value, conversion: Call, spans: tuple[int, ...]) -> bool:
+        """A conversion on the first axis is given the product itself, not what was made of it on the second."""
+        wanted = self.division.strategies[conversion].operands[0]
+        return self._made_here(value, spans) and has_type(self.division.type_of(value), wanted, value)
 
     def _made_here(self, value: Value, spans: tuple[int, ...]) -> bool:
         """A call of this stage makes it, inside of the same recomputed span: what comes from outside is not written."""

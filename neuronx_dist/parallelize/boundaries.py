@@ -8,6 +8,7 @@ and compares that with the table and with the types of the division.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import wraps
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 
 from ..spmd.declarations import get_local_type
 from ..spmd.errors import SpmdTypeError
-from ..spmd.types import I, R, SpmdType
+from ..spmd.types import I, R, Shard, SpmdType
 from .module import ParallelModule
 from .program import Division, Value
 from .stages import stages_of
@@ -63,7 +64,7 @@ def _comparing(
                     f"{value}, which {name} receives", f"it is {found}, and the table of messages has {expected}"
                 )
             for axis, expected_type in expected_types.items():
-                spmd_type = get_local_type(x).get(axis, R)
+                spmd_type = _pieces(get_local_type(x).get(axis, R))
                 alike = not x.requires_grad and {spmd_type, expected_type} <= {I, R}
                 if spmd_type != expected_type and not alike:
                     raise SpmdTypeError(
@@ -72,3 +73,8 @@ def _comparing(
         return stage(self, *args)
 
     return compared
+
+
+def _pieces(type_: SpmdType) -> SpmdType:
+    """Of one block the pieces are the same data, however many positions of them the sharding counts."""
+    return replace(type_, extent=None) if isinstance(type_, Shard) and type_.stride == 1 else type_

@@ -72,7 +72,9 @@ def emit(
         lines.append(f"{INDENT * 2}{json.dumps(path)}: {_stored_text(each)},")
     lines += [f"{INDENT}}}", f"{INDENT}INPUTS = {{"]
     lines += [f"{INDENT * 2}{json.dumps(v.path)}: ({list(v.shape)}, {v.dtype})," for v in division.program.inputs]
-    lines += [f"{INDENT}}}", *_fixed(division.program, arguments, imports), *_pipeline(division, methods), ""]
+    lines += [f"{INDENT}}}", *_fixed(division.program, arguments, imports), *_pipeline(division, methods)]
+    draws = any(call.random for each in divisions for call in each.whole.calls)
+    lines += [*([f"{INDENT}DRAWS = True"] if draws else []), ""]
     head = f"{INDENT}def forward({', '.join(['self', *_parameters(arguments, imports)])}):"
     given = ", ".join(f"{argument}={argument_name(argument)}" for argument in arguments)
     lines += [head, f"{INDENT * 2}self.check_arguments({given})"]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
 from functools import cache, wraps
 from types import ModuleType
@@ -27,10 +27,12 @@ from ..gradients.in_backward import paused
 from ..gradients.norm import clip_grad_norm
 from ..pipeline.record.recording import describe
 from ..weights.shard_spec import ShardedModule, set_spec
+from .buffers import buffers_kept
 from .config import ComputeConfig
 from .layouts import LAYOUT, layout_data
 from .names import FILE_NAMES, argument_name
 from .pipelined import Pipelined, StageTable
+from .random_numbers import whole_values
 from .stored import Stored
 
 __all__ = ["Container", "ParallelModule", "parallel_class"]
@@ -93,6 +95,7 @@ class ParallelModule(Container):
     SOURCE: ClassVar[str] = ""  # the text of the file
     PROOF: ClassVar[str] = ""  # what was checked of it, and what was not
     FIXED: ClassVar[dict[str, Any]] = {}
+    DRAWS: ClassVar[bool] = False  # forward draws random numbers
     WEIGHTS: ClassVar[Callable[[], Mapping[str, torch.Tensor]]]  # whole initial parameters and buffers, by name
     CONSTANTS: ClassVar[Mapping[str, torch.Tensor]]
     RANKS: ClassVar[int] = 1  # groups of ranks of a unit, on which the stages of a pipeline lie
@@ -254,7 +257,7 @@ class ParallelModule(Container):
         Args:
             samples: each is forward's first argument; one sample alone is taken as a list of one. Of a pipeline they
                 are a list of `pipeline_nmicros`.
-            is_dummy_batch: which samples add nothing.
+            is_dummy_batch: which samples add nothing, neither to gradients nor to statistics in buffers.
             scale_fn: what the loss is scaled by before backward; the loss that is returned is not scaled.
 
         Raises:
@@ -276,13 +279,15 @@ class ParallelModule(Container):
         self.zero_grad()
         if self._pipeline is not None:
             numbers = {number for number, dummy in enumerate(dummies) if dummy}
-            results = self._pipeline.train(self, self._stages(), samples, numbers, scale_fn)
+            with self._random_numbers():
+                results = self._pipeline.train(self, self._stages(), samples, numbers, scale_fn)
             self._fill_gradients(all(dummies))
             return results
         results = []
         last = max((number for number, dummy in enumerate(dummies) if not dummy), default=None)
         for number, sample in enumerate(samples):
-            result = self.run(sample)
+            with buffers_kept(self) if dummies[number] else nullcontext():
+                result = self.run(sample)
             if not dummies[number]:
                 loss = _loss_of(result)
                 # Reductions that start in backward start in the last one.
@@ -297,6 +302,10 @@ class ParallelModule(Container):
         for parameter in self.parameters() if is_dummy else ():
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
 
+    def _random_numbers(self) -> AbstractContextManager[None]:
+        """Inside, the stages' whole values meet the same random numbers on all ranks of a stage."""
+        return whole_values(self.AXIS) if self.DRAWS else nullcontext()
+
     def _stages(self) -> StageTable:
         return self.EVAL_STAGES or self.STAGES if not self.training else self.STAGES
 
@@ -308,7 +317,9 @@ class ParallelModule(Container):
         """
         self._need_end2end("infer_step")
         if self._pipeline is not None:
-            return self._pipeline.infer(self, self._stages(), self._samples(samples))
+            samples = self._samples(samples)
+            with self._random_numbers():
+                return self._pipeline.infer(self, self._stages(), samples)
         with torch.no_grad():
             return [self.run(sample) for sample in self._samples(samples)]
 
@@ -400,7 +411,7 @@ def parallel_class(
     for each in vars(module).values():
         if inspect.isclass(each) and issubclass(each, ParallelModule) and each.__module__ == module.__name__:
             each.WEIGHTS, each.CONSTANTS, each.compute_config = staticmethod(weights), constants, compute_config
-            each.run = each.forward = _with_names_of_arguments(each.forward)
+            each.run = each.forward = _with_random_numbers(each, _with_names_of_arguments(each.forward))
             if compute_config.use_end2end:
                 each.forward = _refused
             return each
@@ -422,6 +433,19 @@ def _with_names_of_arguments(forward: Callable[..., Any]) -> Callable[..., Any]:
         return forward(self, *args, **{renamed.get(name, name): value for name, value in given.items()})
 
     return by_name if renamed else forward
+
+
+def _with_random_numbers(cls: type[ParallelModule], forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A forward whose whole values meet the same random numbers on all ranks of a unit."""
+    if not cls.DRAWS:
+        return forward
+
+    @wraps(forward)
+    def drawing(self: ParallelModule, /, *args: Any, **given: Any) -> Any:
+        with self._random_numbers():
+            return forward(self, *args, **given)
+
+    return drawing
 
 
 def _refused(self: ParallelModule, *args: Any, **kwargs: Any) -> Any:

@@ -11,6 +11,7 @@ and their reduction over the units may start there.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +27,7 @@ from ..pipeline.run.transport import Channels
 from ..pipeline.run.wire import wires_of
 from ..pipeline.schedule import Inference, Kind, Task
 from ..pipeline.schedule.tasks import OTHER_END
+from .buffers import buffers_kept
 from .stages import schedule_of
 
 __all__ = ["Pipelined", "StageTable"]
@@ -137,7 +139,7 @@ class Pipelined:
             kept[task.microbatch] = [x.detach() if isinstance(x, torch.Tensor) else x for x in outputs]
 
         messages = _Messages(
-            parameters=[*module.parameters()],
+            module=module,
             dummies=dummies,
             schedule=schedule,
             stage=self._stage,
@@ -183,26 +185,35 @@ class Pipelined:
 
 
 class _Messages(Messages):
-    """Reductions of gradients start in no backward but the last one of a stage that adds something.
+    """With what stands around the tasks of a training step.
+
+    Reductions of gradients start in no backward but the last one of a stage that adds something. The forward of a dummy
+    leaves buffers as they are.
 
     Args:
-        parameters: of this rank.
-        dummies: microbatches whose backwards add nothing.
+        module: what this rank holds.
+        dummies: microbatches that add nothing.
     """
 
-    def __init__(self, *, parameters: Sequence[torch.Tensor], dummies: Collection[int], **options: Any) -> None:
+    def __init__(self, *, module: nn.Module, dummies: Collection[int], **options: Any) -> None:
         super().__init__(**options)
-        self._parameters = parameters
+        self._module, self._dummies = module, dummies
+        self._parameters = [*module.parameters()]
         tasks = options["schedule"].tasks(options["stage"])
         backwards = [task for task in tasks if task.kind is Kind.BACKWARD and task.microbatch not in dummies]
         self._last = {task.chunk: task for task in backwards}
 
     def run(self, compute: Callable[[Task], None]) -> None:
         def computed(task: Task) -> None:
-            with paused(() if task == self._last.get(task.chunk) else self._parameters):
+            with self._around(task):
                 compute(task)
 
         super().run(computed)
+
+    def _around(self, task: Task) -> AbstractContextManager[None]:
+        if task.kind is Kind.FORWARD:
+            return buffers_kept(self._module) if task.microbatch in self._dummies else nullcontext()
+        return nullcontext() if task == self._last.get(task.chunk) else paused(self._parameters)
 
 
 class _Results(NamedTuple):

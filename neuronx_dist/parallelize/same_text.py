@@ -1,10 +1,13 @@
-"""Whether the text of an emitted class is that of another, but for sizes."""
+"""Whether the text of an emitted class is that of another, but for sizes and for more repetitions of equal lines.
+
+Of repeated lines (the layers of a model) the other has the first and the last repetition. Those that are left out are
+each equal to the one after them, but for the names that are made there and the weights that are read.
+"""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Collection, Iterator
-from itertools import zip_longest
+from collections.abc import Callable, Collection, Iterator
 
 from ..checking.types.messages.syntax import syntax_tree
 
@@ -25,11 +28,70 @@ def text_difference(source: str, small: str, training: bool, integers: Collectio
         other = whole.get(prefix + name)
         if other is None:
             return f"it has no {prefix}{name}"
-        for one, two in zip_longest(_statements(other), _statements(method)):
-            if one is None or two is None or not _same(one, two, integers):
-                line = ast.unparse(one) if one is not None else f"nothing in the place of {ast.unparse(two)}"
-                return f"{prefix}{name}, line {getattr(one, 'lineno', 'last')}: {line}"
+        difference = _difference(list(_statements(other)), list(_statements(method)), integers)
+        if difference:
+            return f"{prefix}{name}, {difference}"
     return ""
+
+
+def _difference(whole: list[ast.stmt], small: list[ast.stmt], integers: Collection[tuple[int, int]]) -> str:
+    """The first statement of `whole` that is not that of `small`; "": but for repetitions there is none."""
+    same = (_Same(integers)(one, two) for one, two in zip(whole, small))
+    start = next((number for number, each in enumerate(same) if not each), min(len(whole), len(small)))
+    more = len(whole) - len(small)
+    where = f"line {whole[start].lineno}: {ast.unparse(whole[start])}" if start < len(whole) else "its end"
+    if more <= 0:
+        return "" if more == 0 and start == len(small) else where
+    made = _made(whole)
+    period = next((each for each in range(1, more + 1) if more % each == 0 and _repeats(whole, start, more, each)), 0)
+    if not period:
+        return where
+
+    def as_first(one: str, two: str) -> bool:
+        """A name of the last repetition that is left out stands for that of the first one, which is not."""
+        return start + more - period <= made.get(one, -1) < start + more and made.get(two) == made[one] - more
+
+    for one, two in zip(whole[start + more :], small[start:]):
+        if not _Same(integers, as_first)(one, two):
+            return f"line {one.lineno}: {ast.unparse(one)}"
+    return ""
+
+
+def _repeats(whole: list[ast.stmt], start: int, more: int, period: int) -> bool:
+    """Whether each of `more` statements is the one `period` later, but for names made as much later, and weights."""
+    made = _made(whole)
+    weights: dict[str, str] = {}
+
+    def later(one: str, two: str) -> bool:
+        return made.get(two, -1) - made.get(one, -1) == period
+
+    def shared(name: str) -> bool:
+        return made.get(name, -1) < start
+
+    if start + more + period > len(whole):
+        return False
+    same = _Same((), later, shared, weights)
+    if not all(same(whole[number], whole[number + period]) for number in range(start, start + more)):
+        return False
+    own = {one for one, two in weights.items() if one != two}
+    elsewhere = _weights([*whole[:start], *whole[start + more :]])
+    return len(set(weights.values())) == len(weights) and own.isdisjoint(elsewhere)
+
+
+def _weights(statements: list[ast.stmt]) -> set[str]:
+    """What is read of the module."""
+    nodes = (node for statement in statements for node in ast.walk(statement))
+    return {ast.unparse(node) for node in nodes if isinstance(node, (ast.Attribute, ast.Subscript))}
+
+
+def _made(statements: list[ast.stmt]) -> dict[str, int]:
+    """In which statement each name is made."""
+    made: dict[str, int] = {}
+    for number, statement in enumerate(statements):
+        for node in ast.walk(statement):
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                made.setdefault(node.id, number)
+    return made
 
 
 def _methods(source: str) -> dict[str, ast.FunctionDef]:
@@ -40,17 +102,43 @@ def _methods(source: str) -> dict[str, ast.FunctionDef]:
 
 
 def _statements(method: ast.FunctionDef) -> Iterator[ast.stmt]:
-    """What a method does, behind the check of its arguments."""
+    """What a method computes: the check of its arguments and deletions are left out."""
     for statement in method.body:
-        if not ast.unparse(statement).startswith("self.check_arguments("):
+        if not isinstance(statement, ast.Delete) and not ast.unparse(statement).startswith("self.check_arguments("):
             yield statement
 
 
-def _same(a: object, b: object, integers: Collection[tuple[int, int]]) -> bool:
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, ast.AST) and isinstance(b, ast.AST):
-        return all(_same(getattr(a, field, None), getattr(b, field, None), integers) for field in a._fields)
-    if isinstance(a, list) and isinstance(b, list):
-        return len(a) == len(b) and all(_same(x, y, integers) for x, y in zip(a, b))
-    return a == b or (type(a) is int and (a, b) in integers)
+class _Same:
+    """Compares trees.
+
+    Args:
+        integers: pairs that stand for one another.
+        renamed: whether one name stands for another.
+        shared: whether a name stands for itself.
+        weights: which weight (`self.`) stands for which, as far as it is known; None: each for itself.
+    """
+
+    def __init__(
+        self,
+        integers: Collection[tuple[int, int]],
+        renamed: Callable[[str, str], bool] = lambda one, two: False,
+        shared: Callable[[str], bool] = lambda name: True,
+        weights: dict[str, str] | None = None,
+    ) -> None:
+        self.integers, self.renamed, self.shared, self.weights = integers, renamed, shared, weights
+
+    def __call__(self, one: object, two: object) -> bool:
+        if type(one) is not type(two):
+            return False
+        if isinstance(one, ast.Name) and isinstance(two, ast.Name):
+            return (one.id == two.id and self.shared(one.id)) or self.renamed(one.id, two.id)
+        if isinstance(one, (ast.Attribute, ast.Subscript)) and isinstance(two, (ast.Attribute, ast.Subscript)):
+            texts = ast.unparse(one), ast.unparse(two)
+            if self.weights is not None and texts[0].startswith("self.") and texts[1].startswith("self."):
+                return self.weights.setdefault(*texts) == texts[1]
+        if isinstance(one, ast.AST) and isinstance(two, ast.AST):
+            return all(self(getattr(one, field, None), getattr(two, field, None)) for field in one._fields)
+        if isinstance(one, list) and isinstance(two, list):
+            one, two = ([each for each in x if not isinstance(each, ast.Delete)] for x in (one, two))
+            return len(one) == len(two) and all(self(x, y) for x, y in zip(one, two))
+        return one == two or (type(one) is int and (one, two) in self.integers)

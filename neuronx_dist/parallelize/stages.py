@@ -8,7 +8,9 @@ depends on no parameter (masks, positions) is not sent: each stage that reads it
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
 from difflib import SequenceMatcher
 from itertools import pairwise
 from typing import NamedTuple
@@ -94,6 +96,9 @@ def kept_by(divisions: Iterable[Division]) -> dict[str, tuple[int, ...]]:
 def starts_like(division: Division, program: Program) -> list[int]:
     """Where another program of the same module (evaluation) is cut so that its stages are those of a division.
 
+    Every call is in a stage that holds the parameters and buffers that it reads; where calls that only one of the
+    programs has would leave a stage empty, that one gets the nearest of the other calls.
+
     Raises:
         PlanError: a stage would have no call.
     """
@@ -103,12 +108,42 @@ def starts_like(division: Division, program: Program) -> list[int]:
     starts = [0]
     for start in division.stages[1:]:
         starts.append(next((same[number] for number in range(start, len(calls)) if number in same), len(others)))
-    if sorted(set(starts)) != starts or starts[-1] == len(others):
+    if sorted(set(starts)) == starts and starts[-1] < len(others):
+        return starts
+    holders: dict[str, set[int]] = {}
+    for number, call in enumerate(calls):
+        for value in _read(call):
+            if value.kind in ("parameter", "buffer"):
+                holders.setdefault(value.path, set()).add(bisect_right(division.stages, number) - 1)
+    wanted = [bisect_right(starts, number) - 1 for number in range(len(others))]
+    allowed = [[holders[v.path] for v in _read(call) if v.path in holders and v.kind != "input"] for call in others]
+    filled = _filled(wanted, allowed, len(starts))
+    if filled is None:
         raise PlanError(
             f"the module runs {len(calls)} calls in training and {len(others)} in evaluation, and cut as the first are "
             f"({division.stages}) a stage of the others is empty ({starts}): cut elsewhere, or use fewer stages"
         )
-    return starts
+    return [filled.index(stage) for stage in range(len(starts))]
+
+
+def _filled(wanted: Sequence[int], allowed: Sequence[Sequence[set[int]]], count: int) -> list[int] | None:
+    """The stage of each call: in order, none empty, each allowed, and as near to what is wanted as can be.
+
+    Args:
+        allowed: of each call sets of stages, all of which have to have its stage.
+    """
+    # Of each stage the least distance that the calls so far have if the last of them is there, and their stages.
+    best: list[tuple[float, list[int]]] = [(0.0 if own == 0 else math.inf, []) for own in range(count)]
+    for number, (stage, sets) in enumerate(zip(wanted, allowed)):
+        following: list[tuple[float, list[int]]] = []
+        for own in range(count):
+            distance, before = best[own] if number == 0 else min(best[max(own - 1, 0) : own + 1], key=lambda b: b[0])
+            if any(own not in each for each in sets):
+                distance = math.inf
+            following.append((distance + abs(own - stage), [*before, own]))
+        best = following
+    distance, stages = best[-1]
+    return stages if distance < math.inf else None
 
 
 def _place(call: Call) -> tuple[str, str, str]:

@@ -1,8 +1,9 @@
 """An emitted program at toy sizes beside one process: what types do not see of programs that are too large to run.
 
-The recorded program is made small (`shrink.py`) and divided as the whole is: each call by the strategy of the same
-types. It is emitted, run for real on threads in float64, and compared with the small program in one process. Its text
-is that of the whole, but for integers: so what the small one computes right, the whole one does.
+Of the recorded program's equal blocks two stay (`fold.py`); it is made small (`shrink.py`) and divided as the whole is:
+each call by the strategy of the same types. It is emitted, run for real on threads in float64, and compared with the
+small program in one process. Its text is that of the whole, but for integers and the repetitions of equal blocks
+(`same_text.py`).
 
 Weights are the first positions of the real ones along every size, or drawn; indices are drawn, within the tables that
 they index.
@@ -22,6 +23,7 @@ from ..spmd.types import Shard
 from .blocks import strides_of
 from .compare import EmittedProgramError, check_program, drawn
 from .emit import emit
+from .fold import folded
 from .interpret import running
 from .local_program import local_program
 from .modes import Deterministic
@@ -91,6 +93,10 @@ def toy_of(division: Division, module: nn.Module, arguments: Mapping[str, Any]) 
     Raises:
         NotShrunk: there is none.
     """
+    count = len(division.program.calls)
+    division = folded(division)
+    left_out = count - len(division.program.calls)
+    blocks = f"{left_out} of {count} calls are in blocks equal to the last one; " if left_out else ""
     kept: dict[Call, Kept] = {}
     for _ in range(ATTEMPTS):
         small = shrunk(division.whole, division.ranks, kept)
@@ -104,7 +110,7 @@ def toy_of(division: Division, module: nn.Module, arguments: Mapping[str, Any]) 
         constants = {
             name: value.constant for value, name in constants_of(divided).items() if value.constant is not None
         }
-        return Toy(divided, emit(divided), constants, tensors, _described(small.sizes), integers)
+        return Toy(divided, emit(divided), constants, tensors, blocks + _described(small.sizes), integers)
     raise NotShrunk(f"{len(kept)} calls are others at small sizes: {', '.join(each.why for each in kept.values())}")
 
 

@@ -158,6 +158,7 @@ def _body(emitted: type[ParallelModule], division: Division, stage: Stage, is_la
     """A stage that reads its parameters and what it receives, and gives tensors of the right shapes."""
     paths = sorted(_read_parameters(stage) & emitted.STORED.keys())
     count = len(stage.received)
+    shapes = [local_shape(value.shape, division.type_of(value), division.size) for value in stage.sent]
 
     def body(self: ParallelModule, *args: Any, **kwargs: Any) -> Any:
         received = args[len(args) - count :] if count else ()
@@ -165,9 +166,9 @@ def _body(emitted: type[ParallelModule], division: Division, stage: Stage, is_la
             own = [x.reshape(-1)[:1] for x in (*map(self.get_parameter, paths), *received) if x.requires_grad]
             history = torch.cat([x.abs().double() for x in own]).sum() if own else torch.zeros((), dtype=torch.float64)
         if not is_last:
-            return tuple(_like(value, division, history, V) for value in stage.sent)
+            return tuple(_like(value, shape, history, V) for value, shape in zip(stage.sent, shapes))
         outputs = [
-            _like(x, division, history, P if x.requires_grad else V) if isinstance(x, Value) else x
+            _like(x, x.shape, history, P if x.requires_grad else V) if isinstance(x, Value) else x
             for x in division.program.outputs
         ]
         return pytree.tree_unflatten(outputs, division.program.output_structure)
@@ -175,10 +176,10 @@ def _body(emitted: type[ParallelModule], division: Division, stage: Stage, is_la
     return body
 
 
-def _like(value: Value, division: Division, history: torch.Tensor, over_units: SpmdType) -> torch.Tensor:
-    """A tensor of the shape that a rank has of a value, with this history if the value requires a gradient."""
+def _like(value: Value, shape: Sequence[int], history: torch.Tensor, over_units: SpmdType) -> torch.Tensor:
+    """A tensor in the place of a value, with this history if the value requires a gradient."""
     with _unchecked():
-        x = torch.zeros(local_shape(value.shape, division.type_of(value), division.size), dtype=value.dtype)
+        x = torch.zeros(tuple(shape), dtype=value.dtype)
         x = x + history.to(value.dtype) if value.requires_grad else x
     mode = active()
     if mode is not None:

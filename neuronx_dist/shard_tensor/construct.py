@@ -7,6 +7,7 @@ generator, which has the same state on all ranks, and keeps its part.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -201,29 +202,16 @@ def _spec(
     return make_spec(device_mesh or current_mesh(), placements, shape, sizes)
 
 
-def _filled(make: Callable[..., torch.Tensor]) -> Callable[..., ShardTensor]:
-    """A factory whose values do not depend on where they are."""
-
-    def factory(
-        *size: Any,
-        device_mesh: DeviceMesh | None = None,
-        placements: Sequence[Placement] | None = None,
-        sizes: Sequence[Sequence[int] | None] | None = None,
-        dtype: torch.dtype | None = None,
-        requires_grad: bool = False,
-    ) -> ShardTensor:
-        spec = _spec(_size(size), device_mesh, placements, sizes)
-        local = make(spec.local_shape, dtype=dtype, device=_device(spec.mesh))
-        return as_leaf(local, spec, requires_grad)
-
-    factory.__name__ = factory.__qualname__ = make.__name__
-    factory.__doc__ = f"`torch.{make.__name__}` of which each rank makes its part."
-    return factory
+def _leaf(
+    make: Callable[[Sequence[int]], torch.Tensor], spec: ShardTensorSpec, requires_grad: bool, *, is_drawn: bool = False
+) -> ShardTensor:
+    """This rank's part of what `make` gives for a shape; what is drawn is so whole, with the values of one process."""
+    if is_drawn:
+        return as_leaf(own_piece(make(spec.shape), spec).clone(), spec, requires_grad)
+    return as_leaf(make(spec.local_shape), spec, requires_grad)
 
 
-def _drawn(draw: Callable[..., torch.Tensor]) -> Callable[..., ShardTensor]:
-    """A factory whose values are those of one process."""
-
+def _factory(function: Callable[..., torch.Tensor], *, is_drawn: bool = False) -> Callable[..., ShardTensor]:
     def factory(
         *size: Any,
         device_mesh: DeviceMesh | None = None,
@@ -234,11 +222,12 @@ def _drawn(draw: Callable[..., torch.Tensor]) -> Callable[..., ShardTensor]:
         **options: Any,
     ) -> ShardTensor:
         spec = _spec(_size(size), device_mesh, placements, sizes)
-        whole = draw(spec.shape, dtype=dtype, device=_device(spec.mesh), **options)
-        return as_leaf(own_piece(whole, spec).clone(), spec, requires_grad)
+        make = partial(function, dtype=dtype, device=_device(spec.mesh), **options)
+        return _leaf(make, spec, requires_grad, is_drawn=is_drawn)
 
-    factory.__name__ = factory.__qualname__ = draw.__name__
-    factory.__doc__ = f"`torch.{draw.__name__}`, with the values of one process at any layout."
+    factory.__name__ = factory.__qualname__ = function.__name__
+    values = ", with the values of one process at any layout" if is_drawn else " of which each rank makes its part"
+    factory.__doc__ = f"`torch.{function.__name__}`{values}."
     return factory
 
 
@@ -248,11 +237,11 @@ def _device(mesh: DeviceMesh) -> torch.device:
     return torch.device(mesh.device_type)
 
 
-empty = _filled(torch.empty)
-ones = _filled(torch.ones)
-zeros = _filled(torch.zeros)
-rand = _drawn(torch.rand)
-randn = _drawn(torch.randn)
+empty = _factory(torch.empty)
+ones = _factory(torch.ones)
+zeros = _factory(torch.zeros)
+rand = _factory(torch.rand, is_drawn=True)
+randn = _factory(torch.randn, is_drawn=True)
 
 
 def full(
@@ -267,8 +256,8 @@ def full(
 ) -> ShardTensor:
     """`torch.full` of which each rank makes its part."""
     spec = _spec(torch.Size(size), device_mesh, placements, sizes)
-    local = torch.full(spec.local_shape, fill_value, dtype=dtype, device=_device(spec.mesh))
-    return as_leaf(local, spec, requires_grad)
+    make = partial(torch.full, fill_value=fill_value, dtype=dtype, device=_device(spec.mesh))
+    return _leaf(make, spec, requires_grad)
 
 
 def randint(
@@ -319,10 +308,12 @@ def _like(make: Callable[..., torch.Tensor]) -> Callable[..., ShardTensor]:
         if isinstance(input, ShardTensor) and as_input:
             spec = gradient_spec(input._spec)
         is_drawn = make in (torch.rand_like, torch.randn_like, torch.randint_like)
-        shape = spec.shape if is_drawn else spec.local_shape
-        blank = torch.empty(shape, dtype=input.dtype, device=_device(spec.mesh))
-        values = make(blank, *arguments, dtype=dtype)
-        return as_leaf(own_piece(values, spec).clone() if is_drawn else values, spec, requires_grad)
+
+        def values(shape: Sequence[int]) -> torch.Tensor:
+            blank = torch.empty(shape, dtype=input.dtype, device=_device(spec.mesh))
+            return make(blank, *arguments, dtype=dtype)
+
+        return _leaf(values, spec, requires_grad, is_drawn=is_drawn)
 
     factory.__name__ = factory.__qualname__ = make.__name__
     factory.__doc__ = (

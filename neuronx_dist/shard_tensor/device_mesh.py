@@ -218,7 +218,10 @@ def init_device_mesh(
     if shape.count(-1) == 1 and known > 0 and world % known == 0:
         shape[shape.index(-1)] = world // known
     if prod(shape) != world or min(shape, default=0) < 1:
-        raise ValueError(f"init_device_mesh: a mesh of shape {tuple(mesh_shape)} does not fit {world} ranks")
+        raise ValueError(
+            f"init_device_mesh: a mesh of shape {tuple(mesh_shape)} does not fit {world} ranks: the product of the "
+            "sizes is to be the number of ranks; one size may be -1, and the product of the others divides it"
+        )
     return DeviceMesh(device_type, torch.arange(world).view(shape), mesh_dim_names=mesh_dim_names)
 
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import prod
 
 import torch
 
 from .. import comm
+from ..spmd import P
 from .device_mesh import DeviceMesh
-from .placements import Placement, Shard, checked_placements
+from .exchange import linked
+from .placements import Partial, Placement, Shard, checked_placements
 from .spec import ShardTensorSpec, make_spec
+from .typed import unseen
 
-__all__ = ["local_spec"]
+__all__ = ["local_spec", "weighed"]
 
 
 def local_spec(
@@ -93,3 +97,40 @@ def _stated(
         sizes.append(along)
         shape[placement.dim] = sum(along)
     return make_spec(mesh, placements, shape, sizes)
+
+
+def weighed(
+    local: torch.Tensor,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement] | None,
+    sharding_shapes: Mapping[int, Sequence[Sequence[int]]],
+) -> tuple[torch.Tensor, Sequence[Placement] | None]:
+    """Means of shards that differ in size, as summands of the mean of all: by the global count of elements.
+
+    Args:
+        sharding_shapes: at a mesh dim that is `Partial("avg")`, the shapes of the shards whose means the ranks have.
+
+    Raises:
+        ValueError: not one shape for each rank.
+    """
+    result = list(placements or ())
+    for m, placement in enumerate(result):
+        if placement != Partial("avg") or m not in sharding_shapes or mesh.communicators is None:
+            continue
+        counts = [prod(shape) for shape in sharding_shapes[m]]
+        if len(counts) != mesh.shape[m]:
+            raise ValueError(
+                f"from_local: sharding_shapes has {len(counts)} shapes for mesh dim {m}, which is {placement!r} over "
+                f"{mesh.shape[m]} ranks: give that of each shard whose mean a rank has"
+            )
+        if len(set(counts)) == 1:
+            continue
+        group = mesh.communicator(m)
+        own, result[m] = counts[int(group.rank)], Partial()
+        share = own / sum(counts)
+
+        def summand(x: torch.Tensor = local, share: float = share) -> torch.Tensor:
+            return x * share if share else linked(torch.zeros_like(x), x)  # the mean of nothing is no number
+
+        local = unseen(summand, local, group, P)
+    return local, result

@@ -7,6 +7,11 @@
 | `Partial("sum")` | P | reduced by `all_reduce(P, I)` before what is not linear | Replicate |
 | `Partial("avg")` | P("avg") | divided by the number of ranks, and so made a sum | Replicate |
 | `Partial("max")` | P("max") | its maximum over the ranks; it is never added | Replicate |
+
+`Partial("avg")` counts each rank once, as torch does. So it is the mean over a sharded dim only where all shards have
+one size. Of shards of any sizes `ShardTensor.from_local(means, mesh, [Partial("avg")], sharding_shapes=shapes)` makes a
+sum, each mean by its share of all elements; the shapes are `x._spec.sharding_shapes()`. The functions of this package
+add up what the ranks have, and divide by the global count.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+from weakref import ref
 
 import torch
 from torch._C import DisableTorchFunction
@@ -23,13 +24,13 @@ from .compiling import run_as_it_is
 from .device_mesh import DeviceMesh, current_mesh
 from .handed import dtensor_of, handed_out, local_of_dtensor
 from .handlers import DISPATCH, FUNCTIONS, UNHANDLED
-from .local_shapes import local_spec
+from .local_shapes import local_spec, weighed
 from .placements import Placement
 from .redistribute import moved, nothing_of, redistributed
 from .spec import ShardTensorSpec, gradient_spec, make_spec
 from .typed import declared, laid_out, promoted
 
-__all__ = ["ShardTensor", "gradient_spec", "in_layout", "local_of", "wrap", "written"]
+__all__ = ["ShardTensor", "gradient_spec", "in_layout", "local_of", "wrap", "wrap_view", "written"]
 
 _make_wrapper = torch.Tensor._make_wrapper_subclass
 _BASE: Any = torch.Tensor  # its properties, which this class has in another way
@@ -51,6 +52,7 @@ class ShardTensor(torch.Tensor):
 
     _local: torch.Tensor
     _spec: ShardTensorSpec
+    _family: list[ref[ShardTensor]]  # if it is or has a view: all that share its memory
     _foreign: bool  # made while gradients were off: a foreign autograd function may have wanted it a graph
 
     # --- the protocol of torch
@@ -104,7 +106,8 @@ class ShardTensor(torch.Tensor):
             placements: None: Replicate everywhere.
             sharding_shapes: "infer": all ranks tell one another their shapes, once. "chunk": shards are as
                 `torch.chunk` cuts them. A dict from mesh dim to the shapes of all shards along it. Both of these
-                communicate nothing, and must be equal on all ranks.
+                communicate nothing, and must be equal on all ranks. At a mesh dim that is `Partial("avg")` a dict may
+                have the shapes of the shards whose means the ranks have: if these differ they become a sum, by counts.
             global_shape: of the whole tensor, for "chunk"; None: every shard is as long as this one.
 
         Raises:
@@ -112,6 +115,8 @@ class ShardTensor(torch.Tensor):
                 than the sharded ones that differ between ranks.
         """
         mesh = device_mesh or current_mesh(local_tensor.device.type)
+        if not isinstance(sharding_shapes, str):
+            local_tensor, placements = weighed(local_tensor, mesh, placements, sharding_shapes)
         spec = local_spec(local_tensor.shape, mesh, placements, sharding_shapes, global_shape)
         return wrap(declared(local_tensor, spec), spec)
 
@@ -342,10 +347,13 @@ _relink: Callable[..., ShardTensor] = super(torch.autograd.Function, _Relink).ap
 
 
 def written(x: ShardTensor) -> ShardTensor:
-    """`x`, whose local tensor an operation has modified in place."""
+    """`x`, whose local tensor an operation has modified in place, and with it all that share its memory."""
     if x._local.grad_fn is not None and torch.is_grad_enabled():
+        sharing = [each() for each in getattr(x, "_family", ())] or [x]
         with DisableTorchFunction():
-            _relink(x, x._local)
+            for each in sharing:
+                if each is not None and each._local.grad_fn is not None:
+                    _relink(each, each._local)
     return x
 
 
@@ -355,6 +363,18 @@ def wrap(local: torch.Tensor, spec: ShardTensorSpec) -> ShardTensor:
         return _link(local, spec)
     result = _new(local, spec)
     result._foreign = not torch.is_grad_enabled()
+    return result
+
+
+def wrap_view(local: torch.Tensor, spec: ShardTensorSpec, source: ShardTensor) -> ShardTensor:
+    """`wrap` of a view of the local tensor of `source`: what is written in place into one has to be known to both."""
+    result = wrap(local, spec)
+    if torch.is_grad_enabled() and local._is_view():
+        family: list[ref[ShardTensor]] = getattr(source, "_family", None) or [ref(source)]
+        if len(family) % 64 == 0:  # many are gone
+            family[:] = [each for each in family if each() is not None]
+        family.append(ref(result))
+        source._family = result._family = family
     return result
 
 

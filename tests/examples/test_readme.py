@@ -8,6 +8,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import neuronx_dist as nxd
+from neuronx_dist import Mesh
+from neuronx_dist.comm import threads
 from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.slow
@@ -23,7 +25,7 @@ def blocks():
 
 
 def test_its_blocks_run_in_the_order_of_the_page(tmp_path, capsys):
-    loop, pipeline, check, sharded = blocks()
+    loop, pipeline, check, sharded, _ = blocks()
     names = {}
     try:
         exec(compile(loop.replace("range(100)", "range(3)"), "README, the loop", "exec"), names)
@@ -56,9 +58,23 @@ def test_its_blocks_run_in_the_order_of_the_page(tmp_path, capsys):
             torch.distributed.destroy_process_group()
 
 
+def test_the_block_of_parallelize(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code = compile(blocks()[-1], "README, parallelize", "exec")
+
+    def rank():
+        names = {}
+        exec(code, names)
+        return names["parallel"]
+
+    first, second = threads.run(Mesh(2, tp=2), rank)
+    assert first.SOURCE == second.SOURCE and "spmd." in first.SOURCE
+    assert all(torch.isfinite(parameter).all() for parameter in first.parameters())
+
+
 def test_the_check_is_of_the_model_above():
     """It finds the mistake that the README's reader makes first: whole logits."""
-    loop, _, check, _ = blocks()
+    loop, _, check, _, _ = blocks()
     definitions = loop.partition("device = ")[0]
     names = {}
     exec(compile(definitions.replace("bias=False, gather_output=False", "bias=False"), "README", "exec"), names)

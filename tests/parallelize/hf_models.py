@@ -8,6 +8,9 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from tests.parallelize import registered_ops
 
 HIDDEN = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32}
@@ -38,6 +41,19 @@ def _resnet() -> tuple[nn.Module, dict[str, Any]]:
     return _image("resnet", transformers.ResNetForImageClassification(config), 32)
 
 
+def _experts(layer: nn.Module, *routed: torch.Tensor) -> torch.Tensor:
+    result: torch.Tensor = registered_ops.experts(*routed, layer.gate_up_proj, layer.down_proj)
+    return result
+
+
+def _mixtral() -> tuple[nn.Module, dict[str, Any]]:
+    """Its experts, which ask which of them have tokens, are one registered function."""
+    ALL_EXPERTS_FUNCTIONS.register("registered", _experts)
+    module, arguments = _language("mixtral", UNCACHED, **HIDDEN, **HEADS, num_local_experts=4, num_experts_per_tok=2)
+    module.config._experts_implementation = "registered"
+    return module, arguments
+
+
 UNCACHED = {"use_cache": False}
 HF_MODELS: dict[str, Callable[[], tuple[nn.Module, dict[str, Any]]]] = {
     "llama": lambda: _language("llama", UNCACHED, **HIDDEN, **HEADS),
@@ -59,7 +75,10 @@ HF_MODELS: dict[str, Callable[[], tuple[nn.Module, dict[str, Any]]]] = {
     "mamba": lambda: _language(
         "mamba", UNCACHED, vocab_size=64, hidden_size=16, state_size=4, num_hidden_layers=1, conv_kernel=4
     ),
+    "mixtral": _mixtral,
 }  # fmt: skip
+IN_FLOAT32 = {"llama", "qwen3", "gemma2", "t5", "mamba", "mixtral"}
+"""They compute norms or angles in float32, whatever their dtype."""
 
 
 def hf_model(name: str) -> tuple[nn.Module, dict[str, Any]]:

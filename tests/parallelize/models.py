@@ -119,6 +119,24 @@ class Rotary(nn.Module):
         return x * self.cos + torch.cat([-right, left], -1) * self.sin
 
 
+class Skip(nn.Module):
+    """The first value is read in the last layer; a buffer that is written, a layer without parameters at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.layers[1].bias.requires_grad_(False)
+        self.spare = nn.Parameter(torch.ones(3))
+
+    def forward(self, data: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        first = x = self.layers[0](data["x"])
+        for layer in self.layers[1:]:
+            x = torch.tanh(layer(x))
+        x = self.norm(x + first)
+        return (x - data["target"]).pow(2).sum(), x
+
+
 def _mlp() -> tuple[nn.Module, dict[str, Any]]:
     return Mlp(), {"data": {"data": torch.randn(BATCH, WIDTH), "target": torch.rand(BATCH, WIDTH)}}
 
@@ -137,6 +155,10 @@ def _pair() -> tuple[nn.Module, dict[str, Any]]:
     return Pair(), {"x": torch.randn(BATCH, WIDTH, requires_grad=True), "y": torch.randn(BATCH, WIDTH)}
 
 
+def _skip() -> tuple[nn.Module, dict[str, Any]]:
+    return Skip(), {"data": {"x": torch.randn(BATCH, WIDTH), "target": torch.rand(BATCH, WIDTH)}}
+
+
 def _rotary() -> tuple[nn.Module, dict[str, Any]]:
     return Rotary(), {"x": torch.randn(4, LENGTH, WIDTH)}
 
@@ -147,6 +169,7 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, dict[str, Any]]]] = {
     "conv": _conv,
     "pair": _pair,
     "rotary": _rotary,
+    "skip": _skip,
 }
 
 

@@ -17,7 +17,7 @@ from neuronx_dist import comm
 from neuronx_dist.comm import threads
 from neuronx_dist.parallelize import ComputeConfig, ParallelModule, build_optimizer, parallelize
 from neuronx_dist.weights.shard_spec import gather_full, spec_of
-from tests.parallelize.models import BATCH, LENGTH, VOCABULARY, WIDTH, Gpt, Mlp
+from tests.parallelize.models import BATCH, LENGTH, VOCABULARY, WIDTH, Gpt, Mlp, Skip
 
 Sample = dict[str, torch.Tensor]
 
@@ -27,24 +27,6 @@ class GptSample(Gpt):
 
     def forward(self, data: Sample) -> dict[str, Any]:  # type: ignore[override]
         return {"loss": super().forward(data["tokens"], data["labels"]), "mask": (data["labels"] < 0, "name")}
-
-
-class Skip(nn.Module):
-    """The first value is read in the last layer; a buffer that is written, a layer without parameters at the end."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(4)])
-        self.norm = nn.BatchNorm1d(WIDTH)
-        self.layers[1].bias.requires_grad_(False)
-        self.spare = nn.Parameter(torch.ones(3))
-
-    def forward(self, data: Sample) -> tuple[torch.Tensor, torch.Tensor]:
-        first = x = self.layers[0](data["x"])
-        for layer in self.layers[1:]:
-            x = torch.tanh(layer(x))
-        x = self.norm(x + first)
-        return (x - data["target"]).pow(2).sum(), x
 
 
 def mlp_sample(generator: torch.Generator) -> Sample:

@@ -17,7 +17,7 @@ from neuronx_dist.comm import threads
 from neuronx_dist.parallelize import ComputeConfig
 from neuronx_dist.parallelize.decompose import decomposed
 from neuronx_dist.parallelize.emit import emit
-from neuronx_dist.parallelize.policies import divide
+from neuronx_dist.parallelize.policies import POLICIES, divide
 from neuronx_dist.parallelize.record import record_program
 from neuronx_dist.parallelize.stored import stored_of
 from tests.support.paths import ROOT
@@ -64,3 +64,13 @@ def test_the_file_that_is_shown() -> None:
 def test_every_name_is_in_the_table() -> None:
     table = PAGE[PAGE.index("## Coming from nnScaler") :]
     assert [name for name in neuronx_dist.parallelize.__all__ if f"`{name}`" not in table] == []
+
+
+def test_every_policy_is_in_the_table_with_its_options() -> None:
+    rows = {name: row for row in PAGE.splitlines() for name in POLICIES if row.startswith(f'| `"{name}"` |')}
+    assert rows.keys() == POLICIES.keys()
+    rows["hybrid"] += rows["pp"] + rows["tp"]
+    missing = [
+        (name, each) for name, (_, options) in POLICIES.items() for each in options if f"`{each}`" not in rows[name]
+    ]
+    assert missing == []

@@ -13,7 +13,6 @@ from torch import nn
 
 from neuronx_dist import comm
 from neuronx_dist.comm import threads
-from neuronx_dist.parallel_layers.parallel_state import destroy_model_parallel
 from neuronx_dist.parallelize import (
     ComputeConfig,
     build_optimizer,
@@ -31,69 +30,28 @@ from neuronx_dist.parallelize.stored import stored_of
 from tests.parallelize.models import WIDTH
 from tests.parallelize.mutants import EAGER, Emitted, mutants, noticed
 from tests.parallelize.pipelines import (
-    MODULES,
-    accumulated,
-    assert_same,
     close,
     config,
     first,
     mlp_sample,
     module,
-    on_rank,
-    pipelined,
     samples,
 )
-from tests.support.pool import processes
 
-SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 ADAMW = partial(torch.optim.AdamW, lr=1e-2)
 # Ranks of a unit, units, groups of ranks, options.
 LAYOUTS: dict[str, tuple[int, int, int, dict[str, Any]]] = {
-    "pp2": (2, 1, 2, {"pipeline_nstages": 2}),
-    "pp4": (4, 1, 4, {"pipeline_nstages": 4}),
     "pp2 tp2": (4, 1, 2, {"pipeline_nstages": 2}),
-    "pp2 of 2 x 2": (8, 1, 2, {"pipeline_nstages": 2, "tp_size": 2}),
-    "pp2 dp2": (2, 2, 2, {"pipeline_nstages": 2}),
     "pp2 dp2 zero": (2, 2, 2, {"pipeline_nstages": 2, "zero": True}),
-    "pp2 dp2 async": (2, 2, 2, {"pipeline_nstages": 2, "reducer": True}),
-    "gpipe": (2, 1, 2, {"pipeline_nstages": 2, "pipeline_scheduler": "gpipe"}),
-    "interleaved": (2, 1, 2, {"pipeline_nstages": 4, "pp_size": 2, "pipeline_scheduler": "1f1b_interleaved"}),
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", MODULES)
-def test_layouts(name: str, layout: str, tmp_path: Path) -> None:
-    plan, units, ranks, options = LAYOUTS[layout]
-    optimizer = ADAMW if layout in ("pp2 dp2 zero", "pp2 tp2") else SGD
-    has = pipelined(name, optimizer, 4, config(plan, units, **options), ranks, tmp_path, "hybrid")
-    assert_same(has, accumulated(name, optimizer, 4, units), units)
-
-
-@pytest.mark.parametrize("name", ["mlp", "skip"])
-def test_pipeline_alone_is_accumulation_to_the_bit(name: str, tmp_path: Path) -> None:
-    runs = [run._replace(norms=[]) for run in pipelined(name, SGD, 2, config(2), 2, tmp_path, "pp")]
-    assert_same(runs, accumulated(name, SGD, 2, 1)._replace(norms=[]), 1, 0.0)
-
-
-def _on_process(*arguments: Any) -> Any:
-    """Where there is no mesh `parallelize` makes it."""
-    destroy_model_parallel()
-    return on_rank(*arguments)
-
-
-def test_real_processes(tmp_path: Path) -> None:
-    settings = config(2, 2, pipeline_nstages=2)
-    has = processes(4).run(_on_process, "gpt", SGD, 2, settings, str(tmp_path), "hybrid")
-    assert_same(has, accumulated("gpt", SGD, 2, 2), 2)
-
-
-def _on_ranks(function: Any, folder: Path, name: str = "mlp", policy: Any = "pp") -> list[Any]:
+def _on_ranks(function: Any, folder: Path, name: str = "mlp", policy: Any = "pp", stages: int = 2) -> list[Any]:
     def rank() -> Any:
         given = samples(name, 1)[0]
-        return function(parallelize(module(name), {"data": given}, policy, config(2), gen_savedir=folder))
+        return function(parallelize(module(name), {"data": given}, policy, config(stages), gen_savedir=folder))
 
-    return threads.run(config(2).mesh(2), rank)
+    return threads.run(config(stages).mesh(stages), rank)
 
 
 def test_dummy_batches_add_nothing_and_losses_are_not_scaled(tmp_path: Path) -> None:
@@ -113,13 +71,14 @@ def test_dummy_batches_add_nothing_and_losses_are_not_scaled(tmp_path: Path) -> 
         close(gradients, {name: whole.get_parameter(name).grad for name in gradients}, 1e-12)
 
 
-def test_inference_in_evaluation_mode(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stages", [2, 4])  # cut as in training, two stages of four would be empty in evaluation
+def test_inference_in_evaluation_mode(stages: int, tmp_path: Path) -> None:
     def infer(parallel: Any) -> Any:
         parallel.eval()
         return parallel.infer_step(samples("skip", 4))
 
     whole = module("skip").eval()
-    for results in _on_ranks(infer, tmp_path, "skip"):
+    for results in _on_ranks(infer, tmp_path, "skip", stages=stages):
         close(results, [whole(sample) for sample in samples("skip", 4)], 1e-12)
         assert not first(results[0]).requires_grad
 

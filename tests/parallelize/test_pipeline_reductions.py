@@ -13,12 +13,13 @@ from neuronx_dist import comm
 from neuronx_dist.comm import threads
 from neuronx_dist.parallelize import build_optimizer, parallelize
 from neuronx_dist.parallelize import pipelined as pipelined_module
+from tests.parallelize.mutants import EAGER
 from tests.parallelize.pipelines import config, module, samples
 
 SCHEDULES: dict[str, dict[str, Any]] = {
-    "1f1b": {"pipeline_nstages": 2},
-    "gpipe": {"pipeline_nstages": 2, "pipeline_scheduler": "gpipe"},
-    "interleaved": {"pipeline_nstages": 4, "pp_size": 2, "pipeline_scheduler": "1f1b_interleaved"},
+    "1f1b": {"pipeline_nstages": 2, "costs": EAGER},
+    "gpipe": {"pipeline_nstages": 2, "pipeline_scheduler": "gpipe", "costs": EAGER},
+    "interleaved": {"pipeline_nstages": 4, "pp_size": 2, "pipeline_scheduler": "1f1b_interleaved", "costs": EAGER},
 }
 REDUCTIONS = ("all_reduce", "reduce_scatter")
 

@@ -40,7 +40,7 @@ def test_processes_with_folders_of_their_own(tmp_path: Path) -> None:
     module, arguments = model("gpt")
     wanted = trained(module, arguments, SGD, 3, 2).weights
     for weights in processes(4).run(train_on_rank, str(tmp_path), mesh={"tp": 2}):
-        assert weights.keys() == wanted.keys()
+        assert weights.keys() == wanted.keys() - {"head.weight"}  # tied: it has its first name alone
         for name, x in weights.items():
             torch.testing.assert_close(x, wanted[name], rtol=1e-9, atol=1e-9)
 

@@ -22,13 +22,14 @@ from neuronx_dist.parallelize.choose import choose
 from neuronx_dist.parallelize.compare import check_program, check_values
 from neuronx_dist.parallelize.decompose import decomposed
 from neuronx_dist.parallelize.emit import emit
+from neuronx_dist.parallelize.fold import folded
 from neuronx_dist.parallelize.program import Division
 from neuronx_dist.parallelize.record import record_program
 from neuronx_dist.parallelize.same_text import text_difference
 from neuronx_dist.parallelize.stored import constants_of
 from neuronx_dist.parallelize.toy import Toy, check_toy, toy_of
 from tests.parallelize.hf_models import HF_MODELS, hf_model
-from tests.parallelize.models import MODELS, model
+from tests.parallelize.models import MODELS, Block, model
 from tests.parallelize.mutants import EAGER, mutants
 from tests.parallelize.test_mutants import BUGS
 
@@ -202,6 +203,74 @@ def test_the_text_is_that_of_the_whole() -> None:
         other = re.sub(rf"\b{before}\b(?=[^#\n]*\)  #)", str(before + 1), source)
         if other != source:
             assert text_difference(other, toy.source, training=True, integers=toy.integers)
+
+
+class Blocks(nn.Module):
+    """Equal blocks; with `other` one of them is of another width."""
+
+    def __init__(self, count: int, other: bool = False) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(2 if other and number == 2 else 4) for number in range(count)])
+        self.head = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x).square().sum()
+
+
+def blocks_of(module: nn.Module) -> tuple[Division, nn.Module, dict[str, Any]]:
+    arguments = {"x": torch.rand(8, 8, 16, dtype=torch.float64, requires_grad=True)}
+    program = decomposed(record_program(module.double(), arguments, training=True))
+    return choose(program, "tp", 2, costs=EAGER), module, arguments
+
+
+def test_of_equal_blocks_two_are_compared() -> None:
+    few, many = blocks_of(Blocks(3)), blocks_of(Blocks(6))
+    for division, left_out in ((few, 1), (many, 4)):
+        whole, small = division[0], folded(division[0])
+        a_block = (len(many[0].program.calls) - len(few[0].program.calls)) // 3
+        assert len(whole.program.calls) - len(small.program.calls) == left_out * a_block
+        assert [value.path.split(".")[1] for value in small.program.parameters if "norm_1.weight" in value.path] == [
+            "0", str(left_out + 1),
+        ]  # fmt: skip
+        toy = toy_of(*division)
+        assert toy.sizes.startswith(f"{left_out * a_block} of {len(whole.program.calls)} calls are in blocks equal to")
+        assert check_toy(emit(whole), toy)[0] < 1
+
+
+def test_blocks_that_differ_stay() -> None:
+    division = blocks_of(Blocks(5, other=True))[0]
+    assert folded(division) is division
+    tied = Blocks(5)
+    tied.blocks[2].up.weight = tied.blocks[1].up.weight
+    division = blocks_of(tied)[0]
+    assert folded(division) is division
+    division = blocks_of(Blocks(2))[0]
+    assert folded(division) is division
+
+
+@pytest.mark.slow
+def test_every_line_of_the_blocks_that_are_left_out_is_compared() -> None:
+    division, module, arguments = blocks_of(Blocks(5))
+    toy = toy_of(division, module, arguments)
+    lines = emit(division).splitlines()
+    assert check_toy("\n".join(lines), toy)
+    start, stop = (next(n for n, x in enumerate(lines) if f"self.blocks[{k}].norm_1" in x) for k in (2, 3))
+    wrong = 0
+    for number in range(start, stop):
+        line = lines[number]
+        if " = " not in line or line.strip().startswith("#"):
+            continue
+        name, _, text = line.partition(" = ")
+        text = text.partition("  #")[0]
+        edits = [f"{name} = 2 * ({text})", f"{name} = {text}\n{name} = {text}"]
+        edits += [line.replace("blocks[2]", "blocks[1]")] if "blocks[2]" in line else []
+        for edit in edits:
+            with pytest.raises(EmittedProgramError, match="is not the program that is compared at toy sizes"):
+                check_toy("\n".join([*lines[:number], edit, *lines[number + 1 :]]), toy)
+            wrong += 1
+    assert wrong > 40
 
 
 def test_two_axes_and_stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

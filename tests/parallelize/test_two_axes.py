@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from itertools import combinations
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from neuronx_dist.parallelize.local_program import local_program
 from neuronx_dist.parallelize.nodes import IRFwOperation
 from neuronx_dist.parallelize.plans import plan_of
 from neuronx_dist.parallelize.policies import divide
-from neuronx_dist.parallelize.program import Division
+from neuronx_dist.parallelize.program import Call, Division, Strategy
 from neuronx_dist.parallelize.record import record_program
 from neuronx_dist.parallelize.stored import constants_of, stored_of
 from neuronx_dist.planning.plan import PlanError
@@ -306,6 +307,37 @@ def test_a_ranks_program_computes_what_the_file_says() -> None:
         for whole, value, spmd_type in zip(call.results, own.results, types, strict=True):
             assert value.outer is spmd_type
             assert (value.shape == whole.shape) == (spmd_type.letter != "S")
+
+
+def with_any(graph: IRGraph, random: Random) -> None:
+    """Decides for strategies of some calls at random, as far as they go together."""
+    problem = graph.problem()
+    calls = [call for call in problem.program.calls if len(problem.options[call]) > 1]
+    forced: dict[Call, Strategy] = {}
+    for call in random.sample(calls, min(6, len(calls))):
+        try:
+            problem.solve(0.0, {**forced, call: (strategy := random.choice(problem.options[call]))})
+        except PlanError:
+            continue
+        forced[call] = strategy
+        graph.constraints.strategies.setdefault(call, []).append(strategy.__eq__)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("name", MODELS)
+def test_any_division_is_right(name: str, seed: int) -> None:
+    """Whatever is chosen on both axes: types, results, gradients."""
+    random = Random(seed)
+
+    def policy(graph: IRGraph, config: ComputeConfig) -> IRGraph:
+        graph.second.size = 2
+        with_any(graph, random)
+        graph.second.decide.append(lambda inner, local: with_any(inner, random))
+        return graph
+
+    program = emitted(name, policy, {"costs": "cpu"})
+    assert noticed(program, program.source) == "", program.source
 
 
 # --- random numbers ---------------------------------------------------------------------------------------------------

@@ -37,6 +37,7 @@ JOBS: dict[str, tuple[str, ComputeConfig, str]] = {
     "dp2 zero": ("mlp", config(1, 2, zero=True), "2 ranks, level G"),
     "dp2 async": ("skip", config(1, 2, reducer=True), "2 ranks, level G"),
     "pp2": ("gpt", config(2, **PP), "pipeline messages agree.*, 2 stages by '1f1b' in 4 microbatches$"),
+    "pp2 tp2": ("skip", config(4, **PP), "4 ranks, level G.* 2 stages"),  # results are gathered
     "pp2 dp2 zero": ("skip", config(2, 2, zero=True, **PP), "4 ranks, .* 2 stages"),
     "interleaved dp2 zero": (
         "skip",

@@ -29,6 +29,7 @@ _COMPARED = (
 _MASK = "a rank's own piece of a mask, which has no gradient: nothing is communicated"
 _MEASURES = "predicts memory: a stand-in whose values are not used"
 _CLOCKS = "no tensors: ranks agree on file and clock of a trace (tests/pipeline/run/test_trace.py)"
+_SEEDS = "seeds, and those of threads are one (tests/parallelize/test_dropout.py has processes, each with its own)"
 _FILES = "files, whose digests are compared (tests/parallelize/test_generation.py)"
 _STATES = "no tensors: which values there are, without which ranks disagree (tests/parallelize/test_state_dicts.py)"
 _RESULTS = "no tensors: what forward returns, into which the results are put (tests/parallelize/test_pipeline.py)"
@@ -54,6 +55,7 @@ EXEMPT = {
     "_send:comm.gather_objects#1": _FILES,
     "_send:comm.barrier#1": _ORDER,
     "_send_file:comm.broadcast#1": _FILES,
+    "whole_values:comm.broadcast_object#1": _SEEDS,
     "_load_deduped_optimizer:comm.gather_objects#1": _STATES,
     "_load_optimizer:comm.gather_objects#1": _STATES,
     **{

@@ -14,7 +14,7 @@ from neuronx_dist.mesh import Mesh
 from neuronx_dist.shard_tensor.intervals import Bounds, bounds_of
 from neuronx_dist.shard_tensor.ops.local_windows import ShardedDim
 
-__all__ = ["SPLITS", "assert_close", "assert_like_one_process", "own_part", "split_of"]
+__all__ = ["SPLITS", "Foreign", "assert_close", "assert_like_one_process", "own_part", "split_of"]
 
 TOLERANCE = 1e-10
 SPLITS = {2: [(8, 8), (11, 5), (16, 0)], 3: [(6, 5, 5), (2, 9, 5)], 4: [(4, 4, 4, 4), (1, 12, 0, 3)]}
@@ -75,3 +75,15 @@ def assert_like_one_process(
             assert_close(comm.all_reduce(grad, "world"), value, "gradient of a weight")
 
     threads.run(mesh, rank_main, timeout=60.0)
+
+
+class Foreign(torch.autograd.Function):
+    """A function that is not asked by `__torch_function__`, as those of FSDP and DDP."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad

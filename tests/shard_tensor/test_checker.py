@@ -12,6 +12,7 @@ from neuronx_dist.mesh import Mesh
 from neuronx_dist.parallel_layers.layers import ColumnParallelLinear, RowParallelLinear
 from neuronx_dist.shard_tensor import (
     DeviceMesh,
+    Partial,
     Replicate,
     Shard,
     ShardTensor,
@@ -63,6 +64,19 @@ def test_types_of_a_function_that_runs_on_shards_by_its_rule():
         return [type_of(each.to_local()) for each in (y, x.grad, theta.grad)]
 
     assert on_dp(step) == [[S(0), S(0), S(0)]] * 2
+
+
+@pytest.mark.parametrize(("sizes", "sums"), [((5, 3), True), ((4, 4), False)])
+def test_means_of_shards_are_a_sum_where_shards_are_uneven(sizes, sums):
+    def step(mesh):
+        x = distribute_tensor(torch.ones(8, 3, requires_grad=True), mesh, [Shard(0)], sizes=[sizes], src=None)
+        shapes = x._spec.sharding_shapes()
+        y = ShardTensor.from_local(x.to_local().mean(0), mesh, [Partial("avg")], sharding_shapes=shapes)
+        total = y.redistribute(placements=[Replicate()])
+        total.sum().backward()
+        return [type_of(each.to_local()) for each in (y, total, x.grad)]
+
+    assert on_dp(step) == [[P if sums else P("avg"), I, S(0)]] * 2
 
 
 def test_a_handler_that_forgets_a_reduction_is_reported():

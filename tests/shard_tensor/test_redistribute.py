@@ -131,6 +131,27 @@ def test_a_partial_mean_is_divided_by_the_number_of_ranks():
     on_ranks(2, means)
 
 
+@pytest.mark.parametrize("sizes", [(1, 12, 0, 3), (4, 4, 4, 4)])
+@pytest.mark.parametrize("dst", [Replicate(), Shard(0), Partial()])
+def test_means_of_shards_are_weighed_by_the_global_count(sizes, dst):
+    """The mean of each rank's rows, told how many rows each has: the mean of all rows, and its gradient."""
+
+    def run(mesh):
+        x = distribute_tensor(whole().requires_grad_(), mesh, [Shard(0)], sizes=[sizes], src=None)
+        with comm.record() as calls:
+            y = ShardTensor.from_local(
+                x.to_local().mean(0), mesh, [Partial("avg")], sharding_shapes=x._spec.sharding_shapes()
+            )
+        assert list(calls) == []
+        assert y.placements == (Partial("avg") if len(set(sizes)) == 1 else Partial(),)
+        y = y.redistribute(placements=[dst])
+        assert_close(y.full_tensor().detach(), whole().mean(0), "mean")
+        y.backward(whole()[0])
+        assert_close(x.grad.full_tensor(), whole()[0].expand(16, -1) / 16, "gradient")
+
+    on_ranks(4, run)
+
+
 def another_mesh(mesh):
     x = distribute_tensor(whole().requires_grad_(), mesh, [Shard(0)], sizes=[(1, 12, 0, 3)], src=None)
     grid = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("a", "b"))

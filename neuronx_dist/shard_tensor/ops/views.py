@@ -15,7 +15,7 @@ from ..intervals import bounds_of
 from ..labels import Labels, New, inside, planned
 from ..placements import Placement, Replicate, Shard
 from ..spec import ShardTensorSpec, make_spec
-from ..tensor import ShardTensor, local_of, wrap
+from ..tensor import ShardTensor, local_of, wrap, wrap_view
 from ..typed import on_own_shard, shards_of
 from ..written_back import redistributed_view
 from .select import dim_of
@@ -53,7 +53,7 @@ def _permuted(shape: torch.Size, func: Callable[..., Any], args: Any, kwargs: An
 def permuted(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
     x, *others = args
     (local,), spec = inside(_permuted, (x,), func, hashable(others), hashable(list(kwargs.items())))
-    return wrap(func(local, *others, **kwargs), spec)
+    return wrap_view(func(local, *others, **kwargs), spec, x)
 
 
 # --- split and merged dims
@@ -149,13 +149,13 @@ def reshaped(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> An
     if func is _T.view and isinstance(others[0], torch.dtype):
         if others[0].itemsize != x.dtype.itemsize:
             raise ValueError("view: a dtype of another size would change the sharded sizes; use to(dtype)")
-        return wrap(local_of(x).view(others[0]), x._spec)
+        return wrap_view(local_of(x).view(others[0]), x._spec, x)
     source, spec = _reshaped(x._spec, func, hashable(others), hashable(list(kwargs.items())))
     local = redistributed_view(local_of(x), x._spec, source)
     view = _T.view if func is _T.view else _T.reshape
     if active() is not None:  # the sizes are those of this rank's shard
         view = on_own_shard(view, shards_of(spec))
-    return wrap(view(local, spec.local_shape), spec)
+    return wrap_view(view(local, spec.local_shape), spec, x)
 
 
 # --- expanded dims
@@ -179,7 +179,7 @@ def expanded(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> An
     if func is _T.expand_as:
         func, others = _T.expand, [tuple(others[0].shape)]
     (local,), spec = inside(_expanded, (x,), func, hashable(others))
-    return wrap(local.expand(spec.local_shape), spec)
+    return wrap_view(local.expand(spec.local_shape), spec, x)
 
 
 # --- slices and single positions
@@ -210,7 +210,8 @@ def sliced(x: ShardTensor, dim: int, start: int, stop: int, step: int = 1) -> Sh
     cut, spec = _slice_plan(x._spec, dim, start, max(start, stop), step)
     m = spec.mesh_dim_of.get(dim)
     types = {} if m is None else {spec.mesh.communicator(m): S(dim)}
-    return wrap(on_own_shard(torch.Tensor.__getitem__, types)(local_of(x), (slice(None),) * dim + (cut,)), spec)
+    local = on_own_shard(torch.Tensor.__getitem__, types)(local_of(x), (slice(None),) * dim + (cut,))
+    return wrap_view(local, spec, x)
 
 
 def selected(x: ShardTensor, dim: int, index: int) -> ShardTensor:
@@ -224,7 +225,7 @@ def selected(x: ShardTensor, dim: int, index: int) -> ShardTensor:
         local = redistributed_view(local, spec, make_spec(spec.mesh, placements, spec.shape, sizes))
     placements = [Shard(p.dim - 1) if isinstance(p, Shard) and p.dim > dim else p for p in placements]
     shape = (*spec.shape[:dim], *spec.shape[dim + 1 :])
-    return wrap(local.squeeze(dim), make_spec(spec.mesh, placements, shape, sizes))
+    return wrap_view(local.squeeze(dim), make_spec(spec.mesh, placements, shape, sizes), x)
 
 
 def basic_index(source: Any, index: Any) -> Any:
@@ -248,7 +249,7 @@ def basic_index(source: Any, index: Any) -> Any:
             if dim >= x.dim():
                 raise IndexError(f"too many indices for a tensor of {source.dim()} dims")
             x = selected(x, dim, _position(each, x.shape[dim], dim))
-    return x if x is not source else wrap(local_of(x), x._spec)
+    return x if x is not source else wrap_view(local_of(x)[...], x._spec, x)
 
 
 def _position(index: int, size: int, dim: int) -> int:

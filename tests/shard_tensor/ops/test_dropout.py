@@ -9,6 +9,7 @@ from torch import nn
 
 from neuronx_dist import comm
 from neuronx_dist.shard_tensor import DeviceMesh, Partial, Replicate, Shard, ShardTensor, distribute_tensor
+from tests.shard_tensor.sharding import Foreign
 from tests.shard_tensor.support.cases import assert_close, on_ranks
 from tests.support.pool import processes
 
@@ -104,18 +105,6 @@ def test_random_numbers_in_place():
                 assert_close(x.full_tensor().detach(), expected, name)
 
     on_ranks(2, step)
-
-
-class Foreign(torch.autograd.Function):
-    """A function that is not asked by `__torch_function__`."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x * 1
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad
 
 
 def test_random_numbers_in_place_of_a_partial_and_of_a_result():

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from neuronx_dist.shard_tensor import Partial, Shard, ShardTensor, distribute_tensor
+from tests.shard_tensor.sharding import Foreign
 from tests.shard_tensor.support.cases import assert_close, on_ranks
 
 
@@ -42,18 +43,6 @@ def casts(mesh):
 
 def test_casts_to_another_tensor():
     on_ranks(2, casts)
-
-
-class Foreign(torch.autograd.Function):
-    """A function that is not asked by `__torch_function__`."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x * 1
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad
 
 
 def lists(mesh):

@@ -177,6 +177,11 @@ REFUSALS = {
         AttributeError,
         "sizes of a layout cannot be deleted",
     ),
+    "means of shards that are not told": (
+        lambda mesh: ShardTensor.from_local(torch.ones(6), mesh, [Partial("avg")], sharding_shapes={0: [(7, 6)]}),
+        ValueError,
+        r"1 shapes for mesh dim 0, which is Partial\(avg\) over 2 ranks: give that of each shard",
+    ),
     "a gradient on another mesh": (
         lambda mesh: setattr(x(mesh), "grad", x(DeviceMesh("cpu", [1, 0]))),
         ValueError,

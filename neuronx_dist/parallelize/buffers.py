@@ -1,0 +1,30 @@
+"""Buffers of a module whose forward is to leave no trace: that of a dummy batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+__all__ = ["buffers_kept"]
+
+
+@contextmanager
+def buffers_kept(module: nn.Module) -> Iterator[None]:
+    """Inside, the module has copies of its buffers: what forward writes to them is gone afterwards.
+
+    The buffers themselves are not written to put them back, for autograd may have saved them for other microbatches.
+    """
+    tables = [(child._buffers, dict(child._buffers)) for child in module.modules()]
+    copies: dict[int, torch.Tensor] = {}  # by id of the buffer, which may have several names
+    for table, before in tables:
+        for name, x in before.items():
+            if x is not None:
+                table[name] = copies.setdefault(id(x), x.detach().clone())
+    try:
+        yield
+    finally:
+        for table, before in tables:
+            table.update(before)
