@@ -26,7 +26,7 @@ from neuronx_dist.spmd.random import manual_seed
 from tests.parallelize.hf_models import hf_model
 from tests.parallelize.models import WIDTH
 from tests.parallelize.pipelines import MODULES, GptSample, accumulated, assert_same, config, gpt_sample, pipelined
-from tests.parallelize.test_pipeline import SGD
+from tests.parallelize.training import SGD
 
 INPUT_BYTES = 8 * WIDTH * 8  # of a block
 HOW: dict[str, Any] = {

@@ -17,7 +17,7 @@ from neuronx_dist.parallelize.nodes import IRFwOperation
 from neuronx_dist.spmd.random import manual_seed
 from tests.parallelize.models import WIDTH
 from tests.parallelize.pipelines import accumulated, assert_same, config, pipelined
-from tests.parallelize.test_pipeline import SGD
+from tests.parallelize.training import SGD
 
 
 class Blocks(nn.Module):
