@@ -144,6 +144,24 @@ def test_table() -> None:
     assert_reviewed(Path(__file__).parent / "expected_mutants.txt", texts)
 
 
+def test_the_table_of_the_documentation_has_these_numbers() -> None:
+    counts: Counter[tuple[str, str]] = Counter()
+    for line in (Path(__file__).parent / "expected_mutants.txt").read_text().splitlines():
+        if line and not line.startswith("==="):
+            edit, by, count = line.split()
+            counts[edit, by] += int(count)
+    page = Path("docs/parallelize.md").read_text()
+    names = {
+        "drop": "dropped",
+        "double": "doubled",
+        "retarget": "another destination",
+        "exchange": "another collective",
+    }
+    for edit in {edit for edit, _ in counts}:
+        numbers = " | ".join(str(counts[edit, by]) for by in ("types", "values", "missed"))
+        assert f"| {names.get(edit, 'scaled by 2')} | {numbers} |" in page
+
+
 def _missed(right: Emitted, every: int = 1) -> list[str]:
     assert not noticed(right, right.source)
     found = list(_real(right))
