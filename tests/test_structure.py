@@ -9,7 +9,7 @@ import ast
 import re
 import subprocess
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -321,6 +321,14 @@ def test_the_files_that_the_documentation_names_are_there():
                 if not any(path == name or path.endswith(f"/{name}") for path in known):
                     missing.append(f"{page.name}: {name}")
     assert missing == []
+
+
+def test_the_table_of_the_architecture_has_each_row_once():
+    """Two that begin alike are two versions of one, as a merge leaves them."""
+    table = (ROOT / "docs" / "architecture.md").read_text().split("## Where is ...")[1].split("\n## ")[0]
+    subjects = Counter(re.split(r"[;|(]", row[1:])[0].strip() for row in table.splitlines() if row.startswith("| "))
+    assert len(subjects) > 100
+    assert [subject for subject, count in subjects.items() if count > 1 and subject not in ("what", "---")] == []
 
 
 # --- the tests above turn red ---

@@ -192,7 +192,7 @@ def norm_of(
     if not norm_type > 0:
         raise ValueError(f"norm_type must be positive (2, 1, 0.5, inf, ...), got {norm_type}")
     over_ep = "world" not in groups and comm.size("ep") > 1
-    device = params[0].device if params else torch.device("cpu")
+    device = params[0].device if params else comm.current().backend.device
     # One dtype on all ranks, whatever the dtypes of their parameters: a stage may have none.
     wide = torch.float64 if device.type in ("cpu", "cuda", "meta") else torch.float32
     counted: dict[int, torch.Tensor] = {}

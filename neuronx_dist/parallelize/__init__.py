@@ -14,7 +14,9 @@ derive      strategies.py: of a call; derivation.py: from its rule; congruence.p
             composites.py, composite_strategies.py: functions of a shard; random_numbers.py: streams;
             register.py, annotation.py: users' functions
 choose      policies.py: by name; graph.py, nodes.py: in a policy's hands; plans.py: a division as a `Plan`;
-            choose.py: the least cost; tables.py: costs as tables; conversions.py: between types; blocks.py: strides
+            choose.py: the least cost; tables.py: costs as tables; conversions.py: between types; blocks.py: strides;
+            two axes: local_program.py: what a rank of the first runs; second_axis.py: its strategies over the second;
+            two_axes.py: what a policy says of it
 emit        emit.py: the class; body.py: its lines; source_text.py: calls as text; stages.py: of a pipeline;
             stored.py: parameters and buffers; constants.py: constants as text
 verify      verify.py: types; boundaries.py: what stages pass on; whole_mesh.py: a step of the whole job;
@@ -23,7 +25,8 @@ verify      verify.py: types; boundaries.py: what stages pass on; whole_mesh.py:
             emitted.py: source imported without a file
 load        generation.py: files, once in a job; files.py: a folder; keys.py, fingerprint.py: what they depend on;
             module.py: what an emitted class inherits; broadcast.py: weights to other units
-train       optimizer.py, gradient_sync.py, reducer.py: gradients summed over units; pipelined.py: stages by a schedule
+train       optimizer.py, gradient_sync.py, reducer.py: gradients summed over units; pipelined.py: stages by a schedule;
+            buffers.py: dummy batches; devices.py: where tensors are
 save        state_dicts.py: merged, deduped; layouts.py, optimizer_layout.py: how they are laid out
 """
 

@@ -26,22 +26,22 @@ def example_of(op: Operator, example: Callable[[], Example] | None) -> tuple[lis
         return list(args), dict(kwargs)
     reason = "its annotation is a function"
     if isinstance(op.rule, Annotation):
-        made = _made(op, op.rule)
+        arguments = _example_arguments(op, op.rule)
         try:
-            if isinstance(made, list):
+            if isinstance(arguments, list):
                 with torch.no_grad():
-                    op.function(*made)
-                return made, {}
-            reason = made
+                    op.function(*arguments)
+                return arguments, {}
+            reason = arguments
         except Exception as error:
-            reason = f"it raises {type(error).__name__} on {_shapes(made)}: {error}"
+            reason = f"it raises {type(error).__name__} on {_shapes(arguments)}: {error}"
     warnings.warn(
         f"register_op: {op.name} is not verified, because {reason}; pass example=lambda: (args, kwargs)", stacklevel=4
     )
     return None
 
 
-def _made(op: Operator, annotation: Annotation) -> list[Any] | str:
+def _example_arguments(op: Operator, annotation: Annotation) -> list[Any] | str:
     """Arguments for an annotation; or why there are none."""
     generator = torch.Generator().manual_seed(0)
     names = sorted({name for term in annotation.inputs for factors in term or () for name in factors if name != "*"})
@@ -129,12 +129,12 @@ def _compare(
     for index, (dims, result) in enumerate(zip(spec.outs, whole)):
         if any(label in factors for factors in dims):
             expected = [_half(result, dims, label, spec.sizes, half) for half in range(2)]
-            found = [half[index] for half in halves]
+            computed = [half[index] for half in halves]
         elif label in spec.reduced:
-            expected, found = [result], [halves[0][index] + halves[1][index]]
+            expected, computed = [result], [halves[0][index] + halves[1][index]]
         else:
-            expected, found = [result, result], [half[index] for half in halves]
-        for a, b in zip(found, expected):
+            expected, computed = [result, result], [half[index] for half in halves]
+        for a, b in zip(computed, expected):
             if a.shape != b.shape or not torch.allclose(a, b.to(a.dtype), rtol=1e-5, atol=1e-6, equal_nan=True):
                 difference = "another shape" if a.shape != b.shape else f"off by {float((a - b).abs().max()):.2g}"
                 raise AnnotationError(
@@ -188,11 +188,11 @@ class _Backward:
                 ) from error
         for operand, whole in self.gradients.items():
             dims = self.dims_of.get(operand) or ()
-            expected, found = [whole], [parts[0][operand] + parts[1][operand]]
+            expected, computed = [whole], [parts[0][operand] + parts[1][operand]]
             if any(label in factors for factors in dims):
                 expected = [_half(whole, dims, label, self.spec.sizes, half) for half in range(2)]
-                found = [part[operand] for part in parts]
-            for a, b in zip(found, expected):
+                computed = [part[operand] for part in parts]
+            for a, b in zip(computed, expected):
                 if not torch.allclose(a, b, rtol=1e-5, atol=1e-6, equal_nan=True):
                     raise AnnotationError(
                         f"register_op: {self.op.name} is annotated {annotation.text!r}, but split in two along {name} "

@@ -25,7 +25,7 @@ from ..spmd.types import I, S, SpmdType
 from .blocks import strides_of
 from .choose import Problem, is_whole, stage_starts
 from .config import ComputeConfig, Pipeline, divisors_near
-from .local_program import local_program
+from .local_program import LocalProgram, local_program
 from .nodes import Algorithm, IRDataOperation, IRFwOperation, IRSegment, Node, SubNode, cuts_operand
 from .program import Call, Division, Program, Strategy, Value
 from .strategies import candidates, refusals
@@ -282,11 +282,7 @@ class IRGraph:
         division = problem.fitting(memory, stages=self.groups)
         starts = list(range(len(self.operations) + 1))
         if second.size > 1:
-            local = local_program(division)
-            inner = IRGraph(local.program, self.config, costs=self.costs, part_of=self)
-            inner.constraints = second.constrain(local, self.constraints, self.operations, self.ranks)
-            for decide in second.decide:
-                decide(inner, local)
+            inner, local = self._of_a_rank(division)
             problem, outer, starts = inner.problem(), division, local.starts
             division = problem.fitting(self.memory, stages=self.groups)
             division.outer = outer
@@ -300,6 +296,15 @@ class IRGraph:
         bounds = [*division.stages, len(times)]
         self.stage_seconds = [sum(times[first:last]) for first, last in zip(bounds, bounds[1:], strict=False)]
         return division
+
+    def _of_a_rank(self, division: Division) -> tuple[IRGraph, LocalProgram]:
+        """The graph of what a rank of the first axis runs, with all that was decided for the second."""
+        local = local_program(division)
+        inner = IRGraph(local.program, self.config, costs=self.costs, part_of=self)
+        inner.constraints = self.second.constrain(local, self.constraints, self.operations, self.ranks)
+        for decide in self.second.decide:
+            decide(inner, local)
+        return inner, local
 
     def _check_pipeline(self) -> None:
         cut = len(self._segments)
@@ -361,10 +366,14 @@ class IRGraph:
         return sorted(spans, key=lambda span: (span[0], -span[1]))
 
     def explain(self, node: IRFwOperation) -> str:
-        """Each strategy of an operation and what the whole program takes under it; what is no strategy, and why."""
+        """Each strategy of an operation and what the whole program takes under it; what is no strategy, and why.
+
+        Over two axes those on the first, and behind them those that it then has on the second.
+        """
         problem = self.problem()
         chosen, _, least = problem.solve(0.0)
-        lines = [f"{node!r}, over {self.size} ranks:"]
+        where = f" of {self.axis}" if self._outer or self.second.size > 1 else ""
+        lines = [f"{node!r}, over {self.size} ranks{where}:"]
         for strategy in problem.options[node.call]:
             mark = "->" if strategy is chosen.strategies[node.call] else "  "
             types = ", ".join(map(str, strategy.operands)), ", ".join(map(str, strategy.results))
@@ -378,7 +387,12 @@ class IRGraph:
             extra = f"the program takes {seconds * 1e3:.3f} ms, {(seconds - least) * 1e3:+.3f}"
             lines.append(f"{mark} {strategy.name}: {types[0]} -> {types[1]}; {extra}")
         refused = refusals(node.call, self.axis, self.size, strides=self._strides)
-        return "\n".join([*lines, *(f" x {refusal.name}: {refusal.why}" for refusal in refused)])
+        lines += [f" x {refusal.name}: {refusal.why}" for refusal in refused]
+        if self.second.size > 1:
+            inner, local = self._of_a_rank(chosen)
+            (own,) = (each for each in inner.operations if each.call is local.calls[node.call])
+            lines.append(inner.explain(own))
+        return "\n".join(lines)
 
 
 def _before(starts: Sequence[int], chosen: Sequence[int]) -> list[int]:

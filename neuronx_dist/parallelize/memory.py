@@ -69,7 +69,7 @@ class Tensor:
                 like = Call(torch.Tensor.detach, (), {}, where=where, grad=False)
                 self.value = builder.compute(like, torch.Tensor.detach, self.value)
             else:
-                self.value = self._made_again(builder, where)
+                self.value = self._repeated(builder, where)
             self.version = self.memory.version
         return self.value
 
@@ -95,7 +95,7 @@ class Tensor:
             base.value, base.version = written, self.memory.version
         return chain[-1].value
 
-    def _made_again(self, builder: Builder, where: str) -> Value:
+    def _repeated(self, builder: Builder, where: str) -> Value:
         assert self.base is not None and self.call is not None
         base = self.base.read(builder, where)
         old = self.call.args[0] if self.call.args else None

@@ -29,6 +29,7 @@ from ..pipeline.record.recording import describe
 from ..weights.shard_spec import ShardedModule, set_spec
 from .buffers import buffers_kept
 from .config import ComputeConfig
+from .devices import device_of
 from .layouts import LAYOUT, layout_data
 from .names import FILE_NAMES, argument_name
 from .pipelined import Pipelined, StageTable
@@ -209,10 +210,8 @@ class ParallelModule(Container):
 
     @property
     def device(self) -> torch.device:
-        """Where its tensors are."""
-        for tensor in (*self.parameters(), *self.buffers()):
-            return tensor.device
-        return torch.get_default_device()
+        """Where its tensors are; of a rank that holds none, where its mesh communicates."""
+        return device_of(self)
 
     # --- running it ---------------------------------------------------------------------------------------------------
 

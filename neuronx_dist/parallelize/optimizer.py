@@ -26,6 +26,7 @@ from ..gradients.in_backward import paused
 from ..mesh import Mesh
 from ..optimizer.zero1 import NeuronZero1Optimizer
 from .config import ComputeConfig
+from .devices import device_of
 from .gradient_sync import GradientSync, ShardedSync
 from .layouts import LAYOUT
 from .module import ParallelModule
@@ -100,7 +101,8 @@ def build_optimizer(
     modules = parallel_modules(module)
     config = _config(module, modules, compute_config)
     _check_mesh(config)
-    params = list(module.parameters()) or [nn.Parameter(torch.zeros(0))]  # a pipeline stage may have none
+    params = list(module.parameters())  # a pipeline stage may have none
+    params = params or [nn.Parameter(torch.zeros(0, device=device_of(module)))]
     optimizer = optimizer_fn(params, **kwargs)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optimizer_fn {optimizer_fn!r} made a {type(optimizer).__name__}, not a torch optimizer")

@@ -28,6 +28,7 @@ from ..pipeline.run.wire import wires_of
 from ..pipeline.schedule import Inference, Kind, Task
 from ..pipeline.schedule.tasks import OTHER_END
 from .buffers import buffers_kept
+from .devices import device_of
 from .stages import schedule_of
 
 __all__ = ["Pipelined", "StageTable"]
@@ -60,8 +61,9 @@ class Pipelined:
     ) -> None:
         if not comm.current().backend.has_messages:
             raise RuntimeError(
-                f"{type(module).__name__} is a pipeline of {stages} stages, and these ranks cannot exchange messages: "
-                "use a policy without stages"
+                f"{type(module).__name__} is a pipeline of {stages} stages, which send each other messages, and the "
+                f"ranks here ({comm.current().backend.name}) have none: all that they run is one program. "
+                "Compile it with a policy without stages (pipeline_nstages=1, or 'tp'), or run it on gloo or NCCL"
             )
         self.microbatches = microbatches
         self._training = schedule_of(ranks, stages, microbatches, schedule)
@@ -145,7 +147,7 @@ class Pipelined:
             stage=self._stage,
             wires=[{kind: wires_of(chunk, kind) for kind in OTHER_END} for chunk in chunks],
             channels=self._channels,
-            device=_device(module),
+            device=device_of(module),
         )
         executor = Executor(
             module=module,
@@ -171,7 +173,7 @@ class Pipelined:
             own = None if self._stage != last else _Results.of(results[0], structure)
             self._results[module.training] = comm.broadcast_object(own, "pp", src=last)
         like = self._results[module.training]
-        device = _device(module)
+        device = device_of(module)
         columns: list[Any] = []
         for number, leaf in enumerate(like.leaves):
             if isinstance(leaf, TensorSpec):
@@ -261,12 +263,6 @@ def _specs(received: Mapping[str, tuple[list[int], torch.dtype, bool]]) -> list[
         stride = torch.empty(shape, device="meta").stride()
         specs.append(TensorSpec(tuple(shape), stride, dtype, requires_grad))
     return specs
-
-
-def _device(module: nn.Module) -> torch.device:
-    for tensor in (*module.parameters(), *module.buffers()):
-        return tensor.device
-    return torch.get_default_device()
 
 
 def _as_it_is(loss: torch.Tensor) -> torch.Tensor:

@@ -56,8 +56,9 @@ def divide(program: Program, policy: Policy, config: ComputeConfig) -> Division:
         function = policy
     else:
         raise PlanError(
-            f"unknown policy {policy!r}; nearest: {nearest(str(policy), POLICIES)}. A policy is one of "
-            f"{', '.join(POLICIES)}, a Plan, the path of a plan's file, or a function of (IRGraph, ComputeConfig)"
+            f"unknown policy {policy!r}, and no file has this name; nearest: "
+            f"{nearest(str(policy), POLICIES)}. A policy is one of {', '.join(POLICIES)}, a Plan, the path of a plan's "
+            "file, or a function of (IRGraph, ComputeConfig)"
         )
     decided = function(graph, config)
     if not isinstance(decided, IRGraph):

@@ -116,6 +116,10 @@ class _Translator:
     def _add_call(self, node: fx.Node) -> None:
         info = info_of(node)
         where = info.where
+        if node.target is setattr and node.args[1:] == ("requires_grad", True):
+            tensor = self.tensors.get(node.args[0]) if isinstance(node.args[0], fx.Node) else None
+            if tensor is not None and tensor.memory.leaf is None:  # nobody reads the gradient of what forward makes
+                return
         if node.target is setattr:
             raise TracingError(
                 f"{where}: forward sets .{node.args[1]} of a tensor, which cannot be followed. Compute a new tensor."

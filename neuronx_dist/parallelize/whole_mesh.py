@@ -164,7 +164,11 @@ def _body(emitted: type[ParallelModule], division: Division, stage: Stage, is_la
         received = args[len(args) - count :] if count else ()
         with _unchecked():
             own = [x.reshape(-1)[:1] for x in (*map(self.get_parameter, paths), *received) if x.requires_grad]
-            history = torch.cat([x.abs().double() for x in own]).sum() if own else torch.zeros((), dtype=torch.float64)
+            history = (
+                torch.cat([x.abs().double() for x in own]).sum()
+                if own
+                else torch.zeros((), dtype=torch.float64, device="cpu")
+            )
         if not is_last:
             return tuple(_like(value, shape, history, V) for value, shape in zip(stage.sent, shapes))
         outputs = [
@@ -179,7 +183,7 @@ def _body(emitted: type[ParallelModule], division: Division, stage: Stage, is_la
 def _like(value: Value, shape: Sequence[int], history: torch.Tensor, over_units: SpmdType) -> torch.Tensor:
     """A tensor in the place of a value, with this history if the value requires a gradient."""
     with _unchecked():
-        x = torch.zeros(tuple(shape), dtype=value.dtype)
+        x = torch.zeros(tuple(shape), dtype=value.dtype, device=history.device)
         x = x + history.to(value.dtype) if value.requires_grad else x
     mode = active()
     if mode is not None:

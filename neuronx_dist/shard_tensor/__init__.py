@@ -6,7 +6,7 @@ bounded.py       tables of plans, of limited size
 local_shapes.py  a layout from one rank's part                  construct.py    distribute, scatter, factories
 moves.py         gather, split, exchange along one mesh dim     redistribute.py from one layout to another
 handlers.py      how functions get handlers; the recipe         labels.py       layouts by labels of dims
-extremes.py      maximum, minimum over dims and ranks           handed.py       to_local; torch's DTensors
+extremes.py      maximum, minimum over dims and ranks           local_views.py  to_local; torch's DTensors
 module.py        distribute_module                              fallback.py     functions without a handler
 free_labels.py   the same, on shards that are independent by the checker's rule
 other_mesh.py    to a mesh of other ranks                       typed.py        what the type checker is told

@@ -60,6 +60,7 @@ class DeviceMesh:
     communicators: tuple[Communicator, ...] | None
     plans: Bounded  # of operations on layouts of this mesh, by who computed them
     tables: dict[str, Any]  # other things that live as long as the mesh
+    _of_rank: int
 
     def __new__(cls, device_type: str, mesh: Any, *, mesh_dim_names: Sequence[str] | None = None) -> DeviceMesh:
         with _with_values():
@@ -306,13 +307,16 @@ def _known(
         raise ValueError(f"DeviceMesh: mesh_dim_names {names} must be {ranks.ndim} different names, one for each dim")
     table = context.extras.setdefault(_TABLE, {})
     key = (device_type, numbers, tuple(ranks.shape), names)
-    if key in table:
-        mesh: DeviceMesh = table[key]
+    mesh: DeviceMesh | None = table.get(key)
+    rank = concrete(context.rank)
+    if mesh is not None and mesh._of_rank == rank:
         return mesh
-    mesh = object.__new__(DeviceMesh)
-    mesh.device_type, mesh.mesh_dim_names, mesh.mesh = device_type, names, ranks
-    mesh.shape, mesh.ndim = tuple(ranks.shape), ranks.ndim
-    mesh.plans, mesh.tables = Bounded(), {}
+    if mesh is None:
+        mesh = object.__new__(DeviceMesh)
+        mesh.device_type, mesh.mesh_dim_names, mesh.mesh = device_type, names, ranks
+        mesh.shape, mesh.ndim = tuple(ranks.shape), ranks.ndim
+    # A check plays another rank with what one has made: groups, plans and layouts are those of the rank that asks.
+    mesh._of_rank, mesh.plans, mesh.tables = rank, Bounded(), {}
     if groups is None:
         groups = [_group(context, ranks, dim, names) for dim in range(ranks.ndim)]  # type: ignore[misc]
     whole = all(group is not None for group in groups)

@@ -68,7 +68,9 @@ class ShardTensorSpec:
             along = sizes[m]
             assert along is not None
             if coordinate is not None:
-                local[dim], offsets[dim] = along[coordinate[m]], sum(along[: coordinate[m]])
+                # Of uneven shards the shapes are those of this rank alone: a check has to know that it was asked.
+                index = coordinate[m] if len(set(along)) == 1 else int(coordinate[m])
+                local[dim], offsets[dim] = along[index], sum(along[:index])
         if coordinate is None:  # no part of the mesh: it holds nothing
             local[:1] = [0]
         for name, value in {

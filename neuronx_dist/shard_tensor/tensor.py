@@ -22,9 +22,9 @@ from ..spmd import no_typecheck
 from . import handlers
 from .compiling import run_as_it_is
 from .device_mesh import DeviceMesh, current_mesh
-from .handed import dtensor_of, handed_out, local_of_dtensor
 from .handlers import DISPATCH, FUNCTIONS, UNHANDLED
 from .local_shapes import local_spec, weighed
+from .local_views import dtensor_of, local_of_dtensor, local_view
 from .placements import Placement
 from .redistribute import moved, nothing_of, redistributed
 from .spec import ShardTensorSpec, gradient_spec, make_spec
@@ -158,7 +158,7 @@ class ShardTensor(torch.Tensor):
             grad_placements: what the gradient that comes back is, where it is not of this tensor's own layout: Partial
                 for a Replicate tensor that each rank uses on its own.
         """
-        return handed_out(local_of(self), self._spec, grad_placements)
+        return local_view(local_of(self), self._spec, grad_placements)
 
     @run_as_it_is
     def full_tensor(self) -> torch.Tensor:

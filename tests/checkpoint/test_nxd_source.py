@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import pickle
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,107 +11,23 @@ from torch import nn
 
 import neuronx_dist as nxd
 from neuronx_dist import comm
-from neuronx_dist.checkpoint.errors import CheckpointCorrupted, CheckpointError, CheckpointMismatch
+from neuronx_dist.checkpoint.errors import CheckpointCorrupted, CheckpointMismatch
 from neuronx_dist.checkpoint.state import collect
 from neuronx_dist.mesh import Mesh
 from neuronx_dist.weights.shard_spec import ShardSpec, set_spec
 from tests.checkpoint import nxd_folder
 from tests.checkpoint.nxd_folder import Parameter
-
-LAYOUTS = [Mesh(1), Mesh(2, tp=2), Mesh(4, tp=2), Mesh(4, tp=4)]
-
-
-class Block(nn.Module):
-    """Every way in which a parameter is divided: by rows, by columns, in fused blocks, not at all."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate_up = nxd.ColumnParallelLinear(8, 16, bias=True, gather_output=False, stride=2)
-        self.down = nxd.RowParallelLinear(8, 8, input_is_parallel=True)
-        self.norm = nn.LayerNorm(8)
-        self.register_buffer("scale", torch.zeros(3))
-
-
-class Net(nn.Module):
-    def __init__(self, vocabulary: int = 12) -> None:
-        super().__init__()
-        self.embed = nxd.ParallelEmbedding(vocabulary, 8)
-        self.layers = nn.ModuleList([Block(), Block()])
-        self.head = nxd.ColumnParallelLinear(8, vocabulary, bias=False)
-
-
-def parameters(dtype: torch.dtype = torch.float32) -> dict[str, Parameter]:
-    """What the run had that saved, of two stages; all of it whole."""
-    generator = torch.Generator().manual_seed(5)
-
-    def parameter(shape: tuple[int, ...], dim: int | None = None, stride: int = 1, stage: int = 0) -> Parameter:
-        value, first, second = (torch.randn(shape, generator=generator) for _ in range(3))
-        state = {"step": torch.tensor(7.0), "exp_avg": first, "exp_avg_sq": second.square()}
-        return Parameter(value.to(dtype), dim, stride, stage, state)
-
-    whole = {"embed.weight": parameter((12, 8), 0)}
-    for layer in range(2):
-        prefix = f"layers.{layer}"
-        whole[f"{prefix}.gate_up.weight"] = parameter((16, 8), 0, 2, layer)
-        whole[f"{prefix}.gate_up.bias"] = parameter((16,), 0, 2, layer)
-        whole[f"{prefix}.down.weight"] = parameter((8, 8), 1, 1, layer)
-        whole[f"{prefix}.down.bias"] = parameter((8,), None, 1, layer)
-        whole[f"{prefix}.norm.weight"] = parameter((8,), None, 1, layer)
-        whole[f"{prefix}.norm.bias"] = parameter((8,), None, 1, layer)
-    whole["head.weight"] = parameter((12, 8), 0, 1, 1)
-    return whole
-
-
-def buffers() -> dict[str, Parameter]:
-    return {f"layers.{layer}.scale": Parameter(torch.arange(3.0) + layer, None, 1, layer) for layer in range(2)}
-
-
-def adamw(model: nn.Module, kind: str = "zero1") -> torch.optim.Optimizer:
-    trained = [param for param in model.parameters() if param.requires_grad]
-    if kind == "plain":
-        return torch.optim.AdamW(trained, lr=0.01)
-    return nxd.NeuronZero1Optimizer(trained, torch.optim.AdamW, lr=0.01)
-
-
-def assert_holds(model: nn.Module, optimizer: Any, expected: dict[str, Parameter]) -> None:
-    """Each tensor that this rank would save is this part of the whole one."""
-    state = collect(model, optimizer)
-    whole = {f"model.{name}": each.value for name, each in (expected | buffers()).items()}
-    for name, each in expected.items():
-        whole |= {f"optimizer.state.{name}.{entry}": value for entry, value in each.state.items()}
-    assert state.tensors.keys() <= whole.keys()
-    assert len(state.tensors) == len(whole) - (0 if optimizer else 3 * len(expected))
-    for key, tensor in state.tensors.items():
-        for piece in tensor.pieces:
-            where = tuple(slice(at, at + size) for at, size in zip(piece.offset, piece.shape))
-            assert torch.equal(tensor.tensor[piece.local], whole[key][where]), key
-    if optimizer is not None:
-        assert [group["lr"] for group in optimizer.param_groups] == [0.125]
-        assert optimizer.param_groups[0]["betas"] == (0.9, 0.95)
-
-
-def load(folder: Path, tag: str | None = None, kind: str | None = "zero1", **options: Any) -> tuple[Any, Any, Any]:
-    model = Net()
-    optimizer = None if kind is None else adamw(model, kind)
-    content = nxd.load_checkpoint(folder, tag, model, optimizer, **options)
-    return model, optimizer, content
-
-
-def write(folder: Path, whole: dict[str, Parameter] | None = None, tp: int = 2, pp: int = 2, **options: Any) -> None:
-    nxd_folder.write(folder, parameters() if whole is None else whole, tp, pp, buffers=buffers(), **options)
-
-
-def refused(folder: Path, message: str, error: type[Exception] = CheckpointMismatch) -> None:
-    """Nothing is loaded, on no rank, and the message says why."""
-
-    def rank() -> None:
-        model = Net()
-        before = [param.detach().clone() for param in model.parameters()]
-        with pytest.raises(error, match=message):
-            nxd.load_checkpoint(folder, None, model, adamw(model))
-        assert all(torch.equal(old, new) for old, new in zip(before, model.parameters()))
-
-    comm.threads.run(Mesh(2, tp=2), rank)
+from tests.checkpoint.nxd_runs import (
+    LAYOUTS,
+    Net,
+    adamw,
+    assert_holds,
+    buffers,
+    load,
+    parameters,
+    refused,
+    write,
+)
 
 
 @pytest.mark.parametrize("xser", [False, True], ids=["pt", "xser"])
@@ -313,81 +227,6 @@ def _write_groups(folder: Path, trained: dict[str, Parameter]) -> None:
                 torch.save(state, folder / f"dp_rank_{data:02d}_tp_rank_{rank:02d}_pp_rank_{stage:02d}.pt")
 
 
-class Malicious:
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return Path.touch, (self.path,)
-
-
-@pytest.mark.parametrize("where", ["model", "optim", "user_content.pt", "tensors"])
-def test_nothing_in_a_folder_is_run(where: str, tmp_path: Path) -> None:
-    folder, witness = tmp_path / "run" / "a", tmp_path / "was run"
-    write(folder, user_content={"step": 1}, xser=where == "tensors")
-    name = "dp_rank_00_tp_rank_00_pp_rank_00.pt"
-    file = {
-        "user_content.pt": folder / where,
-        "tensors": folder / "model" / f"{name}.tensors" / "tensor_0.pt",
-    }.get(where, folder / where / name)
-    torch.save({"embed.weight": Malicious(witness)}, file)
-    refused(tmp_path / "run", "holds (more|other things) than", CheckpointError)
-    file.write_bytes(pickle.dumps(Malicious(witness), protocol=2))
-    refused(tmp_path / "run", "holds (more|other things) than", CheckpointError)
-    assert not witness.exists()
-
-
-def test_files_that_are_missing_or_cut_off(tmp_path: Path) -> None:
-    write(tmp_path / "a")
-    file = tmp_path / "a" / "optim" / "dp_rank_01_tp_rank_01_pp_rank_00.pt"
-    file.write_bytes(file.read_bytes()[:-100])
-    refused(tmp_path, "optim/dp_rank_01_tp_rank_01_pp_rank_00.pt is cut off", CheckpointCorrupted)
-    file.unlink()
-    refused(
-        tmp_path,
-        r"lacks 1 of 8 files of optim, of a layout tp=2, pp=2, dp=2: the first is that of tp rank 1, pp rank 0, dp",
-        CheckpointCorrupted,
-    )
-
-
-def test_an_optimizer_that_is_not_known(tmp_path: Path) -> None:
-    write(tmp_path / "a", optimizer="none")
-    refused(tmp_path, "was saved without an optimizer: load the model alone")
-    shutil.rmtree(tmp_path / "a")
-    whole = parameters()
-    write(tmp_path / "a", whole)
-    for file in (tmp_path / "a" / "optim").iterdir():
-        state = torch.load(file, weights_only=True)
-        state["shape_info"][0], state["shape_info"][1] = state["shape_info"][1], state["shape_info"][0]
-        torch.save(state, file)
-    refused(tmp_path, r"that of pp rank 0 has parameter 0 of shape .* and embed.weight has shape \(6, 8\)")
-
-
-def test_another_model(tmp_path: Path) -> None:
-    whole = parameters()
-    whole["more.weight"] = whole.pop("layers.1.down.bias")
-    write(tmp_path / "a", whole, optimizer="none")
-
-    def rank() -> None:
-        with pytest.raises(CheckpointMismatch, match="1 missing in it: model.layers.1.down.bias. 1 not in .*more.weig"):
-            load(tmp_path, kind=None)
-        load(tmp_path, kind=None, strict=False)
-
-    comm.threads.run(Mesh(2, tp=2), rank)
-
-
-def test_a_model_that_is_not_sharded(tmp_path: Path) -> None:
-    write(tmp_path / "a", optimizer="none")
-
-    def rank() -> None:
-        model = Net()
-        model.embed = nn.Embedding(12, 8)
-        with pytest.raises(CheckpointMismatch, match=r"embed.weight is \(6, 8\) on each of 2 .* build the model with"):
-            nxd.load_checkpoint(tmp_path, model=model)
-
-    comm.threads.run(Mesh(1), rank)
-
-
 class MixtureNet(nn.Module):
     """Experts `[experts/ep, width/tp, hidden]`, and a router that all ranks have."""
 
@@ -428,30 +267,6 @@ def test_experts_over_several_ranks(xser: bool, mesh: Mesh, tmp_path: Path) -> N
     (tmp_path / "0" / "model" / "dp_rank_00_ep_rank_01_tp_rank_01_pp_rank_00.pt").unlink()
     with pytest.raises(CheckpointCorrupted, match="lacks the file of ep rank 1, of 2, beside .*ep_rank_00_tp_rank_01"):
         comm.threads.run(Mesh(1), lambda: nxd.load_checkpoint(tmp_path, "0", MixtureNet()))
-
-
-def test_a_tensor_of_another_shape_than_its_reference(tmp_path: Path) -> None:
-    write(tmp_path / "a", xser=True)
-    tensors = tmp_path / "a" / "model" / "dp_rank_00_tp_rank_00_pp_rank_00.pt.tensors"
-    torch.save(torch.zeros(12, 8), tensors / "tensor_0.pt")
-    refused(
-        tmp_path,
-        r"tensors/tensor_\d+.pt holds \(12, 8\) of torch.float32, in place of a tensor \(6, 8\)",
-        CheckpointError,
-    )
-
-
-@pytest.mark.parametrize("harm", ["missing", "cut off"])
-@pytest.mark.parametrize("part", ["model", "optim"])
-def test_files_of_single_tensors_are_opened_before_anything_changes(part: str, harm: str, tmp_path: Path) -> None:
-    """The last one of all, which one of the ranks opens."""
-    write(tmp_path / "a", xser=True)
-    name = {"model": "dp_rank_00", "optim": "dp_rank_01"}[part]
-    tensors = tmp_path / "a" / part / f"{name}_tp_rank_01_pp_rank_01.pt.tensors"
-    file = max(tensors.iterdir(), key=lambda path: int(path.stem.split("_")[1]))
-    content = file.read_bytes()
-    file.unlink() if harm == "missing" else file.write_bytes(content[:-50])
-    refused(tmp_path, f"was not loaded.*{file.name} is {harm}|{file.name} is {harm}", CheckpointError)
 
 
 def test_the_scheduler(tmp_path: Path) -> None:

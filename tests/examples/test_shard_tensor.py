@@ -53,6 +53,26 @@ def run_all(names: list[str], *flags: str) -> dict[str, str]:
     return {name: run(name, *flags) for name in names}
 
 
+def refused(name: str, *flags: str) -> str:
+    """With what a script ends on this rank: its last words, or argparse's exit code."""
+    with contextlib.redirect_stderr(io.StringIO()) as said, pytest.raises(SystemExit) as end:
+        run(name, *flags)
+    return said.getvalue() + str(end.value.code)
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        ("--domain 3", "--domain 3 does not divide the number of ranks, which is 2: start the script by torchrun"),
+        ("--steps 0", "argument --steps: '0' is not a positive integer"),
+        ("--rows 3", "--rows 3: an even number is needed, at least 4"),
+    ],
+)
+def test_numbers_that_do_not_fit_are_refused_in_a_line(flags, words):
+    for text in processes(2).run(refused, "train_unet", *flags.split(), initialize=False):
+        assert words in text
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 def test_the_tutorial_s_scripts(size):

@@ -26,7 +26,7 @@ from neuronx_dist.spmd.random import manual_seed
 from tests.parallelize.hf_models import hf_model
 from tests.parallelize.models import WIDTH
 from tests.parallelize.pipelines import MODULES, GptSample, accumulated, assert_same, config, gpt_sample, pipelined
-from tests.parallelize.test_pipeline import SGD
+from tests.parallelize.training import SGD
 
 INPUT_BYTES = 8 * WIDTH * 8  # of a block
 HOW: dict[str, Any] = {
@@ -178,9 +178,9 @@ def test_a_policy_may_keep_what_the_module_computes_again_and_a_plan_has_the_spa
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated")
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("size", [1, 2])
-def test_gradient_checkpointing_of_hugging_face(size: int, reentrant: bool, tmp_path: Path) -> None:
-    module, arguments = hf_model("llama")
+@pytest.mark.parametrize("name, size", [("llama", 1), ("llama", 2), ("t5", 2), ("mixtral", 2)])
+def test_gradient_checkpointing_of_hugging_face(name: str, size: int, reentrant: bool, tmp_path: Path) -> None:
+    module, arguments = hf_model(name)
     module.train()
     config = ComputeConfig(size)
 
@@ -192,7 +192,7 @@ def test_gradient_checkpointing_of_hugging_face(size: int, reentrant: bool, tmp_
     module.gradient_checkpointing_enable({"use_reentrant": reentrant})
     _, expected = _steps(module, **arguments)
     ranks = threads.run(config.mesh(), rank)
-    assert all(kept < most / 2 for kept, _ in ranks)
+    assert all(kept < most * 0.6 for kept, _ in ranks)
     if size == 1:
         _assert_same_bits(ranks[0][1], expected)
     assert ranks[0][1][0] == pytest.approx(float(expected[0]), rel=1e-12)

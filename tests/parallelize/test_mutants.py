@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
+import torch
 
-from tests.parallelize.mutants import Emitted, Mutant, emitted, mutants, noticed
+from neuronx_dist import comm
+from neuronx_dist.comm import threads
+from neuronx_dist.parallelize import EmittedProgramError, build_optimizer, parallelize, pipelined, verify
+from tests.parallelize.mutants import EAGER, Emitted, Mutant, emitted, mutants, noticed
+from tests.parallelize.pipelines import config, module, samples
 from tests.support.reviewed import assert_reviewed
 
 program = cache(emitted)
@@ -36,8 +43,7 @@ CONVERTED = r"= spmd\.convert\(([\w.]+), "
 SUM = r"= (\w+) \+ (\w+)  #"
 PARAMETER = r"(\w+) = spmd\.convert\((self[\w.]+), (.*src=I.*)\)  #"
 
-# The bugs that TrainVerify (SOSP 2025) injects, but for those of pipelines (wrong peers of messages) and of the reducer
-# (launched before the last microbatch), which are no lines of an emitted file.
+# The bugs that TrainVerify (SOSP 2025) injects in lines of an emitted file; those of what runs it are below.
 BUGS = {
     "no all-reduce behind a product": Bug("mlp", REDUCED + r".*\)  #", r"= \1  #", "types"),
     "no all-reduce of the loss": Bug("gpt", REDUCED + r".*dst=I\)  # \[\] I", r"= \1  #", "types"),
@@ -74,6 +80,48 @@ def test_injected_bugs(bug: str) -> None:
     assert noticed(right, BUGS[bug].edited(right.source)) == BUGS[bug].by
 
 
+def _wrong_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    right: Any = comm.send
+
+    def send(x: Any, axis: Any, *, dst: int, **options: Any) -> Any:
+        return right(x, axis, dst=next(other for other in range(4) if other not in (dst, comm.rank("pp"))), **options)
+
+    monkeypatch.setattr(comm, "send", send)
+
+
+def _early_reducer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipelined, "paused", lambda params: nullcontext())
+
+
+# What is edited, and by what it is noticed: the check of the whole job, before it is loaded, or the first step.
+BUGS_OF_JOBS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str, type[Exception], str]] = {
+    "a message to a wrong peer": (_wrong_peer, "whole mesh", EmittedProgramError, "step of the whole job is wrong"),
+    "the reducer before the last microbatch": (_early_reducer, "first step", RuntimeError, "may have started"),
+}
+
+
+@pytest.mark.parametrize("bug", BUGS_OF_JOBS)
+def test_injected_bugs_of_jobs(bug: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    edit, by, error, text = BUGS_OF_JOBS[bug]
+    settings = config(4, 2, reducer=True, pipeline_nstages=4, costs=EAGER)
+    monkeypatch.setattr(verify, "check_values", lambda *args: (0.0, ""))  # of the file, which is right
+    edit(monkeypatch)
+    reached = []
+
+    def rank() -> None:
+        parallel: Any = parallelize(
+            module("mlp"), {"data": samples("mlp", 1)[0]}, "hybrid", settings, gen_savedir=tmp_path
+        )
+        optimizer = build_optimizer(parallel, torch.optim.SGD, lr=0.1)
+        reached.append("first step")
+        parallel.train_step(samples("mlp", 4))
+        optimizer.step()
+
+    with pytest.raises(error, match=text):
+        threads.run(settings.mesh(4), rank)
+    assert bool(reached) == (by == "first step")
+
+
 @pytest.mark.parametrize("name", ["mlp", "pair"])
 def test_every_mutant_of_every_collective(name: str) -> None:
     assert not _missed(program(name))
@@ -94,6 +142,24 @@ def test_table() -> None:
         lines = [f"{edit} {by or 'missed'} {count}" for (edit, by), count in sorted(counts.items())]
         texts[name] = "\n".join(lines)
     assert_reviewed(Path(__file__).parent / "expected_mutants.txt", texts)
+
+
+def test_the_table_of_the_documentation_has_these_numbers() -> None:
+    counts: Counter[tuple[str, str]] = Counter()
+    for line in (Path(__file__).parent / "expected_mutants.txt").read_text().splitlines():
+        if line and not line.startswith("==="):
+            edit, by, count = line.split()
+            counts[edit, by] += int(count)
+    page = Path("docs/parallelize.md").read_text()
+    names = {
+        "drop": "dropped",
+        "double": "doubled",
+        "retarget": "another destination",
+        "exchange": "another collective",
+    }
+    for edit in {edit for edit, _ in counts}:
+        numbers = " | ".join(str(counts[edit, by]) for by in ("types", "values", "missed"))
+        assert f"| {names.get(edit, 'scaled by 2')} | {numbers} |" in page
 
 
 def _missed(right: Emitted, every: int = 1) -> list[str]:

@@ -43,6 +43,7 @@ ADAMW = partial(torch.optim.AdamW, lr=1e-2)
 LAYOUTS: dict[str, tuple[int, int, int, dict[str, Any]]] = {
     "pp2 tp2": (4, 1, 2, {"pipeline_nstages": 2}),
     "pp2 dp2 zero": (2, 2, 2, {"pipeline_nstages": 2, "zero": True}),
+    "pp2 of 2 x 2": (8, 1, 2, {"pipeline_nstages": 2, "tp_size": 2}),
 }
 
 
@@ -99,6 +100,21 @@ def test_wrong_samples_are_refused_on_every_rank(step: str, tmp_path: Path) -> N
     _on_ranks(wrong, tmp_path)
 
 
+def test_ranks_without_messages_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On XLA all ranks run one program."""
+    given = {"data": samples("mlp", 1)[0]}
+    parallelize(module("mlp"), given, "pp", config(2), gen_savedir=tmp_path, load_module=False)
+
+    def rank() -> None:
+        monkeypatch.setattr(type(comm.current().backend), "has_messages", False)
+        with pytest.raises(
+            RuntimeError, match=r"Mlp is a pipeline of 2 stages, .* \(threads\) have none.*policy without"
+        ):
+            parallelize(module("mlp"), given, "pp", config(2), gen_savedir=tmp_path)
+
+    threads.run(config(2).mesh(2), rank)
+
+
 def test_another_mesh_is_refused(tmp_path: Path) -> None:
     def rank() -> None:
         with pytest.raises(RuntimeError, match=r"stages on 2 groups of ranks, and the mesh has 1 along pp.*mesh\(2\)"):
@@ -138,7 +154,7 @@ def _numbers(state: Any) -> int:
     return sum(map(_numbers, state.values())) if isinstance(state, dict) else 0
 
 
-@pytest.mark.parametrize("layout", ["pp2 tp2", "pp2 dp2 zero"])
+@pytest.mark.parametrize("layout", ["pp2 tp2", "pp2 dp2 zero", "pp2 of 2 x 2"])
 def test_merged_states_are_those_of_one_process(layout: str, tmp_path: Path) -> None:
     deduped, (model, optimizer) = _merged(layout, tmp_path)
     whole = module("gpt")

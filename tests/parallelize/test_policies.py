@@ -125,7 +125,7 @@ def test_policies_that_need_more_say_so():
 
 
 def test_unknown_policies_and_options_are_refused_with_the_nearest():
-    with pytest.raises(PlanError, match="unknown policy 'autodits'; nearest: autodist"):
+    with pytest.raises(PlanError, match="unknown policy 'autodits', and no file has this name; nearest: autodist"):
         divide(mlp(), "autodits", config(2))
     with pytest.raises(PlanError, match=r"pas_config\['pipeline_nmicro'\] is no option of the policy 'pp'; nearest: "
                                         "pipeline_nmicros"):  # fmt: skip

@@ -16,6 +16,7 @@ from neuronx_dist.parallelize.builder import Builder
 from neuronx_dist.parallelize.interpret import run_program
 from neuronx_dist.parallelize.program import values_in
 from neuronx_dist.parallelize.record import record_program
+from neuronx_dist.pipeline.record.recording import TracingError
 from tests.parallelize.programs import Function, assert_equal, sample, tensors_of
 from tests.support.architectures import ARCHITECTURES, Architecture
 
@@ -170,6 +171,21 @@ def test_dead_calls_are_left_out() -> None:
 def test_getters_are_functions_that_rules_know() -> None:
     program = assert_equal(Function(lambda self, x: self.weight.T @ x), {"x": sample()})
     assert program.calls[0].function == torch.Tensor.T.__get__ and len(program.calls[0].args) == 1
+
+
+def test_a_tensor_of_forward_may_be_told_to_require_a_gradient() -> None:
+    """T5 does so under gradient checkpointing; nobody reads that gradient. That of an argument is another matter."""
+
+    def forward(self: Function, x: torch.Tensor) -> torch.Tensor:
+        bias = torch.zeros(5, dtype=x.dtype)
+        (x if of_argument else bias).requires_grad = True
+        return x * self.weight + bias
+
+    of_argument = False
+    assert_equal(Function(forward), {"x": sample()})
+    of_argument = True
+    with pytest.raises(TracingError, match="forward sets .requires_grad of a tensor"):
+        record_program(Function(forward), {"x": sample()}, training=True)
 
 
 @pytest.mark.parametrize("outer", [False, True])

@@ -234,6 +234,16 @@ def test_bad_options(options: dict[str, Any], message: str) -> None:
         divided(module, arguments, "tp", config(**options))
 
 
+def test_both_axes_are_explained() -> None:
+    module, arguments = mlp()
+    graph = IRGraph(decomposed(record_program(module, arguments, training=True)), config())
+    graph.second.size = 2
+    up, _ = graph.select(name="linear")
+    first, second = graph.explain(up).split("linear(")[1:]
+    assert "over 2 ranks of tp/2:" in first and "over 2 ranks of tp%2:" in second
+    assert "S(0) of operand 0" in first and "S(0) of operand 0" in second
+
+
 # --- choice and plans -------------------------------------------------------------------------------------------------
 
 

@@ -189,7 +189,7 @@ CASES: dict[str, Callable[[], None]] = {
     "log_softmax_of:spmd.convert#1": mutations.softmax,
     "_of_ranks_before:spmd.convert#1": mutations.running_totals,
     "unscale:comm.all_reduce#1": mutations.not_finite,
-    "handed_out:spmd.convert#1": mutations.local_part,
+    "local_view:spmd.convert#1": mutations.local_part,
     **{f"ask:comm.{call}#1": mutations.asked_rows for call in ("all_gather", "exchange")},
     "_Fetch.forward:comm.exchange#1": mutations.asked_rows,
     "_fetched:spmd.convert#1": mutations.replicated_points,

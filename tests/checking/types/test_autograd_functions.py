@@ -55,6 +55,25 @@ def test_inside_of_a_checkpoint_what_writes_its_operand_writes_it_once(mode):
     assert torch.equal(y, 2 * x)
 
 
+class Scaled(torch.autograd.Function):
+    """Takes a list, as functions of `torch.library` do."""
+
+    @staticmethod
+    def forward(ctx, x, factors):
+        ctx.factors = factors
+        return x * factors[0]
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.factors[0], None
+
+
+def test_inside_of_a_checkpoint_an_argument_may_be_a_list(mode):
+    x = typed(4, 4, grad=True)
+    y = torch.utils.checkpoint.checkpoint(lambda x: Scaled.apply(x, [3.0, [None]]), x, use_reentrant=False)
+    assert torch.equal(y, 3 * x)
+
+
 class Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, w):

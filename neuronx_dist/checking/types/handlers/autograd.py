@@ -100,8 +100,7 @@ def _rehearse(
 
     Inside of a checkpoint a trial would unpack saved tensors, which recomputes, and pack some of its own.
     """
-    arguments = tuple((tuple(x.shape), x.dtype, x.requires_grad) if isinstance(x, Tensor) else x for x in args)
-    key = ("rehearsal", cls, tuple(inputs), arguments)
+    key = ("rehearsal", cls, tuple(inputs), _hashable(args))
     if key in mode.compared:
         return
     mode.compared.add(key)
@@ -120,6 +119,13 @@ def _rehearse(
         apply_function(mode, original, cls, tuple(copies), kwargs, rehearsal=True)
     del events[begin:]
     mode.operators, mode.collectives = counts
+
+
+def _hashable(x: Any) -> Any:
+    """Arguments as a part of a key: of tensors what a trial depends on."""
+    if isinstance(x, Tensor):
+        return tuple(x.shape), x.dtype, x.requires_grad
+    return tuple(map(_hashable, x)) if isinstance(x, (list, tuple)) else x
 
 
 def _itself(x: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A local tensor as others get it and give it: of `to_local`, and as torch's DTensor. It stays in its graph."""
+"""The local tensor of a ShardTensor for other code: of `to_local`, and as a DTensor of torch. It stays in its graph."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from .placements import Partial, Placement, Replicate
 from .redistribute import redistributed
 from .spec import ShardTensorSpec, make_spec
 
-__all__ = ["dtensor_of", "handed_out", "local_of_dtensor"]
+__all__ = ["dtensor_of", "local_view", "local_of_dtensor"]
 
 
-class _Handed(torch.autograd.Function):
+class _ReadOnlyView(torch.autograd.Function):
     """A local tensor as a view that torch lets nobody modify in place: the wrapper's graph would not know."""
 
     @staticmethod
@@ -32,10 +32,10 @@ class _Handed(torch.autograd.Function):
         return grad
 
 
-_handed: Callable[..., torch.Tensor] = super(torch.autograd.Function, _Handed).apply
+_read_only: Callable[..., torch.Tensor] = super(torch.autograd.Function, _ReadOnlyView).apply
 
 
-def handed_out(local: torch.Tensor, spec: ShardTensorSpec, grad_placements: Sequence[Placement] | None) -> torch.Tensor:
+def local_view(local: torch.Tensor, spec: ShardTensorSpec, grad_placements: Sequence[Placement] | None) -> torch.Tensor:
     """The local tensor of a layout for code that is not ours; `grad_placements` as `ShardTensor.to_local` takes them.
 
     Raises:
@@ -44,7 +44,7 @@ def handed_out(local: torch.Tensor, spec: ShardTensorSpec, grad_placements: Sequ
     if spec.partial:
         local = local.clone()
     elif local.grad_fn is not None and torch.is_grad_enabled() and active() is None:
-        local = _handed(local)
+        local = _read_only(local)
     if grad_placements is None:
         return local
     wanted = make_spec(spec.mesh, grad_placements, spec.shape, None)

@@ -1,0 +1,97 @@
+"""What is written in place into a tensor or a view of it, as autograd functions see it that know no ShardTensors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from neuronx_dist.shard_tensor import Shard, distribute_tensor
+from tests.shard_tensor.support.cases import on_ranks
+
+
+class Doubled(torch.autograd.Function):
+    """A function that knows nothing of ShardTensors: autograd finds the graph of its operand by itself."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2
+
+
+def into_a_slice(y):
+    y[1:3].mul_(5)
+    return y
+
+
+def into_the_source_of_a_view(y):
+    view = y[1:4]
+    y.mul_(3)
+    return view
+
+
+def into_another_view(y):
+    one, other = y[1:4], y[2:5]
+    one.mul_(3)
+    return other
+
+
+def into_a_view_of_a_view(y):
+    y.transpose(0, 1)[0].mul_(3)
+    return y
+
+
+def into_what_a_view_ends_in(y):
+    view = y.view(6, 2, 1)[..., 0]
+    view += 1
+    view *= 4
+    return y
+
+
+def behind_another_function(y):
+    before = Doubled.apply(y)
+    y[...].mul_(5)
+    return y + before
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        into_a_slice,
+        into_the_source_of_a_view,
+        into_another_view,
+        into_a_view_of_a_view,
+        into_what_a_view_ends_in,
+        behind_another_function,
+    ],
+)
+def test_what_is_written_into_a_view_is_known_to_functions_of_others(write):
+    def loss(x):
+        y = Doubled.apply(write(x * 2))
+        return (y * torch.arange(1.0, y.numel() + 1, dtype=y.dtype).view(y.shape)).sum()
+
+    def run(mesh):
+        values = torch.arange(12.0, dtype=torch.float64).view(6, 2)
+        plain = values.clone().requires_grad_()
+        expected = loss(plain)
+        expected.backward()
+        x = distribute_tensor(values, mesh, [Shard(0)], sizes=[(4, 2)], src=None).requires_grad_()
+        actual = loss(x)
+        actual.backward()
+        assert torch.equal(actual.full_tensor().detach(), expected.detach())
+        assert torch.equal(x.grad.full_tensor(), plain.grad)
+
+    on_ranks(2, run)
+
+
+def test_views_that_are_gone_are_forgotten():
+    def run(mesh):
+        x = distribute_tensor(torch.ones(6, 2), mesh, [Shard(0)], src=None).requires_grad_()
+        y = x * 2
+        for _ in range(500):
+            y[1:3].t()
+        return len(y._family)
+
+    assert max(on_ranks(2, run)) <= 65
