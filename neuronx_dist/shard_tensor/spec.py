@@ -152,6 +152,8 @@ def make_spec(
         spec = specs.get(key)
     if spec is not None:
         return spec
+    # A whole size that was computed of a local one is no local size: under a check, a mean would divide by too little.
+    shape = torch.Size(map(int, shape))
     checked = checked_placements(placements, mesh.ndim, len(shape))
     if sizes is not None and len(sizes) != mesh.ndim:
         raise ValueError(

@@ -51,9 +51,8 @@ def step(model, optimizer, inputs):
 
 
 def checked(move, is_uneven, ranks):
-    # At level "G" a gradient over dp has to be a mean of the ranks' data, and this one is of all rows at once.
     rows = torch.randn(ROWS // ranks, 2)
-    return spmd.check(lambda: Model(move, is_uneven), rows, mesh=Mesh(ranks), step=step, level="L")
+    return spmd.check(lambda: Model(move, is_uneven), rows, mesh=Mesh(ranks), step=step)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
