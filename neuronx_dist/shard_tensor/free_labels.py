@@ -30,7 +30,7 @@ from .labels import Labels, inside
 from .placements import Partial, Placement, Replicate, Shard
 from .redistribute import redistributed
 from .spec import ShardTensorSpec, gradient_spec, make_spec
-from .tensor import ShardTensor, wrap
+from .tensor import ShardTensor, wrap_result
 
 __all__ = ["on_shards"]
 
@@ -124,17 +124,19 @@ def _called(call: _Call, plan: _Plan, tensors: Sequence[torch.Tensor]) -> Any:
         results, tree = tree_flatten(_apply(call, own, plan))
     else:
         results, tree = tree_flatten(_of_one_position(call, own, plan))
+        if any(isinstance(y, torch.Tensor) and y._is_view() for y in results):  # what is written into one has a graph
+            results, tree = tree_flatten(_apply(call, own, plan))
     specs = iter(plan.results)
     for i, y in enumerate(results):
         if not isinstance(y, torch.Tensor):
             continue
         spec = next(specs)
-        if plan.padded is not None:
+        if plan.padded is not None and not y._is_view():
             nothing = torch.zeros(spec.local_shape, dtype=y.dtype, device=own[0].device)
             y = linked(nothing, *own) if y.requires_grad else nothing
         assert y.shape == spec.local_shape, f"the rule of {call.func} tells {spec.local_shape}, it gave {y.shape}"
         y = y * plan.share if plan.share != 1 else y
-        results[i] = wrap(redistributed(y, spec, gradient_spec(spec)), gradient_spec(spec))
+        results[i] = wrap_result(redistributed(y, spec, gradient_spec(spec)), gradient_spec(spec), tensors)
     return tree_unflatten(results, tree)
 
 
