@@ -61,6 +61,12 @@ def behind_a_view_without_a_handler(y):
     return view
 
 
+def into_itself(y):
+    for same in (y.contiguous(), y.to(y.dtype), y.real, +y, y.type_as(y), y.unfold(1, 1, 1)):
+        same.mul_(3)
+    return y
+
+
 def into_a_view_that_has_no_graph(y):
     with torch.no_grad():
         y.view(12).mul_(3)
@@ -83,6 +89,7 @@ def behind_another_function(y):
         into_what_a_view_ends_in,
         into_a_view_without_a_handler,
         behind_a_view_without_a_handler,
+        into_itself,
         into_a_view_that_has_no_graph,
         behind_another_function,
     ],

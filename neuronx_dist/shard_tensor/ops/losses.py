@@ -285,10 +285,11 @@ def _cosine_similarity(func: Callable[..., Any], types: Any, args: Any, kwargs: 
     def call(x1: Any, x2: Any, dim: int = 1, eps: float = 1e-8) -> ShardTensor:
         (x, y), spec = inside(aligned, (x1, x2))
         plan = reduced(spec, dim, False)
-        x, y = torch.broadcast_tensors(x, y)
+        dtype = torch.result_type(x, y)
+        x, y = torch.broadcast_tensors(wide(x), wide(y))
         products = total(torch.stack((x * y, x * x, y * y)).sum(dim % len(spec.shape) + 1), plan.groups)
         squares = products[1:]
         squares = squares + (squares.clamp(min=eps * eps) - squares).detach()  # as torch: the gradient is of the square
-        return wrap(products[0] / (squares[0].sqrt() * squares[1].sqrt()), plan.spec)
+        return wrap((products[0] / (squares[0].sqrt() * squares[1].sqrt())).to(dtype), plan.spec)
 
     return call(*args, **kwargs)

@@ -124,8 +124,8 @@ clamp_min clip conj conj_physical copysign cos cosh deg2rad digamma div divide e
 float_power floor floor_divide fmax fmin fmod frac ge greater greater_equal gt heaviside hypot i0 igamma igammac imag
 isclose isfinite isinf isnan isneginf isposinf isreal ldexp le lerp less less_equal lgamma log log10 log1p log2
 logaddexp logaddexp2 logical_and logical_not logical_or logical_xor logit lt masked_fill maximum minimum mul multiply
-mvlgamma nan_to_num ne neg negative nextafter not_equal polar polygamma positive pow rad2deg real reciprocal relu
-remainder resolve_conj resolve_neg round rsqrt rsub sgn sigmoid sign signbit sin sinc sinh special_entr sqrt square sub
+mvlgamma nan_to_num ne neg negative nextafter not_equal polar polygamma pow rad2deg reciprocal relu
+remainder round rsqrt rsub sgn sigmoid sign signbit sin sinc sinh special_entr sqrt square sub
 subtract tan tanh threshold true_divide trunc xlogy clone complex celu selu elu hardshrink
 """.split()
 _SPECIAL = (
@@ -138,9 +138,8 @@ softplus softshrink softsign tanh tanhshrink threshold
 """.split()
 _METHODS = """
 __abs__ __add__ __and__ __div__ __eq__ __floordiv__ __ge__ __gt__ __invert__ __le__ __lshift__ __lt__ __mod__ __mul__
-__ne__ __neg__ __or__ __pos__ __pow__ __radd__ __rand__ __rdiv__ __rfloordiv__ __rlshift__ __rmod__ __rmul__ __ror__
-__rpow__ __rrshift__ __rshift__ __rsub__ __rtruediv__ __rxor__ __sub__ __truediv__ __xor__ bfloat16 bool byte char
-contiguous cpu cuda double float half int long short type
+__ne__ __neg__ __or__ __pow__ __radd__ __rand__ __rdiv__ __rfloordiv__ __rlshift__ __rmod__ __rmul__ __ror__
+__rpow__ __rrshift__ __rshift__ __rsub__ __rtruediv__ __rxor__ __sub__ __truediv__ __xor__
 """.split()
 _IN_PLACE = (
     "__iadd__ __iand__ __idiv__ __ifloordiv__ __ilshift__ __imod__ __imul__ __ior__ __ipow__ __irshift__ __isub__ \
@@ -179,6 +178,18 @@ sharded(*_POINTWISE)(pointwise)
 sharded(*_WRITING)(_in_place)
 
 
+_SELECTING = "positive real resolve_conj resolve_neg".split()
+_CONVERTING = "bfloat16 bool byte char contiguous cpu cuda double float half int long short type __pos__".split()
+
+
+@sharded(*_existing(torch.Tensor, _SELECTING + _CONVERTING), *_existing(torch, _SELECTING))
+def converted(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
+    """The tensor itself, as in torch, where nothing is to be converted: what is written into one is in both."""
+    result = pointwise(func, types, args, kwargs)
+    x = args[0] if args else None
+    return x if type(x) is ShardTensor and result._local is x._local and result._spec is x._spec else result
+
+
 @sharded(torch.Tensor.to, torch.Tensor.type_as)
 def cast(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
     """Of another tensor the dtype and the device alone are taken."""
@@ -186,10 +197,10 @@ def cast(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
     keywords = dict(kwargs)
     other = options[0] if options else keywords.pop("tensor", keywords.pop("other", None))
     if not isinstance(other, torch.Tensor):
-        return pointwise(func, types, args, kwargs)
+        return converted(func, types, args, kwargs)
     target = (x, other.device, other.dtype, *options[1:])
     if isinstance(x, ShardTensor):
-        return pointwise(torch.Tensor.to, types, target, keywords)
+        return converted(torch.Tensor.to, types, target, keywords)
     return torch.Tensor.to(*target, **keywords)
 
 

@@ -19,7 +19,7 @@ from ..intervals import Bounds, Plan, Run, bounds_of, divided, flipped, rolled
 from ..labels import one_mesh, planned
 from ..redistribute import redistributed
 from ..spec import ShardTensorSpec, make_spec
-from ..tensor import ShardTensor, gradient_spec, local_of, wrap
+from ..tensor import ShardTensor, gradient_spec, local_of, wrap, wrap_result
 from ..typed import on_own_shard, shards_of
 from .reduce import operand
 from .select import dim_of
@@ -228,7 +228,7 @@ def unfold(func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
         if dim not in spec.mesh_dim_of:
             count = (x.shape[dim] - size) // step + 1
             out = _sized(spec, dim, count)
-            return wrap(local.unfold(dim, size, step), out.with_shape(torch.Size((*out.shape, size))))
+            return wrap_result(local.unfold(dim, size, step), out.with_shape(torch.Size((*out.shape, size))), (x,))
         plan, out = _windows(spec, dim, size, step)
         needed = exchange(local, plan, spec.mesh.communicator(spec.mesh_dim_of[dim]), dim)
         if needed.shape[dim]:

@@ -126,6 +126,7 @@ HALVES = {  # fp16 ends at 65504: the sum over a dim, or what divides it, is lar
     "ce-probabilities": lambda x, t: F.cross_entropy(x, t.abs() / 2),
     "ce-smooth": lambda x, t: F.cross_entropy(x, torch.zeros(4096, dtype=torch.int64), label_smoothing=0.4),
     "logsumexp": lambda x, t: torch.logsumexp(x, 0),
+    "cosine": lambda x, t: F.cosine_similarity(x, t, dim=0),
 }
 
 
