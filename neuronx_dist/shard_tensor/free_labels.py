@@ -124,14 +124,12 @@ def _called(call: _Call, plan: _Plan, tensors: Sequence[torch.Tensor]) -> Any:
         results, tree = tree_flatten(_apply(call, own, plan))
     else:
         results, tree = tree_flatten(_of_one_position(call, own, plan))
-        if any(isinstance(y, torch.Tensor) and y._is_view() for y in results):  # what is written into one has a graph
-            results, tree = tree_flatten(_apply(call, own, plan))
     specs = iter(plan.results)
     for i, y in enumerate(results):
         if not isinstance(y, torch.Tensor):
             continue
         spec = next(specs)
-        if plan.padded is not None and not y._is_view():
+        if plan.padded is not None and not (y.shape == spec.local_shape and y._is_view()):
             nothing = torch.zeros(spec.local_shape, dtype=y.dtype, device=own[0].device)
             y = linked(nothing, *own) if y.requires_grad else nothing
         assert y.shape == spec.local_shape, f"the rule of {call.func} tells {spec.local_shape}, it gave {y.shape}"
@@ -146,7 +144,10 @@ def _apply(call: _Call, tensors: Sequence[Any], plan: _Plan) -> Any:
 
 
 def _of_one_position(call: _Call, own: Sequence[Any], plan: _Plan) -> Any:
-    """What a rank with an empty shard would give of one position: without values, or of ones where it needs some."""
+    """What a rank with an empty shard would give of one position: without values, or of ones where it needs some.
+
+    A view of an operand is one of its own: what is written into it has to enter the graph of the operand.
+    """
     assert plan.padded is not None
 
     def of(device: str | torch.device) -> Any:
@@ -154,13 +155,20 @@ def _of_one_position(call: _Call, own: Sequence[Any], plan: _Plan) -> Any:
         for x, shape in zip(own, plan.padded or ()):
             number = 1 if x.is_floating_point() or x.is_complex() else 0  # an index
             tensors.append(torch.full(shape, number, dtype=x.dtype, device=device).requires_grad_(x.requires_grad))
-        return _apply(call, tensors, plan)
+        result = _apply(call, tensors, plan)
+        viewed = any(
+            isinstance(y, torch.Tensor) and any(y._base is x for x in tensors) for y in tree_flatten(result)[0]
+        )
+        return _apply(call, own, plan) if viewed else result
 
+    device = own[0].device
+    # Autocast does not see what has no values, and many functions of ones have no result (the inverse of a matrix).
+    first, second = (device, "meta") if torch.is_autocast_enabled(device.type) else ("meta", device)
     with no_typecheck():
         try:
-            return of("meta")
-        except NotImplementedError:  # there is no such call
-            return of(own[0].device)
+            return of(first)
+        except RuntimeError:  # there is no such call, or no such result
+            return of(second)
 
 
 def _as_given(*arguments: Any) -> Labels:

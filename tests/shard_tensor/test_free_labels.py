@@ -131,6 +131,28 @@ def test_a_weight_that_all_samples_share_gets_one_reduced_gradient():
     assert on_ranks(2, function) == [["all_reduce"] * 2] * 2  # the sum, and all gradients together
 
 
+@pytest.mark.parametrize(
+    "function, dtype",
+    [
+        (lambda x: F.grid_sample(x.bfloat16(), torch.zeros(6, 3, 3, 2).bfloat16(), align_corners=False), torch.float32),
+        (lambda x: torch.linalg.vecdot(x, x), torch.bfloat16),
+        (lambda x: torch.kl_div(x.bfloat16(), x.bfloat16()), torch.float32),
+        (lambda x: torch.linalg.inv(x[:, 0]), torch.float32),
+        (lambda x: torch.nn.LSTM(4, 2, batch_first=True)(x[:, 0])[0], torch.bfloat16),
+    ],
+    ids="grid_sample vecdot kl_div inv lstm".split(),
+)
+def test_ranks_of_empty_shards_have_the_dtype_of_autocast(function, dtype):
+    def on_each(mesh):
+        x = distribute_tensor(torch.randn(6, 2, 4, 4), mesh, [Shard(0)], sizes=[(0, 6)], src=None).requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16), fallback("error"):
+            y = function(x)
+        y.sum().backward()
+        return y.to_local().dtype
+
+    assert on_ranks(2, on_each) == [dtype] * 2
+
+
 def test_a_function_of_a_user_by_its_rule():
     def double(x):
         if torch.overrides.has_torch_function_unary(x):
