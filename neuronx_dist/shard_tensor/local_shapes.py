@@ -15,7 +15,16 @@ from .placements import Partial, Placement, Shard, checked_placements
 from .spec import ShardTensorSpec, make_spec
 from .typed import unseen
 
-__all__ = ["local_spec", "weighed"]
+__all__ = ["check_plain", "local_spec", "weighed"]
+
+
+def check_plain(x: torch.Tensor) -> None:
+    """Raises a ValueError for a tensor that has a layout, and so is no part of another."""
+    if hasattr(x, "placements"):
+        raise ValueError(
+            f"from_local: local_tensor is a {type(x).__name__}, {x.placements}, and no part of one: call "
+            "redistribute() for another layout, ShardTensor.from_dtensor(x) for a DTensor of torch"
+        )
 
 
 def local_spec(

@@ -23,7 +23,7 @@ from . import handlers
 from .compiling import run_as_it_is
 from .device_mesh import DeviceMesh, current_mesh
 from .handlers import DISPATCH, FUNCTIONS, UNHANDLED
-from .local_shapes import local_spec, weighed
+from .local_shapes import check_plain, local_spec, weighed
 from .local_views import dtensor_of, local_of_dtensor, local_view
 from .placements import Placement
 from .redistribute import moved, nothing_of, redistributed
@@ -114,6 +114,7 @@ class ShardTensor(torch.Tensor):
             ValueError: sizes that do not add up, that are not those of this rank's tensor, or, by "infer", dims other
                 than the sharded ones that differ between ranks.
         """
+        check_plain(local_tensor)
         mesh = device_mesh or current_mesh(local_tensor.device.type)
         if not isinstance(sharding_shapes, str):
             local_tensor, placements = weighed(local_tensor, mesh, placements, sharding_shapes)

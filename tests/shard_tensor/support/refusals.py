@@ -137,6 +137,11 @@ REFUSALS = {
     "sizes that do not add up": (lambda mesh: x(mesh, 3, 3), ValueError, r"sizes \[3, 3\] on mesh dim 0.*add up to 7"),
     "a negative size": (lambda mesh: x(mesh, 9, -2), ValueError, r"none below 0"),
     "a wrong number of sizes": (lambda mesh: x(mesh, 7), ValueError, r"they must be 2"),
+    "from_local of a tensor that has a layout": (
+        lambda mesh: ShardTensor.from_local(x(mesh), mesh, [Shard(0)], sharding_shapes="chunk"),
+        ValueError,
+        r"local_tensor is a ShardTensor, .*Shard\(dim=0\).*, and no part of one: call redistribute\(\)",
+    ),
     "other dims that differ between ranks": (
         lambda mesh: ShardTensor.from_local(torch.ones(2, 3 + mesh.get_rank()), mesh, [Shard(0)]),
         ValueError,
