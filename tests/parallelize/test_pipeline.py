@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
+import itertools
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.utils._pytree as pytree
 from torch import nn
 
 from neuronx_dist import comm
@@ -82,6 +85,41 @@ def test_inference_in_evaluation_mode(stages: int, tmp_path: Path) -> None:
     for results in _on_ranks(infer, tmp_path, "skip", stages=stages):
         close(results, [whole(sample) for sample in samples("skip", 4)], 1e-12)
         assert not first(results[0]).requires_grad
+
+
+@dataclasses.dataclass
+class Outcome:
+    loss: torch.Tensor
+    others: tuple[Any, ...]
+
+
+class WithOutcome(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, data: dict[str, torch.Tensor]) -> Outcome:
+        loss = self.inner(data)
+        return Outcome(loss, (loss * 2, None, "text"))
+
+
+@pytest.mark.parametrize("policy, stages", [("tp", 1), ("pp", 2)])
+def test_results_of_a_dataclass_where_another_process_recorded(policy: str, stages: int, tmp_path: Path) -> None:
+    given = {"data": samples("mlp", 1)[0]}
+    own = config(2) if stages > 1 else ComputeConfig(2, 2, use_end2end=True)
+    parallelize(WithOutcome(module("mlp")), given, policy, own, gen_savedir=tmp_path, load_module=False)
+    pytree.SUPPORTED_NODES.pop(Outcome)  # this process has recorded nothing
+
+    def rank() -> Any:
+        parallel = parallelize(WithOutcome(module("mlp")), given, policy, own, gen_savedir=tmp_path)
+        trained = parallel.train_step(samples("mlp", 4))
+        assert all(parameter.grad is not None for parameter in parallel.parameters())
+        return trained, parallel.infer_step(samples("mlp", 4))
+
+    wanted = [WithOutcome(module("mlp"))(sample) for sample in samples("mlp", 4)]
+    for results in itertools.chain(*threads.run(own.mesh(stages), rank)):
+        assert not any(result.loss.requires_grad or result.others[0].requires_grad for result in results)
+        close([dataclasses.astuple(x) for x in results], [(x.loss, x.others) for x in wanted], 1e-12)
 
 
 @pytest.mark.parametrize("step", ["train_step", "infer_step"])
