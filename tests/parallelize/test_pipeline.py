@@ -138,6 +138,17 @@ def test_wrong_samples_are_refused_on_every_rank(step: str, tmp_path: Path) -> N
     _on_ranks(wrong, tmp_path)
 
 
+def test_optimizers_of_stages(tmp_path: Path) -> None:
+    """Each has whole parameters, and not all of them."""
+
+    def build(parallel: Any) -> None:
+        build_optimizer(parallel, torch.optim.Adafactor)
+        with pytest.raises(ValueError, match="LBFGS cannot work on some of the parameters: it takes inner products"):
+            build_optimizer(parallel, torch.optim.LBFGS)
+
+    _on_ranks(build, tmp_path)
+
+
 def test_ranks_without_messages_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On XLA all ranks run one program."""
     given = {"data": samples("mlp", 1)[0]}
