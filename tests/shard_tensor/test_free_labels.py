@@ -149,3 +149,24 @@ def test_a_function_of_a_user_by_its_rule():
         assert on_ranks(2, function) == [[0.0, 2.0, 4.0, 6.0, 8.0, 10.0]] * 2
     finally:
         del RULES[double]
+
+
+def test_equal_numbers_of_other_types_are_other_calls():
+    def scaled(x, number):
+        if torch.overrides.has_torch_function_unary(x):
+            return torch.overrides.handle_torch_function(scaled, (x,), x, number)
+        return x * number
+
+    spmd.register_rule(scaled)(lambda x, number: RULES[torch.relu].spec(x))
+    try:
+
+        def function(mesh):
+            x = distribute_tensor(torch.arange(3), mesh, [Shard(0)], sizes=[(1, 2)], src=None)
+            zeros = [scaled(x, number).full_tensor() for number in (0.0, -0.0)]
+            signs = [torch.signbit(each).tolist() for each in zeros]
+            return [scaled(x, number).dtype for number in (1, 1.0, True)], signs
+
+        dtypes = [torch.int64, torch.float32, torch.int64]
+        assert on_ranks(2, function) == [(dtypes, [[False] * 3, [True] * 3])] * 2
+    finally:
+        del RULES[scaled]
