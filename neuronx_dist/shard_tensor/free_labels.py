@@ -76,7 +76,7 @@ class _Plan(NamedTuple):
     Attributes:
         order: the tensors as the rule counts them.
         labels: of their dims, for `inside`.
-        leaves: of the arguments, with the integers of this rank's call.
+        integers: those among the leaves of the arguments, by number, that are others in this rank's call.
         padded: for each tensor the shape with which the function is called, where one of the shards is empty.
         results: their layouts.
         share: of the result, by which it is a summand of a mean.
@@ -84,7 +84,7 @@ class _Plan(NamedTuple):
 
     order: tuple[int, ...]
     labels: Labels
-    leaves: tuple[Any, ...]
+    integers: dict[int, int]
     padded: tuple[torch.Size, ...] | None
     results: tuple[ShardTensorSpec, ...]
     share: float
@@ -103,10 +103,11 @@ def on_shards(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     for number, i in enumerate(positions):
         flat[i] = _Slot(number)
     call = _Call(func, tree, tuple(flat), specs, tuple(x.dtype for x in tensors))
+    key = "free labels", call, tuple(map(type, flat))  # 1, 1.0 and True are equal
     try:
-        plan = mesh.plans.get(("free labels", call), _MISSING)
+        plan = mesh.plans.get(key, _MISSING)
         if plan is _MISSING:
-            plan = mesh.plans["free labels", call] = _planned(call, rule)
+            plan = mesh.plans[key] = _planned(call, rule)
     except TypeError:  # an argument is not hashable
         plan = _planned(call, rule)
     if plan is None:
@@ -119,10 +120,11 @@ def _called(call: _Call, plan: _Plan, tensors: Sequence[torch.Tensor]) -> Any:
     own: list[Any] = [None] * len(tensors)
     for number, local in zip(plan.order, locals_):
         own[number] = local
+    leaves = [plan.integers.get(i, x) for i, x in enumerate(call.leaves)]
     if plan.padded is None:
-        results, tree = tree_flatten(_apply(call, own, plan.leaves))
+        results, tree = tree_flatten(_apply(call, own, leaves))
     else:
-        results, tree = tree_flatten(_of_one_position(call, own, plan))
+        results, tree = tree_flatten(_of_one_position(call, own, leaves, plan.padded))
     specs = iter(plan.results)
     for i, y in enumerate(results):
         if not isinstance(y, torch.Tensor):
@@ -142,16 +144,15 @@ def _apply(call: _Call, tensors: Sequence[Any], leaves: Sequence[Any]) -> Any:
     return call.func(*args, **kwargs)
 
 
-def _of_one_position(call: _Call, own: Sequence[Any], plan: _Plan) -> Any:
+def _of_one_position(call: _Call, own: Sequence[Any], leaves: Sequence[Any], padded: Sequence[torch.Size]) -> Any:
     """What a rank with an empty shard would give of one position: without values, or of ones where it needs some."""
-    assert plan.padded is not None
 
     def of(device: str | torch.device) -> Any:
         tensors = []
-        for x, shape in zip(own, plan.padded or ()):
+        for x, shape in zip(own, padded):
             number = 1 if x.is_floating_point() or x.is_complex() else 0  # an index
             tensors.append(torch.full(shape, number, dtype=x.dtype, device=device).requires_grad_(x.requires_grad))
-        return _apply(call, tensors, plan.leaves)
+        return _apply(call, tensors, leaves)
 
     with no_typecheck():
         try:
@@ -197,7 +198,8 @@ def _planned(call: _Call, rule: Rule) -> _Plan | None:
     if leaves is None:  # a rank outside of the mesh
         return None
     labels = _labels(order, call, whole, cuts)
-    return _Plan(order, labels, leaves, padded, results, share)
+    integers = {i: x for i, x in enumerate(leaves) if x is not call.leaves[i]}
+    return _Plan(order, labels, integers, padded, results, share)
 
 
 def _told(call: _Call, rule: Rule, shapes: Sequence[Sequence[int]], leaves: Sequence[Any]) -> Spec | None:

@@ -149,3 +149,22 @@ def test_a_function_of_a_user_by_its_rule():
         assert on_ranks(2, function) == [[0.0, 2.0, 4.0, 6.0, 8.0, 10.0]] * 2
     finally:
         del RULES[double]
+
+
+def test_a_plan_is_of_one_type_of_number_and_keeps_the_sign_of_zero():
+    def function(mesh):
+        def outer(dtype, **factors):
+            whole = torch.ones(8, 3, dtype=dtype), torch.ones(8, dtype=dtype), torch.ones(3, dtype=dtype)
+            shards = [distribute_tensor(x, mesh, [Shard(0)], src=None) for x in whole[:2]]
+            return torch.addr(*shards, whole[2], **factors).full_tensor(), torch.addr(*whole, **factors)
+
+        with fallback("error"):
+            assert torch.equal(*outer(torch.int64, beta=1))
+            with pytest.raises(NotImplementedError, match="addr"):  # torch refuses 1.0: there is no plan
+                outer(torch.int64, beta=1.0)
+            for alpha in (0.0, -0.0):
+                y, expected = outer(torch.float64, beta=0, alpha=alpha)
+                assert torch.equal(y.signbit(), expected.signbit())
+                assert bool(expected.signbit().all()) == (str(alpha) == "-0.0")
+
+    on_ranks(2, function, (2,))
