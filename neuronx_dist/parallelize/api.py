@@ -50,7 +50,7 @@ from .record import record_program
 from .recordings import programs_from_text, programs_text
 from .source_text import program_text
 from .stored import constants_of, stored_of
-from .verify import verify
+from .verify import Verdict, verify
 from .whole_mesh import check_mesh
 
 __all__ = ["parallelize"]
@@ -117,19 +117,14 @@ def parallelize(
     if isinstance(dummy_forward_args, Mapping) and not (compute_config.use_end2end or compute_config.inference_only):
         dummy_forward_args = pytree.tree_map_only(torch.Tensor, with_gradient, dict(dummy_forward_args))
 
-    def module() -> nn.Module:
+    @cache
+    def original() -> nn.Module:
         return checked_module(module_or_module_class, module_fn, module_dtype, dummy_forward_args, compute_config)
 
     if not is_class:
-        module()  # what is wrong with it is an error on every rank
+        original()  # what is wrong with it is an error on every rank
     if load_module and comm.is_initialized():
         compute_config.check_mesh(comm.current().mesh)
-    made: list[nn.Module] = []
-
-    def original() -> nn.Module:
-        if not made:
-            made.append(module())
-        return made[0]
 
     @cache
     def key() -> Key:
@@ -199,10 +194,38 @@ def _emitted(
     constants = {name: value.constant for value, name in names.items() if value.constant is not None}
     tensors = named_tensors(module)
     held = {name: tensors[name].detach() for name, each in stored.items() if each.kind in ("parameter", "buffer")}
-    verdicts = []
+    verdicts, mesh = _proven(source, divisions, module, constants, arguments, config, folder)
+    files = {
+        CODE: source,
+        CONSTANTS: constants_text(constants),
+        PROOF: "\n".join([*map(str, verdicts), f"mesh: {mesh}"]),
+        PLAN: plan_of(divisions[0], units=config.units).text(),
+    }
+    for division in divisions:  # of a rank's program those of the whole
+        names |= {whole: names[own] for own, whole in zip(division.program.constants, division.whole.constants)}
+    programs = programs_text([division.whole for division in divisions], names)
+    if programs is not None:
+        files[PROGRAMS] = programs
+    return Emitted(files, initial_values(type(module).__name__, held))
+
+
+def _proven(
+    source: str,
+    divisions: Sequence[Division],
+    module: nn.Module,
+    constants: Mapping[str, torch.Tensor],
+    arguments: Mapping[str, Any],
+    config: ComputeConfig,
+    folder: Path,
+) -> tuple[list[Verdict], str]:
+    """What was looked at in each division, and on the whole mesh; a warning says which values were not.
+
+    Raises:
+        ValueError: the original fails.
+        EmittedProgramError: the source is refused; it is kept in `folder`.
+    """
     try:
-        for division in divisions:
-            verdicts.append(verify(source, division, module, constants, arguments))
+        verdicts = [verify(source, division, module, constants, arguments) for division in divisions]
         mesh = check_mesh(source, divisions, config, arguments, constants)
     except OriginalError as error:
         cause = error.__cause__
@@ -223,20 +246,9 @@ def _emitted(
             f"{type(module).__name__}: the types of its program are proven, its values are {not_run}. To prove them, "
             "call parallelize once with a smaller module of the same class (fewer or narrower layers) or smaller "
             "dummy_forward_args, and the same policy",
-            stacklevel=2,
+            stacklevel=3,
         )
-    files = {
-        CODE: source,
-        CONSTANTS: constants_text(constants),
-        PROOF: "\n".join([*map(str, verdicts), f"mesh: {mesh}"]),
-        PLAN: plan_of(divisions[0], units=config.units).text(),
-    }
-    for division in divisions:  # of a rank's program those of the whole
-        names |= {whole: names[own] for own, whole in zip(division.program.constants, division.whole.constants)}
-    programs = programs_text([division.whole for division in divisions], names)
-    if programs is not None:
-        files[PROGRAMS] = programs
-    return Emitted(files, initial_values(type(module).__name__, held))
+    return verdicts, mesh
 
 
 def _divisions(
