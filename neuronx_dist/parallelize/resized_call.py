@@ -41,25 +41,26 @@ def resized_call(call: Call, arguments: Arguments, wanted: Any, shapes: Shapes, 
     for each in edited(arguments, change):
         tensors = substituted(each, Slot, whole_tensor)
         try:
-            found = _shapes(call, tensors)
-            congruent = wanted is None or _form(call, tensors) == wanted
-        except NotImplementedError:  # a function without a kernel for meta tensors
-            found = shapes
-            congruent = wanted is not None and _form(call, tensors) == wanted
+            result_shapes = _shapes(call, tensors)
+            congruent = result_shapes is not None if wanted is None else _form(call, tensors) == wanted
         except Exception:  # a view of a small tensor to the whole sizes, say: whatever torch and the rule say of it
             continue
-        if congruent and found == shapes:
+        if congruent and result_shapes in (None, shapes):
             return ResizedCall(each)
-        others.append(found)
-    return ResizedCall(None, next((found for found in others if found != shapes), ()))
+        if result_shapes not in (None, shapes):
+            others.append(result_shapes)
+    return ResizedCall(None, others[0] if others else ())
 
 
 def _form(call: Call, tensors: Arguments) -> Any:
     return normal_form(spec_of(RULES[call.function], tensors)._replace(ranges={}))
 
 
-def _shapes(call: Call, tensors: Arguments) -> Shapes:
-    """The shapes of what a call returns, which is made on meta."""
+def _shapes(call: Call, tensors: Arguments) -> Shapes | None:
+    """The shapes of what a call returns, which is made on meta; None: its function has no kernel for that."""
     args, kwargs = substituted(tensors, torch.device, lambda _: _META)
-    with _META:
-        return tuple(tuple(x.shape) for x in tensors_of(call.function(*args, **kwargs)))
+    try:
+        with _META:
+            return tuple(tuple(x.shape) for x in tensors_of(call.function(*args, **kwargs)))
+    except NotImplementedError:
+        return None
