@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ..checking.types.rules import RULES
-from .congruence import Arguments, Slot, edited, normal_form, spec_of, tensors_of
+from ..checking.types.rules.normal_form import normal_form
+from .congruence import Arguments, Slot, edited, spec_of, tensors_of
 from .derivation import whole_tensor
 from .program import Call, substituted
 

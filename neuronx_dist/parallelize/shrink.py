@@ -22,7 +22,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .congruence import Arguments, Slot, normal_form
+from ..checking.types.rules.normal_form import normal_form
+from .congruence import Arguments, Slot
 from .program import Call, Program, Value, operands_of, substituted, values_in
 from .resized_call import ResizedCall, Shapes, resized_call
 from .sizes import Size, Sizes

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from neuronx_dist.checking.types.rules import RULES, Rule, Spec
+from neuronx_dist.checking.types.rules.normal_form import normal_form
 from neuronx_dist.checking.types.rules.views import Labels
-from neuronx_dist.parallelize.congruence import Slot, normal_form, spec_of
+from neuronx_dist.parallelize.congruence import Slot, spec_of
 from neuronx_dist.parallelize.program import Call
 from neuronx_dist.parallelize.resized_call import ResizedCall, resized_call
 
