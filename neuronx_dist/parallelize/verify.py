@@ -71,19 +71,19 @@ def verify(
         OriginalError: the original fails.
     """
     report = check_types(source, division, arguments, constants)
-    reason = too_large(division.whole)
+    reason = _too_large(division.whole)
     if not reason:
         return Verdict(report, "", *check_values(source, division, module, constants, arguments))
     try:
         toy = toy_of(division, module, arguments)
     except NotShrunk as error:
         return Verdict(report, f"{reason}; nor at toy sizes: {error}", math.nan, "")
-    if too_large(toy.division.whole):
+    if _too_large(toy.division.whole):
         return Verdict(report, f"{reason}; nor at toy sizes, which are too large: {toy.sizes}", math.nan, "")
     return Verdict(report, "", *check_toy(source, toy), toy.sizes)
 
 
-def too_large(program: Program) -> str:
+def _too_large(program: Program) -> str:
     """Why a program is not run for real here; "": it is."""
     flops = sum(call.flops for call in program.calls)
     elements = sum(math.prod(value.shape) for value in program.parameters)
