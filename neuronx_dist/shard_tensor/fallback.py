@@ -9,7 +9,7 @@ own rules are not used, since they are wrong for shards that are no chunks.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -25,7 +25,7 @@ from .labels import one_mesh
 from .redistribute import redistributed
 from .report import gathered
 from .spec import ShardTensorSpec, make_spec
-from .tensor import ShardTensor, local_of, wrap
+from .tensor import ShardTensor, local_of, wrap, wrap_result
 from .written_back import redistributed_view
 
 __all__ = ["fallback", "set_fallback"]
@@ -113,7 +113,8 @@ def _gathered(func: Any, args: Any, kwargs: Any) -> Any:
             _warned.add((name, site))
             warnings.warn(f"{text}; at {site}", stacklevel=3)
     args, kwargs = tree_unflatten([_whole(x) if isinstance(x, ShardTensor) else x for x in flat], tree)
-    return tree_map(lambda x: _split_again(x, first) if isinstance(x, torch.Tensor) else x, func(*args, **kwargs))
+    result = func(*args, **kwargs)
+    return tree_map(lambda x: _split_again(x, first, operands) if isinstance(x, torch.Tensor) else x, result)
 
 
 def _whole(x: ShardTensor) -> torch.Tensor:
@@ -121,7 +122,7 @@ def _whole(x: ShardTensor) -> torch.Tensor:
     return redistributed_view(local_of(x), x._spec, x._spec.replicated())
 
 
-def _split_again(whole: torch.Tensor, like: ShardTensorSpec) -> ShardTensor:
+def _split_again(whole: torch.Tensor, like: ShardTensorSpec, operands: Sequence[ShardTensor]) -> ShardTensor:
     """A result with the shape of an operand gets its layout."""
     if whole.layout is not torch.strided:
         raise NotImplementedError(
@@ -129,7 +130,7 @@ def _split_again(whole: torch.Tensor, like: ShardTensorSpec) -> ShardTensor:
         )
     spec = make_spec(like.mesh, None, whole.shape)
     target = like if whole.shape == like.shape and not like.partial else spec
-    return wrap(redistributed(whole, spec, target), target)
+    return wrap_result(redistributed(whole, spec, target), target, operands)
 
 
 _aten = torch.ops.aten

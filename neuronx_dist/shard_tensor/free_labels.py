@@ -31,7 +31,7 @@ from .labels import Labels, inside
 from .placements import Partial, Placement, Replicate, Shard
 from .redistribute import redistributed
 from .spec import ShardTensorSpec, gradient_spec, make_spec
-from .tensor import ShardTensor, wrap
+from .tensor import ShardTensor, wrap_result
 
 __all__ = ["on_shards"]
 
@@ -77,7 +77,7 @@ class _Plan(NamedTuple):
     Attributes:
         order: the tensors as the rule counts them.
         labels: of their dims, for `inside`.
-        integers: those among the leaves of the arguments, by number, that are others in this rank's call.
+        counts: the leaves of the arguments that are other integers in this rank's call.
         padded: for each tensor the shape with which the function is called, where one of the shards is empty.
         results: their layouts.
         share: of the result, by which it is a summand of a mean.
@@ -85,7 +85,7 @@ class _Plan(NamedTuple):
 
     order: tuple[int, ...]
     labels: Labels
-    integers: dict[int, int]
+    counts: dict[int, int]
     padded: tuple[torch.Size, ...] | None
     results: tuple[ShardTensorSpec, ...]
     share: float
@@ -104,7 +104,7 @@ def on_shards(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     for number, i in enumerate(positions):
         flat[i] = _Slot(number)
     call = _Call(func, tree, tuple(flat), specs, tuple(x.dtype for x in tensors))
-    key = "free labels", call, tuple(map(type, flat))  # 1, 1.0 and True are equal
+    key = "free labels", call, tuple(map(type, flat))  # 2 and 2.0 are equal
     try:
         plan = mesh.plans.get(key, _MISSING)
         if plan is _MISSING:
@@ -121,39 +121,41 @@ def _called(call: _Call, plan: _Plan, tensors: Sequence[torch.Tensor]) -> Any:
     own: list[Any] = [None] * len(tensors)
     for number, local in zip(plan.order, locals_):
         own[number] = local
-    leaves = [plan.integers.get(i, x) for i, x in enumerate(call.leaves)]
     if plan.padded is None:
-        results, tree = tree_flatten(_apply(call, own, leaves))
+        results, tree = tree_flatten(_apply(call, own, plan))
     else:
-        results, tree = tree_flatten(_of_one_position(call, own, leaves, plan.padded))
+        results, tree = tree_flatten(_of_one_position(call, own, plan))
+        if any(isinstance(y, torch.Tensor) and y._is_view() for y in results):  # what is written into one has a graph
+            results, tree = tree_flatten(_apply(call, own, plan))
     specs = iter(plan.results)
     for i, y in enumerate(results):
         if not isinstance(y, torch.Tensor):
             continue
         spec = next(specs)
-        if plan.padded is not None:
+        if plan.padded is not None and not y._is_view():
             nothing = torch.zeros(spec.local_shape, dtype=y.dtype, device=own[0].device)
             y = linked(nothing, *own) if y.requires_grad else nothing
         assert y.shape == spec.local_shape, f"the rule of {call.func} tells {spec.local_shape}, it gave {y.shape}"
         y = y * plan.share if plan.share != 1 else y
-        results[i] = wrap(redistributed(y, spec, gradient_spec(spec)), gradient_spec(spec))
+        results[i] = wrap_result(redistributed(y, spec, gradient_spec(spec)), gradient_spec(spec), tensors)
     return tree_unflatten(results, tree)
 
 
-def _apply(call: _Call, tensors: Sequence[Any], leaves: Sequence[Any]) -> Any:
-    args, kwargs = call.with_tensors(tensors, leaves)
+def _apply(call: _Call, tensors: Sequence[Any], plan: _Plan) -> Any:
+    args, kwargs = call.with_tensors(tensors, [plan.counts.get(i, x) for i, x in enumerate(call.leaves)])
     return call.func(*args, **kwargs)
 
 
-def _of_one_position(call: _Call, own: Sequence[Any], leaves: Sequence[Any], padded: Sequence[torch.Size]) -> Any:
+def _of_one_position(call: _Call, own: Sequence[Any], plan: _Plan) -> Any:
     """What a rank with an empty shard would give of one position: without values, or of ones where it needs some."""
+    assert plan.padded is not None
 
     def of(device: str | torch.device) -> Any:
         tensors = []
-        for x, shape in zip(own, padded):
+        for x, shape in zip(own, plan.padded or ()):
             number = 1 if x.is_floating_point() or x.is_complex() else 0  # an index
             tensors.append(torch.full(shape, number, dtype=x.dtype, device=device).requires_grad_(x.requires_grad))
-        return _apply(call, tensors, leaves)
+        return _apply(call, tensors, plan)
 
     with no_typecheck():
         try:
@@ -199,8 +201,8 @@ def _planned(call: _Call, rule: Rule) -> _Plan | None:
     if leaves is None:  # a rank outside of the mesh
         return None
     labels = _labels(order, call, whole, cuts)
-    integers = {i: x for i, x in enumerate(leaves) if x is not call.leaves[i]}
-    return _Plan(order, labels, integers, padded, results, share)
+    counts = {i: x for i, (x, given) in enumerate(zip(leaves, call.leaves)) if x is not given}
+    return _Plan(order, labels, counts, padded, results, share)
 
 
 def _told(call: _Call, rule: Rule, shapes: Sequence[Sequence[int]], leaves: Sequence[Any]) -> Spec | None:

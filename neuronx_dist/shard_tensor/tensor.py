@@ -30,7 +30,7 @@ from .redistribute import moved, nothing_of, redistributed
 from .spec import ShardTensorSpec, gradient_spec, make_spec
 from .typed import declared, laid_out, promoted
 
-__all__ = ["ShardTensor", "gradient_spec", "in_layout", "local_of", "wrap", "wrap_view", "written"]
+__all__ = ["ShardTensor", "gradient_spec", "in_layout", "local_of", "wrap", "wrap_result", "wrap_view", "written"]
 
 _make_wrapper = torch.Tensor._make_wrapper_subclass
 _BASE: Any = torch.Tensor  # its properties, which this class has in another way
@@ -348,7 +348,7 @@ _relink: Callable[..., ShardTensor] = super(torch.autograd.Function, _Relink).ap
 
 def written(x: ShardTensor) -> ShardTensor:
     """`x`, whose local tensor an operation has modified in place, and with it all that share its memory."""
-    if x._local.grad_fn is not None and torch.is_grad_enabled():
+    if torch.is_grad_enabled() and x._local.grad_fn is not None:  # of a view without a graph torch would not say
         sharing = [each() for each in getattr(x, "_family", ())] or [x]
         with DisableTorchFunction():
             for each in sharing:
@@ -376,6 +376,15 @@ def wrap_view(local: torch.Tensor, spec: ShardTensorSpec, source: ShardTensor) -
         family.append(ref(result))
         source._family = result._family = family
     return result
+
+
+def wrap_result(local: torch.Tensor, spec: ShardTensorSpec, operands: Sequence[Any]) -> ShardTensor:
+    """`wrap` of what a function of these operands gave: `wrap_view`, if it is a view of one of them."""
+    if local._is_view():
+        for x in operands:
+            if isinstance(x, ShardTensor) and local._base is (x._local._base if x._local._is_view() else x._local):
+                return wrap_view(local, spec, x)
+    return wrap(local, spec)
 
 
 def local_of(x: ShardTensor) -> torch.Tensor:

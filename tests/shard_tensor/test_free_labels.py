@@ -151,20 +151,22 @@ def test_a_function_of_a_user_by_its_rule():
         del RULES[double]
 
 
-def test_a_plan_is_of_one_type_of_number_and_keeps_the_sign_of_zero():
-    def function(mesh):
-        def outer(dtype, **factors):
-            whole = torch.ones(8, 3, dtype=dtype), torch.ones(8, dtype=dtype), torch.ones(3, dtype=dtype)
-            shards = [distribute_tensor(x, mesh, [Shard(0)], src=None) for x in whole[:2]]
-            return torch.addr(*shards, whole[2], **factors).full_tensor(), torch.addr(*whole, **factors)
+def test_equal_numbers_of_other_types_are_other_calls():
+    def scaled(x, number):
+        if torch.overrides.has_torch_function_unary(x):
+            return torch.overrides.handle_torch_function(scaled, (x,), x, number)
+        return x * number
 
-        with fallback("error"):
-            assert torch.equal(*outer(torch.int64, beta=1))
-            with pytest.raises(NotImplementedError, match="addr"):  # torch refuses 1.0: there is no plan
-                outer(torch.int64, beta=1.0)
-            for alpha in (0.0, -0.0):
-                y, expected = outer(torch.float64, beta=0, alpha=alpha)
-                assert torch.equal(y.signbit(), expected.signbit())
-                assert bool(expected.signbit().all()) == (str(alpha) == "-0.0")
+    spmd.register_rule(scaled)(lambda x, number: RULES[torch.relu].spec(x))
+    try:
 
-    on_ranks(2, function, (2,))
+        def function(mesh):
+            x = distribute_tensor(torch.arange(3), mesh, [Shard(0)], sizes=[(1, 2)], src=None)
+            zeros = [scaled(x, number).full_tensor() for number in (0.0, -0.0)]
+            signs = [torch.signbit(each).tolist() for each in zeros]
+            return [scaled(x, number).dtype for number in (1, 1.0, True)], signs
+
+        dtypes = [torch.int64, torch.float32, torch.int64]
+        assert on_ranks(2, function) == [(dtypes, [[False] * 3, [True] * 3])] * 2
+    finally:
+        del RULES[scaled]

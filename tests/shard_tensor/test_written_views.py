@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from neuronx_dist.shard_tensor import Shard, distribute_tensor
+from neuronx_dist.shard_tensor import Replicate, Shard, distribute_tensor
 from tests.shard_tensor.support.cases import on_ranks
 
 
@@ -50,6 +50,23 @@ def into_what_a_view_ends_in(y):
     return y
 
 
+def into_a_view_without_a_handler(y):
+    torch.hsplit(y, 2)[1].mul_(3)
+    return y
+
+
+def behind_a_view_without_a_handler(y):
+    view = y.view(6, 1, 2).diagonal(0, 1, 2)
+    y.mul_(3)
+    return view
+
+
+def into_a_view_that_has_no_graph(y):
+    with torch.no_grad():
+        y.view(12).mul_(3)
+    return y
+
+
 def behind_another_function(y):
     before = Doubled.apply(y)
     y[...].mul_(5)
@@ -64,10 +81,14 @@ def behind_another_function(y):
         into_another_view,
         into_a_view_of_a_view,
         into_what_a_view_ends_in,
+        into_a_view_without_a_handler,
+        behind_a_view_without_a_handler,
+        into_a_view_that_has_no_graph,
         behind_another_function,
     ],
 )
-def test_what_is_written_into_a_view_is_known_to_functions_of_others(write):
+@pytest.mark.parametrize("placement, sizes", [(Shard(0), (4, 0, 2)), (Replicate(), None)])
+def test_what_is_written_into_a_view_is_known_to_functions_of_others(write, placement, sizes):
     def loss(x):
         y = Doubled.apply(write(x * 2))
         return (y * torch.arange(1.0, y.numel() + 1, dtype=y.dtype).view(y.shape)).sum()
@@ -77,13 +98,13 @@ def test_what_is_written_into_a_view_is_known_to_functions_of_others(write):
         plain = values.clone().requires_grad_()
         expected = loss(plain)
         expected.backward()
-        x = distribute_tensor(values, mesh, [Shard(0)], sizes=[(4, 2)], src=None).requires_grad_()
+        x = distribute_tensor(values, mesh, [placement], sizes=[sizes], src=None).requires_grad_()
         actual = loss(x)
         actual.backward()
         assert torch.equal(actual.full_tensor().detach(), expected.detach())
         assert torch.equal(x.grad.full_tensor(), plain.grad)
 
-    on_ranks(2, run)
+    on_ranks(3, run)
 
 
 def test_views_that_are_gone_are_forgotten():
