@@ -274,8 +274,8 @@ def _turn(k: torch.Tensor, v: torch.Tensor, options: _Options) -> Iterator[tuple
 def _packed(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """One message: all of k, then all of v, so that each is contiguous where it arrives."""
     packed = k.new_empty(k.numel() + v.numel())
-    for x, place in zip((k, v), _unpacked(packed, k, v, k.shape[2])):
-        place.copy_(x)
+    for x, part in zip((k, v), _unpacked(packed, k, v, k.shape[2])):
+        part.copy_(x)
     return packed
 
 

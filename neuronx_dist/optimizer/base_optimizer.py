@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["OptimizerFactory", "check_factory", "make_base_optimizer"]
+__all__ = ["OptimizerFactory", "check_factory", "make_base_optimizer", "refuse_not_elementwise"]
 
 # Called with parameter groups (and options): a class, a `functools.partial` of one, any function.
 OptimizerFactory = Callable[..., torch.optim.Optimizer]
@@ -26,6 +26,7 @@ _NOT_ELEMENTWISE = {
     "LARS": "it scales an update by the norm of the whole parameter",
     "SparseAdam": "it takes sparse gradients, and shards are dense",
 }
+_ACROSS_PARAMETERS = {"LBFGS"}
 
 
 def check_factory(wrapper: str, params: Any, factory: Any) -> None:
@@ -52,7 +53,7 @@ def check_factory(wrapper: str, params: Any, factory: Any) -> None:
         )
     factory = factory.func if isinstance(factory, partial) else factory
     if isinstance(factory, type):
-        _refuse_not_elementwise(factory)
+        _refuse_shards(factory)
 
 
 def make_base_optimizer(
@@ -68,7 +69,7 @@ def make_base_optimizer(
     optimizer = factory(groups, **options)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optimizer_class {factory!r} made a {type(optimizer).__name__}, not a torch optimizer")
-    _refuse_not_elementwise(type(optimizer))
+    _refuse_shards(type(optimizer))
     if [list(map(id, group["params"])) for group in optimizer.param_groups] != [list(map(id, ps)) for ps in given]:
         raise ValueError(
             f"optimizer_class {factory!r} made {type(optimizer).__name__} of other parameters than those it was given: "
@@ -77,14 +78,28 @@ def make_base_optimizer(
     return optimizer
 
 
-def _refuse_not_elementwise(optimizer_class: type) -> None:
+def refuse_not_elementwise(optimizer_class: type, *, parts: bool = True, advice: str = "") -> None:
+    """Refuses an optimizer whose update of a part of the model needs the rest.
+
+    Args:
+        parts: parameters are parts of the model's; False: whole, but not all of the model's.
+        advice: what else to do, for the message.
+
+    Raises:
+        ValueError: the update is not elementwise (of whole parameters: takes all of them together).
+    """
     for ancestor in optimizer_class.__mro__:
         reason = _NOT_ELEMENTWISE.get(ancestor.__name__)
-        if reason is not None:
+        if reason is not None and (parts or ancestor.__name__ in _ACROSS_PARAMETERS):
+            what = "shards of" if parts else "some of the"
             raise ValueError(
-                f"{optimizer_class.__name__} cannot work on shards of parameters: {reason}. Use an optimizer whose "
-                "update is elementwise (SGD, Adam, AdamW, ...), or this one itself after reduce_gradients(model)"
+                f"{optimizer_class.__name__} cannot work on {what} parameters: {reason}. "
+                f"Use an optimizer whose update is elementwise (SGD, Adam, AdamW, ...){advice}"
             )
+
+
+def _refuse_shards(optimizer_class: type) -> None:
+    refuse_not_elementwise(optimizer_class, advice=", or this one itself after reduce_gradients(model)")
 
 
 def _call(optimizer: torch.optim.Optimizer) -> str:

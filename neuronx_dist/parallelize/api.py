@@ -8,9 +8,7 @@ Rank 0 does this, unless there are files of an earlier run; every rank then make
 from __future__ import annotations
 
 import inspect
-import math
 import os
-import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
@@ -25,7 +23,7 @@ from torch import nn
 from .. import comm
 from ..comm.launch import init_distributed
 from ..parallel_layers.parallel_state import destroy_model_parallel, initialize_model_parallel
-from ..pipeline.record.recording import TracingError, describe
+from ..pipeline.record.recording import TracingError
 from ..planning.plan import Plan
 from .compare import EmittedProgramError, OriginalError
 from .config import BroadcastGenFilesStrategy, ComputeConfig, ReuseType
@@ -36,14 +34,23 @@ from .files import Generated, GeneratedFilesError, GeneratedFolder
 from .generation import Emitted, generate
 from .keys import Key, key_of
 from .module import ParallelModule, parallel_class
+from .original import (
+    check_outputs,
+    checked_module,
+    current_values,
+    forward_failed,
+    initial_values,
+    named_tensors,
+    with_gradient,
+)
 from .plans import plan_of
 from .policies import divide, divide_like
-from .program import Division, Program, Value
-from .record import check_arguments, record_program
+from .program import Division, Program
+from .record import record_program
 from .recordings import programs_from_text, programs_text
 from .source_text import program_text
 from .stored import constants_of, stored_of
-from .verify import verify
+from .verify import Verdict, verify
 from .whole_mesh import check_mesh
 
 __all__ = ["parallelize"]
@@ -108,21 +115,16 @@ def parallelize(
         )
     is_own_mesh = load_module and _join(compute_config)
     if isinstance(dummy_forward_args, Mapping) and not (compute_config.use_end2end or compute_config.inference_only):
-        dummy_forward_args = pytree.tree_map_only(torch.Tensor, _with_gradient, dict(dummy_forward_args))
+        dummy_forward_args = pytree.tree_map_only(torch.Tensor, with_gradient, dict(dummy_forward_args))
 
-    def module() -> nn.Module:
-        return _module(module_or_module_class, module_fn, module_dtype, dummy_forward_args, compute_config)
+    @cache
+    def original() -> nn.Module:
+        return checked_module(module_or_module_class, module_fn, module_dtype, dummy_forward_args, compute_config)
 
     if not is_class:
-        module()  # what is wrong with it is an error on every rank
+        original()  # what is wrong with it is an error on every rank
     if load_module and comm.is_initialized():
         compute_config.check_mesh(comm.current().mesh)
-    made: list[nn.Module] = []
-
-    def original() -> nn.Module:
-        if not made:
-            made.append(module())
-        return made[0]
 
     @cache
     def key() -> Key:
@@ -140,7 +142,7 @@ def parallelize(
         reuse=reuse,
         strategy=broadcast_strategy,
         load=load_module,
-        values=lambda: None if is_class or not init_module_params else _values(original()),
+        values=lambda: None if is_class or not init_module_params else current_values(original()),
     )
     _save_plan(folder, pas_policy, compute_config)
     if generated is None:
@@ -159,13 +161,6 @@ def _save_plan(folder: GeneratedFolder, policy: Any, config: ComputeConfig) -> N
         Plan.load(folder.read().path / PLAN).save(path)
 
 
-def _with_gradient(x: torch.Tensor) -> torch.Tensor:
-    """An input of a module that may be in the middle of a graph: its gradient is whole on every rank."""
-    if x.requires_grad or not (x.is_floating_point() or x.is_complex()):
-        return x
-    return x.detach().requires_grad_()
-
-
 def _join(config: ComputeConfig, stages: int = 1) -> bool:
     """Joins the job that torchrun started, and makes its mesh where there is none yet; returns whether it made one."""
     if comm.is_initialized() or not torch.distributed.is_available():
@@ -177,73 +172,6 @@ def _join(config: ComputeConfig, stages: int = 1) -> bool:
     mesh = config.mesh(stages)
     initialize_model_parallel(mesh.tp, mesh.pp, topology=mesh.topology)
     return True
-
-
-def _module(
-    given: Any,
-    module_fn: Callable[[], nn.Module] | None,
-    dtype: torch.dtype | None,
-    arguments: Mapping[str, Any],
-    config: ComputeConfig,
-) -> nn.Module:
-    """The module that is parallelized, and whether it can be."""
-    if dtype is not None and not isinstance(dtype, torch.dtype):
-        raise TypeError(f"module_dtype is a torch.dtype, such as torch.bfloat16, got {dtype!r}")
-    module = _instance(given, module_fn) if inspect.isclass(given) else given
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"parallelize takes a torch.nn.Module or a class of them, got {type(module).__name__}")
-    if dtype is not None:
-        module.to(dtype)
-    for name, child in module.named_modules():
-        if isinstance(child, ParallelModule):
-            raise ValueError(
-                f"{type(module).__name__}: {name} is parallel already, and a parallel module has none inside: "
-                "parallelize the whole or the parts"
-            )
-    _check_arguments(module, arguments, config)
-    return module
-
-
-def _instance(module_class: type, module_fn: Callable[[], nn.Module] | None) -> Any:
-    """A module of the class. No random number is drawn: rank 0 alone makes one, and the others are to draw the same."""
-    if module_fn is None and issubclass(module_class, nn.Module):
-        parameters = inspect.signature(module_class).parameters.values()
-        variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-        needed = [each.name for each in parameters if each.default is each.empty and each.kind not in variadic]
-        if needed:
-            name = module_class.__name__
-            raise TypeError(
-                f"{name} is made with arguments ({', '.join(needed)}): pass module_fn, such as lambda: {name}(...)"
-            )
-    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
-        return (module_fn or module_class)()
-
-
-def _check_arguments(module: nn.Module, arguments: Mapping[str, Any], config: ComputeConfig) -> None:
-    check_arguments(module, arguments)
-    name = f"{type(module).__name__}.forward"
-    parameters = list(inspect.signature(module.forward).parameters.values())
-    names = [each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
-    alone = [each.name for each in parameters if each.kind == each.POSITIONAL_ONLY]
-    if alone:
-        raise ValueError(f"{name} has positional-only arguments ({', '.join(alone)}): dummy_forward_args names them")
-    required = [each.name for each in parameters if each.default is each.empty and each.name in names]
-    if config.use_end2end and len(required) > 1:
-        raise TypeError(
-            f"use_end2end: {name} requires {', '.join(required)}; an end2end module takes one sample, and every other "
-            "argument has a default"
-        )
-    defaults = {each.name: each.default for each in parameters}
-    for given in arguments if config.use_end2end else ():
-        if given != names[0] and _differs(arguments[given], defaults.get(given)):
-            raise TypeError(
-                f"use_end2end: dummy_forward_args has {given!r}, and train_step gives {name} its first argument alone "
-                f"({names[0]}): leave {given!r} at its default"
-            )
-
-
-def _differs(given: Any, default: Any) -> bool:
-    return given is not default and (isinstance(given, torch.Tensor) or bool(given != default))
 
 
 def _emitted(
@@ -264,17 +192,45 @@ def _emitted(
     source = emit(*divisions, name=type(module).__name__, stored=stored, signature=inspect.signature(module.forward))
     names = constants_of(*divisions)
     constants = {name: value.constant for value, name in names.items() if value.constant is not None}
-    tensors = _tensors(module)
+    tensors = named_tensors(module)
     held = {name: tensors[name].detach() for name, each in stored.items() if each.kind in ("parameter", "buffer")}
-    verdicts = []
+    verdicts, mesh = _proven(source, divisions, module, constants, arguments, config, folder)
+    files = {
+        CODE: source,
+        CONSTANTS: constants_text(constants),
+        PROOF: "\n".join([*map(str, verdicts), f"mesh: {mesh}"]),
+        PLAN: plan_of(divisions[0], units=config.units).text(),
+    }
+    for division in divisions:  # of a rank's program those of the whole
+        names |= {whole: names[own] for own, whole in zip(division.program.constants, division.whole.constants)}
+    programs = programs_text([division.whole for division in divisions], names)
+    if programs is not None:
+        files[PROGRAMS] = programs
+    return Emitted(files, initial_values(type(module).__name__, held))
+
+
+def _proven(
+    source: str,
+    divisions: Sequence[Division],
+    module: nn.Module,
+    constants: Mapping[str, torch.Tensor],
+    arguments: Mapping[str, Any],
+    config: ComputeConfig,
+    folder: Path,
+) -> tuple[list[Verdict], str]:
+    """What was looked at in each division, and on the whole mesh; a warning says which values were not.
+
+    Raises:
+        ValueError: the original fails.
+        EmittedProgramError: the source is refused; it is kept in `folder`.
+    """
     try:
-        for division in divisions:
-            verdicts.append(verify(source, division, module, constants, arguments))
+        verdicts = [verify(source, division, module, constants, arguments) for division in divisions]
         mesh = check_mesh(source, divisions, config, arguments, constants)
     except OriginalError as error:
         cause = error.__cause__
         assert isinstance(cause, Exception)
-        raise _failed(module, arguments, cause) from cause
+        raise forward_failed(module, arguments, cause) from cause
     except Exception as error:  # EmittedProgramError, or the file is no program, or the check crashed
         kept = folder / f"refused_{type(module).__name__}.py"
         kept.parent.mkdir(parents=True, exist_ok=True)
@@ -290,20 +246,9 @@ def _emitted(
             f"{type(module).__name__}: the types of its program are proven, its values are {not_run}. To prove them, "
             "call parallelize once with a smaller module of the same class (fewer or narrower layers) or smaller "
             "dummy_forward_args, and the same policy",
-            stacklevel=2,
+            stacklevel=3,
         )
-    files = {
-        CODE: source,
-        CONSTANTS: constants_text(constants),
-        PROOF: "\n".join([*map(str, verdicts), f"mesh: {mesh}"]),
-        PLAN: plan_of(divisions[0], units=config.units).text(),
-    }
-    for division in divisions:  # of a rank's program those of the whole
-        names |= {whole: names[own] for own, whole in zip(division.program.constants, division.whole.constants)}
-    programs = programs_text([division.whole for division in divisions], names)
-    if programs is not None:
-        files[PROGRAMS] = programs
-    return Emitted(files, _initial(type(module).__name__, held))
+    return verdicts, mesh
 
 
 def _divisions(
@@ -317,7 +262,7 @@ def _divisions(
         if len(wanted) == 2 and program_text(programs[False]) == program_text(programs[True]):
             del programs[False]
     for program in programs.values():
-        _check_outputs(module, program, config)
+        check_outputs(module, program, config)
     if config.inference_only:
         return [divide(programs[False], policy, config)]
     division = divide(programs[True], policy, config)
@@ -347,60 +292,7 @@ def _recorded(module: nn.Module, arguments: dict[str, Any], *, training: bool) -
     except TracingError:
         raise
     except Exception as error:
-        raise _failed(module, arguments, error) from error
-
-
-def _check_outputs(module: nn.Module, program: Program, config: ComputeConfig) -> None:
-    """What forward returns.
-
-    Raises:
-        ValueError: it is no tensor, or an end2end module's is no loss.
-    """
-    if not any(isinstance(each, Value) for each in program.outputs):
-        raise ValueError(
-            f"{type(module).__name__}.forward returns no tensor that it computes: nothing is to be divided"
-        )
-    first = program.outputs[0]
-    if config.use_end2end and not (isinstance(first, Value) and math.prod(first.shape) == 1):
-        returns = f"a tensor of shape {list(first.shape)}" if isinstance(first, Value) else repr(first)
-        raise ValueError(
-            f"use_end2end: {type(module).__name__}.forward returns {returns} first; an end2end module returns its loss "
-            "first, a tensor of one element: return its mean or sum, or compile with use_end2end=False"
-        )
-
-
-def _failed(module: nn.Module, arguments: Mapping[str, Any], error: Exception) -> ValueError:
-    """Says where forward failed, and on what."""
-    frames = traceback.extract_tb(error.__traceback__)
-    libraries = str(Path(__file__).parents[1]), str(Path(torch.__file__).parent)
-    lines = [f" at {frame.filename}:{frame.lineno}" for frame in frames if not frame.filename.startswith(libraries)]
-    given = describe(arguments)
-    return ValueError(
-        f"{type(module).__name__}.forward fails on dummy_forward_args {given}{lines[-1] if lines else ''}: "
-        f"{type(error).__name__}: {error}"
-    )
-
-
-def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and buffers by all their names."""
-    parameters = module.named_parameters(remove_duplicate=False)
-    return {**dict(parameters), **dict(module.named_buffers(remove_duplicate=False))}
-
-
-def _values(module: nn.Module) -> dict[str, torch.Tensor] | None:
-    tensors = _tensors(module)
-    return None if any(tensor.is_meta for tensor in tensors.values()) else tensors
-
-
-def _initial(name: str, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor] | None:
-    """The initial values; None: there are none."""
-    missing = [each for each, tensor in tensors.items() if tensor.is_meta]
-    if missing and len(missing) < len(tensors):
-        raise ValueError(
-            f"{name}: {missing[0]} has no value (it is on meta), and {len(tensors) - len(missing)} other tensors have "
-            "one: initialise all of them, or build the whole module on meta"
-        )
-    return None if missing else tensors
+        raise forward_failed(module, arguments, error) from error
 
 
 def _loaded(generated: Generated, config: ComputeConfig) -> type[ParallelModule]:

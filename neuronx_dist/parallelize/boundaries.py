@@ -18,7 +18,7 @@ from ..spmd.declarations import get_local_type
 from ..spmd.errors import SpmdTypeError
 from ..spmd.types import I, R, Shard, SpmdType
 from .module import ParallelModule
-from .program import Division, Value
+from .program import Division
 from .stages import stages_of
 
 __all__ = ["compare_stages"]
@@ -32,14 +32,8 @@ def compare_stages(emitted: type[ParallelModule], division: Division) -> None:
         if not stage.received:
             continue
         table = (emitted.EVAL_STAGES if mode == "eval_" else emitted.STAGES)[name]
-        types = [_types_of(value, division) for value in stage.received]
+        types = [division.types_of(value) for value in stage.received]
         setattr(emitted, name, _comparing(getattr(emitted, name), name, table, types, division))
-
-
-def _types_of(value: Value, division: Division) -> dict[str, SpmdType]:
-    """On each axis that is divided."""
-    types = {division.axis: division.type_of(value)} if division.size > 1 else {}
-    return types if division.outer is None or value.outer is None else {division.outer.axis: value.outer, **types}
 
 
 def _comparing(

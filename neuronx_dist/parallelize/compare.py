@@ -29,7 +29,7 @@ from .modes import Deterministic, InDouble, checkpoint_in, in_double, wide_dtype
 from .module import ParallelModule
 from .program import Division, Program, Value, operands_of
 
-__all__ = ["EmittedProgramError", "OriginalError", "check_program", "check_values", "drawn"]
+__all__ = ["EmittedProgramError", "OriginalError", "check_program", "check_values", "drawn", "given_tensors"]
 
 # Of the coarsest dtype of a program.
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
@@ -129,14 +129,14 @@ def _compared(
     def rank() -> dict[str, torch.Tensor]:
         module = emitted()
         module.train(program.training)
-        own = [_copy(x) for x in inputs]
+        copies = [_copy(x) for x in inputs]
         with torch.set_grad_enabled(program.training), mode(), Deterministic():
-            result = module.run(**pytree.tree_unflatten(own, program.structure))
-            return _outcome(result, own, module, program.training)
+            result = module.run(**pytree.tree_unflatten(copies, program.structure))
+            return _outcome(result, copies, module, program.training)
 
-    own = vars(sys.modules[emitted.__module__])
-    if "checkpoint" in own:
-        own["checkpoint"] = partial(checkpoint_in, mode)
+    names = vars(sys.modules[emitted.__module__])
+    if "checkpoint" in names:
+        names["checkpoint"] = partial(checkpoint_in, mode)
     zeros = {name: torch.zeros(each.shape, dtype=each.dtype) for name, each in emitted.STORED.items()}
     weights = {**zeros, **_stored(program, tensors)}
     emitted.WEIGHTS = staticmethod(lambda: weights)
@@ -166,16 +166,24 @@ def _compared(
 def _values(program: Program, module: nn.Module, arguments: Mapping[str, Any]) -> dict[Value, torch.Tensor]:
     """A tensor for each leaf of the program: the one that there is; for one on meta it is drawn."""
     generator = torch.Generator().manual_seed(0)
-    state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    given = dict(zip(program.arguments, pytree.tree_leaves(dict(arguments)), strict=True) if program.arguments else ())
+    given = given_tensors(program, module, arguments)
     tensors: dict[Value, torch.Tensor] = {}
     for value in program.leaves:
-        own = value.constant if value.kind == "constant" else given.get(value, state.get(value.path))
-        if own is not None and not own.is_meta:
-            tensors[value] = own.detach().to("cpu", copy=True)
-        else:
-            tensors[value] = drawn(value, generator)
-        tensors[value].requires_grad_(value.requires_grad)
+        x = given[value].to("cpu", copy=True) if value in given else drawn(value, generator)
+        tensors[value] = x.requires_grad_(value.requires_grad)
+    return tensors
+
+
+def given_tensors(program: Program, module: nn.Module, arguments: Mapping[str, Any]) -> dict[Value, torch.Tensor]:
+    """The tensors that there are of the program's leaves: constants, arguments, what the module has; none on meta."""
+    state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    leaves = pytree.tree_leaves(dict(arguments))
+    passed = dict(zip(program.arguments, leaves, strict=True) if program.arguments else ())
+    tensors: dict[Value, torch.Tensor] = {}
+    for value in program.leaves:
+        x = value.constant if value.kind == "constant" else passed.get(value, state.get(value.path))
+        if x is not None and not x.is_meta:
+            tensors[value] = x.detach()
     return tensors
 
 

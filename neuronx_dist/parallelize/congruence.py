@@ -10,16 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from itertools import combinations
 from typing import Any
 
 import torch
 
 from ..checking.types.rules import RULES, Rule, Spec
+from ..checking.types.rules.normal_form import normal_form, without_ones
 from .program import substituted
 
-__all__ = ["Arguments", "Slot", "edited", "local_arguments", "normal_form", "spec_of", "tensors_of"]
+__all__ = ["Arguments", "Slot", "edited", "local_arguments", "spec_of", "tensors_of"]
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Path = tuple[Any, ...]
@@ -38,36 +38,7 @@ class Slot:
 def spec_of(rule: Rule, arguments: Arguments) -> Spec:
     """The label spec of a call on (meta) tensors, without the factors of size 1, along which nothing can be cut."""
     assert rule.spec is not None
-    spec: Spec = rule.spec(*arguments[0], **arguments[1])
-    if 1 not in spec.sizes.values():
-        return spec
-
-    def dims(of: Any) -> Any:
-        return None if of is None else tuple(tuple(label for label in dim if spec.sizes[label] != 1) for dim in of)
-
-    return spec._replace(ins=tuple(map(dims, spec.ins)), outs=tuple(map(dims, spec.outs)))
-
-
-def normal_form(spec: Spec, label: int | None = None, size: int = 1) -> Any:
-    """A spec without the names of its labels, to be compared: numbered as they come, with `label` cut in `size`."""
-    sizes = spec.sizes if label is None else {**spec.sizes, label: spec.sizes[label] // size}
-    numbers: dict[int, int] = {}
-
-    def dims(of: Any) -> Any:
-        if of is None:
-            return None
-        return tuple(tuple(numbers.setdefault(x, len(numbers)) for x in dim if sizes[x] != 1) for dim in of)
-
-    ins, outs = tuple(map(dims, spec.ins)), tuple(map(dims, spec.outs))
-    fixed = frozenset(numbers[x] for x in spec.fixed if x in numbers)
-    reduced = frozenset((numbers[x], how) for x, how in spec.reduced.items() if x in numbers)
-    ranges = frozenset(
-        (numbers[x], dim, Fraction(start, length), Fraction(stop, length))
-        for x, taken in spec.ranges.items()
-        for dim, start, stop, length in taken
-        if x in numbers
-    )
-    return ins, outs, tuple(sizes[x] for x in numbers), fixed, reduced, ranges
+    return without_ones(rule.spec(*arguments[0], **arguments[1]))
 
 
 def tensors_of(result: Any) -> list[torch.Tensor]:
@@ -95,7 +66,7 @@ def local_arguments(
         local_tensor: the (meta) tensor that a rank has of a slot.
         shapes: of a rank's results.
     """
-    wanted = normal_form(whole, label, size)
+    wanted = normal_form(whole, {**whole.sizes, label: whole.sizes[label] // size})
     for local in edited(arguments, lambda x: None if x % size else x // size):
         tensors = substituted(local, Slot, local_tensor)
         try:

@@ -121,24 +121,24 @@ def _alike(division: Division, home: Mapping[Value, int], start: int, period: in
     if len(set(map(len, reads))) > 1:
         return False
     count = Counter(value for call in calls for value in _read(call))
-    places = []
+    reads_of_blocks = []
     for block, values in enumerate(reads):
         own: dict[Value, int] = {}
-        place: list[Any] = []
+        own_reads: list[Any] = []
         for number, value in enumerate(values):
-            made = home.get(value, -1) - (start + block * period)
+            distance = home.get(value, -1) - (start + block * period)
             if value not in home and any(each[number] is not value for each in reads):
                 if values.count(value) != count[value]:
                     return False
-                place.append((own.setdefault(value, len(own)), division.types[value]))  # a leaf of this block
+                own_reads.append((own.setdefault(value, len(own)), division.types[value]))  # a leaf of this block
             elif value in home and home[value] >= start:
-                if made < -period:
+                if distance < -period:
                     return False
-                place.append((made, calls[home[value]].results.index(value)))
+                own_reads.append((distance, calls[home[value]].results.index(value)))
             else:
-                place.append(value)
-        places.append(place)
-    return all(place == places[1] for place in places[1:])
+                own_reads.append(value)
+        reads_of_blocks.append(own_reads)
+    return all(own_reads == reads_of_blocks[1] for own_reads in reads_of_blocks[1:])
 
 
 def _read(call: Call) -> list[Value]:

@@ -70,7 +70,7 @@ class IRGraph:
         self.second = SecondAxis()
         self._sharded: dict[Value, tuple[SpmdType, ...]] = {}
         self.stage_seconds: list[float] = []
-        self._found: dict[tuple[Call, str, int], list[Strategy]] = {}
+        self._candidates: dict[tuple[Call, str, int], list[Strategy]] = {}
         self._data = IRDataOperation("data", "", values=program.inputs)
         self._strides = strides_of(program)
         self.operations = [
@@ -142,9 +142,9 @@ class IRGraph:
 
     def _strategies(self, call: Call, size: int | None = None) -> list[Strategy]:
         key = call, self.axis, size or self.size
-        if key not in self._found:
-            self._found[key] = candidates(*key, strides=self._strides)
-        return self._found[key]
+        if key not in self._candidates:
+            self._candidates[key] = candidates(*key, strides=self._strides)
+        return self._candidates[key]
 
     # Verbs.
 

@@ -48,7 +48,7 @@ class _Builder:
         self.consumers = self.whole.consumers()
         self.values: dict[Value, Value] = {}
         self.converted: dict[tuple[Value, SpmdType], Value] = {}
-        self.made: list[Call] = []
+        self.local_calls: list[Call] = []
         self.taken = {value.name for value in self.whole.leaves} | FILE_NAMES
         self.taken |= {value.name for call in self.whole.calls for value in call.results}
 
@@ -58,16 +58,16 @@ class _Builder:
             self._add(value)
         calls, starts = {}, []
         for call in whole.calls:
-            starts.append(len(self.made))
+            starts.append(len(self.local_calls))
             calls[call] = self._call(call)
-        starts.append(len(self.made))
+        starts.append(len(self.local_calls))
         program = Program(
             inputs=self._leaves(whole.inputs),
             structure=whole.structure,
             parameters=self._leaves(whole.parameters),
             buffers=self._leaves(whole.buffers),
             constants=self._leaves(whole.constants),
-            calls=self.made,
+            calls=self.local_calls,
             outputs=[self._output(each) if isinstance(each, Value) else each for each in whole.outputs],
             output_structure=whole.output_structure,
             training=whole.training,
@@ -108,7 +108,7 @@ class _Builder:
             outer=on_first,
         )
         call.results = [self._add(value, call) for value in whole.results]
-        self.made.append(call)
+        self.local_calls.append(call)
         return call
 
     def _as(self, value: Value, wanted: SpmdType, reader: Call | None) -> Value:
@@ -133,7 +133,7 @@ class _Builder:
         name = fresh(value.name + suffix(wanted), self.taken)
         result = Value(name, "result", shape, value.dtype, value.requires_grad, "", call, value.varies, None, wanted)
         call.results = [result]
-        self.made.append(call)
+        self.local_calls.append(call)
         self.converted[value, wanted] = result
         return result
 

@@ -11,8 +11,9 @@ Parameters and buffers stand in containers under their original names, so that s
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import is_dataclass
 from enum import Enum
 from functools import cache, wraps
 from types import ModuleType
@@ -25,7 +26,7 @@ from torch import nn
 from .. import comm
 from ..gradients.in_backward import paused
 from ..gradients.norm import clip_grad_norm
-from ..pipeline.record.recording import describe
+from ..pipeline.record.recording import describe, register_dataclass
 from ..weights.shard_spec import ShardedModule, set_spec
 from .buffers import buffers_kept
 from .config import ComputeConfig
@@ -407,8 +408,12 @@ def parallel_class(
     Raises:
         ImportError: the file defines no `ParallelModule`.
     """
-    for each in vars(module).values():
-        if inspect.isclass(each) and issubclass(each, ParallelModule) and each.__module__ == module.__name__:
+    classes = [each for each in vars(module).values() if inspect.isclass(each)]
+    for cls in classes:  # this process may have recorded nothing
+        if is_dataclass(cls):
+            register_dataclass(cls)
+    for each in classes:
+        if issubclass(each, ParallelModule) and each.__module__ == module.__name__:
             each.WEIGHTS, each.CONSTANTS, each.compute_config = staticmethod(weights), constants, compute_config
             each.run = each.forward = _with_random_numbers(each, _with_names_of_arguments(each.forward))
             if compute_config.use_end2end:
@@ -479,20 +484,11 @@ def _at(x: Any, path: str) -> Any:
 
 def _loss_of(result: Any) -> torch.Tensor:
     """The first thing that forward returned."""
-    first: Any = next(_first(result), None)
+    first: Any = next(iter(pytree.tree_leaves(result)), None)
     if not isinstance(first, torch.Tensor) or first.numel() != 1:
         has = f"a tensor of shape {list(first.shape)}" if isinstance(first, torch.Tensor) else repr(first)
         raise ValueError(f"the first result of an end2end module is its loss, a scalar tensor, and this one is {has}")
     return first
-
-
-def _first(result: Any) -> Iterator[Any]:
-    if isinstance(result, Mapping):
-        result = list(result.values())
-    if isinstance(result, (list, tuple)):
-        yield from result[:1]
-    else:
-        yield result
 
 
 def _detached(result: Any) -> Any:

@@ -24,6 +24,7 @@ from torch import nn
 from .. import comm
 from ..gradients.in_backward import paused
 from ..mesh import Mesh
+from ..optimizer.base_optimizer import refuse_not_elementwise
 from ..optimizer.zero1 import NeuronZero1Optimizer
 from .config import ComputeConfig
 from .devices import device_of
@@ -76,7 +77,7 @@ def build_optimizer(
         module: a `ParallelModule`, or a module with some inside. Its other parameters are the same on all ranks of a
             unit, and their gradients are summed over the units too (`_non_parallel_module_reducer`).
         optimizer_fn: a torch optimizer class, or a function that makes one of the parameters that it is given: in
-            groups, if it likes. Under ZeRO its update is elementwise.
+            groups, if it likes. Under ZeRO, and where parameters are cut, its update is elementwise.
         compute_config: says whether and how the state is sharded and gradients are reduced; None: that of the parallel
             modules.
         kwargs: arguments of `optimizer_fn`.
@@ -86,7 +87,7 @@ def build_optimizer(
 
     Raises:
         ValueError: parallel modules of different sizes, or sharded differently; one inside another; an end2end module
-            that is not the whole; other sizes than the mesh's.
+            that is not the whole; other sizes than the mesh's; an update that needs more of the model than a rank has.
         RuntimeError: the module was compiled for inference alone.
     """
     if not isinstance(module, nn.Module):
@@ -108,6 +109,8 @@ def build_optimizer(
         raise TypeError(f"optimizer_fn {optimizer_fn!r} made a {type(optimizer).__name__}, not a torch optimizer")
     if config is not None and config.use_zero and comm.is_initialized():
         optimizer = _sharded(optimizer, config)
+    for each in modules.values():
+        _check_update(type(optimizer), each)
     reducers, other = _reducers(module, modules, config, isinstance(optimizer, NeuronZero1Optimizer))
     sync = ShardedSync(optimizer, reducers) if isinstance(optimizer, NeuronZero1Optimizer) else GradientSync(reducers)
     # A subclass, not attributes of the object: schedulers, isinstance and pickle see an optimizer of its class.
@@ -300,6 +303,14 @@ def _config(module: nn.Module, modules: dict[str, ParallelModule], given: Comput
                 f"{config.use_zero} and {config.zero_ngroups}: pass compute_config, which decides for all of them"
             )
     return reference if given is None else given
+
+
+def _check_update(optimizer_class: type, module: ParallelModule) -> None:
+    """Raises ValueError, on every rank, where an update needs more of the model than a rank holds."""
+    parameters = [stored for stored in module.STORED.values() if stored.kind == "parameter"]
+    is_cut = any(stored.spec(module.AXIS, module.SIZE).is_sharded for stored in parameters)
+    if is_cut or module.RANKS > 1:
+        refuse_not_elementwise(optimizer_class, parts=is_cut)
 
 
 def _check_mesh(config: ComputeConfig | None) -> None:

@@ -43,20 +43,20 @@ def _starts(division: Division) -> list[int]:
 
 
 def _calls(division: Division) -> tuple[CallPlan, ...]:
-    return tuple(CallPlan(*_place(call), division.strategies[call].name) for call in division.program.calls)
+    return tuple(CallPlan(*_name_and_module(call), division.strategies[call].name) for call in division.program.calls)
 
 
-def _place(call: Call) -> tuple[str, str]:
+def _name_and_module(call: Call) -> tuple[str, str]:
     return call.name, call.module
 
 
 def _tensors(division: Division, whole: Sequence[Value], values: Sequence[Value]) -> dict[str, TensorPlan]:
     """The types of leaves of the whole program, which `values` are of the program that is emitted."""
-    found = {}
+    plans = {}
     for value, own in zip(whole, values, strict=True):
         types = (division.types[own],) if division.outer is None else (division.outer.types[value], division.types[own])
-        found[value.path] = TensorPlan(tuple(value.shape), _dtype(value), *map(str, types))
-    return found
+        plans[value.path] = TensorPlan(tuple(value.shape), _dtype(value), *map(str, types))
+    return plans
 
 
 def _dtype(value: Value) -> str:
@@ -107,7 +107,7 @@ def _decide_second(plan: Plan, graph: IRGraph, local: LocalProgram) -> None:
     Raises:
         PlanError: that is another program than it was when the plan was made.
     """
-    here = [_place(call) for call in local.program.calls]
+    here = [_name_and_module(call) for call in local.program.calls]
     if here != [(call.function, call.module) for call in plan.second_calls]:
         raise PlanError(
             f"the plan has {len(plan.second_calls)} calls over the second axis, and its first axis leaves "

@@ -245,6 +245,11 @@ class Division:
             return self.types[value]
         return self.strategies[value.producer].results[value.producer.results.index(value)]
 
+    def types_of(self, value: Value) -> dict[str, SpmdType]:
+        """The types of a value on each axis that is divided."""
+        outer = {} if self.outer is None or value.outer is None else {self.outer.axis: value.outer}
+        return {**outer, self.axis: self.type_of(value)} if self.size > 1 else outer
+
 
 def operands_of(call: Call) -> list[Value]:
     """The tensor operands of a call, in the order of the rules' operands."""

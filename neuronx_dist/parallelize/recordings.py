@@ -117,28 +117,28 @@ def _call(call: Call, names: Mapping[Value, str]) -> dict[str, Any]:
 def _name(function: Callable[..., Any]) -> list[str]:
     """Where a function is: `["F", "linear"]`, `["get", "T"]` (an attribute of tensors), `["", module, name]`."""
     name = getattr(function, "__name__", "")
-    found = [["get", getattr(getattr(function, "__self__", None), "__name__", "")]] if name == "__get__" else []
-    found += [[owner, name] for owner in _OWNERS]
+    candidates = [["get", getattr(getattr(function, "__self__", None), "__name__", "")]] if name == "__get__" else []
+    candidates += [[owner, name] for owner in _OWNERS]
     if isinstance(function, torch._ops.OpOverload):
-        found = [["op", *str(function).split(".")]]
-    found.append(["", str(getattr(function, "__module__", "")), str(getattr(function, "__qualname__", ""))])
-    for place in found:
+        candidates = [["op", *str(function).split(".")]]
+    candidates.append(["", str(getattr(function, "__module__", "")), str(getattr(function, "__qualname__", ""))])
+    for name_parts in candidates:
         try:
-            if _function(place) == function:
-                return place
+            if _function(name_parts) == function:
+                return name_parts
         except (AttributeError, KeyError):
             continue
     raise _Unnamed
 
 
-def _function(place: Sequence[str]) -> Any:
-    where, *names = place
-    if where == "get":
+def _function(name_parts: Sequence[str]) -> Any:
+    owner, *names = name_parts
+    if owner == "get":
         return getattr(torch.Tensor, names[0]).__get__
-    found: Any = torch.ops if where == "op" else _OWNERS[where] if where else sys.modules[names.pop(0)]
+    function: Any = torch.ops if owner == "op" else _OWNERS[owner] if owner else sys.modules[names.pop(0)]
     for name in ".".join(names).split("."):
-        found = getattr(found, name)
-    return found
+        function = getattr(function, name)
+    return function
 
 
 def _text(x: Any) -> Any:

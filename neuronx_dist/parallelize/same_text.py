@@ -42,14 +42,15 @@ def _difference(whole: list[ast.stmt], small: list[ast.stmt], integers: Collecti
     where = f"line {whole[start].lineno}: {ast.unparse(whole[start])}" if start < len(whole) else "its end"
     if more <= 0:
         return "" if more == 0 and start == len(small) else where
-    made = _made(whole)
+    assigned = _assigned(whole)
     period = next((each for each in range(1, more + 1) if more % each == 0 and _repeats(whole, start, more, each)), 0)
     if not period:
         return where
 
     def as_first(one: str, two: str) -> bool:
         """A name of the last repetition that is left out stands for that of the first one, which is not."""
-        return start + more - period <= made.get(one, -1) < start + more and made.get(two) == made[one] - more
+        number = assigned.get(one, -1)
+        return start + more - period <= number < start + more and assigned.get(two) == number - more
 
     for one, two in zip(whole[start + more :], small[start:]):
         if not _Same(integers, as_first)(one, two):
@@ -59,14 +60,14 @@ def _difference(whole: list[ast.stmt], small: list[ast.stmt], integers: Collecti
 
 def _repeats(whole: list[ast.stmt], start: int, more: int, period: int) -> bool:
     """Whether each of `more` statements is the one `period` later, but for names made as much later, and weights."""
-    made = _made(whole)
+    assigned = _assigned(whole)
     weights: dict[str, str] = {}
 
     def later(one: str, two: str) -> bool:
-        return made.get(two, -1) - made.get(one, -1) == period
+        return assigned.get(two, -1) - assigned.get(one, -1) == period
 
     def shared(name: str) -> bool:
-        return made.get(name, -1) < start
+        return assigned.get(name, -1) < start
 
     if start + more + period > len(whole):
         return False
@@ -84,21 +85,21 @@ def _weights(statements: list[ast.stmt]) -> set[str]:
     return {ast.unparse(node) for node in nodes if isinstance(node, (ast.Attribute, ast.Subscript))}
 
 
-def _made(statements: list[ast.stmt]) -> dict[str, int]:
-    """In which statement each name is made."""
-    made: dict[str, int] = {}
+def _assigned(statements: list[ast.stmt]) -> dict[str, int]:
+    """In which statement each name is assigned first."""
+    assigned: dict[str, int] = {}
     for number, statement in enumerate(statements):
         for node in ast.walk(statement):
             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                made.setdefault(node.id, number)
-    return made
+                assigned.setdefault(node.id, number)
+    return assigned
 
 
 def _methods(source: str) -> dict[str, ast.FunctionDef]:
     tree = syntax_tree(source)
     assert tree is not None  # it was imported
-    (made,) = (each for each in tree.body if isinstance(each, ast.ClassDef))
-    return {each.name: each for each in made.body if isinstance(each, ast.FunctionDef)}
+    (emitted,) = (each for each in tree.body if isinstance(each, ast.ClassDef))
+    return {each.name: each for each in emitted.body if isinstance(each, ast.FunctionDef)}
 
 
 def _statements(method: ast.FunctionDef) -> Iterator[ast.stmt]:

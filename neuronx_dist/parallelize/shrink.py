@@ -22,10 +22,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..checking.types.rules import RULES
-from .congruence import Arguments, Slot, edited, normal_form, spec_of, tensors_of
-from .derivation import whole_tensor
+from ..checking.types.rules.normal_form import normal_form
+from .congruence import Arguments, Slot
 from .program import Call, Program, Value, operands_of, substituted, values_in
+from .resized_call import ResizedCall, Shapes, resized_call
 from .sizes import Size, Sizes
 from .strategies import frozen
 
@@ -34,8 +34,6 @@ __all__ = ["Kept", "Resized", "Shrunk", "picked_of", "shrunk"]
 FEW = 4  # of so many positions none is left out
 NEAR = 6  # so many calls lie between a sum and its division by a count
 DIVISIONS = {"div", "__truediv__", "true_divide", "divide"}
-Shapes = tuple[tuple[int, ...], ...]
-Lengths = tuple[tuple[int, int], ...]
 
 
 class Resized(NamedTuple):
@@ -101,7 +99,7 @@ class _Shrinking:
         self.arguments: dict[Call, Arguments] = {}
         self.readers: dict[Size, list[Call]] = {}
         self.names: dict[Size, str] = {}
-        self.known: dict[Any, _Answer] = {}
+        self.known: dict[Any, ResizedCall] = {}
         self.refusals: dict[Size, str] = {}
         for call in program.calls:
             self._slotted(call)
@@ -223,10 +221,10 @@ class _Shrinking:
         try:
             key = call.function, frozen(arguments), shapes, lengths, wanted
             if key not in self.known:
-                self.known[key] = _answer(call, arguments, wanted, shapes, lengths)
+                self.known[key] = resized_call(call, arguments, wanted, shapes, lengths)
             answer = self.known[key]
         except TypeError:  # an argument that cannot be hashed
-            answer = _answer(call, arguments, wanted, shapes, lengths)
+            answer = resized_call(call, arguments, wanted, shapes, lengths)
         if answer.arguments is None:
             other = self._other(call, answer.shapes, before)
             raise _Other(other) if other else _Refused(f"{call.name} at {call.where}")
@@ -258,28 +256,15 @@ class _Shrinking:
         return "" if each.current != each.length else each.kept or self.refusals.get(each, "")
 
     def result(self) -> Shrunk:
-        instead: dict[Value, Value] = {}
-        calls: dict[Call, Call] = {}
-        for value in self.program.leaves:
-            instead[value] = replace(value, shape=self.sizes.shape(value))
-        for call in self.program.calls:
-            small = [instead[value] for value in self.slots[call]]
-            args, kwargs = substituted(self.arguments[call], Slot, partial(_numbered, small))
-            if call.name in DIVISIONS:
-                args = tuple([self._count(call, x) if type(x) is int else x for x in args])
-            calls[call] = new = replace(call, args=args, kwargs=kwargs, results=[])
-            for value in call.results:
-                instead[value] = replace(value, shape=self.sizes.shape(value), producer=new)
-                new.results.append(instead[value])
-            new.flops = int(call.flops * _ratio(new) / _ratio(call)) if call.flops else 0
+        instead = {value: replace(value, shape=self.sizes.shape(value)) for value in self.program.leaves}
+        calls = self._small_calls(instead)
         dims = {
             value: [[(each.length, each.current) for each in dim] for dim in self.sizes.of(value)]
             for value in self.program.leaves
         }
         for value in self.program.constants:
             assert value.constant is not None
-            picked = picked_of(value.constant, dims[value])
-            instead[value].constant = picked
+            instead[value].constant = picked_of(value.constant, dims[value])
         own = self.program
         program = replace(
             own,
@@ -296,6 +281,21 @@ class _Shrinking:
             for each in sorted(self.readers, key=lambda each: each.length)
         ]
         return Shrunk(program, instead, calls, sizes, dims, self._limits())
+
+    def _small_calls(self, instead: dict[Value, Value]) -> dict[Call, Call]:
+        """What stands for each call; what stands for its results is added to `instead`."""
+        calls: dict[Call, Call] = {}
+        for call in self.program.calls:
+            small = [instead[value] for value in self.slots[call]]
+            args, kwargs = substituted(self.arguments[call], Slot, partial(_numbered, small))
+            if call.name in DIVISIONS:
+                args = tuple([self._count(call, x) if type(x) is int else x for x in args])
+            calls[call] = new = replace(call, args=args, kwargs=kwargs, results=[])
+            for value in call.results:
+                instead[value] = replace(value, shape=self.sizes.shape(value), producer=new)
+                new.results.append(instead[value])
+            new.flops = int(call.flops * _ratio(new) / _ratio(call)) if call.flops else 0
+        return calls
 
     def _count(self, call: Call, number: int) -> int:
         """By what a sum is divided: by how many positions it was a sum of, here; else by what it was divided."""
@@ -346,53 +346,6 @@ def _counts(value: Value) -> bool:
 
 def _length(each: Size) -> int:
     return each.length
-
-
-class _Answer(NamedTuple):
-    """The arguments of a call at new sizes; None: there are none, and its results may have these shapes."""
-
-    arguments: Arguments | None
-    shapes: Shapes = ()
-
-
-def _answer(call: Call, arguments: Arguments, wanted: Any, shapes: Shapes, lengths: Lengths) -> _Answer:
-    """Whether integers among the arguments can be changed so that a call has the label spec and the shapes wanted."""
-
-    def change(x: int) -> int | None:
-        for before, after in lengths:
-            if x == before:
-                return after
-        return next((x * after // before for before, after in lengths if x * after % before == 0), None)
-
-    others: list[Shapes] = []
-    for each in edited(arguments, change):
-        tensors = substituted(each, Slot, whole_tensor)
-        try:
-            found = _shapes(call, tensors)
-            congruent = wanted is None or _form(call, tensors) == wanted
-        except NotImplementedError:  # a function without a kernel for meta tensors
-            found = shapes
-            congruent = wanted is not None and _form(call, tensors) == wanted
-        except Exception:  # a view of a small tensor to the whole sizes, say: whatever torch and the rule say of it
-            continue
-        if congruent and found == shapes:
-            return _Answer(each)
-        others.append(found)
-    return _Answer(None, next((found for found in others if found != shapes), ()))
-
-
-def _form(call: Call, tensors: Arguments) -> Any:
-    return normal_form(spec_of(RULES[call.function], tensors)._replace(ranges={}))
-
-
-def _shapes(call: Call, tensors: Arguments) -> Shapes:
-    """The shapes of what a call returns, which is made on meta."""
-    args, kwargs = substituted(tensors, torch.device, lambda _: _META)
-    with _META:
-        return tuple(tuple(x.shape) for x in tensors_of(call.function(*args, **kwargs)))
-
-
-_META = torch.device("meta")
 
 
 def picked_of(x: torch.Tensor, dims: Sequence[Sequence[tuple[int, int]]]) -> torch.Tensor:

@@ -21,7 +21,7 @@ from torch import nn
 
 from ..spmd.types import Shard
 from .blocks import strides_of
-from .compare import EmittedProgramError, check_program, drawn
+from .compare import EmittedProgramError, check_program, drawn, given_tensors
 from .emit import emit
 from .fold import folded
 from .interpret import running
@@ -158,8 +158,8 @@ def _with_strategies(
     integers: set[tuple[int, int]] = set()
     for call, own in calls.items():
         whole = division.strategies[call]
-        found = candidates(own, axis, size, strides=small_strides)
-        one = _like(whole, candidates(call, axis, size, strides=strides), found)
+        small_candidates = candidates(own, axis, size, strides=small_strides)
+        one = _like(whole, candidates(call, axis, size, strides=strides), small_candidates)
         if one is None:
             raise _Unlike(_whole(call, division), f"{call!r} is not divided by {whole.name!r}")
         strategies[own] = one
@@ -222,14 +222,12 @@ def _tensors(
 ) -> dict[Value, torch.Tensor]:
     """A tensor for each leaf of the small program: of one that there is, the first positions; else it is drawn."""
     generator = torch.Generator().manual_seed(0)
-    state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    given = dict(zip(program.arguments, pytree.tree_leaves(dict(arguments)), strict=True) if program.arguments else ())
+    given = given_tensors(program, module, arguments)
     tensors: dict[Value, torch.Tensor] = {}
     for value in program.leaves:
-        own = value.constant if value.kind == "constant" else given.get(value, state.get(value.path))
         limit, shape = small.limits.get(value), small.values[value].shape
-        if own is not None and not own.is_meta:
-            x = picked_of(own.detach(), small.dims[value]).cpu()
+        if value in given:
+            x = picked_of(given[value], small.dims[value]).cpu()
             x = x if limit is None else torch.where(x < limit, x, x % limit)
         elif limit is not None:
             x = torch.randint(limit, shape, generator=generator, dtype=value.dtype)

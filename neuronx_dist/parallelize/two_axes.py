@@ -64,11 +64,11 @@ class SecondAxis:
 
         An operation that is in as many parts as there are ranks is cut along the same dim, or whole, on both axes.
         """
-        found = Constraints()
+        constraints = Constraints()
         for call, allowed in self.strategies.items():
-            found.strategies[local.calls[call]] = [allowed[0]]
+            constraints.strategies[local.calls[call]] = [allowed[0]]
         for node in nodes:
             if isinstance(node, IRFwOperation) and len(node.parts) == ranks and not node.parts[0].parts:
-                found.strategies[local.calls[node.call]] = list(first.strategies.get(node.call, ()))
-        found.types = {local.values[value]: types for value, types in self.types.items()}
-        return found
+                constraints.strategies[local.calls[node.call]] = list(first.strategies.get(node.call, ()))
+        constraints.types = {local.values[value]: types for value, types in self.types.items()}
+        return constraints

@@ -14,7 +14,7 @@ from ..checking.api import check
 from ..mesh import Mesh
 from ..spmd.declarations import get_local_type
 from ..spmd.errors import SpmdTypeError
-from ..spmd.types import R, SpmdType
+from ..spmd.types import R
 from .boundaries import compare_stages
 from .compare import EmittedProgramError, check_values
 from .emitted import imported
@@ -71,19 +71,19 @@ def verify(
         OriginalError: the original fails.
     """
     report = check_types(source, division, arguments, constants)
-    reason = too_large(division.whole)
+    reason = _too_large(division.whole)
     if not reason:
         return Verdict(report, "", *check_values(source, division, module, constants, arguments))
     try:
         toy = toy_of(division, module, arguments)
     except NotShrunk as error:
         return Verdict(report, f"{reason}; nor at toy sizes: {error}", math.nan, "")
-    if too_large(toy.division.whole):
+    if _too_large(toy.division.whole):
         return Verdict(report, f"{reason}; nor at toy sizes, which are too large: {toy.sizes}", math.nan, "")
     return Verdict(report, "", *check_toy(source, toy), toy.sizes)
 
 
-def too_large(program: Program) -> str:
+def _too_large(program: Program) -> str:
     """Why a program is not run for real here; "": it is."""
     flops = sum(call.flops for call in program.calls)
     elements = sum(math.prod(value.shape) for value in program.parameters)
@@ -120,7 +120,7 @@ def check_types(
             if optimizer is not None:  # nothing is trained
                 optimizer.step()
 
-    leaves = [_types_of(x, division) if isinstance(x, Value) else None for x in division.program.arguments]
+    leaves = [division.types_of(x) if isinstance(x, Value) else None for x in division.program.arguments]
     in_types = pytree.tree_unflatten(leaves, division.program.structure)
     with imported(source, division.ranks, constants=constants) as emitted:
         compare_stages(emitted, division)
@@ -129,11 +129,6 @@ def check_types(
     if not report.ok:
         raise EmittedProgramError(f"the types of an emitted program are wrong:\n{report}")
     return str(report)
-
-
-def _types_of(value: Value, division: Division) -> dict[str, SpmdType]:
-    own = {division.axis: division.types[value]}
-    return own if division.outer is None or value.outer is None else {division.outer.axis: value.outer, **own}
 
 
 def _check_whole(x: torch.Tensor, name: str, axis: str) -> None:

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..checking.types.rules import RULES, Rule, Spec
 from ..checking.types.rules import operands as operands_of
+from ..checking.types.rules.normal_form import normal_form, without_ones
 from ..spmd import no_typecheck
 from .exchange import linked
 from .labels import Labels, inside
@@ -219,14 +220,9 @@ def _told(call: _Call, rule: Rule, shapes: Sequence[Sequence[int]], leaves: Sequ
         draws = rule.random(*args, **kwargs) if callable(rule.random) else rule.random
         if draws or rule.spec is None:
             return None
-        spec: Spec = rule.spec(*args, **kwargs)
+        return without_ones(rule.spec(*args, **kwargs))
     except Exception:  # it asks for values, or the call is not one of this function
         return None
-
-    def dims(of: Any) -> Any:
-        return None if of is None else tuple(tuple(label for label in dim if spec.sizes[label] != 1) for dim in of)
-
-    return spec._replace(ins=tuple(map(dims, spec.ins)), outs=tuple(map(dims, spec.outs)))
 
 
 class _Cut(NamedTuple):
@@ -320,11 +316,11 @@ def _local(
             if dim and dim[0] in sizes:
                 shapes[number][d] = shapes[number][d] // whole.sizes[dim[0]] * sizes[dim[0]]
     cut = {**whole.sizes, **sizes}
-    wanted = _normal(whole, cut)
+    wanted = normal_form(whole, cut)
     results = [tuple(prod(cut[label] for label in dim) for dim in dims) for dims in whole.outs]
     for leaves in _edited(call.leaves, [(whole.sizes[label], size) for label, size in sizes.items()]):
         told = _told(call, rule, shapes, leaves)
-        if told is not None and _normal(told, told.sizes) == wanted and _gives(call, shapes, leaves, results):
+        if told is not None and normal_form(told) == wanted and _gives(call, shapes, leaves, results):
             return leaves, shapes
     return None
 
@@ -355,19 +351,3 @@ def _gives(
     except (RuntimeError, ValueError, TypeError, IndexError):
         return False
     return [tuple(x.shape) for x in flat if isinstance(x, torch.Tensor)] == list(results)
-
-
-def _normal(spec: Spec, sizes: dict[int, int]) -> Any:
-    """A spec without the names of its labels, to be compared: numbered as they come."""
-    numbers: dict[int, int] = {}
-
-    def dims(of: Any) -> Any:
-        if of is None:
-            return None
-        return tuple(tuple(numbers.setdefault(x, len(numbers)) for x in dim if sizes[x] != 1) for dim in of)
-
-    ins, outs = tuple(map(dims, spec.ins)), tuple(map(dims, spec.outs))
-    fixed = frozenset(numbers[x] for x in spec.fixed if x in numbers)
-    reduced = frozenset((numbers[x], how) for x, how in spec.reduced.items() if x in numbers)
-    ranges = frozenset((numbers[x], taken) for x, taken in spec.ranges.items() if x in numbers)
-    return ins, outs, tuple(sizes[x] for x in numbers), fixed, reduced, ranges

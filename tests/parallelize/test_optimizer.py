@@ -418,3 +418,15 @@ def test_what_does_not_go_together_is_refused():
         pytest.raises(RuntimeError, match="'Pair' was comp"),
     ):
         build_optimizer(make(), SGD)
+
+
+@pytest.mark.parametrize("name", ["LBFGS", "Muon", "Adafactor"])
+def test_updates_that_need_whole_parameters_are_refused_where_they_are_cut(name):
+    if not hasattr(torch.optim, name):
+        pytest.skip(f"this torch has no {name}")
+
+    def body(module, *_):
+        with pytest.raises(ValueError, match=rf"{name} cannot work on shards of parameters: it .* elementwise"):
+            build_optimizer(module, lambda params: getattr(torch.optim, name)([p for p in params if p.dim() == 2]))
+
+    trained(ComputeConfig(2), lambda m: None, body=body)

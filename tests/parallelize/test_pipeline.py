@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
+import itertools
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.utils._pytree as pytree
 from torch import nn
 
 from neuronx_dist import comm
@@ -84,6 +87,41 @@ def test_inference_in_evaluation_mode(stages: int, tmp_path: Path) -> None:
         assert not first(results[0]).requires_grad
 
 
+@dataclasses.dataclass
+class Outcome:
+    loss: torch.Tensor
+    others: tuple[Any, ...]
+
+
+class WithOutcome(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, data: dict[str, torch.Tensor]) -> Outcome:
+        loss = self.inner(data)
+        return Outcome(loss, (loss * 2, None, "text"))
+
+
+@pytest.mark.parametrize("policy, stages", [("tp", 1), ("pp", 2)])
+def test_results_of_a_dataclass_where_another_process_recorded(policy: str, stages: int, tmp_path: Path) -> None:
+    given = {"data": samples("mlp", 1)[0]}
+    own = config(2) if stages > 1 else ComputeConfig(2, 2, use_end2end=True)
+    parallelize(WithOutcome(module("mlp")), given, policy, own, gen_savedir=tmp_path, load_module=False)
+    pytree.SUPPORTED_NODES.pop(Outcome)  # this process has recorded nothing
+
+    def rank() -> Any:
+        parallel = parallelize(WithOutcome(module("mlp")), given, policy, own, gen_savedir=tmp_path)
+        trained = parallel.train_step(samples("mlp", 4))
+        assert all(parameter.grad is not None for parameter in parallel.parameters())
+        return trained, parallel.infer_step(samples("mlp", 4))
+
+    wanted = [WithOutcome(module("mlp"))(sample) for sample in samples("mlp", 4)]
+    for results in itertools.chain(*threads.run(own.mesh(stages), rank)):
+        assert not any(result.loss.requires_grad or result.others[0].requires_grad for result in results)
+        close([dataclasses.astuple(x) for x in results], [(x.loss, x.others) for x in wanted], 1e-12)
+
+
 @pytest.mark.parametrize("step", ["train_step", "infer_step"])
 def test_wrong_samples_are_refused_on_every_rank(step: str, tmp_path: Path) -> None:
     def wrong(parallel: Any) -> None:
@@ -98,6 +136,17 @@ def test_wrong_samples_are_refused_on_every_rank(step: str, tmp_path: Path) -> N
             run(short)
 
     _on_ranks(wrong, tmp_path)
+
+
+def test_optimizers_of_stages(tmp_path: Path) -> None:
+    """Each has whole parameters, and not all of them."""
+
+    def build(parallel: Any) -> None:
+        build_optimizer(parallel, torch.optim.Adafactor)
+        with pytest.raises(ValueError, match="LBFGS cannot work on some of the parameters: it takes inner products"):
+            build_optimizer(parallel, torch.optim.LBFGS)
+
+    _on_ranks(build, tmp_path)
 
 
 def test_ranks_without_messages_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -12,7 +13,7 @@ import torch.utils._pytree as pytree
 from torch import fx, nn
 
 __all__ = ["Info", "Recording", "TensorSpec", "TracingError", "describe", "info_of", "is_leaf", "pack", "part",
-           "register_dataclasses"]  # fmt: skip
+           "register_dataclass", "register_dataclasses"]  # fmt: skip
 
 
 class TracingError(RuntimeError):
@@ -143,11 +144,21 @@ def part(container: Any, index: int) -> Any:
 
 def register_dataclasses(x: Any) -> None:
     """Makes containers, for torch's pytrees, of the dataclasses in `x` whose class nobody has registered yet."""
-    if dataclasses.is_dataclass(x) and not isinstance(x, type) and type(x) not in pytree.SUPPORTED_NODES:
-        pytree.register_dataclass(type(x))
+    if dataclasses.is_dataclass(x) and not isinstance(x, type):
+        register_dataclass(type(x))
     for item in pytree.tree_flatten(x, is_leaf=lambda y: y is not x)[0]:
         if item is not x:
             register_dataclasses(item)
+
+
+def register_dataclass(cls: type) -> None:
+    """Makes a container, for torch's pytrees, of a class of dataclasses that nobody has registered yet."""
+    with _REGISTERING:  # ranks may be threads
+        if cls not in pytree.SUPPORTED_NODES:
+            pytree.register_dataclass(cls)
+
+
+_REGISTERING = threading.Lock()
 
 
 def describe(x: Any) -> str:
