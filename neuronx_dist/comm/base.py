@@ -257,10 +257,12 @@ class Backend:
         generator: of the ranks' devices, where torch does not know it (XLA); else None.
         board: what ranks say of themselves (`board.Board`); None: they cannot, or are played one by one.
         device: where tensors are that it communicates, if nothing else says so.
+        ranks_are_threads: of one process, which have torch's default generator in common.
     """
 
     name = "none"
     has_messages = True
+    ranks_are_threads = False
     generator: DeviceGenerator | None = None
     board: Any = None
 

@@ -141,7 +141,8 @@ def _compared(
     weights = {**zeros, **_stored(program, tensors)}
     emitted.WEIGHTS = staticmethod(lambda: weights)
     try:
-        ranks = threads.run(Mesh(division.ranks, tp=division.ranks), rank)
+        with torch.random.fork_rng(devices=[]):  # the ranks have one generator, and each puts back what it met
+            ranks = threads.run(Mesh(division.ranks, tp=division.ranks), rank)
     except Exception as error:
         raise EmittedProgramError(f"an emitted program fails: {type(error).__name__}: {error}") from error
     errors = {

@@ -38,6 +38,8 @@ _LIBRARY = tuple(
 # Packages whose objects have a state that is not the program's.
 _RUN_TIME = (*sys.stdlib_module_names, "torch")
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+# Python's `hash()` of a text, which is another one in each process; transformers keeps it on a generation config.
+_OF_THIS_PROCESS = frozenset({"_original_object_hash"})
 _CLASS_INTERNALS = ("__dict__", "__weakref__", "__module__", "__doc__", "__annotations__", "__firstlineno__")
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _MODULE_INTERNALS = frozenset(vars(nn.Module()))
@@ -138,9 +140,12 @@ class _Describer:
         return self._of_instance(value)
 
     def _of_instance(self, value: Any) -> str:
+        if type(value).__module__ == "_thread":  # a lock is held, or not, by whom it may be
+            return _name_of(type(value))
         if type(value).__module__.partition(".")[0] in _RUN_TIME:  # locks, loggers: their state is not the program's
             return _ADDRESS.sub("", f"{_name_of(type(value))} {value!r}")
-        attributes = dict(getattr(value, "__dict__", {}))
+        own = getattr(value, "__dict__", {})
+        attributes = {name: each for name, each in own.items() if name not in _OF_THIS_PROCESS}
         for cls in type(value).__mro__:
             slots = cls.__dict__.get("__slots__", ())
             for name in (slots,) if isinstance(slots, str) else slots:

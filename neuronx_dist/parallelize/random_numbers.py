@@ -28,9 +28,11 @@ def whole_values(axis: str) -> Iterator[None]:
     """Random numbers drawn inside are the same on all ranks of `axis`, which enter together, and no others have them.
 
     A job of one rank draws from torch's generator, as one process does. So does a type check, which takes the ranks of
-    an axis for seeded alike.
+    an axis for seeded alike, and so do ranks as threads: they have one generator in common, and what one of them put
+    back in the middle of another's forward would be lost to it.
     """
-    if not comm.is_initialized() or comm.size("world") == 1 or active() is not None:
+    is_one = not comm.is_initialized() or comm.size("world") == 1
+    if is_one or active() is not None or comm.current().backend.ranks_are_threads:
         yield
         return
     all_streams = streams()

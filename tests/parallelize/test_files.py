@@ -108,6 +108,29 @@ def test_tied_parameters_count():
     assert len(lines) == 1 and lines[0].startswith("parameter 1.weight") and "tied to 0.weight" in lines[0]
 
 
+class Generation:
+    def __init__(self, length, number):
+        self.length, self._original_object_hash = length, number
+
+
+def test_what_is_of_one_process_alone_does_not_count():
+    """A generation config's `hash()` of itself is another number in each process; a lock is held now and then."""
+
+    def with_state(number):
+        net = Net()
+        net.generation = Generation(20, number)
+        net.lock = threading.Lock()
+        return net
+
+    key = keyed(with_state(1))
+    assert keyed(with_state(2)) == key
+    net = with_state(1)
+    with net.lock:
+        assert keyed(net) == key
+    net.generation.length = 21
+    assert keyed(net) != key
+
+
 def test_closures_globals_and_called_functions_count(monkeypatch):
     assert keyed(chosen=policy_of(1)) == keyed(chosen=policy_of(1))
     assert keyed(chosen=policy_of(1)).differences(keyed(chosen=policy_of(2)))

@@ -226,6 +226,7 @@ class ThreadsBackend(Backend):
     """One rank's end of a shared world."""
 
     name = "threads"
+    ranks_are_threads = True
 
     def __init__(self, world: _World, rank: int) -> None:
         self._world = world
