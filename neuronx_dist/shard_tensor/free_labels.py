@@ -122,15 +122,16 @@ def _called(call: _Call, plan: _Plan, tensors: Sequence[torch.Tensor]) -> Any:
     for number, local in zip(plan.order, locals_):
         own[number] = local
     if plan.padded is None:
-        results, tree = tree_flatten(_apply(call, own, plan))
+        outcome, has_values = _apply(call, own, plan), True
     else:
-        results, tree = tree_flatten(_of_one_position(call, own, plan))
+        outcome, has_values = _of_one_position(call, own, plan)
+    results, tree = tree_flatten(outcome)
     specs = iter(plan.results)
     for i, y in enumerate(results):
         if not isinstance(y, torch.Tensor):
             continue
         spec = next(specs)
-        if plan.padded is not None and not (y.shape == spec.local_shape and y._is_view()):
+        if not has_values:
             nothing = torch.zeros(spec.local_shape, dtype=y.dtype, device=own[0].device)
             y = linked(nothing, *own) if y.requires_grad else nothing
         assert y.shape == spec.local_shape, f"the rule of {call.func} tells {spec.local_shape}, it gave {y.shape}"
@@ -144,14 +145,14 @@ def _apply(call: _Call, tensors: Sequence[Any], plan: _Plan) -> Any:
     return call.func(*args, **kwargs)
 
 
-def _of_one_position(call: _Call, own: Sequence[Any], plan: _Plan) -> Any:
+def _of_one_position(call: _Call, own: Sequence[Any], plan: _Plan) -> tuple[Any, bool]:
     """What a rank with an empty shard would give of one position: without values, or of ones where it needs some.
 
-    A view of an operand is one of its own: what is written into it has to enter the graph of the operand.
+    A view of an operand is one of its own, which the flag tells: what is written into it enters the operand's graph.
     """
     assert plan.padded is not None
 
-    def of(device: str | torch.device) -> Any:
+    def of(device: str | torch.device) -> tuple[Any, bool]:
         tensors = []
         for x, shape in zip(own, plan.padded or ()):
             number = 1 if x.is_floating_point() or x.is_complex() else 0  # an index
@@ -160,7 +161,7 @@ def _of_one_position(call: _Call, own: Sequence[Any], plan: _Plan) -> Any:
         viewed = any(
             isinstance(y, torch.Tensor) and any(y._base is x for x in tensors) for y in tree_flatten(result)[0]
         )
-        return _apply(call, own, plan) if viewed else result
+        return (_apply(call, own, plan), True) if viewed else (result, False)
 
     device = own[0].device
     # Autocast does not see what has no values, and many functions of ones have no result (the inverse of a matrix).

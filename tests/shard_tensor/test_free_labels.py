@@ -192,3 +192,15 @@ def test_equal_numbers_of_other_types_are_other_calls():
         assert on_ranks(2, function) == [(dtypes, [[False] * 3, [True] * 3])] * 2
     finally:
         del RULES[scaled]
+
+
+def test_an_empty_shard_of_a_summed_dim_adds_zeros():
+    """Without values multi_dot's result is a view of what it computed itself, of no operand."""
+
+    def function(mesh):
+        a = torch.full((1, 2), 2.0, requires_grad=True)
+        x = distribute_tensor(a, mesh, [Shard(1)], sizes=[(2, 0)])
+        y = torch.linalg.multi_dot([x, torch.full((2, 1), 3.0, requires_grad=True)])
+        return y.full_tensor().tolist()
+
+    assert on_ranks(2, function) == [[[12.0]]] * 2
