@@ -178,7 +178,10 @@ def test_a_policy_may_keep_what_the_module_computes_again_and_a_plan_has_the_spa
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated")
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("name, size", [("llama", 1), ("llama", 2), ("t5", 2), ("mixtral", 2)])
+@pytest.mark.parametrize(
+    "name, size",
+    [("llama", 1), ("llama", 2), *(pytest.param(each, 2, marks=pytest.mark.full) for each in ("t5", "mixtral"))],
+)
 def test_gradient_checkpointing_of_hugging_face(name: str, size: int, reentrant: bool, tmp_path: Path) -> None:
     module, arguments = hf_model(name)
     module.train()

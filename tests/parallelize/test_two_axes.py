@@ -80,7 +80,9 @@ def test_parity(name: str, units: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", HF_MODELS)
+@pytest.mark.parametrize(
+    "name", [each if each == "llama" else pytest.param(each, marks=pytest.mark.full) for each in HF_MODELS]
+)
 def test_hugging_face(name: str, tmp_path: Path) -> None:
     module, arguments = hf_model(name)
     wanted = trained(module, arguments, SGD, 3, 1)
@@ -427,7 +429,7 @@ def over_the_other_axis(source: str) -> list[str]:
 
 @pytest.mark.parametrize(
     "name, policy, options",
-    [("mlp", "tp", {"tp_size": 2}), pytest.param("gpt", weights_first, {}, marks=pytest.mark.slow)],
+    [("mlp", "tp", {"tp_size": 2}), pytest.param("gpt", weights_first, {}, marks=[pytest.mark.slow, pytest.mark.full])],
 )
 def test_every_mutant_is_refused(name: str, policy: Any, options: dict[str, Any]) -> None:
     program = emitted(name, policy, options)
