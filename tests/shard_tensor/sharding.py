@@ -14,7 +14,7 @@ from neuronx_dist.mesh import Mesh
 from neuronx_dist.shard_tensor.intervals import Bounds, bounds_of
 from neuronx_dist.shard_tensor.ops.local_windows import ShardedDim
 
-__all__ = ["SPLITS", "Foreign", "assert_close", "assert_like_one_process", "own_part", "split_of"]
+__all__ = ["SPLITS", "Doubled", "Foreign", "assert_close", "assert_like_one_process", "own_part", "split_of"]
 
 TOLERANCE = 1e-10
 SPLITS = {2: [(8, 8), (11, 5), (16, 0)], 3: [(6, 5, 5), (2, 9, 5)], 4: [(4, 4, 4, 4), (1, 12, 0, 3)]}
@@ -87,3 +87,15 @@ class Foreign(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
         return grad
+
+
+class Doubled(torch.autograd.Function):
+    """Another one, whose gradient is not what it is given."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad * 2

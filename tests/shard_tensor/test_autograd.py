@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from neuronx_dist import comm
 from neuronx_dist.shard_tensor import Partial, Replicate, Shard, ShardTensor, distribute_tensor
-from tests.shard_tensor.sharding import Foreign
+from tests.shard_tensor.sharding import Doubled, Foreign
 from tests.shard_tensor.support.cases import assert_close, on_ranks, verbs
 
 
@@ -138,17 +138,7 @@ class Passing(torch.autograd.Function):
         return grads
 
 
-class Doubling(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x * 2
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad * 2
-
-
-@pytest.mark.parametrize("function", [Passing, Doubling])
+@pytest.mark.parametrize("function", [Passing, Doubled])
 def test_foreign_autograd_functions(function):
     def through(mesh):
         Passing.seen.clear()
@@ -158,7 +148,7 @@ def test_foreign_autograd_functions(function):
         assert isinstance(y, ShardTensor) and y.requires_grad
         (y * y).sum().backward()
         other = whole(16).requires_grad_()
-        scale = 2 if function is Doubling else 1
+        scale = 2 if function is Doubled else 1
         (other.tanh() * scale).square().sum().backward()
         assert_close(x.grad.full_tensor(), other.grad, "through a foreign function")
 

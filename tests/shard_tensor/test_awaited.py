@@ -10,6 +10,7 @@ import torch
 from neuronx_dist import comm
 from neuronx_dist.shard_tensor import DeviceMesh, Partial, Replicate, Shard, ShardTensor, distribute_tensor
 from neuronx_dist.shard_tensor.awaited import Awaited
+from tests.shard_tensor.sharding import Doubled
 from tests.shard_tensor.support.cases import assert_close, on_ranks
 from tests.support.pool import processes
 
@@ -51,16 +52,6 @@ def test_all_pairs_on_processes():
 
 def on_processes():
     pairs(DeviceMesh("cpu", [0, 1]))
-
-
-class Doubled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x * 2
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad * 2
 
 
 def waits(mesh):

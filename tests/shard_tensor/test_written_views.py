@@ -6,19 +6,8 @@ import pytest
 import torch
 
 from neuronx_dist.shard_tensor import Replicate, Shard, distribute_tensor
+from tests.shard_tensor.sharding import Doubled
 from tests.shard_tensor.support.cases import on_ranks
-
-
-class Doubled(torch.autograd.Function):
-    """A function that knows nothing of ShardTensors: autograd finds the graph of its operand by itself."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x * 2
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad * 2
 
 
 def into_a_slice(y):
